@@ -53,11 +53,12 @@ emulate: $(VENV)/.demo ## the CPU kernels on an emulated Haswell, Nehalem, Neove
 	$(BIN)/python scripts/check_emulated.py
 
 .PHONY: lint
-lint: $(VENV)/.dev ## ruff, mypy and the import contracts
+lint: $(VENV)/.dev ## ruff, mypy, the import contracts, and the English of docstrings and pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_english.py
 
 .PHONY: assets
 assets: $(VENV)/.models ## fetch the tokenizers that the tests compare with

@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -122,6 +123,8 @@ async def measure(port: int, load: float, seconds: float) -> dict[str, float]:
         served = sum(client.ended_at <= seconds for client in crowd.clients) / (capacity * seconds)
         print(f"served {served:.2f} of the capacity", file=sys.stderr)
         await asyncio.wait(tasks)
+        for error, count in Counter(client.error for client in crowd.clients if client.error).items():
+            print(f"{count} × {error}", file=sys.stderr)
         after = await Load(http, 4).ask()
     return figures(crowd.clients, after) | {
         "capacity": capacity,

@@ -1,6 +1,6 @@
-"""The `infer` command as a process: quiet when it is interrupted early, and gone at once when it has ended.
+"""The `infer` command as a process: quiet if it is interrupted early, and gone immediately after its end.
 
-Nothing but `os` and `signal` is imported before Ctrl-C has a handler: imports cut short print a traceback.
+Only `os` and `signal` are imported before Ctrl-C has a handler: an interrupted import prints a traceback.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: an `LLM` for programs with an event loop, which never waits for it."""
+"""`AsyncLLM`: an `LLM` for programs with an event loop. It never blocks the loop."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -32,15 +32,17 @@ from infer.sampling_params import SamplingParams
 
 @final
 class AsyncLLM:
-    """`LLM` for `await` and `async for`, with its arguments; or `AsyncLLM(llm)`, which shares an `LLM` with other
-    threads. Loading takes seconds: `await asyncio.to_thread(AsyncLLM, "smollm2")` keeps the loop free meanwhile.
+    """`LLM` for `await` and `async for`, with the same arguments. `AsyncLLM(llm)` shares an `LLM` with other threads.
 
-    Answers of all tasks and loops run in the same steps, with the tokens of each alone. Requests are prepared in a few
-    threads. A task that is cancelled, or leaves a stream, frees its slot when the step under way has ended.
+    Loading takes seconds: `await asyncio.to_thread(AsyncLLM, "smollm2")` keeps the loop free meanwhile.
+
+    Answers of all tasks and loops run in the same steps, and each has the tokens that it would have alone. Requests are
+    prepared in a few threads. A task that is cancelled, or leaves a stream, frees its slot when the current step has
+    ended.
     """
 
     def __init__(self, model: LLM | str | Path = "smollm2", **settings: Any) -> None:
-        """`settings` are those of `LLM`."""
+        """Load a model, or share one that is loaded. `settings` are those of `LLM`."""
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
         self.host.loop.call(once(self.host.engine.scheduler.limit_prompts, MAX_SECONDS))  # who comes is soon seen
 
@@ -55,7 +57,7 @@ class AsyncLLM:
         await self.close()
 
     async def close(self) -> None:
-        """`LLM.close`: answers under way end with finish_reason "abort"."""
+        """Close the model as `LLM.close` does. Active answers end with finish_reason "abort"."""
         await asyncio.to_thread(self.llm.close)
 
     @overload
@@ -86,7 +88,7 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> GenerationResult | list[GenerationResult]:
-        """`LLM.generate`: the whole answer, or of a list of texts a list of answers."""
+        """Return the whole answer as `LLM.generate` does. For a list of texts return a list of answers."""
         if is_list_of_texts(prompt):
             return await self.generate_all(prompt, params, options=options, **keywords)
         host, (options, sampling) = self.host, split_options(options, keywords)
@@ -101,7 +103,9 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> AsyncStream:
-        """`LLM.stream` for `async for`: pieces as they come, and `await stream.result()` at their end."""
+        """Return a stream for `async for` that yields pieces as they arrive. Then `await stream.result()` returns the
+        result.
+        """
         host, (options, sampling) = self.host, split_options(options, keywords)
         return host.answers.stream(partial(host.sequence, prompt, params, options, sampling))
 
@@ -113,7 +117,7 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Any,
     ) -> GenerationResult:
-        """`LLM.chat`; keywords may also be variables of the template."""
+        """Answer a conversation as `LLM.chat` does. Keywords may also be variables of the template."""
         host, (options, others) = self.host, split_options(options, keywords)
         prepared = await host.answers.prepare(partial(host.chat_sequence, messages, params, options, others))
         return await host.answers.answer(prepared)
@@ -126,7 +130,7 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Any,
     ) -> AsyncStream:
-        """`chat`, piece by piece."""
+        """Return a stream of the answer that `chat` returns whole."""
         host, (options, others) = self.host, split_options(options, keywords)
         return host.answers.stream(partial(host.chat_sequence, messages, params, options, others))
 
@@ -138,10 +142,12 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **variables: Any,
     ) -> list[AsyncStream]:
-        """A stream for each of `params`, all of the same prompt, which is rendered and tokenised once. Nothing of it is
-        computed before it is read or `begin` is awaited. Keywords are variables of the template, of messages.
+        """Return one stream per entry of `params`, all of the same prompt, which is rendered and tokenised once.
 
-        Raises InvalidRequestError, of all that may be refused.
+        A stream computes nothing before it is read or its `begin` is awaited. If the prompt is messages, keywords are
+        variables of the template.
+
+        Raises InvalidRequestError if any part of the request is refused.
         """
         answers, options = self.host.answers, options or RequestOptions()
         asked = partial(self.host.choices, prompt, params, options, variables)
@@ -150,7 +156,7 @@ class AsyncLLM:
         return [answers.stream(sequence) for sequence in sequences]
 
     async def prompt_logprobs(self, prompt: Prompt, *, num: int = 0) -> list[TokenLogprob | None]:
-        """`LLM.prompt_logprobs`."""
+        """Return the log-probabilities of a prompt's tokens as `LLM.prompt_logprobs` does."""
         host = self.host
         ids = await host.answers.prepare(lambda check: ids_to_score(host, prompt, num))
         return await host.answers.call(score_prompt(host, ids, num))
@@ -166,8 +172,9 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> list[GenerationResult]:
-        """`LLM.generate_all`: all are checked before the first begins, and `batch_size` of them go on at once. The
-        callbacks are called on the loop, as answers end.
+        """Answer several prompts as `LLM.generate_all` does. All are checked before the first begins.
+
+        At most `batch_size` answers are active. The callbacks are called on the loop, as answers end.
         """
         check_callback("on_result", on_result)
         check_count("batch_size", batch_size, 1, MAX_STEP_LOGITS)
@@ -194,7 +201,7 @@ class AsyncLLM:
     async def embed(
         self, texts: Sequence[Prompt], pooling: Pooling | None = None, *, normalize: bool = True
     ) -> Float[Tensor, "texts hidden"]:
-        """`LLM.embed`. Those of several tasks are computed one after the other, beside the answers."""
+        """Return embeddings as `LLM.embed` does. Calls of several tasks run one after the other, beside the answers."""
         host = self.host
         token_ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, pooling))
         return await host.answers.call(embed(host, token_ids, pooling, normalize=normalize))
@@ -208,7 +215,7 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> tuple[GenerationResult, list[SampleTrace]]:
-        """An answer, and of each of its tokens what `LLM.sample_trace` gives, without the text before it."""
+        """Return an answer and, for each of its tokens, the trace of `LLM.sample_trace` without the text before it."""
         host, (options, sampling) = self.host, split_options(options, keywords)
         check_count("num_candidates", num_candidates, 1, host.vocab_size)
         check_traceable(host)
@@ -228,9 +235,9 @@ class AsyncLLM:
         num_candidates: int = 10,
         is_given: bool = False,
     ) -> list[SampleTrace]:
-        """How each token of an answer to this request was sampled, from the one of step `first` to `last`.
+        """Return how each token of an answer to this request was sampled, from step `first` to step `last`.
 
-        Where it `is_given`, tokens may be others than those sampled.
+        With `is_given`, the tokens may differ from the sampled ones.
         """
         host = self.host
         check_traceable(host)

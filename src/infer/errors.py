@@ -1,6 +1,6 @@
-"""The few exceptions that `infer` raises. Each message is one line that names the value, the rule and the fix.
+"""The exceptions that `infer` raises. Each message is one line that names the value, the rule and the fix.
 
-`exit_status` is what the command line returns: 2 for what was asked, 3 for the model, 1 for our own failure.
+`exit_status` is the exit status of the command line: 2 for an invalid request, 3 for the model, 1 for our own failure.
 """
 
 from pathlib import Path
@@ -10,7 +10,10 @@ _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} |
 
 
 class InferError(Exception):
-    """Whatever `infer` raises on purpose. As text it is one line: characters that control a terminal are escaped."""
+    """Base of the exceptions that `infer` raises on purpose.
+
+    Its text is one line: characters that control a terminal are escaped.
+    """
 
     exit_status = 1
 
@@ -33,7 +36,7 @@ class ClosedError(InvalidRequestError):
 
 
 class OutOfPagesError(InferError):
-    """The cache has too few free pages for what a sequence needs next: it can go on once others have ended."""
+    """The cache has too few free pages for the next tokens of a sequence. It can continue once others have ended."""
 
 
 class EngineFailedError(InferError):
@@ -51,7 +54,7 @@ class UnsupportedModelError(ModelError):
 
 
 class ModelFormatError(ModelError):
-    """A file breaks its own format: `field` says what, `offset` (bytes from the start, if known) says where."""
+    """A file breaks its own format. `field` names the part, `offset` is its place in bytes from the start, if known."""
 
     def __init__(self, path: Path | str, field: str, problem: str, offset: int | None = None) -> None:
         self.path, self.field, self.problem, self.offset = Path(path), field, problem, offset
@@ -91,4 +94,4 @@ class MessageWarning(RequestWarning):
 
 
 class ConstraintError(InvalidRequestError):
-    """A grammar that was compiled cannot be followed further: it has become too complex."""
+    """A compiled grammar cannot be followed further, because it has become too complex."""

@@ -1,4 +1,4 @@
-"""`LLM`: a model, its tokenizer and its cache, with the few calls that most programs need."""
+"""`LLM`: a model, its tokenizer and its cache, with the calls that most programs need."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -62,21 +62,31 @@ __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
 
 @final
 class LLM:
-    """A loaded model. `model` is a folder, a `.gguf` file, the name of an installed package (`smollm2`) or one on the
-    hub (`org/repo`, `org/repo:Q4_K_M`: `checkpoint.hub`).
+    """A loaded model.
+
+    `model` is a folder, a `.gguf` file, the name of an installed package (`smollm2`), or a name on the hub (`org/repo`,
+    `org/repo:Q4_K_M`: `checkpoint.hub`).
 
     `dtype="auto"` keeps the weights as their file stores them; a float type dequantises them at load. `weights="q8"` or
-    `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is that of the activations beside
-    quantised weights on a CPU: "exact" (16 bits) or "fast" (8). `max_seq_len` None is the model's own context, 8,192
-    tokens at most. `kv_type` to `reuse_prefixes` are `CacheSettings`; all answers and sessions share `pool_pages` pages
-    of 64 tokens (None: 8 full contexts', or as many as the memory holds). `threads` counts for the whole process;
-    `tensor_parallel` processes share the model out, each with so many. `capture=False` runs each op by itself: slower,
-    with the same tokens. `chat_template` stands in place of the model's own; with `allow_special` control tokens that
-    are written in a message are control, not text. `grammar_backend` holds answers to a schema, a pattern or a grammar.
-    Safe to call from several threads.
+    `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is the precision of activations beside
+    quantised weights on a CPU: "exact" (16 bits) or "fast" (8 bits).
 
-    How an answer is sampled is given as `SamplingParams`, exactly, or as a mapping or keywords, over the model's own
-    defaults: `generate("Once", temperature=0)`. `close()`, or `with LLM(...) as llm`, gives the memory back.
+    If `max_seq_len` is None, the context is the model's own, but at most 8,192 tokens. The arguments `kv_type` to
+    `reuse_prefixes` are `CacheSettings`. All answers and sessions share `pool_pages` pages of 64 tokens. None means
+    enough for 8 full contexts, or as many as fit in memory.
+
+    `threads` is the number of threads of the whole process. If `tensor_parallel` processes share the model, each has
+    this number of threads. `capture=False` runs each op by itself: slower, with the same tokens.
+
+    `chat_template` replaces the model's own. With `allow_special`, control tokens that are written in a message are
+    control tokens, not text. `grammar_backend` is the library that constrains answers to a schema, a pattern or a
+    grammar.
+
+    All methods are safe to call from several threads.
+
+    The sampling of an answer is given as `SamplingParams`, which are used exactly, or as a mapping or keywords, which
+    override the model's own defaults: `generate("Once", temperature=0)`. `close()`, or `with LLM(...) as llm`, frees
+    the memory.
     """
 
     _host: Host | None
@@ -146,9 +156,9 @@ class LLM:
         raise TypeError("an LLM cannot be copied or pickled: load it again, with LLM(...)")
 
     def close(self) -> None:
-        """Give back the memory of the weights and the caches. For any thread; again does nothing.
+        """Free the memory of the weights and the caches. Any thread may call it; a second call does nothing.
 
-        Answers under way end with finish_reason "abort", sessions are closed, and every later call raises ClosedError.
+        Active answers end with finish_reason "abort", sessions are closed, and every later call raises ClosedError.
         """
         if self._host is not None:
             self._host.close()
@@ -157,9 +167,15 @@ class LLM:
             give_back_freed()
 
     def trim(self) -> int:
-        """Give the memory that no answer uses back to the system: how many bytes of the cache.
+        """Return unused memory to the system.
 
-        Idle sessions lose what their cache holds, and compute it again with their next answer.
+        Idle sessions lose their cached tokens, and compute them again with their next answer.
+
+        Returns:
+            The number of bytes freed from the cache.
+
+        Raises:
+            ClosedError: The model is closed.
         """
         host = self._opened
         return host.loop.run(host.engine.trim)
@@ -173,7 +189,7 @@ class LLM:
 
     @property
     def model(self) -> Transformer:
-        """The network. Raises ClosedError after `close`, as all but `repr` does."""
+        """The network. Raises ClosedError after `close`, as everything but `repr` does."""
         return self._opened.model
 
     @property
@@ -190,16 +206,25 @@ class LLM:
 
     @property
     def can_chat(self) -> bool:
-        """Whether the model brings a chat template."""
+        """True if the model has a chat template."""
         return self.tokenizer.chat_template is not None
 
     @property
     def system_fingerprint(self) -> str:
-        """Of weights, tokenizer, template and settings: where it is the same, so are answers to the same request."""
+        """Digest of weights, tokenizer, template and settings.
+
+        If it is equal, answers to the same request are equal.
+        """
         return self._opened.system_fingerprint
 
     def default_params(self, *, is_chat: bool = False) -> SamplingParams:
-        """What a call without params is answered with: the model's own values, and neutral ones where it has none."""
+        """Return the parameters of a call without params.
+
+        They are the model's own values, and neutral values for the others.
+
+        Args:
+            is_chat: True for the values of a chat.
+        """
         return default_params(self.sampling_defaults, is_chat=is_chat)
 
     @overload
@@ -234,11 +259,28 @@ class LLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> GenerationResult | list[GenerationResult]:
-        """The whole answer to a text, ids or messages; to a list of texts a list of answers, as `generate_all` gives.
+        """Return the whole answer to a prompt.
 
-        Without `params` and keywords it is `default_params`, of a chat for messages. `on_token(token_id, text)` sees
-        each token as it comes and cancels by returning False, `cancel` from another thread; both end with
-        finish_reason "abort". For the rest see `stream`.
+        Args:
+            prompt: A text, token ids, or messages. For a list of texts, the result is a list as `generate_all` returns
+                it.
+            params: `SamplingParams`, or a mapping of fields over the model's defaults. None: `default_params`, for
+                messages those of a chat.
+            on_token: Called as `on_token(token_id, text)` with each token as it arrives. Returns False to cancel the
+                answer. For one prompt only.
+            on_prefill: Called as in `stream`. For one prompt only.
+            options: Options of the request besides its sampling. None: the default options.
+            keywords: Keywords of `stream`.
+
+        Returns:
+            The result. A cancelled answer, by `on_token` or by `cancel` from another thread, has finish_reason "abort".
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule, or the prompt does not fit the context.
+            ClosedError: The model is closed.
+
+        Example:
+            llm.generate("Once upon a time", temperature=0, max_new_tokens=32).text
         """
         check_callback("on_token", on_token)
         if not is_list_of_texts(prompt):
@@ -256,13 +298,26 @@ class LLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> Stream:
-        """Pieces of text as they come; `.result` is there when they end.
+        """Return a stream that yields pieces of text as they arrive.
 
-        Keywords are fields of `SamplingParams` and of `RequestOptions`: `speculation="ngram"` verifies guesses of up to
-        `num_draft_tokens` in one step: the same tokens, sooner where the text repeats. A prompt is run `prefill_chunk`
-        tokens at a time, after each of which `on_prefill(done, total)` is called and `cancel` looked at. A prompt that
-        is too long is an error, or with `overflow="truncate_left"` loses its beginning, so that the answer has its room
-        (`prompt_ids.fitted`).
+        Args:
+            prompt: A text, token ids, or messages.
+            params: `SamplingParams`, or a mapping of fields over the model's defaults. None: `default_params`, for
+                messages those of a chat.
+            on_prefill: Called as `on_prefill(done, total)` after each chunk of `prefill_chunk` prompt tokens. `cancel`
+                is checked then, too.
+            options: Options of the request besides its sampling. None: the default options.
+            keywords: Fields of `SamplingParams` and of `RequestOptions`. `speculation="ngram"` verifies guesses of up
+                to `num_draft_tokens` tokens in one step. The tokens are the same, and arrive sooner if the text
+                repeats. With `overflow="truncate_left"`, a prompt that is too long loses its beginning, so that the
+                answer has its room (`prompt_ids.fitted`).
+
+        Returns:
+            The stream. Its `.result` is available after the last piece.
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule, or the prompt does not fit the context.
+            ClosedError: The model is closed.
         """
         host = self._opened
         check_callback("on_prefill", on_prefill)
@@ -270,7 +325,17 @@ class LLM:
         return host.stream(host.sequence(prompt, params, options, sampling), on_prefill)
 
     def astream(self, prompt: Prompt, params: Params | None = None, **keywords: Any) -> AsyncStream:
-        """`stream` for `async for`, with its keywords: `AsyncLLM.stream`."""
+        """Return a stream for `async for`, as `AsyncLLM.stream` does.
+
+        Args:
+            prompt: A text, token ids, or messages.
+            params: `SamplingParams`, or a mapping of fields over the model's defaults. None: `default_params`, for
+                messages those of a chat.
+            keywords: `options`, and the keywords of `stream`.
+
+        Raises:
+            ClosedError: The model is closed.
+        """
         host, (options, sampling) = self._opened, split_options(keywords.pop("options", None), keywords)
         return host.answers.stream(partial(host.sequence, prompt, params, options, sampling))
 
@@ -285,10 +350,22 @@ class LLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> list[GenerationResult]:
-        """The answers to several prompts, in their order, up to `batch_size` of them in one step (64 at most).
+        """Return the answers to several prompts, in their order.
 
-        Each is what `generate` gives for its prompt and parameters, one set for all or one a prompt. Where one ends
-        the next begins, and `on_result(index, result)` is called. All are checked before the first begins.
+        Each equals the answer of `generate` for its prompt and parameters. When an answer ends, the next begins.
+
+        Args:
+            prompts: The prompts. All are checked before the first answer begins.
+            params: One set for all prompts, or one per prompt.
+            batch_size: Number of answers that run in one step, 64 at most.
+            on_progress: Called with the numbers of answers done and in all.
+            on_result: Called as `on_result(index, result)` when an answer ends.
+            options: Options of the request besides its sampling. None: the default options.
+            keywords: Fields of `SamplingParams` and of `RequestOptions`. Sampling fields exclude `params`.
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule, or the prompt does not fit the context.
+            ClosedError: The model is closed.
         """
         host = self._opened
         check_batch_size(batch_size)
@@ -306,9 +383,22 @@ class LLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> Iterator[Ended]:
-        """`(index, result)` of each answer as it ends, for as many prompts as there are. Prompts are taken and checked
-        as they are needed: up to `batch_size` wait for those that are being answered. With `on_error(index, error)` one
-        that is refused ends no others, and leaving the loop ends those under way.
+        """Yield `(index, result)` of each answer as it ends, for any number of prompts.
+
+        Prompts are taken and checked as needed: up to `batch_size` wait for active answers to end. Leaving the loop
+        ends active answers.
+
+        Args:
+            prompts: The prompts.
+            params: One set for all prompts, or one per prompt.
+            batch_size: Number of answers that run in one step, 64 at most.
+            on_error: Called as `on_error(index, error)` for a refused prompt, which then ends no other answers.
+            options: Options of the request besides its sampling. None: the default options.
+            keywords: Fields of `SamplingParams` and of `RequestOptions`. Sampling fields exclude `params`.
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule, or the prompt does not fit the context.
+            ClosedError: The model is closed.
         """
         check_callback("on_error", on_error)
         host = self._opened
@@ -327,8 +417,20 @@ class LLM:
         options: RequestOptions | None = None,
         **keywords: Any,
     ) -> GenerationResult:
-        """Answer a conversation, rendered by the model's own template. Keywords are those of `stream` and of
-        `Tokenizer.encode_chat`, variables of the template among them.
+        """Answer a conversation, rendered by the model's own template.
+
+        Args:
+            messages: The messages of the conversation.
+            params: `SamplingParams`, or a mapping of fields over the model's defaults. None: `default_params`, for
+                messages those of a chat.
+            on_token: Called as in `generate`.
+            on_prefill: Called as in `stream`.
+            options: Options of the request besides its sampling. None: the default options.
+            keywords: Keywords of `stream` and of `Tokenizer.encode_chat`, including variables of the template.
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule, or the prompt does not fit the context.
+            ClosedError: The model is closed.
         """
         check_callback("on_token", on_token)
         return self.stream_chat(messages, params, on_prefill=on_prefill, options=options, **keywords).run(on_token)
@@ -342,7 +444,7 @@ class LLM:
         options: RequestOptions | None = None,
         **keywords: Any,
     ) -> Stream:
-        """`chat`, piece by piece."""
+        """Return a stream of the answer that `chat` returns whole."""
         host = self._opened
         check_callback("on_prefill", on_prefill)
         options, others = split_options(options, keywords)
@@ -351,21 +453,46 @@ class LLM:
     def session(
         self, *, system: str | None = None, tools: Sequence[ToolLike] | None = None, **template_variables: Any
     ) -> Session:
-        """Many turns over one cache. A system message, tools and extra names go to the chat template of every turn; an
-        answer may call the tools, whose results are messages with role "tool".
+        """Return a session: many turns over one cache.
+
+        Args:
+            system: The system message.
+            tools: Functions or schemas that an answer may call. Their results are messages with role "tool".
+            template_variables: Variables that are passed to the chat template of every turn.
+
+        Raises:
+            ClosedError: The model is closed.
         """
         return begin_session(self._opened, system, tools, template_variables)
 
     def load_session(self, path: str | Path) -> Session:
-        """A session that `Session.save` wrote, by this process or another one with the same model."""
+        """Return a session that `Session.save` wrote, in this process or in another one with the same model.
+
+        Args:
+            path: The file of the session.
+
+        Raises:
+            ClosedError: The model is closed.
+        """
         session = self.session()
         session.load(path)
         return session
 
     def prompt_logprobs(self, prompt: Prompt, *, num: int = 0) -> list[TokenLogprob | None]:
-        """How likely the model holds each token of a prompt, beside the `num` likeliest; None for the first.
+        """Return the log-probability of each token of a prompt.
 
-        Of the raw logits. Of these there are never more in memory than for 64 tokens.
+        They are computed from the raw logits. At most the logits of 64 tokens are in memory.
+
+        Args:
+            prompt: A text, token ids, or messages.
+            num: Number of likeliest alternatives per token.
+
+        Returns:
+            One entry per token; None for the first token.
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule.
+            ClosedError: The model is closed.
         """
         host = self._opened
         return host.loop.call(score_prompt(host, ids_to_score(host, prompt, num), num)).get()
@@ -381,10 +508,21 @@ class LLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> SampleTrace:
-        """How the token of this step (1 follows the prompt) is sampled, stage by stage: the one `generate` gives.
+        """Return how the token of a step is sampled, stage by stage. It is the token that `generate` returns.
 
-        A prompt of messages is rendered as `chat` does; `prompt_ids` are its ids where they are spelled in another way,
-        as a session's may be. Raises InvalidRequestError where the answer ends before.
+        Args:
+            prompt: A text, token ids, or messages, which are rendered as `chat` does.
+            params: `SamplingParams`, or a mapping of fields over the model's defaults. None: `default_params`, for
+                messages those of a chat.
+            step: The step; 1 follows the prompt.
+            num_candidates: Number of candidate tokens in the trace.
+            prompt_ids: The prompt's ids if they are spelled in another way, as a session's may be.
+            options: Options of the request besides its sampling. None: the default options.
+            keywords: Fields of `SamplingParams` and of `RequestOptions`. Sampling fields exclude `params`.
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule, or the answer ends before the step.
+            ClosedError: The model is closed.
         """
         host, (options, sampling) = self._opened, split_options(options, keywords)
         params = host.sampled_by(prompt, params, sampling)
@@ -393,15 +531,38 @@ class LLM:
     def embed(
         self, texts: Sequence[Prompt], pooling: Pooling | None = None, *, normalize: bool = True
     ) -> Float[Tensor, "texts hidden"]:
-        """A vector a text (or ids, or messages): of the hidden states after the last norm the mean, or the last:
-        unless `pooling` says which, as the model was made for, else the mean.
+        """Return one vector per text: the mean, or the last, of the hidden states after the last norm.
 
-        float32, of length 1 where `normalize`. Models that were trained for it give vectors that can be compared.
+        Models that were trained for embeddings return vectors that can be compared.
+
+        Args:
+            texts: Texts, lists of token ids, or conversations.
+            pooling: "mean" or "last". None: the pooling that the model was made for, otherwise the mean.
+            normalize: True for vectors of length 1.
+
+        Returns:
+            float32 vectors, `[texts, hidden]`.
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule.
+            ClosedError: The model is closed.
         """
         host = self._opened
         return host.loop.call(embed(host, texts_to_embed(host, texts, pooling), pooling, normalize=normalize)).get()
 
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
-        """float32 logits after every token, or after the last few: `[tokens, vocab]` takes 4 bytes × vocab a token."""
+        """Return float32 logits after every token, or after the last few.
+
+        Args:
+            token_ids: The tokens.
+            last: Number of last tokens whose logits are returned. None: all tokens.
+
+        Returns:
+            Logits, `[tokens, vocab]`, 4 bytes × vocab per token.
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule.
+            ClosedError: The model is closed.
+        """
         host = self._opened
         return host.loop.call(logits_of(host, ids_to_score(host, token_ids), last)).get()

@@ -1,5 +1,4 @@
-"""What a generation gives back: the tokens, the text, why it ended, and where the time went; and how one
-token was sampled. Free of torch."""
+"""Results of a generation: tokens, text, finish reason, timing, and how one token was sampled. Loads no torch."""
 
 import json
 import math
@@ -14,8 +13,10 @@ Origin = Literal["sampled", "draft", "forced", "given"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one token adds to the stream. The text may be empty: half a character, or held back. In an answer reasoning
-    comes first, then its text, then tool calls.
+    """The part of a stream that one token adds.
+
+    The text may be empty, for half a character or for text that is held back. In an answer, reasoning comes first, then
+    text, then tool calls.
     """
 
     token_id: int
@@ -28,14 +29,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Further reasoning."""
+    """The next part of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """The call of this index begins, with its id and name, or further characters of its arguments."""
+    """A part of the tool call with this index.
+
+    It is the call's beginning, with id and name, or further characters of its arguments.
+    """
 
     index: int
     id: str | None = None
@@ -45,24 +49,27 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants called. `arguments` are JSON as the model wrote it; cut where the answer was."""
+    """A function that the model wants to call.
+
+    `arguments` are JSON as the model wrote it. They are cut if the answer was cut.
+    """
 
     id: str
     name: str
     arguments: str
 
     def to_json(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """Return the call in OpenAI's form."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
     def parsed(self) -> dict[str, Any]:
-        """The arguments as values. ValueError where they were cut."""
+        """Return the arguments as values. Raises ValueError if the arguments were cut."""
         found: dict[str, Any] = json.loads(self.arguments)
         return found
 
 
 def assembled(deltas: "Iterable[ReasoningDelta | ToolCallDelta]") -> tuple[str | None, tuple[ToolCall, ...]]:
-    """The reasoning and the calls that deltas add up to."""
+    """Return the reasoning and the calls that the deltas add up to."""
     reasoning, calls = list[str](), list[ToolCall]()
     for delta in deltas:
         if isinstance(delta, ReasoningDelta):
@@ -90,13 +97,15 @@ _WARM_UP_STEPS = 2  # of an answer: they touch memory and code for the first tim
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GenerationTiming:
-    """Seconds, each measured: the clock is read after every forward and every sampling, also where several steps run
-    without a return to Python, and the device is synchronised around both. A figure without anything measured is None.
+    """Measured times, in seconds. A figure without any measurement is None.
 
-    The first token's forward and sampling are the prefill. Of each later token that was sampled `decode_times_s[i]` is
-    its forward, with what Python did before it, and `sampling_times_s[i]` the sampling that followed. A step that
-    verifies drafts gives several tokens: its forward counts with the first, the others have 0. `arrival_times_s` is
-    when each token, forced ones too, reached the caller, from when the request was begun.
+    The clock is read after every forward and every sampling, even if several steps run without a return to Python. The
+    device is synchronised around both.
+
+    The first token's forward and sampling are the prefill. For each later sampled token, `decode_times_s[i]` is its
+    forward including the Python time before it, and `sampling_times_s[i]` is the sampling that followed. A step that
+    verifies drafts yields several tokens: the first has the time of the forward, the others have 0. `arrival_times_s`
+    is when each token, forced ones too, reached the caller, from the beginning of the request.
     """
 
     prefill_time_s: float = 0.0
@@ -106,7 +115,7 @@ class GenerationTiming:
 
     @property
     def ttft_s(self) -> float:
-        """From the start of the prefill to the first token sampled."""
+        """Seconds from the start of the prefill to the first sampled token."""
         return self.prefill_time_s
 
     @property
@@ -124,17 +133,20 @@ class GenerationTiming:
 
     @property
     def inter_token_times_s(self) -> list[float]:
-        """Forward and sampling of each token: what passes from one being sampled to the next."""
+        """Seconds from the sampling of one token to the sampling of the next: forward plus sampling."""
         return [sum(pair, 0.0) for pair in zip_longest(self.decode_times_s, self.sampling_times_s, fillvalue=0.0)]
 
     @property
     def arrival_gaps_s(self) -> list[float]:
-        """Between the arrivals of two tokens: what a reader sees, where several steps run without a return."""
+        """Seconds between the arrivals of two tokens, as a reader sees them if several steps run without a return."""
         return [after - before for before, after in pairwise(self.arrival_times_s)]
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Tokens over the time of their steps, sampling included, without the first two steps where there are more."""
+        """Tokens divided by the time of their steps, including sampling.
+
+        The first two steps are left out if there are more.
+        """
         times = self.inter_token_times_s
         first_of_step = [index for index, forward_s in enumerate(self.decode_times_s) if forward_s > 0]
         settled = times[first_of_step[_WARM_UP_STEPS] :] if len(first_of_step) > _WARM_UP_STEPS else times
@@ -174,7 +186,10 @@ class GenerationTiming:
 
 @dataclass(slots=True, repr=False)
 class GenerationStats:
-    """What the loop did for one generation. A step is one forward; a multi-step several without a return to Python."""
+    """Counts of the work for one generation.
+
+    A step is one forward. A multi-step is several forwards without a return to Python.
+    """
 
     prefill_steps: int = 0  # that only filled the cache
     single_steps: int = 0  # that gave one token, or verified drafts
@@ -187,13 +202,13 @@ class GenerationStats:
     preemptions: int = 0  # times that it gave its pages up and was computed again
 
     def __repr__(self) -> str:
-        """What is not 0."""
+        """Return the counts that are not 0."""
         return f"GenerationStats({', '.join(f'{name}={count}' for name, count in asdict(self).items() if count)})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GenerationResult:
-    """One finished sequence. `token_ids` holds every generated token, `text` ends before the stop string."""
+    """One finished sequence. `token_ids` contains every generated token. `text` ends before the stop string."""
 
     token_ids: list[int]
     text: str
@@ -217,11 +232,11 @@ class GenerationResult:
 
     @property
     def num_samples(self) -> int:
-        """How many tokens were sampled."""
+        """Number of tokens in `token_ids`."""
         return len(self.token_ids)
 
     def to_message(self) -> dict[str, Any]:
-        """The answer as a message of the conversation, in OpenAI's form."""
+        """Return the answer as a message of the conversation, in OpenAI's form."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -230,7 +245,7 @@ class GenerationResult:
         return message
 
     def __repr__(self) -> str:
-        """One line; `text` and `timing` have the whole."""
+        """Return one line; `text` and `timing` contain the full values."""
         reason: str = self.finish_reason
         if self.error is not None or reason in ("length", "stop"):
             reason += f": {_shortened(self.stop_reason if self.error is None else self.error)}"
@@ -239,7 +254,7 @@ class GenerationResult:
         return f"GenerationResult({_shortened(', '.join(shown))}, {reason}, {num_tokens} tokens{_rate(self.timing)})"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists, dicts, numbers and strings; a log-probability of −inf is None."""
+        """Return plain lists, dicts, numbers and strings. A log-probability of −inf is None."""
         record = asdict(self) | {"timing": self.timing.to_json()}
         if self.logprobs is not None:
             record["logprobs"] = [_logprob_to_json(entry) for entry in self.logprobs]
@@ -248,7 +263,10 @@ class GenerationResult:
 
 @dataclass(frozen=True, slots=True)
 class TraceStage:
-    """What one step of the sampler did. A step that only bans moves nothing; one that only reweighs removes nothing."""
+    """Effect of one step of the sampler.
+
+    A step that only bans moves nothing. A step that only reweighs removes nothing.
+    """
 
     name: str  # as in `sampling.sampler.stages`; the first is "raw"
     value: int | float | None  # of its parameter, where that is one number
@@ -260,7 +278,7 @@ class TraceStage:
 
 @dataclass(frozen=True, slots=True)
 class TraceCandidate:
-    """One token on its way through the stages: entry i of `logits` and `probabilities` is after stage i."""
+    """One token and its values after each stage: entry i of `logits` and `probabilities` is after stage i."""
 
     token_id: int
     text: str  # bytes that are no text by themselves as \\x and two digits
@@ -274,7 +292,9 @@ class TraceCandidate:
 
 @dataclass(frozen=True, slots=True)
 class SampleTrace:
-    """How one token was sampled. `candidates` come in the order of their raw logits, the chosen one among them."""
+    """Record of how one token was sampled. `candidates` are in the order of their raw logits, and include the chosen
+    token.
+    """
 
     stages: tuple[TraceStage, ...]
     candidates: tuple[TraceCandidate, ...]
@@ -289,12 +309,12 @@ class SampleTrace:
         return next(candidate for candidate in self.candidates if candidate.token_id == self.token_id)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists, dicts, numbers and strings."""
+        """Return plain lists, dicts, numbers and strings."""
         return asdict(self)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the order statistics, as numpy's default; 0 for no values."""
+    """Return a percentile by linear interpolation between the order statistics, as numpy does; 0 for no values."""
     if not values:
         return 0.0
     ordered = sorted(values)

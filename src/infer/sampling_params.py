@@ -1,6 +1,6 @@
-"""What a user may ask of one generation: `SamplingParams`, checked when it is made, and free of torch.
+"""The parameters of one generation: `SamplingParams`, checked when it is created. Loads no torch.
 
-An instance is always valid and never changes; every message names the field, the rule and the value.
+An instance is always valid and never changes. Every error message names the field, the rule and the value.
 """
 
 import difflib
@@ -26,7 +26,7 @@ CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 
 
 class UnknownParameterError(InvalidRequestError, TypeError):
-    """A name that `SamplingParams` does not have."""
+    """Error for a name that `SamplingParams` does not have."""
 
 
 @final
@@ -56,13 +56,13 @@ class FrozenBias(Mapping[int, float]):
 
 @runtime_checkable
 class HasJsonSchema(Protocol):
-    """A class that says its own JSON schema, as those of Pydantic do."""
+    """A class that returns its own JSON schema, as Pydantic's classes do."""
 
     def model_json_schema(self) -> dict[str, Any]: ...
 
 
 def _takes_aliases(cls: type) -> type:
-    """Its constructor takes each parameter by an alias, too."""
+    """Return the class with a constructor that also accepts each parameter by an alias."""
     make = cls.__init__  # type: ignore[misc]  # that of this very class
 
     @wraps(make)
@@ -80,11 +80,12 @@ def _takes_aliases(cls: type) -> type:
 @_takes_aliases
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SamplingParams:
-    """How one sequence is sampled and where it stops. Off is None, or the neutral value that is the default.
+    """Parameters of how one sequence is sampled and where it stops. None, or the neutral default value, turns a
+    parameter off.
 
-    After construction `stop` is a tuple, `stop_token_ids` and `allowed_token_ids` are frozen sets, `logit_bias`
-    is an immutable copy and `json_schema` is text; an empty `logit_bias` is None. `max_tokens`, `num_tokens` and
-    `max_completion_tokens` are names of `max_new_tokens`. Raises InvalidRequestError.
+    After construction `stop` is a tuple, `stop_token_ids` and `allowed_token_ids` are frozen sets, `logit_bias` is an
+    immutable copy and `json_schema` is text. An empty `logit_bias` becomes None. `max_tokens`, `num_tokens` and
+    `max_completion_tokens` are aliases of `max_new_tokens`. Raises InvalidRequestError.
     """
 
     temperature: float = 1.0  # [0, 2]; 0 is greedy
@@ -135,7 +136,10 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """From a request or a settings file: aliases are known, `top_k` 0 or −1 is off, bias ids may be text."""
+        """Return the parameters from a request or a settings file.
+
+        Aliases are accepted, `top_k` 0 or −1 is off, and bias ids may be text.
+        """
         return cls(**values_from(values))
 
     @property
@@ -143,7 +147,7 @@ class SamplingParams:
         return self.temperature == 0
 
     def __repr__(self) -> str:
-        """What differs from the defaults."""
+        """Return the fields that differ from the defaults."""
         given = [(field.name, getattr(self, field.name)) for field in fields(self)]
         shown = [f"{name}={_shown(value)}" for name, value in given if value != _DEFAULTS[name]]
         return f"SamplingParams({', '.join(shown)})"
@@ -153,7 +157,10 @@ PARAMETER_NAMES = tuple(field.name for field in fields(SamplingParams))
 
 
 def without_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises InvalidRequestError for a parameter that is given by two names."""
+    """Return the values with aliases replaced by field names.
+
+    Raises InvalidRequestError for a parameter that is given by two names.
+    """
     named: dict[str, Any] = {}
     for alias, value in values.items():
         name = ALIASES.get(alias, alias)
@@ -165,7 +172,7 @@ def without_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_parameter(name: str) -> str:
-    """The message for a name that is no parameter, with the nearest one that is."""
+    """Return the message for an unknown parameter name, with the nearest known name."""
     near = difflib.get_close_matches(name, [*PARAMETER_NAMES, *ALIASES], n=1)
     if near:
         meant = ALIASES.get(near[0], near[0])
@@ -174,7 +181,7 @@ def unknown_parameter(name: str) -> str:
 
 
 def values_from(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a request or a settings file names, as `SamplingParams.from_mapping` reads them."""
+    """Return the fields that a request or a settings file names, as `SamplingParams.from_mapping` reads them."""
     for name in mapping:
         if not isinstance(name, str):
             raise UnknownParameterError(f"sampling parameters are given by name, got {_shown(name)}")
@@ -274,7 +281,7 @@ def _text(name: str, value: object) -> str | None:
 
 
 def _check_encodable(name: str, text: str) -> None:
-    """Half a character of UTF-16 stands in no text that a model writes."""
+    """Raise InvalidRequestError for a lone surrogate, half a character of UTF-16, which no text of a model contains."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

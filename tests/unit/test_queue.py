@@ -157,3 +157,23 @@ def test_an_engine_counts_the_preemptions_of_all_its_answers(world: World, engin
         engine.step()
     assert engine.snapshot().num_preemptions == sum(each.stats.preemptions for each in asked) == 4
     assert [Outcome.of(each.result()) for each in asked] == all_by_definition(world, cases)
+
+
+def test_tokens_of_answers_that_have_ended_count_until_a_slot_changes_hands_again(world: World) -> None:
+    queue = Queue()
+    asked = [ask(world, queue, 10, 20, tenant="one") for _ in range(5)]
+    for each in asked:
+        queue.entered(each)
+        give(each, 2)
+    other = ask(world, queue, 10, 20, tenant="other")
+    giver = queue.giver_for(other, asked, size)
+    assert giver is not None
+    queue.gave(giver, other)
+    running = [each for each in asked if each is not giver]
+    assert queue.giver_for(other, running, size) is None, "what the change wasted was not given yet"
+    give(running[0], 18)
+    give(running[1], 18)
+    assert queue.giver_for(other, running, size) is not None, "3 times 12 tokens were given"
+    for ended in running[:2]:
+        queue.leave(ended)
+    assert queue.giver_for(other, running[2:], size) is not None, "they still count"

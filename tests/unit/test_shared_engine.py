@@ -408,3 +408,16 @@ def test_requests_may_come_from_any_thread_while_a_step_runs(world: World, engin
     assert all(Outcome.of(stream.run()) == expected for stream in asked)
     assert len(asked) == 150
     assert not loop.run(lambda: dict(engine._queue.tenants._num_active))
+
+
+def test_what_a_preempted_sequence_finds_of_itself_does_not_count_as_reused(world: World, engine: Engine) -> None:
+    """Else its tenant would get work back that was computed."""
+    sequence = submit(world, engine, LONG)
+    while len(sequence.pieces) < 40:
+        engine.step()
+    engine._slots.preempt(sequence)
+    engine.step()
+    assert sequence.num_computed > 32, "two pages of its own were found"
+    run(engine)
+    assert sequence.result().reused_tokens == 0
+    assert Outcome.of(sequence.result()) == by_definition(world, LONG)

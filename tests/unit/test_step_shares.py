@@ -66,3 +66,16 @@ def test_a_tenant_sits_out_until_all_delays_of_its_grammar_are_paid(shares: Step
             shares.computed([QUIET], 1, cost(1))
             num_alone, seconds = num_alone + 1, seconds + cost(1)
     assert num_alone * cost(1) > 0.5 * seconds
+
+
+def test_a_tenant_is_chosen_again_after_fewer_steps_in_one_go_than_it_may_run(shares: StepShares) -> None:
+    """The time of one of its last steps, not of all, is what the next one must be owed."""
+    parts = [QUIET, *[LOUD] * 9]
+    shares.choose(parts)
+    shares.computed(parts[1:], 1, 13 * cost(1))
+    assert shares.choose(parts) == {"quiet"}
+    promised = shares.most_steps
+    assert promised is not None
+    assert promised > 4
+    shares.computed([QUIET], promised - 1, (promised - 1) * cost(1))
+    assert shares.choose(parts) == {"quiet"}

@@ -1,4 +1,7 @@
-"""What a backend is: all that differs by device. Above `ops` nobody names a device's kernels, threads or captures."""
+"""The interface of a backend: everything that differs by device.
+
+Above `ops`, no module names a device's kernels, threads or captures.
+"""
 
 import mmap
 from abc import ABC, abstractmethod
@@ -28,8 +31,12 @@ Forward = Callable[[Step], Tensor]
 
 
 class Generated(NamedTuple):
-    """The tokens sampled after each chunk, of which the last may be the code of a failed row. When each step ended, or
-    each entry of a step that verifies drafts. The tokens' log-probabilities, where a row asks for them."""
+    """Tokens sampled after each chunk, the time at which each step ended, and log-probabilities where a row asks for
+    them.
+
+    The last token of a row may be the code of its failure. For a step that verifies drafts, `ends` has one time per
+    entry.
+    """
 
     token_ids: list[list[int]]
     ends: list[StepEnd]
@@ -37,22 +44,22 @@ class Generated(NamedTuple):
 
 
 class Recorded(ABC):
-    """A forward that was recorded once. What it computes is what the same ops compute one by one, to the bit."""
+    """A forward that was recorded once. Its results equal those of the same ops run one by one, to the bit."""
 
     @abstractmethod
     def run(self, step: Step) -> Float[Tensor, "logits vocab"]:
-        """The logits asked for, in a buffer that the next run may overwrite."""
+        """Return the requested logits, in a buffer that the next run may overwrite."""
 
 
 class Captured(Recorded):
-    """One that samples as well, without a return to Python."""
+    """A recorded forward that also samples, without a return to Python."""
 
     capacity: int  # tokens that one replay holds
     max_logits: int
 
     @abstractmethod
     def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
-        """Whether they fit one replay, and can be sampled so with these parameters."""
+        """Return True if the chunks fit one replay and can be sampled there with these parameters."""
 
     @abstractmethod
     def run_multi_step(
@@ -66,12 +73,11 @@ class Captured(Recorded):
         masks: Masks | None = None,
         interrupt: Interrupt | None = None,
     ) -> Generated:
-        """Up to `count` steps without a return to Python, from chunks of one token each, at their positions; all are
-        sampled after.
+        """Run up to `count` steps without a return to Python, and sample after each of them.
 
-        Fewer if every row met one of stop_ids, or any thread sets `interrupt`; the last may hold a negative code, where
-        a row failed. `history` has seen the step's tokens and sees what is sampled. `masks` are the first step's;
-        `masks.advance` sees each.
+        Each chunk has one token, at its position in `starts`. Fewer steps run if every row met one of `stop_ids`, or if
+        any thread sets `interrupt`. The last token may be a negative code, if a row failed. `history` has seen the
+        step's tokens, and sees what is sampled. `masks` are the first step's; `masks.advance` sees each step.
         """
 
     @abstractmethod
@@ -83,20 +89,24 @@ class Captured(Recorded):
         history: History | None = None,
         masks: Masks | None = None,
     ) -> Generated:
-        """Chunks from their positions on. For each with logits what is sampled after it: those of its drafts that were
-        right, and the token after them."""
+        """Run chunks from their positions on, and return the tokens sampled after each chunk with logits.
+
+        These are the drafts that were right, and the token after them.
+        """
 
     def _has_room(self, chunks: Sequence[Chunk]) -> bool:
         num_tokens = sum([len(chunk.token_ids) for chunk in chunks])
         return num_tokens <= self.capacity and sum([chunk.num_logits for chunk in chunks]) <= self.max_logits
 
     def follow(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int) -> int:
-        """The steps that rank 0 of a group runs as a multi-step: how many they were. It tells what was sampled."""
+        """Run the steps that rank 0 of a group runs as a multi-step, and return their number. Rank 0 sends the sampled
+        tokens.
+        """
         raise InvalidRequestError("a group runs no multi-steps here")
 
     @abstractmethod
     def profile(self, step: Step) -> list[tuple[str, int]]:
-        """Each command's label and the cycles spent in it."""
+        """Return each command's label and the cycles spent in it."""
 
 
 def check_multi_step(chunks: Sequence[Chunk], columns: SamplingColumns) -> None:
@@ -110,7 +120,9 @@ def check_verified(chunks: Sequence[Chunk], columns: SamplingColumns) -> None:
 
 
 class KernelStore(NamedTuple):
-    """The kernels of models that are not kept yet, by name; where they are kept, and why they cannot be."""
+    """Names of the models' kernels that are not stored yet, the folder they are stored in, and the reason if they
+    cannot be.
+    """
 
     instruction_set: str
     missing: list[str]
@@ -120,8 +132,10 @@ class KernelStore(NamedTuple):
 
 
 class Backend(ABC):
-    """A device's kernels, memory, threads and captures. What a method does here is right where a device has nothing
-    of the kind."""
+    """A device's kernels, memory, threads and captures.
+
+    A method's default here is right for a device that has nothing of the kind.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -129,86 +143,94 @@ class Backend(ABC):
     @property
     @abstractmethod
     def kernels(self) -> Any:
-        """A module, or an object: has every op under its name in `ops`, and agrees with `backends.reference`."""
+        """A module or an object that has every op under its name in `ops`, and agrees with `backends.reference`."""
 
     @abstractmethod
     def description(self) -> str:
-        """What of the device decides speed, in one line: for reports."""
+        """Return one line for reports that names the device's properties that decide its speed."""
 
     def instruction_set(self) -> str | None:
-        """Its name, where kernels can be compiled for several."""
+        """Return the instruction set's name; None if kernels are not compiled for one of several."""
         return None
 
     @property
     @abstractmethod
     def computes_on_host(self) -> bool:
-        """Whether a forward keeps the cores busy that Python runs on."""
+        """True if a forward keeps the cores busy that Python runs on."""
 
     @abstractmethod
     def activation_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """What a forward computes in, where weights are asked for in `dtype` (None: as they are stored)."""
+        """Return the dtype that a forward computes in if weights are requested in `dtype` (None: as stored)."""
 
     @abstractmethod
     def kv_type(self, dtype: torch.dtype | None, stored: str = "F32") -> str:
-        """How keys and values are stored if nothing else is asked for. `stored` is the type of the keys' matrix in the
-        file."""
+        """Return the default storage type of keys and values. `stored` is the type of the keys' matrix in the file."""
 
     @abstractmethod
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeroed memory for a cache."""
+        """Return zeroed memory for a cache."""
 
     def available_bytes(self) -> int | None:
-        """How much of the memory that models lie in can still be taken; None where that is not known."""
+        """Return how many bytes can still be allocated in the memory that models use; None if that is not known."""
         return available_memory_bytes()
 
     def give_back(self, memory: Tensor, first: int, count: int) -> None:
-        """What `zeros` made: entries [first, first + count) of the first axis are lost, and their memory is the
-        system's again as far as it can be."""
+        """Free entries [first, first + count) of the first axis of memory that `zeros` made.
+
+        Their contents are lost, and their memory returns to the system as far as possible.
+        """
         return
 
     def to_host(self, memory: Tensor, entries: Sequence[int]) -> None:
-        """Before the host reads entries of the first axis of what `zeros` made: they are as the device wrote them."""
+        """Make entries of the first axis, as the device wrote them, readable by the host. `zeros` made `memory`."""
         return
 
     def to_device(self, memory: Tensor, entries: Sequence[int]) -> None:
-        """After the host has written them: the device reads them as they are."""
+        """Make entries of the first axis, as the host wrote them, readable by the device. `zeros` made `memory`."""
         return
 
     def capture(self, forward: Forward, capacity: int, max_logits: int) -> Recorded | None:
-        """`forward` recorded for up to so many tokens and logits at once.
+        """Return `forward` recorded for up to `capacity` tokens and `max_logits` logits per run; None if nothing is
+        recorded.
 
         The tensors that it reads and writes (weights, cache) must stay where they are. Recording runs no kernel.
         """
         return None
 
     def make_group(self, rank: int, size: int, memory: mmap.mmap) -> Group:
-        """A rank of a group whose processes share this memory, which is zero at first."""
+        """Return one rank of a group whose processes share this memory, which is zero at first."""
         raise InvalidRequestError(f"ranks share memory on a CPU, not on {self.device}")
 
     def num_threads(self) -> int:
-        """How many threads a forward computes with."""
+        """Return how many threads a forward computes with."""
         return torch.get_num_threads()
 
     def threads(self) -> AbstractContextManager[None]:
-        """To be held around forwards and sampling."""
+        """Return a context manager to enter around forwards and sampling."""
         return nullcontext()
 
     def forbid_forwards(self) -> None:
-        """For a thread that forwards wait for: an op that it calls raises InferError instead of waiting for ever."""
+        """Make any op that the calling thread runs raise InferError, instead of waiting for ever.
+
+        For a thread that forwards wait for.
+        """
         return
 
     def publisher(self, flag: npt.NDArray[np.int64]) -> Callable[[], None]:
-        """What sets a flag that a forward may wait for: it then sees all that was written before."""
+        """Return a function that sets a flag for which a forward may wait.
+
+        The forward then sees everything that was written before.
+        """
         return partial(flag.fill, 1)
 
     def synchronize(self) -> None:
-        """Return when what the device was given is done: around timed regions."""
+        """Wait until the device has finished all its work. For use around timed regions."""
         return
 
     def compiling(self, models: Iterable[ModelOutline]) -> AbstractContextManager[None]:
-        """Compile meanwhile what is missing of these models' kernels; at the end all are there."""
+        """Compile the missing kernels of these models while the context runs. When it ends, all kernels exist."""
         return nullcontext()
 
     def kernel_store(self, models: Iterable[ModelOutline]) -> KernelStore | None:
-        """What is kept of these models' kernels; None where kernels are not compiled ahead."""
+        """Return the state of these models' stored kernels; None if kernels are not compiled ahead."""
         return None

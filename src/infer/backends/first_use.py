@@ -1,4 +1,4 @@
-"""What a device can begin before torch is loaded, where no model has run on the machine. Loads no torch."""
+"""Work that a device can begin before torch is loaded, if no model has run on the machine yet. Loads no torch."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ _MODULE_BY_DEVICE = {"cpu": "infer.backends.cpu.needed_kernels"}  # each has `be
 
 
 def begin_compiling(device: str, make_outline: Callable[[], ModelOutline]) -> AbstractContextManager[None]:
-    """Compile a model's kernels, for its load within, if the device keeps kernels and has none yet."""
+    """Compile a model's kernels while its load runs in the context, if the device stores kernels and has none yet."""
     if device not in _MODULE_BY_DEVICE:
         return nullcontext()
     begun: AbstractContextManager[None] = import_module(_MODULE_BY_DEVICE[device]).begin_compiling(make_outline)

@@ -1,4 +1,4 @@
-"""What matrices and a step's buffers take on a GPU: planes of weights, float32 between kernels. No torch, no Triton."""
+"""Memory of matrices and of a step's buffers on a GPU: weight planes, float32 between kernels. No torch, no Triton."""
 
 from collections.abc import Mapping
 
@@ -19,15 +19,21 @@ def matrix_bytes(type: str, rows: int, columns: int) -> int:
 
 
 def step_bytes(architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int) -> int:
-    """A layer's buffers are the next one's. Recordings of 1, 2, 4 … logits share all but the logits themselves: twice
-    as many lines as the largest has."""
+    """Return the bytes of a step's buffers. All layers share one layer's buffers.
+
+    Recordings of 1, 2, 4 … logits share everything except the logits: twice as many lines as the largest recording has.
+    """
     layer = max(_layer_bytes(layer, architecture.hidden_size, sizes) for layer in architecture.layers)
     return layer + 2 * 4 * min(num_logits, sizes.logits) * architecture.vocab_size
 
 
 def _layer_bytes(layer: Layer, hidden: int, sizes: StepSizes) -> int:
-    """The residual stream before and after; q, k, v; queries near and far; what was attended to; the MLP's inner
-    values; int8 planes of an input and of a result; chunks of attention where they are programs of their own."""
+    """Return the bytes of a layer's buffers.
+
+    The buffers hold the residual stream before and after; q, k, v; queries near and far; and the attended values. They
+    also hold the MLP's inner values, int8 planes of an input and of a result, and attention's chunks if those are
+    programs of their own.
+    """
     wide, narrow, inner = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
     floats = 2 * hidden + 4 * wide + 2 * narrow + 3 * inner
     chunks = -(-sizes.context // CHUNK_SLOTS)

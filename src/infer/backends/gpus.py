@@ -1,6 +1,6 @@
-"""NVIDIA GPUs as torch and the environment tell of them, and why none can be used: one line that says what to do.
+"""NVIDIA GPUs that torch and the environment report, and the reason if none can be used, in one line with a fix.
 
-Nothing else asks torch which there are. CUDA_VISIBLE_DEVICES hides and orders them before torch sees any.
+No other module asks torch which GPUs exist. CUDA_VISIBLE_DEVICES hides and orders them before torch sees any.
 """
 
 import os
@@ -24,7 +24,7 @@ class Gpu(NamedTuple):
 
 
 def visible_gpus() -> list[Gpu]:
-    """In the order of their indices."""
+    """Return the GPUs that torch sees, in the order of their indices."""
     if not torch.cuda.is_available():
         return []
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -32,7 +32,7 @@ def visible_gpus() -> list[Gpu]:
 
 
 def trouble_with(index: int | None) -> str | None:
-    """Why cuda, or cuda:index, cannot be used, and what to do; None where it can."""
+    """Return the reason why cuda, or cuda:index, cannot be used, and the fix; None if it can be used."""
     if torch.version.cuda is None:
         return "this torch is built without CUDA: install one for CUDA (pytorch.org/get-started), or use device='cpu'"
     gpus = visible_gpus()
@@ -52,12 +52,14 @@ def has_triton() -> bool:
 
 
 def is_of_use() -> bool:
-    """Whether the first GPU runs our kernels: what device="auto" goes by."""
+    """Return True if the first GPU can run our kernels. device="auto" uses the GPU then."""
     return has_triton() and trouble_with(None) is None
 
 
 def free_bytes(device: torch.device) -> int:
-    """What may still be taken of a GPU's memory: what is free, and what torch holds and does not use."""
+    """Return how many bytes of a GPU's memory can still be allocated: free ones, and those that torch reserved but does
+    not use.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

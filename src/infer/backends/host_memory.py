@@ -1,4 +1,4 @@
-"""Memory of a cache on the host: pages that the system gives when they are written and takes back when told."""
+"""Memory of a cache on the host. The system allocates its pages when they are written, and frees them on request."""
 
 import ctypes
 import math
@@ -26,8 +26,10 @@ def pages(num_bytes: int) -> mmap.mmap:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Huge pages where the system has them, and each only when something of it is written: torch.zeros writes all.
-    Private: after a fork, what one of the two processes writes is not the other's.
+    """Return a zeroed tensor in private memory, in huge pages if the system has them.
+
+    A page is allocated only when something in it is written; torch.zeros writes all. After a fork, neither process sees
+    what the other writes.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = pages(max(num_bytes, 1))
@@ -35,9 +37,10 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def give_back(memory: Tensor, first: int, count: int) -> None:
-    """Entries [first, first + count) of the first axis are lost, and whole pages of the system's among them go back to
-    it: on Linux at once, and are zero when they are next read; on macOS when it needs them. Does nothing where the
-    system cannot.
+    """Free entries [first, first + count) of the first axis: their contents are lost.
+
+    The system's pages that lie wholly among the entries return to the system. Linux takes them immediately, and they
+    are zero when they are next read. macOS takes them when it needs them. Does nothing if the system cannot free them.
     """
     if _FREE is None:
         return

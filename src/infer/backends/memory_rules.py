@@ -1,4 +1,4 @@
-"""What a model takes in a device's memory, by each backend's own rules: arithmetic on headers, without torch."""
+"""Memory that a model needs on a device, by each backend's own rules: arithmetic on headers, without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _MODULE_BY_DEVICE = {"cpu": "infer.backends.cpu.workspace", "cuda": "infer.backe
 @final
 @dataclass(frozen=True)
 class StepSizes:
-    """A step of up to `tokens` tokens and `logits` lines of logits, of rows of up to `context` tokens."""
+    """Sizes of a step: up to `tokens` tokens and `logits` lines of logits, for rows of up to `context` tokens."""
 
     context: int
     tokens: int
@@ -26,14 +26,14 @@ class StepSizes:
 @runtime_checkable
 class MemoryRules(Protocol):
     def matrix_bytes(self, type: str, rows: int, columns: int) -> int:
-        """A matrix of a GGML type as the kernels hold it."""
+        """Return the bytes of a matrix of a GGML type in the kernels' form."""
 
     def step_bytes(
         self, architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int
     ) -> int:
-        """The buffers of a step that is recorded, of which `num_logits` lines of logits are used.
+        """Return the bytes of a recorded step's buffers if `num_logits` lines of logits are used.
 
-        `types` are those of the loaded matrices, by name.
+        `types` are the loaded matrices' types, by name.
         """
 
 

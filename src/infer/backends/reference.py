@@ -1,6 +1,6 @@
 """Every op in plain torch: the definition of correct, on any device.
 
-Written to be read. Weights are dequantised where they are used, attention sees one row at a time.
+Written to be read. Weights are dequantised when they are used, and attention handles one row at a time.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def prepare(projection: Projection, device: torch.device, precision: str = "exact") -> Projection:
-    """Activations are floats here, whatever the precision."""
+    """Return the projection with its weights on `device`. Activations are floats here, whatever the precision."""
 
     def move(weight: Weight) -> StoredWeight:
         assert isinstance(weight, StoredWeight | UnreadWeight | ConvertedWeight)
@@ -117,7 +117,7 @@ def attention_weights(
 
 
 def split_heads(qkv: Float[Tensor, "tokens out"], heads: Heads) -> list[Float[Tensor, "tokens some_heads dim"]]:
-    """q, k and v."""
+    """Return q, k and v."""
     counts = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
     starts = (start // heads.head_dim for start in heads.starts)
     each = qkv.view(len(qkv), -1, heads.head_dim)
@@ -127,7 +127,7 @@ def split_heads(qkv: Float[Tensor, "tokens out"], heads: Heads) -> list[Float[Te
 def place(
     pages: Pages, rows: Int[Tensor, "slots"], slots: Int[Tensor, "slots"]
 ) -> tuple[Int[Tensor, "slots"], Int[Tensor, "slots"], Int[Tensor, "slots"]]:
-    """The page of each slot, the block of the page, and where in it the slot is."""
+    """Return the page of each slot, its block within the page, and its position within the block."""
     blocks, lanes = slots % pages.page_tokens // BLOCK_POSITIONS, slots % BLOCK_POSITIONS
     return pages.table[rows, slots // pages.page_tokens], blocks, lanes
 
@@ -161,7 +161,7 @@ def attention_shares(
 def rotate_queries(
     q: Float[Tensor, "tokens heads dim"], heads: Heads, pages: Pages, step: Step
 ) -> tuple[Float[Tensor, "tokens heads dim"], Float[Tensor, "tokens heads dim"]]:
-    """As they see the window, and as they see the sinks."""
+    """Return the queries rotated for the window's keys, and for the sinks' keys."""
     near = rotate(q, heads.q_norm, heads.rope, pages, step)
     if pages.furthest is None:
         return near, near
@@ -174,7 +174,7 @@ def softcapped(x: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "
 
 
 def visible(pages: Pages, row: int, slots: Int[Tensor, "tokens"]) -> Bool[Tensor, "tokens slots"]:
-    """Which of its row's slots, from the first on, each token sees."""
+    """Return which of its row's slots each token sees, from the first slot on."""
     held, own = torch.arange(int(slots.max()) + 1, device=slots.device), slots[:, None]
     seen, window = held <= own, int(pages.windows[row])
     return seen if window == 0 else seen & ((held < pages.sinks[row]) | (held > own - window))

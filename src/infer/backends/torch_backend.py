@@ -1,4 +1,4 @@
-"""Plain torch on any device that it has: `reference` for every op, nothing captured."""
+"""Plain torch on any device that torch supports: `reference` for every op, nothing captured."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ KV_TYPE_BY_DTYPE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: 
 
 
 class TorchBackend(Backend):
-    """What other backends begin with."""
+    """Plain torch on a device, and the base of the other backends."""
 
     @property
     def kernels(self) -> Any:
@@ -32,7 +32,10 @@ class TorchBackend(Backend):
         return torch.float32 if self.computes_on_host else dtype or torch.bfloat16
 
     def kv_type(self, dtype: torch.dtype | None, stored: str = "F32") -> str:
-        """On a CPU in 16 bits, which cost a mean KL of less than 1e-6, but whole where all is asked for in float32."""
+        """Return the default storage type of keys and values.
+
+        On a CPU it is f16, which costs a mean KL of less than 1e-6, unless float32 is requested for everything.
+        """
         if self.computes_on_host and dtype is None:
             return "f16"
         return KV_TYPE_BY_DTYPE[self.activation_dtype(dtype)]

@@ -1,7 +1,7 @@
-"""How many threads torch computes with, in the thread that asks: its setting is one of each thread by itself.
+"""Number of threads that torch computes with in the calling thread. The setting belongs to each thread.
 
-A child of a fork has none of the threads of its parent's OpenMP, and GNU's waits for them for ever: there torch gets
-one thread.
+A child of a fork has none of its parent's OpenMP threads, and GNU's OpenMP waits for them for ever. So torch gets one
+thread in a child.
 """
 
 import os
@@ -16,7 +16,7 @@ import torch
 
 @final
 class _Ours(threading.local):
-    """Of this thread: how often it is within `one_thread`, and how many threads torch had before."""
+    """Per thread: how often it has entered `one_thread`, and how many threads torch had before."""
 
     depth = 0
     before = 1
@@ -27,7 +27,7 @@ _ours = _Ours()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch computes with one thread, in this thread alone; afterwards with as many as before."""
+    """Make torch compute with one thread, in this thread only. Afterwards torch has as many threads as before."""
     depth = _ours.depth
     try:
         if depth == 0:

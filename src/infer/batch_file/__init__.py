@@ -1,1 +1,1 @@
-"""`infer batch`: a file of requests and a file of results, which a run that was killed goes on with."""
+"""`infer batch`: a file of requests and a file of results, with which a killed run can continue."""

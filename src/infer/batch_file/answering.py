@@ -1,4 +1,4 @@
-"""Rows answered by one model in this process: the engine's batch, and a line for every row, whatever becomes of it."""
+"""Answer rows with one model in this process: as a batch of the engine, with one line per row, also after a failure."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import tee
@@ -16,7 +16,10 @@ _REFUSED = "invalid_request"
 
 
 def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: Write) -> None:
-    """Each row's line as its answer ends. Rows are taken when there is room for them; cancelled ones get no line."""
+    """Write each row's line when its answer ends.
+
+    Rows are read when there is room for them. Cancelled rows get no line.
+    """
     under_way = dict[int, Row]()
     rows_of_prompts, rows_of_params = tee(_askable(rows, settings, write))
 
@@ -41,7 +44,7 @@ def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: W
 
 
 def _askable(rows: Iterable[Row], settings: BatchSettings, write: Write) -> Iterator[Row]:
-    """With all values that are to be asked for; the others get their line."""
+    """Yield the rows that can be answered, with all their values. Write an error line for each of the others."""
     for row in rows:
         try:
             if row.problem is not None:

@@ -1,4 +1,4 @@
-"""The body of an OpenAI request as a prompt and the fields of `SamplingParams`. Nothing in it is ignored silently."""
+"""Convert the body of an OpenAI request to a prompt and fields of `SamplingParams`. Nothing is ignored silently."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _OPTIONS = (*TOOL_OPTIONS[:-1], "thinking_token_budget", "reasoning_effort")
 
 
 def prompt_of_body(body: Mapping[str, Any], *, is_chat: bool) -> str | Sequence[int] | Sequence[Mapping[str, Any]]:
-    """Raises InvalidRequestError where it is missing or not text."""
+    """Return the prompt. Raises InvalidRequestError if it is missing or has another type."""
     name, other = _PROMPTS if is_chat else _PROMPTS[::-1]
     found = body.get(name)
     if other in body:
@@ -36,7 +36,10 @@ def prompt_of_body(body: Mapping[str, Any], *, is_chat: bool) -> str | Sequence[
 
 
 def params_of_body(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
-    """Null is absent. Raises InvalidRequestError for a field that is not known, and for what is not built."""
+    """Return the fields of SamplingParams. Null counts as absent.
+
+    Raises InvalidRequestError for an unknown field, and for a value that is not built.
+    """
     given = {name: value for name, value in body.items() if value is not None and name not in _PROMPTS}
     values = {}
     for name, value in given.items():
@@ -53,7 +56,7 @@ def params_of_body(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
 
 
 def options_of_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of RequestOptions. Raises InvalidRequestError."""
+    """Return the fields of RequestOptions. Raises InvalidRequestError."""
     given = {name: body[name] for name in _OPTIONS if body.get(name) is not None}
     budget, effort = given.pop("thinking_token_budget", None), given.pop("reasoning_effort", None)
     if effort not in (None, "none"):
@@ -65,7 +68,7 @@ def options_of_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(message: object) -> Mapping[str, Any]:
-    """Parts of text are joined: templates take one text."""
+    """Return the message with its text parts joined, because templates take one text. Raises InvalidRequestError."""
     if isinstance(message, dict) and isinstance(parts := message.get("content"), list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
             raise InvalidRequestError("a message's content may have parts of type text alone")

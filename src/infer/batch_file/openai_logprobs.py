@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's answers have them: by the token's text and bytes, not by its id."""
+"""Log-probabilities in the format of OpenAI's answers: by the token's text and bytes, not by its id."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Self
@@ -11,7 +11,7 @@ Entry = dict[str, Any]
 
 
 class Spelling(NamedTuple):
-    """How a vocabulary's tokens are shown. Control tokens are no part of an answer's text."""
+    """The texts of a vocabulary's tokens. Control tokens are not part of an answer's text."""
 
     token_bytes: Sequence[bytes]
     control_ids: Collection[int]
@@ -21,7 +21,7 @@ class Spelling(NamedTuple):
         return cls(tokenizer.token_bytes, tokenizer.special_token_ids)
 
     def text(self, token_id: int) -> str:
-        """Half a character is shown as its bytes, as OpenAI does."""
+        """Return a token's text. Incomplete characters are shown as bytes, as OpenAI does."""
         spelt = self.token_bytes[token_id]
         try:
             return spelt.decode()
@@ -29,18 +29,18 @@ class Spelling(NamedTuple):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
 
     def entry(self, token_id: int, logprob: float) -> Entry:
-        """`bytes` of the tokens of an answer, joined, are its text; a control token has none."""
+        """Return a token's entry. The joined `bytes` of an answer's tokens are its text; a control token has none."""
         spelt = None if token_id in self.control_ids else list(self.token_bytes[token_id])
         return {"token": self.text(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelt}
 
 
 def without_end(logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> Sequence[TokenLogprob]:
-    """Of all tokens but the one that ends the answer, which is no part of it."""
+    """Return the log-probabilities without that of the token that ends the answer, which is no part of it."""
     return logprobs[:-1] if finish_reason == "eos" else logprobs
 
 
 def chat_entries(logprobs: Iterable[TokenLogprob], spelling: Spelling) -> list[Entry]:
-    """`logprobs.content` of a chat completion."""
+    """Return `logprobs.content` of a chat completion."""
     return [
         spelling.entry(each.token_id, each.logprob) | {"top_logprobs": [spelling.entry(*top) for top in each.top]}
         for each in logprobs
@@ -48,7 +48,10 @@ def chat_entries(logprobs: Iterable[TokenLogprob], spelling: Spelling) -> list[E
 
 
 def completion_columns(logprobs: Iterable[TokenLogprob | None], spelling: Spelling) -> dict[str, list[Any]]:
-    """`logprobs` of a completion, but for `text_offset` and the token of a None, which is not scored."""
+    """Return `logprobs` of a completion, without `text_offset`.
+
+    A None stands for a token that is not scored; its text is None as well.
+    """
     columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
     for each in logprobs:
         columns["tokens"].append(None if each is None else spelling.text(each.token_id))
@@ -58,7 +61,10 @@ def completion_columns(logprobs: Iterable[TokenLogprob | None], spelling: Spelli
 
 
 def _by_text(each: TokenLogprob, spelling: Spelling) -> dict[str, float]:
-    """The alternatives and the token itself. Of several with one text the likeliest."""
+    """Return the log-probabilities of the alternatives and the token itself, by text.
+
+    If several have the same text, the likeliest counts.
+    """
     found = dict[str, float]()
     for token_id, logprob in sorted({*each.top, (each.token_id, each.logprob)}, key=lambda pair: -pair[1]):
         found.setdefault(spelling.text(token_id), max(logprob, LEAST_LOGPROB))

@@ -1,6 +1,6 @@
-"""The file of results: a line each, appended as answers end, so that the next run knows what is done.
+"""The file of results: one line per row, appended when its answer ends, so that the next run knows what is done.
 
-A run that is killed may leave half a line: it is cut, and its row is answered again, with the same bytes.
+A run that is killed may leave half a line. This is cut off, and its row is answered again, with the same bytes.
 """
 
 import fcntl
@@ -29,8 +29,9 @@ class Finished(NamedTuple):
 
 @final
 class OutputFile:
-    """One run writes at a time. `finished` are the ids that have a line; with `retry_errors` those of failed rows are
-    removed first. `seeds` are those of some answers, by id.
+    """The file of results, which one run writes at a time. `finished` are the ids that have a line.
+
+    With `retry_errors`, the lines of failed rows are removed first. `seeds` are those of some answers, by id.
     """
 
     def __init__(self, path: Path, model: str, *, retry_errors: bool = False) -> None:
@@ -51,7 +52,7 @@ class OutputFile:
         self.close()
 
     def write(self, line: str) -> None:
-        """Append a result's line. Raises OSError that names the file."""
+        """Append a result's line. Raises an OSError that names the file."""
         with self._naming():
             self._file.write(line.encode())
             self._file.flush()
@@ -60,7 +61,7 @@ class OutputFile:
                 self._synced = time.monotonic()
 
     def close(self) -> None:
-        """Raises OSError that names the file."""
+        """Sync and close the file. Raises an OSError that names the file."""
         if not self._file.closed:
             with self._naming():
                 os.fsync(self._file.fileno())
@@ -105,7 +106,7 @@ class OutputFile:
             self._replace([each.line for each in kept])
 
     def _lines(self) -> Iterator[Finished]:
-        """What is after the last whole line is cut."""
+        """Yield the rows that have a line, and cut off what follows the last whole line."""
         self._file.seek(0)
         end = 0
         for number, line in enumerate(self._file, 1):
@@ -138,7 +139,7 @@ class OutputFile:
             )
 
     def _replace(self, lines: list[bytes]) -> None:
-        """All at once: a kill leaves the old file or the new one."""
+        """Replace all lines atomically: a kill leaves the old file or the new one."""
         aside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         with aside.open("wb") as file:
             file.writelines(lines)

@@ -1,4 +1,4 @@
-"""The line that answers a row. The same row gives the same bytes: no clock and no chance is in it."""
+"""The line that answers a row. The same row gives the same bytes: neither a clock nor chance affects it."""
 
 import hashlib
 import json
@@ -14,13 +14,13 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "l
 
 
 def finish_reason_of(result: GenerationResult) -> str:
-    """As OpenAI has it."""
+    """Return the finish reason in OpenAI's words."""
     reason = FINISH_REASONS[result.finish_reason]
     return "tool_calls" if reason == "stop" and result.tool_calls else reason
 
 
 def message_of(result: GenerationResult) -> dict[str, Any]:
-    """The answer as OpenAI's message: without content where it is calls alone."""
+    """Return the answer as OpenAI's message. Its content is None if the answer has only calls."""
     message = result.to_message() | {"refusal": None}
     return message | {"content": None} if result.tool_calls and not result.text else message
 

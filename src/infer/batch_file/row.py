@@ -20,8 +20,9 @@ ENDPOINTS: tuple[Endpoint, ...] = ("/v1/chat/completions", "/v1/completions")
 
 
 class Row(NamedTuple):
-    """A request. `endpoint` None is a plain row; `options` are of tools and reasoning; `problem` is why it cannot be
-    answered.
+    """A request. `endpoint` is None for a plain row. `options` are those for tools and reasoning.
+
+    `problem` says why the row cannot be answered.
     """
 
     id: str
@@ -33,18 +34,18 @@ class Row(NamedTuple):
 
 
 def read_rows(lines: Iterable[str]) -> Iterator[Row]:
-    """Empty lines are skipped, and the byte order marks that some editors write."""
+    """Return the rows of the lines, without empty lines and the byte order marks that some editors write."""
     unmarked = (line.removeprefix("\ufeff") for line in lines)
     return (read_row(line, f"line {number}") for number, line in enumerate(unmarked, 1) if line.strip())
 
 
 def seed_of(seed: int, row_id: str) -> int:
-    """The seed of a row that has none: 64 bits of a hash, whoever computes it."""
+    """Return the seed of a row that has none: 64 bits of a hash, the same in every process."""
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{row_id}".encode(), digest_size=8).digest(), "little")
 
 
 def read_row(line: str, name: str) -> Row:
-    """`name` is the id of a row that has none."""
+    """Return the row of a line. `name` is the id of a row that has none."""
     try:
         record = json.loads(line, object_pairs_hook=_unique)
     except InvalidRequestError as error:
@@ -66,7 +67,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def row_of(record: dict[str, Any], name: str) -> Row:
-    """Of a line's JSON."""
+    """Return the row of a line's JSON. `name` is the id of a row that has none."""
     is_plain = "custom_id" not in record
     named = record.get("id", name) if is_plain else record["custom_id"]
     row_id = str(named) if type(named) in (str, int) else name
@@ -84,7 +85,7 @@ def row_of(record: dict[str, Any], name: str) -> Row:
 
 
 def _is_text(text: str) -> bool:
-    """Half a surrogate pair is none, and no file of UTF-8 holds it."""
+    """Return False for text with half a surrogate pair, which no UTF-8 file contains."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -1,4 +1,4 @@
-"""What all rows of a run have in common. No torch: the process that writes needs none."""
+"""The settings that all rows of a run share. No torch: the process that writes the lines needs none."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from infer.engine.request_options import RequestOptions
 
 
 class Line(NamedTuple):
-    """What is written for a row."""
+    """The line that is written for a row."""
 
     row_id: str
     text: str
@@ -21,7 +21,10 @@ Write = Callable[[Line], None]
 @final
 @dataclass(frozen=True)
 class BatchSettings:
-    """`values` of `SamplingParams` are for rows that have none of their own; `model` is its name in the lines."""
+    """The settings of a run. `model` is its name in the lines.
+
+    `values` are fields of `SamplingParams`, for rows that have none of their own.
+    """
 
     model: str
     seed: int

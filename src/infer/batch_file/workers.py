@@ -1,6 +1,6 @@
-"""Rows answered by several processes, each with the model; this one hands rows out and writes their lines.
+"""Answer rows in several processes, each with the model. This process hands out the rows and writes their lines.
 
-A process that dies loses nothing: its rows are handed out again, to one that takes its place, and give the same bytes.
+A process that dies loses nothing: its rows are handed out again, and give the same bytes.
 """
 
 import multiprocessing
@@ -42,8 +42,9 @@ def answer_by_workers(
     write: Write,
     is_cancelled: Callable[[], bool],
 ) -> None:
-    """`load` are the arguments of `LLM` in each process. Raises InferError where processes die again and again, or
-    cannot load the model.
+    """Answer the rows in `num_workers` processes. `load` are the arguments of `LLM` in each process.
+
+    Raises InferError if processes die again and again, or cannot load the model.
     """
     context, given_back = multiprocessing.get_context("spawn"), deque[Row]()
     workers, num_deaths = list[_Worker](), 0
@@ -87,7 +88,7 @@ def answer_by_workers(
 
 
 def _hand_out(worker: _Worker, rows: Iterator[Row], given_back: deque[Row], batch_size: int) -> None:
-    """Rows that a dead process had come first."""
+    """Send rows to a worker. The rows of a dead process come first."""
     size = 4 * batch_size
     while len(worker.rows) <= size * (_CHUNKS_AHEAD - 1):
         again = [given_back.popleft() for _ in range(min(size, len(given_back)))]
@@ -102,7 +103,10 @@ def _hand_out(worker: _Worker, rows: Iterator[Row], given_back: deque[Row], batc
 
 
 def _work(pipe: Connection, settings: BatchSettings, load: Mapping[str, Any]) -> None:
-    """Until the other end is closed. The first process decides what a signal from the terminal means."""
+    """Answer rows until the other end is closed.
+
+    SIGINT is ignored, because the first process decides what a signal from the terminal means.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     chunks = SimpleQueue[list[Row]]()
     Thread(target=_receive, args=(pipe, chunks), daemon=True).start()
@@ -120,7 +124,10 @@ def _work(pipe: Connection, settings: BatchSettings, load: Mapping[str, Any]) ->
 
 
 def _receive(pipe: Connection, chunks: "SimpleQueue[list[Row]]") -> None:
-    """In a thread: the first process may send rows while we send lines, and a pipe holds only so much of either."""
+    """Receive rows on a thread.
+
+    The first process may send rows while this one sends lines, and a pipe's room is limited in both directions.
+    """
     try:
         while True:
             chunks.put(pipe.recv())
@@ -129,7 +136,10 @@ def _receive(pipe: Connection, chunks: "SimpleQueue[list[Row]]") -> None:
 
 
 def _received(chunks: "SimpleQueue[list[Row]]") -> Iterator[Row]:
-    """Chunk after chunk, as long as there is one: before the next is waited for, the answers under way must end."""
+    """Yield the rows of one chunk after another, as long as there is one.
+
+    Before the next chunk is waited for, the answers in progress must end.
+    """
     yield from chunks.get()
     while not chunks.empty():
         yield from chunks.get()

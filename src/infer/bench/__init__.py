@@ -1,1 +1,1 @@
-"""What a model costs here: rates and memory (`speed`), and where the time of a step goes (`profile`)."""
+"""Measure a model here: rates and memory (`speed`), and the time of each part of a step (`profile`)."""

@@ -1,6 +1,6 @@
-"""Where the time of a step goes: operation by operation and layer by layer, from the recorded table's own counters.
+"""Measure the time of a step, per operation and per layer, with the recorded table's own counters.
 
-A counter of cycles becomes seconds by what the clock says of the same walks.
+Cycles are converted to seconds by the clock's time for the same runs of the dispatch loop.
 """
 
 import time
@@ -34,7 +34,10 @@ NORMS = ("normalize", "post_norm")  # commands of several operations, shown as o
 @final
 @dataclass(frozen=True)
 class Operation:
-    """All commands of a kind; seconds, bytes and multiplications (two each: one is an addition) are a token's."""
+    """All commands of a kind. Seconds, bytes and floating-point operations are per token.
+
+    A multiplication with its addition counts as two operations.
+    """
 
     kind: str
     calls: int
@@ -46,7 +49,9 @@ class Operation:
 @final
 @dataclass(frozen=True)
 class Profile:
-    """One step of `num_tokens` tokens after `context` others. Layers are `embed`, `L0` …, `head`, with seconds."""
+    """One step of `num_tokens` tokens after `context` others. Layers are `embed`, `L0` …, `head`, with seconds per
+    token.
+    """
 
     name: str
     num_tokens: int
@@ -57,7 +62,7 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """Of a token."""
+        """Seconds per token."""
         return sum(operation.seconds for operation in self.operations)
 
     @property
@@ -76,9 +81,10 @@ def profile(
     *,
     read_bytes: int | None = None,
 ) -> tuple[Profile, Profile]:
-    """Of the prefill and of a decode step, without its sampling; bandwidth as in `measure`.
+    """Return the profiles of the prefill and of a decode step, without its sampling.
 
-    Raises InvalidRequestError for a device whose steps are not recorded as a table.
+    Bandwidth is measured as in `measure`. Raises InvalidRequestError for a device whose steps are not recorded as a
+    table.
     """
     model, num_parts = llm.model, PREFILL_STEPS + DECODE_STEPS
     prompt = make_prompt(model, max(workload.prompt_tokens, workload.depth), seed=0)
@@ -113,7 +119,7 @@ def summarize(
     context: int,
     read_bandwidth: float,
 ) -> Profile:
-    """Sums over the commands of a step of `num_tokens` tokens, in the order in which they first run."""
+    """Return the sums over the commands of a step of `num_tokens` tokens, in the order in which they first run."""
     calls, seconds, layers = Counter[str](), defaultdict[str, float](float), defaultdict[str, float](float)
     for label, spent in seconds_by_command:
         layer, kind = split_label(label)
@@ -131,14 +137,14 @@ def summarize(
 
 
 def split_label(label: str) -> tuple[str, str]:
-    """`L12.qkv.matmul Q4_1` → (`L12`, `qkv`); `head.normalize` → (`head`, `norm`)."""
+    """Return layer and kind: `L12.qkv.matmul Q4_1` → (`L12`, `qkv`); `head.normalize` → (`head`, `norm`)."""
     parts = label.split(".", maxsplit=2)
     layer, kind = parts[0], parts[1] if parts[0][0] == "L" and len(parts) == 3 else parts[0]
     return layer, "norm" if parts[-1] in NORMS else kind
 
 
 def flops_by_kind(model: Transformer, num_tokens: int, context: int) -> dict[str, int]:
-    """A token's share of a step. Only the step's last token goes through the head."""
+    """Return a token's share of a step's operations. Only the step's last token goes through the head."""
     kinds = projections_by_kind(model).items()
     flops = {kind: sum(2 * each.in_features * each.out_features for each in found) for kind, found in kinds}
     flops["head"] //= num_tokens
@@ -152,7 +158,7 @@ def flops_by_kind(model: Transformer, num_tokens: int, context: int) -> dict[str
 
 
 def _calibrate(runner: CachedRunner, token_ids: Sequence[int]) -> float:
-    """Seconds of a cycle. The best of a few: what disturbs adds to the clock alone."""
+    """Return the seconds per cycle: the smallest of a few, because disturbances only add to the clock's time."""
     rates = []
     for _ in range(PREFILL_STEPS):
         started = time.perf_counter()
@@ -162,7 +168,7 @@ def _calibrate(runner: CachedRunner, token_ids: Sequence[int]) -> float:
 
 
 def _seconds_by_label(steps: Sequence[_Cycles], seconds_per_cycle: float) -> list[tuple[str, float]]:
-    """Each command's median over the steps."""
+    """Return the label of each command with its median over the steps, in seconds."""
     labels = [label for label, _ in steps[0]]
     cycles = [median(spent) for spent in zip(*([spent for _, spent in step] for step in steps), strict=True)]
     return [(label, spent * seconds_per_cycle) for label, spent in zip(labels, cycles, strict=True)]

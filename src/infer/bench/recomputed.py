@@ -1,4 +1,4 @@
-"""An answer without a cache: the whole sequence is computed again for each token."""
+"""Generate an answer without a cache: the whole sequence is computed again for each token."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,10 @@ from infer.sampling_params import SamplingParams
 
 
 def generate_recomputed(llm: LLM, prompt_token_ids: Sequence[int], params: SamplingParams) -> GenerationResult:
-    """What `LLM.generate` gives, slowly: the oracle of every cache, and what a cache is measured against."""
+    """Return the result of `LLM.generate`, computed slowly.
+
+    Every cache is tested and measured against it.
+    """
     engine, answer = (
         Engine(RecomputeRunner(llm.model)),
         Answer(make_request(llm.model, llm.tokenizer, prompt_token_ids, params)),

@@ -1,7 +1,7 @@
-"""How fast a model is here: prefill, decode, the time between tokens, the share of memory's speed.
+"""Measure the speed of a model here: prefill, decode, the time between tokens, the share of the memory's speed.
 
-Bandwidth is measured between the repeats, in the same process, with as many threads: neighbours move both, and a
-share counts only within one run.
+Bandwidth is measured between the repeats, in the same process, with the same number of threads. Neighbours on the
+machine affect both, so a share is valid only within one run.
 """
 
 import resource
@@ -34,7 +34,7 @@ OnProgress = Callable[[int, int], None]
 @final
 @dataclass(frozen=True)
 class Workload:
-    """What is measured: a prompt, and an answer that begins when `context` tokens are in the cache."""
+    """The measured work: a prompt, and an answer that begins when `context` tokens are in the cache."""
 
     prompt_tokens: int = 512
     new_tokens: int = 128
@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def max_seq_len(self) -> int:
-        """The smallest that has room for it."""
+        """The smallest length that has room for the workload."""
         return max(self.prompt_tokens, self.depth) + self.new_tokens + 1
 
 
@@ -95,9 +95,9 @@ def measure(
     *,
     read_bytes: int | None = None,
 ) -> Speed:
-    """One warm-up, then the repeats with bandwidth measured before, between and after them.
+    """Warm up once, then measure the repeats, with the bandwidth before, between and after them.
 
-    `read_bytes` is what that reads; None is more than the caches hold.
+    `read_bytes` is the number of bytes that the bandwidth's measurement reads. None is more than the caches hold.
     """
     prefill, decode = list[GenerationTiming](), list[GenerationTiming]()
     num_parts = workload.repeats + 1
@@ -131,7 +131,7 @@ def measure(
 
 
 def _run(llm: LLM, workload: Workload, seed: int) -> tuple[GenerationTiming, GenerationTiming]:
-    """The timings that prefill and decode are read from: one generation where their lengths agree."""
+    """Return the timings for prefill and decode. One generation gives both if their lengths agree."""
     decode = _generate(llm, workload.depth, workload.new_tokens + 1, seed)
     if workload.depth == workload.prompt_tokens:
         return decode, decode
@@ -144,7 +144,7 @@ def _generate(llm: LLM, prompt_tokens: int, new_tokens: int, seed: int) -> Gener
 
 
 def make_prompt(model: Transformer, num_tokens: int, seed: int) -> list[int]:
-    """Ids without meaning, others for every seed, so that nothing is found in a cache."""
+    """Return ids without meaning, others for every seed, so that nothing is found in a cache."""
     draw = Random(seed)
     return [draw.randrange(model.architecture.vocab_size) for _ in range(num_tokens)]
 
@@ -153,7 +153,7 @@ def make_prompt(model: Transformer, num_tokens: int, seed: int) -> list[int]:
 
 
 def projections_by_kind(model: Transformer) -> dict[str, list[Projection]]:
-    """The matrices that every token is multiplied with, under the names that a profile has for them."""
+    """Return the matrices that every token is multiplied with, by the names that a profile has for them."""
     blocks = model.blocks
     return {
         "qkv": [block.qkv for block in blocks],
@@ -165,7 +165,7 @@ def projections_by_kind(model: Transformer) -> dict[str, list[Projection]]:
 
 
 def weight_bytes_by_kind(model: Transformer) -> dict[str, int]:
-    """What a decode step reads of them, and its row of the embedding."""
+    """Return the bytes that a decode step reads of the matrices, and of its row of the embedding."""
     kinds = projections_by_kind(model).items()
     table = model.embedding.parts[0]
     read = {name: sum(part.num_bytes for each in found for part in each.parts) for name, found in kinds}
@@ -173,7 +173,7 @@ def weight_bytes_by_kind(model: Transformer) -> dict[str, int]:
 
 
 def kv_bytes(model: Transformer, context: int) -> int:
-    """What a decode step reads of a cache that holds `context` tokens and evicts none."""
+    """Return the bytes that a decode step reads of a cache that holds `context` tokens and evicts none."""
     total = 0
     for layer in model.architecture.layers:
         visible = context if layer.window is None else min(context, layer.window)
@@ -187,7 +187,10 @@ def kv_bytes(model: Transformer, context: int) -> int:
 
 @final
 class Memory:
-    """A buffer in pieces, and threads that sum them as fast as memory gives them, each taking the next free piece."""
+    """A buffer in pieces, and threads that sum the pieces as fast as memory delivers them.
+
+    Each thread takes the next free piece.
+    """
 
     def __init__(self, threads: int, num_bytes: int | None = None) -> None:
         total = num_bytes or max(READ_BYTES, threads * BYTES_PER_THREAD)
@@ -202,7 +205,7 @@ class Memory:
         self._threads.shutdown()
 
     def read_rate(self, tries: int = 5) -> float:
-        """Bytes per second that all threads read together: the best of the tries."""
+        """Return the bytes per second that all threads read together: the best of the tries."""
         rates = []
         with ops.backend_of(torch.device("cpu")).threads():  # one of torch's threads for each of ours
             for _ in range(tries):
@@ -213,6 +216,6 @@ class Memory:
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has held."""
+    """Return the largest memory that this process has held, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,1 +1,1 @@
-"""What models there are, and what is in one."""
+"""The models that exist here, and the contents of a model."""

@@ -1,4 +1,4 @@
-"""What a model is, from its headers: its network layer by layer, its tokenizer, its defaults, its memory. No torch."""
+"""Explain a model from its headers: its network layer by layer, its tokenizer, its defaults, its memory. No torch."""
 
 import json
 from bisect import bisect_left
@@ -21,7 +21,7 @@ from infer.tokenizer.value_checks import check_metadata
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that are the same; `values` are those that not all layers share."""
+    """Layers that are the same. `values` are those that not all layers share."""
 
     layers: tuple[int, ...]
     values: Mapping[str, Any]
@@ -75,7 +75,10 @@ class Explanation:
 
 
 def explain(model: str | Path) -> Explanation:
-    """Raises what loading the model would: a family, a tensor or a tokenizer that we do not run."""
+    """Return the explanation of a model.
+
+    Raises the errors of loading it: for a family, a tensor or a tokenizer that we do not run.
+    """
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
     check_tensors(expected_shapes(architecture), checkpoint.tensors)
@@ -101,7 +104,7 @@ def explain(model: str | Path) -> Explanation:
 
 
 def group_layers(layers: Sequence[Layer]) -> tuple[dict[str, Any], tuple[LayerGroup, ...]]:
-    """What all layers share, and the layers by what they do not, in the order of the first of each."""
+    """Return the values that all layers share, and the groups of equal layers, ordered by their first layers."""
     values = [{field.name: _plain(getattr(layer, field.name)) for field in fields(Layer)} for layer in layers]
     common = {name: value for name, value in values[0].items() if all(each[name] == value for each in values)}
     groups: dict[Layer, list[int]] = {}
@@ -118,7 +121,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rope(rope: Rope) -> dict[str, Any]:
-    """A table of factors as the least and the largest: who wants them all has the file."""
+    """Return the rope's values. A table of factors becomes its smallest and its largest factor."""
     found: dict[str, Any] = {"theta": rope.theta, "dim": rope.dim}
     if rope.frequency_factors is not None:
         found["frequency_factors"] = [min(rope.frequency_factors), max(rope.frequency_factors)]
@@ -130,7 +133,7 @@ def _rope(rope: Rope) -> dict[str, Any]:
 
 
 def _kv_types(layers: Sequence[Layer]) -> Iterator[str]:
-    """Those that the network's heads can be stored in."""
+    """Yield the types in which the network's heads can be cached."""
     for kv_type in KV_TYPES:
         if kv_type not in QUANTIZED or all(layer.head_dim % VALUES_PER_SCALE == 0 for layer in layers):
             yield kv_type
@@ -168,8 +171,11 @@ def _summarize(checkpoint: Checkpoint) -> TokenizerSummary:
 
 
 def _without_words(metadata: Mapping[str, Any]) -> tuple[dict[str, Any], Sequence[int]]:
-    """The metadata of a tokenizer that has only what is no plain word, and the ids that its tokens had: to make the
-    words and merges of a large vocabulary takes seconds, and they say nothing of how a text begins and ends."""
+    """Return the metadata of a tokenizer without plain words, and the ids that its tokens had.
+
+    To create the words and merges of a large vocabulary takes seconds, but they do not affect how a text begins and
+    ends.
+    """
     is_marked = metadata.get("tokenizer.ggml.model") == "llama"
     model = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "default"} if is_marked else {}
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", is_marked)

@@ -1,4 +1,4 @@
-"""The memory that a model will take on this machine and the speed of its answers, from headers alone."""
+"""Forecast the memory of a model on this machine and the speed of its answers, from its headers only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +33,6 @@ def forecast(architecture: Architecture, tensors: Mapping[str, StoredMatrix]) ->
 def tokens_per_second(
     architecture: Architecture, tensors: Mapping[str, StoredMatrix], load: LoadSettings, kv_type: str
 ) -> float:
-    """Predict the decode rate of one row: memory's speed over the bytes that a step reads."""
+    """Return the predicted decode rate of one row: the memory's speed over the bytes that a step reads."""
     num_bytes = decode_bytes(architecture, loaded_types(architecture, tensors, load), kv_type, FORECAST_CONTEXT)
     return BANDWIDTH_SHARE * read_bandwidth(load.num_threads) / num_bytes

@@ -72,7 +72,7 @@ class _Types:
         return "Q6_K" if is_precise else "Q4_K"
 
     def _has_more_bits(self, layer: int) -> bool:
-        """llama.cpp's rule: the first and the last eighth, and every third layer in between."""
+        """Return True by llama.cpp's rule: for the first and the last eighth, and every third layer in between."""
         eighth = self.num_layers // 8
         return layer < eighth or layer >= 7 * self.num_layers // 8 or (layer - eighth) % 3 == 2
 
@@ -124,7 +124,7 @@ def three_that_fit(available: int | None) -> list[tuple[HubModel, Forecast]]:
 
 @final
 class HubProbe:
-    """One request to the hub on a thread of its own, from the construction on."""
+    """One request to the hub on its own thread, which starts with the construction."""
 
     def __init__(self) -> None:
         self._is_reachable = False
@@ -132,7 +132,10 @@ class HubProbe:
         self._thread.start()
 
     def is_reachable(self) -> bool:
-        """True if the hub answers within two seconds. A name server that does not answer is waited for no longer."""
+        """Return True if the hub answers within two seconds.
+
+        A name server that does not answer is waited for no longer.
+        """
         self._thread.join(_HUB_SECONDS)
         return self._is_reachable
 

@@ -1,4 +1,4 @@
-"""What models are at hand: installed packages, the hub's local cache, and the folder that $INFER_MODELS names."""
+"""The models at hand: installed packages, the hub's local cache, and the folder that $INFER_MODELS names."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +28,10 @@ _FILE_TYPES = {  # llama.cpp's names of mixtures, by general.file_type
 
 @dataclass(frozen=True)
 class ModelAtHand:
-    """`name` is what `--model` takes. What only an opened file says is None where it cannot be opened."""
+    """A model at hand. `name` is the value for `--model`.
+
+    Values that only an opened file has are None if it cannot be opened.
+    """
 
     name: str
     source: Source
@@ -44,7 +47,10 @@ class ModelAtHand:
 
 
 def models_at_hand() -> Iterator[ModelAtHand]:
-    """Sorted by source and name. Opens headers only; packages that come in parts are not put together for it."""
+    """Yield the models at hand, sorted by source and name.
+
+    Only headers are opened. Packages that come in parts are not put together for it.
+    """
     for name, paths, path in installed_models():
         found = ModelAtHand(name, "package", str(path), sum(part.stat().st_size for part in paths))
         yield _opened(found) if path.is_file() else _with_header(found, paths)
@@ -70,7 +76,10 @@ def _opened(found: ModelAtHand) -> ModelAtHand:
 
 
 def _with_header(found: ModelAtHand, parts: Sequence[Path]) -> ModelAtHand:
-    """Of a package whose parts are not put together yet: the first holds the header of the whole."""
+    """Return the model of a package whose parts are not put together yet.
+
+    The first part holds the header of the whole.
+    """
     try:
         file = read_gguf(parts[0], file_size=found.num_bytes)
         config = config_from_gguf(file)
@@ -85,7 +94,7 @@ def _with_header(found: ModelAtHand, parts: Sequence[Path]) -> ModelAtHand:
 
 
 def weights_name(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
-    """The mixture that a GGUF file names, or the type that most of the weights have."""
+    """Return the mixture that a GGUF file names, or the type that most of the weights have."""
     named = _FILE_TYPES.get(_count(metadata.get("general.file_type")) or 0)
     if "general.file_type" in metadata and named is not None:
         return named
@@ -95,8 +104,10 @@ def weights_name(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo])
 def shown_as(
     model: str | Path, checkpoint: Checkpoint, architecture: Architecture, forms: Sequence[str], max_seq_len: int
 ) -> str:
-    """A loaded model in a line: `smollm2, llama 134.5M, Q4_1, context 8192`. Of `forms` its weights have the first that
-    is not "auto"."""
+    """Return a loaded model in one line: `smollm2, llama 134.5M, Q4_1, context 8192`.
+
+    The type of its weights is the first of `forms` that is not "auto".
+    """
     count = sum(prod(shape) for shape in expected_shapes(architecture).values())
     size = f"{count / 1e6:.1f}M" if count < 1e9 else f"{count / 1e9:.2f}B"
     name = model if isinstance(model, str) and not Path(model).exists() else Path(model).name

@@ -1,8 +1,8 @@
-"""Files → hyperparameters and named weights. Nothing above this package knows what format a model came in.
+"""Files → hyperparameters and named weights. Packages above this one do not depend on a model's file format.
 
-Opening reads headers only and loads no torch: `stored.LazyWeights` makes weights of `Checkpoint.tensors`, in the
-types in which they are stored. Names are those of `names`; what a format does to weights (GGUF's
-order of q's and k's rows, Gemma's w for 1 + w) is written down here and undone there.
+Opening reads headers only and loads no torch. `lazy_weights.LazyWeights` makes weights of `Checkpoint.tensors`, in the
+types in which they are stored. Names are those of `tensor_names`. `Checkpoint.tensors` records a format's changes to
+weights (GGUF's order of q's and k's rows, Gemma's w for 1 + w). `lazy_weights` undoes these changes.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ _NORMS_LESS_ONE = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})  # Hug
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's files, open. `config` and `generation_config` are in the names of Hugging Face's JSON files."""
+    """A model's open files. `config` and `generation_config` use the names of Hugging Face's JSON files."""
 
     path: Path  # the folder, or the .gguf file
     config: Mapping[str, Any]
@@ -52,18 +52,20 @@ class Checkpoint:
     pooling: Pooling | None = None  # of a model that was made for embeddings
 
     def without_metadata(self) -> "Checkpoint":
-        """Once the tokenizer is made: a large vocabulary takes 40 MB here."""
+        """Return the checkpoint without metadata, to free up to 40 MB of a large vocabulary after the tokenizer is
+        made.
+        """
         return replace(self, metadata={})
 
     def check_unchanged(self) -> None:
-        """ModelFormatError if somebody wrote to the files of the weights since they were opened."""
+        """Raise ModelFormatError if the files of the weights were written since they were opened."""
         for file in self.files:
             file.check_unchanged()
 
     def fingerprint(self) -> str:
-        """Tells these weights from others without reading them all: sizes, headers, and samples all over the files.
+        """Return a digest that identifies these weights, from sizes, headers, and samples spread over the files.
 
-        ModelError as in `OpenFile.read`.
+        Raises ModelError as `OpenFile.read` does.
         """
         digest = hashlib.blake2b(digest_size=16)
         for file in self.files:
@@ -76,10 +78,10 @@ class Checkpoint:
 
 
 def open_checkpoint(model_id: str | Path) -> Checkpoint:
-    """The model that a folder, a .gguf file or the name of an installed package holds.
+    """Return the model in a folder, a .gguf file, an installed package or the hub's cache.
 
-    InvalidRequestError if there is no such thing, ModelError (ModelFormatError, UnsupportedModelError) if it is no
-    model that we can read.
+    Raises InvalidRequestError if it does not exist, and ModelError (ModelFormatError, UnsupportedModelError) if it is
+    not a model that we can read.
     """
     path = resolve(model_id)
     return _open_folder(path) if path.is_dir() else _open_gguf(path)
@@ -117,7 +119,9 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:
-    """By our names. ModelFormatError where two tensors of the file are one of ours."""
+    """Return the tensors under our names. Raises ModelFormatError if two tensors of the file have the same name of
+    ours.
+    """
     renamed: dict[str, TensorInfo] = {}
     for theirs, ours in names.items():
         if ours in renamed:
@@ -127,7 +131,10 @@ def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, s
 
 
 def _check_unquantised(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refused by name before the tensors are: GPTQ's and AWQ's would be listed one by one as unexpected."""
+    """Raise UnsupportedModelError for quantised weights, such as GPTQ's and AWQ's.
+
+    This comes before the tensors are checked, which would list each tensor as unexpected.
+    """
     found = config.get("quantization_config") or config.get("compression_config")
     if not found:
         return

@@ -1,7 +1,7 @@
-"""Hyperparameters in the names of Hugging Face's config.json, from GGUF's metadata or from config.json itself.
+"""Hyperparameters under the names of Hugging Face's config.json, from GGUF's metadata or from config.json itself.
 
-GGUF's come out in the flat dialect (`rope_theta`, `rope_scaling`, `rope_local_base_freq`); config.json is handed on
-as it is, apart from the text part of a multimodal model. What a family makes of them is decided in `model.families`.
+GGUF's values are returned in the flat dialect (`rope_theta`, `rope_scaling`, `rope_local_base_freq`). config.json is
+returned unchanged, apart from the text part of a multimodal model. `model.families` interprets the values.
 """
 
 import math
@@ -54,7 +54,9 @@ SAMPLING_KEYS = {  # GGUF's `general.sampling.*` → the names of SamplingParams
 
 
 def config_from_folder(folder: Path) -> dict[str, Any]:
-    """config.json. Of a multimodal model its text part, with what only the whole says (tied embeddings)."""
+    """Return config.json. For a multimodal model, return its text part with the settings of the whole (tied
+    embeddings).
+    """
     path = inside(folder, "config.json")
     config = read_json_file(path)
     _check_kinds(path, config)
@@ -77,7 +79,7 @@ def generation_config_from_folder(folder: Path) -> dict[str, Any]:
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
-    """ModelFormatError for a key that is missing or of the wrong type."""
+    """Return the config of a GGUF file. Raises ModelFormatError for a key that is missing or of the wrong type."""
     _check_whole(file)
     values = _Values(file)
     num_layers = values.count("block_count", most=len(file.tensors))
@@ -116,7 +118,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 
 
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
-    """`general.sampling.*`, as far as Hugging Face has a name for it."""
+    """Return the values of `general.sampling.*` for which Hugging Face has a name."""
     found = {ours: file.metadata.get(f"general.sampling.{key}") for key, ours in SAMPLING_KEYS.items()}
     return {
         name: _shortest(value) if isinstance(value, int | float) else value
@@ -164,7 +166,7 @@ def _rope(file: GGUFFile, values: "_Values", head_dim: int) -> dict[str, Any]:
 
 
 def _windows(values: "_Values", num_layers: int) -> dict[str, Any]:
-    """Which layers see a window, and of what size. llama.cpp has for some architectures a pattern of its own."""
+    """Return the layers that have a window, and its size. llama.cpp has its own pattern for some architectures."""
     found: dict[str, Any] = {"sliding_window": None}
     if values.has("attention.sliding_window"):
         found["sliding_window"] = values.count("attention.sliding_window")
@@ -200,7 +202,7 @@ class _Values:
         return self.file.metadata.get(f"{self.architecture}.{key}", default)
 
     def count(self, key: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
-        """An integer from 1 to `most`; a list of one value for every layer counts as that value."""
+        """Return an integer from 1 to `most`. A list with the same value for every layer counts as that value."""
         value = self.get(key, default)
         if isinstance(value, list) and value:
             if any(entry != value[0] for entry in value):
@@ -229,7 +231,7 @@ class _Values:
 
 
 def _shortest(value: Any) -> Any:
-    """A float32 as the decimal that was meant: 1e-05, where its double is 9.999999747378752e-06."""
+    """Return a float32 as the decimal that was meant: 1e-05 instead of its double, 9.999999747378752e-06."""
     if isinstance(value, float) and abs(value) <= _LARGEST and float(np.float32(value)) == value:
         return float(str(np.float32(value)))
     return value

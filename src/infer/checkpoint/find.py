@@ -1,8 +1,8 @@
-"""What the user calls a model → the file or folder that holds it.
+"""Find the file or folder of a model by the name that the user gives.
 
-The name of an installed package comes first, so that `smollm2` means one thing in every working directory; a folder
-of that name is `./smollm2`. Then comes a file or folder that is there, here or in $INFER_MODELS; then a name on the hub
-(`hub`), which is the only thing that may ask the network. Packages are found, never imported.
+The name of an installed package comes first, so that `smollm2` means one thing in every working directory. A folder of
+that name is `./smollm2`. Next comes a file or folder that exists, in the working directory or in $INFER_MODELS. Last
+comes a name on the hub (`hub`), the only lookup that may use the network. Packages are found, never imported.
 """
 
 import errno
@@ -55,8 +55,11 @@ INSTALLED_MODELS = {
 
 
 def resolve(model_id: str | Path) -> Path:
-    """A folder with a config.json, or a file. InvalidRequestError for a name that means nothing, ModelError for a
-    place that holds no model. Assembles a package's parts into the cache folder on first use."""
+    """Return the model's folder, which has a config.json, or its file.
+
+    Raises InvalidRequestError for an unknown name, and ModelError for a place that holds no model. Assembles a
+    package's parts into the cache folder on first use.
+    """
     if isinstance(model_id, str) and model_id in INSTALLED_MODELS:
         return _resolve_installed(model_id, INSTALLED_MODELS[model_id])
     path = _existing(str(model_id))
@@ -69,13 +72,16 @@ def resolve(model_id: str | Path) -> Path:
 
 
 def packaged_model(path: Path) -> InstalledModel | None:
-    """The packaged model that a file is, told by its name: a copy of it elsewhere is the same model."""
+    """Return the packaged model with this file's name, if there is one. A copy elsewhere counts as the same model."""
     models = INSTALLED_MODELS.values()
     return next((model for model in models if path.name.endswith(model.file_name)), None)
 
 
 def models_folder() -> Path | None:
-    """$INFER_MODELS, where a user keeps models: what lies in it has its file's or folder's name."""
+    """Return $INFER_MODELS, the folder in which a user keeps models, or None.
+
+    A model in it is named by its file or folder.
+    """
     own = os.environ.get("INFER_MODELS")
     return Path(os.path.expanduser(own)) if own else None
 
@@ -89,7 +95,7 @@ def _existing(name: str) -> Path | None:
 
 
 def _check_link(path: Path) -> None:
-    """Raises ModelError where a link leads nowhere, or in a circle."""
+    """Raise ModelError if a link is broken or part of a loop."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -115,7 +121,7 @@ def _checked(path: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where assembled models are kept. Raises ModelError for a user who has no home folder."""
+    """Return the folder of assembled models. Raises ModelError for a user without a home folder."""
     folder = base_folder()
     if folder is None:
         raise ModelError("there is no home folder to keep an assembled model in: set INFER_CACHE to a writable folder")
@@ -133,8 +139,10 @@ def _unknown(name: str) -> str:
 
 
 def installed_models() -> Iterator[tuple[str, list[Path], Path]]:
-    """Packaged models that are installed: the name, the files that the packages carry, and the file that they make,
-    which may not be there yet."""
+    """Yield each installed packaged model: its name, the files of its packages, and the assembled file.
+
+    The assembled file may not exist yet.
+    """
     for name, model in INSTALLED_MODELS.items():
         try:
             parts = _parts(name, model)
@@ -197,7 +205,7 @@ def _expected_sum(sums: Path, file_name: str) -> str:
 
 
 def _assemble(parts: list[Path], target: Path, expected: str) -> None:
-    """Writes beside the target and renames: other processes see the whole file or none."""
+    """Write beside the target, then rename, so that other processes see the whole file or none."""
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, suffix=".partial", delete=False) as file:
         temporary = Path(file.name)
         try:

@@ -1,4 +1,4 @@
-"""Tensors that hold several of ours, one below the other: q, k and v; gate and up. They are taken apart by rows."""
+"""Fused tensors, which contain several of our tensors stacked by rows: q, k and v; gate and up. They are split here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ _PARTS = {
 
 
 def taken_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """The same tensors by our names, without fused ones. ModelFormatError where rows cannot be shared out."""
+    """Return the tensors with fused ones split. Raises ModelFormatError if the rows cannot be divided."""
     found: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         module, _, kind = name.rpartition(".")
@@ -32,7 +32,7 @@ def taken_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) ->
 
 
 def _shares(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """How many heads' rows are q's, k's and v's."""
+    """Return the numbers of heads of q, k and v, by which the rows are divided."""
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1 or kv_heads < 1:

@@ -1,4 +1,4 @@
-"""The sampling values that a model brings, in the names of SamplingParams."""
+"""The sampling values that a model brings, under the names of SamplingParams."""
 
 import warnings
 from collections.abc import Mapping
@@ -15,14 +15,20 @@ _SAMPLING_NAMES = tuple(SAMPLING_KEYS.values())
 
 
 def defaults_of(checkpoint: Checkpoint) -> SamplingDefaults:
-    """What the files of a model say and, of a packaged one, its card. A bad value is ignored with a warning."""
+    """Return the sampling values of a model's files and, for a packaged model, of its card.
+
+    An invalid value is ignored with a warning.
+    """
     packaged = packaged_model(checkpoint.path)
     stored = sampling_defaults(checkpoint.generation_config)
     return SamplingDefaults(_valid(stored, checkpoint), None if packaged is None else packaged.sampling)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's own generation config asks for: only keys that it has, as they stand there."""
+    """Return the sampling values that a model's generation config has.
+
+    Values that mean off are converted. `do_sample: false` becomes `temperature` 0.
+    """
     given = {name: generation_config[name] for name in _SAMPLING_NAMES if generation_config.get(name) is not None}
     if generation_config.get("do_sample") is False:
         given = {name: value for name, value in given.items() if name.startswith("repetition")} | {"temperature": 0.0}
@@ -34,7 +40,9 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _valid(stored: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Without those that break a rule of SamplingParams: each is named with its file."""
+    """Return only the values that SamplingParams accepts. Each other value is ignored with a warning that names its
+    file.
+    """
     valid = {}
     for name, value in stored.items():
         try:

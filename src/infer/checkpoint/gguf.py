@@ -1,7 +1,7 @@
-"""Reads GGUF version 2 and 3 (github.com/ggml-org/ggml, docs/gguf.md).
+"""Read GGUF version 2 and 3 (github.com/ggml-org/ggml, docs/gguf.md).
 
-Nothing in the file is believed: a count or a length is compared, as a Python integer, with the bytes that remain
-before anything loops over it or allocates for it. Opening a file reads its header only.
+The file is not trusted: every count or length is compared, as a Python integer, with the remaining bytes before a loop
+or an allocation uses it. Opening a file reads only its header.
 """
 
 import struct
@@ -49,7 +49,7 @@ class GGUFFile:
     files: tuple[OpenFile, ...] = field(repr=False)  # one, or of a split model one for each part
 
     def floats(self, name: str, count: int) -> list[float]:
-        """A small tensor of `count` float32."""
+        """Return the values of a small tensor of `count` float32. Raises ModelFormatError for any other tensor."""
         info = self.tensors[name]
         if info.type != "F32" or info.shape != (count,):
             problem = f"expected F32 of {count}, got {info.type} of {info.shape}"
@@ -58,9 +58,13 @@ class GGUFFile:
 
 
 def read_gguf(path: Path, *, file_size: int | None = None) -> GGUFFile:
-    """ModelFormatError for whatever breaks the format, UnsupportedModelError for tensor types that we do not run.
+    """Return the header of a GGUF file.
 
-    `file_size` is that of a whole file of which `path` holds the beginning: its header can be read, its weights not.
+    Raises ModelFormatError if the file breaks the format, and UnsupportedModelError for tensor types that we do not
+    run.
+
+    If `path` holds only the beginning of a file, `file_size` is the size of the whole file. Its header can be read, but
+    not its weights.
     """
     file = OpenFile(path, at_least=24)
     return _Header(file, file_size or file.size).read()
@@ -68,7 +72,7 @@ def read_gguf(path: Path, *, file_size: int | None = None) -> GGUFFile:
 
 @final
 class _Header:
-    """A position that walks once through the header, which is read in blocks up to there."""
+    """A position that moves once through the header. The header is read in blocks up to the position."""
 
     def __init__(self, file: OpenFile, file_size: int) -> None:
         self.file, self.path, self.size, self.file_size = file, file.path, file.size, file_size
@@ -76,14 +80,14 @@ class _Header:
         self.position = 0
 
     def read_up_to(self, end: int) -> int:
-        """Have `content` up to byte `end`, which the file has, and say how far it goes."""
+        """Read `content` up to byte `end`, which the file must have, and return the number of bytes read so far."""
         if end > len(self.content):
             start, stop = len(self.content), min(end + _BLOCK_BYTES, self.size)
             self.content += self.file.read(start, stop - start)
         return len(self.content)
 
     def take(self, num_bytes: int) -> bytes:
-        """Bytes that the file has, from the position on, which moves after them."""
+        """Return the next bytes, which the file must have, and move the position after them."""
         start, self.position = self.position, self.position + num_bytes
         self.read_up_to(self.position)
         return bytes(self.content[start : self.position])
@@ -129,7 +133,7 @@ class _Header:
         return num_tensors, num_values
 
     def read_tensor(self) -> TensorInfo:
-        """The entry, its offset still counted from the start of the data."""
+        """Return a tensor's entry. Its offset is still counted from the start of the data."""
         start = self.position
         name = self.read_key("a tensor's name")
         where = f"tensor {name!r:.80}"
@@ -163,7 +167,9 @@ class _Header:
         return self.fail(where, f"{type_id} is not a tensor type", self.position - 4)
 
     def check_layout(self, tensors: list[TensorInfo], data_start: int, alignment: int) -> None:
-        """Tensors follow one another, each padded to the alignment, and the last one ends the file."""
+        """Raise ModelFormatError unless tensors are contiguous, each padded to the alignment, and the last one ends the
+        file.
+        """
         end = self.position if not tensors else data_start
         for info in sorted(tensors, key=lambda info: info.offset):
             where, expected = f"tensor {info.name!r:.80}", _align(end, alignment)
@@ -207,7 +213,7 @@ class _Header:
         return list(numbers.astype(bool).tolist())
 
     def read_strings(self, where: str, count: int) -> list[str]:
-        """The vocabulary: hundreds of thousands of strings, so the loop holds nothing but what it needs."""
+        """Return an array of strings. A vocabulary has hundreds of thousands, so the loop does only what is needed."""
         content, size, position = self.content, self.size, self.position
         available = len(content)
         length_at: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from

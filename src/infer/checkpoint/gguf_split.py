@@ -1,7 +1,7 @@
-"""A GGUF model in several files, as llama.cpp's gguf-split writes it: naming any of them opens all.
+"""A GGUF model in several files, as llama.cpp's gguf-split writes it. The name of any file opens all of them.
 
-The files are `NAME-00001-of-00003.gguf` and so on. `split.no` (from 0) and `split.count` stand in each, the model's
-own metadata in the first, and `split.tensors.count` says how many tensors all of them hold.
+The files are `NAME-00001-of-00003.gguf` and so on. Each contains `split.no` (from 0) and `split.count`. The first
+contains the model's own metadata, and `split.tensors.count` is the number of tensors in all files.
 """
 
 import re
@@ -18,7 +18,7 @@ _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def part_paths(path: AnyPath) -> list[AnyPath]:
-    """All files of the model that a part's name belongs to, in order; [path] where it is no part's name."""
+    """Return all files of the model that a part belongs to, in order, or [path] if the name is not a part's."""
     match = _PART.fullmatch(path.name)
     if match is None or int(match["count"]) > MAX_PARTS:
         return [path]
@@ -27,7 +27,7 @@ def part_paths(path: AnyPath) -> list[AnyPath]:
 
 
 def read_whole_gguf(path: Path) -> GGUFFile:
-    """The file, and those that it is a part of a model with. ModelError that lists the parts that are missing."""
+    """Return a GGUF file joined with the other parts of its model. Raises ModelError that lists missing parts."""
     named = read_gguf(path)
     count = named.metadata.get("split.count", 1)
     if type(count) is not int or count < 0:

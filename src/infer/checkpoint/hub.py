@@ -1,11 +1,11 @@
-"""Names on the Hugging Face hub, and what of them lies in its local cache: read here without the hub's own library.
+"""Names on the Hugging Face hub, and models in its local cache, read here without the hub's own library.
 
     org/repo                    the repository's safetensors, or its only GGUF model
     org/repo:Q4_K_M             the GGUF model of that quantisation
     org/repo:folder/file.gguf   that file (any part of a split model stands for all)
     org/repo@revision:…         a branch, tag or commit; without it the main branch
 
-What the cache holds whole is used as it is, and nothing is asked of the network; `hub_download` brings what it lacks.
+A complete model in the cache is used without any network access. `hub_download` downloads missing files.
 """
 
 import os
@@ -45,7 +45,9 @@ class HubName:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The files of a repository that make a model: small ones first, so that weights never lie there without them."""
+    """The files of a repository that make a model. Small files are downloaded first, so that weights are never without
+    them.
+    """
 
     small: tuple[str, ...]
     weights: tuple[str, ...]
@@ -53,7 +55,7 @@ class Chosen:
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """None for what cannot be a name on the hub."""
+    """Return the parsed name, or None if it cannot be a name on the hub."""
     match = _NAME.fullmatch(name)
     if match is None or match["repo"].endswith((".gguf", ".safetensors", ".json", *PICKLE_SUFFIXES)):
         return None
@@ -64,7 +66,10 @@ def parse_hub_name(name: str) -> HubName | None:
 
 
 def hub_cache_folder() -> Path:
-    """Where the hub's library keeps what it has downloaded: $HF_HUB_CACHE, else below $HF_HOME, or the user's cache."""
+    """Return the download folder of the hub's library.
+
+    It is $HF_HUB_CACHE, or a folder in $HF_HOME, or one in the user's cache.
+    """
     if own := os.environ.get("HF_HUB_CACHE"):
         return Path(os.path.expanduser(own))
     if home := os.environ.get("HF_HOME"):
@@ -78,7 +83,7 @@ def is_offline() -> bool:
 
 
 def find_cached(name: HubName) -> Path | None:
-    """The model's file or folder in the cache, if all of it is there."""
+    """Return the model's file or folder in the cache, or None if a part of it is missing."""
     snapshot = _snapshot(name)
     if snapshot is None:
         return None
@@ -94,7 +99,7 @@ def find_cached(name: HubName) -> Path | None:
 
 
 def cached_repositories() -> Iterator[tuple[HubName, list[str]]]:
-    """What the cache holds, whole or in part: each revision of each repository, and its files."""
+    """Yield each revision of each repository in the cache, complete or not, and its files."""
     for folder in sorted(hub_cache_folder().glob("models--*--*")):
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         refs = {path.relative_to(folder / "refs").as_posix() for path in (folder / "refs").rglob("*") if path.is_file()}
@@ -109,14 +114,14 @@ def cached_repositories() -> Iterator[tuple[HubName, list[str]]]:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Paths of the files below a folder, links that lead nowhere left out."""
+    """Return the paths of the files below a folder, without broken links."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def choose(name: HubName, files: Collection[str], shards: Sequence[str] | None) -> Chosen:
-    """Which of a repository's files are needed. `shards` are those that its index names, None where it is unread.
+    """Return the files of a repository that a model needs. `shards` are the files in its index, None if it is unread.
 
-    ModelError where no file is meant, or several are.
+    Raises ModelError if no file matches, or several do.
     """
     if name.variant is None and "config.json" in files and not {SINGLE_NAME, INDEX_NAME}.isdisjoint(files):
         return _choose_folder(files, shards)
@@ -131,7 +136,7 @@ def choose(name: HubName, files: Collection[str], shards: Sequence[str] | None) 
 
 
 def gguf_models(files: Collection[str]) -> list[list[str]]:
-    """The GGUF models among files, each with all the parts that its name asks for."""
+    """Return the GGUF models among files, each with all the parts that its name implies."""
     found: dict[str, list[str]] = {}
     for file in sorted(files):
         if file.endswith(".gguf") and not _NO_MODEL.search(PurePosixPath(file).name):
@@ -156,7 +161,7 @@ def _matching(variant: str, models: list[list[str]]) -> list[list[str]]:
 
 
 def _listed(name: HubName, models: list[list[str]], files: Collection[str]) -> str:
-    """What is there instead, and how to say what is meant."""
+    """Return a description of the files that exist instead, and how to name one of them."""
     if models:
         shown = ", ".join(parts[0] for parts in models[:_MAX_LISTED])
         more = f" and {len(models) - _MAX_LISTED} more" if len(models) > _MAX_LISTED else ""
@@ -188,7 +193,7 @@ def _shards(snapshot: Path, files: Collection[str]) -> list[str]:
 
 
 def shards_of_index(index: Path) -> list[str]:
-    """The files that an index spreads the weights over."""
+    """Return the files over which an index spreads the weights."""
     names = read_json_file(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
         raise ModelFormatError(index, "weight_map", "expected an object of tensor names and file names")

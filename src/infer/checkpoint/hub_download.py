@@ -1,4 +1,4 @@
-"""Brings a model from the Hugging Face hub into its local cache, through `huggingface_hub`: only the files it needs.
+"""Download a model from the Hugging Face hub into its local cache with `huggingface_hub`, only the files it needs.
 
 The library is loaded here, on first use, and reads $HF_TOKEN and $HF_ENDPOINT itself.
 """
@@ -21,9 +21,9 @@ _NO_LIBRARY = "huggingface_hub, which downloads, is not installed: pip install h
 
 
 def fetch(name: HubName) -> Path:
-    """The model's file or folder: from the cache if all of it lies there, else downloaded, with progress on stderr.
+    """Return the model's file or folder from the cache. If it is incomplete, download it with progress on stderr.
 
-    InvalidRequestError for a name that means nothing here or on the hub, ModelError for what holds no model.
+    Raises InvalidRequestError for a name that is unknown here and on the hub, and ModelError if it holds no model.
     """
     cached = find_cached(name)
     if cached is not None:
@@ -48,7 +48,7 @@ def fetch(name: HubName) -> Path:
 
 
 def is_hub_reachable(seconds: float) -> bool:
-    """True if the hub can be used here: the library is installed, and a HEAD request is answered within `seconds`."""
+    """Return True if the hub can be used: the library is installed, and a HEAD request is answered within `seconds`."""
     if is_offline():
         return False
     try:
@@ -88,7 +88,7 @@ def _download(hub: Any, name: HubName, line: StatusLine) -> Path:
 
 
 def _make_bar(hub: Any, name: HubName, line: StatusLine) -> type[Any]:
-    """A progress bar of the hub's library that writes to our line instead of its own."""
+    """Return a progress bar class for the hub's library that writes to our line instead of its own."""
 
     class Bar(hub.utils.tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -104,7 +104,10 @@ def _make_bar(hub: Any, name: HubName, line: StatusLine) -> type[Any]:
 
 
 def _explain(name: HubName, error: Exception) -> NoReturn:
-    """By the names of its errors: their modules have moved between versions of the library."""
+    """Raise InvalidRequestError with the reason for an error.
+
+    Errors are recognised by their class names, because their modules have moved between versions of the library.
+    """
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         page = f"https://huggingface.co/{name.repo}"

@@ -1,7 +1,7 @@
-"""Makes weights of what lies in a file, undoes what formats do to them, and hands them out by our names.
+"""Make weights of the tensors in a file, under our names, and undo the changes that formats make.
 
-Two things are undone: llama.cpp's order of the rows of q and k, and Gemma's norms kept as w where 1 + w is meant.
-Values of one axis (norms, biases) come out as float32.
+Two changes are undone: llama.cpp's order of the rows of q and k, and Gemma's norms, stored as w for 1 + w. Tensors of
+one axis (norms, biases) are returned as float32.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,12 +25,15 @@ _DTYPE_BY_TYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bflo
 @final
 @dataclass(frozen=True, eq=False)
 class LazyWeights(Mapping[str, FileWeight]):
-    """Weights that are made when they are asked for."""
+    """Weights that are made when they are requested."""
 
     tensors: Mapping[str, TensorInfo]
 
     def __getitem__(self, name: str) -> FileWeight:
-        """A matrix still lies in its file, whatever else is read at once. ModelError where that fails."""
+        """Return a weight. A matrix stays in its file until it is used; other tensors are read immediately.
+
+        Raises ModelError if reading fails.
+        """
         info = self.tensors[name]
         if len(info.shape) == 2 and info.num_bytes:
             return _unread(info)
@@ -47,7 +50,7 @@ class LazyWeights(Mapping[str, FileWeight]):
 
 
 def read_weight(info: TensorInfo) -> StoredWeight:
-    """What the file has, a copy of it."""
+    """Return a copy of a tensor as the file stores it."""
     return StoredWeight(info.type, info.shape, _read(info, info.shape, 0, info.num_bytes))
 
 
@@ -63,7 +66,7 @@ def _unread(info: TensorInfo) -> UnreadWeight:
     head_rows = num_rows // info.num_paired_heads
 
     def read_in_half_order(first: int, last: int) -> Tensor:
-        """By whole heads, the rows that are asked for among them."""
+        """Read the whole heads that contain the requested rows, reorder them, and return the rows."""
         first_head, end_head = first // head_rows, -(-last // head_rows)
         start, end = first_head * head_rows, end_head * head_rows
         heads = StoredWeight(info.type, (end - start, num_columns), read(start, end))
@@ -73,7 +76,7 @@ def _unread(info: TensorInfo) -> UnreadWeight:
 
 
 def _read(info: TensorInfo, shape: tuple[int, ...], start: int, num_bytes: int) -> Tensor:
-    """`StoredWeight.data` of the tensor's bytes from `start` on."""
+    """Return `StoredWeight.data` of the tensor's bytes from `start` on."""
     try:
         data = np.empty(num_bytes, np.uint8)
     except MemoryError as error:
@@ -87,8 +90,10 @@ def _read(info: TensorInfo, shape: tuple[int, ...], start: int, num_bytes: int) 
 
 
 def in_half_order(weight: StoredWeight, num_heads: int) -> StoredWeight:
-    """Rows of q or k from llama.cpp's order, in which elements that rotate together are neighbours (0, 1), (2, 3) …,
-    to Hugging Face's, in which they are half a head apart. Whole rows move, so block types stay as they are. Copies.
+    """Return rows of q or k in Hugging Face's order instead of llama.cpp's. Copies.
+
+    In llama.cpp's order, elements that rotate together are neighbours (0, 1), (2, 3) …. In Hugging Face's order they
+    are half a head apart. Whole rows move, so block types stay unchanged.
 
     It is the inverse of `permute` in llama.cpp's convert_hf_to_gguf.py.
     """
@@ -98,7 +103,7 @@ def in_half_order(weight: StoredWeight, num_heads: int) -> StoredWeight:
 
 
 def as_float32(weight: StoredWeight, added: float = 0.0) -> StoredWeight:
-    """The values, plus a constant, as F32."""
+    """Return the values, plus a constant, as F32."""
     values: Tensor = weight.data if weight.data.is_floating_point() else dequantize(weight.data, weight.type)
     values = values.reshape(weight.shape).to(torch.float32)
     return StoredWeight("F32", weight.shape, values + added if added else values)

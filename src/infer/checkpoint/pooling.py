@@ -1,4 +1,4 @@
-"""Whether a model was made for embeddings, and how it pools the states of a text's tokens: its files say so."""
+"""Pooling of an embedding model: how the states of a text's tokens become one vector, as the model's files say."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,10 @@ _COMPUTED = {"Transformer", "Pooling", "Normalize"}  # of sentence-transformers'
 
 
 def pooling_from_folder(folder: Path) -> Pooling | None:
-    """None where it was not made for embeddings, or has a pooling or modules that are not computed here."""
+    """Return the pooling of an embedding model, or None.
+
+    None means that the model was not made for embeddings, or that its pooling or modules are not supported here.
+    """
     if not (path := folder / "modules.json").exists():
         return None
     text = read_whole(inside(folder, path.name), MAX_BYTES)

@@ -1,7 +1,7 @@
-"""Reads safetensors, one file or the shards of an index (github.com/huggingface/safetensors).
+"""Read safetensors, one file or the shards of an index (github.com/huggingface/safetensors).
 
-Tensors fill a file without hole or overlap, as the format demands; keys that appear twice, which the format's own
-library accepts, are refused. Pickled weights are never opened.
+Tensors fill a file without hole or overlap, as the format demands. Duplicate keys, which the format's own library
+accepts, are refused. Pickled weights are never opened.
 """
 
 from math import prod
@@ -27,7 +27,7 @@ _BITS = {
 
 
 def read_safetensors_folder(folder: Path) -> dict[str, TensorInfo]:
-    """`model.safetensors`, or what the index lists; names as the file has them."""
+    """Return the tensors of `model.safetensors` or of the files in the index, under the file's names."""
     if (folder / SINGLE_NAME).is_symlink() or (folder / SINGLE_NAME).exists():
         return read_safetensors(inside(folder, SINGLE_NAME))
     if (folder / INDEX_NAME).exists():
@@ -46,7 +46,7 @@ def read_safetensors(path: Path) -> dict[str, TensorInfo]:
 
 
 def read_with_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Any], bytes]:
-    """The tensors, what the file says besides, and all that stands before the data."""
+    """Return the tensors, the file's metadata, and all bytes before the data."""
     file = OpenFile(path, at_least=8)
     length = int.from_bytes(file.read(0, 8), "little")
     data_start = 8 + length

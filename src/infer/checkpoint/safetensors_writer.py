@@ -1,4 +1,4 @@
-"""Tensors of plain numbers in a safetensors file of our own: written one by one, and read back as they are."""
+"""Tensors of plain numbers in a safetensors file of our own: written one by one, and read back unchanged."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +21,10 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def read_tensor(info: TensorInfo, check: Callable[[memoryview], None] = lambda block: None) -> Tensor:
-    """Its values, a copy of them. `check` sees their bytes first. ModelError where they cannot be read."""
+    """Return a copy of a tensor's values. `check` is called with their bytes first.
+
+    Raises ModelError if they cannot be read.
+    """
     if info.type not in _DTYPE_BY_TYPE:
         raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", f"expected plain numbers, got {info.type}")
     dtype = _DTYPE_BY_TYPE[info.type]
@@ -39,9 +42,10 @@ def write_safetensors(
     tensors: Callable[[], NamedTensors],
     on_block: Callable[[bytes | memoryview], None] = lambda block: None,
 ) -> None:
-    """`tensors` is asked twice, for the header and for the data: one tensor is held at a time.
+    """Write tensors one at a time. `tensors` is called twice, for the header and for the data.
 
-    `on_block` sees the header and then each tensor's bytes before they are written; `tensors` may go by what it saw.
+    `on_block` is called with the header, then with each tensor's bytes, before they are written. `tensors` may depend
+    on what `on_block` received.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0

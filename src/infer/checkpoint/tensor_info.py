@@ -1,4 +1,4 @@
-"""Where a tensor lies in a file. Nothing here loads torch: `stored` makes weights of what lies there."""
+"""Location of a tensor in a file. Loads no torch: `lazy_weights` makes weights of it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +8,7 @@ from infer.system.open_file import OpenFile
 
 @dataclass(frozen=True, eq=False)
 class TensorInfo:
-    """Where a tensor lies, under its file's name and in its file's type, and what is to be undone to have ours."""
+    """Location of a tensor under its file's name and in its file's type, and the changes that must be undone."""
 
     file: OpenFile = field(repr=False)
     name: str

@@ -1,12 +1,12 @@
-"""One name for one thing: what Hugging Face and GGUF call a tensor → what we call it.
+"""Hugging Face's and GGUF's names of tensors → our names.
 
-The names are Hugging Face's for Llama, except that a layer's four norms are named for what they do, because the two
+The names are Hugging Face's for Llama, except for a layer's four norms. These are named by their place, because the two
 dialects of Hugging Face give `post_attention_layernorm` two meanings:
 
     model.layers.N.attention_norm        before attention       model.layers.N.mlp_norm        before the MLP
     model.layers.N.post_attention_norm   on attention's result  model.layers.N.post_mlp_norm   on the MLP's result
 
-A tensor that we do not know keeps its name, so that whoever loads the model can list it as unexpected.
+An unknown tensor keeps its name, so that the loader can list it as unexpected.
 """
 
 import re
@@ -53,21 +53,21 @@ _SKIPPED = re.compile(
 
 
 def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
-    """The file's name → ours, without the tensors that are no weights."""
+    """Return our name for each name in the file, without tensors that are not weights."""
     kept = [name for name in names if name not in _SKIPPED_GGUF]
     has_gate = any(".ffn_gate." in name for name in kept)
     return {name: _from_gguf(name if has_gate else name.replace(".ffn_up.", ".ffn_gate_up.")) for name in kept}
 
 
 def names_from_hugging_face(names: Iterable[str]) -> dict[str, str]:
-    """The file's name → ours, without vision towers and buffers."""
+    """Return our name for each name in the file, without vision towers and buffers."""
     kept = {name: _without_prefix(name) for name in names if not _SKIPPED.match(name)}
     norms = _FOUR_NORMS if any("_feedforward_layernorm." in name for name in kept) else _TWO_NORMS
     return {name: _NORM_PATTERN.sub(lambda m: m[1] + norms.get(m[2], m[2]) + m[3], ours) for name, ours in kept.items()}
 
 
 def is_norm(name: str) -> bool:
-    """Whether one of our names is a norm's weight."""
+    """Return True if one of our names is the weight of a norm."""
     return name.endswith("norm.weight")
 
 

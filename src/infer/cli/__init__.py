@@ -1,7 +1,7 @@
-"""The `infer` command: text on stdout, everything else on stderr, one line for an error.
+"""The `infer` command: text on stdout, everything else on stderr, one line per error.
 
 Exit status: 0, 1 our failure or the machine's, 2 bad input, 3 a bad model, 130 Ctrl-C, 141 closed pipe, 143 SIGTERM.
-Help and version answer without loading torch: what is heavy is loaded by the command that needs it.
+Help and version answer without loading torch: heavy modules are loaded by the commands that need them.
 """
 
 import errno
@@ -73,7 +73,7 @@ def _message(error: Exception) -> str:
 
 
 def _refusal(error: Exception) -> str | None:
-    """What the machine refused, if that is what failed: memory, files, threads, or room on stdout's disk."""
+    """Return a message if the machine refused memory, files, threads or room on stdout's disk, else None."""
     number = error.errno if isinstance(error, OSError) else None
     text = str(error) if isinstance(error, ImportError | RuntimeError) else ""
     if isinstance(error, MemoryError) or number == errno.ENOMEM or any(sign in text for sign in _NO_MEMORY):
@@ -96,7 +96,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """In one line, as errors are."""
+    """Print a warning on one line, as errors are printed."""
     print("infer:", " ".join(str(message).split()), file=sys.stderr)
 
 

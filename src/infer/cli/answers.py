@@ -1,4 +1,4 @@
-"""`infer generate`: one answer as it comes, or many in the order of their prompts."""
+"""`infer generate`: write one answer while it is generated, or many in the order of their prompts."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
 
 @final
 class PrefillLine:
-    """How much of a long prompt is read, where stderr is a terminal; gone before the first word."""
+    """The progress of reading a long prompt, if stderr is a terminal. It disappears before the first word."""
 
     def __init__(self, *, shown: bool) -> None:
         self._line = StatusLine() if shown and sys.stderr.isatty() else None
@@ -36,7 +36,7 @@ class PrefillLine:
 
 
 def answer_one(model: Model, prompt: Prompt, params: SamplingParams, options: Mapping[str, Any]) -> int:
-    """The exit status. The text goes to stdout as it comes."""
+    """Answer one prompt and return the exit status. The text goes to stdout while it is generated."""
     writer, line = TextWriter(sys.stdout), PrefillLine(shown=not options["quiet"])
     is_text = not (options["as_json"] or options["as_lines"])
     body = body_of(prompt, params, options["model"], model.max_seq_len) if options["permalink"] else None
@@ -70,8 +70,11 @@ def answer_one(model: Model, prompt: Prompt, params: SamplingParams, options: Ma
 def answer_many(
     model: Model, prompts: Sequence[Prompt], params: Sequence[SamplingParams], options: Mapping[str, Any]
 ) -> int:
-    """The exit status. Answers are written when all are there, those that a signal cut short included; as JSON lines
-    each is written with its index when it ends."""
+    """Answer all prompts and return the exit status.
+
+    Answers are written when all have ended, including those that a signal cut short. As JSON lines, each answer is
+    written with its index when it ends.
+    """
     writer, started = TextWriter(sys.stdout), time.perf_counter()
     spinner = Spinner(f"answering {len(prompts)} prompts", shown=not options["quiet"])
 

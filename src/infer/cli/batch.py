@@ -1,4 +1,7 @@
-"""`infer batch`: a file of rows answered into a file of lines, with a bar; run again, it goes on where it ended."""
+"""`infer batch`: answer a file of rows into a file of lines, with a progress bar.
+
+If it runs again, it continues where it ended.
+"""
 
 import sys
 import time
@@ -26,7 +29,7 @@ Load = Callable[[], Any]  # the `LLM` that the options ask for
 
 @final
 class Progress:
-    """A bar with rate and time left where stderr is a terminal; elsewhere a line now and then."""
+    """A bar with the rate and the remaining time if stderr is a terminal, else an occasional line."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
         self.num_done, self.num_failed, self._total = 0, 0, total
@@ -36,7 +39,7 @@ class Progress:
         self._seconds = _REDRAW_SECONDS if self._is_bar else _NOTICE_SECONDS
 
     def timed(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """The clock runs from the first row that is asked for: the model is loaded by then."""
+        """Yield the rows. The clock starts with the first row that is requested, when the model is loaded."""
         self._started = time.monotonic()
         yield from rows
 
@@ -57,7 +60,7 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Rows a second."""
+        """Number of rows per second."""
         return self.num_done / max(time.monotonic() - self._started, 1e-9)
 
     def _pace(self, now: float) -> str:
@@ -69,7 +72,7 @@ class Progress:
 def run_batch(
     options: Mapping[str, Any], values: Mapping[str, Any], load: Load, load_arguments: Mapping[str, Any]
 ) -> int:
-    """The exit status: 1 where a row failed."""
+    """Answer the rows and return the exit status: that of a signal, 1 if a row failed, else 0."""
     source, quiet = options["source"], options["quiet"]
     ids = _ids_of(source)
     settings = BatchSettings(options["model"], options["seed"] or 0, options["batch_size"], values, RequestOptions())
@@ -122,7 +125,9 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _ids_of(path: Path) -> set[str]:
-    """Raises InvalidRequestError for one that two rows have: their lines could not be told apart."""
+    """Return the ids of all rows. Raises InvalidRequestError if two rows have one id, because their lines would look
+    alike.
+    """
     ids = set[str]()
     for row in _rows(path):
         if row.id in ids:
@@ -134,7 +139,7 @@ def _ids_of(path: Path) -> set[str]:
 
 
 def _check_seed(path: Path, output: OutputFile, settings: BatchSettings) -> None:
-    """Raises InvalidRequestError if the output has an answer of another `--seed`."""
+    """Raise InvalidRequestError if the output has answers of another `--seed`."""
     if not output.seeds or "seed" in settings.values:
         return
     for row in _rows(path):

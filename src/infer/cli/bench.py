@@ -1,4 +1,4 @@
-"""`infer bench`: what was measured, as tables and bars for a terminal or as one JSON object."""
+"""`infer bench`: print the measurements as tables and bars for a terminal, or as one JSON object."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def run_bench(options: Mapping[str, Any]) -> None:
-    """Load, measure, print."""
+    """Load the model, measure it, and print the results."""
     workload = Workload(options["prompt_tokens"], options["num_tokens"], options["context"], options["repeats"])
     name, backend = options["model"], device_backend(options["device"])
     if not backend.computes_on_host:
@@ -93,7 +93,7 @@ def _row(name: str, value: str, remark: str) -> str:
 
 
 def profile_lines(found: Profile, width: int) -> Iterator[str]:
-    """A table with a bar for each operation, and a row of columns for the layers."""
+    """Yield a table with one bar per operation, and rows of columns for the layers."""
     each = "a token" if found.num_tokens == 1 else f"a token, {1e3 * found.seconds * found.num_tokens:.1f} ms in all"
     where = f"of {found.num_tokens}" if found.num_tokens > 1 else f"at {found.context}"
     yield f"{found.name} {where}: {1e6 * found.seconds:.1f} µs {each}, {found.num_calls} commands"
@@ -118,7 +118,10 @@ def profile_lines(found: Profile, width: int) -> Iterator[str]:
 
 
 def _rate(operation: Operation, found: Profile) -> str:
-    """What is read, how fast, and the share of the limit; of a prefill, where reading is shared, multiplications."""
+    """Return the number of bytes that are read, their rate, and the share of the limit.
+
+    In a prefill, many tokens share each read. Its numbers are floating-point operations and their rate.
+    """
     reads = found.num_tokens == 1
     amount = operation.num_bytes if reads else operation.num_flops
     if not amount:
@@ -129,5 +132,5 @@ def _rate(operation: Operation, found: Profile) -> str:
 
 
 def columns(values: Sequence[float], highest: float) -> str:
-    """One character each, the taller the larger: ▁ to █."""
+    """Return one character per value, from ▁ for the smallest to █ for the highest."""
     return "".join(LEVELS[round((len(LEVELS) - 1) * value / highest)] for value in values)

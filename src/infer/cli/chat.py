@@ -1,6 +1,6 @@
-"""The terminal chat: reads messages, shows answers as they come, runs the commands that begin with a slash.
+"""The terminal chat: read messages, show answers while they are generated, and run commands that begin with a slash.
 
-SIGTERM ends it always. Ctrl-C stops an answer at a terminal, and ends the chat where there is none.
+SIGTERM always ends the chat. Ctrl-C stops an answer at a terminal, and ends the chat if there is no terminal.
 """
 
 import os
@@ -29,7 +29,7 @@ from infer.sampling_params import SamplingParams
 
 
 def run_chat(options: Mapping[str, Any], given: Mapping[str, Any], load: Callable[[Mapping[str, Any]], Model]) -> int:
-    """The exit status. `given` are the parameters of the command line."""
+    """Run the chat and return the exit status. `given` are the parameters of the command line."""
     quiet = options["quiet"]
 
     def open_model(name: str) -> Opened:
@@ -50,7 +50,7 @@ def run_chat(options: Mapping[str, Any], given: Mapping[str, Any], load: Callabl
 
 
 def converse(session: ChatSession, *, quiet: bool = False, plain: bool = False) -> int:
-    """The whole session, from stdin to stdout; decorated only where both are terminals. Returns the exit status."""
+    """Run a session from stdin to stdout and return the exit status. Output is styled only if both are terminals."""
     with Lines(completions) as lines:
         if lines.interactive and not quiet:
             note(f"{session.name}, context {session.model.max_seq_len} tokens. /help lists commands, Ctrl-D leaves.")
@@ -94,7 +94,10 @@ def _asked(session: ChatSession, message: str, lines: Lines) -> str | Question |
 
 
 def _edited(text: str, lines: Lines) -> str:
-    """In the user's editor, or at the prompt; "" where it was left. Raises InvalidRequestError."""
+    """Return the text from the user's editor or from the prompt, or "" if the user gave none.
+
+    Raises InvalidRequestError.
+    """
     if not lines.interactive:
         raise InvalidRequestError("/edit needs the new text where there is no terminal: /edit TEXT")
     if not (os.environ.get("VISUAL") or os.environ.get("EDITOR")):

@@ -1,4 +1,4 @@
-"""What can be typed in a chat beside messages: commands that begin with a slash."""
+"""Commands of the terminal chat: lines that begin with a slash."""
 
 import difflib
 import json
@@ -33,7 +33,7 @@ USAGE_WIDTH = 21
 
 @dataclass(frozen=True)
 class Question:
-    """What a command asks of the model, with `params` in place of the session's, and what to say before."""
+    """The messages that a command asks the model. `params` replace the session's; `remark` is shown first."""
 
     messages: Messages
     remark: str = ""
@@ -42,7 +42,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Edit:
-    """A question that is to be asked in other words after the messages before it."""
+    """A question that is to be asked in other words, after the messages before it."""
 
     before: Messages
     text: str
@@ -50,7 +50,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Table:
-    """Lines with styles of their own."""
+    """Lines that have their own styles."""
 
     lines: list[str]
 
@@ -60,8 +60,9 @@ Told = str | Question | Edit | Table
 
 @dataclass(frozen=True)
 class Command:
-    """How it is written, what it does, the function that does it, its other names, and what its argument, of which
-    `complete` is given the beginning, may be.
+    """A command: its usage, its meaning, the function that runs it, and its other names.
+
+    `complete` returns the arguments that the typed beginning may become.
     """
 
     usage: str
@@ -72,16 +73,19 @@ class Command:
 
 
 class Leave(Exception):  # noqa: N818
-    """/quit was typed."""
+    """Raised when /quit is typed."""
 
 
 def is_command(message: str) -> bool:
-    """One line that begins with one slash. Two slashes begin a message, and so does a slash in a pasted block."""
+    """Return True for a single line that begins with one slash.
+
+    Two slashes begin a message, and so does a slash in a pasted block.
+    """
     return message.startswith("/") and not message.startswith("//") and "\n" not in message
 
 
 def completions(line: str) -> list[str]:
-    """What the beginning of a line may become."""
+    """Return the completions of the beginning of a line."""
     name, space, argument = line.partition(" ")
     if not line.startswith("/"):
         return []
@@ -91,7 +95,10 @@ def completions(line: str) -> list[str]:
 
 
 def run_command(session: ChatSession, line: str) -> Told:
-    """Run a slash command; what it shows, or asks. Raises InvalidRequestError for one that is unknown or fails."""
+    """Run a slash command, and return what it shows or asks.
+
+    Raises InvalidRequestError for a command that is unknown or fails.
+    """
     typed, _, argument = line.strip().partition(" ")
     command = BY_NAME.get(typed)
     if command is None:
@@ -175,7 +182,7 @@ def _tools(session: ChatSession, argument: str) -> str:
 
 
 def _tools_in(path: Path) -> list[dict[str, Any]]:
-    """A list of schemas, as OpenAI's requests have them. Raises InvalidRequestError."""
+    """Return the schemas in a file, in the form of OpenAI's requests. Raises InvalidRequestError."""
     text = read_text(path, "the file of tools", MAX_GRAMMAR_BYTES)
     try:
         return [tool.as_given() for tool in read_tools(json.loads(text))]
@@ -191,7 +198,7 @@ def _result(session: ChatSession, argument: str) -> str | Question:
 
 
 def calls_shown(session: ChatSession) -> str:
-    """The calls that wait for results, one line each."""
+    """Return the calls that wait for results, one line per call."""
     lines = [shortened(f"call {_call(each)}", SHORT) for each in session.open_calls()]
     return "\n".join([*lines, "(/result TEXT answers the first, a message goes on without)"] if lines else [])
 
@@ -201,7 +208,7 @@ def _reasoning(session: ChatSession, argument: str) -> str:
 
 
 def _trace(session: ChatSession, argument: str) -> Table:
-    """The table of `infer sample-trace`; with a file's name its picture as well."""
+    """Return the table of `infer sample-trace`. If a file is named, its picture is written, too."""
     number, _, name = argument.partition(" ")
     if argument and not number.isdecimal():
         number, name = "", argument
@@ -252,7 +259,7 @@ def _quit(session: ChatSession, argument: str) -> str:
 
 
 def _shown(message: dict[str, Any]) -> str:
-    """As it looked when it was typed or answered."""
+    """Return a message as it appeared when it was typed or answered."""
     sign = {"user": "> ", "assistant": ""}.get(message["role"], f"[{message['role']}] ")
     calls = [f"call {_call(each)}" for each in message.get("tool_calls", [])]
     return "\n".join([sign + message["content"]] * bool(message["content"] or not calls) + calls)

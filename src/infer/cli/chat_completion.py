@@ -1,4 +1,4 @@
-"""What the arguments of a chat's commands may go on to be: files, models, parameters."""
+"""Completions of the arguments of a chat's commands: files, models, parameters."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -10,7 +10,10 @@ from infer.sampling_params import PARAMETER_NAMES
 
 
 def complete_file(typed: str, is_meant: Callable[[Path], bool] = Path.is_file) -> Iterator[str]:
-    """Folders end in a slash. Hidden ones only where a dot was typed."""
+    """Yield the paths that begin with the typed text. Folders end in a slash.
+
+    Hidden paths are included only if their dot was typed.
+    """
     folder, slash, begin = typed.rpartition("/")
     try:
         found = sorted(Path(folder + slash or ".").expanduser().iterdir())
@@ -34,7 +37,7 @@ def complete_json(typed: str) -> Iterator[str]:
 
 
 def complete_model(typed: str) -> Iterator[str]:
-    """Those at hand, and paths."""
+    """Yield the names of available models, or paths if no name matches."""
     names = [name for name in _model_names() if name.startswith(typed)]
     yield from names or complete_file(typed, lambda path: path.suffix == ".gguf")
 

@@ -1,7 +1,7 @@
 """A conversation with a model: its messages, its parameters, its file.
 
-The messages are what the user sees and changes; the model's session runs only what it has not run before. A turn that
-fails, or that Ctrl-C stops before its first word, leaves the conversation as it was before.
+The messages are what the user sees and changes. The model's session computes only what it has not computed before. A
+turn that fails, or that Ctrl-C stops before its first word, leaves the conversation unchanged.
 """
 
 import json
@@ -45,14 +45,14 @@ class Statistics:
 
 
 class Opened(NamedTuple):
-    """A model, and how it is asked unless told otherwise."""
+    """A model and its default parameters."""
 
     model: Model
     params: SamplingParams
 
 
 class Answered(NamedTuple):
-    """An answer, and what it is to."""
+    """An answer and the request that it belongs to."""
 
     messages: Messages
     prompt_ids: list[int]
@@ -63,7 +63,7 @@ class Answered(NamedTuple):
 
 @final
 class ChatSession:
-    """A conversation, its parameters, and what came of it."""
+    """A conversation, its parameters, and its statistics."""
 
     def __init__(
         self,
@@ -91,19 +91,19 @@ class ChatSession:
         self.messages = [{"role": "system", "content": text}, *spoken] if text else spoken
 
     def reset(self) -> None:
-        """Forget the conversation; the system message stays."""
+        """Forget the conversation, but keep the system message."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
         self.statistics.context_tokens = 0
 
     def undo(self) -> bool:
-        """Forget the last question and its answer, if there is one."""
+        """Forget the last question and its answer. Return False if there is none."""
         asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         if asked:
             self.messages = self.messages[: asked[-1]]
         return bool(asked)
 
     def set_parameter(self, name: str, text: str) -> None:
-        """Change one of `params`, from its JSON or from plain text. Raises InvalidRequestError, nothing changed."""
+        """Change one of `params`, from JSON or plain text. If it raises InvalidRequestError, nothing has changed."""
         field_name = ALIASES.get(name.replace("-", "_"), name.replace("-", "_"))
         if field_name not in PARAMETER_NAMES:
             raise InvalidRequestError(unknown_parameter(name))
@@ -119,7 +119,10 @@ class ChatSession:
         self._set[field_name] = value
 
     def switch_model(self, name: str) -> None:
-        """Go on with another model; parameters that were set stay. Raises InferError, nothing changed."""
+        """Continue with another model. Parameters that were set stay.
+
+        If it raises InferError, nothing has changed.
+        """
         if self._open_model is None:
             raise InvalidRequestError("the model of this conversation cannot be changed")
         opened = self._open_model(name)
@@ -129,11 +132,11 @@ class ChatSession:
         former.close()
 
     def question(self, text: str) -> Messages:
-        """The messages that ask this next."""
+        """Return the messages that ask `text` next."""
         return [*self.messages, {"role": "user", "content": text}]
 
     def last_question(self) -> Messages:
-        """The messages that ask the last question again. Raises InvalidRequestError where nothing was asked."""
+        """Return the messages that ask the last question again. Raises InvalidRequestError if nothing was asked."""
         asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         if not asked:
             raise InvalidRequestError("there is no question to answer again")
@@ -148,9 +151,9 @@ class ChatSession:
         on_prefill: OnProgress | None = None,
         cancel: threading.Event | None = None,
     ) -> GenerationResult:
-        """Answer these messages, which become the conversation; the text goes to `on_text` as it comes.
+        """Answer these messages, which become the conversation. The text goes to `on_text` while it is generated.
 
-        An answer that is cancelled after its first word is kept as far as it is.
+        An answer that is cancelled after its first word is kept up to that point.
         """
         params = self.params if params is None else params
         result = self.memory.answer(
@@ -171,28 +174,30 @@ class ChatSession:
         return result
 
     def answer(self, text: str, on_text: Callable[[str], None]) -> GenerationResult:
-        """Ask this next."""
+        """Ask `text` next and return the answer."""
         return self.ask(self.question(text), on_text)
 
     def last_answer(self) -> Answered:
-        """Raises InvalidRequestError where there is none."""
+        """Return the last answer. Raises InvalidRequestError if there is none."""
         if self.last is None:
             raise InvalidRequestError("there is no answer yet")
         return self.last
 
     def trace(self, step: int) -> SampleTrace:
-        """How the token of this step of the last answer was sampled.
+        """Return how the token at this step of the last answer was sampled.
 
-        Raises InvalidRequestError where the answer ends before.
+        Raises InvalidRequestError if the answer ends before this step.
         """
         last = self.last_answer()
         tools = last.tools or None
         return self.model.sample_trace(last.messages, last.params, step=step, prompt_ids=last.prompt_ids, tools=tools)
 
     def permalink(self) -> Permalink:
-        """Of the last answer; by ids where the tokenizer spells the conversation in another way.
+        """Return the permalink of the last answer. Its prompt is ids if the tokenizer encodes the conversation
+        differently.
 
-        Raises InvalidRequestError for an answer that was stopped, and for what no route of the server takes.
+        Raises InvalidRequestError for an answer that was stopped, and for a request that no route of the server
+        accepts.
         """
         last = self.last_answer()
         if last.result.finish_reason == "abort":
@@ -204,7 +209,7 @@ class ChatSession:
         return Permalink.of(body, last.result, self.model.system_fingerprint)
 
     def open_calls(self) -> list[dict[str, Any]]:
-        """The functions that the last answer calls and whose results are not there, in OpenAI's form."""
+        """Return the functions that the last answer calls and that have no result yet, in OpenAI's form."""
         for num_results, message in enumerate(reversed(self.messages)):
             if message["role"] != "tool":
                 calls: list[dict[str, Any]] = message.get("tool_calls", [])
@@ -212,15 +217,16 @@ class ChatSession:
         return []
 
     def add_result(self, text: str) -> None:
-        """The result of the first open call. Raises InvalidRequestError where there is none."""
+        """Add the result of the first open call. Raises InvalidRequestError if there is none."""
         if not (calls := self.open_calls()):
             raise InvalidRequestError("there is no call that waits for a result")
         result = {"role": "tool", "tool_call_id": calls[0]["id"], "name": calls[0]["function"]["name"]}
         self.messages = [*self.messages, result | {"content": text}]
 
     def save(self, path: Path) -> None:
-        """Write the conversation, its parameters and what the model holds of it, or as JSON without the latter. The
-        old file or the new one, never half of it.
+        """Write the conversation, its parameters and the model's cache. A JSON file has no cache.
+
+        After a failure, the path holds the old file or the new one, never a part of one.
         """
         record = self._record(self.messages)
         if not path.parent.is_dir():
@@ -238,7 +244,10 @@ class ChatSession:
             raise InvalidRequestError(f"{path} cannot be written: {error.strerror}") from error
 
     def load(self, path: Path) -> None:
-        """Take over a saved conversation. Raises InvalidRequestError, nothing changed but what the model holds."""
+        """Replace the conversation with a saved one.
+
+        If it raises InvalidRequestError, nothing has changed except the model's cache.
+        """
         if _holds_json(path):
             record = _read_json(path)
         else:  # one that was saved from Python has no note
@@ -271,7 +280,7 @@ def is_json_name(path: Path) -> bool:
 
 
 def is_saved_chat(path: Path) -> bool:
-    """As far as its name and its first bytes tell."""
+    """Return True if a file's name and first bytes are those of a saved chat."""
     try:
         return path.is_file() and (is_json_name(path) or not _holds_json(path))
     except InvalidRequestError:
@@ -279,7 +288,10 @@ def is_saved_chat(path: Path) -> bool:
 
 
 def _holds_json(path: Path) -> bool:
-    """By its name, or as it does not begin as a session's file does: with a length of eight bytes, the last ones 0."""
+    """Return True for a JSON name, a path without a file, and a file that does not begin like a session's file.
+
+    A session's file begins with a length of eight bytes, of which the last ones are 0.
+    """
     if is_json_name(path) or not path.is_file():
         return True
     try:

@@ -1,5 +1,8 @@
-"""What can be refused before torch is loaded: settings that break a rule, names that mean no model, ids and lengths
-that the model's headers do not allow."""
+"""Checks before torch is loaded.
+
+They refuse settings that break a rule, names without a model, and ids and lengths that the model's headers do not
+allow.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +21,10 @@ _OF_EXTRA = {"serve": ("httptools", "msgspec", "starlette", "uvicorn"), "ray": (
 
 
 def check_options(options: Mapping[str, Any], params: Collection[SamplingParams]) -> None:
-    """Raises InvalidRequestError or ModelError. Opens the model's headers only where something asks about them."""
+    """Raise InvalidRequestError or ModelError for bad options.
+
+    The model's headers are opened only if an option depends on them.
+    """
     settings = CacheSettings(**cache_values(options))
     if options.get("threads") is not None:
         check_num_threads(options["threads"])
@@ -37,7 +43,7 @@ def check_options(options: Mapping[str, Any], params: Collection[SamplingParams]
 
 @contextmanager
 def needs_extra() -> Iterator[None]:
-    """Around imports of what an extra installs. Raises InvalidRequestError where it is not there."""
+    """Wrap imports of an extra's packages. Raises InvalidRequestError if a package is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -49,7 +55,7 @@ def needs_extra() -> Iterator[None]:
 
 
 def check_grammar(params: SamplingParams) -> None:
-    """What is wrong with a schema, pattern or grammar as a text."""
+    """Raise InvalidRequestError if the text of a schema, pattern or grammar is wrong."""
     if all(getattr(params, name) is None for name in CONSTRAINTS):
         return
     from infer.grammar.grammar import grammar_of

@@ -1,4 +1,4 @@
-"""The lines that connect other programs to a running server, ready to be pasted."""
+"""Lines that connect other programs to a running server, ready to be pasted."""
 
 import json
 import shlex
@@ -8,7 +8,9 @@ NO_KEY, KEY = "none", "YOUR_KEY"  # clients want a key even from a server that t
 
 
 def page_url(url: str) -> str:
-    """The URL for a browser on the same machine: a server that listens everywhere is reached by the loopback."""
+    """Return the URL for a browser on this machine. A server that listens on all addresses is reached over the
+    loopback.
+    """
     return url.replace("://0.0.0.0:", "://127.0.0.1:", 1).replace("://[::]:", "://[::1]:", 1)
 
 

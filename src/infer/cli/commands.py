@@ -1,6 +1,6 @@
-"""The commands and their options. Every sampling option bears the name of its field in `SamplingParams`.
+"""The commands and their options. Every sampling option has the name of its field in `SamplingParams`.
 
-A value given on the command line goes before one from the model, which goes before the default shown in the help.
+A value on the command line takes precedence over one from the model, and that over the default shown in the help.
 """
 
 from collections.abc import Mapping
@@ -53,14 +53,14 @@ from infer.system.status_line import silence
 
 @dataclass
 class Invocation:
-    """What a command tells `main`."""
+    """The values that a command passes to `main`."""
 
     verbose: bool = False
     exit_status: int = 0
 
 
 class Commands(click.Group):
-    """A group that says what was meant."""
+    """A group of commands that suggests one for an unknown word."""
 
     command_class = Command
 
@@ -73,7 +73,10 @@ class Commands(click.Group):
 
 
 def _show_version(*, with_machine: bool) -> None:
-    """The package's is found only when it is asked for: that takes a fifth of the time of --help."""
+    """Print the version, and with `with_machine` also the machine.
+
+    The package's version is read only on demand, because that takes a fifth of the time of --help.
+    """
     if not with_machine:
         click.echo(f"infer {package.__version__}")
         return

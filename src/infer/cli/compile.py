@@ -1,4 +1,4 @@
-"""`infer compile`: the CPU kernels of a model made and kept, from its headers alone."""
+"""`infer compile`: compile and store the CPU kernels of a model, from its headers only."""
 
 import time
 from itertools import product
@@ -18,7 +18,7 @@ from infer.quantization.kv_formats import KV_TYPES
 
 
 def run_compile(model: str, *, is_all: bool) -> None:
-    """Raises InferError where nothing can be kept, so that it would be in vain."""
+    """Compile the missing kernels of a model. Raises InferError if they cannot be stored."""
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
     check_tensors(expected_shapes(architecture), checkpoint.tensors)

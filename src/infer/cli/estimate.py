@@ -1,4 +1,4 @@
-"""`infer estimate`: what a model with its cache takes, and whether it fits here, as lines or as one JSON object."""
+"""`infer estimate`: the memory of a model and its cache, and if it fits here, as lines or as one JSON object."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -62,7 +62,10 @@ def run_estimate(options: Mapping[str, Any]) -> None:
 
 
 def _free_on_gpu() -> int | None:
-    """Of the first GPU; None where there is none, which a command about a model's size need not refuse."""
+    """Return the free memory of the first GPU in bytes, or None if there is no GPU.
+
+    A command about a model's size need not refuse a machine without one.
+    """
     import torch
 
     from infer.ops import backend_of

@@ -1,4 +1,4 @@
-"""`infer explain`: a model's description as lines for a terminal, or as one JSON object."""
+"""`infer explain`: describe a model as lines for a terminal, or as one JSON object."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +77,7 @@ def _group(group: LayerGroup) -> tuple[str, str]:
 
 
 def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
-    """What is absent is told only where other layers have it."""
+    """Yield the features of layers in words. A missing feature is named only if other layers have it."""
     for name, value in values.items():
         plain = name.removeprefix("has_").replace("_", " ")
         if name == "rope" and value is not None:
@@ -107,7 +107,7 @@ def _cache(found: Explanation) -> Iterator[str]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """0–4, 6–10, 12"""
+    """Return numbers as text, with ranges: 0–4, 6–10, 12."""
     runs = [
         [number for _, number in run]
         for _, run in groupby(enumerate(numbers), key=lambda indexed: indexed[1] - indexed[0])

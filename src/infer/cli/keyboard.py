@@ -1,7 +1,6 @@
-"""The keys of a terminal while an answer is written: not shown, so that nothing stands in the text but the text.
+"""Hide the keys that are typed at a terminal while an answer is written, so that they do not appear in its text.
 
-What is typed is read by the next prompt. The terminal is as it was on every way out, and while Ctrl-Z has stopped the
-process.
+The next prompt reads what was typed. The terminal is restored on every exit, and while Ctrl-Z has stopped the process.
 """
 
 import os
@@ -18,7 +17,10 @@ _LOCAL_FLAGS = 3  # their place in what termios gives
 
 @contextmanager
 def keys_unseen(is_terminal: bool) -> Iterator[None]:
-    """Within, stdin's terminal echoes nothing, not even Ctrl-C as ^C. Does nothing where it is no terminal."""
+    """Stop the echo of stdin's terminal within the context, even that of Ctrl-C as ^C.
+
+    Without a terminal, do nothing.
+    """
     try:
         descriptor = sys.stdin.fileno()
         before = termios.tcgetattr(descriptor)
@@ -31,7 +33,7 @@ def keys_unseen(is_terminal: bool) -> Iterator[None]:
     unseen[_LOCAL_FLAGS] &= ~(termios.ECHO | termios.ECHOCTL)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: stop with the terminal as it was. After that `go_on` has run as well."""
+        """Handle Ctrl-Z: stop the process with the terminal restored. When it continues, `go_on` runs as well."""
         _set(descriptor, before)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTSTP)
@@ -55,7 +57,7 @@ def keys_unseen(is_terminal: bool) -> Iterator[None]:
 
 
 def _set(descriptor: int, attributes: list[Any]) -> None:
-    """Unless another process has the terminal: then it is that one's, and asking would stop us."""
+    """Set the terminal's attributes, unless another process has the terminal: then setting them would stop this one."""
     with suppress(OSError, termios.error):
         if os.tcgetpgrp(descriptor) == os.getpgrp():
             termios.tcsetattr(descriptor, termios.TCSADRAIN, attributes)

@@ -1,4 +1,4 @@
-"""readline, where Python has it: editing, completion and history of what is typed at a prompt."""
+"""readline, if Python has it: editing, completion and history at a prompt."""
 
 import os
 from collections.abc import Callable
@@ -13,10 +13,10 @@ Complete = Callable[[str], list[str]]
 
 @final
 class LineEditor:
-    """Of the one terminal of the process. Without readline it does nothing."""
+    """The editor of the process's only terminal. Without readline it does nothing."""
 
     def __init__(self, complete: Complete) -> None:
-        """`complete` gives what a line may become, of the line up to the cursor."""
+        """Create the editor. `complete` returns the completions of the line up to the cursor."""
         self.marks_pastes = False
         self._readline = _readline()
         self._path = history_path()
@@ -37,7 +37,7 @@ class LineEditor:
             readline.parse_and_bind("set enable-bracketed-paste on")
 
     def add_history(self, message: str) -> None:
-        """For later chats as well, unless it begins with a space."""
+        """Add a message to the history. Later chats have it as well, unless it begins with a space."""
         if (readline := self._readline) is None or not message.strip():
             return
         length = readline.get_current_history_length()
@@ -53,11 +53,11 @@ class LineEditor:
             self._path = None
 
     def typed(self) -> str:
-        """What stands at the prompt."""
+        """Return the text that is typed at the prompt."""
         return "" if self._readline is None else self._readline.get_line_buffer()
 
     def begin_with(self, text: str) -> None:
-        """What the next prompt begins with."""
+        """Set the text with which the next prompt begins."""
         if (readline := self._readline) is None:
             return
 
@@ -68,7 +68,7 @@ class LineEditor:
         readline.set_startup_hook(insert)
 
     def _candidate(self, text: str, state: int) -> str | None:
-        """The `state`-th of them, from where the word begins that readline completes."""
+        """Return completion number `state` of the word that readline completes, or None after the last one."""
         if state == 0 and self._readline is not None:
             begin = self._readline.get_begidx()
             line = self._readline.get_line_buffer()[:begin] + text

@@ -1,7 +1,7 @@
-"""Messages from a terminal or a pipe: one line each, or several.
+"""Messages from a terminal or a pipe: each has one line, or several.
 
-A backslash at a line's end goes on with the next; a line that begins with three double quotes opens a block that
-three close. What is pasted at a terminal is one message, however many lines it has.
+A backslash at a line's end continues the message on the next line. A line that begins with three double quotes opens a
+block that three more close. Text that is pasted at a terminal is one message, however many lines it has.
 """
 
 import errno
@@ -25,7 +25,7 @@ PASTE_SECONDS = 0.05  # in which no one types a line
 
 @final
 class Lines:
-    """Reads messages from stdin. Interactive (prompt, history, completion) where stdin and stdout are terminals."""
+    """Reads messages from stdin. Interactive (prompt, history, completion) if stdin and stdout are terminals."""
 
     def __init__(self, complete: Complete) -> None:
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
@@ -34,7 +34,10 @@ class Lines:
         self._is_reading = False
 
     def __enter__(self) -> Self:
-        """Signals are noticed from now on, even one that comes just before a wait for input: that would sleep on."""
+        """Notice signals from now on, even one that arrives just before a wait for input.
+
+        Such a signal would not end the wait otherwise.
+        """
         reader, self._wake_descriptor = os.pipe()
         os.set_blocking(self._wake_descriptor, False)
         signal.set_wakeup_fd(self._wake_descriptor, warn_on_full_buffer=False)
@@ -55,8 +58,9 @@ class Lines:
             os.close(self._wake_descriptor)
 
     def read(self, begin: str = "") -> str | None:
-        """The next message; None at the end of input. A line that is edited begins with `begin`. At a terminal Ctrl-C
-        drops what was typed; a second one, where nothing was, is the end.
+        """Return the next message, or None at the end of input. A line that is edited begins with `begin`.
+
+        At a terminal, Ctrl-C drops what was typed. A second Ctrl-C, when nothing is typed, is the end of input.
         """
         if self._editor is None:
             return self._message()
@@ -104,7 +108,7 @@ class Lines:
         return "\n".join(parts).strip("\n")
 
     def _with_rest_of_paste(self, line: str) -> str:
-        """Where a paste has no marks: the lines that are there at once belong together."""
+        """Return the line with the lines that follow immediately: without marks, these are one paste."""
         parts = [line]
         while select.select([sys.stdin], [], [], PASTE_SECONDS)[0] and (following := self._line("")) is not None:
             parts.append(following)
@@ -120,7 +124,7 @@ class Lines:
                     self._editor.begin_with(suspended.typed)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z."""
+        """Handle Ctrl-Z."""
         if self._is_reading:
             raise _SuspendedError("" if self._editor is None else self._editor.typed())
         _stop_process(self._suspend)
@@ -149,7 +153,7 @@ class Lines:
 
 
 class _SuspendedError(Exception):
-    """Ctrl-Z at the prompt; what was typed until then."""
+    """Raised by Ctrl-Z at the prompt, with the text that was typed until then."""
 
     def __init__(self, typed: str) -> None:
         super().__init__()
@@ -157,14 +161,14 @@ class _SuspendedError(Exception):
 
 
 def _stop_process(handler: Handler) -> None:
-    """Until someone lets it go on; Ctrl-Z has the handler again from then."""
+    """Stop the process until it is continued. From then on, `handler` handles Ctrl-Z again."""
     signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     signal.raise_signal(signal.SIGTSTP)
     signal.signal(signal.SIGTSTP, handler)
 
 
 def _wake_reader(descriptor: int, thread_id: int) -> None:
-    """Interrupt the thread's wait for input a few times after each signal that is to end it."""
+    """Interrupt the thread's wait for input a few times after each signal that is to end the wait."""
     while number := os.read(descriptor, 1):
         if number[0] in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP):
             for seconds in (0.02, 0.1, 0.5):

@@ -1,7 +1,7 @@
-"""Markdown at a terminal: styled while it comes, and every character of it kept.
+"""Markdown at a terminal: styled while it arrives, with every character kept.
 
-Marks (`**`, `#`, fences) stay, dim: what is copied from the terminal is what the model wrote. Nothing is written over,
-so nothing flickers; a mark is held until the next character says what it is.
+Marks (`**`, `#`, fences) stay, but dim, so that text copied from the terminal is what the model wrote. Nothing is
+overwritten, so nothing flickers. A mark is held back until the next character decides its meaning.
 """
 
 import re
@@ -17,7 +17,7 @@ _BOLD, _DIM, _ITALIC, _CODE = 1, 2, 3, 36  # parameters of SGR; code is cyan
 
 @final
 class MarkdownStyle:
-    """Give it the text in any pieces; what it gives depends on the text alone."""
+    """Adds styles to a text. The text may arrive in any pieces: the output depends on the text only."""
 
     def __init__(self) -> None:
         self._shown: tuple[int, ...] = ()  # the style of what was given out last
@@ -33,12 +33,12 @@ class MarkdownStyle:
         self._is_table, self._is_fence = False, False
 
     def feed(self, text: str) -> Iterator[str]:
-        """Characters, and between them escape sequences that change the style."""
+        """Yield the characters, and between them escape sequences that change the style."""
         for character in text:
             yield from self._take(character)
 
     def finish(self) -> Iterator[str]:
-        """What is still held, and the terminal's own style."""
+        """Yield the characters that are still held back, and restore the terminal's own style."""
         yield from self._end_line("")
 
     def _take(self, character: str) -> Iterator[str]:
@@ -58,7 +58,7 @@ class MarkdownStyle:
         return _UNDECIDED.fullmatch(text) is not None
 
     def _begin(self, head: str) -> Iterator[str]:
-        """The line is known: a block's mark, and the text after it."""
+        """Yield the beginning of a line whose kind is known: a block's mark, and the text after it."""
         if self._fence:
             if head.lstrip(" \t") == self._fence:
                 self._fence, self._is_fence = "", True
@@ -96,7 +96,10 @@ class MarkdownStyle:
         self._before = character
 
     def _end_run(self, following: str) -> Iterator[str]:
-        """Marks open or close what they mean by what is beside them; others are text."""
+        """Yield the marks that were held back.
+
+        The characters beside them decide if they open or close a style, or are plain text.
+        """
         run, self._run = self._run, ""
         if not run:
             return

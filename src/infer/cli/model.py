@@ -1,4 +1,7 @@
-"""What the command line needs of a model: `infer.llm.LLM` has it, and loading that is what takes long."""
+"""Protocols of the model that the command line uses.
+
+`infer.llm.LLM` implements them. They are separate, because importing it takes long.
+"""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +23,7 @@ OnResult = Callable[[int, GenerationResult], None]
 
 @runtime_checkable
 class Conversation(Protocol):
-    """`infer.session.session.Session`."""
+    """The part of `infer.session.session.Session` that the command line uses."""
 
     @property
     def messages(self) -> list[dict[str, Any]]: ...
@@ -46,7 +49,7 @@ class Conversation(Protocol):
 
 @runtime_checkable
 class Model(Protocol):
-    """A loaded model."""
+    """The part of a loaded model that the command line uses."""
 
     sampling_defaults: SamplingDefaults
 

@@ -1,6 +1,6 @@
-"""The model that a command runs: the one that is named, the only one at hand, or one that a person chooses.
+"""The model that a command runs: the named one, the only one at hand, or one that a person chooses.
 
-Nothing is asked unless stdin, stdout and stderr are terminals.
+A question is asked only if stdin, stdout and stderr are terminals.
 """
 
 import shlex
@@ -50,7 +50,7 @@ def take_named(context: click.Context, options: dict[str, Any]) -> bool:
 
 
 def choose_model(context: click.Context, options: dict[str, Any]) -> None:
-    """Set options["model"] to the model that is named, or to the choice of the person at the terminal.
+    """Set options["model"] to the named model, or to the choice of the person at the terminal.
 
     Raises InvalidRequestError if no model is named, none can be chosen, and the default is not installed.
     """
@@ -109,7 +109,7 @@ def _offers_of_hub(probe: Any, at_hand: set[str]) -> Iterator[Offer]:
 
 
 def _ask(offers: Sequence[Offer], *, has_default: bool) -> str:
-    """Return the name of the offer whose number is typed, or any other name that is typed."""
+    """Return the name of the offer with the typed number, or any other name that is typed."""
     click.echo("\n".join(offer_lines(offers)), err=True)
     question = f"number or name{' [1]' if has_default else ''}: "
     while True:
@@ -131,7 +131,7 @@ def _ask(offers: Sequence[Offer], *, has_default: bool) -> str:
 
 
 def offer_lines(offers: Sequence[Offer]) -> Iterator[str]:
-    """The table of a choice."""
+    """Yield the lines of the table from which a model is chosen."""
     rows = [("", "model", "on disk", "in memory", "predicted", "")]
     rows += [_row(number, offer) for number, offer in enumerate(offers, 1)]
     widths = [max(len(row[column]) for row in rows) for column in range(6)]

@@ -1,4 +1,4 @@
-"""The model that the options of a command ask for. What is heavy is imported by the function that needs it."""
+"""Load the model that a command's options describe. Heavy modules are imported by the functions that need them."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -12,7 +12,7 @@ from infer.kvcache.settings import CacheSettings
 
 
 def load_model(context: click.Context, options: Mapping[str, Any]) -> Any:
-    """The LLM that the options ask for."""
+    """Return the LLM that the options describe."""
     spinner = Spinner(f"loading {options['model']}", shown=not options["quiet"])
     with exit_on_signal(), keeping_garbage(), spinner, kernels_ahead(options, options["device"]):
         from infer.llm import LLM
@@ -21,7 +21,7 @@ def load_model(context: click.Context, options: Mapping[str, Any]) -> Any:
 
 
 def load_for_server(options: Mapping[str, Any], on_progress: Callable[[int, int], None]) -> Any:
-    """On any thread."""
+    """Return the LLM of a server. May be called on any thread."""
     with keeping_garbage(), kernels_ahead(options, options["device"]):
         from infer.llm import LLM
 
@@ -29,13 +29,16 @@ def load_for_server(options: Mapping[str, Any], on_progress: Callable[[int, int]
 
 
 def served_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a server's `LLM` is given. What prompts begin with in common is read once, unless a policy evicts."""
+    """Return the arguments of a server's `LLM`.
+
+    Common prefixes of prompts are read once, unless a policy evicts.
+    """
     reuse_prefixes = options["eviction_policy"] == "none"
     return load_arguments(options) | {"reuse_prefixes": reuse_prefixes, "pool_pages": options["pool_pages"]}
 
 
 def load_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What `LLM` is given of them."""
+    """Return the arguments of `LLM` that the options give."""
     names = ("model", "device", "dtype", "weights", "precision", "grammar_backend", "max_seq_len", "threads")
     given = {name: options[name] for name in (*names, "chat_template", "allow_special")}
     how = {"capture": not options["no_capture"], "tensor_parallel": options["tensor_parallel"]}
@@ -43,7 +46,7 @@ def load_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kernels_ahead(options: Mapping[str, Any], device: str = "cpu") -> AbstractContextManager[None]:
-    """Within, torch and the model are loaded."""
+    """Return a context in which torch and the model are loaded while kernels are compiled ahead."""
     from infer.model.compile_ahead import compiling_ahead
     from infer.model.memory import LoadSettings
 

@@ -1,4 +1,4 @@
-"""Options that say which model is loaded, in which numbers, and how it runs."""
+"""Options for the model that is loaded, its number formats, and how it runs."""
 
 from typing import get_args
 
@@ -12,7 +12,7 @@ AT_LEAST_1 = click.IntRange(min=1)
 
 
 def weight_options(function: Function) -> Function:
-    """What a model is and in which numbers it runs."""
+    """Add the options for the model and its number formats."""
     options = [
         click.option("-m", "--model", default="smollm2", show_default=True, metavar="NAME|PATH",
                      help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub."),
@@ -47,7 +47,7 @@ def device_option(function: Function) -> Function:
 
 
 def running_options(function: Function) -> Function:
-    """How a model runs, and what is told of it."""
+    """Add the options for how a model runs, and for what is reported about it."""
     options = [
         click.option("--max-seq-len", type=int,
                      help="Prompt and answer together, in tokens.  [default: the model's own, at most 8192]"),

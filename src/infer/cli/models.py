@@ -1,4 +1,4 @@
-"""`infer models`: what is at hand, as a table or as one JSON array."""
+"""`infer models`: list the models at hand, as a table or as one JSON array."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,7 @@
-"""Files that options name: a regular file, a pipe or `-` (stdin), read up to a limit. Devices could be endless."""
+"""Files that options name: a regular file, a pipe, a terminal or `-` (stdin), read up to a limit.
+
+Other devices are refused, because they could be endless.
+"""
 
 import os
 import stat
@@ -17,8 +20,10 @@ _BLOCK = 1 << 20
 
 
 def read_text(path: Path, what: str, limit: int = MAX_PROMPT_BYTES) -> str:
-    """The file's text, or stdin's for `-`. InvalidRequestError, in one line, for what is no UTF-8 text of at most
-    `limit` bytes in a regular file or a pipe."""
+    """Return the file's text, or stdin's for `-`.
+
+    Raises InvalidRequestError, with a message of one line, unless it is UTF-8 text of at most `limit` bytes.
+    """
     if str(path) == "-":
         _take_stdin(what)
         return decode(_read_stdin(what, limit), f"{what} {path}")
@@ -57,7 +62,10 @@ def _read_checked(descriptor: int, what: str, limit: int) -> bytes:
 
 
 def _first_bytes(descriptor: int, what: str, limit: int) -> bytes:
-    """Of a pipe. Opened without waiting, one that nobody writes to is at its end at once."""
+    """Return the first bytes of a pipe, or none if they are still to be written.
+
+    Raises InvalidRequestError if nobody writes to the pipe: opened without waiting, it is at its end immediately.
+    """
     try:
         first = os.read(descriptor, min(limit + 1, _BLOCK))
     except BlockingIOError:
@@ -89,7 +97,10 @@ def _read_stdin(what: str, limit: int) -> bytes:
 
 
 def _take_stdin(what: str) -> None:
-    """Two options cannot both have it: the second would find it empty."""
+    """Reserve stdin for one option.
+
+    Raises InvalidRequestError if another option has it, because the second one would find it empty.
+    """
     context = click.get_current_context(silent=True)
     if context is None:
         return

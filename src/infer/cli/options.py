@@ -1,4 +1,4 @@
-"""Options that say what a generation is given, what holds it and which way it goes; commands put groups together."""
+"""Options for the input of a generation, its constraints, and its path; commands combine groups of options."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -81,7 +81,7 @@ def batch_options(function: Function) -> Function:
 
 
 def constraint_options(function: Function) -> Function:
-    """At most one of them."""
+    """Add the constraints, of which at most one may be given."""
     options = [
         click.option("--json-schema", metavar="FILE", callback=_read_schema,
                      help="The answer must be JSON that this schema describes: a file, or the schema itself, {…}."),
@@ -95,7 +95,7 @@ def constraint_options(function: Function) -> Function:
 
 
 def path_options(function: Function) -> Function:
-    """They change how fast an answer comes, never its tokens."""
+    """Add the options that change how fast an answer is generated, but never its tokens."""
     options = [
         click.option("--speculation", type=click.Choice(["ngram"]),
                      help="Verify guesses several at a time: faster where the text repeats, with the same tokens."),
@@ -110,7 +110,7 @@ def path_options(function: Function) -> Function:
 
 
 def cache_options(function: Function) -> Function:
-    """The fields of `CacheSettings`."""
+    """Add the options that are fields of `CacheSettings`."""
     options = [
         eviction_options,
         click.option("--reuse-prefixes", is_flag=True,
@@ -120,7 +120,7 @@ def cache_options(function: Function) -> Function:
 
 
 def eviction_options(function: Function) -> Function:
-    """How keys and values are stored, and what of them is forgotten."""
+    """Add the options for how keys and values are stored, and which of them are evicted."""
     default = CacheSettings()
     options = [
         click.option("--kv-type", type=click.Choice(KV_TYPES), default=default.kv_type, show_default=True,
@@ -140,12 +140,12 @@ def eviction_options(function: Function) -> Function:
 
 
 def cache_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What `LLM` takes of those that a command has."""
+    """Return the cache options that a command has, as arguments of `LLM`."""
     return {name: options[name] for name in CACHE_OPTIONS if name in options}
 
 
 def check_constraints(context: click.Context) -> None:
-    """Two constraints are a mistake in the command, to be refused by the names it was given in."""
+    """Raise UsageError for two constraints, with the names under which they were given."""
     given = [f"--{name.replace('_', '-')}" for name in CONSTRAINTS if context.params.get(name) is not None]
     if len(given) > 1:
         raise click.UsageError(f"{' and '.join(given)} are both given: give one")
@@ -157,7 +157,7 @@ def _read_file(context: click.Context, option: click.Parameter, path: Path | Non
 
 
 def _read_schema(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    """No file that is meant begins with a brace."""
+    """Return the schema. A value that begins with a brace is the schema itself, any other names a file."""
     if value is None or value.lstrip().startswith("{"):
         return value
     return _read_file(context, option, Path(value))

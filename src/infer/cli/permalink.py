@@ -1,6 +1,7 @@
-"""A permalink: a request of the server's, with its seed, and what tells whether an answer to it is the same.
+"""A permalink: a request to the server with its seed, and the values that show if an answer to it is the same.
 
-`http://host/#r=` and base64url of JSON, as the server's page reads and writes it. What is after `#` is sent to no host.
+It is `http://host/#r=` and base64url of JSON, as the server's page reads and writes it. The part after `#` is sent to
+no host.
 """
 
 import base64
@@ -31,7 +32,7 @@ _IF_TRUE = ("temperature_last", "ignore_eos", "include_stop_str_in_output")
 @final
 @dataclass(frozen=True)
 class Permalink:
-    """`body` is what the route takes. `sha256` is of the answer's text."""
+    """A permalink. `body` is the body for the route. `sha256` is the hash of the answer's text."""
 
     route: Route
     body: Mapping[str, Any]
@@ -40,7 +41,7 @@ class Permalink:
 
     @classmethod
     def of(cls, body: Mapping[str, Any], result: GenerationResult, fingerprint: str) -> Self:
-        """Of an answer to this body."""
+        """Return the permalink of an answer to this body."""
         route: Route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         return cls(route, {**body, "seed": signed(result.seed)}, fingerprint, sha256_of(result.text))
 
@@ -52,7 +53,7 @@ class Permalink:
 
 
 def read_permalink(text: str) -> Permalink:
-    """Of the whole URL or what is after its `#`. Raises InvalidRequestError."""
+    """Return the permalink in a whole URL, or in the part after its `#`. Raises InvalidRequestError."""
     fragment = re.fullmatch(r"(?:.*#)?r=([^=]+)=*", "".join(text.split()))
     if fragment is None:
         raise InvalidRequestError(f"no permalink: it must end in #r=…, got {text.strip()!r:.80}")
@@ -82,7 +83,10 @@ def sha256_of(text: str) -> str:
 
 
 def body_of(prompt: Prompt, params: SamplingParams, model: str, max_seq_len: int) -> dict[str, Any]:
-    """What a route is sent for this answer, but its seed. Raises InvalidRequestError for what no route takes."""
+    """Return the route's body for this answer, without its seed.
+
+    Raises InvalidRequestError for parameters that no route accepts.
+    """
     is_chat = not isinstance(prompt, str) and any(isinstance(each, Mapping) for each in prompt)
     body: dict[str, Any] = {"model": Path(model).name if Path(model).exists() else model}
     body |= {"messages" if is_chat else "prompt": prompt if isinstance(prompt, str) else list(prompt)}
@@ -103,7 +107,7 @@ def body_of(prompt: Prompt, params: SamplingParams, model: str, max_seq_len: int
 
 
 def signed(seed: int | None) -> int | None:
-    """As the routes take it: a whole number of 64 bits with sign."""
+    """Return the seed as the routes take it: a signed integer of 64 bits."""
     return seed if seed is None or seed < 2**63 else seed - 2**64
 
 

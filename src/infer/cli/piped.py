@@ -1,4 +1,4 @@
-"""What comes in on stdin without being asked for: the text of a pipe or a file, or a line typed at a terminal."""
+"""Text on stdin: that of a pipe or a file, or a line that is typed at a terminal."""
 
 import fcntl
 import os
@@ -15,8 +15,10 @@ HINT_SECONDS = 2.0  # of silence, after which we say what is waited for
 
 
 def piped_text(*, is_needed: bool, quiet: bool) -> str | None:
-    """All of stdin without its last line break; None for a terminal. Where a prompt is there already only a pipe or a
-    file is read: a socket that a parent left open would never end."""
+    """Return all of stdin without its last line break, or None for a terminal.
+
+    If there is a prompt already, only a pipe or a file is read: a socket that a parent left open would never end.
+    """
     descriptor = _descriptor()
     if descriptor is None or is_stdin_taken():
         return ""
@@ -34,7 +36,7 @@ def piped_text(*, is_needed: bool, quiet: bool) -> str | None:
 
 
 def asked_text() -> str:
-    """One line from the terminal; "" at its end."""
+    """Return one line from the terminal, or "" at its end."""
     print("prompt: ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:
@@ -43,7 +45,7 @@ def asked_text() -> str:
 
 
 def warn_of_unread_stdin(*, quiet: bool) -> None:
-    """Where a text waits in a pipe: to leave it out silently would look as if it had been read."""
+    """Warn if text waits in a pipe: to ignore it silently would look as if it had been read."""
     descriptor = _descriptor()
     if quiet or descriptor is None or not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         return
@@ -53,7 +55,7 @@ def warn_of_unread_stdin(*, quiet: bool) -> None:
 
 
 def _descriptor() -> int | None:
-    """None where stdin is closed, or is no file of the system."""
+    """Return stdin's descriptor, or None if stdin is closed or is not a file of the system."""
     try:
         descriptor = sys.stdin.fileno() if sys.stdin is not None else None
         if descriptor is not None:

@@ -1,4 +1,4 @@
-"""What a command is to answer: one prompt, or a file of many."""
+"""The prompts that a command answers: one, or a file of many."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ Prompt = str | list[dict[str, str]]
 
 
 class Asked(NamedTuple):
-    """One prompt of many, and the sampling parameters that are its own."""
+    """One prompt of many, and its own sampling parameters."""
 
     where: str
     prompt: Prompt
@@ -24,10 +24,10 @@ class Asked(NamedTuple):
 
 
 def one_prompt(options: Mapping[str, Any]) -> Prompt:
-    """From the word, the option or the file that gives it; else from stdin, or asked for on a terminal.
+    """Return the prompt from the argument, the option or the file that gives it, else from stdin or the terminal.
 
-    A text that is piped in goes after a PROMPT, with an empty line between; beside --prompt stdin is not read, for
-    scripts whose stdin is something else.
+    Text from a pipe is appended to a PROMPT after an empty line. With --prompt, stdin is not read, for scripts whose
+    stdin is something else.
     """
     names = {"words": "PROMPT", "prompt": "--prompt", "prompt_file": "--prompt-file", "prompts_file": "--prompts-file"}
     given = [name for name in names if options.get(name) not in (None, ())]
@@ -60,7 +60,10 @@ def _prompt_text(source: str | None, options: Mapping[str, Any]) -> str:
 
 
 def many_prompts(path: Path, options: Mapping[str, Any]) -> list[Asked]:
-    """One a line; of JSON lines where the file's name says so. Empty lines are skipped."""
+    """Return the prompts of a file, one per line. Empty lines are skipped.
+
+    Lines are JSON if the file's name ends in .jsonl.
+    """
     lines = read_text(path, "the prompts file", MAX_PROMPTS_BYTES).splitlines()
     asked = []
     for number, line in enumerate(lines, 1):

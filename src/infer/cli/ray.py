@@ -1,4 +1,4 @@
-"""`infer ray deploy`: the application of `distributed.serve` on the Ray cluster at hand, or on one of this machine."""
+"""`infer ray deploy`: run the application of `distributed.serve` on the present Ray cluster, or on a new one here."""
 
 import os
 from collections.abc import Mapping
@@ -21,7 +21,10 @@ _NAME = "infer"
 
 
 def run_deploy(options: Mapping[str, Any], load: Mapping[str, Any]) -> int:
-    """Return when the application serves; on a cluster that was started for it, when a signal has ended both."""
+    """Deploy the application, and return 0 when it serves.
+
+    If a cluster was started for it, return after a signal has ended both.
+    """
     settings = make_settings({**options, "tls_cert": None, "tls_key": None})
     most = options["max_replicas"] or options["replicas"]
     threads = load["threads"] or max(1, num_processors() // most)
@@ -43,15 +46,16 @@ def run_deploy(options: Mapping[str, Any], load: Mapping[str, Any]) -> int:
 
 
 def _free_port(settings: ServerSettings) -> int:
-    """Raises InvalidRequestError where the one that is asked for is taken."""
+    """Return the port to listen on. Raises InvalidRequestError if the requested port is taken."""
     with bind(settings) as listener:
         port: int = listener.getsockname()[1]
     return port
 
 
 def _join(num_cpus: int) -> bool:
-    """Whether a cluster was started, of this machine alone, which ends with this process. Raises InvalidRequestError
-    where there is none at $RAY_ADDRESS.
+    """Join the present cluster, or start one on this machine only, which ends with this process.
+
+    Return True if a cluster was started. Raises InvalidRequestError if there is none at $RAY_ADDRESS.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it asks another host
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # 5 are too few for Python on a busy machine

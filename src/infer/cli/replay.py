@@ -1,4 +1,4 @@
-"""`infer replay`: the answer that a permalink is of, again, with the same bits where the model is the same.
+"""`infer replay`: generate a permalink's answer again, with the same bits if the model is the same.
 
 The body is read as the server's routes read it.
 """
@@ -27,7 +27,7 @@ DIFFERENT = 1  # exit status
 
 
 def read_request(link: Permalink) -> ChatBody | CompletionBody:
-    """What can be refused before the model is there. Raises InvalidRequestError."""
+    """Return the permalink's body, checked as far as possible without the model. Raises InvalidRequestError."""
     content, is_chat = msgspec.json.encode(link.body), link.route == "/v1/chat/completions"
     body: ChatBody | CompletionBody
     try:
@@ -42,7 +42,10 @@ def read_request(link: Permalink) -> ChatBody | CompletionBody:
 
 
 def model_of(link: Permalink, otherwise: str, *, quiet: bool) -> str:
-    """The link's own, if it is at hand: a link makes nobody download or open anything else."""
+    """Return the link's own model if it is at hand, else `otherwise`.
+
+    A link never causes a download, nor opens any other file.
+    """
     name = link.body.get("model", otherwise)
     if any(model.name == name for model in models_at_hand()):
         return str(name)
@@ -55,7 +58,7 @@ def model_of(link: Permalink, otherwise: str, *, quiet: bool) -> str:
 
 
 def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBody, *, quiet: bool) -> int:
-    """The exit status: 0 where the answer is the same."""
+    """Generate the answer again, and return the exit status: 0 if it is the same."""
     asked = _asked(llm, body)
     writer, line = TextWriter(sys.stdout), PrefillLine(shown=not quiet)
 

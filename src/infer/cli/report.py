@@ -1,4 +1,4 @@
-"""What is told on stderr after an answer: its times, and with --stats which way it came."""
+"""The report on stderr after an answer: its times and, with --stats, its path."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
@@ -9,7 +9,7 @@ from infer.sampling_params import CONSTRAINTS, SamplingParams
 
 
 def cut_lines(results: Sequence[GenerationResult]) -> Iterator[str]:
-    """Which answers did not come to their end, and the option that lets them."""
+    """Yield a line for each cut of prompts or answers, with the option that prevents it."""
     lost = sum(result.truncated_tokens for result in results)
     if lost:
         yield f"the prompt lost its first {lost} tokens (--overflow)"
@@ -37,7 +37,7 @@ def time_lines(result: GenerationResult, *, verbose: bool) -> Iterator[str]:
 
 
 def total_line(results: Sequence[GenerationResult], seconds: float) -> str:
-    """Of many answers, which share their steps."""
+    """Return the total of many answers, which share their steps."""
     count = sum(result.generated_tokens for result in results)
     return f"{len(results)} answers: {count} tokens in {seconds:.2f} s ({count / max(seconds, 1e-9):.1f} tokens/sec)"
 
@@ -45,7 +45,10 @@ def total_line(results: Sequence[GenerationResult], seconds: float) -> str:
 def stats_lines(
     results: Sequence[GenerationResult], params: SamplingParams, options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """A block of names and figures; those of several answers are added up, a step that they share counted for each."""
+    """Yield a block of names and figures.
+
+    The figures of several answers are added up, so a shared step counts once per answer.
+    """
     stats = GenerationStats(*map(sum, zip(*(astuple(result.stats) for result in results), strict=True)))
     count = sum(result.generated_tokens for result in results)
     held = [name for name in CONSTRAINTS if getattr(params, name) is not None]
@@ -90,7 +93,7 @@ def _percentiles(seconds: Sequence[float]) -> str:
 
 
 def _prompt(results: Sequence[GenerationResult], stats: GenerationStats) -> str:
-    """The step that gives the first token takes the last of the prompt."""
+    """Return the figures of the prompts. The step that gives the first token also reads the end of the prompt."""
     count, reused = (sum(values) for values in zip(*((x.prompt_tokens, x.reused_tokens) for x in results), strict=True))
     steps = _counted(stats.prefill_steps + len(results), "step")
     return f"{_counted(count, 'token')} in {steps}" + (f", {reused} of them reused" if reused else "")

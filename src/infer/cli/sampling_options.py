@@ -1,6 +1,6 @@
-"""Sampling options, each with the name of its field in `SamplingParams`, and the parameters that they make.
+"""Sampling options, each with the name of its field in `SamplingParams`, and the parameters that they give.
 
-A value of the command line goes before a `--preset`, which goes before the model's own, which go before neutral ones.
+The order of precedence is: the command line, a `--preset`, the model's own values, neutral values.
 """
 
 import sys
@@ -29,7 +29,10 @@ _PRESET_HELP = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in 
 
 
 def sampling_options(*, has_length: bool) -> Callable[[Function], Function]:
-    """All but logprobs. Without a length for commands that fix the number of tokens themselves."""
+    """Add all sampling options except those for log-probabilities.
+
+    `has_length` is False for commands that fix the number of tokens themselves.
+    """
     chat = f"in a chat {NEUTRAL_CHAT['temperature']:g}"
     length = [
         click.option("-n", "--max-new-tokens", type=int, default=MAX_NEW_TOKENS, show_default=True,
@@ -81,7 +84,7 @@ def is_given(context: click.Context, name: str) -> bool:
 
 
 def given_values(context: click.Context, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the command line asks for, in the names of SamplingParams."""
+    """Return the values that the command line gives, by the names of SamplingParams."""
     given = {name: options[name] for name in PARAMETER_NAMES if name in options and is_given(context, name)}
     for name in ("repetition_window", "max_new_tokens"):
         if given.get(name) == -1:
@@ -96,7 +99,7 @@ def model_defaults(model: Model, options: Mapping[str, Any]) -> SamplingDefaults
 def merge_params(
     from_model: SamplingDefaults, given: Mapping[str, Any], *, is_chat: bool, quiet: bool
 ) -> SamplingParams:
-    """The parameters, and one line on stderr that says which of them are the model's own."""
+    """Return the parameters, and print one line on stderr that names the model's own values among them."""
     kept = beside(from_model, given)
     params = SamplingParams.from_mapping({**neutral_values(is_chat=is_chat), **kept, **given})
     skipped = _FILTERS if params.is_greedy else ()
@@ -114,7 +117,7 @@ def merge_params(
 def own_params(
     asked: Sequence[Asked], given: Mapping[str, Any], neutral: Mapping[str, Any], from_model: Mapping[str, Any]
 ) -> list[SamplingParams]:
-    """Return the parameters of each of many prompts: its own values go before `given`, which all prompts share."""
+    """Return the parameters of each prompt. Its own values take precedence over `given`, which all prompts share."""
     own = []
     for each in asked:
         constraints = CONSTRAINTS if any(name in CONSTRAINTS for name in each.values) else ()

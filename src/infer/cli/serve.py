@@ -1,4 +1,4 @@
-"""`infer serve`: the server of a model. Nothing here loads torch: the thread that loads the model does."""
+"""`infer serve`: the server of a model. This module does not load torch: the thread that loads the model does."""
 
 import logging
 import socket
@@ -33,7 +33,7 @@ _AGENT_PROMPT, _AGENT_CONTEXT = "10,000 to 25,000", 32_768  # tokens that agents
 
 @final
 class _Lines(logging.Handler):
-    """Whole lines on stdout. A reader that has gone away stops no server."""
+    """Writes whole lines to stdout. A reader that has gone away does not stop the server."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError, ValueError):
@@ -42,7 +42,7 @@ class _Lines(logging.Handler):
 
 
 def run_serve(options: Mapping[str, Any], load: Load) -> int:
-    """The exit status."""
+    """Run the server and return its exit status."""
     settings = make_settings(options)
     warnings.simplefilter("ignore", RequestWarning)  # they repeat what a request has
     logging.getLogger("infer.server").addHandler(logging.StreamHandler())
@@ -71,8 +71,10 @@ def run_serve(options: Mapping[str, Any], load: Load) -> int:
 
 
 def _commands(model: str, num_replicas: int, port: int, *, has_threads: bool) -> list[list[str]]:
-    """Return the command of each replica: a replica asks for no model, and has its share of the threads unless their
-    number is given."""
+    """Return the command of each replica, which names the model, so that a replica does not ask for one.
+
+    Each replica has its share of the threads, unless their number is given.
+    """
     command = [sys.executable, "-m", "infer", *sys.argv[1:], "--model", model, "--port", str(port)]
     if num_replicas > 1 and not has_threads:
         command += ["--threads", str(max(1, default_num_threads() // num_replicas))]
@@ -80,7 +82,10 @@ def _commands(model: str, num_replicas: int, port: int, *, has_threads: bool) ->
 
 
 def make_settings(options: Mapping[str, Any]) -> ServerSettings:
-    """Raises InvalidRequestError for options that contradict each other, and for files that cannot be read."""
+    """Return the server's settings.
+
+    Raises InvalidRequestError for options that contradict each other, and for files that cannot be read.
+    """
     if (options["tls_cert"] is None) != (options["tls_key"] is None):
         raise InvalidRequestError("--tls-cert and --tls-key belong together: give both")
     if options["tls_cert"] is not None:
@@ -105,14 +110,14 @@ def _load(load: Load, on_progress: OnProgress) -> "infer.AsyncLLM":
 
 
 def _announce_first(listener: socket.socket, settings: ServerSettings, state: ServerState) -> None:
-    """Announce the server once, by the first replica that is ready: it leaves a mark in the folder of all sockets."""
+    """Announce the server once: the first replica that is ready leaves a mark in the folder of all sockets."""
     with suppress(FileExistsError):
         (Path(listener.getsockname()).parent / "announced").touch(exist_ok=False)
         _announce(settings, settings.port, state)
 
 
 def _announce(settings: ServerSettings, port: int, state: ServerState) -> None:
-    """`settings` are those that clients meet, also where a child has the model."""
+    """Announce the server. `settings` are those that clients meet, even if a child process has the model."""
     llm, url = state.llm().llm, url_of(settings, port)
     for line in _lines(llm, settings, url):
         write_notice(line)
@@ -122,7 +127,7 @@ def _announce(settings: ServerSettings, port: int, state: ServerState) -> None:
 
 
 def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str]:
-    """URL, model, slots, memory and limits."""
+    """Yield lines about the URL, the model, the slots, the memory and the limits."""
     pages = sum(llm._opened.runner.pool_pages)
     keys = f"{len(settings.api_keys)} keys" if settings.api_keys else "no key needed"
     yield f"url      {url}/v1 ({keys})"
@@ -134,7 +139,7 @@ def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str
 
 
 def _welcome(settings: ServerSettings, url: str, context: int) -> Iterator[str]:
-    """The page, and the lines for other programs, for a person at a terminal."""
+    """Yield the page's URL and the lines for other programs, for a person at a terminal."""
     yield ""
     yield f"open {page_url(url)} in a browser, or paste one of these:"
     for program, line in client_lines(url, settings.model, has_keys=bool(settings.api_keys)):

@@ -1,4 +1,4 @@
-"""Options of `infer serve`: the fields of `ServerSettings`, and what they are told as."""
+"""Options of `infer serve`, which become the fields of `ServerSettings`."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def serve_options(function: Function) -> Function:
 
 
 def deploy_options(function: Function) -> Function:
-    """Of `infer ray deploy`."""
+    """Add the options of `infer ray deploy`."""
     options = [
         click.option("--replicas", type=_COUNT, default=1, show_default=True, help="Engines, each with the model."),
         click.option("--fronts", type=_COUNT, default=2, show_default=True,
@@ -53,7 +53,7 @@ def deploy_options(function: Function) -> Function:
 
 
 def client_options(function: Function) -> Function:
-    """Who may ask, where, and by what name."""
+    """Add the options for who may send requests, to which address, and under which model name."""
     options = [
         click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at."),
         click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one."),
@@ -74,7 +74,7 @@ def client_options(function: Function) -> Function:
 
 
 def engine_options(function: Function) -> Function:
-    """How much is computed at once, and who has to wait."""
+    """Add the options for how much is computed in one step, and for who has to wait."""
     options = [
         click.option("--slots", type=click.IntRange(1, MAX_STEP_LOGITS), default=16, show_default=True,
                      help="Answers that are computed in one step."),
@@ -91,7 +91,7 @@ def engine_options(function: Function) -> Function:
 
 
 def limit_options(function: Function) -> Function:
-    """What a client may send, and how long it may take."""
+    """Add the limits of what a client may send, and of the time that it may take."""
     options = [
         click.option("--max-body-bytes", type=_COUNT, default=2 * 2**20, show_default=True, help="Of a request."),
         click.option("--max-connections", type=_COUNT, default=1024, show_default=True, help="Open at once."),

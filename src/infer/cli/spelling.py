@@ -1,4 +1,4 @@
-"""What was typed, in our own words: names that other programs use, and what to type instead of what is not there."""
+"""Convert options of other programs to our own, and suggest what to type for an unknown command."""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -57,7 +57,7 @@ INSTEAD = {  # what other programs call their commands → what to type here
 
 
 def what_to_type(word: str, commands: Collection[str]) -> str:
-    """The message for a first word that is no command."""
+    """Return the message for a first word that is not a command."""
     if word.lower() in INSTEAD:
         return f"no such command {word!r}; instead: {INSTEAD[word.lower()]}"
     near = difflib.get_close_matches(word.lower(), commands, n=1)
@@ -76,7 +76,7 @@ def what_to_type(word: str, commands: Collection[str]) -> str:
 
 
 class Command(click.Command):
-    """Takes an option under the names that other programs give it too, and `--choice` with several words after it."""
+    """A command that also accepts option names of other programs, and several words after `--choice`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known = {name for option in self.params for name in (*option.opts, *option.secondary_opts)}
@@ -84,7 +84,10 @@ class Command(click.Command):
 
 
 def _spelled(arguments: Sequence[str], known: Collection[str]) -> Iterable[str]:
-    """With `--choice A B` written as `--choice A --choice B`, up to the next option."""
+    """Yield the arguments under the names that the command knows.
+
+    `--choice A B` becomes `--choice A --choice B`, up to the next option.
+    """
     is_over, may_be_choice, is_first = False, False, False
     is_quiet = "-q" in arguments or "--quiet" in arguments
     for argument in arguments:
@@ -112,7 +115,7 @@ def _spelled(arguments: Sequence[str], known: Collection[str]) -> Iterable[str]:
 
 
 class Device(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click alone
-    """auto, cpu, cuda, cuda:N, opencl or opencl:NAME; other names are answered with what there is."""
+    """auto, cpu, cuda, cuda:N, opencl or opencl:NAME. The error for another name lists the known kinds."""
 
     name = "device"
     _ELSEWHERE: Mapping[str, str] = {

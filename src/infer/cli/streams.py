@@ -1,7 +1,7 @@
 """The standard streams of a command, and the end of its process.
 
-A missing stream becomes /dev/null, so that no file that is opened later takes its place. What stderr refuses is lost,
-because nothing can be told about it; what stdout refuses is an OSError with the file name "stdout".
+A missing stream becomes /dev/null, so that no file that is opened later takes its place. Text that stderr refuses is
+lost, because this cannot be reported. Text that stdout refuses is an OSError with the file name "stdout".
 """
 
 import atexit
@@ -20,7 +20,7 @@ _STREAMS = ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr",
 
 @final
 class StandardOutput(io.FileIO):
-    """The file of stdout or stderr. A descriptor that does not block is waited for."""
+    """The file of stdout or stderr. If the descriptor is non-blocking, a write waits until it accepts more."""
 
     def __init__(self, descriptor: int, *, is_lossy: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -39,7 +39,7 @@ class StandardOutput(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Give this process three streams that can be used; one that a caller has replaced stays as it is."""
+    """Give this process three usable streams. A stream that a caller has replaced stays unchanged."""
     for descriptor, name, flags in _STREAMS:
         if getattr(sys, name) is None:
             _open_nothing(descriptor, name, flags)
@@ -48,7 +48,10 @@ def prepare_streams() -> None:
 
 
 def raise_if_reader_has_gone() -> None:
-    """BrokenPipeError where stdout is a pipe that nobody reads any more, known before anything is written to it."""
+    """Raise BrokenPipeError if stdout is a pipe that nobody reads any more.
+
+    This is known before anything is written to it.
+    """
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
@@ -60,7 +63,7 @@ def raise_if_reader_has_gone() -> None:
 
 
 def silence_stdout() -> None:
-    """After the reader has gone: what is still buffered goes nowhere, so that the exit is quiet."""
+    """Discard what is still buffered after the reader has gone, so that the exit is quiet."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, sys.stdout.fileno())
@@ -71,7 +74,10 @@ def silence_stdout() -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """End at once: helper processes are stopped, and a model's memory goes back without being taken apart."""
+    """End the process immediately, after the exit functions.
+
+    Helper processes are stopped, and a model's memory is freed without destroying its objects.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
@@ -93,7 +99,10 @@ def _open_nothing(descriptor: int, name: str, flags: int) -> None:
 
 
 def _prepared(stream: TextIO, descriptor: int) -> TextIO:
-    """A terminal that lacks a character shows a question mark: that must not end an answer."""
+    """Return a stream that shows a question mark for each character that the terminal lacks.
+
+    Such a character must not end an answer.
+    """
     if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != descriptor:
         return stream
     stream.flush()

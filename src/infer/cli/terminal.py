@@ -1,6 +1,6 @@
-"""What the command line asks of a terminal: streaming text, bars, a spinner, signals.
+"""Terminal functions of the command line: streaming text, bars, a spinner, signals.
 
-Nothing here writes to a stream that is no terminal, except the text itself.
+Bars and spinners are written only to terminals.
 """
 
 import gc
@@ -32,12 +32,12 @@ _VISIBLE |= dict.fromkeys(range(128, 160), 65533)
 
 @final
 class Terminated(BaseException):
-    """SIGTERM came."""
+    """Raised by SIGTERM."""
 
 
 @runtime_checkable
 class TextStream(Protocol):
-    """What is needed of stdout, or of what a test puts in its place."""
+    """The methods of stdout that are used here, and that a test's replacement needs."""
 
     def write(self, text: str, /) -> int: ...
 
@@ -48,7 +48,10 @@ class TextStream(Protocol):
 
 @final
 class TextWriter:
-    """Text as it comes, flushed piece by piece; where there is something to wrap, words go to the next line whole."""
+    """Writes text as it is generated, and flushes each piece.
+
+    With `wrap`, a word that does not fit moves to the next line as a whole.
+    """
 
     def __init__(self, stream: TextStream, wrap: WordWrap | None = None, style: MarkdownStyle | None = None) -> None:
         self._stream = stream
@@ -66,15 +69,18 @@ class TextWriter:
         self._stream.flush()
 
     def end_line(self) -> None:
-        """End the line that was begun, if one was."""
+        """End the current line if it has been begun."""
         if self._in_line:
             self.write("\n")
 
 
 @final
 class WaitingSign:
-    """A dim sign on stderr from a question to the first word of its answer, with the share of a long prompt that is
-    read and the tokens of reasoning; gone without a trace, and nothing where stderr is no terminal."""
+    """A dim sign on stderr from a question to the first word of its answer.
+
+    It shows the share of a long prompt that has been read, and the number of reasoning tokens. It disappears without a
+    trace. If stderr is not a terminal, there is none.
+    """
 
     def __init__(self, *, shown: bool = True) -> None:
         self._num_tokens = 0
@@ -87,7 +93,7 @@ class WaitingSign:
             self._show(f"… {bar(share, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {int(100 * share)} %")
 
     def count_token(self) -> None:
-        """One that adds nothing to the text."""
+        """Count a token that adds nothing to the text."""
         self._num_tokens += 1
         if self._num_tokens > 1:
             self._show(f"… {self._num_tokens} tokens")
@@ -104,8 +110,10 @@ class WaitingSign:
 
 @final
 class Spinner:
-    """A sign of life on stderr while a slow thing runs, with a bar once its progress is known; nothing where stderr is
-    no terminal."""
+    """A sign of life on stderr while something slow runs, with a bar when its progress is known.
+
+    If stderr is not a terminal, there is none.
+    """
 
     def __init__(self, message: str, *, shown: bool = True) -> None:
         self._message = message
@@ -128,7 +136,10 @@ class Spinner:
             self._thread.join()
 
     def progress(self, done: int, total: int) -> None:
-        """Raises BrokenPipeError where nobody reads stdout any more: what follows would be for nothing."""
+        """Set the progress.
+
+        Raises BrokenPipeError if nobody reads stdout any more, because the rest would be useless.
+        """
         raise_if_reader_has_gone()
         share = done / max(total, 1)
         self._detail = f" {bar(share, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {int(100 * share)} %"
@@ -143,12 +154,12 @@ class Spinner:
 
 
 def has_cursor(stream: TextStream) -> bool:
-    """A terminal that can write over a line."""
+    """Return True for a terminal that can overwrite a line."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
 def note(text: str) -> None:
-    """What is not the model's text goes to stderr; where that is a terminal, dim and with whole words."""
+    """Write text that is not the model's to stderr. On a terminal, it is dim and wrapped at words."""
     if not text:
         return
     if sys.stderr.isatty():
@@ -159,7 +170,7 @@ def note(text: str) -> None:
 
 
 def columns_of(stream: TextIO) -> int:
-    """The width of a terminal now; 0 where it is not known."""
+    """Return the current width of a terminal, or 0 if it is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
@@ -168,7 +179,7 @@ def columns_of(stream: TextIO) -> int:
 
 @dataclass
 class Cancellation:
-    """Set by the first SIGINT or SIGTERM; the second one raises."""
+    """A cancellation that the first SIGINT or SIGTERM sets. The second signal raises."""
 
     event: threading.Event = field(default_factory=threading.Event)
     signal_number: int | None = None
@@ -186,7 +197,10 @@ class Cancellation:
 
 @contextmanager
 def cancel_on_signal() -> Iterator[Cancellation]:
-    """Within, Ctrl-C and SIGTERM ask the generation to stop after its current step, so that its text is kept."""
+    """Let Ctrl-C and SIGTERM within the context stop the generation after its current step.
+
+    The text up to there is kept.
+    """
     cancellation = Cancellation()
     with _handling(cancellation.on_signal):
         yield cancellation
@@ -194,7 +208,10 @@ def cancel_on_signal() -> Iterator[Cancellation]:
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Within, Ctrl-C and SIGTERM end the process at once: an import cut short leaves half a module."""
+    """Let Ctrl-C and SIGTERM within the context end the process immediately.
+
+    An import that is cut short would leave half a module.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         if sys.stderr.isatty():
@@ -207,7 +224,7 @@ def exit_on_signal() -> Iterator[None]:
 
 @contextmanager
 def _handling(handler: Handler) -> Iterator[None]:
-    """Both signals go to the handler, unless whoever started the process had them ignored."""
+    """Send both signals to the handler within the context, unless the process was started with a signal ignored."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number, before in previous.items():
         if before is not signal.SIG_IGN:
@@ -221,8 +238,11 @@ def _handling(handler: Handler) -> Iterator[None]:
 
 @contextmanager
 def keeping_garbage() -> Iterator[None]:
-    """Within, nothing looks for garbage, and what was made stays as long as the command: torch's and a vocabulary's
-    half a million objects cost 0.15 s to look through while they load, and 50 ms at a time in an answer."""
+    """Disable garbage collection within the context, and keep what was made for as long as the command runs.
+
+    Torch and a vocabulary have half a million objects. To look through them costs 0.15 s while they load, and 50 ms
+    each time in an answer.
+    """
     gc.disable()
     try:
         yield
@@ -240,6 +260,6 @@ def raise_on_sigterm() -> None:
 
 
 def ignore_signals() -> None:
-    """For the last moments, when nothing is left to stop and a traceback could only disturb."""
+    """Ignore signals in the last moments, when nothing is left to stop and a traceback could only disturb."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

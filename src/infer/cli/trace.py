@@ -1,4 +1,4 @@
-"""`infer sample-trace`: how one token was sampled, as a table for a terminal, as one JSON object or as a picture."""
+"""`infer sample-trace`: show how one token was sampled, as a table, as one JSON object or as a picture."""
 
 import json
 import os
@@ -26,7 +26,7 @@ DROPPED = "×"
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of the table. A terminal shades its share of the width."""
+    """A number of the table. On a terminal, `share` is the part of its width that is shaded."""
 
     text: str
     share: float = 0.0
@@ -42,7 +42,7 @@ class Line:
 
 
 def check_plot(path: Path | None, option: str = "--plot") -> None:
-    """Refuse a file that could not be written, before anything is computed."""
+    """Raise InvalidRequestError for a file that cannot be written, before anything is computed."""
     if path is None:
         return
     if path.suffix.lower() != ".svg":
@@ -54,7 +54,7 @@ def check_plot(path: Path | None, option: str = "--plot") -> None:
 
 
 def write_picture(path: Path, trace: SampleTrace, model: str, option: str = "--plot") -> None:
-    """Raises InvalidRequestError."""
+    """Write the picture of a trace. Raises InvalidRequestError if the file cannot be written."""
     try:
         path.write_text(make_picture(trace, model), encoding="utf-8")
     except OSError as error:
@@ -64,7 +64,7 @@ def write_picture(path: Path, trace: SampleTrace, model: str, option: str = "--p
 def run_trace(
     model: Model, prompt: str | list[dict[str, str]], params: SamplingParams, options: Mapping[str, Any]
 ) -> None:
-    """Trace, draw, print."""
+    """Trace one token, draw its picture, and print the table."""
     with Spinner(f"step {options['step']}", shown=not options["quiet"]):
         trace = model.sample_trace(prompt, params, step=options["step"], num_candidates=options["num_candidates"])
     if options["plot"] is not None:
@@ -81,7 +81,10 @@ def run_trace(
 
 
 def trace_lines(trace: SampleTrace, width: int | None = None) -> Iterator[str]:
-    """The table, styled. A width that it does not fit breaks it into several, each with some of the stages."""
+    """Yield the table with styles.
+
+    If it does not fit the width, it is divided into several tables, each with some of the stages.
+    """
     seed = "greedy" if trace.seed is None else f"seed {trace.seed}"
     yield f"step {trace.step}, after {quoted(tail(trace.text_before, 48))}: position {trace.position}, {seed}"
     lines = _lines(trace)
@@ -152,7 +155,7 @@ def _styled(cell: Cell, width: int, *, left: bool = False) -> str:
 
 
 def _fitting(widths: Sequence[int], room: int | None) -> list[list[int]]:
-    """The columns, in as few groups as fit the room beside the labels."""
+    """Return the columns in as few groups as fit beside the labels."""
     groups: list[list[int]] = [[]]
     used = 0
     for index, width in enumerate(widths):

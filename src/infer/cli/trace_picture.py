@@ -32,7 +32,7 @@ MONO = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 @final
 @dataclass(frozen=True)
 class Band:
-    """A candidate, or all the other tokens: its height in each column, and what the column dropped of it."""
+    """A candidate, or all other tokens: the band's height in each column, and the share that each stage dropped."""
 
     name: str
     color: str
@@ -44,7 +44,7 @@ class Band:
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Where things stand. Columns reach from TOP to TOP + height."""
+    """The positions of all parts of the picture. Columns reach from TOP to TOP + height."""
 
     num_stages: int
     num_rows: int
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def drain(self) -> float:
-        """The top of what was removed."""
+        """The top of the removed probability."""
         return TOP + self.height + DRAIN_GAP
 
     def column(self, stage: int) -> float:
@@ -69,7 +69,7 @@ class Layout:
         return self.column(self.num_stages - 1) + COLUMN
 
     def row(self, index: int) -> float:
-        """The middle of a label's line; labels share the height evenly, so that none overlap."""
+        """Return the middle of a label's line. Labels share the height evenly, so that none overlap."""
         return TOP + self.height * (index + 0.5) / self.num_rows
 
     @property
@@ -87,7 +87,7 @@ class Layout:
 
 
 def make_picture(trace: SampleTrace, model: str) -> str:
-    """The whole file."""
+    """Return the whole SVG file."""
     bands = _bands(trace)
     layout = Layout(len(trace.stages), len(bands), max(stage.removed for stage in trace.stages), trace.seed is None)
     width, height = layout.width, layout.total_height
@@ -156,7 +156,7 @@ def _headings(trace: SampleTrace, layout: Layout) -> Iterator[str]:
 
 
 def _gradients(bands: Sequence[Band]) -> Iterator[str]:
-    """From each band's colour to the grey of what is removed, for the bands that are dropped somewhere."""
+    """Yield a gradient from a band's colour to the grey of removed probability, for each band that is dropped."""
     yield "<defs>"
     for index, band in enumerate(bands):
         if any(band.dropped):
@@ -169,7 +169,7 @@ def _gradients(bands: Sequence[Band]) -> Iterator[str]:
 
 
 def _spans(bands: Sequence[Band], stage: int, top: float, height: float) -> list[tuple[float, float]]:
-    """Top and bottom of each band in a column."""
+    """Return the top and the bottom of each band in a column."""
     spans = []
     for band in bands:
         bottom = top + height * band.shares[stage]
@@ -179,7 +179,7 @@ def _spans(bands: Sequence[Band], stage: int, top: float, height: float) -> list
 
 
 def _flows(bands: Sequence[Band], layout: Layout) -> Iterator[str]:
-    """What goes on from column to column, and what goes down to the grey."""
+    """Yield the flows from column to column, and down to the removed probability."""
     for stage in range(1, layout.num_stages):
         left, right = layout.column(stage - 1) + COLUMN, layout.column(stage)
         befores = _spans(bands, stage - 1, TOP, layout.height)
@@ -232,7 +232,7 @@ def _removed(trace: SampleTrace, layout: Layout) -> Iterator[str]:
 
 
 def _tapers(bands: Sequence[Band], layout: Layout) -> Iterator[str]:
-    """From each label to its band in the first column, and from the last column to the labels of what is left."""
+    """Yield the tapers from labels to the first column, and from the last column to the labels of remaining bands."""
     first = _spans(bands, 0, TOP, layout.height)
     last = _spans(bands, layout.num_stages - 1, TOP, layout.height)
     for index, band in enumerate(bands):
@@ -264,7 +264,7 @@ def _labels(trace: SampleTrace, bands: Sequence[Band], layout: Layout) -> Iterat
 
 
 def _race(trace: SampleTrace, layout: Layout) -> Iterator[str]:
-    """Each survivor's logit and what the noise made of it, on one scale; the dashed line is the winning score."""
+    """Yield each survivor's logit and its score with noise, on one scale. The dashed line is the winning score."""
     running = [(i, c, c.logits[-1], c.score) for i, c in enumerate(trace.candidates) if c.score is not None]
     values = [value for _, _, logit, score in running for value in (logit, score) if value is not None]
     low, high = min(values), max(values)

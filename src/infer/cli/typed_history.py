@@ -1,4 +1,4 @@
-"""What was typed in chats, kept for the next one: a line of JSON for each message, for its owner's eyes alone."""
+"""The history of messages typed in chats: one line of JSON per message, which only its owner can read."""
 
 import json
 import os
@@ -12,7 +12,10 @@ VARIABLE = "INFER_HISTORY"
 
 
 def history_path() -> Path | None:
-    """$INFER_HISTORY, of which an empty one keeps nothing; else in the folder for what programs remember."""
+    """Return $INFER_HISTORY, else a file in the folder for programs' state.
+
+    Return None if the variable is empty, which means to keep nothing, or if the home folder is unknown.
+    """
     named, state = os.environ.get(VARIABLE), os.environ.get("XDG_STATE_HOME")
     if named == "":
         return None
@@ -22,7 +25,7 @@ def history_path() -> Path | None:
 
 
 def read_history(path: Path) -> list[str]:
-    """The last messages, oldest first. What is no line of ours is left out; a file that cannot be read has none."""
+    """Return the last messages, oldest first. Other lines are left out; a file that cannot be read has no messages."""
     try:
         lines = path.read_bytes().splitlines()
     except (OSError, ValueError):
@@ -39,7 +42,7 @@ def read_history(path: Path) -> list[str]:
 
 
 def add_to_history(path: Path, message: str) -> None:
-    """At once, so that a chat that is killed keeps it. Raises OSError."""
+    """Append a message immediately, so that a chat that is killed keeps it. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:

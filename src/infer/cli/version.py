@@ -1,4 +1,4 @@
-"""`infer --version -v`: the machine and what runs on it, as a report of a fault or of a speed needs them."""
+"""`infer --version -v`: the machine and its software, for reports of faults or of speeds."""
 
 import os
 import platform
@@ -39,7 +39,7 @@ def version_lines() -> Iterator[str]:
 
 
 def device_lines() -> Iterator[str]:
-    """What `--device` may name here."""
+    """Yield the devices that `--device` may name here."""
     yield f"cpu: {ops.backend_of(torch.device('cpu')).description()}"
     yield from (f"cuda:{index}: {name}" for index, name in enumerate(ops.cuda_devices()))
     yield from (f"opencl: {name}" for name in ops.opencl_devices())

@@ -1,4 +1,4 @@
-"""How the values of a trace read, in a table as in a picture."""
+"""Formats for the values of a trace, in tables and in pictures."""
 
 import re
 import unicodedata
@@ -24,12 +24,12 @@ def heading(stage: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Two digits after the point; what would round to nothing is shown as less."""
+    """Return a share in percent, with two decimals. A share that would round to 0 is shown as <0.01%."""
     return "<0.01%" if 0 < share < 0.00005 else f"{share:.2%}"
 
 
 def quoted(text: str) -> str:
-    """In quotes, on one line: characters that do not print as their escapes."""
+    """Return the text in quotes, on one line, with escapes for characters that do not print."""
     return "'" + "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text) + "'"
 
 
@@ -44,7 +44,10 @@ def shortened(text: str, width: int) -> str:
 
 
 def display_width(text: str) -> int:
-    """Terminal columns: East Asian wide characters take two, combining and invisible ones and styles none."""
+    """Return the number of terminal columns of a text.
+
+    Wide East Asian characters take two; combining and invisible characters and styles take none.
+    """
     return sum(map(_columns, _STYLE.sub("", text) if "\x1b" in text else text))
 
 

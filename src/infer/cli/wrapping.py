@@ -1,7 +1,7 @@
-"""Words that go to the next line whole, in a text that comes piece by piece.
+"""Wrap a text that arrives in pieces, so that words move to the next line as a whole.
 
-What is written depends on the text alone, not on its pieces. The model's own line breaks stay; code between fences and
-lines of tables are left as they are.
+The output depends on the text only, not on its pieces. The model's own line breaks stay. Code between fences and lines
+of tables are not wrapped.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ _JOINER = "\u200d"  # makes one sign of the two beside it
 
 @final
 class WordWrap:
-    """`width` gives the terminal's columns; it is asked again for every word, because a window may change."""
+    """Wraps text. `width` returns the terminal's columns, and is called for every word, because a window may change."""
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._width = width
@@ -31,13 +31,14 @@ class WordWrap:
         self._previous = ""
 
     def feed(self, text: Iterable[str]) -> str:
-        """What of the text so far can be shown, with line breaks where words would be cut. Between its characters may
-        be escape sequences that set a style.
+        """Return the part of the text so far that can be shown, with line breaks so that no word is cut.
+
+        Between its characters, the text may have escape sequences that set a style.
         """
         return "".join(map(self._take, text))
 
     def finish(self) -> str:
-        """What is still held."""
+        """Return the text that is still held back."""
         return self._end_word()
 
     def _take(self, character: str) -> str:
@@ -62,7 +63,10 @@ class WordWrap:
         return self._add(character)
 
     def _add(self, character: str) -> str:
-        """To the word. One that would pass the margin goes to the next line, and need not wait there."""
+        """Add a character to the word.
+
+        A word that would pass the margin moves to the next line, where it is no longer held back.
+        """
         if not self._is_held:
             return self._show(character)
         self._word += character

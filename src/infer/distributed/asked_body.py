@@ -1,4 +1,4 @@
-"""What the process that clients talk to makes of a body: the prompt, for the router, and a seed where it has none."""
+"""A body in the process that clients talk to: its prompt, for the router, and a seed if it has none."""
 
 import secrets
 from typing import NamedTuple
@@ -14,7 +14,7 @@ _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class AskedBody(NamedTuple):
-    """Where it is repeatable, a stream that is asked for again has the same events."""
+    """A request's body. If it `is_repeatable`, a stream that is requested again has the same events."""
 
     content: bytes
     prompt: RoutedPrompt
@@ -28,7 +28,10 @@ def read_asked(content: bytes, session: str, tenant: str, *, is_repeatable: bool
 
 
 def with_seed(content: bytes) -> bytes:
-    """Of a body that has none. What is no object of JSON stays as it is: the replica refuses it."""
+    """Return the body with a random seed if it has none.
+
+    Content that is not a JSON object stays as it is, because the replica refuses it.
+    """
     try:
         fields = _decoder.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

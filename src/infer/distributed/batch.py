@@ -1,4 +1,4 @@
-"""`infer batch` as an actor of Ray Data: rows in, its lines out, byte for byte, whoever answers and how often.
+"""`infer batch` as an actor of Ray Data: it takes rows and returns the lines of `infer batch`, byte for byte.
 
     rows = ray.data.read_text("in.jsonl", override_num_blocks=64, ray_remote_args={"num_cpus": 0})
     rows.map_batches(
@@ -6,7 +6,7 @@
         batch_format="pyarrow", batch_size=64, compute=ray.data.ActorPoolStrategy(size=2),
     )
 
-A line depends on its row alone: what Ray computes twice, after a kill or because it likes to, is the same.
+A line depends only on its row. A line that Ray computes twice, after a kill or for other reasons, is the same.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -28,8 +28,9 @@ _NO_ID = ""
 
 @final
 class BatchEngine:
-    """`seed` and `values` are those of all rows, as `infer batch` has them; `settings` are those of `LLM`. Rows whose
-    id is in `finished` give no line.
+    """Answers rows. `seed` and `values` are those of all rows, as in `infer batch`; `settings` are those of `LLM`.
+
+    Rows whose id is in `finished` give no line.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class BatchEngine:
         self._settings = BatchSettings(model, seed, batch_size, values or {}, RequestOptions())
 
     def __call__(self, batch: Any) -> Any:
-        """A `pyarrow.Table` of rows as one of columns `id` and `line`. Raises InvalidRequestError for a row without an
-        id of its own: there are no numbers of lines to name it after.
+        """Return a table with the columns `id` and `line` for a `pyarrow.Table` of rows.
+
+        Raises InvalidRequestError for a row without its own id, because there are no line numbers to name it after.
         """
         lines = dict[str, str]()
 
@@ -64,7 +66,7 @@ class BatchEngine:
 
 
 def _rows_of(batch: Any) -> Iterator[Row]:
-    """Null is absent: a table has all columns in each row."""
+    """Yield the rows of a batch. Null counts as absent, because a table has all columns in each row."""
     try:
         records = batch.to_pylist()
     except AttributeError:

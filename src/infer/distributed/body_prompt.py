@@ -1,4 +1,4 @@
-"""What a router must know of a request's body: roughly how long its prompt is, and what it begins with."""
+"""The facts about a request's body that a router needs: roughly how long its prompt is, and how it begins."""
 
 from hashlib import blake2b
 from typing import Any
@@ -13,7 +13,10 @@ _ANSWER_TOKENS, _ANSWER_COST = 150, 8.0  # of a usual answer; what a token of it
 
 
 def prompt_of_body(body: bytes, session: str, tenant: str) -> RoutedPrompt:
-    """Of the same tenant alone are caches shared. A body without a `session` may name one as its `prompt_cache_key`."""
+    """Return the prompt for the router. Caches are shared only within one tenant.
+
+    A body without a `session` may name one as its `prompt_cache_key`.
+    """
     try:
         fields: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""One request to a replica and its answer, byte by byte as they come, over a connection of its own.
+"""One request to a replica and its answer, passed on byte by byte, over its own connection.
 
 The other side is the same server, on a socket that no one else has.
 """
@@ -18,11 +18,11 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class GoneError(Exception):
-    """The other side died, or is not there."""
+    """The other side has died, or does not exist."""
 
 
 class EngineFailedError(GoneError):
-    """The other side's engine has failed: its process lives, and answers nothing any more."""
+    """The other side's engine has failed: its process is alive, but answers nothing any more."""
 
 
 class Head(NamedTuple):
@@ -31,7 +31,7 @@ class Head(NamedTuple):
 
 
 async def connected(path: str) -> "Exchange":
-    """With who listens at `path`. Raises GoneError where nobody does."""
+    """Return an exchange with the server that listens at `path`. Raises GoneError if there is none."""
     try:
         return Exchange(*await asyncio.open_unix_connection(path))
     except OSError:
@@ -46,7 +46,7 @@ def request_bytes(method: str, target: bytes, headers: Headers, body: bytes = b"
 
 @runtime_checkable
 class Reader(Protocol):
-    """As asyncio's, or one of bytes that come in another way."""
+    """A reader like asyncio's, or one of bytes that arrive in another way."""
 
     async def read(self, num_bytes: int, /) -> bytes: ...
 
@@ -98,7 +98,7 @@ class Exchange:
         return b"".join([chunk async for chunk in self._body_chunks()])
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
-        """Of a body that is a stream of them: those that have come. What is cut within an event is dropped."""
+        """Yield the events that have arrived, for a body that is a stream of events. An incomplete event is dropped."""
         rest = b""
         async for chunk in self._body_chunks():
             *whole, rest = (rest + chunk).split(_END)
@@ -130,13 +130,16 @@ class Exchange:
 
 @runtime_checkable
 class Exchanges(Protocol):
-    """With the replicas of a server."""
+    """Exchanges with the replicas of a server."""
 
     @property
     def are_several(self) -> bool: ...
 
     def exchange(self, prompt: RoutedPrompt) -> AbstractAsyncContextManager[Exchange]:
-        """With the one that the prompt goes to, once one is ready. Raises GoneError where that dies meanwhile."""
+        """Return an exchange with the replica that the prompt goes to, once one is ready.
+
+        Raises GoneError if that replica dies meanwhile.
+        """
 
     async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
-        """Status and body, by the names of those that are ready and answer soon."""
+        """Return status and body by name, for the replicas that are ready and answer soon."""

@@ -1,8 +1,8 @@
-"""An answer that outlives the replica that gives it.
+"""An answer that survives the death of its replica.
 
-When one dies, hangs, or says that its engine has failed, the request is asked again of another, with the parts of its
-stream that the client has (`server.resumption`): the events come again, byte by byte, and those that were sent are
-dropped. An answer that is no stream is asked for again from its beginning.
+If a replica dies, hangs, or reports that its engine has failed, the request is sent to another one. It includes the
+parts of the stream that the client has (`server.resumption`). The events are repeated byte by byte, and those that were
+sent are dropped. An answer that is not a stream is requested again from its beginning.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -47,7 +47,7 @@ _error_decoder = msgspec.json.Decoder(_ErrorBody)
 
 @final
 class Answering:
-    """One request. `fail` ends a stream that nobody can go on with."""
+    """One request. `fail` returns the last bytes of a stream that no replica can continue."""
 
     def __init__(self, request: Request, asked: AskedBody, replicas: Exchanges, fail: Fail) -> None:
         self._request, self._asked, self._replicas, self._fail = request, asked, replicas, fail
@@ -58,7 +58,10 @@ class Answering:
         self._num_seen = 0  # of the replica that answers now
 
     async def response(self) -> Response:
-        """Raises ApiError where it cannot be answered: then the call is not the replica's any more."""
+        """Return the response.
+
+        Raises ApiError if no replica can answer: then the call is no longer the replica's.
+        """
         self._call.is_forwarded = True
         answer = self._answer()
         try:
@@ -78,7 +81,7 @@ class Answering:
         return self._fail(error)
 
     async def _answer(self) -> AsyncGenerator[Head | bytes, None]:
-        """The head, then the body as it comes, from as many replicas as it takes."""
+        """Yield the head, then the body as it arrives, from as many replicas as are needed."""
         has_head = False
         for _ in range(_MOST_DEATHS):
             self._noted, self._num_seen = [], 0
@@ -112,7 +115,10 @@ class Answering:
         raise _DIED
 
     def _unsent(self, events: Sequence[bytes]) -> bytes:
-        """Those that the client has not, without the notes among them. Comments are sent, and not counted."""
+        """Return the events that the client does not have, without the notes among them.
+
+        Comments are sent, but not counted.
+        """
         found = list[bytes]()
         for event in events:
             if event.startswith(NOTE):
@@ -146,7 +152,7 @@ class Answering:
 
 
 def _code_of(body: bytes) -> str | None:
-    """Return the code of an error's body, if it has one."""
+    """Return the code of an error's body, or None."""
     try:
         return _error_decoder.decode(body).error.code
     except msgspec.DecodeError:
@@ -164,7 +170,7 @@ async def _head_of(answer: AsyncGenerator[Head | bytes, None]) -> Head:
 
 
 async def _bytes_of(answer: AsyncGenerator[Head | bytes, None]) -> AsyncGenerator[bytes, None]:
-    """After its head."""
+    """Yield the body of an answer whose head has been read."""
     async with aclosing(answer):
         async for chunk in answer:
             assert isinstance(chunk, bytes)

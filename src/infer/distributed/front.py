@@ -1,4 +1,4 @@
-"""`--isolate` and `--replicas`: clients talk to a process that has no model; its children have it, and may die."""
+"""`--isolate` and `--replicas`: clients talk to a process without a model. Its children have the model, and may die."""
 
 import asyncio
 import socket
@@ -31,7 +31,10 @@ _SESSION_HEADER = "x-session-id"
 
 
 def run_replicas(state: ServerState, listener: socket.socket, commands: Sequence[Sequence[str]]) -> int:
-    """Each of `commands` starts a child; the number of its socket's descriptor is added. The exit status."""
+    """Serve with one child per command, and return the exit status.
+
+    The number of the descriptor of the child's socket is appended to its command.
+    """
     with locked_folder("infer-front-") as folder, ExitStack() as stack:
         sockets = list[socket.socket]()
         for index in range(len(commands)):
@@ -49,14 +52,14 @@ def run_replicas(state: ServerState, listener: socket.socket, commands: Sequence
 
 @final
 class Front:
-    """The handlers of all routes."""
+    """The handlers of all routes, in the process that clients talk to."""
 
     def __init__(self, replicas: Exchanges) -> None:
         self._replicas = replicas
 
     @property
     def table(self) -> list[ApiRoute]:
-        """All are handed on, but those that say how this process is."""
+        """The routes. All requests are forwarded, except those to /health, /ready and /metrics."""
         own = {"/health": health, "/ready": self._ready, "/metrics": self._read_metrics}
         return [each._replace(handler=own.get(each.path, self._hand_on), operation="") for each in ROUTES]
 
@@ -69,7 +72,7 @@ class Front:
         return await Answering(request, asked, self._replicas, fail).response()
 
     async def _ready(self, request: Request, state: ServerState) -> Response:
-        """The answer of a replica that is ready; of another if none is."""
+        """Return the answer of a replica that is ready, or of another one if none is."""
         if state.phase != "ready":
             return await ready(request, state)
         answers = (await self._replicas.get(b"/ready")).values()
@@ -77,7 +80,10 @@ class Front:
         return Response(body, status, media_type="application/json")
 
     async def _read_metrics(self, request: Request, state: ServerState) -> Response:
-        """The replicas', each with its name where there are several, and what never came to one."""
+        """Return the metrics of the replicas and of this process, which count requests that reached no replica.
+
+        If there are several replicas, the metrics of each have its name.
+        """
         own = labelled(text_of(state.metrics.families_of_http()), process="front")
         found = {name: body.decode() for name, (_, body) in (await self._replicas.get(b"/metrics")).items()}
         texts = [labelled(text, replica=name) for name, text in found.items()]

@@ -1,4 +1,4 @@
-"""`router.Router` as Ray Serve asks it: each process that sends requests has one, and learns from what it sends."""
+"""`router.Router` for Ray Serve. Each process that sends requests has a router, which learns from what it sends."""
 
 from typing import final
 
@@ -9,7 +9,7 @@ from infer.distributed.router import NUM_PAGES, RoutedPrompt, Router
 
 @final
 class PrefixRouter(RequestRouter):
-    """Of calls whose second argument is a `RoutedPrompt`."""
+    """A router for calls whose second argument is a `RoutedPrompt`."""
 
     def initialize_state(self, num_pages: int = NUM_PAGES) -> None:
         self._router = Router(num_pages)
@@ -18,7 +18,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The best one, then all others: Ray takes what is not full."""
+        """Return the best replica, then all others: Ray takes one that is not full."""
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True

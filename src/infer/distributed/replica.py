@@ -1,8 +1,10 @@
-"""A child process with the model, started again when it dies.
+"""A child process with the model, which is started again when it dies.
 
-It is the same server, at a socket of its own, and gives all answers; clients talk to its parent, which has no model.
-With a spare it is back sooner: a process that has loaded torch but no model, and waits for a byte on stdin.
-While it has requests it is asked each second for its health. A process that gives no answer twice in a row hangs: it
+The child is the same server, on its own socket, and gives all answers. Clients talk to its parent, which has no model.
+With a spare, the replica is back sooner. A spare is a process that has loaded torch but no model, and waits for a byte
+on stdin.
+
+While the child has requests, its health is checked each second. A process that gives no answer twice in a row hangs: it
 was stopped, or its disk hangs. Its requests go to another replica, and it is killed after the watchdog's seconds.
 """
 
@@ -29,15 +31,19 @@ _MOST_SHORT = 5  # of them in a row
 
 
 def await_turn() -> bool:
-    """In a child: load what takes long, then wait until its parent needs it; False if that ends first."""
+    """Load heavy modules in a child process, then wait until its parent needs it.
+
+    Return False if the parent ends first.
+    """
     import_module("infer.llm")
     return bool(os.read(0, 1))
 
 
 @final
 class Replica:
-    """`command` starts it; the number of its socket's descriptor is added. `on_change` is called when it becomes ready,
-    when it begins or ceases to hang, and when it has died.
+    """A replica of the server. `command` starts it; the number of its socket's descriptor is appended.
+
+    `on_change` is called when the replica becomes ready, when it begins or ceases to hang, and when it has died.
     """
 
     def __init__(
@@ -61,7 +67,10 @@ class Replica:
         self._is_ending = False
 
     async def live(self, *, has_spare: bool) -> None:
-        """Until it is terminated. Raises InferError where it cannot start, or dies again and again."""
+        """Run the replica until it is terminated, and start it again when it dies.
+
+        Raises InferError if it cannot start, or dies again and again.
+        """
         num_short = 0
         while not self._is_ending:
             served_seconds = await self._run(has_spare=has_spare)
@@ -72,12 +81,15 @@ class Replica:
 
     @property
     def hangs(self) -> bool:
-        """True if it lives and gives no answer."""
+        """True if the replica is alive but gives no answer."""
         return self._num_missed >= _MOST_MISSED
 
     @asynccontextmanager
     async def exchange(self) -> AsyncIterator[Exchange]:
-        """For one request. Raises GoneError where it dies meanwhile, or its requests are dropped."""
+        """Yield an exchange for one request.
+
+        Raises GoneError if the replica dies meanwhile, or if its requests are dropped.
+        """
         was_ready, process = self.is_ready, self._process
         exchange = await connected(self._own.getsockname())
         self._exchanges.add(exchange)
@@ -95,13 +107,13 @@ class Replica:
             exchange.close()
 
     async def get(self, target: bytes) -> tuple[int, bytes]:
-        """Status and body. Raises GoneError."""
+        """Return status and body. Raises GoneError."""
         async with self.exchange() as exchange:
             head = await exchange.head(request_bytes("GET", target, []))
             return head.status, await exchange.body()
 
     async def try_get(self, target: bytes) -> tuple[int, bytes] | None:
-        """Status and body; None if it gives no answer within a second."""
+        """Return status and body, or None if there is no answer within a second."""
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 return await self.get(target)
@@ -109,12 +121,12 @@ class Replica:
             return None
 
     def drop_requests(self) -> None:
-        """Raise GoneError in all that read an answer."""
+        """Close all exchanges, so that GoneError is raised wherever an answer is being read."""
         for exchange in self._exchanges:
             exchange.close()
 
     def terminate(self) -> None:
-        """It drains."""
+        """Send SIGTERM to the process, which then drains, and kill the spare."""
         self._is_ending = True
         _signal(self._process, signal.SIGTERM)
         _signal(self._spare, signal.SIGKILL)
@@ -124,7 +136,10 @@ class Replica:
             _signal(process, signal.SIGKILL)
 
     async def _run(self, *, has_spare: bool) -> float:
-        """One process, from its start to its end; for how many seconds it was ready."""
+        """Run one process from its start to its end, and return the seconds for which it was ready.
+
+        Raises InferError if it ends with an error before it is ready.
+        """
         spare, self._spare = self._spare, None
         self._process = process = await self._spawn() if spare is None or spare.returncode is not None else spare
         assert process.stdin is not None
@@ -146,7 +161,10 @@ class Replica:
         return served_seconds
 
     async def _notice_death(self) -> None:
-        """It is seen a moment after that of a connection; until then one could connect to the socket."""
+        """Wait for at most a second until the death is noticed.
+
+        It is noticed a moment after that of a connection; until then, the socket would accept new ones.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_SECONDS):
                 while self.is_ready and not self.hangs:
@@ -165,7 +183,10 @@ class Replica:
         return answer is not None and answer[0] == 200
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """While it is ready and has requests, or hangs: time is counted in checks, as this process may be stopped."""
+        """Check the replica's health while it is ready and has requests, or hangs.
+
+        Time is counted in checks, because this process may be stopped as well.
+        """
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             if not self.is_ready or not (self._exchanges or self._num_missed):

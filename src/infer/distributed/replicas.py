@@ -1,4 +1,4 @@
-"""All replicas of a server: which of them are ready, what each has to do, and to which a request goes."""
+"""All replicas of a server: their readiness, their queued work, and the choice of one for each request."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ _PAUSE_SECONDS = 10.0  # before one is tried again
 
 @final
 class Replicas:
-    """For the event loop. `commands` start them, each with a socket of its own. A single one has a spare."""
+    """For the event loop only. `commands` start the replicas, each with its own socket. A single one has a spare."""
 
     def __init__(self, state: ServerState, commands: Sequence[Sequence[str]], sockets: Sequence[socket.socket]) -> None:
         self._state, self._router = state, Router(NUM_PAGES)
@@ -36,7 +36,10 @@ class Replicas:
         return len(self._replicas) > 1
 
     async def start(self) -> None:
-        """Until one is ready. Where one cannot start and no other serves, now or later, the state fails."""
+        """Start the replicas, and return when one is ready or the state has failed.
+
+        If a replica cannot start while no other serves, now or later, the state fails.
+        """
         self._lives = [asyncio.create_task(self._keep(replica)) for replica in self._replicas]
         waits = [asyncio.create_task(event.wait()) for event in (self._is_any_ready, self._state.has_failed)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -45,7 +48,10 @@ class Replicas:
 
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
-        """With the replica that the prompt goes to, once one is ready. Raises GoneError where that dies meanwhile."""
+        """Yield an exchange with the replica that the prompt goes to, once one is ready.
+
+        Raises GoneError if that replica dies meanwhile.
+        """
         while not (ready := {each.name: each for each in self._choosable()}):
             await self._is_any_ready.wait()
         name = self._router.choose(prompt, {name: self._queued[name] for name in ready})
@@ -60,13 +66,13 @@ class Replicas:
             self._queued[name] -= work
 
     async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
-        """Status and body, by the names of those that are ready and answer within a second."""
+        """Return status and body by name, for the replicas that are ready and answer within a second."""
         asked = self._choosable()
         answers = await asyncio.gather(*(replica.try_get(target) for replica in asked))
         return {replica.name: answer for replica, answer in zip(asked, answers, strict=True) if answer is not None}
 
     def terminate(self) -> None:
-        """They drain."""
+        """Send SIGTERM to all replicas, which then drain."""
         for replica in self._replicas:
             replica.terminate()
 
@@ -75,7 +81,7 @@ class Replicas:
             replica.kill()
 
     async def _keep(self, replica: Replica) -> None:
-        """One that cannot start is tried again while others serve."""
+        """Keep a replica alive. If it cannot start, try again while others serve."""
         while True:
             try:
                 await replica.live(has_spare=not self.are_several)
@@ -88,7 +94,7 @@ class Replicas:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _choosable(self) -> list[Replica]:
-        """Replicas that are ready. Those that hang are among them only if all do."""
+        """Return the replicas that are ready. Those that hang are included only if all hang."""
         ready = [each for each in self._replicas if each.is_ready]
         return [each for each in ready if not each.hangs] or ready
 

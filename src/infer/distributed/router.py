@@ -1,12 +1,12 @@
-"""Which replica a request goes to: the one of the least cost. No clock, no I/O.
+"""Choose the replica of the least cost for a request. No clock, no I/O.
 
     cost of a replica = tokens queued there
                       + 8 × tokens of the prompt that its cache lacks  (all later requests wait for them)
                       + 0.2 × tokens that it was sent recently           (idle replicas share new conversations)
 
-What a cache has is known from what was sent there, by the keys of a prompt's first pages: `kvcache.page_rows.page_keys`
-of its ids, as the cache itself has them, or `text_keys` where there is no tokenizer. The replica of a session is taken
-to have the whole prompt.
+The contents of a cache are known from what was sent there, by the keys of a prompt's first pages. With token ids, these
+are `kvcache.page_rows.page_keys`, which the cache itself uses. Without a tokenizer, they are `text_keys`. The replica
+of a session is taken to have the whole prompt.
 
     router = Router(num_pages=4096)            # of a replica's cache
     prompt = RoutedPrompt(num_tokens, keys, session)
@@ -29,8 +29,9 @@ _Value = TypeVar("_Value")
 
 
 class RoutedPrompt(NamedTuple):
-    """`keys` are of its first pages, each of a page and all before it; `session` "" is none. `answer` is what the
-    answer is expected to cost, in tokens of a prompt.
+    """A prompt for the router. `keys` are those of its first pages; each covers a page and all pages before it.
+
+    An empty `session` means none. `answer` is the expected cost of the answer, in tokens of a prompt.
     """
 
     num_tokens: int
@@ -40,7 +41,7 @@ class RoutedPrompt(NamedTuple):
 
 
 def text_keys(text: bytes, salt: bytes = b"") -> list[bytes]:
-    """A key for each whole block of a text, of it and of all before it, and of the salt."""
+    """Return one key per whole block of a text. It covers the block, all blocks before it, and the salt."""
     keys, last = list[bytes](), salt
     for start in range(0, len(text) - _TEXT_BLOCK + 1, _TEXT_BLOCK):
         last = blake2b(last + text[start : start + _TEXT_BLOCK], digest_size=_KEY_BYTES).digest()
@@ -50,7 +51,7 @@ def text_keys(text: bytes, salt: bytes = b"") -> list[bytes]:
 
 @final
 class Router:
-    """`num_pages` is how many pages a replica keeps, the least recently sent go first."""
+    """Chooses replicas. Each replica keeps `num_pages` pages; the least recently sent pages are evicted first."""
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
@@ -59,7 +60,7 @@ class Router:
         self._sent: dict[str, float] = {}
 
     def choose(self, prompt: RoutedPrompt, queued: Mapping[str, float]) -> str:
-        """One of the names in `queued`, of which there must be one."""
+        """Return one of the names in `queued`, which must not be empty."""
         if new := queued.keys() - self._sent.keys():  # they begin as the least of the others
             self._sent |= dict.fromkeys(new, min(self._sent.values(), default=0.0))
 
@@ -85,7 +86,7 @@ class Router:
         }
 
     def _missing(self, prompt: RoutedPrompt, replica: str) -> float:
-        """How many tokens of the prompt the replica would compute."""
+        """Return the number of tokens of the prompt that the replica would compute."""
         if prompt.session and self._replica_by_session.get(prompt.session) == replica:
             return 0.0
         pages, num_found = self._pages.get(replica, {}), 0
@@ -97,7 +98,7 @@ class Router:
 
 
 def _put_last(found: dict[_Key, _Value], key: _Key, value: _Value, most: int) -> None:
-    """A dict is in the order of its insertions: the oldest are dropped."""
+    """Put the key last in the dict, and drop the oldest keys beyond `most`."""
     found.pop(key, None)
     found[key] = value
     while len(found) > most:

@@ -1,7 +1,7 @@
-"""A Ray Serve application: clients' requests come to a `RayFront`, each `Engine` has the model.
+"""A Ray Serve application: a `RayFront` receives the clients' requests, and each `Engine` has the model.
 
-Ray places engines, watches, counts and restarts them. What goes through it is HTTP's bytes, as any replica is sent; an
-engine hands them to the server in its own process, which listens nowhere.
+Ray places, watches, counts and restarts engines. Requests pass through Ray as HTTP's bytes, as they are sent to any
+replica. An engine hands them to the server in its own process, which listens on no address.
 """
 
 import asyncio
@@ -46,9 +46,10 @@ _ROUTER = "infer.distributed.ray_router.PrefixRouter"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Deployed:
-    """`load` is what `LLM` is given, `threads` among it. `fronts` is the number of fronts: one may die.
+    """The settings of an application. `load` are the arguments of `LLM`, including `threads`.
 
-    With `max_replicas` engines are added while more requests go on than there are slots, and taken away again.
+    `fronts` is the number of fronts: one may die. With `max_replicas`, engines are added while more requests are active
+    than there are slots, and removed again.
     """
 
     load: Mapping[str, Any]
@@ -66,7 +67,10 @@ class Deployed:
 
 
 def app(arguments: Mapping[str, Any]) -> serve.Application:
-    """What `serve deploy` makes of a YAML's `args`: the fields of `Deployed`, and `api_key_file`."""
+    """Return the application that `serve deploy` makes of a YAML's `args`.
+
+    They are the fields of `Deployed`, and `api_key_file`.
+    """
     given = dict(arguments)
     load = {"model": "smollm2", "threads": 1, "reuse_prefixes": True, **given.pop("load", {})}
     keys = read_keys(Path(given.pop("api_key_file"))) if "api_key_file" in given else {}
@@ -120,12 +124,12 @@ def _scale(asked: Deployed) -> dict[str, Any]:
 
 @final
 class Engine:
-    """A model, with the server that answers for it, in an actor."""
+    """A model, and the server that answers for it, in an actor."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, load: Mapping[str, Any], settings: ServerSettings
     ) -> None:
-        """Raises what loading the model raised."""
+        """Load the model and start the server. Raises the error of loading the model."""
         take_cores(load["threads"])
         own = replace(settings, api_keys={}, cors_origins=(), tls_cert=None, tls_key=None, is_child=True)
         own = replace(own, max_body_bytes=_NO_LIMIT)  # the front has one
@@ -139,7 +143,7 @@ class Engine:
         self._ending = asyncio.create_task(_end_when_failed(self._state))
 
     async def answer(self, request: bytes, prompt: RoutedPrompt) -> AsyncGenerator[bytes, None]:
-        """HTTP's bytes for HTTP's bytes. The prompt is for the router."""
+        """Yield the answer as HTTP's bytes, to a request in HTTP's bytes. The prompt is for the router."""
         reader, writer = await self._server.connect()
         try:
             writer.write(request)
@@ -149,7 +153,7 @@ class Engine:
             writer.close()
 
     async def get(self, target: bytes) -> tuple[str, int, bytes]:
-        """Name, status and body, for a front that asks all engines."""
+        """Return name, status and body, for a front that asks all engines."""
         exchange = Exchange(*await self._server.connect())
         try:
             head = await exchange.head(request_bytes("GET", target, []))
@@ -158,17 +162,20 @@ class Engine:
             exchange.close()
 
     async def check_health(self) -> None:
-        """Ray starts an engine again whose check raises three times in a row."""
+        """Raise InferError if the engine has failed or hangs.
+
+        Ray restarts an engine whose check raises three times in a row.
+        """
         if not is_alive(self._state):
             raise InferError(f"the engine is {self._state.phase}, or hangs in a step")
 
     async def reconfigure(self, limits: Mapping[str, Any]) -> None:
-        """`user_config` of the YAML, which is changed without a restart. Raises InvalidRequestError."""
+        """Apply the YAML's `user_config`, which can change without a restart. Raises InvalidRequestError."""
         self._state.change_limits(limits)
 
 
 async def _end_when_failed(state: ServerState) -> None:
-    """End this process, which cannot answer any more: Ray starts another one."""
+    """End this process when its engine has failed, so that Ray starts another one."""
     await state.has_failed.wait()
     os._exit(1)
 
@@ -179,7 +186,7 @@ def _load(load: Mapping[str, Any], on_progress: OnProgress) -> "infer.AsyncLLM":
 
 @final
 class Connection:
-    """To whichever engine the router chooses, as a reader and a writer of `Exchange`."""
+    """A connection to the engine that the router chooses, as a reader and a writer of `Exchange`."""
 
     def __init__(self, engines: DeploymentHandle, prompt: RoutedPrompt) -> None:
         self._engines, self._prompt = engines, prompt
@@ -193,7 +200,10 @@ class Connection:
         self._answer = self._engines.answer.remote(self._request, self._prompt)
 
     async def read(self, num_bytes: int) -> bytes:
-        """Empty where the engine died. Raises ApiError where too many wait."""
+        """Return the next bytes, or none at the end or if the engine died.
+
+        Raises ApiError if too many requests wait.
+        """
         try:
             found: bytes = await anext(self._answer, b"")
         except BackPressureError as error:
@@ -210,7 +220,7 @@ class Connection:
 
 @final
 class Engines:
-    """All of them, as `failover` asks for one. They have no names that a client could ask for."""
+    """All engines, as `failover` needs them. They have no names that a client could ask for."""
 
     are_several = True
 
@@ -230,7 +240,7 @@ class Engines:
             exchange.close()
 
     async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
-        """Ask all engines in parallel. None of them answers if Ray has none that runs."""
+        """Ask all engines in parallel, and return status and body by name. Without a running engine, it is empty."""
         try:
             asked = await self._asked.broadcast("get", target)._fetch_replica_results_async()
         except (RayError, RayServeException):
@@ -241,7 +251,7 @@ class Engines:
 
 
 class RayFront:
-    """Keys, origins, ids and counts of requests, and what becomes of them when an engine dies; no model."""
+    """A front without a model: keys, origins, ids and counts of requests, and failover when an engine dies."""
 
     def __init__(self, engines: DeploymentHandle, settings: ServerSettings) -> None:
         own = replace(settings, allowed_hosts=("*",))  # Ray's proxy has the address

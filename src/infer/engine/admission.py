@@ -1,15 +1,16 @@
-"""Who enters next, who gives way, and how long one may have to wait: integers and seconds, nothing else.
+"""Admission: the order in which sequences enter, who gives way, and the longest wait. Pure functions of integers and
+seconds.
 
-Tenants share by computed work (start-time fair queueing, doi:10.1145/248157.248171): each has an account of the work
-that its requests were admitted with, over its weight, and the one with the least enters next. What a request did not
-use is taken off again when it leaves. One that comes back begins where the least of the others stands: nobody saves up.
-Of a tenant's own requests the oldest enters first; a priority counts as having come `HEAD_START` seconds earlier, so
-it is an advantage that the others catch up with. Whoever was preempted comes before all.
+Tenants share by computed work (start-time fair queueing, doi:10.1145/248157.248171). Each tenant has an account: the
+work that its requests were admitted with, divided by its weight. The tenant with the smallest account enters next. Work
+that a request did not use is refunded when it leaves. A tenant that returns starts at the smallest account of the
+others, so nobody saves up. Among one tenant's requests, the oldest enters first. One level of priority counts like
+`HEAD_START` seconds of waiting, so the others catch up with it. Preempted sequences enter before all others.
 
-A tenant that has nothing running takes slots and pages from one that has more (`Tenants.giver`). Slots change
-hands only as often as the work that is lost by it stays small, and stays free for a moment for the next request of the
-tenant that got it (`KeptSlots`). Short sequences pass a long one that waits for pages,
-until they have taken as much work as it is itself (`may_pass`).
+A tenant that has nothing running takes slots and pages from one that has more (`Tenants.giver`). Slots change hands
+only as often as the work that is lost by it stays small. A slot stays free for a moment for the next request of the
+tenant that got it (`KeptSlots`). Short sequences pass a long one that waits for pages, until they have taken as much
+work as the long one needs (`may_pass`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -121,7 +122,7 @@ class Tenants:
             }
 
     def first(self, waiting: Iterable[Waiting]) -> Waiting:
-        """Of one or more, who enters next."""
+        """Return the sequence that enters next, out of one or more."""
         accounts = self._accounts
         return min(
             waiting, key=lambda each: (not each.is_charged, accounts[each.tenant], each.tenant, each.rank, each.number)
@@ -168,12 +169,13 @@ class Tenants:
         return min((self._accounts[tenant] for tenant in self._num_active), default=0.0)
 
     def most_work_before(self, one: Waiting, waiting: Sequence[Waiting], running: int, most: int) -> float:
-        """What can be computed at most before a sequence enters, in the unit of `work_of`.
+        """Return an upper bound of the work that is computed before a sequence enters, in the unit of `work_of`.
 
-        `running` is what those that run may still take, `most` what any request may. It holds for tenants that have a
-        weight or an account, answers no longer than expected, and where none of its own passes by a priority: after
-        `HEAD_START` for each level nobody can. Each that enters before it, and itself, may wait for pages and be passed
-        by as much work as its own. Preemptions are left out.
+        `running` is the work that the running sequences may still take, `most` the most that any request may take. The
+        bound holds for tenants that have a weight or an account, for answers that are not longer than expected, and if
+        none of the tenant's own requests passes by a priority; after `HEAD_START` per level none can. Each sequence
+        that enters before it, and the sequence itself, may wait for pages and be passed by as much work as its own.
+        Preemptions are not counted.
         """
         ahead = sum(each.work for each in waiting if each.tenant == one.tenant and each.rank <= one.rank) - one.work
         least, reached = self._least_active(), self._accounts[one.tenant] + ahead / self.weight(one.tenant)
@@ -213,8 +215,7 @@ class KeptSlots:
 
 
 def has_pages(free: Sequence[int], growths: Iterable[Sequence[int]], needed: Sequence[int]) -> bool:
-    """Whether the free pages of each pool hold what one that enters needs, and what those that run are expected to grow
-    by."""
+    """Return True if each pool has enough free pages for a new sequence and for the expected growth of the others."""
     return all(have >= sum(more) for have, *more in zip(free, needed, *growths, strict=True))
 
 

@@ -24,7 +24,7 @@ _END_LENGTH = 32  # ids in which a prompt may open the reasoning
 
 @final
 class TemplateProbes:
-    """What was found of each template of a tokenizer. For any thread."""
+    """Results of probing each template of a tokenizer. For any thread."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -52,7 +52,7 @@ class TemplateProbes:
 @final
 @dataclass(frozen=True)
 class Conversation:
-    """Of one request: its options, and the variables of its template."""
+    """Options of one request, and the variables of its template."""
 
     tokenizer: Tokenizer
     probes: TemplateProbes
@@ -94,7 +94,7 @@ class Conversation:
         return list(shown), {**self.variables, **tools}
 
     def answer_format(self, prompt_ids: Sequence[int]) -> AnswerFormat | None:
-        """What the answer to this prompt is made of; None where it is text alone."""
+        """Return the format of the answer to this prompt; None if it is plain text."""
         options = self.options
         source = self.tokenizer.template_source(self.variables.get("chat_template"), has_tools=bool(self.tools))
         reasoning = reasoning_of(source)

@@ -33,7 +33,7 @@ _Found = TypeVar("_Found")
 
 
 class _Work(NamedTuple):
-    """What a step computes of a sequence."""
+    """One sequence's share of a step."""
 
     sequence: Sequence
     chunk: Chunk
@@ -344,7 +344,9 @@ class Engine:
     def _sample(
         self, plan: Plan, works: Items[_Work], masks: Masks | None
     ) -> tuple[list[SampledTokens], list[StepEnd], bool]:
-        """What was sampled after each chunk, when each round of sampling ended, and whether it was a multi-step."""
+        """Return the tokens sampled after each chunk, the time at which each round ended, and whether it was a
+        multi-step.
+        """
         params = self._slot_params
         chunks, columns = [work.chunk for work in works], params.select([work.sequence for work in works])
         if plan.num_steps > 1:
@@ -358,7 +360,7 @@ class Engine:
         return *self.runner.sample(chunks, columns, params.history, masks), False
 
     def _cut(self, works: Items[_Work], sampled: list[SampledTokens]) -> None:
-        """What a multi-step sampled of a sequence after its grammar was of no use there never was."""
+        """Discard tokens that a multi-step sampled after a sequence's grammar ended, forced a token, or failed."""
         for row, count in self._filler.num_counted.items():
             if count < len(sampled[row].token_ids):
                 del sampled[row].token_ids[count:], sampled[row].logprobs[count:]

@@ -46,7 +46,7 @@ class Heartbeat(NamedTuple):
 
 @final
 class Status:
-    """What other threads see of the thread."""
+    """State of the thread that other threads read."""
 
     def __init__(self) -> None:
         self.num_sequences = 0  # that are being answered

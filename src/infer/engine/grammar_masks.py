@@ -49,8 +49,9 @@ class MaskFiller:
 
     @property
     def num_counted(self) -> Mapping[int, int]:
-        """Of the last multi-step, how many tokens count of rows whose grammar came to where it is done, forces a token
-        or fails. While these are fewer than half of all rows, the others go on."""
+        """Number of tokens that count, per row whose grammar ended, forced a token or failed in the last multi-step.
+        The other rows continue while such rows are fewer than half.
+        """
         return {} if self._filling is None else self._filling.num_counted
 
     def held_up(self, ends: Items[StepEnd]) -> float:
@@ -58,7 +59,7 @@ class MaskFiller:
         return 0.0 if self._filling is None else self._filling.held_up(ends)
 
     def learn(self, num_logits: int, seconds: float) -> bool:
-        """What filling so many took; whether it is quick enough to do at once."""
+        """Store how long filling so many rows took, and return True if it is quick enough to fill without a thread."""
         self._seconds_per_line = seconds / num_logits
         return self.backend.computes_on_host and seconds < HAND_OVER_SECONDS
 
@@ -130,7 +131,7 @@ class _Filling:
         self._seconds_between = 0.0  # steps, in which their grammars advanced
 
     def fits(self, works: Works) -> bool:
-        """Whether it serves this step too: the same sequences, which go on token by token."""
+        """Return True if this filling also serves the step: the same sequences, which continue token by token."""
         is_done = self._promise is None or self._promise.done()
         is_same = self._has_one_each and self._sequences == [sequence for sequence, _ in works]
         return is_same and is_done and all(chunk.num_logits == 1 for _, chunk in works)

@@ -143,7 +143,7 @@ class Host:
             warnings.warn(f"no conversation will work: {error}", stacklevel=stacklevel)
 
     def fingerprint(self, cache_kind: str) -> dict[str, str]:
-        """What must be the same for a saved cache to mean the same."""
+        """Return the values that must be equal for a saved cache to be valid here."""
         tokenizer = self.tokenizer
         vocabulary = repr((tokenizer.token_bytes, sorted(tokenizer.special_token_ids), sorted(tokenizer.eos_token_ids)))
         return {
@@ -155,7 +155,9 @@ class Host:
 
     @cached_property
     def system_fingerprint(self) -> str:
-        """Where it is the same, the same request with the same seed has the same answer."""
+        """Fingerprint of the model and its settings. Equal fingerprints give equal answers to the same request and
+        seed.
+        """
         model = self.fingerprint(self.runner.cache.kind), self.tokenizer.chat_templates
         return f"fp_{_digest(repr((*model, sorted(self.settings.sampling_defaults.items()))))[:16]}"
 
@@ -169,7 +171,10 @@ class Host:
     def conversation(
         self, prompt: Prompt, options: RequestOptions, variables: Mapping[str, Any] | None = None
     ) -> Conversation | None:
-        """Of messages; None of a text or ids. Raises InvalidRequestError for options that need messages."""
+        """Return the conversation of a prompt of messages; None for a text or ids.
+
+        Raises InvalidRequestError for options that need messages.
+        """
         if variables is not None or is_conversation(prompt):
             return Conversation(self.tokenizer, self._probes, options, variables or {})
         for name in ("tools", "tool_choice", "reasoning_budget"):
@@ -250,8 +255,9 @@ class Host:
         *,
         variables: Mapping[str, Any] | None = None,
     ) -> Sequence:
-        """What answers a prompt, made in stages; `check`, called between them, may raise. `variables` are of the
-        template, of a prompt that is to be messages.
+        """Make the sequence that answers a prompt, in stages. `check` is called between them and may raise.
+
+        `variables` are of the template, if the prompt must be messages.
         """
         asked = self.sampled_by(prompt, params, keywords)
         conversation = self.conversation(prompt, options, variables)

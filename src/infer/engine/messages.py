@@ -1,4 +1,4 @@
-"""What reaches the thread that steps the engine: its messages, and the reply of a call."""
+"""Messages to the thread that steps the engine, and the reply of a call."""
 
 from collections import deque
 from collections.abc import Callable, Generator

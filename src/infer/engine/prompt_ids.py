@@ -1,4 +1,4 @@
-"""What may be given as a prompt, and the ids that it is: text, ids or messages, cut on the left where asked for.
+"""Prompts, and their ids: text, ids or messages, cut on the left on request.
 
 A prompt that is far too long is refused before it is tokenized.
 """
@@ -106,7 +106,7 @@ def is_list_of_texts(prompt: Any) -> bool:
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Whether it is messages that can be left out one by one."""
+    """Return True for messages, which can be left out one by one."""
     return isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(m, Mapping) for m in prompt)
 
 

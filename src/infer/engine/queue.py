@@ -43,7 +43,7 @@ class Queue:
         self.tenants.come(sequence.request.tenant)
 
     def leave(self, sequence: Sequence) -> None:
-        """It has ended: what it did not use of the work that it entered with, its tenant gets back."""
+        """Remove a sequence that has ended, and refund the work that it did not use to its tenant."""
         tenant = sequence.request.tenant
         if (charged := self._charged.pop(sequence, None)) is not None:
             num_read = max(0, sequence.num_prompt_tokens - sequence.num_reused)

@@ -43,7 +43,7 @@ class Request:
 
     @property
     def is_held(self) -> bool:
-        """Whether its text is to follow a grammar of the user's."""
+        """True if the text must follow a grammar of the user's."""
         return grammar_of(self.params) is not None
 
     @cached_property
@@ -52,7 +52,7 @@ class Request:
 
     @cached_property
     def call_salt(self) -> bytes:
-        """What the ids of tool calls are made of: the same for the same prompt and seed."""
+        """Salt of the ids of tool calls: equal for the same prompt and seed."""
         return blake2b(repr((self.prompt_token_ids, self.params.seed)).encode(), digest_size=16).digest()
 
 

@@ -1,4 +1,4 @@
-"""What may be asked of one request besides its prompt and how it is sampled; every value is checked when it is made."""
+"""Options of one request besides its prompt and its sampling. Every value is checked when the options are made."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -85,7 +85,7 @@ _NAMES = frozenset(field.name for field in fields(RequestOptions))
 
 
 class RequestKeywords(SamplingKeywords, total=False):
-    """What every call takes as keywords: the fields of `RequestOptions` and of `SamplingParams`."""
+    """Keywords of every call: the fields of `RequestOptions` and of `SamplingParams`."""
 
     cancel: threading.Event | None
     speculation: Speculation | None

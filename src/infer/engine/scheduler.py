@@ -1,8 +1,8 @@
-"""What the next step computes of each sequence: a plan from integers and costs, and `update`, which learns from it.
+"""The scheduler: plans the next step of each sequence from integers and costs. `update` learns from the step.
 
-Sequences that decode come first, a token each; what is left of the step goes to their drafts, then to prompts: three
-quarters to the one with the least left, a quarter to the oldest, so that a short prompt passes a long one and none
-waits for ever. While an answer is being streamed, 98 of 100 steps with prompts take `gap_seconds` at most.
+Sequences that decode come first, with one token each. The rest of the step goes to their drafts, then to prompts: three
+quarters to the prompt with the fewest tokens left, and a quarter to the oldest. So a short prompt passes a long one,
+and none waits for ever. While an answer is streamed, 98 of 100 steps with prompts take at most `gap_seconds`.
 """
 
 from collections import defaultdict, deque
@@ -27,7 +27,7 @@ _RETURN = 0.2  # steps: what a return to Python takes
 
 
 class Kind(NamedTuple):
-    """What a step's time depends on, besides its number of tokens."""
+    """The properties that a step's time depends on, besides its number of tokens."""
 
     num_sequences: int
     num_constrained: int
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What one sequence asks of the next step."""
+    """The work that one sequence requests for the next step."""
 
     num_pending: int
     num_drafts: int = 0  # that it proposes after its pending tokens
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 
 class StepTaken(NamedTuple):
-    """What a step took: of several without a return to Python, all of them."""
+    """A step that ran, or all steps of a multi-step."""
 
     kind: str  # "decode", "prompt", "mixed" (both) or "chain" (several steps)
     num_sequences: int
@@ -90,11 +90,11 @@ class Scheduler:
         self.step_times = defaultdict[Kind, StepTimes](StepTimes)
 
     def max_drafts(self, num_sequences: int) -> int:
-        """Of each sequence."""
+        """Return the largest number of drafts per sequence."""
         return self._max_logits // num_sequences - 1
 
     def limit_prompts(self, seconds: float) -> None:
-        """What a step with prompts takes from now on while nobody streams."""
+        """Set how long a step with prompts may take while nobody streams, in seconds."""
         self._prompt_seconds = seconds
 
     def prompt_tokens_beside(self, num_decoding: int, context: int, *, is_streamed: bool) -> int:
@@ -155,8 +155,11 @@ class Scheduler:
             times.learn(plan.work.num_tokens - plan.work.num_sequences + 1, seconds / num_steps)
 
     def most_seconds(self, work: float, num_sequences: int, longest: int) -> float:
-        """What so much work (`admission.work_of`) takes at most while so many sequences of that length run: each step
-        gives one of them a token that counts, or reads `LEAST_PROMPT_TOKENS`, or what `STREAM_SECONDS` allow.
+        """Return an upper bound, in seconds, for `work` (`admission.work_of`) while so many sequences of that length
+        run.
+
+        Each step gives one sequence a token that counts, or reads `LEAST_PROMPT_TOKENS`, or as many as `STREAM_SECONDS`
+        allow.
         """
         step = self.costs.predict(StepWork(num_sequences, num_sequences, num_sequences * longest))
         further = self.costs.predict_further(1, longest)
@@ -164,15 +167,18 @@ class Scheduler:
         return work * max(step / ANSWER_WORK, reading)
 
     def _drafts_pay(self, demands: Sequence[Demand]) -> bool:
-        """Whether a step is to verify drafts. Where few sequences have any, the others first get steps without a
-        return."""
+        """Return True if a step should verify drafts. If few sequences have drafts, multi-steps of the others come
+        first.
+        """
         drafting = sum(demand.num_drafts > 0 for demand in demands)
         return drafting > 0 and (2 * drafting >= len(demands) or self._num_plain >= PLAIN_STEPS)
 
     # Steps without a return
 
     def _num_steps(self, demands: Sequence[Demand], work: StepWork, num_waiting: int) -> int:
-        """Of the numbers after which some sequence ends, the one that gives the most tokens a second."""
+        """Return the number of steps that gives the most tokens per second, out of those after which some sequence
+        ends.
+        """
         longest = min(self._longest(demands, work, num_waiting), *(demand.max_steps for demand in demands))
         useful = [min(demand.useful_steps, longest) for demand in demands]
         return max(set(useful), key=lambda count: (sum(min(count, own) for own in useful) / (_RETURN + count), count))
@@ -196,7 +202,7 @@ class Scheduler:
     def _seconds_for_prompts(
         self, demands: Sequence[Demand], decoding: Sequence[int], num_drafts: Sequence[int], others_stream: bool
     ) -> float:
-        """What the tokens of prompts may take in a step, the others being planned."""
+        """Return how long the tokens of prompts may take in a step whose other tokens are planned, in seconds."""
         is_streamed = others_stream or any(demands[index].is_streamed for index in decoding)
         drafts = [num_drafts[index] for index in decoding]
         return self._seconds_beside(

@@ -104,7 +104,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the cache lacks the last token alone."""
+        """True if the cache lacks only the last token."""
         return self.num_pending == 1
 
     @property
@@ -182,7 +182,7 @@ class Sequence:
             self._draft = self.attempt(partial(NgramDraft, self.token_ids), None)
 
     def leave(self) -> None:
-        """It has ended, or waits for a slot: what only further tokens need is dropped."""
+        """Drop the state that only further tokens need: the sequence has ended, or waits for a slot."""
         self.slot, self._draft = NO_SLOT, None
 
     def end(self) -> None:
@@ -267,7 +267,9 @@ class Sequence:
         return self._draft is not None
 
     def demand(self, most_drafts: int, rope_room: int, times: StepTimes | None) -> Demand:
-        """What it asks of the next step: of drafts as many as are worth a step that takes such times."""
+        """Return the work that this sequence requests for the next step. Drafts are limited to the number that pays off
+        at the measured step times.
+        """
         most_steps, to_draft = 1, MAX_STEPS
         if self.is_decoding and not self.must_end_prompt:
             most_steps = min(1 + rope_room, self.request.max_total_tokens - len(self.token_ids))
@@ -327,7 +329,7 @@ class Sequence:
                 return
 
     def accept(self, token_id: int, logprob: TokenLogprob | None = None, origin: Origin = "sampled") -> Piece | None:
-        """What a token adds to the text; None for the code of a failed sample, which ends the sequence."""
+        """Append a token and return its piece; None for the code of a failed sample, which ends the sequence."""
         if self.has_fault:
             return None
         if token_id < 0:
@@ -356,9 +358,7 @@ class Sequence:
     def stepped(
         self, chunk: Chunk, sampled: SampledTokens, num_accepted: int, clock: Clock, *, is_multi_step: bool
     ) -> None:
-        """What was sampled after a chunk, in one step or in several without a return to Python: of the tokens that were
-        accepted, all but the last are computed.
-        """
+        """Record a step or a multi-step: all accepted tokens but the last are computed."""
         self.num_computed += len(chunk.token_ids) - chunk.num_drafts + max(0, num_accepted - 1)
         self.timer.stepped(num_accepted, clock)
         if is_multi_step:
@@ -370,7 +370,7 @@ class Sequence:
             self.stats.drafts_accepted += min(len(sampled.token_ids) - 1, num_accepted)
 
     def result(self) -> GenerationResult:
-        """Of the answer as it is: "abort" where it goes on."""
+        """Return the answer so far; its finish_reason is "abort" if it continues."""
         if self._tail is None and self.finish_reason in ("abort", "error"):
             self._tail = self.attempt(self._text.flush, Parsed(""))
         tail = self._tail or Parsed("")

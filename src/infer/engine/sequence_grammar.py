@@ -22,7 +22,7 @@ class SequenceGrammar:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it was after some token."""
+        """True if the grammar was complete after some token."""
         return self._complete_at is not None
 
     def is_complete_at(self, num_tokens: int) -> bool:
@@ -52,7 +52,7 @@ class SequenceGrammar:
         return is_complete
 
     def allowed(self, drafts: list[int]) -> list[int]:
-        """As many as it allows: a step need not run the others."""
+        """Return the drafts up to the first that the grammar forbids: a step need not run the others."""
         count = 0
         with suppress(ConstraintError):  # which it raises again when the masks are filled
             while count < len(drafts) and self.constraint.accept([drafts[count]]):

@@ -21,7 +21,7 @@ class SlotParams:
         self._stale: list[Sequence] = []  # whose history saw tokens that there never were
 
     def write(self, sequence: Sequence) -> None:
-        """Of a sequence that has got its slot."""
+        """Write the parameters of a sequence that has got its slot."""
         request, device = sequence.request, self._device
         if self._columns is None:
             end_ids = request.tokenizer.eos_token_ids
@@ -39,7 +39,7 @@ class SlotParams:
         return self._columns
 
     def extend(self, sequence: Sequence, token_ids: Items[int]) -> None:
-        """It accepted tokens that no step sampled."""
+        """Append tokens that a sequence accepted without sampling."""
         if token_ids and self.history is not None and uses_history(sequence.params):
             self.history.extend(sequence.slot, token_ids)
 

@@ -1,4 +1,4 @@
-"""Who has which slot of the runner: sequences that run, and leases between them."""
+"""Slots of the runner: which sequence or lease has which."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -156,7 +156,7 @@ class Slots:
         return has_pages(self.runner.free_pages, growths, needed)
 
     def leave(self, sequence: Sequence) -> None:
-        """It has ended: its lease keeps what is computed of it."""
+        """Free the slot of a sequence that has ended. Its lease keeps the computed tokens."""
         slot, lease = sequence.slot, sequence.lease
         self.waiting.pop(sequence, None)
         if not sequence.has_slot:
@@ -175,7 +175,7 @@ class Slots:
         self._is_full = False
 
     def preempt(self, sequence: Sequence) -> None:
-        """It gives up its slot, and is computed again once it gets another."""
+        """Take a sequence's slot. The sequence is computed again when it gets another."""
         sequence.stats.preemptions += 1
         self.runner.truncate(sequence.slot, 0)
         del self._sequence_by_slot[sequence.slot]

@@ -1,4 +1,4 @@
-"""What an engine is doing, as values: for pictures, statistics and whoever must say how long one waits."""
+"""Snapshots of an engine, as values: for pictures, statistics and forecasts of waiting times."""
 
 import time
 from collections.abc import Iterable, Mapping

@@ -27,7 +27,7 @@ _CONTEXT = 1024  # positions, in which products of tokens and positions are coun
 
 
 class StepWork(NamedTuple):
-    """What a step computes."""
+    """Size of a step."""
 
     num_sequences: int
     num_tokens: int
@@ -40,7 +40,7 @@ class StepWork(NamedTuple):
 
 
 def context_of(num_tokens: int, start: int) -> int:
-    """Of a chunk whose first token has so many positions before it."""
+    """Return the sum of the positions before each token of a chunk that starts at `start`."""
     return num_tokens * start + num_tokens * (num_tokens - 1) // 2
 
 
@@ -90,7 +90,7 @@ class StepCosts:
 
     @property
     def low_ratio(self) -> float:
-        """Of the last steps, 98 of 100 took at most what was predicted over this; at most 1."""
+        """Ratio r, at most 1: 98 of the last 100 steps took at most their predicted time divided by r."""
         return min(1.0, percentile(self._ratios, 2.0)) if len(self._ratios) >= _ENOUGH_RATIOS else _USUAL_LOW_RATIO
 
     def predict(self, work: StepWork) -> float:
@@ -98,7 +98,7 @@ class StepCosts:
         return exp(self._pace) * _sum(self.costs, work.features)
 
     def predict_further(self, num_tokens: int, context: int) -> float:
-        """What so many further tokens add, with so many positions before them in all."""
+        """Return the seconds that further tokens add, with `context` positions before them in all."""
         return exp(self._pace) * (self.costs.per_token * num_tokens + self.costs.per_context * context / _CONTEXT)
 
     def tokens_in(self, seconds: float, start: int) -> int:
@@ -155,7 +155,7 @@ def _sum(costs: Sequence[float], features: Sequence[float]) -> float:
 
 
 def _solved(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """Of a symmetric positive definite matrix, which is overwritten."""
+    """Solve a symmetric positive definite system. The matrix is overwritten."""
     size = len(target)
     for pivot in range(size):
         for row in range(pivot + 1, size):

@@ -46,7 +46,7 @@ class StepShares:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the last choice was among several tenants."""
+        """True if the last choice was among several tenants."""
         return bool(self._owed)
 
     def choose(self, parts: Iterable[Part]) -> Collection[str]:

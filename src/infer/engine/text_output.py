@@ -36,7 +36,7 @@ class TextOutput:
         self.stop_reason: str | int | None = None
 
     def push(self, token_id: int, *, is_complete: bool = False, logprob: TokenLogprob | None = None) -> Piece:
-        """What the token adds. Checked in this order: end id, stop string, complete grammar, length."""
+        """Add a token and return its piece. Checks, in this order: end id, stop string, complete grammar, length."""
         self.num_tokens += 1
         is_end = token_id in self.stop_ids
         text = self._detokenizer.flush() if is_end else self._text_of(token_id)
@@ -58,7 +58,7 @@ class TextOutput:
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
     def flush(self) -> Parsed:
-        """What was held back, of an answer that ended before its end."""
+        """Return the text that is held back, if the answer ends before its end."""
         rest = self._parsed(self._detokenizer.flush(), is_last=True)
         return Parsed(self._stop_strings.push(rest.text).text + self._stop_strings.flush(), rest.deltas)
 

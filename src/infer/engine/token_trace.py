@@ -186,7 +186,7 @@ def trace_answer(
 
 @final
 class _Masks:
-    """What a request's grammar allows, token after token."""
+    """The masks of a request's grammar, token by token."""
 
     def __init__(self, host: Host, request: Request, before: Sequence[int]) -> None:
         """Raises InvalidRequestError where the grammar does not allow the tokens `before`."""

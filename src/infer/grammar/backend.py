@@ -1,4 +1,4 @@
-"""A grammar library in this process: it compiles sources and makes matchers of what it compiled."""
+"""A grammar library in this process: it compiles sources and makes matchers of compiled grammars."""
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
@@ -8,17 +8,17 @@ from infer.grammar.matcher import Matcher
 
 
 class Backend(ABC):
-    """One library over one vocabulary. Compiled grammars are shared; each matcher is one sequence's."""
+    """One library for one vocabulary. Sequences share compiled grammars; each sequence has its own matcher."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def compile(self, source: Source) -> Any:
-        """Called only after a trial of the same source in another process."""
+        """Return a compiled grammar. Call only after a trial of the same source in another process."""
 
     @abstractmethod
     def make_matcher(self, compiled: Any) -> Matcher: ...
 
     @abstractmethod
     def num_bytes(self, compiled: Any, source: Source) -> int:
-        """Memory of a compiled grammar, measured or by estimate."""
+        """Return the memory of a compiled grammar in bytes, measured or estimated."""

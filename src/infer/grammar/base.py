@@ -1,6 +1,7 @@
-"""What a constraint is to the decode loop: a mask for the next token, moved along by the tokens that were chosen.
+"""Interface of a constraint for the decode loop: a mask for the next token, advanced by the chosen tokens.
 
-Everything is a function of the tokens accepted so far: a constraint that was rolled back is one that never went there.
+All results depend only on the tokens accepted so far. A rolled-back constraint equals one that never accepted the
+tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -21,49 +22,49 @@ class Constraint(ABC):
     def fill(self, mask: Mask) -> None:
         """Write one row of packed words, one bit per token of the model's vocabulary, the lowest bit first.
 
-        End ids are allowed exactly where the grammar may end. Where `forced` is not empty, its first token is the only
-        one allowed, so that jumping forward and sampling give the same text. At least one bit is set. Raises
-        ConstraintError where the grammar has become too complex to go on.
+        End ids are allowed only where the grammar may end. If `forced` is not empty, its first token is the only one
+        allowed, so that jumping forward and sampling give the same text. At least one bit is set. Raises
+        ConstraintError if the grammar has become too complex to continue.
         """
 
     @abstractmethod
     def accept(self, token_ids: Sequence[int]) -> int:
-        """Move past the longest beginning of `token_ids` that the masks allow; returns its length.
+        """Move past the longest beginning of `token_ids` that the masks allow, and return its length.
 
         Nothing is accepted after an end id. Raises ConstraintError as `fill` does.
         """
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens that were accepted, an end id among them."""
+        """Take back the last `num_tokens` accepted tokens. An end id counts."""
 
     @property
     @abstractmethod
     def num_accepted(self) -> int:
-        """How many tokens it has accepted and not taken back, an end id among them."""
+        """Number of tokens that were accepted and not taken back, including an end id."""
 
     @abstractmethod
     def forced(self) -> list[int]:
-        """Tokens that must follow, as the tokenizer would spell the text that must follow; none of them an end id.
+        """Return the tokens that must follow, as the tokenizer spells the text that must follow, without end ids.
 
-        Left out at its end are tokens that could become others by what is written after them. There may be more once
-        these are accepted.
+        Tokens at the end that could change with the following text are left out. More tokens may be forced once these
+        are accepted.
         """
 
     @property
     @abstractmethod
     def done(self) -> bool:
-        """Whether the text is complete and nothing but an end id may follow."""
+        """True if the text is complete and only an end id may follow."""
 
     def advance(self, token_id: int, mask: Mask, is_last: bool) -> bool:
-        """Between two steps of a multi-step: accept a token that the last mask allows and, unless it is the last, fill
-        `mask` with what may follow it.
+        """Accept a token that the last mask allows and, unless `is_last`, fill `mask` for the next token.
 
-        False where there is no choice to make: it is done, something is forced, or `fill` would raise; then `mask` is
-        not to be used. Raises as `accept` does. Nobody else may call meanwhile.
+        It is called between two steps of a multi-step. Returns False if there is no choice to make: the constraint is
+        done, tokens are forced, or `fill` would raise. Then `mask` must not be used. Raises as `accept` does. No other
+        thread may use the constraint meanwhile.
 
-        The other methods, one by one. There Python is cold and each call costs: those of a library that are left out
-        save 60 µs a token.
+        This version calls the other methods one by one. Between steps Python is cold and each call costs time. An
+        override that leaves out calls of the library saves 60 µs per token.
         """
         self.accept([token_id])
         if self.done or self.forced():
@@ -77,7 +78,7 @@ class Constraint(ABC):
 
 
 def keep_only(mask: Mask, token_ids: Sequence[int]) -> None:
-    """Allow these ids alone."""
+    """Allow only these ids."""
     mask[:] = 0
     words = mask.view("uint32")
     for token_id in token_ids:

@@ -1,4 +1,4 @@
-"""Reasoning that is closed after so many tokens: a constraint around the answer's, which it only narrows."""
+"""A budget of reasoning tokens: a constraint that wraps the answer's and only narrows it."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, final
@@ -9,7 +9,7 @@ _SPACES = b" \t\r\n"
 
 
 class _Place(NamedTuple):
-    """After so many tokens of reasoning; of the bytes before it, as many as may matter."""
+    """State after `num_tokens` tokens of reasoning. `tail` contains the preceding bytes that may still matter."""
 
     phase: Literal["before", "inside", "after"]
     num_tokens: int = 0
@@ -17,7 +17,7 @@ class _Place(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """`opening` and `closing` are the bytes of their tokens, as `bytes_of` gives them."""
+    """A limit of reasoning tokens. `opening` and `closing` are the bytes of their tokens, made by `bytes_of`."""
 
     num_tokens: int
     opening: bytes
@@ -29,7 +29,7 @@ class Budget(NamedTuple):
 
 @final
 class BudgetConstraint(Constraint):
-    """After the budget's last token exactly the closing ids follow."""
+    """A constraint that closes the reasoning: after the budget's last token exactly the closing ids follow."""
 
     def __init__(self, inner: Constraint, budget: Budget) -> None:
         self._inner, self._budget = inner, budget
@@ -74,7 +74,7 @@ class BudgetConstraint(Constraint):
         return goes_on and not self._closing()
 
     def _closing(self) -> tuple[int, ...]:
-        """What must follow of it."""
+        """Return the closing ids that must still follow."""
         place, budget = self._places[-1], self._budget
         if place.phase != "inside" or place.num_tokens < budget.num_tokens:
             return ()

@@ -1,6 +1,6 @@
-"""From what a request asks to a constraint: read and tried in a process of its own, compiled here, and kept.
+"""Compile a request's grammar to a constraint: read and tried in a separate process, compiled here, and cached.
 
-Whatever a grammar is, it is compiled within its budget or refused with one InvalidRequestError that points into it.
+Every grammar is compiled within its budget, or refused with one InvalidRequestError that points into it.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ BACKENDS: dict[str, type[LlguidanceBackend] | type[XgrammarBackend]] = {
 
 
 class _Compiled(NamedTuple):
-    """A grammar as a library has it, and the bytes that it takes."""
+    """A grammar as compiled by a library, and its size in bytes."""
 
     grammar: Any
     num_bytes: int
@@ -42,7 +42,10 @@ class _Compiled(NamedTuple):
 
 @final
 class Compiler:
-    """Grammars for one tokenizer and model. Safe to share between threads; compiling lets other threads run."""
+    """Compiler of grammars for one tokenizer and model.
+
+    It is safe to share between threads. Other threads run during a compilation.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None, backend: str) -> None:
         self.backend = backend
@@ -53,20 +56,21 @@ class Compiler:
         self._compiled = SizedCache[_Compiled](MAX_COMPILED_BYTES)
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """A constraint at its beginning, whose first mask is known to allow something.
+        """Return a new constraint, whose first mask is known to allow at least one token.
 
-        Raises InvalidRequestError: not well-formed, unsupported, unsatisfiable, or over the budget.
+        Raises InvalidRequestError if the grammar is not well-formed, unsupported, unsatisfiable, or over the budget.
         """
         return self._constraint(grammar, lambda backend: _compiled(backend, _read(backend, grammar)))
 
     def spell(self, text: str) -> list[int]:
-        """The tokenizer's own ids for a text."""
+        """Return the tokenizer's own ids for a text."""
         with self._lock:
             return self._load()[1].spell(text)
 
     def compile_answer(self, source: str) -> Constraint:
-        """A grammar of infer's own, which `prepare` wrote and tried. No text of a request may come here, since it may
-        name control tokens by their ids.
+        """Return a constraint of a grammar that `prepare` wrote and tried.
+
+        No text of a request may be passed here, because the grammar may name control tokens by their ids.
         """
 
         def compile_(backend: Backend) -> _Compiled:
@@ -104,9 +108,9 @@ class Compiler:
 
 
 def make_compiler(tokenizer: Tokenizer, vocab_size: int | None = None, *, backend: str = "llguidance") -> Compiler:
-    """`vocab_size` is the model's, where it has more ids than the tokenizer: those are never allowed.
+    """Return a compiler. It loads nothing before the first grammar.
 
-    Loads nothing before the first grammar.
+    If the model has more ids than the tokenizer, `vocab_size` is the model's. The additional ids are never allowed.
     """
     if backend not in BACKENDS:
         raise InvalidRequestError(f"the grammar backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -119,7 +123,7 @@ def _compiled(backend: Backend, source: Source) -> _Compiled:
 
 
 def _read(backend: Backend, grammar: Grammar) -> Source:
-    """Return the source, which was compiled in another process. Raises InvalidRequestError."""
+    """Return the source, which was compiled in another process. Raises InvalidRequestError if it was refused."""
     read = try_grammar(backend.name, grammar)
     if read.ignored:
         warnings.warn(read.ignored, SchemaWarning, stacklevel=2)

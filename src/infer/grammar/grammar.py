@@ -1,4 +1,4 @@
-"""A grammar as a request asks for it."""
+"""A grammar as a request gives it."""
 
 import json
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ class Grammar(NamedTuple):
 
 
 def grammar_of(params: SamplingParams) -> Grammar | None:
-    """Return the grammar that `json_schema`, `regex`, `grammar` or `choice` ask for; None if nothing is asked."""
+    """Return the grammar of `json_schema`, `regex`, `grammar` or `choice`, or None if none of them is given."""
     if params.json_schema is not None:
         return Grammar("json_schema", str(params.json_schema))
     if params.regex is not None:

@@ -1,4 +1,4 @@
-"""The shortest text of every rule, and which rules have none: linear in the size of the rules but for a heap.
+"""The shortest text of every rule, and rules that have no text. Linear in the size of the rules, apart from a heap.
 
 Source: Knuth, "A generalization of Dijkstra's algorithm" (1977).
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Clause(NamedTuple):
-    """One way to fulfil `head`: all of `body`, in any order, and `length` bytes beside."""
+    """One way to fulfil `head`: all of `body`, in any order, and `length` additional bytes."""
 
     head: Hashable
     body: Sequence[Hashable] = ()
@@ -20,7 +20,10 @@ class Clause(NamedTuple):
 
 
 def shortest(clauses: Iterable[Clause]) -> dict[Hashable, int]:
-    """Bytes of the shortest text, for each head that has one; a lower bound where lengths are."""
+    """Return the bytes of the shortest text for each head that has one.
+
+    If the clauses' lengths are lower bounds, the results are lower bounds.
+    """
     heads: list[Hashable] = []
     missing: list[int] = []
     lengths: list[int] = []

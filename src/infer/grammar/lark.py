@@ -1,6 +1,7 @@
-"""A grammar in Lark's notation, checked before any compiler sees it: size, depth, and that every rule has an end.
+"""Checks of a grammar in Lark's notation before compilation: its size, its depth, and that every rule can end.
 
-What of llguidance's notation is not about text (token ids, control tokens, sampling, other grammars) is refused.
+Parts of llguidance's notation that are not about text (token ids, control tokens, sampling, other grammars) are
+refused.
 """
 
 import re
@@ -48,14 +49,17 @@ class _Rule(NamedTuple):
 
 
 class CheckedGrammar(NamedTuple):
-    """`text` has the schemas after %json as the compiler reads them; `ignored` is what they ignore, "" if nothing."""
+    """A checked grammar. In `text`, schemas after %json are in the compiler's form.
+
+    `ignored` lists the schema words that are ignored, "" if there are none.
+    """
 
     text: str
     ignored: str
 
 
 def check_grammar(text: str, keywords: Set[str] | None = None, where: str = "grammar") -> CheckedGrammar:
-    """Raises InvalidRequestError that names line and column, from 1."""
+    """Return the checked grammar. Raises InvalidRequestError that names line and column, from 1."""
     size = len(encoded(text, where))
     if size > MAX_BYTES:
         raise InvalidRequestError(f"{where}: a grammar may have {MAX_BYTES} bytes, got {size}")
@@ -126,7 +130,7 @@ class _Checker:
                 yield _Token(kind, text, start)
 
     def _json_end(self, at: int) -> int:
-        """Behind the brackets that follow, or the end of the text."""
+        """Return the index after the brackets that follow, or the end of the text."""
         depth, in_string = 0, False
         while at < len(self._text):
             character = self._text[at]
@@ -145,7 +149,10 @@ class _Checker:
         return at
 
     def _rules(self, tokens: list[_Token]) -> Iterator[_Rule]:
-        """Rules and directives with their bodies. A body goes on over lines until the next name with a colon."""
+        """Yield rules and directives with their bodies.
+
+        A body continues over lines until the next name with a colon.
+        """
         starts = [index for index in range(len(tokens)) if self._begins_rule(tokens, index)]
         if any(token.kind != "newline" for token in tokens[: starts[0] if starts else None]):
             raise self._error(tokens[0].at, 'a grammar is rules such as start: "yes" | "no"')
@@ -189,7 +196,10 @@ class _Checker:
                 raise self._error(rules[name].at, problem)
 
     def _clauses(self, rule: _Rule, known: Set[str]) -> Iterator[Clause]:
-        """One clause for each alternative; a group is a name of its own, and so is what a count or a star follows."""
+        """Yield one clause per alternative.
+
+        A group has a name of its own, and so has an item with a count or a star.
+        """
         if rule.name == "%import":
             return
         open_groups: list[tuple[str, list[str]]] = [(rule.name, [])]
@@ -236,7 +246,7 @@ class _Checker:
 
 
 def _least(count: list[_Token]) -> int:
-    """How often at least, from `?`, `*`, `{2`, `{,` or `~2`."""
+    """Return the least number of repetitions of `?`, `*`, `{2`, `{,` or `~2`."""
     digits = count[-1].text if count[0].text in "{~" else ""
     return min(int(digits[:9]), 10**9) if digits.isdecimal() else 0
 

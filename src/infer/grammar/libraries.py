@@ -1,6 +1,6 @@
-"""The grammar libraries as both sides call them: the process that tries a grammar, and the one that compiles it.
+"""Calls of the grammar libraries, shared by the process that tries a grammar and the one that compiles it.
 
-Loads no library by itself, so that the process that tries grammars starts quickly.
+This module loads no library itself, so that the process that tries grammars starts quickly.
 """
 
 import json
@@ -11,7 +11,7 @@ from infer.grammar.grammar import Grammar
 
 
 class Source(NamedTuple):
-    """A grammar as a library's compiler reads it; `kind` says which of its compilers."""
+    """A grammar in the notation of a library's compiler. `kind` chooses the compiler."""
 
     kind: str
     text: str
@@ -30,7 +30,7 @@ ENFORCED: dict[str, Set[str] | None] = {
 
 
 def source_of(name: str, library: Any, grammar: Grammar) -> Source:
-    """Return the source of a grammar that was checked. Raises ValueError for what the library cannot read."""
+    """Return the source of a checked grammar. Raises ValueError if the library cannot read it."""
     return llguidance_source(library, grammar) if name == "llguidance" else xgrammar_source(grammar)
 
 
@@ -47,7 +47,7 @@ def llguidance_source(library: Any, grammar: Grammar) -> Source:
 
 
 def schema_source(library: Any, text: str) -> Source:
-    """Return the source of a schema that is built; with the spaces of Python's `json.dumps`."""
+    """Return the source of a built schema, with the spaces of Python's `json.dumps`."""
     separators = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     schema = json.loads(text)
     if not isinstance(schema, dict):  # true: any JSON; false is refused before
@@ -56,13 +56,15 @@ def schema_source(library: Any, text: str) -> Source:
 
 
 def llguidance_limits(library: Any, text: str) -> Any:
-    """The library's own limit is 2,000 items at one place, and 64 KiB of Lark may have 13,000 alternatives there.
+    """Return the limits for a grammar.
 
-    The fuel of texts that are read without a mask (drafts, forced text) is twenty times its own, 0.4 s: else words of
-    `(\\S+\\s+){0,49}` in at most 500 characters end after 55. That of a mask stays what it is.
+    The library's own limit is 2,000 items at one place, but 64 KiB of Lark may have 13,000 alternatives there.
 
-    What has few alternatives is given few items: an ambiguous grammar could else take a second for a token. Schemas
-    and patterns, which begin with a brace here, are not ambiguous so.
+    The fuel for texts that are read without a mask (drafts, forced text) is twenty times the library's own, 0.4 s. With
+    less, words of `(\\S+\\s+){0,49}` in at most 500 characters end after 55. The fuel of a mask is unchanged.
+
+    A grammar with few alternatives gets few items, because an ambiguous grammar could otherwise take a second per
+    token. Schemas and patterns, which begin with a brace here, are not ambiguous in this way.
     """
     num_items = 20_000 if text.startswith("{") else min(max(4_000, 2 * text.count("|")), 20_000)
     return library.LLParserLimits(

@@ -1,4 +1,7 @@
-"""How a library tries a grammar, in a process that may hang, crash or run out of memory (`prepare.preparing_child`)."""
+"""Trials of a grammar by a library.
+
+They run in a process that may hang, crash or run out of memory (`prepare.preparing_child`).
+"""
 
 import os
 import random
@@ -19,13 +22,16 @@ _NUM_WALKS, _WALK_BYTES = 2, 8  # of texts that are begun, so that what cannot b
 
 
 def llguidance_try(library: Any, tokenizer: Any = None) -> Try:
-    """Each trial runs in a fork of this process, which may hang or overflow its stack."""
+    """Return a trial that runs in a fork of this process, which may hang or overflow its stack."""
     follow = llguidance_follow(library, tokenizer)
     return lambda source: _in_a_fork(follow, source)
 
 
 def llguidance_follow(library: Any, tokenizer: Any = None) -> Try:
-    """The first 256 ids of the tokenizer are the bytes. None has no others."""
+    """Return a trial that compiles a source and follows it for a few bytes.
+
+    The first 256 ids of the tokenizer must be the bytes. None is a tokenizer with only these ids.
+    """
     tokenizer = tokenizer or library.LLTokenizer("byte")
 
     def follow(source: Source) -> str:
@@ -47,7 +53,10 @@ def llguidance_follow(library: Any, tokenizer: Any = None) -> Try:
 
 
 def xgrammar_try(library: Any) -> Try:
-    """In this process, since the library may have threads. Too much time ends it by SIGPROF."""
+    """Return a trial that runs in this process, because the library may have threads.
+
+    SIGPROF ends the process if the trial takes too long.
+    """
     tokens = [bytes([byte]) for byte in range(256)]
     info = library.TokenizerInfo([*tokens, b"</s>"], library.VocabType.RAW, stop_token_ids=[256])
     compiler = library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
@@ -97,9 +106,9 @@ def _in_a_fork(follow: Try, source: Source) -> str:
 
 
 def read_within(library: Any, name: str, try_: Try, grammar: Grammar, seconds: float) -> Read:
-    """Read and try a grammar within seconds of the processor, those of forks apart.
+    """Read and try a grammar within a limit of processor seconds. The time of forks does not count.
 
-    Raises InvalidRequestError.
+    Raises InvalidRequestError if the grammar is refused or takes too much time or memory.
     """
     try:
         with limited(seconds):

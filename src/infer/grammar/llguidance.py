@@ -50,10 +50,10 @@ class LlguidanceBackend(Backend):
 
 @final
 class _Compiled:
-    """A grammar, and the time that all texts under it may still take beyond what masks usually take.
+    """A compiled grammar, and the excess time that its masks have taken, over all texts.
 
-    A mask cannot be interrupted. An honest one takes a millisecond; one of an ambiguous grammar takes longer with each
-    token, and all answers of the step wait for it. The thread's own time is counted, not that of a busy machine.
+    A mask cannot be interrupted. A usual mask takes a millisecond. A mask of an ambiguous grammar takes longer with
+    each token, and all answers of the step wait for it. Only the thread's own time counts, not that of a busy machine.
     """
 
     def __init__(self, matcher: Any) -> None:
@@ -64,7 +64,9 @@ class _Compiled:
         return str(self.matcher.get_error())
 
     def spend(self, seconds: float) -> None:
-        """Raises ConstraintError when the time is used up. Quick masks give some of it back."""
+        """Count the time of a mask. Raises ConstraintError when the budget is used up. Quick masks restore a part of
+        it.
+        """
         if seconds < SLOW_SECONDS:
             self._excess = max(0.0, self._excess - _REFUND * SLOW_SECONDS)
             return
@@ -97,7 +99,7 @@ class _LlguidanceMatcher(Matcher):
         self._complete(mask)
 
     def _address(self, mask: Mask) -> int:
-        """Of the caller's memory where it is large enough."""
+        """Return the address of the caller's mask if it is large enough, otherwise of the matcher's own."""
         if mask is not self._mask:
             self._mask = mask
             found = mask if len(mask) >= self._num_words else self._own
@@ -114,7 +116,11 @@ class _LlguidanceMatcher(Matcher):
             mask.view(np.uint32)[self._vocabulary.vocab_size // 32] &= (1 << self._rest) - 1
 
     def advance(self, token_id: int, mask: Mask, is_last: bool) -> bool:
-        """Four calls in place of six: what is consumed unasked was allowed, and whoever fails has stopped."""
+        """Advance with four library calls instead of six.
+
+        The mask has allowed the token, so it is consumed without a check. A matcher that fails is also stopped, so
+        there is no separate check for errors.
+        """
         matcher, started = self._matcher, thread_time()
         if not matcher.consume_token(token_id):
             self._fail()
@@ -162,7 +168,7 @@ class _LlguidanceMatcher(Matcher):
 
 @final
 class _Spelling:
-    """What llguidance asks of a tokenizer. It must not raise: an exception here is a panic there."""
+    """The tokenizer interface that llguidance calls. It must not raise: an exception here is a panic in the library."""
 
     bos_token_id = None
 

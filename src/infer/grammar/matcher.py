@@ -1,4 +1,4 @@
-"""The five methods over any backend: plans of forced tokens, end ids, and the lock that makes them safe to share."""
+"""A constraint over any backend: plans of forced tokens, end ids, and a lock that makes it safe to share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,33 +13,36 @@ MAX_FORCED = 64  # tokens in one plan; what follows them is planned when they ar
 
 
 class Matcher(ABC):
-    """A backend's place in a grammar. It never forgets a token that can be rolled back."""
+    """A backend's state in a grammar. It keeps every token that can be rolled back."""
 
     @abstractmethod
     def fill(self, mask: Mask) -> None:
-        """The tokens that the grammar allows, end ids included; all of the row is written."""
+        """Write the tokens that the grammar allows, including end ids. The whole row is written."""
 
     @abstractmethod
     def accept(self, token_id: int) -> bool:
-        """Move past a token that is no end id, or return False and stay."""
+        """Move past a token that is not an end id, or return False and stay."""
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None: ...
 
     @abstractmethod
     def forced(self) -> Sequence[int]:
-        """What must follow, in the tokenizer's spelling, settled; no end ids."""
+        """Return the tokens that must follow, in the tokenizer's spelling, without end ids.
+
+        Text that follows cannot change these tokens.
+        """
 
     @abstractmethod
     def may_end(self) -> bool:
-        """Whether the grammar is fulfilled."""
+        """Return True if the grammar is fulfilled."""
 
     @abstractmethod
     def is_stopped(self) -> bool:
-        """Whether the grammar is fulfilled and no text may follow."""
+        """Return True if the grammar is fulfilled and no text may follow."""
 
     def advance(self, token_id: int, mask: Mask, is_last: bool) -> bool:
-        """As a constraint's, for a token that is no end id, where nothing is forced."""
+        """Advance as `Constraint.advance` does. The token is not an end id, and no token is forced before it."""
         if not self.accept(token_id):
             raise ConstraintError(f"the grammar refuses token {token_id}, which its mask allows")
         if self.forced() or self.is_stopped():
@@ -54,10 +57,10 @@ class Matcher(ABC):
 
 @final
 class StepwiseConstraint(Constraint):
-    """A plan is what `forced` returns; there is one for every place, made when the place is reached.
+    """A constraint with a plan for every place, made when the place is reached. `forced` returns the plan.
 
-    So the plan depends on the tokens alone, never on who asked when; following it token by token gives the same plan as
-    taking it at once.
+    So the plan depends only on the tokens, not on the time of a call. Following a plan token by token gives the same
+    plan as taking it in one call.
     """
 
     def __init__(self, matcher: Matcher, vocabulary: Vocabulary) -> None:

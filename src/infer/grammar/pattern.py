@@ -1,4 +1,4 @@
-"""A pattern's size, before any compiler sees it: length, depth, and how long it is when its counts are written out."""
+"""Checks of a pattern's size before compilation: its length, its depth, and its size with counts written out."""
 
 import re
 
@@ -15,7 +15,7 @@ _COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 
 def check_pattern(pattern: str, where: str, *, allows_anchors: bool = True) -> None:
-    """Raises InvalidRequestError that names the column, from 1."""
+    """Raise InvalidRequestError that names the column, from 1, if a pattern is malformed or too large."""
     size = len(encoded(pattern, where))
     if size > MAX_PATTERN_BYTES:
         raise InvalidRequestError(f"{where}: a pattern may have {MAX_PATTERN_BYTES} bytes, got {size}")
@@ -60,7 +60,7 @@ def check_pattern(pattern: str, where: str, *, allows_anchors: bool = True) -> N
 
 
 def without_anchors(pattern: str) -> str:
-    """The same for a match of the whole text: `^` at its beginning and `$` at its end say nothing."""
+    """Return an equal pattern for a match of the whole text, without `^` at its beginning and `$` at its end."""
     pattern = pattern.removeprefix("^")
     body = pattern.removesuffix("$")
     escaped = (len(body) - len(body.rstrip("\\"))) % 2 == 1
@@ -75,7 +75,7 @@ def encoded(text: str, where: str) -> bytes:
 
 
 def _escape_end(pattern: str, start: int, where: str) -> int:
-    """Return the place after an escape. Raises InvalidRequestError for a character beyond the last."""
+    """Return the index after an escape. Raises InvalidRequestError for a character beyond the last."""
     if (escape := _ESCAPE.match(pattern, start)) is None:
         return start + 2
     kind, digits = escape.groups()
@@ -87,7 +87,7 @@ def _escape_end(pattern: str, start: int, where: str) -> int:
 
 
 def _class_end(pattern: str, at: int) -> int:
-    """Behind the bracket that closes a class; classes nest, and one that begins with `]` holds it."""
+    """Return the index after the bracket that closes a class. Classes nest, and a `]` at the beginning is a member."""
     at += pattern.startswith("^", at)
     at += pattern.startswith("]", at)
     depth = 1

@@ -1,6 +1,6 @@
-"""From the grammar of a request to a library's source: checked, lowered to what the library enforces, and tried.
+"""Turn a request's grammar into a library's source: checked, reduced to words that the library enforces, and tried.
 
-Its time depends on what a request writes, so the server runs it in processes of their own (`trial`).
+The time depends on the request, so the server runs it in separate processes (`trial`).
 """
 
 import json
@@ -24,7 +24,7 @@ _COLUMN = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^.*\nerror: ([^\n]*)
 
 
 class Checked(NamedTuple):
-    """A grammar as its compiler is to see it; `ignored` says in one line which of its words assert nothing, or ""."""
+    """A grammar in its compiler's form. `ignored` names in one line the words that assert nothing, or is ""."""
 
     grammar: Grammar
     ignored: str = ""
@@ -32,7 +32,7 @@ class Checked(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The source of a grammar that a library compiled once, and the words that it ignores, in one line or ""."""
+    """The source of a grammar that a library compiled once. `ignored` names the ignored words in one line, or is ""."""
 
     source: Source
     ignored: str
@@ -44,7 +44,7 @@ def read_grammar(
     source_of: Callable[[Grammar], Source],
     try_: Callable[[Source], str],
 ) -> Read:
-    """Return the source. `try_` compiles one and returns the problem, or "".
+    """Return the source. `try_` compiles a source and returns the problem, or "".
 
     Raises InvalidRequestError that points into the grammar.
     """
@@ -71,7 +71,7 @@ def read_grammar(
 
 
 def check(grammar: Grammar, keywords: Set[str] | None = None) -> Checked:
-    """Raises InvalidRequestError."""
+    """Return the checked grammar. Raises InvalidRequestError if it is not well-formed or too large."""
     kind, text = grammar
     if kind == "json_schema":
         built = build_schema(text, keywords)

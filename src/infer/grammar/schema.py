@@ -1,6 +1,6 @@
-"""A JSON schema of any draft as one that a grammar's compiler enforces exactly: read, choices written out, checked.
+"""Convert a JSON schema of any draft to one that a grammar's compiler enforces exactly.
 
-Each message names the place as a JSON pointer.
+The schema is read, its choices are written out, and it is checked. Each message names the place as a JSON pointer.
 """
 
 import difflib
@@ -31,7 +31,7 @@ _BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{\]}]', re.DOTALL)  # stri
 
 @dataclass(frozen=True)
 class BuiltSchema:
-    """`ignored` says in one line which words assert nothing, "" where all do."""
+    """A schema in the compiler's form. `ignored` names in one line the words that assert nothing, or is ""."""
 
     root: Node
     definitions: Mapping[str, Node]
@@ -40,12 +40,12 @@ class BuiltSchema:
 
     @property
     def text(self) -> str:
-        """For the compiler."""
+        """Text for the compiler."""
         return self.text_of(self.root)
 
     @property
     def short_text(self) -> str:
-        """The same with equal parts as one definition, which compilers of few words may not take."""
+        """The same text with equal parts as one definition. Compilers that support few words may not accept it."""
         return json.dumps(shared(rendered(self.root, self.definitions, self.empty)))
 
     def text_of(self, node: Node) -> str:
@@ -54,7 +54,8 @@ class BuiltSchema:
     def place_of(self, problem: str, problem_of: Callable[[str], str]) -> tuple[str, str]:
         """Return the pointer of the deepest part whose text has a problem, and the problem.
 
-        Asks `MAX_ASKED` times at most, and not after `ASKING_SECONDS`: a part may need its whole budget to fail.
+        Calls `problem_of` at most `MAX_ASKED` times, and not after `ASKING_SECONDS`, because a part may need its whole
+        budget to fail.
         """
         node, seen, num_asked = self.root, {id(self.root)}, 0
         end = time.monotonic() + ASKING_SECONDS
@@ -84,7 +85,10 @@ def unreadable_parts(schema: Any, where: str = "json_schema") -> list[tuple[str,
 
 
 def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json_schema") -> BuiltSchema:
-    """`keywords` are those that the backend enforces, None for all. Raises InvalidRequestError."""
+    """Return the built schema. `keywords` are the words that the backend enforces, None for all.
+
+    Raises InvalidRequestError if the schema is malformed, unsupported or too large, or no value fulfils it.
+    """
     size = len(encoded(text, where))
     if size > MAX_BYTES:
         raise InvalidRequestError(f"{where}: a schema may have {MAX_BYTES} bytes, got {size}")
@@ -109,7 +113,7 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
 
 
 def _takes_any(raw: Any, where: str) -> bool:
-    """Takes the word that asks for it out of the schema."""
+    """Remove the word TAKES_ANY from the schema, and return True if it was there."""
     asked = raw.pop(TAKES_ANY, None) if isinstance(raw, dict) else None
     if asked not in (None, "anyOf"):
         refuse(where, f"/{TAKES_ANY}", f"must be 'anyOf', got {asked!r:.40}")
@@ -160,7 +164,7 @@ def _is_too_deep(raw: Any) -> bool:
 
 
 def _refuse_depth(text: str, where: str) -> None:
-    """Names the first bracket that is too deep."""
+    """Raise InvalidRequestError that names the first bracket that is too deep."""
     depth = 0
     for found in _BRACKETS.finditer(text):
         if found[0] in "[{":

@@ -1,4 +1,4 @@
-"""From nodes to the words that llguidance enforces exactly: choices are written out, references named anew."""
+"""Convert nodes to the words that llguidance enforces exactly: choices are written out, references renamed."""
 
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, final
@@ -27,7 +27,7 @@ _KIND_WORDS = frozenset({"type", "const", "enum", "$ref", "anyOf", "allOf"})
 
 @final
 class Builder:
-    """`built` are the definitions that the root needs, by the pointers of the user's schema."""
+    """Builder of a schema. `built` are the definitions that the root needs, by the pointers of the user's schema."""
 
     def __init__(self, definitions: Mapping[str, Node], where: str, *, takes_any: bool = False) -> None:
         self._logic = Logic(definitions, STEPS)
@@ -71,9 +71,9 @@ class Builder:
 
     @staticmethod
     def _parts(node: Node) -> list[tuple[Node, Node]]:
-        """Of its `allOf` too, so that their choices are combined with its own; in the order in which they are written.
+        """Return the parts of a node and of its `allOf`, in written order, so that their choices are combined.
 
-        Each without and with its own `allOf`.
+        Each pair is a part without and with its own `allOf`.
         """
         found: list[tuple[Node, Node]] = []
         pending = [(node, node)]
@@ -111,7 +111,7 @@ class Builder:
         return Node(node.pointer, {"type": names, **node})
 
     def _static(self, node: Node, around: Sequence[Node]) -> Node:
-        """The words that need no choice."""
+        """Return a node of the words that need no choice."""
         node = merged_patterns(node)
         words: dict[str, Any] = {}
         more: list[Node] = []
@@ -160,12 +160,15 @@ class Builder:
 
 
 def written_name(word: str) -> str:
-    """Of a word that is ours only."""
+    """Return the word of JSON schemas for one of our own words. Other words stay unchanged."""
     return _NAMES.get(word, word)
 
 
 def rendered(root: Node, built: Mapping[str, Node], empty: Set[str]) -> Any:
-    """As JSON that llguidance reads. `empty` are the definitions that nothing fulfils: false where they are named."""
+    """Return the schema as JSON that llguidance reads.
+
+    `empty` are the definitions that no value fulfils. References to these become false.
+    """
     names = {pointer: str(index) for index, pointer in enumerate(built)}
 
     def render(node: Node) -> Any:

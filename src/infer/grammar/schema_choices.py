@@ -1,4 +1,7 @@
-"""Words that a grammar has no form for, as choices: each is a list of schemas, one of which must hold."""
+"""Words for which a grammar has no form, written out as choices.
+
+A choice is a list of schemas, one of which must hold.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, permutations, product
@@ -22,7 +25,7 @@ Choice = list[Node]
 
 @final
 class Choices:
-    """`takes_any` takes each `oneOf` as `anyOf`."""
+    """Choices of a schema's nodes. With `takes_any`, each `oneOf` counts as `anyOf`."""
 
     def __init__(self, logic: Logic, where: str, *, takes_any: bool = False) -> None:
         self._logic = logic
@@ -31,9 +34,9 @@ class Choices:
         self._takes_any = takes_any
 
     def of(self, node: Node, whole: Node, context: Sequence[Node]) -> Iterator[Choice]:
-        """For each such word of `node`, whose context holds it too. A choice of one must hold.
+        """Yield the choice of each such word of `node`. A choice with one schema must hold.
 
-        `whole` is the node with its `allOf`.
+        The context includes `node`. `whole` is the node with its `allOf`.
         """
         at = node.pointer
         if "oneOf" in node:
@@ -56,7 +59,7 @@ class Choices:
                 yield [self._unevaluated(word, whole)]
 
     def expanded(self, choices: Iterable[Choice], context: Sequence[Node], pointer: str) -> list[Node]:
-        """All choices at once: those of their combinations that can hold."""
+        """Return the combinations of all choices that can hold together, each as one schema."""
         found: list[list[Node]] = [[]]
         for choice in choices:
             found = [
@@ -89,7 +92,7 @@ class Choices:
     def _held_apart(
         self, branches: list[Node], overlaps: Mapping[int, list[int]], at: str, around: Sequence[Node]
     ) -> Choice:
-        """Each branch without what the branches that overlap with it hold."""
+        """Return each branch without the values of the branches that overlap with it."""
         if self._logic.steps_left < 0:
             refuse(self._where, at, "too large to tell the branches of 'oneOf' apart")
         found: Choice = []
@@ -145,7 +148,7 @@ class Choices:
         return [list(array) for size in range(least, int(most) + 1) for array in permutations(values, size)]
 
     def _finite(self, nodes: Sequence[Node]) -> list[Any] | None:
-        """All values that fulfil the nodes, where they are few."""
+        """Return all values that fulfil the nodes, or None if they are not a few known values."""
         parts = self._logic.flat(nodes)
         known = [values for part in parts if (values := values_of(part)) is not None]
         kinds = self._logic.kinds(nodes)
@@ -297,7 +300,9 @@ class Choices:
 
 
 def merged_patterns(node: Node) -> Node:
-    """A pattern that every name fulfils becomes `additionalProperties`: patterns must not overlap."""
+    """Return the node with a pattern that every name fulfils as `additionalProperties`, because patterns must not
+    overlap.
+    """
     patterns: Mapping[str, Node] = node.get("patternProperties", {})
     everywhere = [item for pattern, item in patterns.items() if pattern in _EVERY_NAME]
     if not everywhere:

@@ -1,4 +1,4 @@
-"""A pattern that every string but some fulfils: it leaves the tree of their beginnings somewhere."""
+"""A pattern that matches every string except some. A match leaves the tree of their prefixes at some node."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ _ANY = "(?s:.)*"
 
 
 def pattern_without(texts: Sequence[str]) -> str | None:
-    """None where they are too long for a pattern."""
+    """Return a pattern that matches every string except `texts`, or None if these are too long for a pattern."""
     if sum(map(len, texts)) > _MAX_CHARACTERS or max(map(len, texts), default=0) > _MAX_DEPTH:
         return None
     root: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What is plain to see of values, and of schemas whose references were followed: kinds, constants, ranges."""
+"""Simple facts about values, and about schemas with resolved references: kinds, constants, ranges."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def key_of(value: Any) -> str:
-    """1 and 1.0 are one value, and an object is the same in any order."""
+    """Return a key that is equal for equal values: 1 and 1.0 are equal, and so are objects in any order."""
     if isinstance(value, float) and value == math.floor(value):
         value = int(value)
     if isinstance(value, list):
@@ -47,7 +47,7 @@ def key_of(value: Any) -> str:
 
 
 def values_of(node: Node) -> list[Any] | None:
-    """Its constants, where it has such."""
+    """Return the node's constants, or None if it has none."""
     if "const" in node:
         return [node["const"]]
     found: list[Any] | None = node.get("enum")
@@ -55,7 +55,10 @@ def values_of(node: Node) -> list[Any] | None:
 
 
 def matches(pattern: str, text: str) -> bool | None:
-    """None where it is not known: of patterns that another engine could take for ever over."""
+    """Return True if the pattern matches the text, or None if this is unknown.
+
+    It is unknown for patterns on which another engine could take exponential time.
+    """
     if _REPEATED_GROUP.search(pattern) or _OTHER_NOTATION.search(pattern) or len(_REPEATS.findall(pattern)) > 3:
         return None
     if len(text) > _MAX_MATCHED or not text.isascii() or text.endswith("\n"):
@@ -67,7 +70,7 @@ def matches(pattern: str, text: str) -> bool | None:
 
 
 def property_nodes(part: Node, name: str) -> Iterator[Node]:
-    """What a property of this name must fulfil, as far as it is known."""
+    """Yield the schemas that a property of this name must fulfil, as far as they are known."""
     is_named = name in part.get("properties", ())
     if is_named:
         yield part["properties"][name]
@@ -88,7 +91,7 @@ def item_node(part: Node, index: int) -> Node:
 
 
 def bounds(node: Node) -> tuple[int | float, bool, int | float, bool]:
-    """Least and most, each with whether it is left out."""
+    """Return the minimum and the maximum, each followed by True if it is exclusive."""
     least, most = node.get("minimum", -math.inf), node.get("maximum", math.inf)
     above, below = node.get("exclusiveMinimum", -math.inf), node.get("exclusiveMaximum", math.inf)
     return max(least, above), above >= least and above > -math.inf, min(most, below), below <= most and below < math.inf
@@ -122,7 +125,7 @@ def are_strings_apart(a: list[Node], b: list[Node]) -> bool:
 
 
 def literal_prefix(pattern: str) -> str:
-    """With what every text that it finds begins, as far as that is plain to see."""
+    """Return a prefix of every text that the pattern matches, as far as it is simple to find."""
     match = _PREFIX.match(pattern)
     if match is None or "|" in pattern:
         return ""

@@ -1,4 +1,4 @@
-"""Formats as patterns, where llguidance has none or one that is too wide. Each lets through valid texts only."""
+"""Formats as patterns, if llguidance has none or one that is too wide. Each pattern matches only valid texts."""
 
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _OF_FOUR = "(?:0[48]|[2468][048]|[13579][26])"
@@ -20,7 +20,10 @@ _IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
 
 
 def _ipv6() -> str:
-    """RFC 4291, section 2.2: eight groups, or fewer around one `::`; the last two may be an IPv4 address."""
+    """Return a pattern of RFC 4291, section 2.2: eight groups, or fewer around one `::`.
+
+    The last two groups may be an IPv4 address.
+    """
     group, last = "[0-9a-fA-F]{1,4}", f"(?:[0-9a-fA-F]{{1,4}}:[0-9a-fA-F]{{1,4}}|{_IPV4})"
     options = [f"(?:{group}:){{6}}{last}"]
     for num_before in range(8):
@@ -36,7 +39,10 @@ _MORE = "\xa0-\ud7ff\U00010000-\U0001fffd"  # of RFC 3987
 
 
 def _reference(more: str, *, is_relative: bool = True) -> str:
-    """RFC 3986, section 4.1, or 4.3 with a fragment; `more` are the characters that RFC 3987 adds."""
+    """Return a pattern of RFC 3986, section 4.1, or 4.3 with a fragment if not `is_relative`.
+
+    `more` are the characters that RFC 3987 adds.
+    """
     other = f"[a-zA-Z0-9._~!$&'()*+,;=@{more}-]|%[0-9a-fA-F]{{2}}"
     character = f"(?:{other}|:)"
     no_at = other.replace("@", "")

@@ -1,6 +1,6 @@
-"""What two schemas have in common: which types they allow, and whether no value can fulfil both.
+"""Relations of two schemas: the types that both allow, and whether no value can fulfil both.
 
-All answers err on one side: what is called disjoint is disjoint; what may hold is never ruled out.
+All answers are conservative: schemas called disjoint are disjoint, and a value that may hold is never ruled out.
 """
 
 import math
@@ -29,7 +29,7 @@ _MAX_PARTS = 200
 
 @final
 class Logic:
-    """Over nodes whose references lead to `definitions`. `steps_left` bounds all that it does for one schema."""
+    """Facts about nodes whose references lead to `definitions`. `steps_left` limits the work for one schema."""
 
     def __init__(self, definitions: Mapping[str, Node], steps: int) -> None:
         self._definitions = dict(definitions)
@@ -41,14 +41,16 @@ class Logic:
         self._disjoint: dict[tuple[int, frozenset[int]], bool] = {}
 
     def define(self, pointer: str, node: Node) -> None:
-        """A definition that is ours, under a name that no pointer has."""
+        """Add a definition of our own, under a name that no pointer has."""
         self._definitions[pointer] = node
 
     def target(self, pointer: str) -> Node:
         return self._definitions[pointer]
 
     def flat(self, nodes: Sequence[Node]) -> list[Node]:
-        """What must all hold: the nodes, the parts of their `allOf`, and what their references lead to."""
+        """Return the parts that must all hold: the nodes, the parts of their `allOf`, and the targets of their
+        references.
+        """
         return [part for node in nodes for part in self._flat_of(node)]
 
     def _flat_of(self, node: Node) -> list[Node]:
@@ -72,7 +74,7 @@ class Logic:
         return found
 
     def kinds(self, nodes: Sequence[Node]) -> frozenset[str]:
-        """Which of `KINDS` may fulfil all of them."""
+        """Return the `KINDS` whose values may fulfil all nodes."""
         return KINDS.intersection(*map(self._kinds_of, nodes))
 
     def _kinds_of(self, node: Node) -> frozenset[str]:
@@ -97,7 +99,7 @@ class Logic:
         return found
 
     def are_disjoint(self, a: Sequence[Node], b: Sequence[Node], depth: int = 0) -> bool:
-        """Whether no value fulfils all of `a` and all of `b`."""
+        """Return True if no value fulfils all of `a` and all of `b`."""
         if depth > _MAX_DEPTH or self.steps_left < 0:
             return False
         a, b = self.flat(a), self.flat(b)
@@ -141,7 +143,7 @@ class Logic:
         return min(known, key=len) if known else None
 
     def may_hold(self, node: Node, value: Any, depth: int = 0) -> bool:
-        """False only where the value does not fulfil the node."""
+        """Return False only if the value does not fulfil the node."""
         self.steps_left -= 1
         if depth > _MAX_DEPTH or self.steps_left < 0:
             return True
@@ -214,7 +216,7 @@ class Logic:
         return False
 
     def _constants_by_name(self, parts: list[Node]) -> dict[str, frozenset[str]]:
-        """The keys of what each property may be, for those that are one of some constants."""
+        """Return the keys of the allowed values of each property that must be one of some constants."""
         found: dict[str, frozenset[str]] = {}
         for part in parts:
             if id(part) not in self._constants:

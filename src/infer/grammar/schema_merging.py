@@ -1,6 +1,6 @@
-"""Objects that must all hold, merged into one: a compiler that merges references itself may follow them for ever.
+"""Merge objects that must all hold into one, because a compiler that merges references itself may follow them forever.
 
-What is merged becomes a definition under a name of its own, so that a reference which leads back finds it.
+A merged object becomes a definition under its own name, so that a reference which leads back finds it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,14 +17,17 @@ _OF_OBJECTS = _OF_MAPS | {"properties"}
 
 @final
 class Merging:
-    """Adds its definitions to those of `logic`."""
+    """Merges nodes, and adds its definitions to those of `logic`."""
 
     def __init__(self, logic: Logic) -> None:
         self._logic = logic
         self._names: dict[str, str] = {}
 
     def merged(self, node: Node) -> Node:
-        """A reference to one object, where all that must hold are objects and one is a reference; else `node`."""
+        """Return a reference to one merged object, or `node` if it cannot be merged.
+
+        All parts that must hold must be objects, and at least one must be a reference.
+        """
         if "allOf" not in node and not ("$ref" in node and len(node) > 1):
             return node
         parts = [part for part in _parts(node) if part]
@@ -40,7 +43,7 @@ class Merging:
         return Node(node.pointer, {"$ref": self._names[key]})
 
     def without_implied_types(self, node: Node) -> Node:
-        """Without a `type` that the choices or references beside it imply."""
+        """Return the node without each `type` that the choices or references beside it imply."""
         parts = node["allOf"] if set(node) == {"allOf"} else [node]
         if not any("type" in part for part in parts) or not any("anyOf" in part or "$ref" in part for part in parts):
             return node
@@ -57,7 +60,9 @@ class Merging:
 
 
 def _parts(node: Node) -> list[Node]:
-    """Itself without its `allOf` and reference, and those; first what stands first."""
+    """Return the node without its `allOf` and reference, followed by their parts. If they are written first, they come
+    first.
+    """
     own = node.without("allOf", "$ref")
     found = [own] if own else []
     for word, value in node.items():
@@ -68,7 +73,7 @@ def _parts(node: Node) -> list[Node]:
 
 
 def _are_mergeable(objects: Sequence[Node]) -> bool:
-    """A pattern of names and names that may match it are not told apart."""
+    """Return True if the objects can be merged. A pattern of names cannot be merged with names that may match it."""
     if not all(_OF_OBJECTS.issuperset(part) for part in objects):
         return False
     if sum(len(part.get("properties", ())) for part in objects) > _MAX_NAMES:
@@ -114,7 +119,7 @@ def _all(pointer: str, nodes: Iterable[Node]) -> Node:
 
 
 def _common_types(types: Sequence[list[str]]) -> list[str]:
-    """Those that all allow; an integer is a number."""
+    """Return the types that all lists allow. An integer counts as a number."""
     found = list(types[0])
     for more in types[1:]:
         both = [name for name in found if name in more or (name == "integer" and "number" in more)]

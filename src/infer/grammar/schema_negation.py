@@ -1,4 +1,4 @@
-"""What a schema excludes, as schemas: `not`, `else` and the branches of `oneOf` are built of it."""
+"""The negation of a schema, as schemas. `not`, `else` and the branches of `oneOf` are built from it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
@@ -30,7 +30,7 @@ _TYPES_OF_HIDDEN = {
 
 
 class Hidden(NamedTuple):
-    """An alternative that no schema of ours expresses: all that is known is in `node`."""
+    """An alternative that our schemas cannot express. `node` contains the known part."""
 
     node: Node
     word: str
@@ -43,9 +43,10 @@ class Negation:
         self._where = where
 
     def alternatives(self, node: Node, context: Sequence[Node], pointer: str) -> list[Node]:
-        """What fulfils one of these and the context is what fulfils the context and not `node`.
+        """Return schemas for the values that fulfil the context but not `node`.
 
-        Raises InvalidRequestError at `pointer` where no schema expresses that.
+        A value of the context fulfils one of the returned schemas exactly if it does not fulfil `node`. Raises
+        InvalidRequestError at `pointer` if no schema expresses this.
         """
         found: list[Node] = []
         for alternative in self._negated(node, context, 0):
@@ -149,7 +150,10 @@ class Negation:
                 yield _as(alternative, Node(node.pointer, words))
 
     def _negated_items(self, node: Node, value: Node, context: Sequence[Node]) -> Iterator[Node | Hidden]:
-        """Where no item of the context is such an item, one item is enough."""
+        """Yield the negation of `items`.
+
+        If no item of the context can fulfil `value`, one item after `prefixItems` is enough.
+        """
         num_first = len(node.get("prefixItems", ()))
         others = [
             part["items"]
@@ -164,7 +168,10 @@ class Negation:
             yield Hidden(Node(node.pointer, {"type": ["array"]}), "items")
 
     def _negated_patterns(self, node: Node, value: dict[str, Node], context: Sequence[Node]) -> Iterator[Node | Hidden]:
-        """Where all names of the context are of one of the patterns, and no value there is such a value."""
+        """Yield the negation of `patternProperties`.
+
+        One property is enough if all names of the context match the pattern and none of its values can fulfil the item.
+        """
         for pattern, item in value.items():
             if self._is_never(item, context, pattern):
                 yield Node(node.pointer, {"type": ["object"], "minProperties": 1})
@@ -172,7 +179,10 @@ class Negation:
                 yield Hidden(Node(node.pointer, {"type": ["object"]}), "patternProperties")
 
     def _is_never(self, item: Node, context: Sequence[Node], pattern: str | None) -> bool:
-        """Whether no property that the context allows is such a value; with a pattern, whether all have such names."""
+        """Return True if no property that the context allows can fulfil `item`.
+
+        With a pattern, all names that the context allows must also match it.
+        """
         for part in self._logic.flat(context):
             patterns, more = part.get("patternProperties", {}), part.get("additionalProperties")
             of_names = [*part.get("properties", {}).values(), *patterns.values()]
@@ -185,7 +195,10 @@ class Negation:
         return False
 
     def _negated_additional(self, node: Node, context: Sequence[Node], depth: int) -> Iterator[Node | Hidden]:
-        """In an object that has no names but those that are listed, the others are these."""
+        """Yield the negation of `additionalProperties`.
+
+        If the context allows only listed names, the additional names are the listed names that `node` does not have.
+        """
         more: Node = node["additionalProperties"]
         if not more and not more.is_false:
             return
@@ -215,7 +228,7 @@ class Negation:
                     yield _as(alternative, Node(node.pointer, words))
 
     def _has_names_of(self, context: Sequence[Node], patterns: dict[str, Node]) -> bool:
-        """Whether every name that the context allows is of one of these patterns."""
+        """Return True if every name that the context allows matches one of these patterns."""
         return any(
             "additionalProperties" in part
             and part["additionalProperties"].is_false
@@ -326,7 +339,7 @@ _BY_WORD: dict[str, _Rule] = {
 
 
 def _all_known(alternatives: Iterator[Node | Hidden]) -> list[Node | Hidden]:
-    """One schema of all that is known; the hidden ones after it."""
+    """Return one schema of all known alternatives, followed by the hidden ones."""
     found = list(alternatives)
     known = [node for node in found if isinstance(node, Node) and not node.is_false]
     hidden: list[Node | Hidden] = [node for node in found if isinstance(node, Hidden)]

@@ -1,6 +1,7 @@
-"""A JSON schema in one form, whatever its draft: draft 2020-12's words, each value checked, each place remembered.
+"""A JSON schema in one form for all drafts: draft 2020-12's words, each value checked, each place recorded.
 
-Two words are ours: `notEnum`, strings that a string must not be; `$ref` holds the target's pointer, without the `#`.
+Two words are special: `notEnum` lists strings that a string must not be, and `$ref` contains the target's pointer,
+without the `#`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,10 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 class Node(dict[str, Any]):
-    """An object schema; `pointer` is where it stands in the user's. `true` is the empty node, `false` has `not: {}`."""
+    """An object schema. `pointer` is its place in the user's schema.
+
+    `true` is the empty node. `false` is a node with the word `nothing`.
+    """
 
     __slots__ = ("pointer",)
 
@@ -50,7 +54,7 @@ def all_of(pointer: str, nodes: Sequence[Node]) -> Node:
 
 
 def _without_repeats(nodes: Iterable[Node]) -> list[Node]:
-    """A reference that is there twice is there once."""
+    """Return the nodes without repeated references."""
     found: list[Node] = []
     references: set[str] = set()
     for node in nodes:
@@ -76,5 +80,5 @@ def escaped(name: str) -> str:
 
 
 def refuse(where: str, pointer: str, problem: str) -> NoReturn:
-    """Raise SchemaError."""
+    """Raise SchemaError for the part at `pointer`."""
     raise SchemaError(f"{where} at {pointer or '/'}: {problem}", pointer, problem)

@@ -1,4 +1,4 @@
-"""A schema's pattern (ECMA-262) as llguidance reads patterns (Rust's notation)."""
+"""A schema's pattern (ECMA-262) in llguidance's notation (Rust's)."""
 
 import re
 
@@ -10,7 +10,7 @@ _NUL = re.compile(r"\\x00-|\\u0000-|\\0-|\x00-")
 
 
 class PatternNotationError(Exception):
-    """`column` counts from 1."""
+    """Error in a pattern. `column` counts from 1."""
 
     def __init__(self, column: int, problem: str) -> None:
         super().__init__(problem)
@@ -18,10 +18,10 @@ class PatternNotationError(Exception):
 
 
 def translated(pattern: str) -> str:
-    """Raises PatternNotationError.
+    """Return the pattern in Rust's notation. Raises PatternNotationError if this is not possible.
 
-    NUL is in no class that has all but some characters: llguidance 1.9 lets a quote or a backslash through every
-    class that holds all control characters.
+    NUL is removed from negated classes: llguidance 1.9 lets a quote or a backslash through every class that contains
+    all control characters.
     """
     found: list[str] = []
     at, depth = 0, 0

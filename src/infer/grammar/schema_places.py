@@ -1,4 +1,4 @@
-"""Where a JSON schema's references may lead: its draft, the URIs and the anchors inside it."""
+"""Targets of a JSON schema's references: its draft, and the URIs and anchors inside it."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "d
 
 
 class NamedPlaces(NamedTuple):
-    """Pointers by the URI of a resource, and by URI and anchor; how often each dynamic anchor is there."""
+    """Pointers by the URI of a resource, and by URI and anchor, and the number of places of each dynamic anchor."""
 
     resources: dict[str, str]
     anchors: dict[tuple[str, str], str]
@@ -37,7 +37,10 @@ class NamedPlaces(NamedTuple):
 
 
 def _joined(base: str, reference: str) -> str:
-    """Return the reference itself if it is no URI. A short one is kept: it is written hundreds of times."""
+    """Return the reference resolved against the base, or the reference itself if it is no URI.
+
+    Results of short ones are cached, because the same reference occurs hundreds of times.
+    """
     is_short = len(base) + len(reference) <= MAX_KEPT_CHARACTERS
     return _kept_joined(base, reference) if is_short else _join(base, reference)
 
@@ -55,7 +58,7 @@ def _join(base: str, reference: str) -> str:
 
 
 def _split(uri: str) -> tuple[str, str]:
-    """Return the URI and its fragment. What is no URI has none."""
+    """Return the URI and its fragment. A text that is no URI has no fragment."""
     try:
         return urldefrag(uri)[:2]
     except ValueError:
@@ -64,7 +67,7 @@ def _split(uri: str) -> tuple[str, str]:
 
 @final
 class Document:
-    """A schema with all that its references may lead to, which is always inside it. Raises InvalidRequestError."""
+    """A schema with all targets of its references, which are always inside it. Raises InvalidRequestError."""
 
     def __init__(self, root: Any, where: str) -> None:
         self.draft = draft_of(root)
@@ -78,13 +81,13 @@ class Document:
         return named_places(self._raw, self._id_word)
 
     def base_within(self, raw: Mapping[str, Any], base: str) -> str:
-        """The URI that references in `raw` are relative to; `base` is that of the schema around it."""
+        """Return the URI to which references in `raw` are relative. `base` is the URI of the surrounding schema."""
         own_id = raw.get(self._id_word)
         is_hidden = "$ref" in raw and self.draft <= 7
         return _joined(base, own_id) if isinstance(own_id, str) and not is_hidden else base
 
     def target(self, reference: str, pointer: str, base: str) -> str:
-        """The pointer of the schema that a reference in the schema at `pointer` leads to."""
+        """Return the pointer of the target of a reference in the schema at `pointer`."""
         if reference.startswith("#/") and "%" not in reference and base in ("", self._root_base):
             return reference[1:]
         uri, fragment = _split(_joined(base, reference))
@@ -104,7 +107,7 @@ class Document:
             refuse(self._where, pointer, f"'$dynamicRef' {reference!r:.80} has several targets, which is not supported")
 
     def at(self, pointer: str, asked_at: str) -> tuple[Any, str]:
-        """The schema there and its base; `asked_at` is where the reference stands."""
+        """Return the schema at `pointer` and its base. `asked_at` is the place of the reference."""
         raw, base = self._raw, self._root_base
         steps = pointer.split("/")[1:]
         for index, step in enumerate(steps):
@@ -127,7 +130,7 @@ class Document:
 
 
 def draft_of(root: Any) -> int:
-    """By `$schema`; 2020 where it says nothing that is known."""
+    """Return the draft that `$schema` names, or 2020 if it names no known draft."""
     named = root.get("$schema") if isinstance(root, Mapping) else None
     for draft in (3, 4, 6, 7):
         if isinstance(named, str) and f"draft-0{draft}" in named:

@@ -1,5 +1,8 @@
-"""Reads a JSON schema of any draft into nodes: older words in today's form, references resolved, words that assert
-nothing left out and remembered."""
+"""Read a JSON schema of any draft into nodes.
+
+Older words are converted to today's form, and references are resolved. Words that assert nothing are left out and
+recorded.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
@@ -31,7 +34,10 @@ OnProblem = Callable[[str, str], None]  # the pointer of a word, or of a schema 
 
 
 class Place(NamedTuple):
-    """An object schema while its words are read: into `words`, or `more` where one is more than a word."""
+    """An object schema while its words are read.
+
+    Words are added to `words`. A word that needs a schema of its own is added to `more`.
+    """
 
     raw: Mapping[str, Any]
     pointer: str
@@ -42,9 +48,10 @@ class Place(NamedTuple):
 
 @final
 class Reader:
-    """`definitions` are the nodes that references lead to, by pointer; `ignored` the words that assert nothing.
+    """Reader of one schema.
 
-    With `on_problem` a word that cannot be read is reported and left out. Without, it raises SchemaError.
+    `definitions` are the nodes of reference targets, by pointer. `ignored` are the words that assert nothing. With
+    `on_problem`, a word that cannot be read is reported and left out. Without it, such a word raises SchemaError.
     """
 
     def __init__(self, root: Any, where: str, on_problem: OnProblem | None = None) -> None:
@@ -57,7 +64,7 @@ class Reader:
         self._pending: list[tuple[str, str, str]] = []  # target, place and word of each reference
 
     def read(self) -> Node:
-        """The root's node; then every reference leads to one of `definitions`."""
+        """Return the root's node. Afterwards every reference leads to one of `definitions`."""
         raw, base = self._document.at("", "")
         root = self._node(raw, "", base)
         while self._pending:
@@ -73,7 +80,7 @@ class Reader:
         return root
 
     def _report(self, pointer: str, error: InvalidRequestError) -> None:
-        """Raise the error if nobody collects problems."""
+        """Report the error to `on_problem`, or raise it if there is none."""
         if self._on_problem is None:
             raise error
         self._on_problem(pointer, error.problem if isinstance(error, SchemaError) else str(error))
@@ -148,7 +155,7 @@ class Reader:
         place.words[word] = {name: self._inner(place, item, f"{word}/{escaped(name)}") for name, item in value.items()}
 
     def _read_properties(self, place: Place, word: str, value: Any) -> None:
-        """With draft 3's `required: true` in a property."""
+        """Read `properties`, including draft 3's `required: true` in a property."""
         self._read_map(place, word, value)
         inside = [name for name, item in value.items() if isinstance(item, Mapping) and item.get("required") is True]
         if inside:

@@ -1,4 +1,4 @@
-"""Equal parts of a written schema as one definition: a compiler's work grows with what is written.
+"""Replace equal parts of a written schema by one definition, because a compiler's work grows with the written size.
 
 Only parts without references are shared: a reference that is merged with its neighbours may not lead back to itself.
 """
@@ -13,7 +13,7 @@ _LISTS = frozenset({"prefixItems", "anyOf", "allOf"})
 
 
 def shared(schema: Any) -> Any:
-    """The same schema; its `$defs` has the new definitions after its own."""
+    """Return the same schema. Its `$defs` has the new definitions after its own."""
     if not isinstance(schema, dict):
         return schema
     return _Sharing().written(schema)
@@ -21,7 +21,7 @@ def shared(schema: Any) -> Any:
 
 @final
 class _Sharing:
-    """Parts are numbered so that equal ones have one number."""
+    """Numbers of the parts of a schema. Equal parts have the same number."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
@@ -75,7 +75,7 @@ class _Sharing:
 
 
 def _inner(part: dict[str, Any], word: str) -> list[tuple[Any, Any, bool]]:
-    """The schemas in a word: name, schema, whether a reference may stand there."""
+    """Return the schemas in a word: name, schema, and True if a reference may replace the schema."""
     value = part[word]
     if word in _NAMED:
         return [(name, inner, True) for name, inner in value.items()]
@@ -87,7 +87,10 @@ def _inner(part: dict[str, Any], word: str) -> list[tuple[Any, Any, bool]]:
 
 
 def _is_place(part: dict[str, Any], word: str, inner: Any) -> bool:
-    """Strings and numbers of an `anyOf` stay where they are: together they are one pattern."""
+    """Return True if a reference may replace the schema.
+
+    Strings and numbers of an `anyOf` are not replaced, because together they are one pattern.
+    """
     if word == "anyOf":
         return len(part) == 1 and isinstance(inner, dict) and ("properties" in inner or "items" in inner)
     return word == "prefixItems"

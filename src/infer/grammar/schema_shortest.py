@@ -1,4 +1,7 @@
-"""Whether something finite fulfils a schema: no reference that must be followed leads back, or on for too long."""
+"""Check that a finite value fulfils a schema.
+
+No reference that must be followed may lead back to itself, and the shortest value must not be too long.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +15,7 @@ _MAPS = ("properties", "patternProperties")
 
 
 def nodes_of(roots: Sequence[Node]) -> list[Node]:
-    """All of them, those inside others too; each once."""
+    """Return all nodes of the roots, including nested nodes, each once."""
     found: dict[int, Node] = {}
     pending = list(roots)
     while pending:
@@ -36,7 +39,10 @@ def children_of(node: Node) -> list[Node]:
 
 
 def empty_definitions(root: Node, nodes: Sequence[Node], built: Mapping[str, Node], where: str) -> frozenset[str]:
-    """Those that nothing fulfils. Raises InvalidRequestError with the deepest such place where the root is one."""
+    """Return the definitions that no value fulfils.
+
+    Raises InvalidRequestError with the deepest such place if no value fulfils the root.
+    """
     lengths = shortest([clause for node in nodes for clause in _clauses(node, built)])
     if id(root) not in lengths:
         impossible = [node.pointer for node in nodes if id(node) not in lengths and not _is_plainly_false(node)]

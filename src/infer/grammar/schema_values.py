@@ -1,4 +1,4 @@
-"""The values of a schema's words that hold no schema: checked, and moved to what a grammar can hold."""
+"""The values of a schema's words that contain no schema: checked, and limited to values that a grammar represents."""
 
 import math
 import sys
@@ -16,7 +16,7 @@ MAX_COUNT = 1_000_000  # a larger upper bound of a length or count bounds nothin
 
 
 def read_count(where: str, word: str, value: Any, pointer: str) -> int | None:
-    """None where it bounds nothing that is ever written."""
+    """Return a count, or None for an upper bound that no written text reaches."""
     if not (_is_number(value) and value >= 0 and value == int(value)):
         refuse(where, pointer, f"{word!r} must be an integer from 0, got {value!r:.40}")
     return int(value) if word.startswith("min") or value <= MAX_COUNT else None
@@ -30,7 +30,7 @@ def read_number(where: str, word: str, value: Any, pointer: str) -> int | float:
 
 
 def read_constants(where: str, word: str, value: Any, pointer: str) -> Any:
-    """Of `enum` or `const`, as they are."""
+    """Return the values of `enum` or `const` unchanged, after a check."""
     values = value if word == "enum" else [value]
     if not isinstance(values, list):
         refuse(where, pointer, f"'enum' must be a list, got {value!r:.40}")
@@ -41,7 +41,7 @@ def read_constants(where: str, word: str, value: Any, pointer: str) -> Any:
 
 
 def read_names(where: str, word: str, value: Any, pointer: str) -> list[str]:
-    """Each once."""
+    """Return the names, each once."""
     if not isinstance(value, list):
         refuse(where, pointer, f"{word!r} must be a list, got {value!r:.40}")
     if not all(isinstance(name, str) for name in value):
@@ -76,7 +76,7 @@ def check_schema_pattern(where: str, pattern: str, pointer: str) -> None:
 
 
 def _check_exact(where: str, values: list[Any], pointer: str) -> None:
-    """JSON may spell lone surrogates, and numbers that no float holds."""
+    """Raise InvalidRequestError for lone surrogates, which JSON may spell, and for numbers that no float represents."""
     pending = list(values)
     while pending:
         value = pending.pop()
@@ -91,7 +91,7 @@ def _check_exact(where: str, values: list[Any], pointer: str) -> None:
 
 
 def _within(value: int | float, word: str) -> int | float:
-    """A bound of more digits than a float holds, moved inwards to one that it does."""
+    """Return a bound with more digits than a float has, moved inwards to one that a float represents."""
     is_upper = word.lower().endswith("maximum")
     if word != "multipleOf" and (value > LARGEST if is_upper else value < -LARGEST):
         return LARGEST if is_upper else -LARGEST  # llguidance writes no larger ranges
@@ -104,5 +104,5 @@ def _within(value: int | float, word: str) -> int | float:
 
 
 def _is_number(value: Any) -> bool:
-    """Among them the largest that a float holds, which some write for no bound at all."""
+    """Return True for a finite number, up to the largest float, which some schemas write for no bound at all."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

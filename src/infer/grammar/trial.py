@@ -1,7 +1,8 @@
-"""A grammar is read and compiled first in a process of its own, which may hang, crash or run out of memory.
+"""Trials of grammars: each is first read and compiled in a separate process, which may hang, crash or run out of
+memory.
 
-Schemas multiply, llguidance 1.9 overflows its stack on a chain of 5,000 rules and never returns from a product of large
-`multipleOf`, xgrammar 0.2 dies of deep patterns. No check on the text alone knows every such case.
+Schemas multiply. llguidance 1.9 overflows its stack on a chain of 5,000 rules, and never returns from a product of
+large `multipleOf`. xgrammar 0.2 dies of deep patterns. No check on the text alone covers every such case.
 """
 
 import signal
@@ -24,15 +25,18 @@ _WAIT_SECONDS = 120.0  # for a process that waits for a processor
 
 @cache
 def trial_lane(backend: str) -> Lane:
-    """The processes that try grammars for a library. Their program, a package above this one, prepares tools too."""
+    """Return the processes that try grammars for a library.
+
+    Their program, in a package above this one, prepares tools too.
+    """
     program = Path(__file__).parents[1] / "prepare" / "preparing_child.py"
     return Lane(program, backend, str(MEMORY_BYTES), str(READ_SECONDS), str(ANSWER_SECONDS))
 
 
 def ask_trial(backend: str, question: Any, name: str) -> dict[str, Any]:
-    """Return the answer of a process. `name` is that of the question in messages.
+    """Return the answer of a trial process. Messages call the question `name`.
 
-    Raises InvalidRequestError, a SchemaError if the place in a schema is known.
+    Raises InvalidRequestError, or SchemaError if the place in a schema is known.
     """
     try:
         answer: dict[str, Any] = trial_lane(backend).ask(question, _WAIT_SECONDS)

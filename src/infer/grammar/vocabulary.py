@@ -1,6 +1,6 @@
-"""The vocabulary as grammars see it: the bytes of each token, which ids end a text, and how a text is spelt.
+"""The vocabulary for grammars: the bytes of each token, the ids that end a text, and the spelling of a text.
 
-Control tokens have no bytes here: a grammar speaks of text, and no text is a control token.
+Control tokens have no bytes here, because a grammar describes text, and no text is a control token.
 """
 
 from bisect import bisect_right
@@ -14,7 +14,7 @@ _MARK = "\x02"  # stands before a text, for tokenizers that put a space before w
 
 @final
 class Vocabulary:
-    """Of a tokenizer and a model whose embedding may have more rows than the tokenizer has ids."""
+    """Vocabulary of a tokenizer and a model whose embedding may have more rows than the tokenizer has ids."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> None:
         self._tokenizer = tokenizer
@@ -26,7 +26,7 @@ class Vocabulary:
         self.control_ids = sorted(i for i in control if i < len(known))
 
     def spell(self, text: str) -> list[int]:
-        """The tokenizer's own ids for a text, whatever stands before it; none of them is a control token."""
+        """Return the tokenizer's own ids for a text in any context. None of the ids is a control token."""
         encoded = text.encode()
         for mark in ("", _MARK):
             ids = self._tokenizer.encode(mark + text, add_special_tokens=False)
@@ -37,7 +37,7 @@ class Vocabulary:
         return self.spell_greedily(encoded)
 
     def spell_greedily(self, text: bytes) -> list[int]:
-        """Longest token first; stops at a byte that no token has."""
+        """Return ids by taking the longest token first. Stops at a byte that no token has."""
         ids: list[int] = []
         at = 0
         while at < len(text):
@@ -52,7 +52,7 @@ class Vocabulary:
         return ids
 
     def settled(self, text: str) -> list[int]:
-        """The ids of a text that goes on: without those at its end that could become others by what follows."""
+        """Return the ids of a text that continues, without ids at its end that could change with the following text."""
         data = text.encode()
         start = next((i for i in range(max(0, len(data) - self._longest), len(data)) if self._goes_on(data[i:])), None)
         ids, end = [], 0
@@ -64,7 +64,7 @@ class Vocabulary:
         return ids
 
     def _goes_on(self, beginning: bytes) -> bool:
-        """Whether some token is longer than this and begins so."""
+        """Return True if a longer token starts with these bytes."""
         at = bisect_right(self._sorted, beginning)
         return at < len(self._sorted) and self._sorted[at].startswith(beginning)
 

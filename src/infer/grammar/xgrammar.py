@@ -1,8 +1,8 @@
-"""Constraints by xgrammar, an extra: a pushdown automaton compiled ahead for the whole vocabulary.
+"""Constraints by xgrammar, an extra: a pushdown automaton compiled in advance for the whole vocabulary.
 
 The package and torch are loaded when the first grammar is compiled. It enforces fewer JSON-schema keywords than
-llguidance does and ignores the others; here they are refused. So are those that it gets wrong: with `minLength` or
-`maxLength` it lets control characters into strings (0.2.8), and it anchors every `pattern`.
+llguidance does and ignores the others; here they are refused. Keywords that it handles wrongly are refused too: with
+`minLength` or `maxLength` it allows control characters in strings (0.2.8), and it anchors every `pattern`.
 """
 
 import importlib
@@ -52,7 +52,7 @@ class XgrammarBackend(Backend):
 @final
 class _XgrammarMatcher(Matcher):
     def __init__(self, matcher: Any, vocabulary: Vocabulary, text: Mask, known: Mask) -> None:
-        """`text` are the tokens that have bytes, `known` those and the end ids."""
+        """Wrap a matcher. `text` are the tokens that have bytes, `known` these and the end ids."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._text, self._known = text, known
@@ -90,7 +90,10 @@ class _XgrammarMatcher(Matcher):
         return not (self._words[0] & self._text).any()
 
     def _fill_words(self) -> None:
-        """All that the library knows to be allowed; it leaves the row as it is where it would allow everything."""
+        """Write all known tokens that the library allows.
+
+        The library leaves the row unchanged if it allows every token. Then all bits are set.
+        """
         if not self._matcher.fill_next_token_bitmask(self._words):
             self._words[:] = -1
         self._words[0] &= self._known

@@ -1,5 +1,6 @@
-"""Which layers share page tables, and how many pages each row has of them: sizes that are known before any memory is
-taken. Loads no torch.
+"""Groups of layers that share page tables, and the number of pages each row has in a group.
+
+All sizes are known before any memory is allocated. Loads no torch.
 """
 
 from collections.abc import Sequence
@@ -30,9 +31,10 @@ class Group:
 def make_groups(
     layers: Sequence[Layer], settings: CacheSettings, capacity: int, step_tokens: int, context: int | None = None
 ) -> tuple[Group, ...]:
-    """The groups of a cache for rows of `capacity` tokens that grow by at most `step_tokens` in one step.
+    """Return the groups of a cache for rows of `capacity` tokens that grow by at most `step_tokens` in one step.
 
-    `context` is how many the model was made for; None, or no fewer, and distances are as they are.
+    `context` is the number of tokens that the model was made for. If it is None or at least `capacity`, distances stay
+    as they are.
     """
     indices_by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(layers):
@@ -54,14 +56,15 @@ def make_groups(
 
 
 def most_pages(groups: Sequence[Group]) -> int:
-    """Pages that a full row has of the group of which it has most."""
+    """Return the pages of a full row in the group that needs the most."""
     return max(group.pages_per_row for group in groups)
 
 
 def pool_sizes(groups: Sequence[Group], num_rows: int, pool_pages: int | None, capacity: int) -> list[int]:
-    """How many pages the pool of each group has: enough for all rows full, and no more than `pool_pages` if given.
+    """Return the number of pages in each group's pool: enough for all rows when full, but at most `pool_pages` if
+    given.
 
-    Raises InvalidRequestError where a row of `capacity` tokens would not fit.
+    Raises InvalidRequestError if a row of `capacity` tokens would not fit.
     """
     full = [num_rows * group.pages_per_row for group in groups]
     if pool_pages is None:

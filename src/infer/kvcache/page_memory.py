@@ -1,8 +1,8 @@
 """The tensors of a cache: the pages of each layer, and the tables by which kernels find them.
 
-The memory of all pages is reserved at once but taken from the system only where it is written. A page has its tokens'
-keys and values of all layers of its group, one layer after another: some 60 tokens of a small model, or few of a large
-one, fill a huge page of the system's.
+The memory of all pages is reserved in one allocation, but the system provides it only when it is written. A page stores
+its tokens' keys and values for all layers of its group, one layer after another. About 60 tokens of a small model, or a
+few of a large one, fill a huge page of the system's.
 """
 
 import math
@@ -28,7 +28,10 @@ _NAN = 0xFF  # in each byte: NaN of every float type, and codes whose scales are
 
 @final
 class PageMemory:
-    """`layers` is what kernels take. What a group's tables say is theirs to read after `publish`."""
+    """Memory and page tables of all groups.
+
+    Kernels take `layers`. They see changes to a group's tables only after `publish`.
+    """
 
     def __init__(
         self,
@@ -75,18 +78,18 @@ class PageMemory:
 
     @property
     def num_bytes(self) -> int:
-        """What keys and values take when every page has been written."""
+        """Bytes of keys and values once every page has been written."""
         return sum(memory.nbytes for memory in self._memories)
 
     def set_rope(self, row: int, index: int) -> None:
-        """Which of its two sets of rope factors a model has for the row. Published at once."""
+        """Choose which of the model's two sets of rope factors the row uses, and publish the choice immediately."""
         if self.rope_sets[row] != index:
             self.rope_sets[row] = index
             with self._backend.threads():
                 _copy_array(self.rope_sets, self._tables[0].rope_sets)
 
     def publish(self) -> None:
-        """Let kernels see the tables and windows as they are now."""
+        """Publish the current tables and windows to the kernels."""
         for index, (rows, tables) in enumerate(zip(self._groups, self._tables, strict=True)):
             if self._published[index] != rows.version:
                 arrays = (rows.table.table, rows.shifts, rows.sinks, rows.windows)
@@ -97,7 +100,7 @@ class PageMemory:
                 self._published[index] = rows.version
 
     def parts(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads pages blocks lanes *size"]]]:
-        """What is stored of a group's layers, by name, as views."""
+        """Yield the stored tensors of a group's layers by name, as views."""
         for index in rows.group.layers:
             layer = self.layers[index]
             for number, part in enumerate(key_parts(layer.keys, self._kv_type)):
@@ -108,7 +111,7 @@ class PageMemory:
     def place(
         self, rows: GroupRows, row: int, slots: Int64[Tensor, "*slots"]
     ) -> tuple[Int64[Tensor, "*slots"], Int64[Tensor, "*slots"], Int64[Tensor, "*slots"]]:
-        """The page of each slot of a row, the block of the page, and where in it the slot is."""
+        """Return the page of each slot of a row, the block in that page, and the slot's position in the block."""
         pages = torch.from_numpy(rows.table.table[row])[slots // self._page_tokens]
         blocks, lanes = slots % self._page_tokens // BLOCK_POSITIONS, slots % BLOCK_POSITIONS
         return pages.to(self._device), blocks.to(self._device), lanes.to(self._device)
@@ -120,7 +123,7 @@ class PageMemory:
         self._backend.to_device(self._memories[group], targets)
 
     def keep_slots(self, rows: GroupRows, row: int, slots_by_layer: dict[int, Int64[Tensor, "kv_heads kept"]]) -> None:
-        """Move what is kept into the row's first slots; each head keeps slots of its own."""
+        """Move the kept slots into the row's first slots. Each head keeps its own slots."""
         pages = list(rows.table.page_by_index(row).values())
         self.to_host(rows, pages)
         for index in rows.group.layers:
@@ -133,19 +136,21 @@ class PageMemory:
         self.to_device(rows, pages)
 
     def clear_pages(self, rows: GroupRows, pages: Sequence[int]) -> None:
-        """On the host: `to_device` after what is then written."""
+        """Set pages to 0 on the host. Call `to_device` after writing to these pages."""
         self._memories[self._groups.index(rows)][list(pages)] = 0
 
     def to_host(self, rows: GroupRows, pages: Sequence[int]) -> None:
-        """Before the host reads them."""
+        """Make pages readable on the host. Call before the host reads these pages."""
         self._backend.to_host(self._memories[self._groups.index(rows)], pages)
 
     def to_device(self, rows: GroupRows, pages: Sequence[int]) -> None:
-        """After the host has written them."""
+        """Make pages that the host has written visible to the device. Call after the host has written these pages."""
         self._backend.to_device(self._memories[self._groups.index(rows)], pages)
 
     def give_back_free(self) -> int:
-        """The memory of pages that are free goes back to the system, and what they held is lost: how many bytes."""
+        """Return the memory of free pages to the system and return its number of bytes. The content of these pages is
+        lost.
+        """
         num_bytes = 0
         for rows, memory in zip(self._groups, self._memories, strict=True):
             for first, count in _runs(rows.table.pool.forget_written()):
@@ -154,13 +159,12 @@ class PageMemory:
         return num_bytes
 
     def poison(self) -> None:
-        """From now on pages are filled with NaN when they are handed out: whoever reads what was not written since
-        gets it."""
+        """Fill every page with NaN when it is taken from now on, so that a read of an unwritten slot returns NaN."""
         for rows, memory in zip(self._groups, self._memories, strict=True):
             rows.table.on_take = partial(_poison_page, self._backend, memory)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless kernels read the tables as they are."""
+        """Raise AssertionError unless the kernels' tables equal the current tables."""
         for rows, tables in zip(self._groups, self._tables, strict=True):
             assert (tables.table.cpu().numpy() == rows.table.table).all(), "kernels read another table"
 
@@ -177,9 +181,9 @@ def _tables_of(rows: GroupRows, rope_sets: Int64[Tensor, "rows"]) -> Pages:
 
 
 def _copy_array(array: npt.NDArray[np.int64], tensor: Int64[Tensor, "*shape"]) -> None:
-    """On the host without torch, which takes long for so little; to a device without a wait.
+    """Copy an array into a tensor. On the host this avoids torch, whose overhead is large for so little data.
 
-    Pinning opens a context on the current device, which the caller sets.
+    A copy to a device does not wait. Pinning opens a context on the current device, which the caller sets.
     """
     if tensor.device.type == "cpu":
         tensor.numpy()[...] = array
@@ -188,7 +192,7 @@ def _copy_array(array: npt.NDArray[np.int64], tensor: Int64[Tensor, "*shape"]) -
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first and the length of each run of consecutive pages, which are in ascending order."""
+    """Yield the first page and the length of each run of consecutive pages. `pages` must be in ascending order."""
     for _, run in groupby(enumerate(pages), key=lambda pair: pair[1] - pair[0]):
         found = [page for _, page in run]
         yield found[0], len(found)

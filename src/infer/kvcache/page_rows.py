@@ -1,8 +1,8 @@
-"""What the rows of one group see and hold, in integers: the rule of visibility and the pages that it needs.
+"""The rows of one group in integers: the visibility rule, and the pages that it needs.
 
-A token's slot is its position less its row's shift. From slot t the slots s ≤ t are seen with s < sinks or
-s > t − window; all of them where the window is 0. A row that was compressed holds what was kept of its prompt in its
-first slots, and goes on after them only.
+A token's slot is its position minus its row's shift. From slot t, a slot s ≤ t is visible if s < sinks or s > t −
+window. If the window is 0, all slots s ≤ t are visible. A compressed row stores the kept part of its prompt in its
+first slots. It can continue only after these slots.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,10 @@ _KEY_BYTES = 16
 
 
 class RowState(NamedTuple):
-    """What decides what a row's tokens see. `first` is the lowest slot that the next token may have: of a row that was
-    compressed, or loaded with no more than its last tokens see.
+    """The visibility rule of a row's tokens.
+
+    `first` is the lowest slot that the next token may have. It is above 0 for a row that was compressed, or that was
+    loaded with no more than its last tokens see.
     """
 
     shift: int
@@ -28,23 +30,26 @@ class RowState(NamedTuple):
     first: int
 
     def seen(self, slot: int) -> tuple[range, range]:
-        """What stands before a token at this slot and is seen by it: sinks, and the window."""
+        """Return the slots before `slot` that a token at `slot` sees: the sinks, and the window."""
         first = max(0, slot + 1 - self.window) if self.window else 0
         return range(min(self.sinks, first)), range(first, slot)
 
     def seen_from(self, slot: int, end: int) -> list[int]:
-        """The slots before `end` that are seen from `slot` or from a later one."""
+        """Return the slots before `end` that are seen from `slot` or from a later slot."""
         sinks, window = self.seen(slot)
         return [*sinks, *range(window.start, end)]
 
     def cut(self, slot: int) -> Self:
-        """Of a copy of the row that holds what tokens from `slot` on see, and nothing else."""
+        """Return the state of a copy of the row that holds only the slots that tokens from `slot` on see."""
         return self if self.seen(slot)[1].start == 0 else self._replace(first=max(self.first, slot))
 
 
 @final
 class GroupRows:
-    """`version` changes with every change of what kernels read: the table, shifts, sinks and windows."""
+    """Page table and visibility rules of the rows of one group.
+
+    `version` changes whenever data that kernels read changes: the table, shifts, sinks or windows.
+    """
 
     def __init__(self, group: Group, num_rows: int, num_slots: int, page_tokens: int, pool_pages: int) -> None:
         self.group, self.version = group, 0
@@ -55,7 +60,7 @@ class GroupRows:
             self.clear(row)
 
     def reset(self) -> None:
-        """As new, whatever a change that was left midway has made of it."""
+        """Empty all rows, even after a change that was interrupted midway."""
         self.table.reset()
         for row in range(len(self.shifts)):
             self.clear(row)
@@ -65,7 +70,11 @@ class GroupRows:
         self.restore(row, self.state_from_start(is_short=False))
 
     def state_from_start(self, *, is_short: bool) -> RowState:
-        """Of a row that sees all its policy lets it see, or that was short of memory when it grew."""
+        """Return the state of an empty row.
+
+        Without `is_short` the row sees all that its policy allows. With it, the row is one that was short of memory
+        when it grew.
+        """
         if self.group.is_late and not is_short:
             return RowState(shift=0, sinks=0, window=0, first=0)
         return RowState(shift=0, sinks=self.group.sinks, window=self._window, first=0)
@@ -86,26 +95,26 @@ class GroupRows:
         return position - int(self.shifts.item(row))
 
     def slide(self, row: int, length: int) -> None:
-        """From now on tokens after `length` slots see sinks and window only: other pages are given up."""
+        """Let tokens after `length` slots see only sinks and window from now on, and free the other pages."""
         self.restore(row, self.state_from_start(is_short=True))
         self.table.drop_unseen(row, self._first_seen(row, length))
 
     def _first_seen(self, row: int, slot: int) -> int:
-        """Of the window of a token at this slot."""
+        """Return the first slot in the window of a token at this slot."""
         return self.state(row).seen(slot)[1].start
 
     def can_compress(self, row: int) -> bool:
-        """Whether the row still sees all of its prompt and is to see less after it."""
+        """Return True if the row still sees all of its prompt and its policy will later restrict it."""
         return self.group.is_late and not self.windows[row]
 
     def compress(self, row: int, length: int, num_kept: int) -> None:
-        """The row's `length` slots are now `num_kept`, and what comes after them slides."""
+        """Reduce the row's `length` slots to the first `num_kept`. Tokens after them use the sliding window."""
         self.table.truncate(row, num_kept)
         shift = self.shifts.item(row) + length - num_kept
         self.restore(row, RowState(shift, self.group.sinks, self._window, num_kept))
 
     def reserve(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
-        """`PageTable.reserve`, for tokens with the slots [start, end)."""
+        """Call `PageTable.reserve` for tokens with the slots [start, end), and return the copies to make."""
         if self.table.is_ready(row, start, end):
             return []
         self.version += 1
@@ -115,25 +124,32 @@ class GroupRows:
         return self.table.is_ready(row, slot, slot + count)
 
     def pages_needed(self, row: int, start: int, end: int, *, is_scarce: bool) -> int:
-        """`PageTable.num_needed`, for tokens with the slots [start, end)."""
+        """Return `PageTable.num_needed` for tokens with the slots [start, end)."""
         if self.table.is_ready(row, start, end):
             return 0
         return self.table.num_needed(row, start, end, self._first_seen(row, start), is_scarce=is_scarce)
 
     def can_continue(self, row: int, slot: int) -> bool:
-        """Whether all that a token at this slot sees is there."""
+        """Return True if the row holds every slot that a token at this slot sees."""
         return slot >= int(self._firsts[row]) and all(
             self.table.holds(row, part.start, part.stop) for part in self.state(row).seen(slot)
         )
 
     def num_found(self, keys: Sequence[bytes]) -> int:
-        """How many of a row's first pages may be there to adopt: no more are, but windows may lack some of them."""
+        """Return an upper bound on the number of a row's first pages that can be adopted.
+
+        In a group with a window, some of these pages may be missing.
+        """
         if self.group.window is not None:
             return len(keys)
         return next((index for index, key in enumerate(keys) if self.table.pool.find(key) is None), len(keys))
 
     def has_pages(self, row: int, slot: int, keys: Sequence[bytes]) -> dict[int, bytes] | None:
-        """The keys of the pages that an empty row needs to go on at a slot where a page begins, if all are found."""
+        """Return the keys of the pages that an empty row needs to continue at `slot`, by index, or None if one is not
+        found.
+
+        `slot` must be the first slot of a page.
+        """
         page_tokens, needed = self.table.page_tokens, {}
         for part in self.state(row).seen(slot):
             for index in range(part.start // page_tokens, -(-part.stop // page_tokens) if part else 0):
@@ -143,7 +159,7 @@ class GroupRows:
         return needed
 
     def share(self, row: int, source_row: int, length: int) -> None:
-        """Replace a row by the first `length` positions of another: pages are shared until one of the two writes."""
+        """Replace a row by the first `length` positions of another. Both share pages until one of the two writes."""
         state = self.state(source_row)
         self.table.share(row, source_row, length - state.shift)
         self.restore(row, state)
@@ -152,7 +168,10 @@ class GroupRows:
 def page_keys(
     token_ids: Sequence[int], page_tokens: int, known: Sequence[bytes] = (), salt: bytes = b""
 ) -> list[bytes]:
-    """A key for each whole page of tokens, of it and of all before it, and of the salt; `known` are the first keys."""
+    """Return one key per whole page of tokens.
+
+    A key depends on the page's tokens, on all tokens before them, and on the salt. `known` are the first keys.
+    """
     keys = list(known)
     for start in range(len(keys) * page_tokens, len(token_ids) - page_tokens + 1, page_tokens):
         ids = np.array(token_ids[start : start + page_tokens], np.int64).tobytes()

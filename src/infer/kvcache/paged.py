@@ -1,12 +1,12 @@
-"""Rows of tokens in pages: what is forgotten gives its page to what comes, and what is the same is stored once.
+"""Rows of tokens in pages. A forgotten page is reused for new tokens, and equal prefixes are stored once.
 
-What `attend` appends is provisional, `commit` keeps it, and what is committed alone decides what is forgotten: so a
-rejected draft is dropped cleanly, whatever the cache stores or evicts. Layers that see the same slots are a group with
-page tables and a pool of its own (`GroupRows`). Kernels read tables and windows whenever a step runs, so a recorded
-step serves every state.
+Tokens that `attend` appends are provisional until `commit` keeps them. Only committed tokens decide which tokens are
+forgotten. So a rejected draft is dropped cleanly with every storage format and eviction policy. Layers that see the
+same slots form a group with its own page tables and pool (`GroupRows`). Kernels read tables and windows whenever a step
+runs, so a recorded step serves every state.
 
-What a token sees is a rule of slots, whatever lies there besides: pages that no later token can see are given up
-when a row's share of them or the pool is used up, and never for tokens that were only provisional.
+A token's visibility is a rule on slots, independent of what else is stored. Pages that no later token can see are freed
+when a row's share of pages or the pool is used up. They are never freed for tokens that are only provisional.
 """
 
 import os
@@ -38,15 +38,15 @@ Observer = Callable[[int, Tensor, Heads, Step], None]  # what `attend` was calle
 
 @final
 class PagedCache:
-    """`num_rows` rows of up to `capacity` tokens, which get at most `step_tokens` in one step, of a model made for
-    `context`.
+    """Cache of keys and values with `num_rows` rows of up to `capacity` tokens, for a model made for `context` tokens.
 
-    A page holds `settings.page_tokens` tokens of all layers of a group. Each group has a pool of `pool_pages` of them
-    (None: what all rows take when they are full), but no more than its rows can use: a window needs few. Raises
-    InvalidRequestError where that is less than one full row takes.
+    One step appends at most `step_tokens` tokens to a row. A page holds `settings.page_tokens` tokens of all layers of
+    a group. Each group has a pool of `pool_pages` pages, but no more than its rows can use: a window needs few. If
+    `pool_pages` is None, the pool is large enough for all rows when full. Raises InvalidRequestError if a pool is too
+    small for one full row.
 
-    With INFER_POISON=1 in the environment, pages that are handed out are filled with NaN: for tests, as whatever is
-    read and was never written then shows.
+    For tests: with INFER_POISON=1 in the environment, pages are filled with NaN when they are handed out. A read of an
+    unwritten slot then becomes visible.
     """
 
     def __init__(
@@ -82,44 +82,46 @@ class PagedCache:
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Committed tokens of each row: the next token's position."""
+        """Number of committed tokens of each row, which is the next token's position."""
         return self._lengths
 
     @property
     def num_bytes(self) -> int:
-        """What keys and values take when every page has been written."""
+        """Bytes of keys and values once every page has been written."""
         return self.memory.num_bytes
 
     # Pages, by group
 
     @property
     def pool_pages(self) -> Sequence[int]:
-        """All there are."""
+        """Number of pages in each group's pool."""
         return [rows.table.pool.num_pages for rows in self.groups]
 
     @property
     def free_pages(self) -> Sequence[int]:
-        """Those that can be had: no row holds them."""
+        """Number of pages that no row holds, per group."""
         return [rows.table.pool.num_available for rows in self.groups]
 
     def pages_of(self, num_tokens: int) -> Sequence[int]:
-        """Those that so many tokens of one row lie in."""
+        """Return the number of pages, per group, that `num_tokens` tokens of one row need."""
         page_tokens = self.settings.page_tokens
         return [min(num_pages(num_tokens, page_tokens), rows.group.pages_per_row) for rows in self.groups]
 
     def pages_needed(self, row: int, num_tokens: int) -> Sequence[int]:
-        """Those that `reserve` takes of `free_pages`, copies of shared ones among them. Where this is more than are
-        free, a row with a window may do with fewer: see `can_reserve`."""
+        """Return the number of free pages, per group, that `reserve` takes, including copies of shared pages.
+
+        If this is more than `free_pages`, a row with a window may need fewer: see `can_reserve`.
+        """
         return self._pages_needed(row, self._next(row, num_tokens), is_scarce=False)
 
     def can_reserve(self, row: int, num_tokens: int) -> bool:
-        """Whether `reserve` would not raise."""
+        """Return True if `reserve` would not raise."""
         least = self._pages_needed(row, self._next(row, num_tokens), is_scarce=True)
         has_pages = all(count <= free for count, free in zip(least, self.free_pages, strict=True))
         return has_pages and self._lengths[row] + num_tokens <= self.capacity
 
     def _next(self, row: int, num_tokens: int) -> list[Positions]:
-        """Of a row's next tokens."""
+        """Return the cache positions of the row's next `num_tokens` tokens, per group."""
         return [(rows, self._lengths[row], self._lengths[row] + num_tokens) for rows in self.groups]
 
     def _pages_needed(self, row: int, positions: Sequence[Positions], *, is_scarce: bool) -> list[int]:
@@ -138,25 +140,27 @@ class PagedCache:
                 )
 
     def give_back_free(self) -> int:
-        """Give the memory of free pages back to the system, as far as it can be, but for those whose content may be
-        asked for again: how many bytes of keys and values were written there."""
+        """Return the memory of free pages to the system and return the number of bytes of keys and values freed.
+
+        Pages whose content may be reused keep their memory.
+        """
         return self.memory.give_back_free()
 
     def is_long(self, row: int) -> bool:
-        """Whether its positions turn by the rope factors of long sequences."""
+        """Return True if the row's positions use the rope factors of long sequences."""
         return bool(self.memory.rope_sets[row])
 
     def set_rope(self, row: int, *, is_long: bool) -> None:
-        """Choose the rope factors of an empty row; it keeps them when it is emptied again.
+        """Choose the rope factors of an empty row. The row keeps them when it is emptied again.
 
-        Raises InvalidRequestError, nothing changed, for a row that has tokens.
+        Raises InvalidRequestError, with nothing changed, if the row has tokens.
         """
         if self._lengths[row]:
             raise InvalidRequestError(f"only an empty row gets other rope factors, row {row} has tokens")
         self.memory.set_rope(row, int(is_long))
 
     def reset(self) -> None:
-        """Empty every row, whatever a change that was left midway has made of it."""
+        """Empty every row, even after a change that was interrupted midway."""
         self.observer = None
         self._keys = [[] for _ in self._lengths]
         self._lengths[:] = self._reserved[:] = [0] * len(self._lengths)
@@ -165,10 +169,10 @@ class PagedCache:
         self.memory.publish()
 
     def reserve(self, row: int, num_tokens: int) -> None:
-        """Make room for a row's next tokens. Before the step, or the multi-step, that attends with them.
+        """Make room for a row's next tokens. Call before the step, or the multi-step, that attends with these tokens.
 
-        Raises, nothing changed, InvalidRequestError where the row would hold more than `capacity`, and
-        OutOfPagesError where the pools have too few pages left.
+        Raises InvalidRequestError if the row would hold more than `capacity`, and OutOfPagesError if the pools have too
+        few free pages. In both cases nothing is changed.
         """
         start = self._lengths[row]
         end = start + num_tokens
@@ -180,9 +184,9 @@ class PagedCache:
         self.memory.publish()
 
     def make_own(self, row: int, positions: Sequence[Positions]) -> None:
-        """Make positions of a row its own, to be written: of pages that others share it gets copies.
+        """Make positions of a row writable. Pages that other rows share are replaced by copies.
 
-        Raises OutOfPagesError, nothing changed.
+        Raises OutOfPagesError, with nothing changed.
         """
         self._check_free(self._pages_needed(row, positions, is_scarce=True))
         for rows, start, end in positions:
@@ -193,10 +197,10 @@ class PagedCache:
     def attend(
         self, layer: int, qkv: Float[Tensor, "tokens out"], heads: Heads, step: Step
     ) -> Float[Tensor, "tokens heads_dim"]:
-        """Append the step's keys and values provisionally and attend over what each token may see.
+        """Append the step's keys and values provisionally and attend over the tokens that each token may see.
 
-        Raises InvalidRequestError, nothing written, for a position that is committed or was not reserved; a recorded
-        step is not looked at.
+        Raises InvalidRequestError, with nothing written, for a position that is committed or was not reserved. A
+        recorded step is not checked.
         """
         if layer == 0 and not step.is_recorded:
             self._check_reserved(step)
@@ -206,7 +210,10 @@ class PagedCache:
         return attended
 
     def _check_reserved(self, step: Step) -> None:
-        """In integers, and once a step: kernels write where they are told."""
+        """Raise InvalidRequestError if a row or a position of the step was not reserved.
+
+        The check runs on integers, once per step. Kernels write to the given positions without a check.
+        """
         for row, position in zip(step.rows.tolist(), step.positions.tolist(), strict=True):
             if not 0 <= row < len(self._lengths):
                 raise InvalidRequestError(f"a step's rows must be in [0, {len(self._lengths)}), got {row}")
@@ -224,14 +231,16 @@ class PagedCache:
             self._slide_all()
 
     def is_short_of_memory(self) -> bool:
-        """Whether less is available than the policy's threshold, if it has one."""
+        """Return True if less memory is available than the policy's threshold, if it has one."""
         if (threshold := self.settings.memory_threshold_mb) is None:
             return False
         available = available_memory_bytes()
         return available is not None and available < threshold * 2**20
 
     def _slide_all(self) -> None:
-        """Every row that still sees all of its text: what that lies in goes back to the system."""
+        """Apply the sliding window to every row that still attends to its full context, and return the freed memory to
+        the system.
+        """
         for rows in self.groups:
             for row, length in enumerate(self._lengths):
                 if length and rows.can_compress(row):
@@ -240,9 +249,10 @@ class PagedCache:
         self.memory.publish()
 
     def truncate(self, row: int, length: int) -> None:
-        """Forget a row's tokens from position `length` on; 0 empties it.
+        """Forget a row's tokens from position `length` on. A length of 0 empties the row.
 
-        If what the next token must see is already forgotten, the row is emptied: `lengths` says what is left.
+        If the next token would need tokens that are already forgotten, the row is emptied. `lengths` reports the
+        result.
         """
         length = min(self._lengths[row], length)
         if length and self._can_continue(row, length):
@@ -256,11 +266,11 @@ class PagedCache:
         del self._keys[row][length // self.settings.page_tokens :]
 
     def _can_continue(self, row: int, position: int) -> bool:
-        """Whether all that a token at this position sees is there."""
+        """Return True if the row holds everything that a token at this position sees."""
         return all(rows.can_continue(row, rows.slot_of(row, position)) for rows in self.groups)
 
     def end_answer(self, row: int) -> None:
-        """No further token of this answer. Empties a row in which a longer prompt would not find what it needs."""
+        """Mark an answer as complete. Empties the row if a longer prompt could not continue from it."""
         if any(rows.group.is_late and not rows.can_compress(row) for rows in self.groups):
             self.truncate(row, 0)
 
@@ -271,14 +281,17 @@ class PagedCache:
         return self.settings.reuse_prefixes and not self.settings.evicts
 
     def has_new_pages(self, row: int) -> bool:
-        """Whether `remember` would find whole pages of a row that it does not know yet."""
+        """Return True if `remember` would find whole pages of the row that it does not know yet."""
         return self.shares_prefixes and not self.is_long(row) and self._shareable_pages(row) > len(self._keys[row])
 
     def _shareable_pages(self, row: int) -> int:  # one row's are at most half of the largest pool
         return min(self._lengths[row] // self.settings.page_tokens, max(self.pool_pages) // 2)
 
     def remember(self, row: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
-        """The row's committed tokens are the first of these: others that begin so, with this salt, may share them."""
+        """Make the row's committed tokens available to other rows with the same prefix and salt.
+
+        The committed tokens are the first of `token_ids`.
+        """
         if not self.has_new_pages(row):
             return
         page_tokens, known, count = self.settings.page_tokens, len(self._keys[row]), self._shareable_pages(row)
@@ -288,15 +301,19 @@ class PagedCache:
                 rows.table.remember(row, index, key)
 
     def forget(self, row: int) -> None:
-        """What the row has stored, no other row may begin with from now on."""
+        """Make the row's stored content unavailable as a prefix of other rows."""
         for rows in self.groups:
             for page in rows.table.page_by_index(row).values():
                 rows.table.pool.forget(page)
         self._keys[row] = []
 
     def adopt(self, row: int, token_ids: Sequence[int], salt: bytes = b"") -> int:
-        """Give an empty row what is stored, with this salt, for the first of these tokens; how many, and never the
-        last. Takes no free page but cached ones. A row that is long gets nothing."""
+        """Give an empty row the stored pages of the longest known prefix of these tokens, and return the number of
+        tokens.
+
+        The pages must have been stored with the same salt. The last token is never included. Takes cached pages and
+        shares held ones, but takes no free page. A row that is long gets nothing.
+        """
         if not self.shares_prefixes or self._lengths[row] or self.is_long(row):
             return 0
         page_tokens = self.settings.page_tokens
@@ -315,8 +332,11 @@ class PagedCache:
         return self._lengths[row]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every page is free, cached or held by those who say so, and all is there that
-        a row's next token sees."""
+        """Raise AssertionError if the page accounting is wrong.
+
+        Every page must be free, cached or held by the rows that list it. Each row must hold everything that its next
+        token sees.
+        """
         self.memory.check_integrity()
         for rows in self.groups:
             rows.table.check_integrity()
@@ -327,7 +347,7 @@ class PagedCache:
 
     @property
     def kind(self) -> str:
-        """What is stored and how: a row goes from one cache to another only if they agree in this."""
+        """Storage format and eviction policy. A row can move to another cache only if both have the same kind."""
         settings = self.settings
         if not settings.evicts:
             return f"paged {self._kv_type}"
@@ -337,9 +357,10 @@ class PagedCache:
         return f"paged {self._kv_type} {policy}"
 
     def export_row(self, row: int) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads slots *size"]]]:
-        """Copies of what the row's committed tokens have stored, a few at a time, and as `states` what they see.
+        """Yield copies of the tensors stored for the row's committed tokens, a few at a time, and its visibility as
+        `states`.
 
-        All that the next token sees, and so much more that a few of the last tokens can be taken back.
+        They include everything that the next token sees, and enough to take back a few of the last tokens.
         """
         length = self._lengths[row]
         earlier = range(max(0, length - min(SPARE_TOKENS, self.step_tokens)), length)
@@ -347,10 +368,10 @@ class PagedCache:
         yield from saved_tensors(self.groups, self.memory, row, first, length)
 
     def import_row(self, row: int, tensors: Mapping[str, Tensor], length: int, *, is_long: bool = False) -> None:
-        """Replace a row by `length` tokens that a cache of this kind exported, of a row that `is_long`.
+        """Replace a row by `length` tokens that a cache of this kind exported from a row with this `is_long`.
 
-        Raises, nothing changed, InvalidRequestError where they are not what `length` tokens store or do not fit, and
-        OutOfPagesError where the pools have too few pages left.
+        Raises InvalidRequestError if the tensors do not match `length` tokens or do not fit, and OutOfPagesError if the
+        pools have too few free pages. In both cases nothing is changed.
         """
         if not 0 <= length <= self.capacity:
             raise InvalidRequestError(f"the cache holds {self.capacity} tokens, got {length}")
@@ -369,10 +390,10 @@ class PagedCache:
         self._lengths[row] = self._reserved[row] = length
 
     def copy_row(self, row: int, source: Self, source_row: int) -> None:
-        """Replace a row by the committed tokens of another, of this cache or of one of the same shape.
+        """Replace a row by the committed tokens of another row, of this cache or of one of the same shape.
 
-        Of this cache, what is stored is shared until one of the two writes to it: that takes no page. From another it
-        is copied: raises OutOfPagesError, nothing changed.
+        Within this cache, both rows share pages until one of the two writes, so no page is taken. From another cache
+        the pages are copied. Raises OutOfPagesError, with nothing changed, if too few pages are free.
         """
         if source is self and row == source_row:
             return

@@ -1,8 +1,8 @@
-"""Which page holds which slots of which row: integers only, no torch.
+"""Bookkeeping of pages, slots and rows: integers only, no torch.
 
-A page is free, or cached (nobody holds it, but its content has a key and may be asked for again), or held by one or
-more rows. A row of `PageTable` holds at most its share of pages. A pool of fewer than all rows' shares can run out:
-`num_needed` tells before `reserve`.
+A page is free, cached, or held by one or more rows. No row holds a cached page, but its content has a key and can be
+found again. A row of `PageTable` holds at most its share of pages. A pool of fewer pages than all rows' shares can run
+out. `num_needed` reports the demand before `reserve`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,9 @@ from infer.errors import InferError, OutOfPagesError
 
 @final
 class PagePool:
-    """Counts who holds a page. Free ones are given before cached ones, of these the longest unused first."""
+    """Pages with a count of their holders. Free pages are taken before cached pages, and the least recently used cached
+    page first.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self._counts = [0] * num_pages
@@ -39,11 +41,14 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that `take` can give: free and cached ones."""
+        """Number of pages that `take` can return: free and cached pages."""
         return len(self._free) + len(self._cached)
 
     def take(self, *wished: int) -> int:
-        """A page that nobody holds: the first of the wished that is free, if any is. Raises OutOfPagesError."""
+        """Take a page that no row holds, and return it: the first free page in `wished`, if there is one.
+
+        Raises OutOfPagesError if all pages are held.
+        """
         page = next((page for page in wished if page in self._free), None)
         if page is None:
             page = next(iter(self._free or self._cached), None)
@@ -57,7 +62,7 @@ class PagePool:
         return page
 
     def hold(self, page: int) -> None:
-        """One more holder, of a page that is held or cached."""
+        """Add one holder to a page that is held or cached."""
         self._cached.pop(page, None)
         self._counts[page] += 1
 
@@ -67,20 +72,20 @@ class PagePool:
             (self._cached if page in self._key_by_page else self._free)[page] = None
 
     def forget_written(self) -> list[int]:
-        """The free pages that were handed out since the last call, in ascending order."""
+        """Return the free pages that were handed out since the last call, in ascending order."""
         pages = sorted(self._written & self._free.keys())
         self._written.difference_update(pages)
         return pages
 
     def is_writable(self, page: int) -> bool:
-        """Of a held page: whether only one holds it, and nobody else finds it."""
+        """Return True if a held page has exactly one holder and cannot be found by a key."""
         return self._counts[page] == 1 and page not in self._key_by_page
 
     def is_shared(self, page: int) -> bool:
         return self._counts[page] > 1
 
     def remember(self, page: int, key: bytes) -> None:
-        """What a held page contains, unless another page is known to contain it."""
+        """Store the key of a held page's content, unless the page has a key or another page has the same key."""
         if key not in self._page_by_key and page not in self._key_by_page:
             self._page_by_key[key], self._key_by_page[page] = page, key
 
@@ -88,12 +93,12 @@ class PagePool:
         return self._page_by_key.get(key)
 
     def forget(self, page: int) -> None:
-        """The content is about to change."""
+        """Remove the page's key, because its content is about to change."""
         if (key := self._key_by_page.pop(page, None)) is not None:
             del self._page_by_key[key]
 
     def check_integrity(self, holders: Sequence[int]) -> None:
-        """Raises AssertionError unless every page is in exactly one state and held by whom `holders` lists."""
+        """Raise AssertionError unless every page is in exactly one state and has the holders that `holders` lists."""
         counts = [0] * len(self._counts)
         for page in holders:
             counts[page] += 1
@@ -108,11 +113,11 @@ class PagePool:
 
 @final
 class PageTable:
-    """The pages of every row, by the index of the page in the row. `table` is what kernels read.
+    """The pages of every row, by the index of the page in the row. Kernels read `table`.
 
-    The first `num_fixed` pages of a row stay; of the others it holds the newest, as many as its share allows. Preferred
-    pages of a row: its own share of the pool, one after the other, those after the fixed in a ring. `on_take` is told
-    of each page that is handed out to be written, whose content is then what it was before.
+    A row keeps its first `num_fixed` pages. Of the others it holds the newest, as many as its share allows. A row
+    prefers the pages of its own share of the pool, in order. The pages after the fixed ones form a ring. `on_take` is
+    called with each page that is handed out to be written; the page still has its old content.
     """
 
     def __init__(
@@ -132,16 +137,16 @@ class PageTable:
         self.reset()
 
     def reset(self) -> None:
-        """No row holds a page."""
+        """Release all pages of all rows."""
         self.pool = PagePool(self._num_pages)
         self._held: list[dict[int, int]] = [{} for _ in range(len(self.table))]
 
     def reserve(self, row: int, start: int, end: int, first_seen: int) -> list[tuple[int, int]]:
-        """Make slots [start, end) the row's own, to be written: (from, to) of the pages to be copied before.
+        """Make slots [start, end) writable for the row. Return (from, to) for each page to copy first.
 
-        No slot before `first_seen` but the fixed ones will be read again: their pages are given up where the share or
-        the pool is used up. Raises OutOfPagesError, a part of the pages taken, where the pool has fewer than
-        `num_needed`.
+        Slots before `first_seen` will not be read again, except the fixed ones. Their pages are freed when the share or
+        the pool is used up. Raises OutOfPagesError if the pool has fewer pages than `num_needed`; some pages are taken
+        then.
         """
         held, copies = self._held[row], []
         for index in range(start // self.page_tokens, num_pages(end, self.page_tokens)):
@@ -157,9 +162,10 @@ class PageTable:
         return copies
 
     def num_needed(self, row: int, start: int, end: int, first_seen: int, *, is_scarce: bool) -> int:
-        """How many pages `reserve` takes from the pool, less those that the row gives up for them.
+        """Return the number of pages that `reserve` takes from the pool, minus the pages that the row frees for them.
 
-        With `is_scarce` the row gives up all that are not seen: the fewest pages with which `reserve` succeeds.
+        With `is_scarce` the row frees all unseen pages. The result is then the fewest pages with which `reserve`
+        succeeds.
         """
         held = self._held[row]
         indices = range(start // self.page_tokens, num_pages(end, self.page_tokens))
@@ -170,15 +176,20 @@ class PageTable:
         return max(0, num_new + num_copies - self._num_exclusive(row, dropped))
 
     def num_missing(self, row: int, count: int) -> int:
-        """How many pages `hold_new` of so many takes from the pool, beyond those that the row gives up when emptied."""
+        """Return the number of pages that `hold_new` takes for `count` indices, minus those that emptying the row
+        frees.
+        """
         return max(0, count - self._num_exclusive(row, self._held[row]))
 
     def _num_exclusive(self, row: int, indices: Iterable[int]) -> int:
-        """How many of these pages of the row no other row holds."""
+        """Return how many of these pages of the row no other row holds."""
         return sum(not self.pool.is_shared(self._held[row][index]) for index in indices)
 
     def is_ready(self, row: int, start: int, end: int) -> bool:
-        """Whether slots [start, end) may be written as they are: the row's own, and not to be found by a key."""
+        """Return True if slots [start, end) can be written in place.
+
+        Their pages must belong to this row only and must not be found by a key.
+        """
         held, pool = self._held[row], self.pool
         for index in range(start // self.page_tokens, num_pages(end, self.page_tokens)):
             page = held.get(index)
@@ -196,7 +207,7 @@ class PageTable:
         return page
 
     def _make_room(self, row: int, first_seen: int, *, num_new: int) -> None:
-        """Give up pages that are not seen any more, the oldest first, where the share or the pool is used up."""
+        """Free pages that are no longer seen, the oldest first, while the share or the pool is used up."""
         for index in sorted(self._unseen(row, first_seen)):
             if len(self._held[row]) + num_new <= self.pages_per_row and self.pool.num_available:
                 return
@@ -205,14 +216,14 @@ class PageTable:
             raise InferError(f"a row needs more than its {self.pages_per_row} pages: this is a fault of infer")
 
     def _unseen(self, row: int, first_seen: int) -> list[int]:
-        """The row's pages before slot `first_seen` but the fixed ones."""
+        """Return the indices of the row's pages before slot `first_seen`, without the fixed pages."""
         return [index for index in self._held[row] if self._num_fixed <= index < first_seen // self.page_tokens]
 
     def _drop(self, row: int, index: int) -> None:
         self.pool.release(self._held[row].pop(index))
 
     def drop_unseen(self, row: int, first_seen: int) -> None:
-        """Give up the pages before slot `first_seen` but the fixed ones."""
+        """Free the row's pages before slot `first_seen`, except the fixed pages."""
         for index in self._unseen(row, first_seen):
             self._drop(row, index)
 
@@ -222,28 +233,28 @@ class PageTable:
             self._drop(row, index)
 
     def holds(self, row: int, first: int, end: int) -> bool:
-        """Whether the slots [first, end) are all there."""
+        """Return True if the row holds all slots [first, end)."""
         indices = range(first // self.page_tokens, num_pages(end, self.page_tokens))
         return first >= end or all(index in self._held[row] for index in indices)
 
     def page_by_index(self, row: int, num_slots: int | None = None) -> dict[int, int]:
-        """What the row holds of its first slots; None: of all."""
+        """Return the row's pages of its first `num_slots` slots, by index. None: all pages."""
         if num_slots is None:
             return dict(self._held[row])
         kept = num_pages(num_slots, self.page_tokens)
         return {index: page for index, page in self._held[row].items() if index < kept}
 
     def indices(self, slots: Iterable[int]) -> list[int]:
-        """Of the pages that slots lie in."""
+        """Return the indices of the pages that contain these slots, in ascending order."""
         return sorted({slot // self.page_tokens for slot in slots})
 
     def hold_new(self, row: int, indices: Iterable[int]) -> None:
-        """Pages with these indices for an empty row."""
+        """Take new pages with these indices for an empty row."""
         for index in indices:
             self._held[row][index] = self.table[row, index] = self._take(row, index)
 
     def share(self, row: int, source_row: int, num_slots: int) -> None:
-        """Replace a row's pages by those of another's first slots; who writes to one first gets a copy."""
+        """Replace a row's pages by the pages of another row's first slots. The first row to write gets a copy."""
         self.truncate(row, 0)
         for index, page in self.page_by_index(source_row, num_slots).items():
             self._hold(row, index, page)
@@ -253,7 +264,7 @@ class PageTable:
             self.pool.remember(page, key)
 
     def adopt(self, row: int, key_by_index: Mapping[int, bytes]) -> None:
-        """Hold pages that `pool.find` has found, in an empty row."""
+        """Add pages that `pool.find` has found to an empty row."""
         for index, key in key_by_index.items():
             page = self.pool.find(key)
             assert page is not None

@@ -1,6 +1,6 @@
-"""A row by itself, as tensors by name: what its tokens have stored in each layer, and as `states` what they see.
+"""One row as tensors by name: the content stored in each layer, and the row's visibility rules as `states`.
 
-Only slots that a next token sees are there.
+Only slots that a next token sees are included.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ _STATES = "states"
 
 
 class SavedGroup(NamedTuple):
-    """Of a row in the layers of one group."""
+    """Saved state of a row in the layers of one group."""
 
     state: RowState
     slots: Sequence[int]  # in the order in which they are stored
@@ -27,7 +27,7 @@ class SavedGroup(NamedTuple):
 def saved_tensors(
     groups: Sequence[GroupRows], memory: PageMemory, row: int, first: int, length: int
 ) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads slots *size"]]]:
-    """Copies of what is seen from positions `first` to `length`, a few at a time."""
+    """Yield copies of everything that is seen from positions `first` to `length`, a few tensors at a time."""
     states = [rows.state(row).cut(rows.slot_of(row, first)) for rows in groups]
     yield _STATES, torch.tensor(states, dtype=torch.int64)
     for rows, state in zip(groups, states, strict=True):
@@ -41,7 +41,10 @@ def saved_tensors(
 def check_saved(
     groups: Sequence[GroupRows], memory: PageMemory, tensors: Mapping[str, Tensor], length: int
 ) -> list[SavedGroup]:
-    """What a row of `length` tokens is made of. Raises InvalidRequestError where the tensors are not those of one."""
+    """Return the saved groups of a row of `length` tokens.
+
+    Raises InvalidRequestError if the tensors do not match such a row.
+    """
     states = _states(groups, tensors, length)
     saved = [SavedGroup(state, state.seen_from(state.first, length)) for state in states]
     found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items() if name != _STATES}
@@ -84,7 +87,7 @@ def load_tensors(
     saved: Sequence[SavedGroup],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Into the pages that the row holds for these slots."""
+    """Copy the tensors into the pages that the row holds for these slots."""
     for rows, group in zip(groups, saved, strict=True):
         where = memory.place(rows, row, torch.tensor(group.slots, dtype=torch.int64))
         pages = sorted(set(where[0].tolist()))

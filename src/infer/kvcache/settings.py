@@ -1,6 +1,6 @@
-"""What a user may ask of the cache of keys and values: how it stores them, and what it forgets. Loads no torch.
+"""Settings of the cache of keys and values: how it stores them, and which tokens it evicts. Loads no torch.
 
-An instance is always valid and never changes; `check_model` says whether a network can have it.
+An instance is always valid and never changes. `check_model` checks that a network supports the settings.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,13 +25,15 @@ OBSERVED_TOKENS = 32  # snapkv: the last of the prompt, which say what of it mat
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSettings:
-    """`eviction_window` tokens are kept where a policy evicts, the first `protected_prefix` of the text among them.
+    """Storage format and eviction policy of a cache.
 
-    `memory_threshold_mb` None does so from the start; with a number rows keep all until the system has less memory than
-    that available.
+    If a policy evicts, `eviction_window` tokens are kept, including the first `protected_prefix` of the text. If
+    `memory_threshold_mb` is None, it evicts from the start. With a number, rows keep all tokens until the system has
+    less memory than that available.
 
-    A page is what is handed out, shared and taken back: `page_tokens` tokens. With `reuse_prefixes` what rows of one
-    cache begin with in common is stored once, and found again by later rows; not where a policy evicts.
+    A page is the unit that is allocated, shared and freed: `page_tokens` tokens. With `reuse_prefixes`, a prefix that
+    rows of one cache have in common is stored once, and later rows find it again. This does not apply if a policy
+    evicts.
     """
 
     kv_type: str = "auto"  # one of KV_TYPES
@@ -85,21 +87,24 @@ class CacheSettings:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a text may be longer than the context that the model was made for: no token sees further back."""
+        """True if a text may be longer than the context that the model was made for.
+
+        No token then attends further back than that context.
+        """
         return self.eviction_policy == "sliding" and self.memory_threshold_mb is None
 
     @property
     def keeps_whole_prompts(self) -> bool:
-        """Whether all of a prompt must lie there before it is known what of it is kept."""
+        """True if the cache must hold a whole prompt before it can choose the tokens to keep."""
         return self.eviction_policy == "snapkv"
 
     @property
     def is_late(self) -> bool:
-        """Whether a row sees all of its text at first, and sinks and window only from some moment on."""
+        """True if a row sees all of its text at first, and only sinks and window from some moment on."""
         return self.keeps_whole_prompts or self.memory_threshold_mb is not None
 
     def check_length(self, num_tokens: int, most: int) -> None:
-        """Raises InvalidRequestError where a model made for `most` tokens cannot have a context of so many."""
+        """Raise InvalidRequestError if a model made for `most` tokens cannot have a context of `num_tokens`."""
         if num_tokens > most and not self.goes_on:
             raise InvalidRequestError(
                 f"max_seq_len must be from 2 to the model's own {most}, got {num_tokens}: "
@@ -112,7 +117,7 @@ class CacheSettings:
             )
 
     def check_model(self, layers: Sequence[Layer]) -> None:
-        """Raises InvalidRequestError where such a network cannot have these settings."""
+        """Raise InvalidRequestError if a network with these layers does not support the settings."""
         if self.kv_type != "auto":
             for head_dim in sorted({layer.head_dim for layer in layers}):
                 kv_formats.check_kv_type(self.kv_type, head_dim)

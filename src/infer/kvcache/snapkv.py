@@ -1,4 +1,4 @@
-"""SnapKV (arXiv:2404.14469): of a long prompt stays what its last tokens look at."""
+"""SnapKV (arXiv:2404.14469): keep only those tokens of a long prompt that its last tokens attend to."""
 
 from collections.abc import Callable, Sequence
 from typing import final
@@ -20,18 +20,19 @@ POOLED = 7  # neighbours that are kept for each other's sake
 
 @final
 class PromptCompression:
-    """Of a cache whose policy is snapkv."""
+    """Prompt compression for a cache whose policy is snapkv."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
         self._chosen: dict[int, Int64[Tensor, "kv_heads kept"]] = {}  # by layer
 
     def after_prompt(self, row: int, token_ids: Sequence[int], forward: Callable[[Step], object]) -> None:
-        """Of a prompt that is committed keep the first tokens, the last, and those that the last look at.
+        """Compress a committed prompt: keep the first tokens, the last tokens, and the tokens that the last attend to.
 
-        `token_ids` are the row's. A prompt no longer than the window is kept whole; of another the last tokens are run
-        again, `forward` being a step over the cache, op by op. Raises OutOfPagesError where pages are shared with
-        another row and cannot be copied; of a row that was loaded some tokens may be lost then: `lengths` says it.
+        `token_ids` are the row's tokens. A prompt no longer than the window is kept whole. For a longer prompt, the
+        last tokens are run again; `forward` runs a step over the cache, op by op. Raises OutOfPagesError if pages are
+        shared with another row and cannot be copied. A row that was loaded may have lost some tokens then: `lengths`
+        reports how many are left.
         """
         cache, length, settings = self._cache, self._cache.lengths[row], self._cache.settings
         uncompressed = [rows for rows in cache.groups if rows.can_compress(row)]
@@ -52,7 +53,7 @@ class PromptCompression:
     def _observe(
         self, row: int, token_ids: Sequence[int], uncompressed: Sequence[GroupRows], forward: Callable[[Step], object]
     ) -> None:
-        """Run the last tokens again and note what they look at."""
+        """Run the last tokens again and record the slots that they attend to."""
         cache, start = self._cache, len(token_ids) - OBSERVED_TOKENS
         kept = [(rows, 0, cache.settings.eviction_window) for rows in uncompressed]
         cache.make_own(row, kept + [(rows, start, len(token_ids)) for rows in cache.groups])
@@ -83,11 +84,12 @@ class PromptCompression:
 def choose_slots(
     weights: Float[Tensor, "kv_heads group tokens slots"], num_first: int, num_kept: int
 ) -> Int64[Tensor, "kv_heads kept"]:
-    """The slots to keep, in ascending order, for each head of keys and values by itself.
+    """Return the slots to keep, in ascending order, separately for each head of keys and values.
 
-    `weights` is the attention of a prompt's last tokens over all of it. Kept are the first `num_first`, those last
-    tokens, and between them the slots with the most attention, summed over tokens and over the heads of a group, and
-    each taken as the largest of its neighbourhood. Of equals the first.
+    `weights` is the attention of a prompt's last tokens over the whole prompt. The first `num_first` slots and the
+    slots of those last tokens are kept. Between them, the slots with the most attention are kept. Attention is summed
+    over tokens and over the heads of a group, then replaced by the maximum of its neighbourhood. Among equal slots the
+    first is kept.
     """
     num_last, length = weights.shape[2:]
     votes = weights[..., num_first : length - num_last].sum((1, 2))

@@ -1,4 +1,4 @@
-"""What a backend compiles for a model, from the model's headers. No torch: it may begin while torch is being loaded."""
+"""Compilation of a backend's kernels from a model's headers. No torch: it may begin while torch is being loaded."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,15 +19,17 @@ from infer.operands.outline import ModelOutline
 def make_outline(
     architecture: Architecture, tensors: Mapping[str, TensorInfo], load: LoadSettings, cache: CacheSettings
 ) -> ModelOutline:
-    """Of a model that is loaded in this way."""
+    """Return the outline of a model that is loaded with these settings."""
     kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
     return ModelOutline(architecture, loaded_types(architecture, tensors, load), kv_type, load.precision)
 
 
 @contextmanager
 def compiling_ahead(model: str, device: str, load: LoadSettings, cache: CacheSettings) -> Iterator[None]:
-    """On a machine where no model has run yet, begin with what the device compiles for this one, for its load within.
-    Does nothing for a model that the load will refuse."""
+    """Start to compile a model's kernels on a machine that has run no model yet, while the model loads in this context.
+
+    Does nothing for a model that the load will refuse.
+    """
     with ExitStack() as begun:
         with suppress(InferError, OSError):
             begun.enter_context(begin_compiling(device, partial(_outline_of, model, load, cache)))

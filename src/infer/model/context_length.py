@@ -1,4 +1,4 @@
-"""How many tokens a context holds: what was asked for, checked, or as many as the model and the memory have room for.
+"""The number of tokens in a context: the requested number, checked, or as many as the model and the memory allow.
 
 Arithmetic on headers: no torch, nothing allocated.
 """
@@ -16,7 +16,10 @@ _LEAST, _MULTIPLE = 512, 64  # of a context that was cut to the memory
 
 
 def context_length(max_seq_len: int | None, architecture: Architecture, cache: CacheSettings) -> int:
-    """`max_seq_len`, or the model's own up to the default where it is None. Raises InvalidRequestError."""
+    """Return `max_seq_len`, or if it is None the model's own length, at most the default.
+
+    Raises InvalidRequestError if `max_seq_len` is not valid for the model.
+    """
     if max_seq_len is None:
         return min(architecture.max_positions, DEFAULT_MAX_SEQ_LEN)
     if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 2:
@@ -36,7 +39,7 @@ def fitting_length(
     most: int,
     available: int | None,
 ) -> int:
-    """The default context `most`, or the part of it that fits the memory; `most` where no useful part fits."""
+    """Return the default context `most`, or the part of it that fits the memory; `most` if no useful part fits."""
     if available is None or estimate(architecture, tensors, load, cache, num_tokens=most).model <= available:
         return most
     fits = largest_context(architecture, tensors, load, cache, available=available, most=most) // _MULTIPLE * _MULTIPLE

@@ -1,4 +1,4 @@
-"""A model's files to the network that runs and its tokenizer, after every setting has been checked."""
+"""Load a network and its tokenizer from a model's files, after all settings have been checked."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,23 @@ def load_model(
     precision: str = "exact",
     max_seq_len: int | None = None,
 ) -> tuple[Transformer, Architecture]:
-    """The network alone, for programs that bring their own loop: `(model, config)`."""
+    """Load only the network, for programs that bring their own loop.
+
+    Args:
+        model_id: A folder, a `.gguf` file, or a name as `LLM` takes it.
+        dtype: As for `LLM`.
+        device: As for `LLM`.
+        weights: As for `LLM`.
+        precision: As for `LLM`.
+        max_seq_len: As for `LLM`.
+
+    Returns:
+        `(model, config)`.
+
+    Raises:
+        InvalidRequestError: An argument breaks a rule.
+        ModelError: The model cannot be used, or does not fit in memory.
+    """
     checkpoint = open_checkpoint(model_id)
     tokenizer = load_tokenizer(checkpoint)
     checkpoint = checkpoint.without_metadata()
@@ -51,9 +67,16 @@ def load_model(
 def load_tokenizer(
     model: str | Path | Checkpoint, *, chat_template: str | None = None, allow_special: bool = False
 ) -> Tokenizer:
-    """The tokenizer of a model, without its weights. `chat_template` stands in place of the model's own.
+    """Load the tokenizer of a model, without its weights.
 
-    With `allow_special` control tokens that are written in a message are control, not text.
+    Args:
+        model: A model as `LLM` takes it, or an open checkpoint.
+        chat_template: Template that replaces the model's own.
+        allow_special: True if the text of a control token in a message is encoded as the control token, not as text.
+
+    Raises:
+        InvalidRequestError: There is no such model, or the template is broken.
+        ModelError: The model cannot be used.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     gguf = checkpoint.metadata
@@ -76,8 +99,10 @@ def load_checked(
     cache: CacheSettings | None = None,
     group: Group | None = None,
 ) -> Transformer:
-    """Of a model that a `group` runs together, this rank's share. `tokenizer` None: rank 0 has checked all that it
-    needs, and the memory of all ranks."""
+    """Check all settings, then load the network. If a `group` runs the model together, load this rank's share.
+
+    `tokenizer` is None if rank 0 has already checked the vocabulary, and the memory of all ranks.
+    """
     architecture = make_architecture(checkpoint.config)
     cache = cache or CacheSettings()
     cache.check_model(architecture.layers)
@@ -117,7 +142,10 @@ def load_checked(
 
 
 def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:
-    """Special tokens of a larger relative (an image token) may lie beyond the embedding: no text encodes to them."""
+    """Raise ModelError if a token that is not special has no row in the embedding.
+
+    Special tokens of a larger related model (an image token) may have no row: no text encodes to these tokens.
+    """
     if set(range(architecture.vocab_size, tokenizer.vocab_size)) - tokenizer.special_token_ids:
         raise ModelError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {architecture.vocab_size} rows: "
@@ -133,7 +161,7 @@ def _fitting(
     default: int,
     available: int | None,
 ) -> int:
-    """The default context, or as much of it as the memory has room for, which a warning says."""
+    """Return the default context, or the part of it that fits the memory. Warn if the context is reduced."""
     found = fitting_length(architecture, checkpoint.tensors, load, cache, most=default, available=available)
     if found < default:
         warnings.warn(
@@ -152,14 +180,17 @@ def _check_memory(
     num_tokens: int,
     available: int | None,
 ) -> None:
-    """What does not fit is refused before anything is allocated."""
+    """Raise ModelError if the model does not fit in memory, before anything is allocated."""
     name, tensors = checkpoint.path.name, checkpoint.tensors
     check_fits(name, architecture, tensors, load, cache, num_tokens=num_tokens, available=available)
 
 
 @contextmanager
 def threads_if_loaded(threads: int | None, num_ranks: int = 1) -> Iterator[None]:
-    """`set_num_threads` for rank 0, undone where what is within fails. None: the default, which ranks share."""
+    """Call `set_num_threads` for rank 0, and undo it if the body of the context raises.
+
+    None is the default number of threads, divided among the ranks.
+    """
     if threads is None and num_ranks > 1:
         threads = max(1, default_num_threads() // num_ranks)
     if threads is None:
@@ -176,8 +207,10 @@ def threads_if_loaded(threads: int | None, num_ranks: int = 1) -> Iterator[None]
 
 
 def set_num_threads(threads: int, rank: int = 0, num_ranks: int = 1) -> None:
-    """How many threads the process computes with, in our kernels and in torch's. Those of `num_ranks` processes that
-    share a model out keep to nodes of memory as those of one would.
+    """Set the number of threads of this process, for our kernels and for torch.
+
+    If `num_ranks` processes share a model, their threads stay on memory nodes in the same way as the threads of one
+    process.
     """
     check_num_threads(threads)
     torch.set_num_threads(threads)
@@ -191,7 +224,7 @@ def _choice(name: str, value: str, choices: Sequence[Any]) -> Any:
 
 
 def device_backend(device: str | torch.device) -> ops.Backend:
-    """Raises InvalidRequestError for a device that is not there."""
+    """Return the backend of a device. Raises InvalidRequestError for an unknown or missing device."""
     if device == "auto":
         device = "cuda" if ops.is_gpu_of_use() else "cpu"
     if isinstance(device, str) and device.partition(":")[0] == "opencl":
@@ -206,7 +239,7 @@ def device_backend(device: str | torch.device) -> ops.Backend:
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
-    """As `LLM` takes it: "auto", "float32", ... Raises InvalidRequestError."""
+    """Return a dtype's name as `LLM` takes it: "auto", "float32", ... Raises InvalidRequestError."""
     return "auto" if (chosen := _dtype(dtype)) is None else str(chosen).removeprefix("torch.")
 
 

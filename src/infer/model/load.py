@@ -42,9 +42,11 @@ def load_transformer(
     on_progress: OnProgress | None = None,
     group: Group | None = None,
 ) -> Transformer:
-    """A model that runs. `dtype` None keeps each weight as its file stores it; otherwise all become dense in dtype.
-    `keep_floats_as` quantises matrices that are stored as floats; what a file has quantised stays as it is. Of a model
-    that a `group` runs together, this rank's share.
+    """Return a model that is ready to run. If a `group` runs the model together, return this rank's share.
+
+    If `dtype` is None, each weight keeps the type of its file; otherwise all weights become dense in `dtype`.
+    `keep_floats_as` quantises matrices that are stored as floats. Matrices that the file stores quantised stay
+    unchanged.
 
     Raises ModelError that lists every missing, extra and misshapen tensor, twenty at most.
     """
@@ -105,7 +107,7 @@ class _Maker:
         )
 
     def _qkv(self, at: str, layer: Layer, rope: RopeTable | None) -> tuple[Projection, Heads]:
-        """What is this rank's of them."""
+        """Return this rank's share of the query, key and value projection, and its heads."""
         names, dim = [f"{at}self_attn.{which}_proj" for which in "qkv"], layer.head_dim
         heads = Heads(
             num_heads=layer.num_heads,
@@ -141,7 +143,7 @@ class _Maker:
         return replace(self.projection(*names, ranges=[shares.own] * 2), shares=shares)
 
     def by_rows(self, *names: str) -> Projection:
-        """Shared out by rows, the matrices being one below the other."""
+        """Return this rank's rows of the matrices, stacked one below the other and divided by rows."""
         if self.group is None:
             return self.projection(*names)
         counts = tuple(self.expected[name + ".weight"][0] for name in names)
@@ -153,7 +155,7 @@ class _Maker:
         return Norm(weight * scale, self.architecture.norm_eps)
 
     def projection(self, *names: str, ranges: Sequence[Range] | None = None) -> Projection:
-        """`ranges` are the rows that are taken of each matrix; None: all."""
+        """Return the prepared matrices. `ranges` gives the rows to take from each matrix; None: all rows."""
         if ranges is None:
             ranges = [(0, self.expected[name + ".weight"][0]) for name in names]
         some = [(name, rows) for name, rows in zip(names, ranges, strict=True) if rows[0] < rows[1]]
@@ -199,5 +201,5 @@ def _as_dtype(weight: FileWeight, dtype: torch.dtype) -> ConvertedWeight:
 
 
 def dense(weight: FileWeight) -> Float[Tensor, "..."]:
-    """The values of a tensor, in its file's float type or in float32."""
+    """Return the values of a tensor, in its file's float type or in float32."""
     return weight.data if BLOCK_TYPES[weight.type].is_float else dequantize(weight.data, weight.type)

@@ -1,6 +1,6 @@
-"""What a model takes in memory here, by arithmetic on its headers: no torch, nothing allocated.
+"""The memory that a model takes on this machine, by arithmetic on its headers: no torch, nothing allocated.
 
-Weights and the buffers of a step are counted by the backend's own rules (`backends.memory_rules`), a cache as it is
+The backend's own rules (`backends.memory_rules`) count weights and the buffers of a step. A cache counts as it is
 reserved.
 """
 
@@ -41,7 +41,7 @@ class StoredMatrix(Protocol):
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """How a model is to be loaded, in the words of `LLM`."""
+    """Settings with which a model is loaded, under the names that `LLM` uses."""
 
     dtype: str = "auto"
     weights: str = "auto"
@@ -51,7 +51,7 @@ class LoadSettings:
 
     @property
     def kv_type(self) -> str:
-        """What `kv_type="auto"` is there."""
+        """The type that `kv_type="auto"` chooses with these settings."""
         if self.dtype == "auto":
             return "f16"
         return "f32" if self.device == "cpu" else _TYPE_BY_DTYPE[self.dtype].lower()
@@ -59,8 +59,10 @@ class LoadSettings:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes. The process is Python with torch and the vocabulary, which a program that asks already has in part; on a
-    GPU there is none of it."""
+    """Memory in bytes.
+
+    `process` is Python with torch and the vocabulary. A program that asks already uses part of it. With CUDA it is 0.
+    """
 
     weights: int
     cache: int
@@ -69,7 +71,7 @@ class Estimate:
 
     @property
     def model(self) -> int:
-        """What loading adds to a process."""
+        """Bytes that loading adds to a process."""
         return self.weights + self.cache + self.workspace
 
     @property
@@ -87,9 +89,9 @@ def estimate(
     num_rows: int = 1,
     pool_pages: int | None = None,
 ) -> Estimate:
-    """A model with a cache of `num_rows` rows of `num_tokens` tokens, in `pool_pages` pages (None: all rows full).
+    """Return the memory of a model with a cache of `num_rows` rows of `num_tokens` tokens, in `pool_pages` pages.
 
-    Raises InvalidRequestError where so few pages do not hold one row.
+    If `pool_pages` is None, all rows fit when full. Raises InvalidRequestError if the pages cannot hold one row.
     """
     types = loaded_types(architecture, tensors, load)
     kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
@@ -115,9 +117,9 @@ def check_fits(
     pool_pages: int | None = None,
     available: int | None,
 ) -> None:
-    """Raises ModelError, with the largest context that would fit, where loading would take more than is available.
+    """Raise ModelError, with the largest context that would fit, if loading would take more than is available.
 
-    `available` None is not known, and nothing is refused.
+    If `available` is None, the available memory is unknown and nothing is refused.
     """
     model = (architecture, tensors, load, cache)
     needed = estimate(*model, num_tokens=num_tokens, num_rows=num_rows, pool_pages=pool_pages)
@@ -142,9 +144,9 @@ def check_rows_fit(
     pool_pages: int | None = None,
     available: int | None,
 ) -> None:
-    """For what is allocated after loading: the cache, and the history and the logits of as many rows as fit it full.
+    """Raise InvalidRequestError, with the setting that would fit, if memory allocated after loading is too large.
 
-    Raises InvalidRequestError, with the setting that would fit, where they would take more than is available.
+    This memory is the cache, and the history and logits of as many full rows as fit in it.
     """
 
     def needed(tokens: int, rows: int, pages: int | None = None) -> int:
@@ -188,8 +190,10 @@ def largest_context(
     num_rows: int = 1,
     pool_pages: int | None = None,
 ) -> int:
-    """The most tokens, up to `most`, with which a model takes no more than `available` and a row no more than the pool;
-    0 if none do."""
+    """Return the largest number of tokens, at most `most`, for which the model and the row fit, or 0 if none.
+
+    The model must take no more than `available` bytes, and one row no more pages than the pool has.
+    """
 
     def fits(count: int) -> bool:
         groups = make_groups(architecture.layers, cache, count, MAX_STEP_TOKENS)
@@ -209,7 +213,7 @@ def largest_context(
 
 
 def loaded_types(architecture: Architecture, tensors: Mapping[str, StoredMatrix], load: LoadSettings) -> dict[str, str]:
-    """The type of each matrix once it is loaded, by name: `model.load` quantises and converts by the same rules."""
+    """Return the type of each matrix after loading, by name. `model.load` quantises and converts by the same rules."""
     shapes = expected_shapes(architecture)
     return {name: _loaded_type(name, tensors[name], load) for name, shape in shapes.items() if len(shape) > 1}
 
@@ -225,7 +229,7 @@ def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:
 
 
 def weight_bytes(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> int:
-    """Matrices as the kernels hold them, norms and biases in float32."""
+    """Return the bytes of the weights: matrices in the kernels' layout, norms and biases in float32."""
     rules = memory_rules(device)
     return sum(
         rules.matrix_bytes(types[name], *shape) if name in types else 4 * prod(shape)
@@ -247,7 +251,7 @@ def decode_bytes(architecture: Architecture, types: Mapping[str, str], kv_type: 
 
 
 def rope_bytes(architecture: Architecture, num_positions: int) -> int:
-    """Cosines and sines, one table for each kind of rotation."""
+    """Return the bytes of cosines and sines, one table per kind of rotation."""
     ropes = {layer.rope for layer in architecture.layers if layer.rope is not None}
     return sum(2 * 4 * num_positions * rope.half * len(rope.sets(num_positions)) for rope in ropes)
 
@@ -260,7 +264,7 @@ def cache_bytes(
     num_rows: int,
     pool_pages: int | None = None,
 ) -> int:
-    """All pages: what keys and values take once every page of the pools has been written."""
+    """Return the bytes of keys and values once every page of the pools has been written."""
     groups, total = make_groups(layers, settings, num_tokens, MAX_STEP_TOKENS), 0
     for group, count in zip(groups, pool_sizes(groups, num_rows, pool_pages, num_tokens), strict=True):
         per_token = sum(slot_bytes(layers[index], kv_type) for index in group.layers)
@@ -269,19 +273,19 @@ def cache_bytes(
 
 
 def slot_bytes(layer: Layer, kv_type: str) -> int:
-    """Of one token's keys and values in a layer."""
+    """Return the bytes of one token's keys and values in a layer."""
     block = key_block_bytes(kv_type, layer.head_dim) + value_block_bytes(kv_type, layer.head_dim)
     return layer.num_kv_heads * block // BLOCK_POSITIONS
 
 
 def cache_bytes_per_token(layers: Sequence[Layer], kv_type: str) -> tuple[int, int]:
-    """Of a token in all layers, and in those without a window of their own."""
+    """Return the bytes of one token in all layers, and in the layers without a window of their own."""
     whole = [slot_bytes(layer, kv_type) for layer in layers if layer.window is None]
     return sum(slot_bytes(layer, kv_type) for layer in layers), sum(whole)
 
 
 def weights_by_type(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int, int, int]]:
-    """As the file stores them, the largest first: type, how many tensors, their values, their bytes."""
+    """Yield each type in which the file stores tensors, the largest first: type, number of tensors, values, bytes."""
     found: dict[str, list[int]] = {}
     for info in tensors.values():
         counts = found.setdefault(info.type, [0, 0, 0])

@@ -9,7 +9,10 @@ from infer.operands.weights import RopeTable
 
 
 def make_rope_table(rope: Rope, num_positions: int, device: torch.device) -> RopeTable:
-    """`[sets, num_positions, half]` each. Angles are products in float32, as in Hugging Face's code."""
+    """Return cos and sin, each of shape `[sets, num_positions, half]`.
+
+    Angles are products in float32, as in Hugging Face's code.
+    """
     cos, sin = zip(*(_cos_and_sin(own, num_positions) for own in rope.sets(num_positions)), strict=True)
     return RopeTable(torch.stack(cos).to(device), torch.stack(sin).to(device))
 

@@ -1,4 +1,4 @@
-"""What of a model is whose, where the ranks of a group share it out: rows of each matrix, heads with their keys."""
+"""The share of each rank in a model that a group runs: rows of each matrix, and heads with their keys."""
 
 from itertools import accumulate
 
@@ -12,16 +12,20 @@ Range = tuple[int, int]
 
 
 def row_starts(num_rows: int, num_ranks: int, *, are_blocks: bool = False) -> tuple[int, ...]:
-    """Where each rank's rows begin, and the last one's end: as whole tiles, or blocks, if there are enough."""
+    """Return the first row of each rank, and the end of the last rank.
+
+    Ranks get whole tiles, or whole blocks with `are_blocks`, if there are enough rows.
+    """
     units = (_BLOCK, _ROWS, 1) if are_blocks else (_ROWS, 1)
     unit = next(unit for unit in units if num_rows >= unit * num_ranks or unit == 1)
     return *(num_rows // unit * rank // num_ranks * unit for rank in range(num_ranks)), num_rows
 
 
 def head_starts(layer: Layer, num_ranks: int) -> tuple[int, ...] | None:
-    """Where each rank's query heads begin, and the last one's end: whole heads of keys with all their queries, or of
-    one head of keys some queries. None where every rank has all heads: q and k are normalised over all of them
-    together, or there are too few.
+    """Return the first query head of each rank, and the end of the last rank.
+
+    A rank gets whole key heads with all their queries, or some queries of one key head. Returns None if every rank has
+    all heads: q and k are normalised over all heads together, or there are too few heads.
     """
     num_kv_heads, group = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
     if layer.qk_norm == "all":
@@ -38,13 +42,16 @@ def head_starts(layer: Layer, num_ranks: int) -> tuple[int, ...] | None:
 
 
 def kv_heads_of(layer: Layer, heads: Range) -> Range:
-    """Those of keys and values that some query heads read."""
+    """Return the range of key and value heads that a range of query heads reads."""
     group = layer.num_heads // layer.num_kv_heads
     return heads[0] // group, -(-heads[1] // group)
 
 
 def part_ranges(counts: tuple[int, ...], rows: Range) -> list[Range]:
-    """Of matrices one below the other, with so many rows, the rows of each that lie in a range of all."""
+    """Return the rows of each of several stacked matrices that are in a range of the stack's rows.
+
+    `counts` are the numbers of rows of the matrices.
+    """
     starts = accumulate(counts, initial=0)
     return [
         (min(max(rows[0] - start, 0), count), min(max(rows[1] - start, 0), count))
@@ -53,7 +60,7 @@ def part_ranges(counts: tuple[int, ...], rows: Range) -> list[Range]:
 
 
 def rows_of(weight: FileWeight, rows: Range) -> FileWeight:
-    """A range of a matrix's rows, read when they are asked for."""
+    """Return a range of a matrix's rows, which is read only when it is used."""
     first, end = rows
     if rows == (0, weight.shape[0]):
         return weight

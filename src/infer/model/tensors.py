@@ -16,7 +16,7 @@ class Shaped(Protocol):
 
 
 def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the architecture needs, by canonical name."""
+    """Return the shape of every tensor that the architecture needs, by canonical name."""
     hidden, vocab = architecture.hidden_size, architecture.vocab_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not architecture.tied_embeddings:
@@ -51,7 +51,7 @@ def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Shaped]) -> None:
-    """Raises ModelError that lists every missing, extra and misshapen tensor, twenty at most."""
+    """Raise ModelError that lists every missing, extra and misshapen tensor, twenty at most."""
     allowed_extra = {"lm_head.weight"}  # some files store a tied head a second time
     problems = [f"missing {name} {expected[name]}" for name in expected if name not in found]
     problems += [f"unexpected {name!r:.80}" for name in found if name not in expected and name not in allowed_extra]

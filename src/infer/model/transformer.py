@@ -1,6 +1,6 @@
 """The forward pass: one for prefill, decode and verify, for every family.
 
-A block is five calls into `ops`. What differs between families is a value in `Architecture` or an optional weight here.
+A block is five calls into `ops`. Families differ only in values of `Architecture` and in optional weights here.
 """
 
 from dataclasses import dataclass, replace
@@ -50,29 +50,29 @@ class Transformer:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors lie."""
+        """Device of the model's tensors."""
         return self.backend.device
 
     @property
     def own_layers(self) -> list[Layer]:
-        """Those of the architecture, each with the heads that this rank of a group has of it."""
+        """Layers of the architecture, each with only the heads that this rank of a group has."""
         return [
             replace(layer, num_heads=block.heads.num_heads, num_kv_heads=block.heads.num_kv_heads)
             for layer, block in zip(self.architecture.layers, self.blocks, strict=True)
         ]
 
     def is_long(self, length: int) -> bool:
-        """Whether a sequence of so many tokens turns by the second set, from its first to its last."""
+        """Return True if a sequence of `length` tokens uses the second set of rope factors, for all its tokens."""
         return self.rope_border is not None and length > self.rope_border
 
     def forward(self, step: Step, cache: PagedCache) -> Float[Tensor, "logits vocab"]:
-        """float32 logits at `step.logit_indices`. Appends the step's keys and values to the cache provisionally."""
+        """Return float32 logits at `step.logit_indices`, and append the step's keys and values provisionally."""
         with ops.using(self.backend):
             x = self.residual(step, cache)
             return ops.head(x, step.logit_indices, self.norm, self.head, self.architecture.logit_softcap)
 
     def residual(self, step: Step, cache: PagedCache) -> Float[Tensor, "tokens hidden"]:
-        """The residual stream after the last block: what is normalised and projected to logits."""
+        """Return the residual stream after the last block, before the norm and the projection to logits."""
         with ops.using(self.backend):
             x = ops.embed(self.embedding.parts[0], step.tokens, self.architecture.embedding_scale).to(self.dtype)
             for layer, block in enumerate(self.blocks):
@@ -84,6 +84,6 @@ class Transformer:
             return x
 
     def final_norm(self, residual: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
-        """What is projected to logits, of a residual stream."""
+        """Return the normalised residual stream, which is the input of the projection to logits."""
         with ops.using(self.backend):
             return ops.normalize(residual, self.norm)

@@ -1,1 +1,1 @@
-"""What ops take: a step's tokens, and weights."""
+"""Operands of the ops: a step's tokens, and weights."""

@@ -1,6 +1,8 @@
-"""What a network is, as frozen values without a tensor: `families` makes it from a config, `transformer` runs it.
+"""Description of a network, as frozen values without a tensor: `families` makes it from a config, `transformer` runs
+it.
 
-A layer says what it is, never whose it is. A new value is a field here and a line in `families`.
+A layer describes what it computes, never which family it belongs to. A new value is a field here and a line in
+`families`.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +13,7 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_
 
 @dataclass(frozen=True)
 class LongRope:
-    """What differs for sequences of more than `beyond` tokens: the factors, or a theta that grows with the context."""
+    """Changes of a rope for sequences of more than `beyond` tokens: factors, or a theta that grows with the context."""
 
     beyond: int
     frequency_factors: tuple[float, ...] | None = None
@@ -33,9 +35,7 @@ class Rope:
         return (self.dim + 1) // 2
 
     def sets(self, num_positions: int) -> tuple["Rope", ...]:
-        """What turns the pairs in a context of so many positions: of short sequences, and of long ones where they
-        differ.
-        """
+        """Return the ropes for a context of `num_positions`: for short sequences and, if they differ, for long ones."""
         if self.long is None or num_positions <= self.long.beyond:
             return (self,)
         theta, growth = self.theta, self.long.growth
@@ -78,10 +78,10 @@ class Architecture:
 
     @property
     def long_ropes(self) -> tuple[LongRope, ...]:
-        """Those of the layers that have one, each once."""
+        """The layers' long ropes, each once."""
         return tuple({layer.rope.long: None for layer in self.layers if layer.rope and layer.rope.long})
 
     @property
     def most_positions(self) -> int:
-        """The longest context that may be asked for: some ropes can be stretched."""
+        """Longest context that may be requested: some ropes can be stretched."""
         return int(self.max_positions * max((long.growth or 1.0 for long in self.long_ropes), default=1.0))

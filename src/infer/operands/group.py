@@ -1,6 +1,7 @@
-"""A model shared out: each rank of a group computes some columns of an activation, and all of them are gathered.
+"""A model divided among ranks: each rank of a group computes some columns of an activation, and all are gathered.
 
-Each output element is summed whole by one rank, in the one order: so a group gives the bits of a model by itself.
+One rank sums each output element completely, always in the same order. So a group's results equal those of a single
+process, to the bit.
 """
 
 from abc import ABC, abstractmethod
@@ -14,20 +15,21 @@ from torch import Tensor
 
 
 class Group(ABC):
-    """The ranks that run a model together, as one of them sees it. All call the same ops in the same order."""
+    """The ranks that run a model together, as seen by one rank. All call the same ops in the same order."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     @abstractmethod
     def gather(self, own: Float[Tensor, "rows own"], widths: Sequence[int]) -> Float[Tensor, "rows width"]:
-        """The ranks' columns side by side; `widths` are their numbers, by rank. Raises InferError where a rank has
-        ended.
+        """Return the ranks' columns side by side; `widths` are their numbers, by rank.
+
+        Raises InferError if a rank has ended.
         """
 
     @property
     def has_failed(self) -> bool:
-        """Then what was gathered since means nothing."""
+        """True if a rank has failed. Values gathered since then are meaningless."""
         return False
 
     def fail(self) -> None:
@@ -35,20 +37,21 @@ class Group(ABC):
         return
 
     def begin_anew(self) -> None:
-        """For each rank, between steps or after `fail`: as if it had gathered nothing. InferError where it cannot
-        leave a step.
+        """Reset this rank, as if it had gathered nothing. For each rank, between steps or after `fail`.
+
+        Raises InferError if the rank cannot leave a step.
         """
         return
 
     def mend(self) -> None:
-        """After all ranks have begun anew: they wait for each other again."""
+        """Let the ranks wait for each other again, after all ranks have begun anew."""
         return
 
 
 @final
 @dataclass(frozen=True)
 class Shares:
-    """Rank r computes the columns [starts[r], starts[r + 1])."""
+    """The ranks' shares of the columns: rank r computes [starts[r], starts[r + 1])."""
 
     group: Group
     starts: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The most that one step computes: what recordings, estimates and options are made for. Loads no torch."""
+"""Upper limits of one step, for which recordings, estimates and options are made. Loads no torch."""
 
 MAX_STEP_TOKENS = 512  # a cancel is seen between two steps
 MAX_STEP_LOGITS = 64  # sequences and their drafts

@@ -1,4 +1,4 @@
-"""A model as it is going to be loaded, known from its headers: a backend compiles kernels by it. Loads no torch."""
+"""A model before it is loaded, known from its headers. A backend compiles kernels from it. Loads no torch."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

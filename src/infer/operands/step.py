@@ -2,7 +2,7 @@
 
     tokens   all tokens of a step, sequence after sequence      rows     sequences in the step
     logits   tokens of a step whose logits are computed         vocab    entries of the vocabulary
-    hidden   the residual stream                                out      whatever a projection makes
+    hidden   the residual stream                                out      columns that a projection makes
 
 Prefill, decode and verify are one thing: a number of tokens per sequence.
 """
@@ -62,7 +62,7 @@ class Step:
     def of(
         cls, token_ids: Sequence[int], start: int = 0, *, row: int = 0, logit_indices: Sequence[int] | None = None
     ) -> Self:
-        """One sequence's tokens from position `start`; `logit_indices` defaults to the last one."""
+        """Return a step of one sequence's tokens from position `start`. `logit_indices` defaults to the last token."""
         count = len(token_ids)
         return cls(
             tokens=torch.tensor(token_ids, dtype=torch.int64),
@@ -73,7 +73,7 @@ class Step:
 
     @classmethod
     def join(cls, steps: Sequence[Self]) -> Self:
-        """Several rows' steps as one."""
+        """Return several rows' steps as one."""
         offsets = [0]
         for step in steps:
             offsets.append(offsets[-1] + len(step.tokens))
@@ -86,7 +86,7 @@ class Step:
 
     @classmethod
     def of_chunks(cls, chunks: Sequence[Chunk], starts: Sequence[int]) -> Self:
-        """Several rows' chunks, each from its row's position in `starts` on."""
+        """Return a step of several rows' chunks, each starting at its row's position in `starts`."""
         if all(len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):  # a step of decoding: half the time
             columns = (
                 [chunk.token_ids[0] for chunk in chunks],
@@ -106,7 +106,10 @@ class Step:
         return cls(*(torch.from_numpy(array) for array in arrays))
 
     def pieces(self, capacity: int, max_logits: int) -> Iterator["Step"]:
-        """The step in parts of up to so many tokens and logits, one after another."""
+        """Yield the step in consecutive parts of up to `capacity` tokens and `max_logits` logits.
+
+        Raises InvalidRequestError if a step that must be divided has logit indices out of order.
+        """
         num_tokens = len(self.tokens)
         if num_tokens <= capacity and len(self.logit_indices) <= max_logits:
             yield self
@@ -130,15 +133,18 @@ class Step:
 
 
 class StepEnd(NamedTuple):
-    """When a step's forward and the sampling after it had ended, in seconds of `time.perf_counter`."""
+    """Times at which a step's forward and the sampling after it had ended, in seconds of `time.perf_counter`."""
 
     forward: float
     sampling: float
 
 
 class Clock(NamedTuple):
-    """From the planning of a step, or of several without a return, to the last of what it needs: when each ended. Of
-    a step that verifies drafts there is an entry for each line, the forward's time being in the first alone."""
+    """Times of one step, or of a multi-step, from its planning until all that it needs is done.
+
+    `ends` has one entry per step. A step that verifies drafts has one entry per line, with the forward's time in the
+    first only.
+    """
 
     started: float
     ends: Sequence[StepEnd]
@@ -148,7 +154,7 @@ class Clock(NamedTuple):
 @final
 @dataclass
 class Masks:
-    """The grammars' masks of one step, a line for each of its logits; another thread may fill them while it runs."""
+    """The grammars' masks of one step, one line per logit. Another thread may fill them while the step runs."""
 
     words: Int[Tensor, "lines words"]
     is_ready: npt.NDArray[np.int64]  # one number: 1 when all are filled

@@ -36,8 +36,8 @@ class Weight(ABC):
 class StoredWeight(Weight):
     """A tensor as its file stores it: GGML's name of the type, the logical shape, the bytes.
 
-    `data` has the logical shape and a float dtype for F32, F16 and BF16. For block types it is uint8
-    `[rows, bytes of a row]`, and the last axis of `shape` is a multiple of the block.
+    `data` has the logical shape and a float dtype for F32, F16 and BF16. For block types it is uint8 `[rows, bytes per
+    row]`, and the last axis of `shape` is a multiple of the block.
     """
 
     type: str
@@ -58,19 +58,20 @@ class StoredWeight(Weight):
 
     @property
     def row_bytes(self) -> int:
-        """What a row takes while it is read."""
+        """Bytes of memory that reading one row takes."""
         return self.num_bytes // self.out_features
 
     def rows(self, first: int, last: int) -> "StoredWeight":
-        """[first, last), as a view."""
+        """Return the rows [first, last), as a view."""
         return StoredWeight(self.type, (last - first, *self.shape[1:]), self.data[first:last])
 
 
 @final
 @dataclass(frozen=True)
 class UnreadWeight(Weight):
-    """A matrix that still lies in its file. Rows are read when they are asked for, so that a large matrix is never
-    there twice. Reading raises ModelError where the file fails.
+    """A matrix that is still in its file. Rows are read on request, so that a large matrix is never in memory twice.
+
+    Reading raises ModelError if the file fails.
     """
 
     type: str
@@ -95,11 +96,11 @@ class UnreadWeight(Weight):
 
     @property
     def data(self) -> Tensor:
-        """The whole matrix, read anew."""
+        """The whole matrix, read again at each access."""
         return self.read(0, self.out_features)
 
     def rows(self, first: int, last: int) -> StoredWeight:
-        """[first, last), read."""
+        """Read and return the rows [first, last)."""
         return StoredWeight(self.type, (last - first, *self.shape[1:]), self.read(first, last))
 
 
@@ -109,8 +110,9 @@ FileWeight = StoredWeight | UnreadWeight
 @final
 @dataclass(frozen=True)
 class ConvertedWeight(Weight):
-    """A stored matrix on its way to another type. Rows are converted when they are asked for, so that a large matrix
-    is never there as a whole in floats.
+    """A stored matrix on its way to another type.
+
+    Rows are converted on request, so that a large matrix is never in memory as a whole in floats.
     """
 
     type: str
@@ -131,11 +133,11 @@ class ConvertedWeight(Weight):
 
     @property
     def row_bytes(self) -> int:
-        """What a row takes while it is read: six times its floats."""
+        """Bytes of memory that reading one row takes: six times its floats."""
         return 24 * self.in_features
 
     def rows(self, first: int, last: int) -> StoredWeight:
-        """[first, last), converted."""
+        """Return the rows [first, last), converted."""
         source = self.source.rows(first, last)
         return StoredWeight(self.type, source.shape, self.convert(source))
 
@@ -143,9 +145,9 @@ class ConvertedWeight(Weight):
 @final
 @dataclass(frozen=True)
 class Projection:
-    """y = x Wᵀ (+ bias), where W is its parts one below the other (q, k, v; gate, up): each keeps its own type.
+    """y = x Wᵀ (+ bias). W is its parts one below the other (q, k, v; gate, up), and each part keeps its own type.
 
-    With `shares` these are one rank's rows; what is made of y is gathered from all of them.
+    With `shares`, the parts are one rank's rows, and the values made of y are gathered from all ranks.
     """
 
     parts: tuple[Weight, ...]
@@ -175,7 +177,7 @@ class Norm:
 class RopeTable:
     """cos and sin of every position's angles, one pair for each two elements that rotate together (i, i + dim / 2).
 
-    A second set, where there is one, is for the rows that `Pages.rope_sets` names; otherwise all rows have the first.
+    If there is a second set, it is for the rows that `Pages.rope_sets` names; otherwise all rows use the first.
     """
 
     cos: Float[Tensor, "sets positions half"]
@@ -185,7 +187,7 @@ class RopeTable:
 @final
 @dataclass(frozen=True)
 class Heads:
-    """What attention needs to know of a layer besides q, k and v."""
+    """A layer's values that attention needs besides q, k and v."""
 
     num_heads: int
     num_kv_heads: int
@@ -200,6 +202,6 @@ class Heads:
 
     @property
     def starts(self) -> tuple[int, int, int]:
-        """The first columns of q, k and v in qkv."""
+        """First columns of q, k and v in qkv."""
         end = self.num_heads * self.head_dim
         return self.qkv_starts or (0, end, end + self.num_kv_heads * self.head_dim)

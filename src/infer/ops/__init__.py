@@ -1,8 +1,8 @@
-"""Every kernel's signature. A model runs its ops `using` its backend; `backend_of` finds the one of a device.
+"""Signature of every kernel. A model runs its ops `using` its backend; `backend_of` finds the backend of a device.
 
-The vocabulary is the fused one: a layer is five calls (norm → qkv; rotate, append, attend; output → residual;
-norm → gate · up; down → residual), with embed before and head after. `backends.reference` says in plain torch what
-each means; every other kernel module exports the same names and agrees with it.
+The ops are fused. A layer is five calls: norm → qkv; rotate, append, attend; output → residual; norm → gate · up; down
+→ residual. `embed` comes before the layers and `head` after them. `backends.reference` defines each op in plain torch.
+Every other kernel module exports the same names and agrees with it.
 """
 
 import torch
@@ -58,17 +58,17 @@ __all__ = [
 
 
 def prepare(projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:
-    """The projection in the form that the backend's kernels read. May repack; values never change.
+    """Return the projection in the form that the backend's kernels read. May repack; values never change.
 
-    `precision` is that of the activations that quantised weights are multiplied with, where kernels have a choice:
-    "exact" has 16 bits on the CPU, "fast" 8.
+    `precision` is the precision of the activations that quantised weights are multiplied with, if kernels have a
+    choice. On the CPU, "exact" has 16 bits and "fast" 8.
     """
     prepared: Projection = backend_of(device).kernels.prepare(projection, device, precision)
     return prepared
 
 
 def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
-    """Rows of the table, times scale."""
+    """Return the tokens' rows of the table, times scale."""
     x: Tensor = backend_of(token_ids.device).kernels.embed(table, token_ids, scale)
     return x
 
@@ -76,7 +76,7 @@ def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Floa
 def norm_project(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
 ) -> Float[Tensor, "tokens out"]:
-    """project(norm(x))"""
+    """Return project(norm(x))."""
     y: Tensor = backend_of(x.device).kernels.norm_project(x, norm, projection)
     return y
 
@@ -87,10 +87,10 @@ def attend(
     layer: LayerCache,
     step: Step,
 ) -> Float[Tensor, "tokens heads_dim"]:
-    """softmax(q kᵀ × scale) v over what each token may see, after normalising and rotating q and k.
+    """Return softmax(q kᵀ × scale) v over the slots that each token may see, after normalising and rotating q and k.
 
     qkv is q, k and v side by side. Writes the step's k and v into the cache's layer, at the slot of each token's row
-    and position, before reading it. `kv_layout` says where a slot lies and which of them a token sees.
+    and position, before reading it. `kv_layout` defines each slot's address and which slots a token sees.
     """
     y: Tensor = backend_of(qkv.device).kernels.attend(qkv, heads, layer, step)
     return y
@@ -99,7 +99,9 @@ def attend(
 def attention_weights(
     qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
 ) -> Float[Tensor, "kv_heads group tokens slots"]:
-    """What the tokens of one row look at, after `attend`: softmax(q kᵀ × scale), for each head of a group."""
+    """Return the attention weights of one row's tokens, after `attend`: softmax(q kᵀ × scale), for each head of a
+    group.
+    """
     weights: Tensor = backend_of(qkv.device).kernels.attention_weights(qkv, heads, layer, step)
     return weights
 
@@ -110,7 +112,10 @@ def project_add(
     projection: Projection,
     post_norm: Norm | None,
 ) -> Float[Tensor, "tokens hidden"]:
-    """residual + post_norm(project(x)). The result may share residual's memory: do not use residual afterwards."""
+    """Return residual + post_norm(project(x)).
+
+    The result may share residual's memory: do not use residual afterwards.
+    """
     y: Tensor = backend_of(x.device).kernels.project_add(residual, x, projection, post_norm)
     return y
 
@@ -118,13 +123,13 @@ def project_add(
 def norm_gate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
 ) -> Float[Tensor, "tokens intermediate"]:
-    """activation(gate(norm(x))) × up(norm(x)), where the projection's two parts are gate and up."""
+    """Return activation(gate(norm(x))) × up(norm(x)). The projection's two parts are gate and up."""
     y: Tensor = backend_of(x.device).kernels.norm_gate(x, norm, gate_up, activation)
     return y
 
 
 def normalize(x: Float[Tensor, "tokens hidden"], norm: Norm) -> Float[Tensor, "tokens hidden"]:
-    """norm(x), by itself."""
+    """Return norm(x)."""
     y: Tensor = backend_of(x.device).kernels.normalize(x, norm)
     return y
 
@@ -136,7 +141,7 @@ def head(
     projection: Projection,
     softcap: float | None = None,
 ) -> Float[Tensor, "logits vocab"]:
-    """float32 logits of some tokens: project(norm(x[logit_indices])), or softcap × tanh(that / softcap)."""
+    """Return float32 logits of some tokens: project(norm(x[logit_indices])), or softcap × tanh(that / softcap)."""
     logits: Tensor = backend_of(x.device).kernels.head(x, logit_indices, norm, projection, softcap)
     return logits
 
@@ -148,7 +153,7 @@ def choose_tokens(
     positions: Int[Tensor, "rows"],
     allowed: Int[Tensor, "rows words"] | None = None,
 ) -> Int[Tensor, "rows"]:
-    """The token of each row by its parameters, history and noise, or a negative code where the row failed."""
+    """Return the token of each row by its parameters, history and noise, or a negative code if the row failed."""
     token_ids: Tensor = backend_of(logits.device).kernels.choose_tokens(logits, columns, history, positions, allowed)
     return token_ids
 
@@ -160,5 +165,8 @@ def sample(
     positions: Int[Tensor, "rows"],
     allowed: Int[Tensor, "rows words"] | None = None,
 ) -> Sampled:
-    """A token a row by the device's own `choose_tokens`, and log-probabilities where asked for: `sampling.sampler`."""
+    """Return one token per row, and log-probabilities where a row asks for them.
+
+    The tokens come from the device's own `choose_tokens`; the rest is `sampling.sampler`.
+    """
     return sampler.sample(logits, columns, history, positions, allowed, choose=choose_tokens)

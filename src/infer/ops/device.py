@@ -1,4 +1,4 @@
-"""Which backend a model runs on. A new device is a folder in `backends/` and a line here."""
+"""The choice of the backend that a model runs on. A new device is a folder in `backends/` and a line here."""
 
 import warnings
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _used: ContextVar[Backend | str | None] = ContextVar("infer_backend", default=No
 
 @contextmanager
 def using(backend: Backend | str) -> Iterator[None]:
-    """Run ops on this backend, or on the one of this name, whatever device their tensors lie on."""
+    """Run ops on this backend, or on the one of this name, whatever the device of their tensors."""
     token = _used.set(backend)
     try:
         yield
@@ -35,7 +35,7 @@ def using(backend: Backend | str) -> Iterator[None]:
 
 
 def backend_of(device: torch.device) -> Backend:
-    """The one in use, else the device's own: on CUDA plain torch where Triton is not installed."""
+    """Return the backend in use, else the device's own. On CUDA without Triton, that is plain torch."""
     used = _used.get()
     if isinstance(used, Backend):
         return used
@@ -45,7 +45,10 @@ def backend_of(device: torch.device) -> Backend:
 
 
 def cuda_backend(name: str) -> Backend:
-    """Of cuda or cuda:N; where Triton is not installed plain torch, with a warning. Raises InvalidRequestError."""
+    """Return the backend of cuda or cuda:N: plain torch, with a warning, if Triton is not installed.
+
+    Raises InvalidRequestError if the GPU cannot be used.
+    """
     device = torch.device(name)
     if trouble := gpus.trouble_with(device.index):
         raise InvalidRequestError(f"device {name}: {trouble}")
@@ -55,24 +58,27 @@ def cuda_backend(name: str) -> Backend:
 
 
 def is_gpu_of_use() -> bool:
-    """What device="auto" goes by."""
+    """Return True if device="auto" means the GPU."""
     return gpus.is_of_use()
 
 
 def backend_named(name: str) -> Backend:
-    """Of a device that torch does not name: opencl, or opencl:part-of-its-name. Raises InvalidRequestError."""
+    """Return the backend of a device that torch does not name: opencl, or opencl:part-of-its-name.
+
+    Raises InvalidRequestError if pyopencl is missing or no such device can be used.
+    """
     if find_spec("pyopencl") is None:
         raise InvalidRequestError("device opencl needs pyopencl: pip install 'infer-engine[opencl]'")
     return _named(name.partition(":")[2])
 
 
 def cuda_devices() -> list[str]:
-    """What each is, in the order of their indices."""
+    """Return a description of each GPU, in the order of their indices."""
     return list(map(str, gpus.visible_gpus()))
 
 
 def opencl_devices() -> list[str]:
-    """Their names, and why one cannot be used; none where pyopencl is not installed."""
+    """Return the names of the OpenCL devices, each with the reasons if it cannot be used; none without pyopencl."""
     if find_spec("pyopencl") is None:
         return []
     described: list[str] = import_module("infer.backends.opencl.devices").describe()
@@ -80,7 +86,7 @@ def opencl_devices() -> list[str]:
 
 
 def set_num_threads(num_threads: int, rank: int = 0, num_ranks: int = 1) -> None:
-    """How many threads the CPU's kernels run on, from now on, in this process and in those of the other ranks."""
+    """Set how many threads the CPU's kernels use from now on, in this process and in the other ranks' processes."""
     import_module("infer.backends.cpu.threads").set_num_threads(num_threads, rank, num_ranks)
 
 

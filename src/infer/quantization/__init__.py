@@ -1,1 +1,1 @@
-"""Numbers in few bits: the block types of GGUF files and the formats of keys and values."""
+"""Quantised numbers: the block types of GGUF files and the formats of keys and values."""

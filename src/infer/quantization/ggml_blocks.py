@@ -1,6 +1,6 @@
-"""What the bytes of GGML's tensor types mean.
+"""Byte layouts of GGML's tensor types, and their conversion to and from float32.
 
-`dequantize` is bit for bit what the `gguf` package computes: products and sums in float32, in the same order.
+`dequantize` equals the result of the `gguf` package bit for bit: products and sums in float32, in the same order.
 Layouts are those of llama.cpp's ggml-common.h; multi-byte values are little-endian.
 """
 
@@ -19,7 +19,7 @@ _VALUES_AT_ONCE = 1 << 15  # what is made on the way stays in a core's cache, an
 
 
 def dequantize(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "*rows columns"]:
-    """float32 values of rows stored in a block type, on the device of `data`."""
+    """Return the float32 values of rows stored in a block type, on the device of `data`."""
     if type not in _DEQUANTIZE:
         raise UnsupportedModelError(f"{type} is not a block type that can be dequantised: {', '.join(_DEQUANTIZE)} are")
     kind = BLOCK_TYPES[type]
@@ -32,7 +32,10 @@ def dequantize(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "
 
 
 def quantize(values: Float[Tensor, "rows columns"], type: str) -> UInt8[Tensor, "rows bytes"]:
-    """Q8_0 or Q4_1, bit for bit as the `gguf` package does; columns are a multiple of 32."""
+    """Return rows quantised to Q8_0 or Q4_1, bit for bit as the `gguf` package does.
+
+    The number of columns is a multiple of 32.
+    """
     blocks = values.float().reshape(-1, BLOCK_TYPES[type].block_size)
     if type == "Q8_0":
         scale = blocks.abs().amax(1, keepdim=True) / 127
@@ -51,10 +54,11 @@ def quantize(values: Float[Tensor, "rows columns"], type: str) -> UInt8[Tensor, 
 
 
 def quantize_fitted(values: Float[Tensor, "rows columns"]) -> UInt8[Tensor, "rows bytes"]:
-    """Q4_1 with the scale and minimum of least squares, instead of those that reach from the smallest to the largest.
+    """Return rows quantised to Q4_1 with a least-squares scale and minimum, instead of the full range of the values.
 
-    From several ranges, shrunk at both ends, the fit to the rounded integers and rounding to the fit take turns; the
-    best of all is kept, in the halves that are stored. Columns are a multiple of 32.
+    The fit starts from several ranges, each shrunk at both ends. It alternates between fitting to the rounded integers
+    and rounding to the fit. The best result, measured with the stored half-precision numbers, is kept. The number of
+    columns is a multiple of 32.
     """
     blocks = values.reshape(-1, BLOCK_TYPES["Q4_1"].block_size)
     packed = [_fit(part.float()) for part in torch.split(blocks, _FIT_BLOCKS)]
@@ -109,20 +113,20 @@ def _half(blocks: Blocks, start: int) -> Float[Tensor, "blocks 1"]:
 
 
 def nibbles(packed: Blocks, run: int) -> UInt8[Tensor, "blocks size"]:
-    """Each `run` bytes hold 2 × run values: all the low halves first, then all the high ones."""
+    """Return 2 × run values per `run` bytes: all low halves first, then all high halves."""
     runs = packed.reshape(len(packed), packed.shape[1] // run, 1, run)
     return torch.cat((runs & 0x0F, runs >> 4), dim=2).flatten(1)
 
 
 def fields(packed: Blocks, run: int, bits: int) -> UInt8[Tensor, "blocks size"]:
-    """As `nibbles`, for fields of 1, 2 or 4 bits."""
+    """Return the fields of 1, 2 or 4 bits of each `run` bytes: the lowest fields first, in the order of `nibbles`."""
     runs = packed.reshape(len(packed), packed.shape[1] // run, 1, run)
     mask = (1 << bits) - 1
     return torch.cat([(runs >> shift) & mask for shift in range(0, 8, bits)], dim=2).flatten(1)
 
 
 def fifth_bits(packed: Blocks) -> UInt8[Tensor, "blocks size"]:
-    """The eight bits of each byte, lowest first, moved to where a value's fifth bit stands."""
+    """Return the eight bits of each byte, lowest first, shifted to the position of a value's fifth bit."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (((packed[:, :, None] >> shifts) & 1) << 4).flatten(1)
 
@@ -150,14 +154,17 @@ def _q8_0(blocks: Blocks) -> Values:
 
 
 def _q2_k(blocks: Blocks) -> Values:
-    """16 scales and minima of 4 bits, 256 values of 2 bits, then the scales of both."""
+    """Dequantise Q2_K: 16 scales and minima of 4 bits, 256 values of 2 bits, then the scales of both."""
     scales = _half(blocks, 80) * (blocks[:, :16] & 0x0F).float()
     minima = _half(blocks, 82) * (blocks[:, :16] >> 4).float()
     return _scaled(fields(blocks[:, 16:80], 32, 2), scales).sub_(minima[:, :, None]).flatten(1)
 
 
 def _q3_k(blocks: Blocks) -> Values:
-    """256 third bits, 256 values of 2 bits, 16 scales of 6 bits, the scale of scales. A clear third bit means −4."""
+    """Dequantise Q3_K: 256 third bits, 256 values of 2 bits, 16 scales of 6 bits, the scale of scales.
+
+    A clear third bit means −4.
+    """
     low = nibbles(blocks[:, 96:104], 8)
     high = fields(blocks[:, 104:108], 4, 2)
     scales = _half(blocks, 108) * (low | (high << 4)).float().sub_(32)
@@ -179,7 +186,7 @@ def _q5_k(blocks: Blocks) -> Values:
 
 
 def _q6_k(blocks: Blocks) -> Values:
-    """256 low halves, 256 upper pairs of bits, 16 scales of 8 bits, the scale of scales."""
+    """Dequantise Q6_K: 256 low halves, 256 upper pairs of bits, 16 scales of 8 bits, the scale of scales."""
     scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
     high = fields(blocks[:, 128:192], 32, 2) << 4
     q = nibbles(blocks[:, :128], 64).bitwise_or_(high)
@@ -191,7 +198,7 @@ def _iq4_nl(blocks: Blocks) -> Values:
 
 
 def _iq4_xs(blocks: Blocks) -> Values:
-    """The scale of scales, 8 upper pairs of bits of the scales, their low halves, 256 codes."""
+    """Dequantise IQ4_XS: the scale of scales, 8 upper pairs of bits of the scales, their low halves, 256 codes."""
     high = fields(blocks[:, 2:4], 1, 2)
     low = fields(blocks[:, 4:8], 1, 4)
     scales = _half(blocks, 0) * (low | (high << 4)).float().sub_(32)
@@ -199,7 +206,10 @@ def _iq4_xs(blocks: Blocks) -> Values:
 
 
 def _mxfp4(blocks: Blocks) -> Values:
-    """A power of two, then 32 codes. The exponent e means 2^(e − 128), for the codes' values are doubled."""
+    """Dequantise MXFP4: a power of two, then 32 codes.
+
+    The exponent e means 2^(e − 128), because the codes' values are doubled.
+    """
     exponent = blocks[:, :1].int()
     bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
     return _coded(blocks[:, 1:], FP4_VALUES).mul_(bits.view(torch.float32))
@@ -215,8 +225,11 @@ def _scaled(q: Tensor, scales: Float[Tensor, "blocks groups"]) -> Float[Tensor, 
 
 
 def scales_and_minima(blocks: Blocks) -> tuple[UInt8[Tensor, "blocks 8"], UInt8[Tensor, "blocks 8"]]:
-    """Q4_K's and Q5_K's eight scales and minima of 6 bits, in 12 bytes: the first four of each are the low 6 bits
-    of bytes 0–3 and 4–7, whose top 2 bits complete the last four, kept as halves of bytes 8–11."""
+    """Return Q4_K's and Q5_K's eight scales and minima of 6 bits, from 12 bytes.
+
+    The first four scales and minima are the low 6 bits of bytes 0–3 and 4–7. The top 2 bits of these bytes complete the
+    last four, whose low 4 bits are the halves of bytes 8–11.
+    """
     first, second, halves = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 0x3F, (halves & 0x0F) | ((first >> 2) & 0x30)), dim=1)
     minima = torch.cat((second & 0x3F, (halves >> 4) | ((second >> 2) & 0x30)), dim=1)

@@ -1,11 +1,14 @@
-"""GGML's tensor types as sizes: what they are called, and how many bytes hold how many values."""
+"""GGML's tensor types: their names, and the number of bytes per block of values."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """`block_size` consecutive values of a row lie in `block_bytes` bytes; a float type is a block of one."""
+    """A tensor type that stores `block_size` consecutive values of a row in `block_bytes` bytes.
+
+    A float type has blocks of one value.
+    """
 
     name: str
     ggml_id: int
@@ -17,7 +20,7 @@ class BlockType:
         return self.block_size == 1
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row; columns must be a multiple of the block."""
+        """Return the bytes of a row. `columns` must be a multiple of the block size."""
         return columns // self.block_size * self.block_bytes
 
 

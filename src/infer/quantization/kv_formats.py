@@ -1,8 +1,8 @@
-"""How keys and values may be stored, and what that takes: names and sizes, no torch.
+"""Names and sizes of the storage formats of keys and values. Loads no torch.
 
 A **cache block** is 16 consecutive positions of one kv head of one layer. Its keys are one contiguous piece of bytes
-and its values another; what lies where in them is known to `kv_layout` (plain torch, the definition) and, compiled, to
-`cache_blocks` and `cached_forms` of `backends.cpu` alone.
+and its values another. Only `kv_layout` (plain torch, the definition) and, compiled, `cache_blocks` and `cached_forms`
+of `backends.cpu` know the layout inside these pieces.
 """
 
 from infer.errors import InvalidRequestError
@@ -17,7 +17,7 @@ KV_TYPES = tuple(_KEY_BYTES)
 
 
 def check_kv_type(kv_type: str, head_dim: int) -> None:
-    """Raises InvalidRequestError where there is none such, or heads of this size cannot be stored in it."""
+    """Raise InvalidRequestError for an unknown type, or if it cannot store heads of this size."""
     if kv_type not in KV_TYPES:
         raise InvalidRequestError(f"kv_type must be one of {', '.join(KV_TYPES)}, got {kv_type!r:.40}")
     if kv_type in QUANTIZED and head_dim % VALUES_PER_SCALE:

@@ -1,19 +1,19 @@
-"""What the bytes of a cache block mean, for every kv type, in plain torch: the definition of correct.
+"""The byte layout of a cache block for every kv type, in plain torch. It defines the correct result.
 
-A position's key or value is stored as a few **parts**, tensors that are made of a vector and that it is read from:
+A position's key or value is stored as a few **parts**, tensors that encode a vector:
 
     f32, f16, bf16      the vector, rounded
     keys of q8 and q4   codes [dim / 32, 32] int8, scales [dim / 32] f16: mixed key = scale × code
-    values of q8        the same: value = scale × code
+    values of q8        as keys: value = scale × code
     values of q4        codes [dim / 32, 16] uint8, scales and minima [dim / 32] f16: value = scale × code + minimum;
                         a byte holds the codes of elements i (low) and i + 16 (high) of 32
 
-Keys have few large elements, always the same. `mix` spreads each 32 (a Hadamard transform, which is its own inverse),
-and so halves what rounding costs; queries mixed the same way give the same scores (arXiv:2404.00456).
+Keys have a few large elements, always at the same indices. `mix` spreads each 32 elements by a Hadamard transform, its
+own inverse. This halves the rounding error. Queries mixed the same way give the same scores (arXiv:2404.00456).
 
 In memory each 32 dimensions of a block are a record: codes of its 16 positions, then its scales, then its minima.
-The codes of keys lie transposed, positions last, so that 16 positions are a vector of the machine; those of values
-lie one position after the other. Floats lie the same way, but all dimensions are one record.
+The codes of keys are transposed, with positions last, so that 16 positions are one machine vector. The codes of values
+are stored one position after the other. Floats are stored in the same order, but all dimensions are one record.
 """
 
 from dataclasses import dataclass
@@ -40,13 +40,16 @@ Parts = tuple[Shaped[Tensor, "..."], ...]  # [*where, positions, what encode giv
 @final
 @dataclass(frozen=True)
 class Pages:
-    """Where the slots of each row lie, and what of them a token sees: read whenever a step runs.
+    """Location of the slots of each row, and the slots that a token sees. Kernels read it whenever a step runs.
 
-    A row's token at position p has the slot p − shift. Slot s lies in page table[row, s // page_tokens], which has
-    page_tokens / 16 blocks. From slot t the slots s ≤ t are seen with s < sinks or s > t − window;
-    all of them where the window is 0. Slots s < sinks are seen as from position min(p, furthest) where that is given:
-    a model knows no distance longer than its context. `rope_sets` is 1 for rows whose positions turn by the second set
-    of a `RopeTable` that has two, otherwise 0.
+    A row's token at position p has the slot p − shift. Slot s is in page table[row, s // page_tokens], which has
+    page_tokens / 16 blocks.
+
+    From slot t, a slot s ≤ t is visible if s < sinks or s > t − window. If the window is 0, all slots s ≤ t are
+    visible. If `furthest` is given, slots s < sinks are seen as from position min(p, furthest), because a model knows
+    no distance longer than its context.
+
+    `rope_sets` is 1 for rows that use the second set of a `RopeTable` with two sets, otherwise 0.
     """
 
     page_tokens: int  # a power of 2
@@ -61,7 +64,7 @@ class Pages:
 @final
 @dataclass(frozen=True)
 class LayerCache:
-    """The blocks of a layer, by page. Those of a head and page lie one after another."""
+    """The blocks of a layer, by page. The blocks of one head and page are contiguous."""
 
     kv_type: str
     keys: UInt8[Tensor, "kv_heads pages blocks key_bytes"]
@@ -70,7 +73,9 @@ class LayerCache:
 
 
 def mix(x: Float[Tensor, "*where dim"]) -> Float[Tensor, "*where dim"]:
-    """Each 32 elements times the Hadamard matrix / √32; sums of two, 16 apart, then 8, 4, 2, 1."""
+    """Return each 32 elements times the Hadamard matrix / √32. Sums of two elements 16 apart come first, then 8, 4, 2,
+    1.
+    """
     mixed, apart = x.float().view(*x.shape[:-1], -1, VALUES_PER_SCALE), VALUES_PER_SCALE // 2
     while apart:
         first, second = mixed.view(*mixed.shape[:-1], -1, 2, apart).unbind(-2)
@@ -80,7 +85,7 @@ def mix(x: Float[Tensor, "*where dim"]) -> Float[Tensor, "*where dim"]:
 
 
 def encode_keys(keys: Float[Tensor, "*where dim"], kv_type: str) -> tuple[Tensor, ...]:
-    """Rounded to the nearest, ties to even; values too."""
+    """Return the parts of keys, rounded to nearest, ties to even. `encode_values` rounds the same way."""
     return _encode_8(mix(keys)) if kv_type in QUANTIZED else (keys.to(_FLOATS[kv_type]),)
 
 
@@ -91,7 +96,7 @@ def encode_values(values: Float[Tensor, "*where dim"], kv_type: str) -> tuple[Te
 
 
 def decode_keys(parts: tuple[Tensor, ...], kv_type: str) -> Float[Tensor, "*where dim"]:
-    """float32; values too."""
+    """Return keys in float32. `decode_values` returns float32, too."""
     return mix(_decode_8(*parts)) if kv_type in QUANTIZED else parts[0].float()
 
 
@@ -131,7 +136,7 @@ def _decode_4(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
 
 
 def key_parts(blocks: Memory, kv_type: str) -> Parts:
-    """Views of blocks of keys: what is written to them is stored."""
+    """Return the parts of blocks of keys, as views: writing to a view stores the values."""
     if kv_type in QUANTIZED:
         codes, scales = _records(blocks, key_block_bytes(kv_type, VALUES_PER_SCALE), num_halves=1)
         lanes_last = codes.view(*codes.shape[:-1], codes.shape[-1] // BLOCK_POSITIONS, BLOCK_POSITIONS)
@@ -141,7 +146,7 @@ def key_parts(blocks: Memory, kv_type: str) -> Parts:
 
 
 def value_parts(blocks: Memory, kv_type: str) -> Parts:
-    """The same of blocks of values."""
+    """Return the parts of blocks of values, as views: writing to a view stores the values."""
     if kv_type in QUANTIZED:
         record_bytes = value_block_bytes(kv_type, VALUES_PER_SCALE)
         codes, *halves = _records(blocks, record_bytes, num_halves=1 if kv_type == "q8" else 2)
@@ -152,7 +157,7 @@ def value_parts(blocks: Memory, kv_type: str) -> Parts:
 
 
 def _records(blocks: Memory, record_bytes: int, num_halves: int) -> list[Tensor]:
-    """Codes [*where, records, bytes], then scales and minima [*where, positions, records]."""
+    """Return codes [*where, records, bytes], then scales and minima [*where, positions, records]."""
     records = blocks.view(*blocks.shape[:-1], blocks.shape[-1] // record_bytes, record_bytes)
     codes_bytes = record_bytes - 2 * BLOCK_POSITIONS * num_halves
     halves = records.view(torch.float16)[..., codes_bytes // 2 :].chunk(num_halves, dim=-1)

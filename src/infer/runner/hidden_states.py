@@ -1,4 +1,4 @@
-"""What a network makes of each token of a text, before the head: the hidden states after its last norm."""
+"""Hidden states of a text after the last norm, before the head."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -33,7 +33,7 @@ class HiddenStates:
         self._captured = self._capture() if capture else None
 
     def _capture(self) -> ops.Recorded | None:
-        """Of a recording that computes no logits, the buffer of them is the residual stream."""
+        """Record a step without logits. Its logits buffer is the residual stream."""
         self._cache.reserve(0, 1)  # where the recording's own step stands, which is not run
         captured = self._model.backend.capture(
             lambda step: self._model.residual(step, self._cache), STEP_TOKENS, STEP_TOKENS

@@ -81,7 +81,7 @@ class Runner(ABC):
 
     @property
     def free_pages(self) -> Sequence[int]:
-        """Those that no slot holds, by group."""
+        """Number of pages that no slot holds, per group."""
         return []
 
     def adopt(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> int:
@@ -111,7 +111,7 @@ class Runner(ABC):
 
     @property
     def compresses_prompts(self) -> bool:
-        """Whether the cache compresses a prompt once it is complete."""
+        """True if the cache compresses a prompt once it is complete."""
         return False
 
     def after_prompt(self, slot: int, token_ids: Sequence[int]) -> None:
@@ -196,7 +196,7 @@ class CachedRunner(Runner):
 
     @property
     def has_whole_slots(self) -> bool:
-        """Whether what a slot stores is all here, to be saved."""
+        """True if this process stores the whole of each slot, so that a slot can be saved."""
         return True
 
     @property
@@ -285,7 +285,7 @@ class CachedRunner(Runner):
 
     @property
     def shares_prefixes(self) -> bool:
-        """What is stored for a token may depend on how long its sequence is: then it is nobody else's."""
+        """True if prefixes can be shared: the values stored for a token do not depend on the length of its sequence."""
         return self._cache.shares_prefixes and self.model.rope_border is None
 
     @property
@@ -333,7 +333,7 @@ class CachedRunner(Runner):
         return self._captured_for(chunks, columns) is not None
 
     def _captured_for(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> ops.Captured | None:
-        """What runs the chunks and samples after them in one go; None where nothing does."""
+        """Return the recording that runs the chunks and samples after them; None if there is none."""
         captured = self._captured
         return captured if isinstance(captured, ops.Captured) and captured.takes(chunks, columns) else None
 
@@ -352,7 +352,7 @@ class CachedRunner(Runner):
         return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
 
     def profile(self, token_ids: Sequence[int]) -> list[tuple[str, int]]:
-        """Where the time of a step goes: each command's label and cycles. The sequence stays as it is."""
+        """Return the label and the cycles of each command of a step. The sequence is unchanged."""
         if not isinstance(self._captured, ops.Captured):
             raise InvalidRequestError("a profile needs steps that are recorded: they are on a CPU, with capture on")
         self._cache.reserve(0, len(token_ids))

@@ -21,7 +21,7 @@ from infer.sampling.sampler import Sampled
 @final
 @dataclass
 class SampledTokens:
-    """What one chunk gave: the drafts that were right and the token after them, or the code of a failed row."""
+    """Result of one chunk: the accepted drafts and the token after them, or the code of a failed row."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob]

@@ -1,1 +1,1 @@
-"""Logits to tokens. `reference` defines it for one row in plain torch; `noise` is the randomness, a pure function."""
+"""Sampling: logits to tokens. `reference` defines it for one row in plain torch; `noise` is a pure function."""

@@ -1,7 +1,8 @@
-"""`SamplingParams` as columns: a sequence's values are written once for its slot, and gathered for the slots of a step.
+"""`SamplingParams` as columns: a sequence's values are written once for its slot, then gathered for the slots of a
+step.
 
-A column holds the exact identity where its knob is off, and stays where it is: kernels keep its address. Only lists of
-ids and masks are made anew. What a step needs is known on the host: nothing is read back from the device. Values are
+A column holds the exact identity if its parameter is off, and keeps its address, which kernels store. Only lists of ids
+and masks are created anew. The host knows which stages a step needs: nothing is read back from the device. Values are
 checked when they are written: token ids against the vocabulary.
 """
 
@@ -30,7 +31,7 @@ _TORCH = {np.float32: torch.float32, np.float64: torch.float64, np.int64: torch.
 
 
 class _Slot(NamedTuple):
-    """What was written for a slot."""
+    """Values that `write` was called with for a slot."""
 
     number: int
     params: SamplingParams
@@ -39,7 +40,7 @@ class _Slot(NamedTuple):
 
 
 class _Lists(NamedTuple):
-    """What a slot has besides numbers."""
+    """Lists, mask and flags of a slot: its values that are not in a column."""
 
     biases: Sequence[tuple[int, float]] = ()
     end_ids: Sequence[int] = ()
@@ -50,7 +51,7 @@ class _Lists(NamedTuple):
 
 @final
 class _Column:
-    """A number for each row: what `of` makes of its slot. Read, it is a tensor over the rows."""
+    """One number per row, computed by `of` from the row's slot. As an attribute it is a tensor over the rows."""
 
     def __init__(self, dtype: npt.DTypeLike, of: Callable[[_Slot], float]) -> None:
         self.dtype, self.of = np.dtype(dtype), of
@@ -63,7 +64,7 @@ class _Column:
 
 
 class _Group(NamedTuple):
-    """Columns of one type, which are gathered at once."""
+    """Columns of one type, which are gathered in one operation."""
 
     columns: Sequence[_Column]
     of_slots: npt.NDArray[Any]  # [columns, slots]
@@ -72,8 +73,10 @@ class _Group(NamedTuple):
 
 @final
 class SamplingColumns:
-    """A row is a slot that is selected; none is at first. Lists of ids are ragged: row i owns entries starts[i] to
-    starts[i + 1]. A slot that nothing was written for is greedy.
+    """Sampling parameters of the rows of a step, as tensors.
+
+    A row is a selected slot; none is selected at first. Lists of ids are ragged: row i owns entries starts[i] to
+    starts[i + 1]. A slot that was never written is greedy.
     """
 
     # A number for each row.
@@ -107,7 +110,7 @@ class SamplingColumns:
     def __init__(
         self, num_slots: int, vocab_size: int, *, end_ids: Collection[int] = (), device: torch.device | str = "cpu"
     ) -> None:
-        """`end_ids` are the model's EOS ids."""
+        """Allocate the columns. `end_ids` are the model's EOS ids."""
         self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, torch.device(device)
         self._end_ids = sorted(end_ids)
         columns = sorted((c for c in vars(type(self)).values() if isinstance(c, _Column)), key=lambda c: c.dtype.str)
@@ -141,7 +144,10 @@ class SamplingColumns:
         end_ids: Collection[int] = (),
         device: torch.device | str = "cpu",
     ) -> Self:
-        """A slot for each of params, in their order, all selected. Raises InvalidRequestError as `write` does."""
+        """Return columns with one slot per entry of `params`, in their order, all selected.
+
+        Raises InvalidRequestError as `write` does.
+        """
         prompts = [0] * len(params) if num_prompt_tokens is None else list(num_prompt_tokens)
         if len(prompts) != len(params):
             raise InvalidRequestError(f"num_prompt_tokens must be {len(params)} counts, one a row, got {prompts}")
@@ -152,9 +158,9 @@ class SamplingColumns:
         return columns
 
     def write(self, slot: int, params: SamplingParams, num_prompt_tokens: int = 0) -> None:
-        """The slot's values, from the next `select` on. `params` must carry a seed unless it is greedy.
+        """Set the slot's values, from the next `select` on. `params` must carry a seed unless it is greedy.
 
-        Raises InvalidRequestError, the slot as it was, for a token id outside the vocabulary, a missing seed or a
+        Raises InvalidRequestError, with the slot unchanged, for a token id outside the vocabulary, a missing seed or a
         negative count.
         """
         _check(params, self.vocab_size)
@@ -169,8 +175,10 @@ class SamplingColumns:
         self._lists[slot] = lists
 
     def select(self, slots: Sequence[int]) -> None:
-        """Row i is slots[i] from now on. Costs nothing where the last selection was the same and no slot was written
-        since."""
+        """Make row i the slot slots[i].
+
+        Does nothing if the last selection was the same and no slot was written since.
+        """
         slots = tuple(slots)
         if slots == self._slots:
             return
@@ -191,7 +199,7 @@ class SamplingColumns:
         self.selection, self._slots = object(), slots
 
     def _join(self, lists: Sequence[_Lists]) -> None:
-        """The rows' lists and masks, one after the other."""
+        """Concatenate the lists and masks of the rows."""
         biases = [bias for each in lists for bias in each.biases]
         end_ids = [token_id for each in lists for token_id in each.end_ids]
         self._bias_starts[:], self._end_starts[:] = len(biases), len(end_ids)
@@ -231,7 +239,7 @@ class SamplingColumns:
 
     @property
     def penalised(self) -> Int[Tensor, "penalised"]:
-        """Rows that have a history slot."""
+        """Indices of the rows that have a history slot."""
         return self._indices(self._of("history_slot") >= 0)
 
     @property
@@ -248,7 +256,7 @@ class SamplingColumns:
 
     @property
     def has_edits(self) -> bool:
-        """Whether any row's logits change before the temperature."""
+        """True if any row's logits change before the temperature."""
         return self.has_bias or self.has_mask or self.has_min_new_tokens or self.has_penalty
 
     @property
@@ -262,7 +270,7 @@ class SamplingColumns:
 
     @property
     def with_top_p(self) -> Int[Tensor, "filtered"]:
-        """Sampled rows with a top-p."""
+        """Indices of the sampled rows with a top-p."""
         return self._indices(self._has_top_p)
 
     @property
@@ -321,7 +329,7 @@ class SamplingColumns:
 
 
 def uses_history(params: SamplingParams) -> bool:
-    """Whether the row's logits depend on what it has seen."""
+    """Return True if the row's logits depend on its previous tokens."""
     repeats = params.repetition_penalty != 1 and params.repetition_window != 0
     return repeats or params.frequency_penalty != 0 or params.presence_penalty != 0
 
@@ -354,7 +362,7 @@ def _log(value: float) -> float:
 
 
 def _count(value: int | None) -> int:
-    """As far as a column holds it, which is further than any context; None for all."""
+    """Return the value as a column stores it, limited to a number beyond any context; None means all."""
     return WHOLE_HISTORY if value is None else min(value, WHOLE_HISTORY)
 
 
@@ -363,7 +371,7 @@ def _count_or_none(value: int | None) -> int:
 
 
 def _allowed(params: SamplingParams) -> Collection[int] | None:
-    """What `allowed_token_ids` and biases of +inf leave, None for everything."""
+    """Return the ids left by `allowed_token_ids` and biases of +inf, or None if every id is allowed."""
     forced = {token_id for token_id, bias in (params.logit_bias or {}).items() if bias == math.inf}
     if params.allowed_token_ids is None:
         return forced or None
@@ -376,7 +384,7 @@ def _finite_biases(params: SamplingParams) -> list[tuple[int, float]]:
 
 
 def _numbered(is_counted: Sequence[bool]) -> list[int]:
-    """0, 1, … for those that count, −1 for the others."""
+    """Return 0, 1, … for the entries that are True, and −1 for the others."""
     numbers = accumulate(is_counted, initial=-1)
     next(numbers)
     return [number if counts else -1 for number, counts in zip(numbers, is_counted, strict=True)]

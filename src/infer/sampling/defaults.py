@@ -1,6 +1,6 @@
-"""The one table of sampling defaults, for the command line and the Python interface. Free of torch.
+"""The only table of sampling defaults, for the command line and the Python interface. Loads no torch.
 
-Each value comes from the first of these that names it: the request, the command line, the model's files
+Each value comes from the first source in this list that names it: the request, the command line, the model's files
 (`generation_config.json`, GGUF's `general.sampling.*`), the card of a packaged model, the neutral values below.
 """
 
@@ -26,7 +26,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {  # --preset NAME
 
 @final
 class SamplingDefaults(Mapping[str, Any]):
-    """What a model asks for, in the names of SamplingParams: `from_files` goes before `from_card`."""
+    """Sampling values that a model requests, under the names of SamplingParams. `from_files` overrides `from_card`."""
 
     __slots__ = ("_merged", "from_card", "from_files")
 
@@ -49,7 +49,7 @@ class SamplingDefaults(Mapping[str, Any]):
 
 
 def neutral_values(*, is_chat: bool) -> Mapping[str, Any]:
-    """What holds where nobody asks for anything."""
+    """Return the values to use if neither the request nor the model names one."""
     return NEUTRAL_CHAT if is_chat else NEUTRAL
 
 
@@ -65,6 +65,9 @@ def beside(from_model: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
 
 
 def default_params(from_model: Mapping[str, Any], *, is_chat: bool, **given: Any) -> SamplingParams:
-    """The parameters of a request that names only `given`. Raises InvalidRequestError for a bad value of those."""
+    """Return the parameters of a request that names only `given`.
+
+    Raises InvalidRequestError if one of the given values is invalid.
+    """
     given = without_aliases(given)
     return SamplingParams.from_mapping({**neutral_values(is_chat=is_chat), **beside(from_model, given), **given})

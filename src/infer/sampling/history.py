@@ -1,12 +1,12 @@
-"""What penalised rows have seen, as tensors on the device: appended to in O(1) per token.
+"""Token history of penalised rows, as tensors on the device. Appending a token is O(1).
 
     tokens[s, i]     the id at position i of slot s, prompt and output alike
     last[s, id]      1 + the last position of the id, 0 for never
-    counts[s, id]    how often it stands in the output
+    counts[s, id]    how often the id occurs in the output
 
 An id is within the last N tokens iff last[s, id] > length − N; an id's occurrence at i is its last iff last = i + 1.
 A slot has 8 bytes per entry of the vocabulary and 4 per position (SmolLM2 at 2,048: 0.4 MB; 262,144 words: 2.1 MB). On
-the host a slot that never had a penalty takes no memory, and one that had takes the pages that its ids lie in.
+the host, a slot that never had a penalty takes no memory. Other slots take the memory pages that contain their ids.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,12 @@ from infer.sampling.columns import SamplingColumns
 
 @final
 class History:
-    """Slots of a fixed capacity. `lengths` and the tables are read by kernels and must stay where they are.
+    """Token history of slots with a fixed capacity.
 
-    Outside of what `tokens` has up to its length, `last` and `counts` are 0. So a token is in `tokens` before it is in
-    them: whatever an interrupt left, `begin` takes it away.
+    Kernels read `lengths` and the tables, so these tensors must keep their addresses.
+
+    `last` and `counts` are 0 for every id that is not in `tokens` up to its length. So a token is written to `tokens`
+    before the other tables. `begin` can then remove everything that an interrupted step left.
     """
 
     def __init__(self, num_slots: int, capacity: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
@@ -42,7 +44,7 @@ class History:
         return len(self.lengths)
 
     def begin(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int | None = None) -> None:
-        """Start the slot anew from a prompt, or from a prompt and what was generated after it."""
+        """Restart the slot with a prompt, or with a prompt and the tokens generated after it."""
         ids = self._checked(token_ids)
         count = len(ids)
         if count > self.capacity:
@@ -60,7 +62,7 @@ class History:
             self._count(slot, ids[num_prompt_tokens:])
 
     def append(self, slots: Int[Tensor, "appended"], token_ids: Int[Tensor, "appended"]) -> None:
-        """One generated token to each of some distinct slots, which must have room."""
+        """Append one generated token to each of several distinct slots, which must have room."""
         positions = self.lengths[slots]
         self.tokens[slots, positions] = token_ids.to(torch.int32)
         self.lengths[slots] += 1
@@ -68,7 +70,7 @@ class History:
         self.counts[slots, token_ids] += 1
 
     def extend(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Some generated tokens, one after the other, to a slot that has room for them."""
+        """Append generated tokens, in order, to one slot that has room for them."""
         ids = self._checked(token_ids)
         self._append(slot, ids)
         self._count(slot, ids)
@@ -76,7 +78,7 @@ class History:
     def is_within(
         self, slots: Int[Tensor, "penalised"], windows: Int[Tensor, "penalised"]
     ) -> Bool[Tensor, "penalised vocab"]:
-        """Whether each id stands among the last tokens of its slot, as many as the window says."""
+        """Return True for each id that occurs among the last tokens of its slot. The window is the number of tokens."""
         last = self.last[slots]
         return (last > 0) & (last > (self.lengths[slots] - windows)[:, None])
 
@@ -104,7 +106,7 @@ class History:
 def remember(
     history: History | None, columns: SamplingColumns, rows: Sequence[int], token_ids: Int[Tensor, "all"]
 ) -> None:
-    """Of the tokens of all rows, append those of some rows that have a penalty."""
+    """Append the tokens of the given rows that have a penalty. `token_ids` contains the tokens of all rows."""
     if history is None or not columns.has_penalty:
         return
     index = torch.tensor(rows, dtype=torch.int64, device=columns.device)
@@ -113,7 +115,7 @@ def remember(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """On the host memory that is there when it is first written, which torch's zeros are not."""
+    """Return zeros. On the host, unlike torch's zeros, the memory is allocated when it is first written."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(shape, np.int32 if dtype == torch.int32 else np.int64))

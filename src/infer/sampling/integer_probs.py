@@ -1,4 +1,4 @@
-"""Probabilities as integers, so that sums of them do not depend on an order, a device or a number of threads.
+"""Probabilities as integers, so that their sums do not depend on an order, a device or a number of threads.
 
     weight(d) = eᵈ × 2⁴², rounded to the nearest integer, for d = logit − largest logit ≤ 0
 
@@ -15,7 +15,7 @@ from infer.sampling.weight_constants import LN2_HIGH, LN2_LOW, LOG2_E, LOWEST, R
 
 
 def weights(logits: Float[Tensor, "*rows vocab"], largest: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows vocab"]:
-    """Of float32 logits; −inf weighs 0."""
+    """Return the weights of float32 logits; −inf weighs 0."""
     d = (logits.double() - largest.double()[..., None]).clamp(min=LOWEST)
     n = (d * LOG2_E + ROUNDER) - ROUNDER
     r = (d - n * LN2_HIGH) - n * LN2_LOW
@@ -27,6 +27,9 @@ def weights(logits: Float[Tensor, "*rows vocab"], largest: Float[Tensor, "*rows"
 
 
 def target(total: Int[Tensor, "*rows"], top_p: Float[Tensor, "*rows"]) -> Float[Tensor, "*rows"]:
-    """The sum that a kept set must reach. Short of p by what float32 logits can carry: log 0.5, log 0.3 and log 0.2
-    at top_p = 0.8 keep two tokens."""
+    """Return the sum that a kept set must reach.
+
+    It is slightly below p, by the precision of float32 logits: log 0.5, log 0.3 and log 0.2 at top_p = 0.8 keep two
+    tokens.
+    """
     return (top_p - 1e-7) * total.double()

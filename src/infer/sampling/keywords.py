@@ -1,4 +1,4 @@
-"""How a call says how it is sampled: by `SamplingParams`, by a mapping of its fields, or by keywords. No torch."""
+"""The sampling arguments of a call: `SamplingParams`, a mapping of its fields, or keywords. Loads no torch."""
 
 import difflib
 import re
@@ -70,9 +70,10 @@ class SamplingKeywords(TypedDict, total=False):
 def params_of(
     params: Params | None, keywords: Mapping[str, Any], defaults: Mapping[str, Any], *, is_chat: bool
 ) -> SamplingParams:
-    """`SamplingParams` exactly as given; a mapping or keywords over the model's own `defaults` (`sampling_defaults`).
+    """Return the parameters of a call: `SamplingParams` unchanged, or a mapping or keywords over the model's
+    `defaults`.
 
-    Raises InvalidRequestError for both at once, and for what no parameter can be.
+    Raises InvalidRequestError if both are given, and for values that no parameter can have.
     """
     for name in keywords:
         if name not in PARAMETER_NAMES and name not in ALIASES:
@@ -89,8 +90,10 @@ def params_of(
 
 
 def split_keywords(keywords: Mapping[str, Any], templates: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those that are sampled by, and those for a chat template. Raises UnknownParameterError for a name that none of
-    the model's templates mentions and that is near to one that means something.
+    """Return the keywords for sampling, and the keywords for a chat template.
+
+    Raises UnknownParameterError for a name that none of the model's templates mentions and that is close to a known
+    name.
     """
     sampling, variables = {}, {}
     for name, value in keywords.items():
@@ -106,7 +109,10 @@ def split_keywords(keywords: Mapping[str, Any], templates: Sequence[str]) -> tup
 
 
 def refuse_sampling(keywords: Mapping[str, Any], templates: Sequence[str]) -> None:
-    """Where only variables of a chat template are taken."""
+    """Raise UnknownParameterError for a sampling keyword, if a call takes only variables of a chat template.
+
+    A name that one of the model's templates mentions is allowed.
+    """
     sampling, _ = split_keywords(keywords, templates)
     for name in sampling:
         if not _mentions(templates, name):

@@ -1,4 +1,4 @@
-"""Packed masks: one bit per token id, 32 to an int32, the lowest bit first, as grammar libraries fill them."""
+"""Packed masks: one bit per token id, 32 per int32, the lowest bit first, the layout that grammar libraries use."""
 
 from collections.abc import Collection, Sequence
 
@@ -21,7 +21,7 @@ def num_mask_words(vocab_size: int) -> int:
 
 
 def pack_bits(bits: Bool[Tensor, "masks padded"]) -> Int[Tensor, "masks words"]:
-    """The last axis, a multiple of 32 long, as int32 words."""
+    """Return the last axis, whose length is a multiple of 32, packed into int32 words."""
     shifts = torch.arange(MASK_BITS, device=bits.device)
     words = (bits.view(*bits.shape[:-1], bits.shape[-1] // MASK_BITS, MASK_BITS).to(torch.int64) << shifts).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

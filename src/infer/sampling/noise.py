@@ -1,6 +1,6 @@
 """Gumbel noise as a pure function of (seed, position, token id), the same bits on every device and in every language.
 
-`argmax(logit / T + Gumbel)` draws from `softmax(logit / T)`, so a token depends on its logits and this function alone.
+`argmax(logit / T + Gumbel)` draws from `softmax(logit / T)`, so a token depends only on its logits and this function.
 
     key   = splitmix64(splitmix64(seed) + position)                        64 bits: low and high word
     h     = mix32(mix32(token ^ low) + high)                               32 bits, a bijection of the token id
@@ -21,12 +21,12 @@ from infer.sampling.noise_constants import LN2_HIGH, LN2_LOW, LOG_COEFFICIENTS, 
 
 
 def gumbel(seed: int, position: int, vocab_size: int) -> Float[Tensor, "vocab"]:
-    """One row's noise for token ids 0 to vocab_size − 1, on the CPU. The seed is taken modulo 2⁶⁴."""
+    """Return one row's noise for token ids 0 to vocab_size − 1, on the CPU. The seed is taken modulo 2⁶⁴."""
     return gumbel_at(seed, position, torch.arange(vocab_size))
 
 
 def gumbel_at(seed: int, position: int, token_ids: Int[Tensor, "tokens"]) -> Float[Tensor, "tokens"]:
-    """The same for chosen token ids only, on their device."""
+    """Return one row's noise for only the given token ids, on their device."""
     row = torch.tensor([[signed(seed)], [signed(position)]], device=token_ids.device)
     return gumbel_rows(row[0], row[1], token_ids)[0]
 
@@ -34,13 +34,16 @@ def gumbel_at(seed: int, position: int, token_ids: Int[Tensor, "tokens"]) -> Flo
 def gumbel_rows(
     seeds: Int[Tensor, "rows"], positions: Int[Tensor, "rows"], token_ids: Int[Tensor, "tokens"]
 ) -> Float[Tensor, "rows tokens"]:
-    """Each row's noise, by int64 columns: a seed of 2⁶³ or more is written as the negative number with its bits."""
+    """Return the noise of each row, from int64 columns of seeds and positions.
+
+    A seed of 2⁶³ or more is written as the negative number with the same bits.
+    """
     keys = mix64(mix64(seeds) + positions)
     return gumbel_of(hash_tokens(keys, token_ids))
 
 
 def mix64(x: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-    """SplitMix64 (Steele, Lea, Flood 2014) on int64 that wraps."""
+    """Apply SplitMix64 (Steele, Lea, Flood 2014) to int64 values with wraparound."""
     x = x + -7046029254386353131
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
@@ -48,20 +51,20 @@ def mix64(x: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
 
 
 def mix32(x: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-    """lowbias32 (Wellons 2018), a murmur3 finaliser with better constants, on int32 that wraps."""
+    """Apply lowbias32 (Wellons 2018), a murmur3 finaliser with better constants, to int32 values with wraparound."""
     x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
     x = (x ^ (x >> 15 & 0x1FFFF)) * -0x7B935975  # 0x846CA68B
     return x ^ (x >> 16 & 0xFFFF)
 
 
 def hash_tokens(keys: Int[Tensor, "rows"], token_ids: Int[Tensor, "tokens"]) -> Int[Tensor, "rows tokens"]:
-    """h of each row's key and each token id: 32 bits in an int32."""
+    """Return h for each row's key and each token id: 32 bits in an int32."""
     low, high = _low_word(keys)[:, None], _low_word(keys >> 32)[:, None]
     return mix32(mix32(token_ids.to(torch.int32) ^ low) + high)
 
 
 def gumbel_of(h: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """−ln(−ln(1 − V)) in float32, from the 32 bits of an int32."""
+    """Return −ln(−ln(1 − V)) in float32, from the 32 bits of an int32."""
     minus_v = (_unsigned(h) + 0.5) * -(2.0**-32)
     exponent, fraction = _split((_unsigned(~h) + 0.5) * 2.0**-32)
     # Where 1 − V has exponent 0 its fraction is −V itself: taking it from h keeps the bits that 1 − V rounds away.
@@ -70,7 +73,7 @@ def gumbel_of(h: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def _split(x: Float[Tensor, "*shape"]) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-    """(e, f) with x = 2ᵉ (1 + f) and √½ ≤ 1 + f < √2, for normal positive x."""
+    """Return (e, f) with x = 2ᵉ (1 + f) and √½ ≤ 1 + f < √2, for normal positive x."""
     bits = x.view(torch.int32) + (ONE_BITS - SQRT_HALF_BITS)
     exponent = (bits >> 23) - 127
     mantissa = ((bits & 0x7FFFFF) + SQRT_HALF_BITS).view(torch.float32)
@@ -78,7 +81,7 @@ def _split(x: Float[Tensor, "*shape"]) -> tuple[Float[Tensor, "*shape"], Float[T
 
 
 def _log(exponent: Float[Tensor, "*shape"], fraction: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """ln(2ᵉ (1 + f)), within two units in the last place."""
+    """Return ln(2ᵉ (1 + f)), within two units in the last place."""
     polynomial = fraction * LOG_COEFFICIENTS[0] + LOG_COEFFICIENTS[1]
     for coefficient in LOG_COEFFICIENTS[2:]:
         polynomial = polynomial * fraction + coefficient
@@ -88,7 +91,7 @@ def _log(exponent: Float[Tensor, "*shape"], fraction: Float[Tensor, "*shape"]) -
 
 
 def _unsigned(word: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The int32's bits as an unsigned number, rounded to float32."""
+    """Return the int32's bits as an unsigned number, rounded to float32."""
     return (word.to(torch.int64) & 0xFFFFFFFF).to(torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""The numbers of `noise`, without torch: kernels are compiled with the same ones."""
+"""The numbers of `noise`, without torch. Kernels are compiled with the same numbers."""
 
 MAX_NOISE = 22.88  # above −ln(2⁻³³)
 MIN_NOISE = -3.14  # below −ln(33 ln 2)

@@ -1,7 +1,7 @@
-"""The sampler for one row in plain torch: the definition that every other sampler agrees with.
+"""The sampler for one row in plain torch. It is the definition: every other sampler gives the same result.
 
- 1. float32; NaN, +inf or nothing finite is a LogitsError; raw log-probabilities are those of these logits
- 2. grammar mask, `allowed_token_ids`, minimum length (lifted where steps 2 and 3 would leave nothing but the end)
+ 1. float32; NaN, +inf or nothing finite is a LogitsError; raw log-probabilities are computed from these logits
+ 2. grammar mask, `allowed_token_ids`, minimum length (lifted if steps 2 and 3 would leave only the end)
  3. `logit_bias`
  4. repetition, then frequency, then presence penalty
  5. greedy (`temperature` 0): argmax
@@ -9,9 +9,9 @@
  7. top-k       8. top-p       9. min-p
 10. Gumbel noise, argmax
 
-Every stage maps a row to a row of the same shape and dtype, changes nothing in place, keeps a finite logit finite or
-bans it (−inf), leaves at least one token (masks and bans that do not are a LogitsError), and is the identity, bit for
-bit, when its value is off.
+Every stage maps a row to a row of the same shape and dtype, and changes nothing in place. It keeps a finite logit
+finite or bans it (−inf). It leaves at least one token; masks and bans that leave none raise LogitsError. When its value
+is off, it is the identity, bit for bit.
 Ties are a total order: logit descending, then id ascending.
 """
 
@@ -35,7 +35,7 @@ NO_TOKEN_ALLOWED = "no token of this row is allowed by the grammar, allowed_toke
 
 
 class LogitsError(InferError):
-    """A row that nothing can be sampled from: NaN or +inf in the logits, or no allowed token."""
+    """Error of a row from which nothing can be sampled: NaN or +inf in the logits, or no allowed token."""
 
 
 def sample_token(
@@ -48,10 +48,10 @@ def sample_token(
     eos_token_ids: Collection[int] = frozenset(),
     allowed: Bool[Tensor, "vocab"] | Collection[int] | None = None,
 ) -> int:
-    """The next token id after `context_token_ids`, of which the first `num_prompt_tokens` are the prompt.
+    """Return the next token id after `context_token_ids`, whose first `num_prompt_tokens` are the prompt.
 
     The noise comes from `generator`, or is the function of (`params.seed`, number of context tokens, token id) in
-    `noise`; without either, from a fresh seed. Raises LogitsError.
+    `noise`. Without either, a fresh seed is drawn. Raises LogitsError.
     """
     processed = process_logits(
         logits,
@@ -81,7 +81,7 @@ def process_logits(
     eos_token_ids: Collection[int] = frozenset(),
     allowed: Bool[Tensor, "vocab"] | Collection[int] | None = None,
 ) -> Float[Tensor, "vocab"]:
-    """Float32 logits after steps 1 to 9 (to 4 where greedy): what the noise is added to."""
+    """Return float32 logits after steps 1 to 9 (to 4 if greedy), to which the noise is added."""
     if not 0 <= num_prompt_tokens <= len(context_token_ids):
         raise InvalidRequestError(
             f"num_prompt_tokens must be in [0, {len(context_token_ids)}] (the context), got {num_prompt_tokens}"
@@ -109,7 +109,10 @@ def process_logits(
 
 
 def check_logits(logits: Logits) -> Float[Tensor, "vocab"]:
-    """The row in float32. Raises InvalidRequestError on a wrong shape or dtype, LogitsError on NaN, +inf, all −inf."""
+    """Return the row in float32.
+
+    Raises InvalidRequestError on a wrong shape or dtype, LogitsError on NaN, +inf, all −inf.
+    """
     if logits.ndim != 1 or len(logits) == 0 or not logits.is_floating_point():
         raise InvalidRequestError(f"logits must be one row of floats, got {logits.dtype} {list(logits.shape)}")
     row = logits.float()
@@ -123,7 +126,7 @@ def check_logits(logits: Logits) -> Float[Tensor, "vocab"]:
 
 
 def keep_allowed(logits: Logits, allowed: Bool[Tensor, "vocab"] | Collection[int] | None) -> Logits:
-    """−inf outside `allowed`, a mask or a collection of ids."""
+    """Return the logits with −inf outside `allowed`, a mask or a collection of ids."""
     if allowed is None:
         return logits
     if not isinstance(allowed, Tensor):
@@ -137,7 +140,7 @@ def keep_allowed(logits: Logits, allowed: Bool[Tensor, "vocab"] | Collection[int
 
 
 def apply_logit_bias(logits: Logits, bias_by_id: Mapping[int, float] | None) -> Logits:
-    """logit + bias. −inf bans an id; +inf bans all ids but those that have it. A banned id stays banned."""
+    """Return logit + bias. −inf bans an id; +inf bans all ids except those with +inf. A banned id stays banned."""
     if not bias_by_id:
         return logits
     _index(logits, list(bias_by_id), "logit_bias")
@@ -152,8 +155,10 @@ def apply_logit_bias(logits: Logits, bias_by_id: Mapping[int, float] | None) -> 
 
 
 def ban_ends(logits: Logits, end_ids: Collection[int]) -> Logits:
-    """−inf at the ids that end a sequence, unless nothing else is left: a grammar that allows only the end is finished,
-    and ends below the minimum length."""
+    """Return the logits with −inf at the ids that end a sequence, unless no other id is left.
+
+    A grammar that allows only the end is finished, and ends below the minimum length.
+    """
     if not end_ids:
         return logits
     longer = logits.index_fill(0, _index(logits, sorted(end_ids), "EOS and stop ids"), -math.inf)
@@ -161,7 +166,7 @@ def ban_ends(logits: Logits, end_ids: Collection[int]) -> Logits:
 
 
 def apply_repetition_penalty(logits: Logits, token_ids: Sequence[int], penalty: float) -> Logits:
-    """Each distinct id once: a positive logit is divided by the penalty, a negative one multiplied (CTRL, 2019)."""
+    """Apply the penalty once per distinct id: divide a positive logit by it, multiply a negative one (CTRL, 2019)."""
     if penalty == 1.0 or not len(token_ids):
         return logits
     index = _index(logits, sorted(set(token_ids)), "the context")
@@ -173,7 +178,7 @@ def apply_repetition_penalty(logits: Logits, token_ids: Sequence[int], penalty: 
 
 
 def apply_frequency_penalty(logits: Logits, generated_token_ids: Sequence[int], penalty: float) -> Logits:
-    """logit − penalty × how often the id occurs in the generated text."""
+    """Return logit − penalty × the number of occurrences of the id in the generated text."""
     if penalty == 0.0 or not len(generated_token_ids):
         return logits
     index = _index(logits, generated_token_ids, "the context")
@@ -182,7 +187,7 @@ def apply_frequency_penalty(logits: Logits, generated_token_ids: Sequence[int], 
 
 
 def apply_presence_penalty(logits: Logits, generated_token_ids: Sequence[int], penalty: float) -> Logits:
-    """logit − penalty for each id that occurs in the generated text."""
+    """Return logit − penalty for each id that occurs in the generated text."""
     if penalty == 0.0 or not len(generated_token_ids):
         return logits
     index = _index(logits, sorted(set(generated_token_ids)), "the context")
@@ -190,7 +195,7 @@ def apply_presence_penalty(logits: Logits, generated_token_ids: Sequence[int], p
 
 
 def apply_temperature(logits: Logits, temperature: float) -> Logits:
-    """logits / temperature, for temperature > 0. Where the largest overflows, the row is shifted first."""
+    """Return logits / temperature, for temperature > 0. If the largest overflows, the row is shifted first."""
     if temperature == 1.0:
         return logits
     if not temperature > 0:
@@ -204,7 +209,10 @@ def apply_temperature(logits: Logits, temperature: float) -> Logits:
 
 
 def apply_top_k(logits: Logits, k: int | None) -> Logits:
-    """The k largest by (logit descending, id ascending); the others −inf. Off where k is None or covers the row."""
+    """Keep the k largest logits by (logit descending, id ascending), and set the others to −inf.
+
+    Off if k is None or covers the row.
+    """
     if k is None or k >= len(logits):
         return logits
     if k < 1:
@@ -220,7 +228,10 @@ def apply_top_k(logits: Logits, k: int | None) -> Logits:
 
 
 def apply_top_p(logits: Logits, p: float) -> Logits:
-    """The fewest largest tokens whose probabilities sum to p or more; the others −inf. Summed by `integer_probs`."""
+    """Keep the fewest largest tokens whose probabilities sum to p or more, and set the others to −inf.
+
+    `integer_probs` computes the sums.
+    """
     if p == 1.0:
         return logits
     if not 0 <= p <= 1:
@@ -235,7 +246,7 @@ def apply_top_p(logits: Logits, p: float) -> Logits:
 
 
 def apply_min_p(logits: Logits, min_p: float) -> Logits:
-    """−inf where the probability is under min_p × the largest: logit < max + ln(min_p)."""
+    """Set logits to −inf if the probability is below min_p × the largest: logit < max + ln(min_p)."""
     if min_p == 0.0:
         return logits
     if not 0 <= min_p < 1:
@@ -245,7 +256,10 @@ def apply_min_p(logits: Logits, min_p: float) -> Logits:
 
 
 def log_probabilities(logits: Logits, k: int, token_id: int | None = None) -> TokenLogprob:
-    """Log-softmax of a row: the chosen token (by default the likeliest) with its rank, and the k likeliest."""
+    """Return the log-softmax of a row: the chosen token with its rank, and the k likeliest tokens.
+
+    By default the chosen token is the likeliest.
+    """
     row = check_logits(logits)
     logprobs = row.log_softmax(0)
     chosen = int(row.argmax()) if token_id is None else int(_index(row, [token_id], "token_id")[0])
@@ -261,13 +275,14 @@ def _subtract(logits: Logits, index: Int[Tensor, "ids"], amounts: Tensor) -> Log
 
 
 def _keep_finite(before: Tensor, after: Tensor) -> Tensor:
-    """`after`, but what was finite is at most its dtype's largest number, and what was infinite is as it was."""
+    """Return `after`, limited to the dtype's largest number. Values that were infinite before stay unchanged."""
     limit = torch.finfo(before.dtype).max
     return torch.where(before.isinf(), before, after.clamp(-limit, limit))
 
 
 def _scalar(logits: Tensor, value: float, *, tiny: bool = True) -> Tensor:
-    """The value on the row's device, float32 or wider. A tensor, since CUDA divides by a Python number inexactly.
+    """Return the value on the row's device, in float32 or wider. CUDA divides by a Python number inexactly, so it is a
+    tensor.
 
     With `tiny` a positive value stays a normal number, which is safe to divide by.
     """
@@ -278,7 +293,7 @@ def _scalar(logits: Tensor, value: float, *, tiny: bool = True) -> Tensor:
 
 
 def _index(logits: Tensor, token_ids: Sequence[int], source: str) -> Int[Tensor, "ids"]:
-    """The ids as a tensor, all checked to be in the vocabulary."""
+    """Return the ids as a tensor. Raises InvalidRequestError for an id outside the vocabulary."""
     index = torch.as_tensor(token_ids, dtype=torch.int64, device=logits.device)
     outside = (index < 0) | (index >= len(logits))
     if bool(outside.any()):

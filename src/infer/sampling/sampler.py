@@ -1,7 +1,7 @@
 """The sampler for a batch, in torch on any device: every row with its own parameters, no loop over rows, no read-back.
 
- 1. float32; raw log-probabilities are those of these logits
- 2. grammar mask, `allowed_token_ids`, minimum length (lifted where steps 2 and 3 would leave nothing but the end)
+ 1. float32; raw log-probabilities are computed from these logits
+ 2. grammar mask, `allowed_token_ids`, minimum length (lifted if steps 2 and 3 would leave only the end)
  3. `logit_bias`
  4. repetition, then frequency, then presence penalty
  5. greedy rows: argmax
@@ -9,9 +9,10 @@
  7. top-k       8. top-p       9. min-p
 10. Gumbel noise, argmax
 
-`stages` gives these steps one by one; a step that no row needs is left out, a row that does not need it goes through it
-unchanged, bit for bit. A row's token is what `reference` gives it alone. Ties: logit descending, then id ascending.
-A row with NaN or +inf, or with no token left, gets a negative code in place of a token; the others do not notice.
+`stages` yields these steps one by one. A step that no row needs is left out. A row that does not need a step passes
+through it unchanged, bit for bit. A row's token equals the token that `reference` returns for that row alone.
+Ties: logit descending, then id ascending.
+A row with NaN or +inf, or with no token left, gets a negative code in place of a token. Other rows are not affected.
 """
 
 import math
@@ -48,7 +49,7 @@ _LARGEST = torch.finfo(torch.float32).max
 @final
 @dataclass(frozen=True)
 class Sampled:
-    """One token a row. The log-probabilities are None unless a row asked for them, and hold garbage for failed rows."""
+    """One token per row. Log-probabilities are None unless a row requested them, and undefined for failed rows."""
 
     token_ids: Int[Tensor, "rows"]  # a negative code where the row failed: `message_of` says why
     logprobs: Float[Tensor, "rows"] | None = None
@@ -71,12 +72,12 @@ class Sampled:
 
 
 def message_of(code: int) -> str:
-    """Why a row failed that got this code in place of a token."""
+    """Return the reason why a row failed, from the code that the row got in place of a token."""
     return _MESSAGES[code]
 
 
 def check(token_id: int) -> int:
-    """The token. Raises LogitsError for the code of a failed row."""
+    """Return the token. Raises LogitsError for the code of a failed row."""
     if token_id < 0:
         raise LogitsError(message_of(token_id))
     return token_id
@@ -91,11 +92,12 @@ def sample(
     *,
     choose: Choose | None = None,
 ) -> Sampled:
-    """The token of each row at `positions`: how many tokens stand before it, which is also the noise's counter.
+    """Return the token of each row at `positions`. A position is the number of tokens before it, and the noise's
+    counter.
 
-    logits may be float32, float16 or bfloat16 and stay as they are. `allowed` is the grammar's mask, packed as
-    `columns.masks`, all ones for rows without a grammar. `choose` is what finds the tokens, by default `choose_tokens`.
-    Raises InvalidRequestError for wrong shapes.
+    logits may be float32, float16 or bfloat16 and stay unchanged. `allowed` is the grammar's mask, packed as
+    `columns.masks`, with all ones for rows without a grammar. `choose` is the function that finds the tokens, by
+    default `choose_tokens`. Raises InvalidRequestError for wrong shapes.
     """
     check_shapes(logits, columns, history, positions, allowed)
     token_ids = (choose or choose_tokens)(logits, columns, history, positions, allowed)
@@ -117,7 +119,7 @@ def choose_tokens(
     positions: Int[Tensor, "rows"],
     allowed: Masks | None = None,
 ) -> Int[Tensor, "rows"]:
-    """Steps 1 to 10."""
+    """Return the token of each row, by steps 1 to 10."""
     processed = process(logits, columns, history, positions, allowed)
     token_ids = processed.argmax(-1)
     if columns.has_sampled:
@@ -136,7 +138,7 @@ def process(
     positions: Int[Tensor, "rows"],
     allowed: Masks | None = None,
 ) -> Float[Tensor, "rows vocab"]:
-    """Float32 logits after steps 1 to 9 (to 4 where greedy): what the noise is added to."""
+    """Return float32 logits after steps 1 to 9 (to 4 if greedy), to which the noise is added."""
     *_, (_, processed) = stages(logits, columns, history, positions, allowed)
     return processed
 
@@ -148,7 +150,7 @@ def stages(
     positions: Int[Tensor, "rows"],
     allowed: Masks | None = None,
 ) -> Iterator[tuple[str, Float[Tensor, "rows vocab"]]]:
-    """The name of each step that some row needs, and the logits after it."""
+    """Yield the name of each step that some row needs, and the logits after it."""
     x = logits.float()
     yield "raw", x
     if allowed is not None or columns.has_mask:
@@ -187,7 +189,7 @@ def stages(
 
 
 def keep_allowed(x: Logits, columns: SamplingColumns, allowed: Masks | None) -> Logits:
-    """−inf outside the grammar's mask and the row's own."""
+    """Return the logits with −inf outside the grammar's mask and the row's own mask."""
     if allowed is not None:
         x = x.masked_fill(~unpack_bits(allowed, x.shape[1]), -math.inf)
     if columns.has_mask:
@@ -197,7 +199,7 @@ def keep_allowed(x: Logits, columns: SamplingColumns, allowed: Masks | None) -> 
 
 
 def apply_logit_bias(x: Logits, columns: SamplingColumns) -> Logits:
-    """logit + bias, in float64; −inf bans."""
+    """Return logit + bias, computed in float64; −inf bans."""
     at = (columns.bias_rows, columns.bias_ids)
     values = x[at]
     biased = _keep_finite(values, (values.double() + columns.biases).float())
@@ -205,7 +207,7 @@ def apply_logit_bias(x: Logits, columns: SamplingColumns) -> Logits:
 
 
 def ban_ends(x: Logits, columns: SamplingColumns, positions: Int[Tensor, "rows"]) -> Logits:
-    """−inf at EOS and stop ids below the minimum length, unless nothing else is left."""
+    """Return the logits with −inf at EOS and stop ids below the minimum length, unless no other id is left."""
     at = (columns.end_rows, columns.end_ids)
     is_short = positions - columns.num_prompt_tokens < columns.min_new_tokens
     longer = x.index_put(at, x[at].masked_fill(is_short[columns.end_rows], -math.inf))
@@ -213,7 +215,7 @@ def ban_ends(x: Logits, columns: SamplingColumns, positions: Int[Tensor, "rows"]
 
 
 def apply_repetition_penalty(x: Logits, columns: SamplingColumns, history: History) -> Logits:
-    """Each id within the row's window: a positive logit is divided by the penalty, a negative one multiplied."""
+    """Penalise each id within the row's window: divide a positive logit by the penalty, multiply a negative one."""
     mine = columns.penalised
     is_within = history.is_within(columns.history_slot[mine], columns.repetition_window[mine])
     penalty, values = columns.repetition_penalty[mine, None], x[mine]
@@ -222,7 +224,7 @@ def apply_repetition_penalty(x: Logits, columns: SamplingColumns, history: Histo
 
 
 def apply_frequency_penalty(x: Logits, columns: SamplingColumns, history: History) -> Logits:
-    """logit − penalty × how often the id stands in the output."""
+    """Return logit − penalty × the number of occurrences of the id in the output."""
     mine = columns.penalised
     counts, values = history.counts[columns.history_slot[mine]], x[mine]
     penalty = columns.frequency_penalty[mine, None]
@@ -231,7 +233,7 @@ def apply_frequency_penalty(x: Logits, columns: SamplingColumns, history: Histor
 
 
 def apply_presence_penalty(x: Logits, columns: SamplingColumns, history: History) -> Logits:
-    """logit − penalty for each id that stands in the output."""
+    """Return logit − penalty for each id that occurs in the output."""
     mine = columns.penalised
     counts, values = history.counts[columns.history_slot[mine]], x[mine]
     penalty = columns.presence_penalty[mine, None]
@@ -247,7 +249,7 @@ _PENALTIES = {
 
 
 def apply_temperature(x: Logits, temperature: Float[Tensor, "rows"]) -> Logits:
-    """logits / temperature, 0 counting as 1. A row whose largest logit would overflow is shifted first."""
+    """Return logits / temperature; 0 counts as 1. A row whose largest logit would overflow is shifted first."""
     divisor = torch.where(temperature == 0, 1.0, temperature)[:, None]
     largest = x.max(-1, keepdim=True).values
     overflows = (largest / divisor).isinf() & largest.isfinite()
@@ -255,7 +257,7 @@ def apply_temperature(x: Logits, temperature: Float[Tensor, "rows"]) -> Logits:
 
 
 def keep_top_k(x: Logits, columns: SamplingColumns) -> Logits:
-    """Exactly the k largest of each sampled row that has a k, the smallest ids among equals."""
+    """Keep exactly the k largest of each sampled row that has a k. Among equal logits the smallest ids are kept."""
     k = torch.where(columns.temperature != 0, columns.top_k, 0)
     ranked = x.topk(columns.max_top_k).values
     threshold = ranked.gather(1, (k - 1).clamp(min=0)[:, None])
@@ -266,7 +268,7 @@ def keep_top_k(x: Logits, columns: SamplingColumns) -> Logits:
 
 
 def keep_top_p(x: Logits, columns: SamplingColumns) -> Logits:
-    """The fewest largest tokens of each row whose probabilities reach p; the crossing token stays."""
+    """Keep the fewest largest tokens of each row whose probabilities reach p, including the crossing token."""
     mine = columns.with_top_p
     ranked, order = x[mine].sort(descending=True, stable=True)
     largest = torch.where(ranked[:, 0].isfinite(), ranked[:, 0], 0.0)
@@ -279,7 +281,7 @@ def keep_top_p(x: Logits, columns: SamplingColumns) -> Logits:
 
 
 def keep_min_p(x: Logits, columns: SamplingColumns) -> Logits:
-    """−inf where logit < largest + ln(min_p), for sampled rows."""
+    """Set logits of sampled rows to −inf if logit < largest + ln(min_p)."""
     lowest = torch.where(columns.temperature != 0, columns.log_min_p, -math.inf)[:, None]
     return x.masked_fill(x < x.max(-1, keepdim=True).values + lowest, -math.inf)
 
@@ -289,10 +291,10 @@ def log_probabilities(
 ) -> tuple[
     Float[Tensor, "rows"], Int[Tensor, "rows"], Int[Tensor, "rows alternatives"], Float[Tensor, "rows alternatives"]
 ]:
-    """Log-softmax of each token, its rank, and the likeliest ids with theirs, in the total order.
+    """Return the log-softmax of each token, its rank, and the likeliest ids and their log-softmax, in the total order.
 
-    The normaliser is a sum of integer weights: a floating-point one depends on the batch and on torch's threads.
-    It is within 4e-8 for a vocabulary of 262,144.
+    The normaliser is a sum of integer weights, because a floating-point sum depends on the batch and on torch's
+    threads. It is within 4e-8 for a vocabulary of 262,144.
     """
     largest = logits.max(-1, keepdim=True).values
     totals = weights(logits, torch.where(largest.isfinite(), largest, 0.0)[:, 0]).sum(-1, keepdim=True)
@@ -307,7 +309,7 @@ def log_probabilities(
 def normalized(
     logits: Float[Tensor, "rows some"], largest: Float[Tensor, "rows 1"], totals: Int[Tensor, "rows 1"]
 ) -> Float[Tensor, "rows some"]:
-    """Log-probabilities of a row's logits, by its largest logit and the sum of its weights."""
+    """Return log-probabilities of a row's logits, from the row's largest logit and the sum of its weights."""
     log_sums = totals.double().log() - WEIGHT_BITS * math.log(2)
     # The largest goes first: beside a logit of 1e38 a logarithm would vanish.
     return (logits.double() - largest.double() - log_sums).float()
@@ -338,7 +340,7 @@ def check_shapes(
 
 
 def _largest(x: Logits, count: int) -> tuple[Float[Tensor, "rows count"], Int[Tensor, "rows count"]]:
-    """The largest of each row with their ids, in the total order: topk promises no order among equals."""
+    """Return the largest logits of each row and their ids, in the total order. topk promises no order among equals."""
     if count == 0:
         return x[:, :0], torch.zeros(len(x), 0, dtype=torch.int64, device=x.device)
     threshold = x.topk(count).values[:, -1:]
@@ -350,5 +352,5 @@ def _largest(x: Logits, count: int) -> tuple[Float[Tensor, "rows count"], Int[Te
 
 
 def _keep_finite(before: Tensor, after: Tensor) -> Tensor:
-    """`after`, but what was finite is at most the largest number, and what was not is as it was."""
+    """Return `after`, limited to the largest number. Values that were not finite before stay unchanged."""
     return torch.where(before.isfinite(), after.clamp(-_LARGEST, _LARGEST), before)

@@ -1,6 +1,6 @@
-"""One token on its way through the sampler: the likeliest candidates after each stage, and what each stage took away.
+"""Trace of one sampled token: the likeliest candidates after each stage, and the tokens that each stage removed.
 
-The stages, the noise and the choice are the sampler's own: nothing is computed twice in two ways.
+Stages, noise and choice use the sampler's own code, so no result is computed by two implementations.
 """
 
 import math
@@ -34,11 +34,12 @@ def sample_trace(
     allowed: Int[Tensor, "words"] | None = None,
     shown_id: int | None = None,
 ) -> SampleTrace:
-    """How the token after `context_token_ids` is sampled from these logits; the prompt is all of them by default.
+    """Return how the token after `context_token_ids` is sampled from these logits. By default the prompt is the whole
+    context.
 
-    The candidates are those with the largest probability after any stage, and `shown_id`. `allowed` is a grammar's
-    mask. Raises LogitsError where nothing can be sampled and InvalidRequestError for what `SamplingColumns.of` and
-    `History.begin` refuse.
+    The candidates are the tokens with the largest probability after any stage, and `shown_id`. `allowed` is a grammar's
+    mask. Raises LogitsError if nothing can be sampled, and InvalidRequestError for values that `SamplingColumns.of` or
+    `History.begin` refuses.
     """
     if num_candidates < 1:
         raise InvalidRequestError(f"num_candidates must be at least 1, got {num_candidates}")
@@ -74,7 +75,7 @@ def sample_trace(
 
 
 def _is_off(name: str, params: SamplingParams) -> bool:
-    """Rows with one penalty go through all of them."""
+    """Return True if a penalty is off for this row. A row with one penalty passes through all penalty stages."""
     return name.endswith("_penalty") and getattr(params, name) == getattr(_NEUTRAL, name)
 
 
@@ -108,7 +109,7 @@ def _value(name: str, params: SamplingParams) -> int | float | None:
 def _candidates(
     raw: Float[Tensor, "vocab"], probabilities: Float[Tensor, "stages vocab"], shown_ids: Sequence[int], count: int
 ) -> tuple[Int[Tensor, "candidates"], Int[Tensor, "candidates"]]:
-    """The ids that were likeliest at their best, those of `shown_ids` among them, in the order of raw logits; their
+    """Return the ids with the highest peak probability, including `shown_ids`, in the order of raw logits, and their
     ranks.
     """
     order = raw.sort(descending=True, stable=True).indices

@@ -1,4 +1,4 @@
-"""The numbers of `integer_probs`, without torch: kernels are compiled with the same ones."""
+"""The numbers of `integer_probs`, without torch. Kernels are compiled with the same numbers."""
 
 WEIGHT_BITS = 42
 LOG2_E = 1.4426950408889634

@@ -1,4 +1,4 @@
-"""One JSON line a request, at its end, with OpenTelemetry's names. Never a text of a prompt or an answer."""
+"""One JSON line per request, at its end, with OpenTelemetry's names. It never has the text of a prompt or an answer."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ log, server_log = logging.getLogger("infer.access"), logging.getLogger("infer.se
 
 
 def with_access_log(app: ASGIApp, state: ServerState) -> ASGIApp:
-    """Also counts requests, and keeps the list of those under way."""
+    """Return the app with an access log. The layer also counts requests and lists the calls in progress."""
 
     async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,7 +35,7 @@ def with_access_log(app: ASGIApp, state: ServerState) -> ASGIApp:
 
 
 def count_call(state: ServerState, call: Call) -> None:
-    """Log the call, then count it. No failure of one keeps the others from being done."""
+    """Log the call, learn from it, and count it. If one of these fails, the others are still done."""
     for note in (_log, partial(_learn, state), state.metrics.count_call):
         try:
             note(call)

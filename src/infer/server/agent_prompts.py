@@ -1,7 +1,7 @@
-"""Parts of a coding agent's prompt that change with each request, moved or dropped so that prefixes are reused.
+"""Move or drop the parts of a coding agent's prompt that change with each request, so that prefixes are reused.
 
-Claude Code begins its system prompt with a line for its vendor's billing, whose `cch=` differs in each request, and
-ends it and each tool result with the tokens that its context has left.
+Claude Code begins its system prompt with a billing line, whose `cch=` differs in each request. It ends the system
+prompt and each tool result with the number of tokens left in its context.
 """
 
 import re
@@ -17,14 +17,16 @@ _BUDGET = re.compile(
 
 @final
 class TokenBudgets:
-    """The budget reminders of one prompt: taken from the ends of its texts, and the newest put behind all messages."""
+    """The budget reminders of one prompt. They are removed from the ends of its texts; the newest goes behind all
+    messages.
+    """
 
     def __init__(self, prompts: AgentPrompts) -> None:
         self._is_kept = prompts == "keep"
         self._newest: str | None = None
 
     def taken_from(self, text: str) -> str:
-        """Return the text without a reminder at its end, and keep the reminder."""
+        """Return the text without a reminder at its end, and remember the reminder."""
         if self._is_kept:
             return text
         begin = max(0, len(text.rstrip()) - _MOST_BUDGET)
@@ -46,5 +48,5 @@ class TokenBudgets:
 
 
 def is_billing(text: str, prompts: AgentPrompts) -> bool:
-    """True for a block of the system prompt that is only the billing line and is to be dropped."""
+    """Return True for a system block that is only the billing line and is to be dropped."""
     return prompts == "adapt" and _BILLING.fullmatch(text.strip()) is not None

@@ -1,6 +1,4 @@
-"""What the routes answer, as JSON schemas. Every property that is named is there unless it is optional; there may be
-others.
-"""
+"""JSON schemas of the routes' answers. Every named property is present unless it is optional; there may be others."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +24,7 @@ def constant(*values: str) -> Schema:
 
 
 def record(optional: Mapping[str, Schema] | None = None, **properties: Schema) -> Schema:
-    """An object."""
+    """Return the schema of an object. Its properties are required unless they are in `optional`."""
     return {"type": "object", "properties": {**properties, **(optional or {})}, "required": list(properties)}
 
 

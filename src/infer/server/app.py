@@ -1,4 +1,4 @@
-"""The ASGI app: the table of all routes, and what each request goes through before its handler."""
+"""The ASGI app: the table of all routes, and the layers that each request passes before its handler."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a body asks of the library: sampling parameters, options and messages, as plain values."""
+"""Convert a body to the library's sampling parameters, options and messages, as plain values."""
 
 import re
 import secrets
@@ -62,7 +62,7 @@ _NOT_FOR_TEMPLATES = frozenset(
 
 
 def sampling_values(body: GeneratingBody) -> dict[str, Any]:
-    """The fields of SamplingParams that the body names, but the seed and log-probabilities."""
+    """Return the fields of SamplingParams that the body names, except the seed and log-probabilities."""
     names = {name: name for name in _SAME} | _RENAMED
     given = {name: getattr(body, name, None) for name in names}
     values = {names[name]: value for name, value in given.items() if value is not None}
@@ -78,7 +78,7 @@ def sampling_values(body: GeneratingBody) -> dict[str, Any]:
 
 
 def token_limit(given: int) -> int | None:
-    """Return the most tokens of an answer: None, to the end of the context, for -1."""
+    """Return the maximum number of tokens of an answer, at least 1. -1 gives None: up to the end of the context."""
     return None if given < 0 else max(given, 1)
 
 
@@ -88,7 +88,7 @@ def stops_of(given: str | Sequence[str]) -> list[str]:
 
 
 def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
-    """What holds an answer to a format, as a field of SamplingParams."""
+    """Return the constraint that a format puts on an answer, as a field of SamplingParams; {} if there is none."""
     match asked:
         case JsonObjectFormat(schema=schema):
             return {"json_schema": {"type": "object"} if schema is None else schema}
@@ -100,7 +100,10 @@ def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
 def make_params(
     values: Mapping[str, Any], defaults: Mapping[str, Any], seeds: Sequence[int], prompt_name: str
 ) -> list[SamplingParams]:
-    """One for each seed, over the model's own defaults, those of a text for `prompt`. Raises ApiError."""
+    """Return one SamplingParams per seed, over the model's own defaults. Raises ApiError.
+
+    If `prompt_name` is "prompt", the defaults for texts apply, else the defaults for chats.
+    """
     try:
         first = default_params(defaults, is_chat=prompt_name != "prompt", **values)
         return [replace(first, seed=seed) for seed in seeds]
@@ -114,19 +117,25 @@ def make_options(body: GeneratingBody) -> RequestOptions:
 
 
 def seeds_of(seed: int | None, num_choices: int) -> list[int]:
-    """Of each choice: the first is `seed` itself, modulo 2⁶⁴, the others are hashes of it and their index."""
+    """Return one seed per choice. The first is `seed` modulo 2⁶⁴, or random if it is None.
+
+    The other seeds are hashes of the first one and the choice's index.
+    """
     first = secrets.randbits(SEED_BITS) if seed is None else seed % 2**64
     others = [seed_of(first, str(index)) >> (64 - SEED_BITS) for index in range(1, num_choices)]
     return [first, *others]
 
 
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As templates take them: one text each, a developer is the system, arguments of calls are objects."""
+    """Return the messages as chat templates expect them.
+
+    Each message has one text. The developer's role becomes system, and the arguments of calls become objects.
+    """
     return [_message(message) for message in messages]
 
 
 def check_template_variables(variables: Mapping[str, Any]) -> None:
-    """Raises ApiError for what is no variable of the model's own template."""
+    """Raise ApiError if a name is reserved or is a sampling parameter, so that it cannot be a template's variable."""
     for name in variables:
         param = f"chat_template_kwargs.{name}"
         if name in _NOT_FOR_TEMPLATES:
@@ -138,14 +147,16 @@ def check_template_variables(variables: Mapping[str, Any]) -> None:
 def template_variables(
     given: Mapping[str, Any] | None, add_generation_prompt: bool | None, continue_final_message: bool | None
 ) -> dict[str, Any]:
-    """Raises ApiError for what is no variable of a template."""
+    """Return the template's variables, with both flags if they were given. Raises ApiError if a name cannot be a
+    variable.
+    """
     check_template_variables(given or {})
     own = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}
 
 
 def refusal(error: InvalidRequestError, prompt_name: str) -> ApiError:
-    """What the library refuses, by the names of a body, of which `prompt_name` has the prompt."""
+    """Return the library's error with the names of a body's fields. `prompt_name` is the field with the prompt."""
     message = str(error)
     if isinstance(error, ContextLengthError):
         return refuse(message, prompt_name, "context_length_exceeded")
@@ -187,13 +198,16 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def call_of_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A past call, with its arguments as values: templates write them themselves. `arguments`: an object of JSON."""
+    """Return a past call with its arguments as values, because templates serialize them themselves.
+
+    `arguments` is a JSON object.
+    """
     values = msgspec.json.decode(arguments, type=dict[str, Any])
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": values}}
 
 
 def text_of(content: Any) -> str:
-    """Of parts their texts, joined."""
+    """Return the text of a content. The texts of parts are joined; no content is an empty text."""
     if not isinstance(content, list):
         return content or ""
     return "".join(part.refusal if isinstance(part, RefusalPart | OutputRefusal) else part.text for part in content)

@@ -1,4 +1,4 @@
-"""How a handler reads its request and asks the model: for a client that may leave, in the name of its key."""
+"""Read a handler's request and ask the model, for a client that may disconnect and in the name of its key."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -24,13 +24,13 @@ _Body = TypeVar("_Body", bound=Struct)
 
 
 async def read_request(request: Request, state: ServerState, kind: type[_Body], complete: Complete = as_given) -> _Body:
-    """Return the request's body; its call keeps the warnings, which the answer shows. Raises ApiError 400."""
+    """Return the request's body. Warnings are kept in its call, and the answer shows them. Raises ApiError 400."""
     reading = Reading(state.settings.unknown_fields, call_of(request).warnings)
     return read_body(await request.body(), kind, complete, reading)
 
 
 def check_result(result: GenerationResult, state: ServerState) -> None:
-    """Raises ApiError for an answer that ended as no client may be told: failed, or cut by the server."""
+    """Raise ApiError if the answer failed, or if the server cancelled it for a reason other than a timeout."""
     if result.finish_reason == "error":
         has_engine_failed = result.stop_reason == "internal" and state.has_engine_failed
         code, headers = ENGINE_FAILED if has_engine_failed else None, {"x-should-retry": "false"}
@@ -41,7 +41,10 @@ def check_result(result: GenerationResult, state: ServerState) -> None:
 
 
 async def while_connected(request: Request, coroutine: Coroutine[Any, Any, _Found]) -> _Found:
-    """Its result; a client that goes away cancels it. Raises ClientGoneError then."""
+    """Return the coroutine's result.
+
+    If the client disconnects first, cancel the coroutine and raise ClientGoneError.
+    """
     working, leaving = asyncio.create_task(coroutine), asyncio.create_task(until_gone(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -55,19 +58,19 @@ async def while_connected(request: Request, coroutine: Coroutine[Any, Any, _Foun
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Take the error of a task whose client has gone, so that asyncio does not log it."""
+    """Retrieve the error of a task whose client has disconnected, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
 
 async def until_gone(request: Request) -> None:
-    """Return when the client is gone. For a request whose body was read."""
+    """Return when the client disconnects. The request's body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def text_tokens(value: Any) -> int:
-    """Estimate the tokens of a prompt: a text, ids, messages, or tools, of which all texts count."""
+    """Estimate the number of tokens of a prompt: a text, ids, messages, or tools. All texts inside count."""
     match value:
         case str():
             return -(-len(value.encode(errors="replace")) // _BYTES_PER_TOKEN)
@@ -86,7 +89,7 @@ async def enter(request: Request, state: ServerState, arrival: Arrival) -> None:
 
 
 def of_tenant(options: RequestOptions, key_name: str) -> RequestOptions:
-    """Keys share neither their turns nor what their prompts begin with."""
+    """Return the options with the key as tenant, so that keys share neither their turns nor cached prefixes."""
     if not key_name:
         return options
     return replace(options, tenant=key_name, cache_salt=f"{key_name}\0{options.cache_salt}")

@@ -1,4 +1,4 @@
-"""API keys: one of them must come with every request, but those that ask how the server is."""
+"""API keys: every request needs one, except on open routes such as those for the server's health."""
 
 import hashlib
 import hmac
@@ -24,7 +24,10 @@ _REFUSAL = ApiError(
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Names by key. A line is a key, or a name and a key; what follows # is a comment. Raises InvalidRequestError."""
+    """Return the names by key.
+
+    A line is a key, or a name and a key; text after # is a comment. Raises InvalidRequestError.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -47,13 +50,16 @@ def read_keys(path: Path) -> dict[str, str]:
 
 
 def with_keys(app: ASGIApp, names: Mapping[str, str], table: Iterable[ApiRoute]) -> ASGIApp:
-    """`names` by key; empty: anybody may ask. The name of a request's key is that of its call."""
+    """Return the app with API keys required. `names` holds a name per key; if it is empty, no key is required.
+
+    The name of a request's key is stored in its call.
+    """
     route_by_path = {route.path: route for route in table}
     open_paths = [compile_path(route.path)[0] for route in route_by_path.values() if route.is_open]
     name_by_digest = {_digest(key): name for key, name in names.items()}
 
     def name_of(given: str) -> str | None:
-        """All are compared, each in constant time."""
+        """Return the name of a valid key, else None. All keys are compared, each in constant time."""
         digest = _digest(given)
         found = [name for known, name in name_by_digest.items() if hmac.compare_digest(known, digest)]
         return found[0] if found else None
@@ -73,11 +79,11 @@ def with_keys(app: ASGIApp, names: Mapping[str, str], table: Iterable[ApiRoute])
 
 
 def _key_of(headers: Headers) -> str:
-    """As OpenAI's clients send it, or Anthropic's."""
+    """Return the key as OpenAI's clients send it (Authorization: Bearer), else as Anthropic's do (x-api-key)."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _digest(key: str) -> bytes:
-    """Of one length, whatever that of the key."""
+    """Return the key's digest, which has the same length for every key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,7 +1,7 @@
-"""`/v1/branch`: an answer gone on with from one of its tokens, or with another token in its place.
+"""`/v1/branch`: continue an answer from one of its tokens, or with another token in its place.
 
-With the answer's own parameters and seed, its bits are those of the answer up to that place; and with no other token,
-all of them.
+With the answer's own parameters and seed, the branch equals the answer bit by bit up to that place. Without another
+token, it equals the whole answer.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from infer.server.tool_fields import delta_fields, reasoning_and_calls
 
 @final
 class BranchBody(OneAnswerBody, kw_only=True):
-    """The answer's tokens, how many of them stay, and which one comes after these; without it, it is sampled."""
+    """The answer's tokens, the number of those that stay, and the next token. Without `token_id`, that is sampled."""
 
     answer_token_ids: list[TokenId]
     position: Annotated[int, Meta(ge=0)]
@@ -47,7 +47,7 @@ async def branch(request: Request, state: ServerState) -> Response:
 
 
 def prefix_of(body: BranchBody) -> list[int]:
-    """The ids with which the branch begins. Raises ApiError."""
+    """Return the ids with which the branch begins. Raises ApiError."""
     if body.position > len(body.answer_token_ids):
         rule = f"at most {len(body.answer_token_ids)}, the length of answer_token_ids"
         raise refuse(f"position must be {rule}, got {body.position}", "position")

@@ -1,4 +1,4 @@
-"""One HTTP request from its first byte to its answer's last, as the log and the metrics have it."""
+"""One HTTP request, from its first byte to the last byte of its answer, as the log and the metrics record it."""
 
 import time
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ CREATED_HEADER, SENT_HEADER = b"x-infer-created", b"x-infer-sent"
 @final
 @dataclass(eq=False)
 class Call:
-    """`id` is the server's own, which clients see as `x-request-id` unless they sent one."""
+    """One HTTP request. `id` is the server's own; clients see it as `x-request-id` unless they sent one."""
 
     id: str
     client_id: str | None  # the `x-request-id` that was sent
@@ -57,30 +57,30 @@ class Call:
         return [stream.sequence for stream in self.streams]
 
     def add(self, stream: Any) -> None:
-        """Note one more answer, which the queue has taken."""
+        """Note one more answer, which is in the queue now."""
         self.streams.append(stream)
         self.phase = "answering"
         if self.entry is not None:
             self.entry.submit()
 
     def leave(self) -> None:
-        """Its client has gone away."""
+        """Note the phase in which the client disconnected."""
         self.left_in = self.phase
 
     def cancel(self) -> None:
-        """End its answers."""
+        """Cancel all answers of the call."""
         for stream in self.streams:
             stream.cancel()
 
     def cancel_waiting(self) -> None:
-        """End its answers that have not begun."""
+        """Cancel the answers of the call that have not begun."""
         for stream in self.streams:
             if not (stream.sequence.has_slot or stream.sequence.pieces):
                 stream.cancel()
 
 
 def call_of(connection: HTTPConnection) -> Call:
-    """Of a request that goes through the server's app."""
+    """Return the call of a request that goes through the server's app."""
     call: Call = connection.scope[_KEY]
     return call
 

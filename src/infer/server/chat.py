@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: conversations answered, whole or in chunks."""
+"""`/v1/chat/completions`: answer conversations, whole or in chunks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -43,7 +43,7 @@ async def chat(request: Request, state: ServerState) -> Response:
 
 
 def ask(body: ChatBody, defaults: Mapping[str, Any], template: str | None = None) -> Asked:
-    """Over the model's own `defaults`, for its chat template. Raises ApiError."""
+    """Return what the body asks for, over the model's own `defaults` and for its chat template. Raises ApiError."""
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         message = f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}: give one"
         raise refuse(message, "max_tokens")
@@ -136,7 +136,7 @@ class ChatShape:
 
 
 async def list_chats(request: Request, state: ServerState) -> Response:
-    """Answer with the stored chats: none, for nothing is stored."""
+    """Answer with the list of stored chats, which is empty because nothing is stored."""
     return json_response({"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False})
 
 

@@ -1,7 +1,7 @@
-"""The answers to what a body asks: n to each of its prompts, accepted before the headers, read as they come.
+"""The answers to a body: n per prompt, accepted before the headers are sent, and read while they are generated.
 
-A choice's index is its prompt's times n, plus its own. The first of a prompt reads the prompt; the others begin when it
-has given something, and find the prompt in the cache.
+A choice's index is its prompt's index times n, plus its own. The first choice of a prompt reads the prompt. The others
+begin after its first piece, and find the prompt in the cache.
 """
 
 import asyncio
@@ -30,8 +30,10 @@ from infer.server.state import ServerState
 @final
 @dataclass(frozen=True)
 class Asked:
-    """`params` are those of each choice of a prompt; `variables` of the template; `prompt_name` is the body's field.
-    Where it is not `is_answered`, prompts are checked and no more.
+    """The prompts of a body and their parameters. `params` has one entry per choice of a prompt.
+
+    `variables` are those of the template; `prompt_name` is the body's field. Unless `is_answered`, prompts are only
+    checked.
     """
 
     prompts: Sequence[Any]
@@ -47,7 +49,10 @@ class Asked:
 
 
 class Part(NamedTuple):
-    """Of a choice, by its index: its next pieces; or its end, with what was held back of its text and reasoning."""
+    """The next pieces of the choice with index `choice`, or its end.
+
+    At the end, `tail` and `tail_deltas` are the text and the reasoning that were held back.
+    """
 
     choice: int
     pieces: Sequence[Piece]
@@ -80,21 +85,21 @@ class Choices:
 
     @property
     def prompt_ids(self) -> list[list[int]]:
-        """Of each prompt."""
+        """The token ids of each prompt."""
         return [list(group[0].sequence.request.prompt_token_ids) for group in self._groups]
 
     async def begin(self) -> None:
-        """The first choice of each prompt joins the queue."""
+        """Put the first choice of each prompt into the queue."""
         for index in range(0, len(self._streams), self._size) if self._is_answered else ():
             await self._begin(index)
 
     def resume(self) -> None:
-        """Give each choice the tokens that the client has of it. On any thread."""
+        """Give each choice the tokens of its answer that the client already has. May be called on any thread."""
         for index, stream in enumerate(self._streams):
             stream.sequence.resume(*given_to(index, self._call.sent))
 
     async def results(self) -> list[GenerationResult]:
-        """Whole answers. Raises ApiError where one failed."""
+        """Return the whole answers. Raises ApiError if one failed."""
         if not self._is_answered:
             return self._empty()
         try:
@@ -108,8 +113,9 @@ class Choices:
         return results
 
     async def parts(self) -> AsyncGenerator[Part, None]:
-        """Of all choices as they come, each with its end. One that fails ends without; when all others have ended, its
-        ApiError is raised.
+        """Yield the parts of all choices when they arrive, each choice with its end.
+
+        A choice that fails has no end. Its ApiError is raised when all other choices have ended.
         """
         if not self._is_answered:
             for index, result in enumerate(self._empty()):
@@ -131,7 +137,10 @@ class Choices:
             raise failures[0]
 
     async def _read_all(self) -> AsyncGenerator[tuple[int, list[Piece]], None]:
-        """Each choice until it gives nothing more; first, cut as they were, the parts that the client has."""
+        """Yield the pieces of each choice, and an empty list at its end.
+
+        The parts that the client already has come first, divided as they were sent.
+        """
         for sent in self._call.sent:
             await self._begin(sent.choice)
             yield sent.choice, [await anext(self._streams[sent.choice]) for _ in sent.token_ids]
@@ -142,7 +151,7 @@ class Choices:
                 yield index, pieces
 
     async def _read_further(self) -> AsyncGenerator[tuple[int, list[Piece]], None]:
-        """A choice that is no first one begins when the first of its prompt has given something."""
+        """Yield further pieces. The other choices of a prompt begin when its first choice has given something."""
         sent, size = self._call.sent, self._size
         has_given = {part.choice // size for part in sent}
         has_ended = {part.choice for part in sent if not part.token_ids}
@@ -182,12 +191,12 @@ class Choices:
         return Part(index, (), result, tail, (ReasoningDelta(rest),) if rest else ())
 
     def cancel(self) -> None:
-        """What goes on ends; what has ended stays."""
+        """Cancel the choices that have not ended."""
         for stream in self._streams:
             stream.cancel()
 
     def _empty(self) -> list[GenerationResult]:
-        """Where prompts are asked about, and nothing is to follow them."""
+        """Return one empty result per choice, for a body whose prompts are only checked."""
         sequences = [stream.sequence for stream in self._streams]
         return [
             GenerationResult(
@@ -198,18 +207,18 @@ class Choices:
 
     @property
     def _size(self) -> int:
-        """Choices of a prompt."""
+        """Number of choices per prompt."""
         return len(self._groups[0])
 
     async def _begin(self, index: int) -> None:
-        """Unless it has begun."""
+        """Put a choice into the queue unless it has begun."""
         if index not in self._has_begun:
             self._has_begun.add(index)
             await self._streams[index].begin()
             self._call.add(self._streams[index])
 
     async def _results_of(self, first: int) -> list[GenerationResult]:
-        """Of the prompt whose first choice this is."""
+        """Return the results of the prompt whose first choice has index `first`."""
         indices = range(first, first + self._size)
         if self._size > 1:
             await self._streams[first].take()
@@ -226,7 +235,7 @@ class Choices:
 
 
 async def accept(request: Request, state: ServerState, asked: Asked) -> Choices:
-    """Prepared, checked and in the queue. Raises ApiError where any of it is refused."""
+    """Prepare and check all prompts and put them into the queue. Raises ApiError if any prompt is refused."""
     call, llm = call_of(request), state.llm()
     await enter(request, state, _arrival(asked, llm.host.model.max_seq_len))
     call.phase = "preparing"
@@ -248,7 +257,7 @@ async def accept(request: Request, state: ServerState, asked: Asked) -> Choices:
 
 
 def _arrival(asked: Asked, context: int) -> Arrival:
-    """Return the request's size: no prompt is longer than the context."""
+    """Return the request's size. A prompt counts at most as many tokens as the context has."""
     of_tools = text_tokens(asked.options.tools)
     num_tokens = sum(min(context, of_tools + text_tokens(prompt)) for prompt in asked.prompts)
     if not asked.is_answered:  # prompts are read, and need no slot

@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts or ids continued, each with n choices; with `echo` the prompt is part of the answer."""
+"""`/v1/completions`: continue texts or ids, with n choices each. With `echo`, the prompt is part of the answer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -56,7 +56,7 @@ async def complete(request: Request, state: ServerState) -> Response:
 
 
 def ask(body: CompletionBody, defaults: Mapping[str, Any]) -> Asked:
-    """Over the model's own `defaults`. Raises ApiError."""
+    """Return what the body asks for, over the model's own `defaults`. Raises ApiError."""
     prompts, num_choices = prompts_of(body.prompt), body.n or 1
     if len(prompts) * num_choices > _MAX_ANSWERS:
         message = f"prompts times n must be at most {_MAX_ANSWERS}, got {len(prompts)} times {num_choices}: ask twice"
@@ -68,7 +68,7 @@ def ask(body: CompletionBody, defaults: Mapping[str, Any]) -> Asked:
 
 
 def prompts_of(prompt: str | Sequence[Any]) -> list[Any]:
-    """Texts, or lists of ids. Raises ApiError."""
+    """Return the prompts as texts or lists of ids. Raises ApiError."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and all(type(each) is int for each in prompt):
@@ -86,8 +86,9 @@ def prompts_of(prompt: str | Sequence[Any]) -> list[Any]:
 
 
 async def _filling_in(request: Request, state: ServerState, body: CompletionBody, asked: Asked) -> Asked:
-    """Return the prompts with `suffix` behind what is to be written. A model that cannot fill in says so, and
-    continues the prompts. Raises ApiError.
+    """Return the prompts with `suffix` behind the text that is to be written.
+
+    If the model cannot fill in text, warn and continue the prompts. Raises ApiError.
     """
     tokenizer, after = state.llm().llm.tokenizer, body.suffix or ""
     marks = tokenizer.infill_marks
@@ -156,7 +157,7 @@ class CompletionShape:
         }
 
     def opening(self) -> list[Json]:
-        """Of each choice, where its prompt is part of what is sent."""
+        """Return one chunk per choice if something of its prompt is to be sent, else none."""
         if not (self._body.echo or self._body.return_token_ids or self._body.prompt_logprobs is not None):
             return []
         indices = range(len(self._openings) * self._num_choices)
@@ -180,7 +181,10 @@ class CompletionShape:
         return [self._chunk([]) | {"usage": usage_of_choices(results, self._num_choices)}]
 
     def _opening(self, prompt: Prompt) -> Json:
-        """What a choice has of its prompt: its text and log-probabilities, where it is echoed."""
+        """Return the fields of a choice that come from its prompt.
+
+        They are its text and log-probabilities if the prompt is echoed, and its ids and scores if they were requested.
+        """
         begun: Json = {"text": "", "logprobs": None, "finish_reason": None}
         if self._body.echo:
             is_text = isinstance(prompt.given, str)
@@ -201,7 +205,10 @@ class CompletionShape:
         return {**columns, "text_offset": before + offsets.of(prompt.ids[len(before) :])}
 
     def _columns(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Json | None:
-        """Of further tokens of a choice, the one that ends it included."""
+        """Return the log-probabilities of a choice's next tokens, including the one that ends it.
+
+        None if no log-probabilities were requested.
+        """
         if self._body.logprobs is None:
             return None
         columns = completion_columns(logprobs, self._spelling)
@@ -217,14 +224,14 @@ class CompletionShape:
 
 @final
 class _Offsets:
-    """How many characters of a text stand before each token."""
+    """Counts the characters of a text before each token."""
 
     def __init__(self, tokenizer: "infer.Tokenizer", start: int, *, skips_special: bool) -> None:
         self._detokenizer = tokenizer.make_detokenizer(skip_special_tokens=skips_special)
         self._num_characters = start
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """Of the next tokens."""
+        """Return the number of characters before each of the next tokens."""
         found = list[int]()
         for token_id in token_ids:
             found.append(self._num_characters)

@@ -1,6 +1,6 @@
-"""One connection: what arrives is counted and timed before it is a request, and refused in OpenAI's shape.
+"""One connection: arriving bytes are counted and timed before they are a request, and refused in OpenAI's format.
 
-uvicorn limits neither headers nor the time that they take, and answers in plain text what it cannot parse.
+uvicorn limits neither headers nor the time that they take. If it cannot parse a request, it answers in plain text.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _FIELD_BYTES = 4  # ": " and the end of the line
 @final
 class Connection(HttpToolsProtocol):
     def __init__(self, settings: ServerSettings, on_refusal: Callable[[Call], None], **arguments: Any) -> None:
-        """`on_refusal` is called for each answer that no app gives."""
+        """Create a connection. `on_refusal` is called for each answer that does not come from the app."""
         super().__init__(**arguments)
         self._settings, self._on_refusal = settings, on_refusal
         self._is_in_head, self._is_refused = True, False
@@ -112,7 +112,7 @@ class Connection(HttpToolsProtocol):
     # What is refused
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what the parser cannot read."""
+        """Answer 400 to bytes that the parser cannot read."""
         self._refuse(ApiError(400, "this is no HTTP request", code="bad_request"))
 
     def _refusal_of_head(self) -> ApiError | None:
@@ -129,9 +129,9 @@ class Connection(HttpToolsProtocol):
         return None
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer before there is a request, or in place of one that is broken, and close.
+        """Answer before there is a request, or in place of a broken request, and close the connection.
 
-        Nothing is written if another answer is under way.
+        Nothing is written if another answer is in progress.
         """
         if self._is_refused or self.transport.is_closing():
             return
@@ -169,7 +169,7 @@ class Connection(HttpToolsProtocol):
         return ApiError(431, message, code="headers_too_large")
 
     def _time_head(self) -> None:
-        """Start the timer of the next head, unless it runs."""
+        """Start the timer of the next head unless it already runs."""
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self._settings.header_seconds, self._be_late)
 
@@ -190,11 +190,14 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_stalled(self) -> bool:
-        """Whether more bytes than it may have are still to be sent."""
+        """True while writing is paused because too many bytes are still to be sent."""
         return self.flow.write_paused
 
     def check_reader(self) -> None:
-        """To be called now and then: a reader that has left bytes unread for long is dropped."""
+        """Abort the connection if bytes have stayed unsent for more than `reader_seconds`.
+
+        This must be called regularly.
+        """
         now = time.monotonic()
         if self.transport is None or not self.transport.get_write_buffer_size():
             self._unsent_since = None
@@ -205,6 +208,6 @@ class Connection(HttpToolsProtocol):
 
 
 def is_stalled(scope: Scope) -> bool:
-    """Whether the client takes too little of what it is sent."""
+    """Return True if the client reads so slowly that writing is paused."""
     connection: Connection | None = scope.get(_KEY)
     return connection is not None and connection.is_stalled

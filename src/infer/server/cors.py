@@ -1,4 +1,4 @@
-"""Pages of other origins: none may call unless it was named, and none with a browser's credentials."""
+"""Cross-origin requests: only pages of named origins may call, and never with a browser's credentials."""
 
 import re
 from collections.abc import Collection
@@ -12,7 +12,7 @@ _EXPOSED = "x-request-id, retry-after, retry-after-ms, x-should-retry"
 
 
 def with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
-    """`origins` such as "https://example.org", or "*"."""
+    """Return the app with CORS headers for `origins`, such as "https://example.org", or "*"."""
     if not origins:
         return app
 
@@ -41,7 +41,9 @@ def with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
 
 
 def _preflight(headers: Headers, allowed: str) -> Response:
-    """Clients send headers of their own names: what is asked for is allowed."""
+    """Return the answer to a preflight request. The headers that it asks for are allowed, because clients send their
+    own.
+    """
     asked = headers.get("access-control-request-headers", "")
     found = {
         "Access-Control-Allow-Origin": allowed,

@@ -76,7 +76,7 @@ def _record(name: str, schema: Json) -> str:
 
 
 def _type(schema: Json) -> str:
-    """What a value may be, in a few words of HTML."""
+    """Return the allowed values of a schema, in a few words of HTML."""
     return " or ".join(_alternatives(schema)) or "anything"
 
 

@@ -1,7 +1,7 @@
-"""The door: a request that would wait too long is refused before any work is done for it, and told when to come back.
+"""The door: refuse a request that would wait too long, before any work is done for it, and say when to retry.
 
-Every tenant has a door of its own: what others have in the engine counts as far as it delays this tenant. Sequences are
-counted, not requests: a body may ask for many.
+Every tenant has its own door. The sequences of other tenants count as far as they delay this tenant. Sequences are
+counted, not requests, because a body may ask for many.
 """
 
 import math
@@ -29,7 +29,7 @@ _EARLY = 0.5  # up to this wait all are accepted, also before clients that are i
 
 
 class Arrival(NamedTuple):
-    """The size of a request. `num_answer_tokens` is the limit of each answer, None for none."""
+    """The size of a request. `num_answer_tokens` is the limit of each answer, or None if there is no limit."""
 
     tenant: str
     num_prompts: int = 1
@@ -49,9 +49,9 @@ def retry_headers(seconds: float) -> dict[str, str]:
 
 @final
 class Entry:
-    """A request that was accepted: its sequences count until the engine knows of them.
+    """An accepted request. Its sequences count until the engine knows about them.
 
-    `predicted` is how many seconds its first token takes by the engine's costs.
+    `predicted` is the number of seconds until its first token, by the engine's costs.
     """
 
     def __init__(self, door: "Door", arrival: Arrival, predicted: float) -> None:
@@ -59,7 +59,7 @@ class Entry:
         self._predicted = predicted
 
     def submit(self) -> None:
-        """Count one sequence less: the engine has it. The first choices of the prompts come first."""
+        """Count one sequence less: the engine has it now. The first choices of the prompts are submitted first."""
         if self._num_submitted < self._arrival.num_sequences:
             self._door.note_submitted(self._demand(self._num_submitted < self._arrival.num_prompts))
             self._num_submitted += 1
@@ -86,7 +86,10 @@ class Entry:
 
 @final
 class Door:
-    """For the event loop. `look` returns the load of the engine, without requests that it does not know yet."""
+    """Admission of requests, for the event loop only.
+
+    `look` returns the load of the engine, without requests that the engine does not know yet.
+    """
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
@@ -117,9 +120,10 @@ class Door:
         return forecast
 
     def enter(self, arrival: Arrival, body: bytes, look: Callable[[], Forecast]) -> Entry:
-        """Return what counts for the request until its end. Raises ApiError 429, and 400 for what can never enter.
+        """Return the entry that counts the request until its end.
 
-        An idle server refuses nobody with 429: to come back would not help.
+        Raises ApiError 429, or 400 for a request that can never enter. An idle server never answers 429, because a
+        retry would not help.
         """
         most = self.settings.slots + self.settings.max_queue
         if arrival.num_sequences > most:
@@ -143,7 +147,7 @@ class Door:
     def _check(self, arrival: Arrival, body: bytes, forecast: Forecast, wait: float) -> None:
         """Raise ApiError 429 unless a request that would wait for `wait` seconds may enter now.
 
-        A client that is refused gets a place in its tenant's line, or keeps the place that it has.
+        A refused client gets a place in its tenant's line, or keeps its place.
         """
         settings, now, tenant = self.settings, self._clock(), arrival.tenant
         line, num_waiting = self._lines[tenant], forecast.num_waiting(tenant)
@@ -170,7 +174,7 @@ class Door:
         raise ApiError(429, f"the server is busy: {told}", code="rate_limit_exceeded", headers=retry_headers(seconds))
 
     def _seconds_of(self, arrival: Arrival, forecast: Forecast) -> float:
-        """Return how long the request delays the tenant's next ones."""
+        """Return the number of seconds by which the request delays the tenant's next requests."""
         num_answer_tokens = arrival.num_sequences * self.answer_tokens(arrival)
         service = forecast.service_seconds(arrival.num_prompt_tokens, num_answer_tokens)
         return self.wait_ratio.value * forecast.shared_seconds(arrival.tenant, service)

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: texts or ids as vectors."""
+"""`/v1/embeddings`: convert texts or ids to vectors."""
 
 import base64
 from collections.abc import Sequence
@@ -29,7 +29,9 @@ Encoding = Literal["float", "base64"]
 
 @final
 class EmbeddingsBody(Body, kw_only=True):
-    """OpenAI's, and `pooling`. Vectors have length 1; the first `dimensions` of one are scaled to that again."""
+    """OpenAI's fields, and `pooling`. Vectors have length 1. With `dimensions`, the shortened vectors are scaled to
+    length 1.
+    """
 
     input: str | Annotated[list[Any], Meta(min_length=1, max_length=_MAX_TEXTS)]
     encoding_format: Encoding | None = None
@@ -68,7 +70,7 @@ async def embeddings(request: Request, state: ServerState) -> Response:
 
 
 def texts_of(given: str | Sequence[Any]) -> list[Any]:
-    """Texts, or lists of ids. Raises ApiError."""
+    """Return the inputs as texts or lists of ids. Raises ApiError."""
     try:
         texts = prompts_of(given)
     except ApiError as error:
@@ -82,7 +84,7 @@ def texts_of(given: str | Sequence[Any]) -> list[Any]:
 
 
 def answer_of(model: str, vectors: Any, dimensions: int, encoding: Encoding | None, num_tokens: int) -> Json:
-    """`vectors`: an array `[texts, hidden]` of float32, each of length 1."""
+    """Return the answer. `vectors` is an array `[texts, hidden]` of float32, whose vectors have length 1."""
     return {
         "object": "list",
         "data": [

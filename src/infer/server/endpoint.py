@@ -1,4 +1,4 @@
-"""A route: what a handler is, and how one is called. Whatever it raises is answered in OpenAI's shape."""
+"""A route: its handler, and how the handler is called. Every exception is answered in OpenAI's error format."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -20,9 +20,10 @@ Handler = Callable[[Request, ServerState], Awaitable[Response]]
 
 
 class ApiRoute(NamedTuple):
-    """`path` in Starlette's notation. `operation` is what the model is asked for, in OpenTelemetry's words: the handler
-    of such a request asks the door (`asking.enter`). `is_open`: no key is needed. `shape` makes of an exception what a
-    client is told.
+    """A route of the server. `path` is in Starlette's notation. If `is_open`, no key is needed.
+
+    `operation` is the task of the model, in OpenTelemetry's words; the handler of such a request asks the door
+    (`asking.enter`). `shape` converts an exception to the error that a client receives.
     """
 
     method: str
@@ -34,7 +35,7 @@ class ApiRoute(NamedTuple):
 
 
 class ClientGoneError(Exception):
-    """Nobody is left to answer."""
+    """The client has disconnected, so nobody is left to answer."""
 
 
 @final
@@ -70,7 +71,7 @@ class Endpoint:
 
 
 def refusal_of(error: Exception, call: Call, shape: Callable[[Exception], ApiError] = api_error) -> ApiError:
-    """What a client is told of a failure; one of our own is logged."""
+    """Return the error that the client receives, and note its code in the call. An internal failure is logged."""
     if not isinstance(error, ApiError | InferError):
         log.error("request %s failed", call.id, exc_info=error)
     refusal = shape(error)

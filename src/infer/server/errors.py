@@ -1,4 +1,4 @@
-"""Every error of the server in OpenAI's shape: on every route, for every status, and in streams."""
+"""Errors of the server in OpenAI's format: on every route, for every status, and in streams."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ _NO_RETRY = {"x-should-retry": "false"}
 
 
 class ApiError(Exception):
-    """What a client is told: `type` None is that of the status. Raised by a handler, it is the answer."""
+    """An error that the client receives. A handler raises it to answer with it. `type` None means the status's type."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception. Of a failure of our own it is told no more than that."""
+    """Return the error that the client receives for an exception. It has no details of an internal failure."""
     match error:
         case ApiError():
             return error

@@ -1,4 +1,4 @@
-"""`/v1/engine/events`: what the engine does, as events, for as long as somebody listens."""
+"""`/v1/engine/events`: a stream of events about the engine's work, until the client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -21,7 +21,7 @@ OTHERS = "(other)"
 
 
 async def engine_events(request: Request, state: ServerState) -> Response:
-    """A snapshot each `interval` seconds (0.25 unless given) in which something has changed."""
+    """Send a snapshot every `interval` seconds (0.25 unless given) if something has changed."""
     seconds = interval_of(request)
     state.llm()
     events = _snapshots(state, call_of(request).key_name, seconds)
@@ -29,7 +29,7 @@ async def engine_events(request: Request, state: ServerState) -> Response:
 
 
 def interval_of(request: Request) -> float:
-    """Raises ApiError."""
+    """Return the interval in seconds. Raises ApiError."""
     given = request.query_params.get("interval")
     try:
         seconds = _SECONDS if given is None else float(given)
@@ -42,7 +42,7 @@ def interval_of(request: Request) -> float:
 
 
 def seen_by(tenant: str, snapshot: Json) -> Json:
-    """Of a snapshot as plain values: other tenants have no names."""
+    """Return a snapshot, as plain values, without the names and the work of other tenants."""
     sequences = [each if each["tenant"] == tenant else each | {"tenant": OTHERS} for each in snapshot["sequences"]]
     work = {name: work for name, work in snapshot["work_by_tenant"].items() if name == tenant}
     return snapshot | {"sequences": sequences, "work_by_tenant": work}

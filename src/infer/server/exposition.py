@@ -1,4 +1,4 @@
-"""Counters and histograms, and Prometheus' text format of them. For one thread."""
+"""Counters and histograms, and Prometheus' text format for them. For one thread only."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -43,7 +43,7 @@ class Counter:
 
 @final
 class Histogram:
-    """Of values up to each of `bounds`, and above them."""
+    """A histogram that counts the values up to each of `bounds`, and above them."""
 
     def __init__(self, name: str, help: str, bounds: Sequence[Number], *labels: str) -> None:
         self._name, self._help, self._bounds, self._labels = name, help, bounds, labels
@@ -79,7 +79,7 @@ def gauge(name: str, help: str, value: Number, **labels: str) -> Family:
 
 
 def text_of(families: Iterable[Family]) -> str:
-    """Version 0.0.4 of the text format."""
+    """Return the families in version 0.0.4 of Prometheus' text format."""
     lines = list[str]()
     for name, kind, help_text, samples in families:
         lines += [f"{_HELP}{name} {help_text}", f"# TYPE {name} {kind}"]
@@ -88,7 +88,7 @@ def text_of(families: Iterable[Family]) -> str:
 
 
 def labelled(text: str, **labels: str) -> str:
-    """`text` of the format, with these labels on every sample."""
+    """Return `text`, which is in Prometheus' format, with these labels on every sample."""
     added = _labels(labels)[1:-1]
     lines = list[str]()
     for line in text.splitlines():
@@ -104,7 +104,7 @@ def labelled(text: str, **labels: str) -> str:
 
 
 def merged(texts: Iterable[str]) -> str:
-    """Texts of the format as one: the samples of a family stand together."""
+    """Return texts of Prometheus' format as one text, with all samples of a family together."""
     block_by_name: dict[str, str] = {}
     for block in (block for text in texts for block in text.split(_HELP)[1:]):
         name = block.split(" ", 1)[0]

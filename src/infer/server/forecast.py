@@ -1,8 +1,8 @@
-"""How long a tenant's next request would wait, from the engine's sequences and from its cost model.
+"""Forecast how long a tenant's next request would wait, from the engine's sequences and from its cost model.
 
-Tenants share what is computed (`engine.admission.Tenants`). While a tenant gets the work that is ahead of a request,
-every other tenant gets as much, or all that it asks for: so one tenant's flood does not lengthen another's wait without
-bound. Weights of tenants are left out: a server has none.
+Tenants share the computation (`engine.admission.Tenants`). While a tenant gets the work that is ahead of a request,
+every other tenant gets as much, or all that it asks for. So one tenant's flood does not lengthen another's wait without
+bound. Weights of tenants are left out, because a server has none.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from infer.engine.step_costs import StepCosts, StepWork, context_of
 
 
 class Demand(NamedTuple):
-    """The work that is left of one sequence, in tokens."""
+    """The remaining work of one sequence, in tokens."""
 
     tenant: str
     has_slot: bool
@@ -25,7 +25,7 @@ class Demand(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What sequences still take: seconds to read prompts, and tokens of answers."""
+    """The work that sequences still need: seconds to read prompts, and tokens of answers."""
 
     prompt_seconds: float = 0.0
     answer_tokens: float = 0.0
@@ -47,10 +47,11 @@ class _Load:
 
 @final
 class Forecast:
-    """The load of an engine, and what follows from it.
+    """The load of an engine, and the waits that follow from it.
 
-    `fitting` returns how many sequences of a length have pages. `reading_tokens` returns how many tokens of prompts a
-    step reads beside a number of answers with a number of positions before their tokens; None is no limit.
+    `fitting` returns how many sequences of a given length have pages. `reading_tokens` returns how many prompt tokens a
+    step reads. Its arguments are the number of answers in the step and the number of positions before their tokens.
+    None means no limit.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Forecast:
 
     @property
     def num_slots(self) -> int:
-        """Number of sequences that can run at the same time: those that have slots and pages."""
+        """Number of sequences that can run at the same time, limited by slots and pages."""
         if self._fitting is None or self._count == 0:
             return self._max_slots
         return max(1, min(self._max_slots, self._fitting(round(self._num_tokens / self._count))))
@@ -113,7 +114,7 @@ class Forecast:
         return self._load(tenant).num_waiting
 
     def seconds_to_slot(self, tenant: str) -> float:
-        """Return when the tenant's next sequence gets a slot."""
+        """Return the seconds until the tenant's next sequence gets a slot."""
         num_slots, own = self.num_slots, self._load(tenant)
         if self._count < num_slots:
             return 0.0
@@ -130,9 +131,9 @@ class Forecast:
         return len(running) * min(running, default=0.0)
 
     def _seconds_until(self, load: _Load, num_ended: int, share: float) -> float:
-        """Return when so many sequences of a tenant have ended, if it has the engine to itself.
+        """Return the seconds until `num_ended` sequences of a tenant have ended, if it has the engine to itself.
 
-        All that run are computed at the same speed. Of those that run at the end, half is done.
+        All running sequences are computed at the same speed. Sequences that still run at the end count as half done.
         """
         running = sorted(self._all_seconds(load.running))
         if num_ended <= len(running):
@@ -141,7 +142,7 @@ class Forecast:
         return sum(running) + waiting - (share - 1) * waiting / load.num_waiting / 2
 
     def seconds_ahead(self, tenant: str, num_prompt_tokens: int) -> float:
-        """Return the wait before the tenant's next prompt is read: for a slot, or for shorter prompts."""
+        """Return the seconds before the tenant's next prompt is read: the wait for a slot, or for shorter prompts."""
         if waiting := self.seconds_to_slot(tenant):
             return waiting
         decoding = self._costs.predict(self._decoding(min(self._count, self._max_slots)))
@@ -149,12 +150,12 @@ class Forecast:
         return sum(seconds for tokens, seconds in self._reading if tokens <= num_prompt_tokens) / share
 
     def shared_seconds(self, tenant: str, seconds: float) -> float:
-        """Return how long work takes that would take `seconds` without the other tenants."""
+        """Return the seconds that work takes which would take `seconds` without the other tenants."""
         others = (load for name, load in self._loads.items() if name != tenant)
         return seconds + sum(min(self._seconds(load), seconds) for load in others)
 
     def service_seconds(self, prompt_tokens: int, answer_tokens: float) -> float:
-        """Return how long a request of this size occupies a busy engine."""
+        """Return the seconds for which a request of this size occupies a busy engine."""
         return self._prompt_seconds(prompt_tokens, 0) + answer_tokens * self._token_seconds()
 
     def _load(self, tenant: str) -> _Load:
@@ -174,7 +175,7 @@ class Forecast:
         return self._costs.predict_further(num_tokens, context_of(num_tokens, start))
 
     def _token_seconds(self) -> float:
-        """Return what one token of an answer takes while the engine is busy."""
+        """Return the seconds per token of an answer while the engine is busy."""
         if self._known_token_seconds is None:
             self._known_token_seconds = self._costs.predict(self._decoding(self.num_decoding)) / self.num_decoding
         return self._known_token_seconds
@@ -183,8 +184,8 @@ class Forecast:
     def num_decoding(self) -> int:
         """Number of answers that are computed together while the engine is busy.
 
-        Each step gives each of these a token, and reads some tokens of prompts. If prompts are read slowly, answers end
-        as fast as prompts bring new ones before the slots are full.
+        Each step computes one token of each answer, and reads some tokens of prompts. If prompts are read slowly,
+        answers end as fast as prompts bring new ones, before the slots are full.
         """
         if self._reading_tokens is None or not self._num_pending or not self._num_answer:
             return self.num_slots

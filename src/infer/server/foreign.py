@@ -1,7 +1,7 @@
-"""Parameters that other servers have and this one lacks: taken if they ask for nothing, renamed, or refused.
+"""Parameters of other servers that this server lacks: accepted if they ask for nothing, renamed, or refused.
 
-A hint changes no token, whatever its value. Any other name that is not here and near none of ours is ignored with a
-warning (`unknown_fields`).
+A hint changes no token, whatever its value. Any other name that is not listed here and not similar to ours is ignored
+with a warning (`unknown_fields`).
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ import msgspec
 
 
 class Foreign(NamedTuple):
-    """A parameter of another server. `fix` says what to do instead; a null value is always absent."""
+    """A parameter of another server. `fix` says what to do instead. A null value counts as absent."""
 
     fix: str = ""
     neutral: tuple[Any, ...] = ()  # values that ask for nothing

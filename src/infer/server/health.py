@@ -1,4 +1,4 @@
-"""Whether the process lives (`/health`), and whether it may be sent requests (`/ready`)."""
+"""`/health` reports if the process is alive, and `/ready` if it accepts requests."""
 
 import time
 
@@ -12,13 +12,15 @@ _STUCK = 4  # times sooner than the watchdog ends the process, its health is bad
 
 
 async def health(request: Request, state: ServerState) -> Response:
-    """503 while the model is loading, and if the engine hangs or has failed: a supervisor may restart it."""
+    """Answer 503 while the model is loading, and if the engine hangs or has failed: a supervisor may restart it."""
     return JSONResponse(_report(state), 200 if is_alive(state) else 503)
 
 
 async def ready(request: Request, state: ServerState) -> Response:
-    """503 while the model is loading, while the server drains, and if the engine hangs or has failed. A server that is
-    busy is ready: the door refuses what is too much, with the time to come back."""
+    """Answer 503 while the model is loading, while the server drains, and if the engine hangs or has failed.
+
+    A busy server is ready: the door refuses requests that are too much, with the time to retry.
+    """
     is_ready = state.phase == "ready" and not _is_hung(state)
     return JSONResponse(_report(state), 200 if is_ready else 503)
 
@@ -28,7 +30,10 @@ def is_alive(state: ServerState) -> bool:
 
 
 def _is_hung(state: ServerState) -> bool:
-    """A step is a tenth of a second."""
+    """Return True if a step takes more than a quarter of the watchdog's limit.
+
+    A step normally takes a tenth of a second.
+    """
     began = state.step_began
     return began is not None and time.monotonic() - began > state.settings.watchdog_seconds / _STUCK
 

@@ -1,7 +1,7 @@
-"""Conversations as other programs send them, made into the messages and tools that are read here.
+"""Convert conversations of other programs to the messages and tools that this server reads.
 
-Clients send back what any server answered, and their users cannot change it: nothing in a history is refused but what
-the answer would need, which is an image or a file in the last message of the user.
+Clients send back the answers of any server, and their users cannot change them. So a history is never refused, except
+for an image or a file in the user's last message, which the answer would need.
 """
 
 import json
@@ -19,9 +19,9 @@ _TEXT_TYPES = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
 def complete_chat(given: Any, reading: Reading) -> Any:
-    """Return a chat's body whose messages and tools have only parts and kinds that are known.
+    """Return a chat's body whose messages and tools have only known kinds of parts and tools.
 
-    Raises ApiError 400 for an image, audio or a file in the last message of the user.
+    Raises ApiError 400 for an image, audio or a file in the user's last message.
     """
     if not isinstance(given, dict):
         return given
@@ -42,7 +42,7 @@ def complete_chat(given: Any, reading: Reading) -> Any:
 
 
 def last_user(messages: list[Any]) -> int:
-    """Return the index of the last message of the user, -1 without one."""
+    """Return the index of the user's last message, or -1 if there is none."""
     found = [index for index, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "user"]
     return found[-1] if found else -1
 
@@ -64,7 +64,9 @@ def function_tools(
 def text_parts(
     parts: list[Any], path: str, reading: Reading, *, is_last: bool, make: Callable[[str], dict[str, Any]]
 ) -> list[Any]:
-    """Return the parts with a placeholder for each that holds no text. Raises ApiError 400 if `is_last`."""
+    """Return the parts, with a placeholder for each part without text. Raises ApiError 400 for such a part if
+    `is_last`.
+    """
     found = list[Any]()
     for index, part in enumerate(parts):
         if isinstance(part, str):
@@ -79,7 +81,7 @@ def text_parts(
 
 
 def placeholder(kind: str, path: str, reading: Reading, *, is_refused: bool) -> str:
-    """Return the text that stands for a part without text, and warn of it. Raises ApiError 400 if `is_refused`."""
+    """Return the text that replaces a part without text, and warn about it. Raises ApiError 400 if `is_refused`."""
     word = next((each for each in _WORDS if each in kind), "part")
     if is_refused:
         raise refuse(f"{path} is of type {kind!r:.40}: the model reads only text, so leave the {word} out", path)
@@ -88,7 +90,7 @@ def placeholder(kind: str, path: str, reading: Reading, *, is_refused: bool) -> 
 
 
 def past_arguments(given: Any, path: str, reading: Reading) -> str:
-    """Return the arguments of an earlier call as an object of JSON, and warn if they are none."""
+    """Return the arguments of an earlier call as a JSON object, and warn if they are not one."""
     if isinstance(given, dict):
         return msgspec.json.encode(given).decode()
     text = given if isinstance(given, str | None) else msgspec.json.encode(given).decode()

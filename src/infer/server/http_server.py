@@ -1,4 +1,4 @@
-"""uvicorn's server with our own connections, and without its signals."""
+"""uvicorn's server with our own connections, and without its signal handlers."""
 
 import asyncio
 import socket
@@ -33,12 +33,15 @@ class HttpServer(uvicorn.Server):
         yield
 
     def stop(self) -> None:
-        """For the event loop."""
+        """Stop the server. Must be called on the event loop's thread."""
         self.should_exit = True
         self._stopping.set()
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection from this process, over a pair of sockets. For one that is `listening`, also nowhere."""
+        """Return a connection from this process, over a pair of sockets.
+
+        The server must be `listening`, but needs no address to listen on.
+        """
         ours, theirs = socket.socketpair()
         protocol: Any = self.config.http_protocol_class
         accept = partial(protocol, config=self.config, server_state=self.server_state, app_state={})

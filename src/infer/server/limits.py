@@ -1,4 +1,4 @@
-"""The body of a request: it may have so many bytes, in so much time, and must be JSON where one is taken."""
+"""The body of a request: limited in bytes and in time. The body of a POST must be JSON."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ _CLOSE = {"Connection": "close"}
 
 
 async def read_body(request: Request, settings: ServerSettings) -> bytes:
-    """Raises ApiError 408, 413 or 415, and ClientDisconnect."""
+    """Return the request's body. Raises ApiError 408, 413 or 415, and ClientDisconnect."""
     if request.method == "POST":
         _check_type(request)
     try:
@@ -26,7 +26,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
 
 
 def _check_type(request: Request) -> None:
-    """A page of another origin can send other types without asking first."""
+    """Raise ApiError 415 unless the type is JSON. A page of another origin can send other types without a preflight."""
     sent = request.headers.get("content-type", "")
     kind, *parameters = (part.strip().lower() for part in sent.split(";"))
     charsets = {part.partition("=")[2].strip('"') for part in parameters if part.startswith("charset=")}

@@ -1,4 +1,4 @@
-"""The model is loaded on a thread of its own, which is the first to import torch: the port answers meanwhile."""
+"""Load the model on its own thread, so that the port answers meanwhile. This thread is the first to import torch."""
 
 import asyncio
 import ctypes
@@ -21,7 +21,7 @@ _WARM_UP_TOKENS = 64
 
 
 async def load_model(state: ServerState, load: Load) -> None:
-    """Until the model is ready, or cannot be loaded: then the state has failed."""
+    """Load the model, and return when it is ready. If it cannot be loaded, mark the state as failed and return."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
     def count(num_done: int, total: int) -> None:
@@ -47,14 +47,15 @@ async def load_model(state: ServerState, load: Load) -> None:
 
 
 def warmed(llm: "infer.LLM") -> "infer.AsyncLLM":
-    """Asked once, so that the first request is fast."""
+    """Return the model for asynchronous use after one short answer, so that the first request is fast."""
     llm.generate([0] * min(_WARM_UP_TOKENS, llm.max_seq_len // 2), max_new_tokens=4, ignore_eos=True, temperature=0)
     return infer.AsyncLLM(llm)
 
 
 def _link_torch() -> None:
-    """An import holds the interpreter's lock while the linker works, a quarter of a second in which the port would not
-    answer; a call of C does not.
+    """Link torch's library with a call of C, which does not hold the interpreter's lock.
+
+    An import would hold it for a quarter of a second while the linker works, and the port would not answer.
     """
     if (spec := find_spec("torch")) is not None and spec.origin is not None:
         library = Path(spec.origin).parent / "lib" / "libtorch_cpu.so"

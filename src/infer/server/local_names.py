@@ -1,6 +1,6 @@
 """A server without keys on a loopback address answers to local names only.
 
-A web page can rebind a name of its own to this machine, and would then read every answer as one of its own origin.
+A web page can rebind its own name to this machine. It could then read every answer as one of its own origin.
 """
 
 import socket

@@ -1,4 +1,4 @@
-"""The blocks of a turn of `/v1/messages` and its tools, and both as the library takes them."""
+"""The blocks and tools of `/v1/messages`, and their conversion to the library's messages and options."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, final
@@ -12,7 +12,7 @@ from infer.toolcalls.tools import MAX_TOOLS
 
 @final
 class CacheControl(Struct, kw_only=True):
-    """A hint without effect: the beginnings of prompts are always kept."""
+    """A hint without effect: prefixes of prompts are always cached."""
 
     type: str | None = None
     ttl: str | None = None
@@ -59,7 +59,7 @@ class Turn(Struct, kw_only=True):
 
 @final
 class MessagesTool(ToolKeys, kw_only=True):
-    """With `strict`, a schema that cannot be built is refused; without, the part is left out."""
+    """A tool. With `strict`, a schema that cannot be built is refused; without it, the part is left out."""
 
     name: str
     input_schema: dict[str, Any]
@@ -120,7 +120,7 @@ Thinking = ThinkingOff | ThinkingOn | ThinkingFreely
 
 
 def tool_fields(tools: MessagesTools | None, choice: Choice | None) -> dict[str, Any]:
-    """Return fields of RequestOptions."""
+    """Return the tools and the choice as fields of RequestOptions."""
     found: dict[str, Any] = {}
     if tools:
         found["tools"] = [_tool(each) for each in tools]
@@ -142,7 +142,7 @@ def _tool(given: MessagesTool) -> dict[str, Any]:
 
 
 def budget_of(thinking: Thinking | None) -> int | None:
-    """Return the most tokens of reasoning, None if there is no limit."""
+    """Return the maximum number of reasoning tokens, or None if there is no limit."""
     match thinking:
         case ThinkingOff():
             return 0
@@ -154,10 +154,10 @@ def budget_of(thinking: Thinking | None) -> int | None:
 def messages_of(
     turns: Sequence[Turn], system: str | list[TextBlock] | None, prompts: AgentPrompts = "adapt"
 ) -> list[dict[str, Any]]:
-    """Return messages for chat templates: the system prompt first, each tool result as a message of its own.
+    """Return messages for chat templates: the system prompt first, each tool result as its own message.
 
-    Texts of one role in a row become one message. Many templates take no system message after the first place, so a
-    later one is a text of the user in the frame that Claude Code gives its reminders.
+    Consecutive texts of one role become one message. Many templates accept a system message only in the first place. So
+    a later one becomes a text of the user, in the frame that Claude Code uses for its reminders.
     """
     budgets = TokenBudgets(prompts)
     found = list[dict[str, Any]]()
@@ -196,7 +196,7 @@ def _messages_of_turn(turn: Turn, budgets: TokenBudgets) -> list[dict[str, Any]]
 
 
 def _answer(turn: Turn) -> dict[str, Any]:
-    """Return an earlier answer of the assistant."""
+    """Return an earlier answer of the assistant as a message."""
     if isinstance(turn.content, str):
         return {"role": "assistant", "content": turn.content}
     texts = [each for each in turn.content if isinstance(each, TextBlock)]

@@ -1,4 +1,4 @@
-"""An answer of `/v1/messages`: its blocks, whole and as Anthropic's events."""
+"""The answer of `/v1/messages`: its blocks, whole or as Anthropic's events."""
 
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -19,8 +19,9 @@ _STOP_REASONS = {"eos": "end_turn", "stop": "end_turn", "length": "max_tokens", 
 @final
 @dataclass(frozen=True)
 class Message:
-    """The answer, whole or as the objects of its events. `stops` are the request's stop sequences, `warnings` those
-    about its body.
+    """The answer, whole or as the objects of its events.
+
+    `stops` are the request's stop sequences. `warnings` are about its body.
     """
 
     head: Head
@@ -63,7 +64,7 @@ class Message:
 
 @final
 class MessageEvents:
-    """A stream's events. One block is open at a time."""
+    """The events of a stream. At most one block is open at a time."""
 
     def __init__(self, answer: Message) -> None:
         self._answer = answer
@@ -83,7 +84,7 @@ class MessageEvents:
         yield _event({"type": "message_stop"})
 
     def _deltas(self, part: Part) -> list[bytes]:
-        """Reasoning, then text, then calls."""
+        """Return the events of a part: reasoning first, then text, then calls."""
         found = list[bytes]()
         for delta in part.deltas:
             if isinstance(delta, ReasoningDelta):
@@ -102,7 +103,7 @@ class MessageEvents:
         return found
 
     def _begin(self, what: str, block: Json) -> bytes:
-        """Unless it is open."""
+        """Return the events that close the open block and begin another, or none if it is already open."""
         if self._open == what:
             return b""
         closed = self._close()
@@ -127,7 +128,7 @@ def text_block(text: str) -> Json:
 
 
 def thinking_block(text: str) -> Json:
-    """Nothing is signed: what is sent back is read as it stands."""
+    """Return a block of reasoning. Nothing is signed: a block that a client sends back is read as it is."""
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
@@ -136,7 +137,7 @@ def tool_block(call: ToolCall, values: Json) -> Json:
 
 
 def _values(call: ToolCall) -> Json:
-    """None of a call that was cut."""
+    """Return the arguments of a call, or {} if the call was cut off."""
     try:
         return call.parsed()
     except json.JSONDecodeError:
@@ -144,7 +145,7 @@ def _values(call: ToolCall) -> Json:
 
 
 def _usage(result: GenerationResult) -> dict[str, int]:
-    """Tokens that were in the cache count apart from the other ones of the prompt."""
+    """Return the numbers of tokens. Cached prompt tokens are counted separately from the prompt's other tokens."""
     return {
         "input_tokens": result.prompt_tokens - result.reused_tokens,
         "cache_creation_input_tokens": 0,

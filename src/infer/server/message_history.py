@@ -1,4 +1,4 @@
-"""Bodies of `/v1/messages` as other programs send them, made into the blocks and tools that are read here."""
+"""Convert bodies of `/v1/messages` from other programs to the blocks and tools that this server reads."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ _KNOWN = ("text", "tool_use", "tool_result", "thinking")
 
 
 def complete_messages(given: Any, reading: Reading) -> Any:
-    """Return the body whose messages and tools have only blocks and kinds that are known.
+    """Return the body whose messages and tools have only known kinds of blocks and tools.
 
-    Raises ApiError 400 for an image or a file in the last message of the user, unless it answers a tool's call.
+    Raises ApiError 400 for an image or a file in the user's last message, unless it answers a tool's call.
     """
     if not isinstance(given, dict):
         return given
@@ -33,7 +33,7 @@ def complete_messages(given: Any, reading: Reading) -> Any:
 
 
 def _own_tools(tools: list[Any], reading: Reading) -> list[Any]:
-    """Return the tools with a schema of the caller's. Kinds that Anthropic defines are left out with a warning."""
+    """Return the tools with the caller's own schema. Kinds that Anthropic defines are left out with a warning."""
     found = list[Any]()
     for index, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -68,7 +68,7 @@ def _blocks(given: list[Any], path: str, reading: Reading, *, is_refused: bool) 
 
 
 def _block(block: dict[str, Any], kind: str, path: str, reading: Reading, *, is_refused: bool) -> dict[str, Any] | None:
-    """Return a block that is known, or None for one that is left out. Raises ApiError."""
+    """Return the block in a known kind, or None if it is left out. Raises ApiError."""
     match kind:
         case "text" if block.get("text") is None and "text" in block:
             return {**block, "text": ""}
@@ -120,7 +120,7 @@ def _readable(block: dict[str, Any], kind: str) -> str | None:
 
 
 def _joined(content: Any) -> str | None:
-    """Return the texts of a list of text blocks, None if another block is there."""
+    """Return the joined texts of a list of text blocks, or None if it has another kind of block."""
     match content:
         case str():
             return content

@@ -1,4 +1,4 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages, with its events and its errors."""
+"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API, with its events and its errors."""
 
 from typing import Annotated, Any, Literal, Self, final
 
@@ -89,7 +89,7 @@ class JsonOutput(_Part, kw_only=True):
 
 @final
 class OutputConfig(_Part, kw_only=True):
-    """`effort` is a hint."""
+    """The format of an answer. `effort` is a hint."""
 
     foreign = _FOREIGN_OUTPUT
 
@@ -114,14 +114,16 @@ class PromptBody(_Part, kw_only=True):
 
 @final
 class CountTokensBody(PromptBody, kw_only=True):
-    """Clients send it with the fields of the request that they would count."""
+    """The prompt to count. The fields of an answer's request are accepted, because clients send them too."""
 
     foreign = _FOREIGN | dict.fromkeys(_OF_ANSWERS, Foreign(is_hint=True))
 
 
 @final
 class MessagesBody(PromptBody, kw_only=True):
-    """`seed` is ours: Anthropic has none. Without `max_tokens`, an answer may go to the end of the context."""
+    """A request for an answer. `seed` is not in Anthropic's API. The default of `max_tokens` is the rest of the
+    context.
+    """
 
     max_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = None
     metadata: dict[str, Any] | None = None
@@ -135,7 +137,7 @@ class MessagesBody(PromptBody, kw_only=True):
 
 
 class MessagesError(ApiError):
-    """An error in Anthropic's shape, which has OpenAI's in it."""
+    """An error in Anthropic's format, which contains OpenAI's error."""
 
     @classmethod
     def of(cls, error: ApiError) -> Self:
@@ -181,9 +183,9 @@ async def count_tokens(request: Request, state: ServerState) -> Response:
 
 
 def options_of(body: PromptBody, template: str | None) -> RequestOptions:
-    """Return the options of a body. A budget for thinking is a maximum: a template without reasoning needs none.
+    """Return the options of a body. Raises ApiError.
 
-    Raises ApiError.
+    A thinking budget is a maximum, so it is left out for a template without reasoning.
     """
     budget = budget_of(body.thinking) if reasoning_of(template or "") is not None else None
     try:
@@ -193,7 +195,7 @@ def options_of(body: PromptBody, template: str | None) -> RequestOptions:
 
 
 def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str | None) -> dict[str, Any]:
-    """Return the template's variables. A last turn of the assistant is continued."""
+    """Return the template's variables. If the last turn is the assistant's, it is continued."""
     found: dict[str, Any] = {"continue_final_message": True} if messages[-1]["role"] == "assistant" else {}
     effort = None if body.output_config is None else body.output_config.effort
     if effort is not None and reasoning_of(template or "") is not None:

@@ -1,4 +1,6 @@
-"""What is counted, under vLLM's names after `infer:`: requests at their ends, and steps from the engine's log."""
+"""Counters and histograms under vLLM's names after `infer:`, of requests when they end, and of steps from the engine's
+log.
+"""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -19,7 +21,7 @@ _SLOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 @final
 class Metrics:
-    """For the event loop."""
+    """All counters and histograms of the server. For the event loop only."""
 
     def __init__(self) -> None:
         self._http = Counter("infer:http_requests_total", "Requests by route and status.", "path", "status")
@@ -54,12 +56,12 @@ class Metrics:
         return chain((each.family() for each in vars(self).values()), process_families())
 
     def families_of_http(self) -> list[Family]:
-        """Without what the engine counts."""
+        """Return the families of HTTP and of the process, without those that need the engine."""
         counted = (self._http, self._refusals, self._disconnects, self._lag)
         return [*(each.family() for each in counted), *process_families()]
 
     def count_call(self, call: Call) -> None:
-        """It has ended."""
+        """Count a request that has ended."""
         now = time.perf_counter()
         if call.left_in:
             self._disconnects.add(1, call.left_in)

@@ -1,4 +1,4 @@
-"""`/metrics`: what was counted, and what the engine is doing now, in Prometheus' text format."""
+"""`/metrics`: the counters and the engine's current work, in Prometheus' text format."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def metrics_response(text: str) -> Response:
 
 
 def _engine_families(now: Any) -> Sequence[Family]:
-    """Of an `engine.snapshot.EngineSnapshot`."""
+    """Return the families of an `engine.snapshot.EngineSnapshot`."""
     pages = sum(pool.num_pages for pool in now.pools)
     free = sum(pool.num_free for pool in now.pools)
     preempted = Counter("infer:num_preemptions_total", "Answers that gave their pages up and were computed again.")
@@ -41,7 +41,7 @@ def _engine_families(now: Any) -> Sequence[Family]:
 
 
 def _settings_families(host: Any) -> Sequence[Family]:
-    """Of an `engine.host.Host`: what does not change."""
+    """Return the families of an `engine.host.Host` that do not change."""
     cache = host.settings.cache
     labels = {
         "page_tokens": cache.page_tokens,

@@ -1,4 +1,4 @@
-"""`/v1/models`: the one model that is served, by each of its names."""
+"""`/v1/models`: the served model, under each of its names."""
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,7 +20,9 @@ async def get_model(request: Request, state: ServerState) -> Response:
 
 
 def check_model(request: Request, state: ServerState, name: str | None) -> None:
-    """Note the name under which the model is asked: None is its first. Raises ApiError 404 for another model."""
+    """Note the name that the request uses for the model; None means its first name. Raises ApiError 404 for another
+    model.
+    """
     names = _names(state)
     if name is not None and name not in names:
         served = " or ".join(map(repr, names))
@@ -30,7 +32,7 @@ def check_model(request: Request, state: ServerState, name: str | None) -> None:
 
 
 def answer_any_model(request: Request, state: ServerState, name: str | None) -> None:
-    """Note the name under which the model is asked. Another model's name is the one model's too, with a warning."""
+    """Note the name that the request uses for the model. Another model's name is accepted with a warning."""
     names = _names(state)
     if name is not None and name not in names:
         call_of(request).warnings.append(f"the model {name!r:.80} is not served here: {names[0]!r} answers")
@@ -43,7 +45,10 @@ def _names(state: ServerState) -> tuple[str, ...]:
 
 
 def _model(state: ServerState, name: str) -> dict[str, str | int | None]:
-    """A model, with its context's length under vLLM's name and OpenRouter's once it is loaded."""
+    """Return a model's entry.
+
+    Once the model is loaded, the entry has the context's length under vLLM's name and OpenRouter's.
+    """
     found: dict[str, str | int | None] = {"id": name, "object": "model", "created": int(state.started_at)}
     found |= {"owned_by": "infer", "root": state.settings.model, "parent": None}
     if (loaded := state.loaded) is not None:

@@ -1,4 +1,4 @@
-"""What our own routes ask: one answer to a text, ids or messages, with the fields of OpenAI's completions."""
+"""The body of our own routes: one answer to a text, ids or messages, with the fields of OpenAI's completions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ _OF_MESSAGES = [name for name in ConversationBody.__struct_fields__ if name not 
 
 
 class OneAnswerBody(ConversationBody, kw_only=True):
-    """`prompt` or `messages`: one of the two, with what belongs to it."""
+    """A request for one answer: either `prompt` or `messages`, with the fields that belong to it."""
 
     prompt: str | list[TokenId] | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
@@ -36,7 +36,7 @@ class OneAnswerBody(ConversationBody, kw_only=True):
 def ask_one(
     body: OneAnswerBody, defaults: Mapping[str, Any], template: str | None, answer_prefix: Sequence[int] = ()
 ) -> Asked:
-    """Over the model's own `defaults`, for its chat template. Raises ApiError."""
+    """Return what the body asks for, over the model's own `defaults` and for its chat template. Raises ApiError."""
     for name, neutral in _NEUTRAL.items():
         if (value := getattr(body, name)) is not None and value not in neutral:
             raise refuse(f"{name} must not be {shown(value)} here: leave it out", name, "unsupported_value")

@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs`: all routes, from the Structs of their bodies; nothing of it depends on the model."""
+"""`/openapi.json` and `/docs`: all routes, described by the Structs of their bodies. Independent of the model."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -37,7 +37,9 @@ _OF_BODIES = (400, 408, 413, 415)
 
 
 class Operation(NamedTuple):
-    """`answer` names a schema, or is a media type. `parameters` are of the path and the query."""
+    """A route's description. `answer` names a schema or is a media type. `parameters` are those of the path and the
+    query.
+    """
 
     method: str
     path: str

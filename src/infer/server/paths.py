@@ -1,4 +1,4 @@
-"""The paths that clients ask for, as the table of routes has them, and what is said of a path that no route has."""
+"""The paths that clients use, matched to the table of routes, and the message for a path that no route has."""
 
 import difflib
 import re
@@ -27,7 +27,9 @@ _ELSEWHERE = {
 
 
 def with_known_paths(app: ASGIApp, paths: Iterable[str]) -> ASGIApp:
-    """Let clients leave out /v1, put /openai before it, or end in a slash, as base URLs are often given."""
+    """Accept paths without /v1, with /openai before them, or with a slash at their end, because many base URLs cause
+    them.
+    """
     patterns = [compile_path(path)[0] for path in paths]
 
     async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,7 +46,7 @@ def with_known_paths(app: ASGIApp, paths: Iterable[str]) -> ASGIApp:
 
 
 def no_route(method: str, path: str, known: Iterable[str]) -> str:
-    """Return the message for a path that no route has: the nearest one, or what to use in its place."""
+    """Return the message for a path that no route has: the nearest path, or what to use instead."""
     steps = [each for each in path.split("/") if each and each != "v1"]
     message = f"there is no {method} {path:.200} here"
     if steps and (instead := _ELSEWHERE.get(steps[0])):

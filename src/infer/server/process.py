@@ -1,7 +1,7 @@
-"""The process of a server: its port is bound before anything heavy is loaded, and it ends as a supervisor asks.
+"""The process of a server: it binds its port before anything heavy is loaded, and ends when a supervisor asks.
 
-uvicorn reads and writes HTTP. Its own handling of signals is not used: the first SIGTERM, SIGINT or SIGHUP drains, the
-second ends at once.
+uvicorn reads and writes HTTP, but its signal handlers are not used. The first SIGTERM, SIGINT or SIGHUP drains the
+server; the second ends it immediately.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ OnReady = Callable[[ServerState], None]
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Raises InvalidRequestError where the address cannot be had."""
+    """Return a socket that listens on the address. Raises InvalidRequestError if the address is not available."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
@@ -43,7 +43,10 @@ def bind(settings: ServerSettings) -> socket.socket:
 def run_server(
     state: ServerState, listener: socket.socket, load: Load, on_ready: OnReady, table: Sequence[ApiRoute] = ROUTES
 ) -> int:
-    """Serve until a signal ends it; the exit status of the process. Raises what loading the model raised."""
+    """Serve until a signal ends the server, and return the exit status of the process.
+
+    Raises the server's failure, such as the error that stopped the loading of the model.
+    """
     life = Life(partial(load_model, state, load), state.has_failed.wait, lambda: None)
     return asyncio.run(run_process(state, listener, life, on_ready, table))
 
@@ -55,7 +58,10 @@ async def run_process(
 
 
 class Life(NamedTuple):
-    """`load` ends when the state is ready or has failed, `watch` when it has failed; `on_drain` is for a signal."""
+    """The work of a process. `load` returns when the state is ready or has failed, and `watch` when it has failed.
+
+    `on_drain` is called when a signal begins the drain.
+    """
 
     load: Callable[[], Coroutine[Any, Any, None]]
     watch: Callable[[], Coroutine[Any, Any, object]]
@@ -89,7 +95,7 @@ class _Process:
         return 128 + self._signals[-1] if len(self._signals) > 1 else 0
 
     def _watch_signals(self) -> None:
-        """And, in a child, the end of its parent."""
+        """Note signals and, in a child process, the end of its parent."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
@@ -108,7 +114,7 @@ class _Process:
         self._signalled.set()
 
     async def _first_of(self, task: "asyncio.Task[Any]", num_signals: int = 1) -> None:
-        """Until the task has ended, or so many signals have come."""
+        """Return when the task has ended, or when `num_signals` signals have arrived."""
         while not task.done() and len(self._signals) < num_signals:
             self._signalled.clear()
             waiting = asyncio.create_task(self._signalled.wait())
@@ -116,7 +122,7 @@ class _Process:
             waiting.cancel()
 
     async def _drain(self, server: HttpServer) -> None:
-        """Run what runs, refuse the rest, and end what takes too long."""
+        """Finish the running answers, refuse the waiting ones, and cancel answers that take too long."""
         state, deadline = self._state, time.monotonic() + self._state.settings.drain_seconds
         if state.phase == "ready":
             state.drain()

@@ -16,7 +16,7 @@ _START_FIELD = 19  # of /proc/self/stat after the name: clock ticks from the mac
 
 
 def process_families() -> Iterator[Family]:
-    """Yield the families of this process: those of memory, files and start only if the system tells them."""
+    """Yield the families of this process. Those of memory, files and start need a system with /proc."""
     version = infer.__version__
     yield gauge("infer_build_info", "Version.", 1, version=version, python=platform.python_version())
     seconds = Counter("process_cpu_seconds_total", "Processor time of the process, seconds.")

@@ -1,4 +1,4 @@
-"""`/props`: what the model is, what its answers depend on, and how they are sampled unless a request says otherwise."""
+"""`/props`: the model, the settings that its answers depend on, and its default sampling parameters."""
 
 from dataclasses import fields
 from typing import Any

@@ -1,4 +1,4 @@
-"""The bytes of a body as its Struct: generous with what other programs send, exact about what breaks a rule."""
+"""Read the bytes of a body as its Struct: tolerant of what other programs send, exact about broken rules."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -32,9 +32,9 @@ def as_given(given: Any, reading: Reading) -> Any:
 def read_body(
     content: bytes, kind: type[_Body], complete: Complete = as_given, reading: Reading | None = None
 ) -> _Body:
-    """Return the body as a `kind`, after `complete` made of other programs' history what is read here.
+    """Return the body as a `kind`. Raises ApiError 400.
 
-    Raises ApiError 400.
+    Before that, `complete` converts what other programs send to what is read here.
     """
     reading = reading or Reading()
     try:
@@ -53,7 +53,7 @@ def read_body(
 
 
 def _why_not_json(content: bytes, error: Exception) -> str:
-    """Return the place in the body if its text is at fault, or else msgspec's message."""
+    """Return the place of the fault in the body's text, or msgspec's message if the text is valid."""
     try:
         content.decode()
     except UnicodeDecodeError as fault:
@@ -65,7 +65,7 @@ def _why_not_json(content: bytes, error: Exception) -> str:
 
 
 def _check_tags(given: Any, found: Any, steps: list[Step]) -> None:
-    """msgspec asks for a tag only where several types may stand. Raises ApiError 400."""
+    """Raise ApiError 400 for a missing tag. msgspec requires a tag only if several types are allowed at a place."""
     if isinstance(found, msgspec.Struct) and isinstance(given, dict):
         config = found.__struct_config__
         if config.tag is not None and config.tag_field not in given:
@@ -83,7 +83,7 @@ def _missing(steps: list[Step]) -> ApiError:
 
 
 def _refusal(message: str, given: Any, kind: type, given_names: Mapping[str, str]) -> ApiError:
-    """Return the refusal for msgspec's message, which ends in the place if there is one."""
+    """Return the refusal for msgspec's message, which ends in the place if it names one."""
     problem, _, tail = message.rpartition(" - at ")
     place = _PLACE.fullmatch(tail)
     problem, path = (problem, place["path"]) if place else (message, "")
@@ -106,7 +106,7 @@ def _refusal(message: str, given: Any, kind: type, given_names: Mapping[str, str
 
 
 def _rule(types: str, bound: str) -> str:
-    """What is expected, of msgspec's words for it."""
+    """Return the expected types and their bound in words, from msgspec's names."""
     names = [_TYPES.get(each, each) for each in types.split(" | ") if each != "null"]
     for found, words in _BOUNDS.items():
         if bound.startswith(found):
@@ -126,7 +126,7 @@ def _value_at(given: Any, steps: list[Step]) -> Any:
 
 
 def _types_at(kind: type, steps: list[Step], given: Any) -> list[inspect.Type]:
-    """Of tagged Structs the one whose tag is given."""
+    """Return the types that are allowed at a place. Of tagged Structs, only the one with the given tag is followed."""
     found = list(flat(type_info(kind)))
     for step in steps:
         inner = list[inspect.Type]()
@@ -144,7 +144,7 @@ def _has_tag(found: inspect.StructType, given: Any) -> bool:
 
 
 def _choices_at(kind: type, steps: list[Step], given: Any) -> list[Any]:
-    """The values of an enumeration, or the tags of what may stand there."""
+    """Return the values of an enumeration, or the tags that are allowed at a place."""
     values = [v for each in _types_at(kind, steps, given) if isinstance(each, inspect.LiteralType) for v in each.values]
     around = _types_at(kind, steps[:-1], given)
     tags = [each.tag for each in around if isinstance(each, inspect.StructType) and each.tag_field == steps[-1]]

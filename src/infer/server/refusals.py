@@ -1,4 +1,4 @@
-"""What a body is refused with: 400, the field's path, and a message that names value, rule and fix."""
+"""Refusals of bodies: status 400, the field's path, and a message that names the value, the rule and the fix."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ def refuse(message: str, param: str | None, code: str = "invalid_value") -> ApiE
 
 
 def shown(value: Any) -> str:
-    """A value of JSON in a message, which repeats nothing long."""
+    """Return a JSON value as text for a message, without long contents."""
     match value:
         case dict():
             return "an object"

@@ -1,4 +1,4 @@
-"""How a route of OpenAI's answers: the whole at its end, or a stream of chunks. What they look like is its `Shape`."""
+"""Answers on OpenAI's routes: whole at the end, or as a stream of chunks. A `Shape` defines their format."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -21,7 +21,7 @@ Scores = Sequence[TokenLogprob | None]  # of a prompt's tokens
 
 
 class StreamUsage(NamedTuple):
-    """The chunks of a stream that hold the usage: one more after the last, or each of them."""
+    """The chunks of a stream that hold the usage: an additional last one, or each chunk."""
 
     is_last: bool = False
     is_in_each: bool = False
@@ -33,7 +33,7 @@ class StreamUsage(NamedTuple):
         return cls(bool(options.include_usage), bool(options.continuous_usage_stats))
 
     def field(self, num_prompt_tokens: int, num_completion_tokens: int) -> Json:
-        """The field of a chunk after this many tokens."""
+        """Return the usage field of a chunk after this many tokens."""
         if not self.is_in_each:
             return {"usage": None} if self.is_last else {}
         total = num_prompt_tokens + num_completion_tokens
@@ -42,18 +42,18 @@ class StreamUsage(NamedTuple):
 
 
 class Shape(Protocol):
-    """Pure, but that `chunk` counts what it was given."""
+    """The format of an answer. Its methods have no side effects, except that `chunk` counts the tokens of its parts."""
 
     def whole(self, results: Sequence[GenerationResult]) -> Json: ...
 
     def opening(self) -> list[Json]:
-        """The chunks before anything is generated."""
+        """Return the chunks that precede all generated parts."""
 
     def chunk(self, part: Part) -> Json | None:
-        """None where there is nothing to tell yet."""
+        """Return the chunk of a part, or None if there is nothing to send yet."""
 
     def closing(self, results: Sequence[GenerationResult]) -> list[Json]:
-        """The chunks after all have ended."""
+        """Return the chunks that follow after all choices have ended."""
 
 
 async def reply(request: Request, state: ServerState, choices: Choices, shape: Shape, *, is_streamed: bool) -> Response:
@@ -65,7 +65,7 @@ async def reply(request: Request, state: ServerState, choices: Choices, shape: S
 
 
 def make_head(prefix: str, request: Request, state: ServerState) -> Head:
-    """Its id is the request's, which the log has too."""
+    """Return the head of an answer. Its id is the request's id, which also appears in the log."""
     call, loaded = call_of(request), state.loaded
     assert loaded is not None
     number, fingerprint = call.id.removeprefix("req-"), loaded.llm.system_fingerprint
@@ -78,7 +78,7 @@ def json_response(body: Json, call: Call | None = None) -> Response:
 
 
 def with_warnings(body: Json, call: Call | None) -> Json:
-    """Return the body with the call's warnings under `infer`, if there are any."""
+    """Return the body with the call's warnings, if any, under `infer`."""
     if call is None or not call.warnings:
         return body
     return body | {"infer": {**body.get("infer", {}), "warnings": call.warnings}}
@@ -87,7 +87,10 @@ def with_warnings(body: Json, call: Call | None) -> Json:
 async def score_prompts(
     request: Request, state: ServerState, prompts: Sequence[Sequence[int]], num: int | None
 ) -> list[Scores]:
-    """How likely each token of each prompt is, beside the `num` likeliest; nothing where that is None."""
+    """Return the log-probability of each token of each prompt, with the `num` likeliest tokens.
+
+    If `num` is None, the scores are empty.
+    """
     if num is None:
         return [() for _ in prompts]
     llm = state.llm()

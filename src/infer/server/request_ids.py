@@ -1,4 +1,4 @@
-"""Every request has an id of the server's own; a clean one that its client sends is echoed and logged beside it."""
+"""Every request has an id of the server's own. A valid id from the client is echoed, and logged beside it."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _CLEAN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def with_request_ids(app: ASGIApp, *, is_child: bool) -> ASGIApp:
-    """A child is told them, with the names of keys."""
+    """Return the app with an id per request. A child process receives ids and names of keys from its parent."""
 
     async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,7 +48,7 @@ def new_id() -> str:
 
 
 def _as_header(warnings: Sequence[str]) -> str:
-    """Return a JSON list in ASCII of the first warnings, as many as every proxy passes on."""
+    """Return the first warnings as a JSON list in ASCII, short enough for every proxy."""
     for count in range(len(warnings), 0, -1):
         if len(found := json.dumps(warnings[:count])) <= _MOST_HEADER:
             return found
@@ -56,7 +56,10 @@ def _as_header(warnings: Sequence[str]) -> str:
 
 
 def _be_handed(call: Call, headers: Headers) -> None:
-    """What the process that clients talk to tells of it. Its own question, whether this one is ready, has no id."""
+    """Set the call's fields from the headers of the process that clients talk to.
+
+    Its own request, a readiness probe, has no id.
+    """
     call.key_name = headers.get(KEY_NAME_HEADER.decode(), "")
     if call_id := headers.get(ID_HEADER.decode()):
         call.id, call.created, call.is_noted = call_id, int(headers[CREATED_HEADER.decode()]), True

@@ -1,4 +1,4 @@
-"""An answer of `/v1/responses`: its items, whole and as numbered events."""
+"""The answer of `/v1/responses`: its items, whole or as numbered events."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -22,7 +22,7 @@ from infer.server.sse import event
 
 @final
 class ResponseShape:
-    """Its items are reasoning, a message with one text, and calls: those that there are."""
+    """The format of an answer. Its items are reasoning, a message with one text, and calls, as far as there are any."""
 
     def __init__(self, head: Head, body: ResponseBody, params: SamplingParams, spelling: Spelling) -> None:
         self._number = head.id.removeprefix("resp_")
@@ -102,7 +102,10 @@ class ResponseShape:
 
 @final
 class ResponseEvents:
-    """A stream's events, numbered. One item is open at a time; what ends it comes with the next, or with the end."""
+    """The events of a stream, with their numbers.
+
+    One item is open at a time. It is closed when the next item begins, or at the end of the stream.
+    """
 
     def __init__(self, shape: ResponseShape, call: Call) -> None:
         self._shape, self._call, self._number = shape, call, 0
@@ -127,7 +130,7 @@ class ResponseEvents:
         return self._event("response.failed", response=failed)
 
     def _deltas(self, part: Part) -> list[bytes]:
-        """Reasoning, then text, then calls."""
+        """Return the events of a part: reasoning first, then text, then calls."""
         found = list[bytes]()
         deltas = part.deltas
         for delta in deltas:
@@ -153,7 +156,7 @@ class ResponseEvents:
         return self._delta("response.output_text.delta", text, content_index=0, logprobs=entries)
 
     def _begin(self, item: Json) -> list[bytes]:
-        """Unless it is open."""
+        """Return the events that close the open item and begin another, or none if it is already open."""
         if self._open is not None and self._open["id"] == item["id"]:
             return []
         found = self._close("completed")
@@ -214,7 +217,7 @@ class ResponseEvents:
 
 
 def _tool(given: Json) -> Json:
-    """As OpenAI shows it: with all of its fields."""
+    """Return a tool as OpenAI shows it, with all of its fields."""
     return {
         "description": None,
         "parameters": None,

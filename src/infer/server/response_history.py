@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses` as other programs send them, made into the items and tools that are read here."""
+"""Convert bodies of `/v1/responses` from other programs to the items and tools that this server reads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,9 +22,9 @@ _CALLS = {
 
 
 def complete_response(given: Any, reading: Reading) -> Any:
-    """Return the body whose items, tools and tool choice have only kinds that are known.
+    """Return the body whose items, tools and tool choice have only known kinds.
 
-    Raises ApiError 400 for an image or a file in the last message of the user, unless it was answered already.
+    Raises ApiError 400 for an image or a file in the user's last message, unless it has already been answered.
     """
     if not isinstance(given, dict):
         return given
@@ -50,7 +50,7 @@ def complete_response(given: Any, reading: Reading) -> Any:
 
 
 def name_in(namespace: Any, name: Any) -> Any:
-    """Return the name by which the model calls a namespace's tool."""
+    """Return the name under which the model calls a namespace's tool."""
     return f"{namespace}{_SEPARATOR}{name}" if isinstance(namespace, str) and namespace else name
 
 
@@ -64,7 +64,7 @@ def _is_answer(item: Any) -> bool:
 
 
 def _items(item: Any, path: str, reading: Reading, *, is_last: bool) -> list[Any]:
-    """Return the items that stand for one: none if it holds nothing that the model can read. Raises ApiError."""
+    """Return the items that replace one item: none if the model can read nothing in it. Raises ApiError."""
     if not isinstance(item, dict):
         return [item]
     kind = item.get("type", "message")
@@ -112,7 +112,7 @@ def _call(item: dict[str, Any], kind: str, path: str, reading: Reading) -> list[
 
 
 def _id_of(item: Mapping[str, Any]) -> Any:
-    """Return the id that joins a call and its result."""
+    """Return the id that links a call and its result."""
     return item.get("call_id") or item.get("id") or ""
 
 
@@ -143,7 +143,10 @@ def _reasoning(item: dict[str, Any], path: str, reading: Reading) -> list[Any]:
 
 
 def _functions(tool: Any, index: int, reading: Reading) -> list[Any]:
-    """Return the functions of a tool: of a namespace each under a name of both, of other kinds none, with a warning."""
+    """Return the functions of a tool.
+
+    Each function of a namespace gets a name made of both. A tool of another kind is left out with a warning.
+    """
     match tool:
         case {"type": "namespace", "name": str(namespace), "tools": [*inner]}:
             found = [each for each in inner if isinstance(each, dict) and each.get("type") == "function"]
@@ -159,7 +162,7 @@ def _functions(tool: Any, index: int, reading: Reading) -> list[Any]:
 
 
 def _choice(choice: dict[str, Any], reading: Reading) -> dict[str, Any]:
-    """Return the choice with the names that the model sees, without allowed tools that are no functions."""
+    """Return the choice with the names that the model sees. Allowed tools that are not functions are left out."""
     if choice.get("type") == "function":
         return {"type": "function", "name": name_in(choice.get("namespace"), choice.get("name"))}
     tools = choice.get("tools")
@@ -173,12 +176,12 @@ def _input_text(text: str) -> dict[str, Any]:
 
 
 def _as_input(part: Any) -> Any:
-    """Return a text part of a chat as one of /v1/responses."""
+    """Return a text part of a chat as a part of /v1/responses."""
     return part | {"type": "input_text"} if isinstance(part, dict) and part.get("type") == "text" else part
 
 
 def _as_text(part: Any) -> Any:
-    """Return a part of a result, which is always an input text."""
+    """Return a part of a result as an input text."""
     if isinstance(part, dict) and part.get("type") in ("text", "output_text"):
         return part | {"type": "input_text"}
     return part

@@ -1,4 +1,4 @@
-"""The items of `/v1/responses`: messages, calls, results and reasoning; and its tools."""
+"""The items of `/v1/responses` (messages, calls, results and reasoning), and its tools."""
 
 from typing import Annotated, Any, Literal, final
 
@@ -19,7 +19,7 @@ class InputText(_Part, tag="input_text"):
 
 @final
 class OutputText(_Part, tag="output_text", kw_only=True):
-    """As an answer has it, so that it can be sent back."""
+    """A text of an answer. A client can send it back as it is."""
 
     text: str
     annotations: list[Any] | None = None
@@ -72,9 +72,9 @@ InputItem = InputMessage | CallItem | ResultItem | ReasoningItem
 
 @final
 class ResponseTool(ToolKeys, kw_only=True, tag_field="type", tag="function"):
-    """With `strict`, a schema that cannot be built is refused; without, the part is left out.
+    """A function. With `strict`, a schema that cannot be built is refused; without it, the part is left out.
 
-    The tools of a `namespace` have it before their names; a call of such a tool is answered with both apart.
+    A `namespace` precedes the names of its tools. A call of such a tool is answered with namespace and name separated.
     """
 
     name: str
@@ -105,7 +105,7 @@ ResponseToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedNa
 
 @final
 class ReasoningSettings(Parameters):
-    """Hints: nothing is summarised."""
+    """Hints about reasoning. Nothing is summarised."""
 
     effort: str | None = None
     summary: str | None = None

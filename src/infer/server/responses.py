@@ -1,4 +1,4 @@
-"""`/v1/responses`: a conversation answered by reasoning, a message and calls, whole or in named events."""
+"""`/v1/responses`: answer a conversation with reasoning, a message and calls, whole or as named events."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -64,7 +64,7 @@ async def count_input_tokens(request: Request, state: ServerState) -> Response:
 
 
 def ask(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -> Asked:
-    """Over the model's own `defaults`, for its chat template. Raises ApiError."""
+    """Return what the body asks for, over the model's own `defaults` and for its chat template. Raises ApiError."""
     values, has_logprobs = sampling_values(body), _LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
         raise refuse(f'top_logprobs needs include: ["{_LOGPROBS}"]', "top_logprobs")
@@ -87,10 +87,10 @@ def ask(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -
 
 
 def messages_of(body: ResponseBody) -> list[dict[str, Any]]:
-    """Return messages for chat templates: the instructions first, and one message for each turn.
+    """Return messages for chat templates: the instructions first, then one message per turn.
 
-    Clients send several items in a row for one turn of the user or the assistant, or for the system prompt; many
-    templates want turns that alternate.
+    Clients send several consecutive items for one turn of the user or the assistant, or for the system prompt. Many
+    templates require turns that alternate.
     """
     given: Sequence[InputItem] = (
         [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input

@@ -1,9 +1,9 @@
-"""How a stream goes on in another process than the one that began it.
+"""Continue a stream in another process than the one that began it.
 
-Tokens depend on the prompt, the parameters, the seed and their positions alone. So the events of a stream come again,
-byte by byte, where its parts are cut as they were: before the events of a part a comment in the stream notes its tokens
-(`note_of`), and who asks again sends all of them with the request (`pack`). The tokens are given then, not sampled:
-they cost what tokens of a prompt cost.
+Tokens depend only on the prompt, the parameters, the seed and their positions. So the events of a stream are repeated
+byte by byte if its parts are divided as before. A comment before the events of each part notes its tokens (`note_of`).
+The process that asks again sends all these tokens with the request (`pack`). They are then given, not sampled, and cost
+as much as tokens of a prompt.
 """
 
 import base64
@@ -20,8 +20,9 @@ _END = b"\n\n"
 
 
 class SentPart(NamedTuple):
-    """Of a stream, in the order in which its parts were sent. No tokens: the end of the choice. `logprobs` has an entry
-    for each token, or none.
+    """A part of a stream that was sent. Parts are kept in the order in which they were sent.
+
+    No tokens mean the end of the choice. `logprobs` has one entry per token, or is empty.
     """
 
     choice: int
@@ -30,7 +31,7 @@ class SentPart(NamedTuple):
 
 
 class Given(NamedTuple):
-    """With what a choice begins."""
+    """The tokens with which a choice begins."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob]
@@ -59,7 +60,10 @@ def unpack(packed: bytes) -> list[SentPart]:
 
 
 def given_to(choice: int, parts: Sequence[SentPart]) -> Given:
-    """All of its tokens but the last, which is sampled again: it may be the one that ends the answer."""
+    """Return all tokens of a choice except the last one.
+
+    The last token is sampled again, because it may be the one that ends the answer.
+    """
     own = [part for part in parts if part.choice == choice]
     token_ids = [token_id for part in own for token_id in part.token_ids]
     return Given(token_ids[:-1], [logprob for part in own for logprob in part.logprobs][: max(0, len(token_ids) - 1)])

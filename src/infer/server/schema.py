@@ -1,4 +1,4 @@
-"""The bodies of requests as Structs: null is absent, and unknown keys follow the rule of `unknown_fields`."""
+"""The bodies of requests as Structs. Null means absent, and unknown keys follow the rule of `unknown_fields`."""
 
 import re
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ class ToolCall(Struct, kw_only=True):
 
 @final
 class AssistantMessage(_Message, tag="assistant", kw_only=True):
-    """An earlier answer, of this server or another."""
+    """An earlier answer of this server or another."""
 
     content: str | list[AnswerText | RefusalPart] | None = None
     refusal: str | None = None
@@ -133,14 +133,14 @@ class TextFormat(_Format, tag="text"):
 
 @final
 class JsonObjectFormat(_Format, tag="json_object"):
-    """`schema` is llama.cpp's."""
+    """A JSON object. `schema` is llama.cpp's field."""
 
     schema: dict[str, Any] | None = None
 
 
 @final
 class JsonSchema(Parameters, kw_only=True):
-    """The answer is constrained by the schema, `strict` or not."""
+    """A schema that constrains the answer, with `strict` or without."""
 
     name: str | None = None
     schema: dict[str, Any] | None = None
@@ -165,7 +165,7 @@ Format = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 @final
 class Function(ToolKeys, kw_only=True):
-    """With `strict`, a schema that cannot be built is refused; without, the part is left out."""
+    """A function. With `strict`, a schema that cannot be built is refused; without it, the part is left out."""
 
     name: str
     description: str | None = None
@@ -214,7 +214,7 @@ Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
 
 @final
 class StreamOptions(Parameters):
-    """With `continuous_usage_stats` every chunk has the usage so far. Chunks are never padded."""
+    """Options of a stream. With `continuous_usage_stats`, every chunk has the usage so far. Chunks are never padded."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -251,7 +251,7 @@ class GeneratingBody(Body, kw_only=True):
 
 
 class CompletingBody(GeneratingBody, kw_only=True):
-    """What both completions take."""
+    """The parameters of both completion routes."""
 
     n: _Choices | None = None
     stop: str | Annotated[list[str], Meta(max_length=_MOST_STOPS)] | None = None
@@ -265,7 +265,7 @@ class CompletingBody(GeneratingBody, kw_only=True):
 
 
 class ConversationBody(CompletingBody, kw_only=True):
-    """What belongs to messages: variables of the template, tools and reasoning."""
+    """The parameters that belong to messages: variables of the template, tools and reasoning."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -290,7 +290,7 @@ class ChatBody(ConversationBody, kw_only=True):
 
 @final
 class CompletionBody(CompletingBody, kw_only=True):
-    """`prompt` is a text, ids, or a list of either; `suffix` the text behind what is to be written."""
+    """A request to continue `prompt`: a text, ids, or a list of either. `suffix` is the text after the continuation."""
 
     prompt: str | list[Any]
     suffix: str | None = None
@@ -304,7 +304,7 @@ class CompletionBody(CompletingBody, kw_only=True):
 
 @final
 class NamedSchemaFormat(_Format, tag="json_schema", kw_only=True):
-    """`JsonSchemaFormat` without its inner object."""
+    """The fields of `JsonSchemaFormat` without its inner object."""
 
     name: str | None = None
     schema: dict[str, Any]
@@ -318,7 +318,7 @@ class NamedSchemaFormat(_Format, tag="json_schema", kw_only=True):
 
 @final
 class TextSettings(Parameters):
-    """`verbosity` is a hint."""
+    """Settings of the answer's text. `verbosity` is a hint."""
 
     format: TextFormat | JsonObjectFormat | NamedSchemaFormat | None = None
     verbosity: str | None = None
@@ -331,8 +331,9 @@ class ResponseStreamOptions(Parameters):
 
 @final
 class ResponseBody(GeneratingBody, kw_only=True):
-    """Without a store: nothing is kept, whatever `store` says. What is included beside log-probabilities is of items
-    that no answer has.
+    """A request for a response. Nothing is stored, whatever `store` says.
+
+    Except for log-probabilities, `include` asks for items that no answer has.
     """
 
     input: str | Annotated[list[InputItem], Meta(min_length=1)]

@@ -1,4 +1,4 @@
-"""What `infer serve` is told at its start."""
+"""The settings with which `infer serve` starts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +13,10 @@ from infer.server.unknown_fields import UnknownFields
 @final
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """`model` is the name that clients see, or one of its `aliases`. Times are in seconds. `cors_origins` empty: no
-    page of another origin may call. `max_queue` counts answers of one key that wait for a slot.
+    """Settings of a server. Times are in seconds unless a name says otherwise.
+
+    `model` is the name that clients see; `aliases` are further names. If `cors_origins` is empty, no page of another
+    origin may call. `max_queue` limits the answers of one key that wait for a slot.
     """
 
     model: str = "smollm2"

@@ -1,4 +1,4 @@
-"""What the answers of several of OpenAI's routes have in common."""
+"""Fields that the answers of several of OpenAI's routes share."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ Json = dict[str, Any]
 
 
 class Head(NamedTuple):
-    """What an answer and all its chunks have."""
+    """Fields that an answer and all its chunks share."""
 
     id: str
     created: int
@@ -22,7 +22,10 @@ class Head(NamedTuple):
 
 
 def usage_of(num_prompt_tokens: int, results: Sequence[GenerationResult], num_cached: int) -> Json:
-    """A prompt counts once, however many choices it has. Accepted and rejected predictions are our own drafts."""
+    """Return the usage. A prompt counts once, however many choices it has.
+
+    Accepted and rejected predictions are the tokens of our own drafts.
+    """
     num_completion = sum(result.generated_tokens for result in results)
     proposed = sum(result.stats.drafts_proposed for result in results)
     accepted = sum(result.stats.drafts_accepted for result in results)
@@ -46,7 +49,7 @@ def usage_of_choices(results: Sequence[GenerationResult], num_choices: int) -> J
 
 
 def extension(results: Mapping[int, GenerationResult]) -> Json:
-    """`infer`, our own key: of each choice its seed, why it ended and where the time went."""
+    """Return the value of our own key `infer`: each choice's seed, stop reason and times."""
     return {
         "choices": [
             {
@@ -63,7 +66,7 @@ def extension(results: Mapping[int, GenerationResult]) -> Json:
 
 
 def token_columns(pieces: Sequence[Piece], token_bytes: Sequence[bytes]) -> Json:
-    """Of the tokens of a chunk, for who asks for their ids."""
+    """Return the ids, bytes and origins of a chunk's tokens, for clients that request token ids."""
     return {
         "token_ids": [piece.token_id for piece in pieces],
         "token_bytes": [list(token_bytes[piece.token_id]) for piece in pieces],
@@ -76,7 +79,7 @@ def logprobs_of(pieces: Sequence[Piece]) -> list[TokenLogprob]:
 
 
 def prompt_logprobs_of(logprobs: Iterable[TokenLogprob | None], spelling: Spelling) -> list[Json | None]:
-    """As vLLM has them: by id; null for the first."""
+    """Return a prompt's log-probabilities in vLLM's format: by token id, and null for the first token."""
     return [
         None
         if each is None

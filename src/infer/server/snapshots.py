@@ -1,4 +1,4 @@
-"""What the engine does, looked at once for all who listen."""
+"""Snapshots of the engine, taken once for all listeners."""
 
 import asyncio
 import math
@@ -11,14 +11,14 @@ SECONDS = 0.1  # in which nobody looks again
 
 @final
 class Snapshots:
-    """Values of `EngineSnapshot`, for the event loop. Each waits for the step under way."""
+    """Snapshots of type `EngineSnapshot`, for the event loop only. Each waits for the current step to end."""
 
     def __init__(self) -> None:
         self._taken_at = -math.inf
         self._taking: asyncio.Task[Any] | None = None
 
     async def latest(self, take: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Return a snapshot that is not older than a tenth of a second, the same for all who ask meanwhile."""
+        """Return a snapshot that is at most a tenth of a second old. All callers in that time get the same one."""
         now, taking = time.monotonic(), self._taking
         if taking is None or (taking.done() and now - self._taken_at >= SECONDS):
             taking = self._taking = asyncio.create_task(take())

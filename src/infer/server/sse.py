@@ -1,8 +1,8 @@
 """Server-sent events: the one writer of all streams.
 
-What a stream may meet after its headers ends it as an event, never as a pretended end: a failure of the model, a reader
-who takes nothing, the server's shutdown. A client that goes away closes the iterator, which must then let go of what it
-reads (an `AsyncStream` does).
+A failure after the headers ends a stream with an event, never with what looks like a normal end. Such failures are
+those of the model, a reader that reads nothing, and the server's shutdown. If a client disconnects, the iterator is
+closed. It must then release what it reads (an `AsyncStream` does).
 """
 
 import asyncio
@@ -26,19 +26,20 @@ _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 def event(body: bytes, name: str = "") -> bytes:
-    """JSON of one line as an event; `name` for APIs that name their events."""
+    """Return one line of JSON as an event. `name` is for APIs that name their events."""
     return b"data: " + body + b"\n\n" if not name else b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
 
 
 def failure_events(error: ApiError) -> bytes:
-    """How OpenAI's streams fail."""
+    """Return the events with which OpenAI's streams fail."""
     return event(error.body) + DONE
 
 
 @final
 class EventStream(Response):
-    """`events` are whole events, `DONE` included where the API has it. `fail` makes the last bytes of a stream that
-    fails.
+    """A response that streams `events`: whole events, including `DONE` if the API has it.
+
+    `fail` returns the last bytes of a stream that fails.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _comment(self, send: Send) -> None:
-        """After each time in which nothing was sent, for proxies that close what is silent."""
+        """Send a comment after each interval of silence, because proxies close silent connections."""
         while True:
             num_sent = self._num_sent
             await asyncio.sleep(self._comment_seconds)

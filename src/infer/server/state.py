@@ -1,4 +1,4 @@
-"""What all requests of a server share: its settings, its model, and whether it may be asked."""
+"""The state that all requests of a server share: its settings, its model, and its phase."""
 
 import asyncio
 import math
@@ -35,7 +35,10 @@ Phase = Literal["loading", "ready", "draining", "failed"]
 
 @final
 class ServerState:
-    """For the event loop. `progress` is counted by the loading thread; the watchdog reads `ticked_at`, `step_began`."""
+    """State for the event loop only, with two exceptions.
+
+    The loading thread counts `progress`; the watchdog reads `ticked_at` and `step_began`.
+    """
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -51,13 +54,13 @@ class ServerState:
         self._llm: infer.AsyncLLM | None = None
 
     def llm(self) -> "infer.AsyncLLM":
-        """Raises ApiError 503 unless requests are served."""
+        """Return the model. Raises ApiError 503 unless requests are served."""
         self.check_ready()
         assert self._llm is not None
         return self._llm
 
     def check_ready(self) -> None:
-        """Raises ApiError 503 unless requests are served."""
+        """Raise ApiError 503 unless requests are served."""
         if self.phase == "loading":
             percent = math.floor(100 * self.progress)
             raise ApiError(503, f"the model is loading ({percent} %)", code="loading", headers={"Retry-After": "1"})
@@ -88,7 +91,7 @@ class ServerState:
         return forecast
 
     def become_ready(self, llm: "infer.AsyncLLM") -> None:
-        """Serve this model, unless the server is shutting down."""
+        """Serve this model unless the server is shutting down."""
         self._llm = llm
         llm.host.warns = False  # answers hold their own warnings
         self._apply_limits()
@@ -96,7 +99,7 @@ class ServerState:
             self.phase = "ready"
 
     def change_limits(self, limits: Mapping[str, Any]) -> None:
-        """Of `CHANGEABLE`, while requests are served. Raises InvalidRequestError."""
+        """Change settings of `CHANGEABLE` while requests are served. Raises InvalidRequestError."""
         for name, value in limits.items():
             if name not in CHANGEABLE:
                 raise InvalidRequestError(
@@ -113,13 +116,13 @@ class ServerState:
             self._llm.host.limit(self.settings.slots, self.settings.step_ms / 1000)
 
     def drain(self) -> None:
-        """Take no more requests: what runs goes on, what waits is refused."""
+        """Accept no more requests. Running answers continue, and waiting ones are cancelled."""
         self.phase = "draining"
         for call in self.calls:
             call.cancel_waiting()
 
     def fail(self, failure: Exception) -> None:
-        """From now on every request is refused."""
+        """Mark the server as failed: from now on every request is refused."""
         self.phase, self.failure = "failed", failure
         self.has_failed.set()
 
@@ -129,11 +132,11 @@ class ServerState:
 
     @property
     def has_answers(self) -> bool:
-        """Whether somebody is being answered by the model."""
+        """True while the model is answering a request."""
         return any(call.operation or call.is_forwarded for call in self.calls)
 
     def tick(self, lag_seconds: float) -> None:
-        """Now and then, by a loop that was so late: look how the engine is."""
+        """Check the engine, and count how late the event loop was. This is called regularly."""
         self.ticked_at = time.monotonic()
         self.metrics.count_lag(max(0.0, lag_seconds))
         if self._llm is None:
@@ -148,7 +151,7 @@ class ServerState:
 
     @property
     def step_began(self) -> float | None:
-        """When the step began that is under way, if one is."""
+        """Time at which the current step began, or None if no step is running."""
         if (host := self._host) is None:
             return None
         beat = host.loop.heartbeat
@@ -156,19 +159,22 @@ class ServerState:
 
     @property
     def _host(self) -> Any:
-        """The `Host`; None before the model is loaded, and after the program that started the server has closed it."""
+        """The `Host`, or None before the model is loaded.
+
+        It is also None after the program that started the server has closed the model.
+        """
         with suppress(ClosedError):
             return self._llm and self._llm.host
         return None
 
     @property
     def loaded(self) -> "infer.AsyncLLM | None":
-        """The model, in whatever phase."""
+        """The model in any phase, or None before it is loaded."""
         return self._llm
 
 
 def _taken(steps: deque[StepTaken]) -> Iterator[StepTaken]:
-    """Those of another thread, which goes on."""
+    """Remove and yield the steps, while another thread continues to append steps."""
     with suppress(IndexError):
         while True:
             yield steps.popleft()

@@ -1,4 +1,4 @@
-"""TLS: a certificate and its key, tried before the port is bound."""
+"""TLS: check a certificate and its key before the port is bound."""
 
 import ssl
 from pathlib import Path
@@ -7,7 +7,7 @@ from infer.errors import InvalidRequestError
 
 
 def check_certificate(cert: Path, key: Path) -> None:
-    """Raises InvalidRequestError unless they can be read and belong together."""
+    """Raise InvalidRequestError unless the certificate and the key can be read and belong together."""
 
     def refuse_passphrase() -> str:
         raise InvalidRequestError(f"the key {key} is encrypted: write it without a passphrase (openssl pkey -in FILE)")

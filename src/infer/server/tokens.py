@@ -1,7 +1,8 @@
-"""`/tokenize`, `/detokenize` and `/apply-template`, as llama.cpp and vLLM have them.
+"""`/tokenize`, `/detokenize` and `/apply-template`, in the formats of llama.cpp and vLLM.
 
-A body with `content` is llama.cpp's, and so is its answer; one with `prompt` or `messages` is vLLM's. Where both have a
-field, the names say whose it is: `add_special` and `with_pieces`, `add_special_tokens` and `return_token_strs`.
+A body with `content` is in llama.cpp's format, and so is its answer. A body with `prompt` or `messages` is in vLLM's.
+If both have a field, its name shows the format: `add_special` and `with_pieces`, `add_special_tokens` and
+`return_token_strs`.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +46,10 @@ class _TemplateBody(Body, kw_only=True):
     tools: Tools | None = None
 
     def shown(self, llm: "infer.AsyncLLM", messages: Sequence[Message]) -> tuple[list[Any], dict[str, Any]]:
-        """Messages and variables as the template of a chat completion takes them. Raises what it refuses."""
+        """Return the messages and variables that the template of a chat completion receives.
+
+        Raises the errors of what the template refuses.
+        """
         given, options = messages_of(messages), RequestOptions(tools=plain(self.tools))
         conversation = llm.host.conversation(given, options, self.variables)
         assert conversation is not None
@@ -53,13 +57,13 @@ class _TemplateBody(Body, kw_only=True):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Raises ApiError for what is none of a template's."""
+        """The template's variables. Raises ApiError for a name that cannot be a variable."""
         return template_variables(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
 
 
 @final
 class TokenizeBody(_TemplateBody, kw_only=True):
-    """One of `content`, `prompt` and `messages`, and what belongs to it."""
+    """One of `content`, `prompt` and `messages`, with the fields that belong to it."""
 
     content: str | None = None
     add_special: bool | None = None  # false unless given
@@ -112,7 +116,7 @@ async def tokenize(request: Request, state: ServerState) -> Response:
 
 
 async def detokenize(request: Request, state: ServerState) -> Response:
-    """The text under both names, llama.cpp's and vLLM's. Special tokens are in it."""
+    """Answer with the text under both names, llama.cpp's and vLLM's. The text includes special tokens."""
     body, host = await read_request(request, state, DetokenizeBody), state.llm().host
     check_model(request, state, body.model)
     for index, token_id in enumerate(body.tokens):
@@ -124,7 +128,7 @@ async def detokenize(request: Request, state: ServerState) -> Response:
 
 
 async def apply_template(request: Request, state: ServerState) -> Response:
-    """The text that a chat completion of these messages is computed from."""
+    """Answer with the text from which a chat completion of these messages is computed."""
     body, llm = await read_request(request, state, ApplyTemplateBody, complete_chat), state.llm()
     check_model(request, state, body.model)
 
@@ -136,8 +140,9 @@ async def apply_template(request: Request, state: ServerState) -> Response:
 
 
 async def prepared(request: Request, state: ServerState, prepare: Callable[[], _Found], param: str) -> _Found:
-    """Return what is found on a thread, in the tenant's turn. Raises ApiError: 429 when too much of the tenant's waits,
-    400 that names `param` when the library refuses it.
+    """Return the result of `prepare`, which runs on a thread in the tenant's turn.
+
+    Raises ApiError 429 if too much of the tenant's work waits, and 400 that names `param` if the library refuses it.
     """
     state.check_ready()
     try:
@@ -149,7 +154,7 @@ async def prepared(request: Request, state: ServerState, prepare: Callable[[], _
 async def count_prompt(
     request: Request, state: ServerState, messages: list[Json], options: RequestOptions, variables: Json, param: str
 ) -> int:
-    """Return the number of tokens of a conversation's prompt. Raises ApiError that names `param`."""
+    """Return the number of tokens of a conversation's prompt. Raises an ApiError that names `param`."""
     host = state.llm().host
 
     def encode() -> list[int]:
@@ -161,7 +166,7 @@ async def count_prompt(
 
 
 def _kind_of(body: TokenizeBody) -> str:
-    """What is to be tokenised. Raises ApiError unless it is one, with fields of its own."""
+    """Return the field to tokenise. Raises ApiError unless there is exactly one, with only its own fields."""
     kinds = [name for name in _FIELDS if getattr(body, name) is not None]
     if len(kinds) != 1:
         code = "invalid_value" if kinds else "missing_required_parameter"
@@ -174,7 +179,7 @@ def _kind_of(body: TokenizeBody) -> str:
 
 
 def _with_pieces(ids: Sequence[int], token_bytes: Sequence[bytes]) -> list[dict[str, Any]]:
-    """A piece that is no text by itself is its bytes."""
+    """Return ids with their pieces. A piece that is not valid UTF-8 by itself is given as its bytes."""
     return [{"id": each, "piece": _piece(token_bytes[each])} for each in ids]
 
 

@@ -1,4 +1,4 @@
-"""Tools and reasoning: what bodies ask of them, as options of the library, and what answers show of them."""
+"""Tools and reasoning: a body's fields as options of the library, and the fields of answers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -19,7 +19,7 @@ Delta = ReasoningDelta | ToolCallDelta
 
 
 def conversation_options(body: ConversationBody) -> RequestOptions:
-    """Raises ApiError."""
+    """Return the options of a body. Raises ApiError."""
     try:
         return replace(make_options(body), **tool_options(body, body.reasoning_effort))
     except InvalidRequestError as error:
@@ -27,13 +27,13 @@ def conversation_options(body: ConversationBody) -> RequestOptions:
 
 
 def conversation_variables(body: ConversationBody, template: str | None) -> dict[str, Any]:
-    """Of the model's chat template. Raises ApiError."""
+    """Return the variables of the model's chat template. Raises ApiError."""
     given = template_variables(body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message)
     return effort_variables(body.reasoning_effort, template) | given
 
 
 def tool_options(body: ConversationBody | ResponseBody, effort: str | None) -> dict[str, Any]:
-    """Fields of RequestOptions."""
+    """Return the tools and the reasoning as fields of RequestOptions. Raises ApiError."""
     given = {
         "tools": plain(body.tools) or None,
         "tool_choice": plain(body.tool_choice),
@@ -46,7 +46,7 @@ def tool_options(body: ConversationBody | ResponseBody, effort: str | None) -> d
 
 
 def budget_of(budget: int | None, effort: str | None) -> int | None:
-    """No effort is a budget of 0. Raises ApiError where both are asked for and differ."""
+    """Return the budget of reasoning: 0 for the effort "none". Raises ApiError if both are given and differ."""
     if effort != "none":
         return budget
     if budget:
@@ -56,14 +56,20 @@ def budget_of(budget: int | None, effort: str | None) -> int | None:
 
 
 def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]:
-    """Return the template's variables for an effort, which is a hint: none for a template without reasoning."""
+    """Return the template's variables for an effort, which is a hint.
+
+    A template without reasoning gets none, unless the effort is "none".
+    """
     if effort is None or (effort != "none" and reasoning_of(template or "") is None):
         return {}
     return {"enable_thinking": effort != "none", "reasoning_effort": effort}
 
 
 def delta_fields(deltas: Iterable[Delta]) -> Json:
-    """Of a chunk's delta: an entry for each call, which has its id and name where it begins."""
+    """Return the fields of a chunk's delta, with one entry per call.
+
+    A call has its id and name only in the chunk where it begins.
+    """
     reasoning, calls = "", dict[int, Json]()
     for delta in deltas:
         if isinstance(delta, ReasoningDelta):
@@ -79,18 +85,18 @@ def delta_fields(deltas: Iterable[Delta]) -> Json:
 
 
 def reasoning_and_calls(result: GenerationResult) -> Json:
-    """Fields of the answer's message, where it has them."""
+    """Return the reasoning and the calls of the answer's message, if it has them."""
     message = result.to_message()
     return {name: message[name] for name in ("reasoning_content", "tool_calls") if name in message}
 
 
 def plain(value: Any) -> Any:
-    """Null is absent."""
+    """Return the value as plain objects, without fields that are null."""
     return _without_nulls(msgspec.to_builtins(value))
 
 
 def _without_nulls(value: Any) -> Any:
-    """Of the fields of a tool, not of its schema."""
+    """Return a tool without its null fields. Its schema stays unchanged."""
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""`/v1/trace`: an answer, and how each of its tokens was sampled, stage by stage. The answer is generated, or given."""
+"""`/v1/trace`: a generated or given answer, and how each of its tokens was sampled, stage by stage."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,8 +32,10 @@ _NUM_CANDIDATES = 10  # unless asked for others
 
 @final
 class TraceBody(OneAnswerBody, kw_only=True):
-    """`answer_token_ids`: an answer that is there already, of which `num_tokens` from `position` on are traced. It need
-    not be what the sampler gives.
+    """A request for a trace.
+
+    `answer_token_ids` is an existing answer, of which `num_tokens` tokens are traced from `position` on. It may differ
+    from what the sampler gives.
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -99,7 +101,7 @@ async def _trace_given(
 
 
 def _check_answer(answer: Sequence[int], num_prompt_tokens: int, vocab_size: int, max_seq_len: int) -> None:
-    """Raises ApiError."""
+    """Raise ApiError for an id outside the vocabulary, or if prompt and answer exceed the context."""
     for index, token_id in enumerate(answer):
         if token_id >= vocab_size:
             param = f"answer_token_ids[{index}]"
@@ -112,7 +114,10 @@ def _check_answer(answer: Sequence[int], num_prompt_tokens: int, vocab_size: int
 def trace_object(
     model: str, prompt_ids: Sequence[int], traces: Sequence[SampleTrace], spelling: Sequence[bytes]
 ) -> Json:
-    """`prompt_bytes` and `bytes` are those of the tokens: a character may lie in several."""
+    """Return the trace.
+
+    `prompt_bytes` and `bytes` are the bytes of tokens, because one character may span several tokens.
+    """
     tokens = [
         {name: value for name, value in each.to_json().items() if name != "text_before"}
         | {"bytes": list(spelling[each.token_id])}

@@ -1,6 +1,6 @@
-"""Work of the routes that count tokens: a piece at a time for each tenant, and a few in all.
+"""Turns for the routes that count tokens: one piece of work at a time per tenant, and a few in total.
 
-A text of 2 MB takes a second of a core. One client's texts must not take the threads that prepare the requests of all.
+A text of 2 MB takes a second of a core. One client's texts must not occupy the threads that prepare all requests.
 """
 
 import asyncio
@@ -18,18 +18,19 @@ _RETRY_SECONDS = 1.0
 
 @final
 class Turns:
-    """For the event loop. The tenant that has waited for longest is next, unless it has a turn already."""
+    """For the event loop only. The tenant that has waited longest is next, unless it already has a turn."""
 
     def __init__(self, most_running: int = 2, most_waiting: int = 32) -> None:
-        """`most_waiting` pieces of work of each tenant wait."""
+        """Let at most `most_running` pieces of work run, and at most `most_waiting` per tenant wait."""
         self._most_running, self._most_waiting = most_running, most_waiting
         self._running = set[str]()
         self._waiting = deque[tuple[str, asyncio.Future[None]]]()
 
     async def run(self, tenant: str, work: Callable[[], _Found]) -> _Found:
-        """Return what `work` finds on a thread. A cancelled caller's turn ends when the thread has ended.
+        """Return the result of `work`, which runs on a thread. Raises ApiError 429 if too much of the tenant's work
+        waits.
 
-        Raises ApiError 429 when too much work of the tenant waits.
+        If the caller is cancelled, its turn ends when the thread has finished.
         """
         await self._enter(tenant)
 

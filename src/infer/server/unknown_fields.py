@@ -1,6 +1,6 @@
-"""The rule of strictness: which keys of a body are taken, renamed, ignored with a warning, or refused.
+"""The rules for the keys of a body: accepted, renamed, ignored with a warning, or refused.
 
-The caller chose the keys of `Parameters`, so each unknown one is looked at. Other programs wrote what is inside
+The caller chose the keys of `Parameters`, so each unknown key there is checked. Other programs wrote the contents of
 messages, calls and tools, so unknown keys there are ignored.
 """
 
@@ -24,17 +24,17 @@ _NEAR = 0.82  # of difflib's ratio: "temprature" is near, "top_k" and "top_n" ar
 
 
 class Parameters(Struct, kw_only=True):
-    """An object whose keys the caller chose. `foreign` has the names of other servers that may be there."""
+    """An object whose keys the caller chose. `foreign` has the names of other servers that may appear."""
 
     foreign: ClassVar[Mapping[str, Foreign]] = {}
 
     @classmethod
     def note_on(cls, given: Mapping[str, Any]) -> str | None:
-        """Return a warning about what is given, which is taken all the same."""
+        """Return a warning about a value that is accepted nevertheless, or None."""
 
 
 class ToolKeys(Struct, kw_only=True):
-    """An object of a tool: unknown keys are ignored, and a near miss of one that matters is said."""
+    """An object of a tool. Unknown keys are ignored, with a warning if a key is misplaced or similar to a known one."""
 
     misplaced: ClassVar[Mapping[str, str]] = {}  # keys that belong elsewhere, and where
 
@@ -42,7 +42,7 @@ class ToolKeys(Struct, kw_only=True):
 @final
 @dataclass(frozen=True)
 class Reading:
-    """How one body is read, and the warnings about it."""
+    """The policy with which one body is read, and the warnings about it."""
 
     policy: UnknownFields = "warn"
     warnings: list[str] = field(default_factory=list)
@@ -54,9 +54,9 @@ class Reading:
 
 
 def settle(given: Any, kind: type[Struct], reading: Reading) -> Any:
-    """Return the body with only the keys that `kind` has, and whole floats as the integers that are meant.
+    """Return the body with only the keys of `kind`, and whole floats as integers if integers are expected.
 
-    Raises ApiError 400 for a near miss, and for what would change the answer and is not built.
+    Raises ApiError 400 for a misspelled key, and for a parameter that would change the answer but is not built.
     """
     return _settled(given, tuple(flat(type_info(kind))), [], reading)
 
@@ -66,7 +66,7 @@ def path_of(steps: list[Step]) -> str:
 
 
 def near_of(name: str, known: list[str]) -> str | None:
-    """Return the known name that `name` misspells, if there is one."""
+    """Return the known name that `name` misspells, or None."""
     plain = {_plain(each): each for each in known}
     if found := plain.get(_plain(name)):
         return found
@@ -95,7 +95,7 @@ def flat(found: inspect.Type) -> Iterator[inspect.Type]:
 
 
 def struct_of(given: Any, types: tuple[inspect.Type, ...]) -> inspect.StructType | None:
-    """Return the struct that an object is read as: of tagged ones the one whose tag is given."""
+    """Return the struct as which an object is read. Of tagged structs, it is the one with the given tag."""
     structs = [each for each in types if isinstance(each, inspect.StructType)]
     for each in structs:
         if each.tag_field is None or given.get(each.tag_field) == each.tag:
@@ -140,7 +140,7 @@ def _settled_object(given: Any, found: inspect.StructType, steps: list[Step], re
 def _taken(
     given: dict[str, Any], known: list[str], foreign: Mapping[str, Foreign], steps: list[Step], reading: Reading
 ) -> dict[str, Any]:
-    """Return the known keys, those that foreign ones become among them. Raises ApiError."""
+    """Return the known keys, including those that foreign keys become. Raises ApiError."""
     found = {name: value for name, value in given.items() if name in known}
     for name, value in given.items():
         if name in known or value is None:
@@ -164,7 +164,7 @@ def _taken(
 
 
 def _meant(foreign: Foreign, value: Any, known: list[str], place: list[Step]) -> dict[str, Any]:
-    """Return our fields for a foreign parameter. Raises ApiError if there are none for its value."""
+    """Return our fields for a foreign parameter. Raises ApiError if its value has no equivalent."""
     if foreign.is_neutral(value):
         return {}
     if ours := next((each for each in foreign.same_as if each in known), None):

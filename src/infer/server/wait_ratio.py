@@ -1,7 +1,7 @@
-"""The ratio of measured to predicted waits for a first token, learnt from the requests that were accepted.
+"""The ratio of measured to predicted waits for a first token, learnt from the accepted requests.
 
-The forecast knows the time of steps. It knows neither the time between two steps, nor who comes later. The ratio stays
-near the median of the last requests, so a few odd ones change little.
+The forecast knows the time of steps. It knows neither the time between two steps nor later arrivals. The ratio stays
+near the median of the last requests, so a few outliers change little.
 """
 
 from typing import final
@@ -17,7 +17,7 @@ class WaitRatio:
         self.value = 1.0  # measured over predicted seconds
 
     def learn(self, predicted: float, measured: float) -> None:
-        """Count a request that waited for `measured` seconds. `predicted` is without this ratio."""
+        """Learn from a request that waited for `measured` seconds. `predicted` is in seconds, without this ratio."""
         if predicted >= _LEAST_SECONDS:
             changed = self.value * _STEP if measured > predicted * self.value else self.value / _STEP
             self.value = max(_LEAST, min(changed, _MOST))

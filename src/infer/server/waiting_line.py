@@ -1,7 +1,7 @@
-"""The line of one tenant's refused clients: each is told to come back when the clients before it have been served.
+"""The line of one tenant's refused clients. Each is told to retry when the clients before it have been served.
 
-Nobody is told more than a minute, since the clients of OpenAI obey no longer time. A client that would wait longer
-keeps its place in the line when it comes back. A client is recognised by its body.
+The time to retry is at most a minute, because OpenAI's clients ignore longer times. A client that would wait longer
+keeps its place in the line when it retries. A client is recognised by its body.
 """
 
 from collections import defaultdict
@@ -39,9 +39,9 @@ class WaitingLine:
         return len(self._places)
 
     def find(self, body: bytes, now: float) -> Place | None:
-        """Return the place of a client with this body that comes back at its time; None if there is none.
+        """Return the place of a client with this body that retries at its time, or None.
 
-        Places of clients that did not come back at their time are forgotten.
+        Places of clients that did not retry at their time are removed.
         """
         if now >= self._looked_at + _LOOK_SECONDS:
             self._looked_at = now
@@ -52,13 +52,13 @@ class WaitingLine:
         return next((each for each in same if each.due <= now + _EARLY_SECONDS), None)
 
     def seconds_before(self, place: Place | None) -> float:
-        """Return the work of the clients before this place; None is the end of the line."""
+        """Return the seconds of work before this place. None means the end of the line."""
         if place is None:
             return self._seconds
         return fsum(each.service for each in takewhile(lambda each: each is not place, self._places))
 
     def append(self, body: bytes, service: float, due: float) -> None:
-        """Give a new client the last place, unless the line is too long."""
+        """Append a new client to the line unless the line is too long."""
         if len(self._places) < _MOST:
             place = Place(_digest(body), service, due)
             self._places[place] = None

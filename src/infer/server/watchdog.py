@@ -1,4 +1,4 @@
-"""The watchdog: where a step or the event loop hangs, all stacks are written, and the process ends for a supervisor."""
+"""The watchdog: if a step or the event loop hangs, it writes all stacks and ends the process for a supervisor."""
 
 import faulthandler
 import os
@@ -13,12 +13,15 @@ _NUM_CHECKS = 8  # in the time that a step has
 
 
 def start_watchdog(state: ServerState) -> None:
-    """On a thread of its own, while the process lives."""
+    """Start the watchdog on its own thread, which runs until the process ends."""
     threading.Thread(target=_watch, args=[state], name="infer-watchdog", daemon=True).start()
 
 
 def _watch(state: ServerState) -> None:
-    """Time is counted in checks: a process that was stopped meanwhile does not hang."""
+    """End the process if the event loop or a step hangs.
+
+    Time is counted in checks, so a process that was stopped meanwhile does not count as hanging.
+    """
     loop, step = _Stillness(), _Stillness()
     while True:
         time.sleep(state.settings.watchdog_seconds / _NUM_CHECKS)
@@ -34,7 +37,7 @@ class _Stillness:
         self._count = 0
 
     def count(self, seen: float | None) -> int:
-        """How often in a row this was seen before; None is nothing."""
+        """Return how often in a row this value was seen before. None resets the count to 0."""
         self._count = self._count + 1 if seen is not None and seen == self._last else 0
         self._last = seen
         return self._count

@@ -265,7 +265,7 @@ class Session:
         return note
 
     def _render(self, conversation: Conversation, messages: Any) -> list[int]:
-        """What the template makes of them, in the spelling of the conversation's ids, which the cache holds."""
+        """Render messages with the template, in the spelling of the conversation's ids, which the cache holds."""
         tokenizer, rendered = self._host.tokenizer, conversation.encode(messages)
         return keep_spelling(self._transcript.token_ids, rendered, tokenizer.token_bytes, tokenizer.special_token_ids)
 

@@ -1,6 +1,6 @@
-"""What a session's cache holds: a leased slot, and the ids whose keys and values lie in it.
+"""The cache of a session: a leased slot, and the ids whose keys and values are stored there.
 
-The engine may take the slot away, or lose what it held: then `token_ids` are none, and the prompt is run again.
+The engine may take the slot, or lose its content. Then `token_ids` is empty, and the prompt is computed again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -31,7 +31,7 @@ _CACHE = "cache."
 
 @dataclass(frozen=True)
 class Saved:
-    """What a session file holds. `tensors` are of the cache, by the names that it gave them."""
+    """Content of a session file. `tensors` are the cache's, by its own names."""
 
     token_ids: list[int]
     record: dict[str, Any]

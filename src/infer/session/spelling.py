@@ -29,7 +29,7 @@ def _next_border(
     token_bytes: Sequence[bytes],
     control_ids: Collection[int],
 ) -> tuple[int, int] | None:
-    """Where both have written the same since their starts; None if they write different things before."""
+    """Return where both spellings have written the same text since their starts; None if they write different texts."""
     written, ends = [b"", b""], list(starts)  # what one has written and the other has not yet
     while True:
         shorter = 0 if len(written[0]) <= len(written[1]) else 1

@@ -12,7 +12,7 @@ from infer.errors import InvalidRequestError
 @final
 @dataclass(frozen=True)
 class Turn:
-    """Where a turn ends: how many messages and tokens there are by then."""
+    """End of a turn: the numbers of messages and tokens at that point."""
 
     num_messages: int
     num_tokens: int

@@ -1,1 +1,1 @@
-"""Guessed tokens: n-gram drafts, and how many are worth a step."""
+"""Speculative decoding: n-gram drafts, and the number of draft tokens that pays off."""

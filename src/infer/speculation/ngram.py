@@ -1,7 +1,7 @@
-"""Guesses of what comes next, from what was there before: n-gram lookup over prompt and output. Loads no torch.
+"""N-gram lookup over prompt and output, which guesses the next tokens. Loads no torch.
 
-A guess costs a look at a dictionary; whether it is worth verifying is `DraftPolicy`'s to say, from what it measured.
-What each guess would have been worth is seen when its token is there, whether it was verified or not.
+A guess costs one dictionary lookup. `DraftPolicy` decides from its measurements whether verifying the guess pays off.
+Every guess is compared with the actual token, whether it was verified or not.
 """
 
 from typing import NamedTuple, final
@@ -17,7 +17,7 @@ _BEHIND_A_MISS = 3  # as many equal tokens is one worth that follows a miss
 
 
 class _Guess(NamedTuple):
-    """The next token is that at `start`, which is −1 where nothing is guessed."""
+    """A guess: the next token is the token at `start`. `start` is −1 if nothing is guessed."""
 
     start: int
     match: int
@@ -29,15 +29,16 @@ _NONE = _Guess(-1, 0)
 
 @final
 class NgramDraft:
-    """Proposes what followed the most recent earlier place that ends as the text does now.
+    """Propose the tokens that followed the most recent earlier place with the same ending as the text.
 
-    The longest ending of 4, 3, then 2 tokens that was there before wins. Where none was, a copy that has just gone
-    wrong goes on: after the token that was another, or where that token stands among the next ones of its source. The
-    index holds, for every n-gram, where it last ended before a token that is known: appending a token is O(1).
+    The longest ending of 4, 3, then 2 tokens that occurred before wins. If none occurred, a copy that has just guessed
+    wrong continues. If the actual token is among the next tokens of its source, the copy continues after that token.
+    Otherwise it skips the wrong token. The index stores, for every n-gram, the place after its last occurrence before a
+    known token. Appending a token is O(1).
     """
 
     def __init__(self, token_ids: list[int]) -> None:
-        """`token_ids` are the caller's own list: it appends to it, then calls `follow`."""
+        """Index the ids. `token_ids` is the caller's own list: the caller appends to it, then calls `follow`."""
         self._ids = ids = token_ids
         self._end_by_ngram: dict[tuple[int, ...], int] = {}  # the place after its last occurrence
         for size in range(MIN_NGRAM, MAX_NGRAM + 1):
@@ -47,11 +48,14 @@ class NgramDraft:
         self._guess = self._guessed(_NONE)
 
     def __len__(self) -> int:
-        """Tokens of prompt and output."""
+        """Return the number of tokens in prompt and output."""
         return len(self._ids)
 
     def follow(self, token_id: int) -> tuple[int, bool]:
-        """A token was appended to the ids: what `match` was before it, and whether `propose` would have begun so."""
+        """Update the draft after a token was appended to the ids.
+
+        Returns the value of `match` before the token, and whether `propose` would have begun with the token.
+        """
         ids, guess = self._ids, self._guess
         is_right = guess.match > 0 and ids[guess.start] == token_id
         for ngram in self._endings:
@@ -61,9 +65,9 @@ class NgramDraft:
         return guess.match, is_right
 
     def propose(self, max_tokens: int) -> list[int]:
-        """At most that many tokens; none where the ending is new.
+        """Return `max_tokens` guessed tokens, or none if the ending is new.
 
-        A copy that reaches the end of the text goes on with itself: what repeats is guessed to repeat.
+        A copy that reaches the end of the text continues with its own tokens, so a repetition is guessed to repeat.
         """
         if not self._guess.match:
             return []
@@ -72,19 +76,20 @@ class NgramDraft:
         return ids[start : start + max_tokens] + [ids[start + i % period] for i in range(period, max_tokens)]
 
     def match(self) -> int:
-        """How many tokens agree before what `propose` would give, up to MAX_MATCH: the more, the likelier it is right.
+        """Return the number of equal tokens before the guess of `propose`, up to MAX_MATCH. A longer match is more
+        often right.
 
-        1 where the token before was not as guessed, 0 where nothing would be proposed.
+        Returns 1 if the previous token was not as guessed, and 0 if nothing would be proposed.
         """
         return self._guess.match
 
     def _make_endings(self) -> tuple[tuple[int, ...], ...]:
-        """The longest first."""
+        """Return the endings of the text, the longest first."""
         ending = tuple(self._ids[-MAX_NGRAM:])
         return tuple(ending[-size:] for size in range(len(ending), MIN_NGRAM - 1, -1))
 
     def _continued(self, guess: _Guess, *, is_right: bool) -> _Guess:
-        """What is guessed after a guess and the token that came."""
+        """Return the guess that follows a guess, given the actual token."""
         start, match, misses = guess
         if not match:
             return _NONE
@@ -99,7 +104,7 @@ class NgramDraft:
         return _Guess(start + 1, 1, misses + 1)
 
     def _guessed(self, continued: _Guess) -> _Guess:
-        """The place of the longest ending, or `continued` where that agrees with more."""
+        """Return a guess at the place of the longest ending, or `continued` if it agrees with more tokens."""
         for ngram in self._endings:
             start = self._end_by_ngram.get(ngram)
             if start is None:
@@ -111,7 +116,7 @@ class NgramDraft:
         return continued
 
     def _count(self, start: int, known: int) -> int:
-        """How many tokens before `start` agree with the last ones; the first `known` do."""
+        """Return how many tokens before `start` agree with the last tokens. The first `known` are known to agree."""
         ids, most = self._ids, min(MAX_MATCH, start)
         while known < most and ids[start - 1 - known] == ids[-1 - known]:
             known += 1

@@ -1,4 +1,4 @@
-"""How many tokens to draft, by what steps were measured to take and how often guesses were right. Loads no torch."""
+"""The number of tokens to draft, from measured step times and the rate of right guesses. Loads no torch."""
 
 from bisect import bisect_right
 from itertools import pairwise
@@ -16,7 +16,7 @@ _HALVED_AFTER = 200  # steps, in which what was measured before them is half for
 
 @final
 class _Cost:
-    """Of a step of several tokens, in those of one."""
+    """Cost of a step of several tokens, as a multiple of the cost of a step of one token."""
 
     def __init__(self, cost: float) -> None:
         self.cost, self.count, self.last = cost, 0, 0
@@ -24,11 +24,12 @@ class _Cost:
 
 @final
 class StepTimes:
-    """How long steps of one token, two, … take: the machine's and the model's, whoever asks for them.
+    """Times of steps of one token, two tokens, and so on. They depend on the machine and the model, not on the caller.
 
-    Two things are learnt apart: the time of a step of one token, which is the machine's pace and changes within
-    moments, and what steps of more tokens cost in those, which stays. So a slow moment that hits all sizes changes no
-    choice. A time that speaks against a size needs others that confirm it, and is forgotten as it gets old.
+    Two values are learnt separately. The time of a step of one token is the machine's pace, which can change within
+    moments. The relative cost of a step of more tokens is stable. So a slow moment that affects all sizes changes no
+    choice. A single time that contradicts a size's known cost needs others to confirm it, and loses weight as it gets
+    old.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,10 @@ class StepTimes:
         self._num_steps, self._last_plain = 0, 0
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """Of the whole step: forward, sampling and what waits for them; a multi-step's is divided by their number."""
+        """Record the time of a whole step: forward, sampling and the waits for both.
+
+        For a multi-step, the caller divides the time by the number of steps.
+        """
         if seconds <= 0:
             return
         self._num_steps += 1
@@ -66,11 +70,14 @@ class StepTimes:
         return self._pace > 0 if num_tokens == 1 else num_tokens in self._costs
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a step of that many tokens: measured, or between and beyond what was; in steps where nothing was."""
+        """Return the time of a step of `num_tokens` tokens, measured, interpolated or extrapolated.
+
+        If nothing was measured, the unit is one step of one token.
+        """
         return (self._pace or 1.0) * self._cost(num_tokens)
 
     def promised(self, num_tokens: int) -> float:
-        """The same, with the benefit of the doubt: less where it was measured seldom, or long ago."""
+        """Return an optimistic time of a step: lower than `seconds` if this size was measured seldom or long ago."""
         known = self._costs.get(num_tokens)
         if known is None:
             return self.seconds(num_tokens)
@@ -119,14 +126,18 @@ _TOKENS_BETWEEN = ((0.6, 1), (0.35, 2), (0.2, 4), (0.05, 8), (0.02, 16), (0.0, 6
 
 @final
 class DraftPolicy:
-    """How many tokens to draft: those with which a step yields the most tokens per second.
+    """Choose the number of draft tokens with which a step yields the most tokens per second.
 
-    A draft after a match of m tokens is right with probability a(m), its next one with a(m + 1), and so on: k drafts
-    give 1 + a(m) + a(m) a(m + 1) + … tokens, in the time of a step of k + 1. a(m) is counted for ranges of m, and apart
-    where many of the last tokens were as guessed, few, or hardly any; what would have been guessed is known for each
-    token that comes, so nothing need be verified to find out that it would pay. k is 1, 3, 7, 15, … or the most: few
-    sizes are soon measured, and kernels take tokens by eights. Where no k beats 1 step at a time by `margin`, it drafts
-    nothing. What it asks for never changes which tokens are accepted.
+    A draft after a match of m tokens is right with probability a(m), its next one with a(m + 1), and so on. So k drafts
+    give 1 + a(m) + a(m) a(m + 1) + … tokens, in the time of a step of k + 1 tokens.
+
+    a(m) is counted for ranges of m, and separately for many, few or hardly any right guesses among the last tokens. The
+    guess for each token is known even without a draft, so no verification is needed to find out that drafting would pay
+    off.
+
+    k is 1, 3, 7, 15, … or the maximum: few sizes are measured quickly, and kernels process tokens in groups of eight.
+    If no k beats one token per step by `margin`, nothing is drafted. The policy never changes which tokens are
+    accepted.
     """
 
     def __init__(self, max_draft_tokens: int = 15, *, margin: float = 0.08) -> None:
@@ -143,12 +154,14 @@ class DraftPolicy:
         self._share = 0.3
 
     def acceptance(self, match: int) -> float:
-        """How often a guess after so many equal tokens was right where as many were as now, lately."""
+        """Return the recent rate of right guesses after `match` equal tokens, at the current share of right guesses."""
         level, index = bisect_right(_SHARES, self._share), _RANGE_BY_MATCH[min(match, MAX_MATCH)]
         return self._right[level][index] / self._guessed[level][index]
 
     def observe(self, match: int, is_right: bool) -> None:
-        """Of each token: after how many equal ones it would have been guessed (0: it would not), and how."""
+        """Record one token: the length of the match before its guess, 0 if there was no guess, and whether it was
+        right.
+        """
         if match:
             level, index = bisect_right(_SHARES, self._share), _RANGE_BY_MATCH[match]
             guessed, right = self._guessed[level], self._right[level]
@@ -157,14 +170,16 @@ class DraftPolicy:
         self._share = self._share * _SHARE_COUNTED + (1 - _SHARE_COUNTED) * (is_right and match > 1)
 
     def tokens_between(self, times: StepTimes) -> int:
-        """How many tokens may follow without a draft before it is worth looking for one again."""
+        """Return the number of tokens to decode without a draft before looking for a draft again."""
         if not times.is_known(1):
             return 1
         return next(count for share, count in _TOKENS_BETWEEN if self._share >= share)
 
     def num_draft_tokens(self, times: StepTimes, match: int = MAX_NGRAM, num_known: int = 1) -> int:
-        """What to ask `propose` for, after so many tokens that the step has anyway; call it once before each step
-        that could be drafted."""
+        """Return the number of tokens to request from `propose`, for a step that has `num_known` tokens without drafts.
+
+        Call it once before each step that could be drafted.
+        """
         self._since_plain += 1
         if not self._sizes or not times.is_known(1) or self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0

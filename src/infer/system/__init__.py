@@ -1,1 +1,1 @@
-"""What the operating system gives: files, memory, processors, locks, other processes and the terminal."""
+"""Services of the operating system: files, memory, processors, locks, other processes and the terminal."""

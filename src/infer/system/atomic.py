@@ -1,4 +1,4 @@
-"""A file that is written whole or not at all."""
+"""Write a file as a whole or not at all."""
 
 import os
 import tempfile
@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the path's place when the block ends: the old content or the new, never half of it.
+    """Yield a file to write, which replaces the path when the block ends.
 
-    Raises OSError, the old content untouched.
+    The path has the old content or the new, never a part of one. Raises OSError, with the old content unchanged.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.parent)
     temporary = Path(name)
@@ -29,7 +29,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that the new name survives a power cut as well."""
+    """Sync the folder, so that the new name survives a power cut as well."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

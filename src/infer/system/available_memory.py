@@ -1,5 +1,6 @@
-"""How much memory there is for more, by the machine and by the process's control groups, and what this process can give
-back of its own.
+"""The memory that is available, by the machine and by the process's control groups.
+
+Freed memory of this process can be returned to the system.
 """
 
 import ctypes
@@ -15,15 +16,15 @@ _ROOT = Path("/")
 
 
 def available_memory_bytes(root: Path = _ROOT) -> int | None:
-    """What this process may still take before the system swaps or its container is ended; None where it is not known.
+    """Return the bytes that this process may take before the system swaps or ends its container. None if unknown.
 
-    `root` is the folder that holds `/proc` and `/sys`; other than `/` in tests only.
+    `root` is the folder that holds `/proc` and `/sys`. It is not `/` only in tests.
     """
     return _least(_meminfo(root, "MemAvailable"), memory_left_bytes(root))
 
 
 def total_memory_bytes(root: Path = _ROOT) -> int | None:
-    """The machine's memory, or the container's."""
+    """Return the memory of the machine or of the container in bytes, or None if it is unknown."""
     return _least(_meminfo(root, "MemTotal"), memory_limit_bytes(root))
 
 
@@ -32,9 +33,9 @@ def _least(*amounts: int | None) -> int | None:
 
 
 def give_back_freed() -> None:
-    """What was freed goes back to the system at once, where the C library would keep it for later (glibc does).
+    """Return freed memory to the operating system immediately, if the C library would keep it (glibc does).
 
-    Reading the tokenizer.json of 262,144 tokens keeps 200 MB, for instance.
+    For example, reading the tokenizer.json of 262,144 tokens keeps 200 MB.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -43,7 +44,7 @@ def give_back_freed() -> None:
 
 @cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """None where the C library has no such call; musl, which has not, keeps little."""
+    """Return the C library's malloc_trim, or None if it has none. musl has none, but keeps little."""
     if sys.platform == "linux":
         with suppress(AttributeError):
             trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim

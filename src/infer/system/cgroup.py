@@ -1,7 +1,7 @@
-"""What the process's control groups (Linux, versions 1 and 2) allow it: processor time and memory.
+"""The limits of the process's control groups (Linux, versions 1 and 2) for processor time and memory.
 
-A limit counts wherever it is set: in the group that the process is in or in any of those above it, as far as they can
-be seen. `root` is the folder that holds `/proc` and `/sys`; other than `/` in tests only.
+A limit counts in the process's own group and in any group above it, as far as they can be seen. `root` is the folder
+that holds `/proc` and `/sys`. It is not `/` only in tests.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _MOST_BYTES = 1 << 20  # of a file that is read here
 
 
 class _Mount(NamedTuple):
-    """A hierarchy of groups as this process sees it: `top` is the group that lies at `folder`."""
+    """A hierarchy of groups as this process sees it. `top` is the group at `folder`."""
 
     version: int
     top: str
@@ -22,7 +22,7 @@ class _Mount(NamedTuple):
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """How many cores' time the process may use: the smallest quota; None where there is none."""
+    """Return the number of cores whose time the process may use: the smallest quota, or None if there is none."""
     quotas = []
     for mount, group in _groups("cpu", root):
         if mount.version == 2:
@@ -36,17 +36,20 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def memory_limit_bytes(root: Path = _ROOT) -> int | None:
-    """The smallest limit of the process's memory; None where there is none."""
+    """Return the smallest limit of the process's memory in bytes, or None if there is none."""
     return min((limit for limit, _ in _memory(root)), default=None)
 
 
 def memory_left_bytes(root: Path = _ROOT) -> int | None:
-    """What may still be taken before the first limit is met, cached files given up; None where there is no limit."""
+    """Return the bytes that may be taken before the first limit is reached, or None without a limit.
+
+    Inactive cached files do not count as used, because the system evicts them.
+    """
     return min((max(0, limit - used) for limit, used in _memory(root)), default=None)
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """The limit of each group that has one, and what it uses but for the file pages that the system gives up first."""
+    """Yield the limit of each group that has one, and its use without the file pages that the system evicts first."""
     for mount, group in _groups("memory", root):
         if mount.version == 2:
             limits = [_number(_text(group / f"memory.{name}")) for name in ("max", "high")]
@@ -60,7 +63,7 @@ def _memory(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[_Mount, Path]]:
-    """The folders of the group that the process is in and of those above it, in each hierarchy with the controller."""
+    """Yield the folders of the process's group and of the groups above it, in each hierarchy with the controller."""
     path_by_version = _own_paths(controller, root)
     for mount in _mounts(controller, root):
         path = path_by_version.get(mount.version)
@@ -74,7 +77,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[_Mount, Path]]:
 
 
 def _own_paths(controller: str, root: Path) -> dict[int, str]:
-    """By version: the path of the process's group."""
+    """Return the path of the process's group, by version."""
     found = {}
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         number, _, rest = line.partition(":")
@@ -100,7 +103,7 @@ def _mounts(controller: str, root: Path) -> Iterator[_Mount]:
 
 
 def _unescaped(text: str) -> str:
-    """The kernel writes blanks in a path as octal numbers."""
+    """Return a path with its blanks, which the kernel writes as octal numbers."""
     for code in ("040", "011", "012", "134"):
         text = text.replace(f"\\{code}", chr(int(code, 8)))
     return text
@@ -115,7 +118,7 @@ def _text(path: Path) -> str | None:
 
 
 def _number(text: str | None) -> int | None:
-    """None for "max" and whatever else is no number."""
+    """Return the number, or None for "max" and any other text."""
     try:
         return int(text or "")
     except ValueError:

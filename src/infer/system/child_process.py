@@ -1,7 +1,7 @@
-"""A program of ours in a process of its own, which may hang, crash or run out of memory in our place.
+"""A program of ours in its own process, which may hang, crash or run out of memory in place of ours.
 
-Question and answer are one line of JSON each. The process is started when first needed and again whenever it has ended,
-or where a fork of our process asks.
+Question and answer are one line of JSON each. The process is started when it is first needed. It is started again when
+it has ended, or when a fork of our process asks.
 """
 
 import atexit
@@ -24,7 +24,7 @@ _PART_BYTES = 1 << 16
 
 
 class ChildError(Exception):
-    """The process ended instead of answering; `signal` says what ended it, if one did."""
+    """The process ended instead of answering. `signal` is the signal that ended it, or None."""
 
     def __init__(self, signal: int | None) -> None:
         self.signal = signal
@@ -33,10 +33,10 @@ class ChildError(Exception):
 
 @final
 class Child:
-    """May be asked from several threads, one at a time.
+    """A process that several threads may ask, one at a time.
 
-    A fork of our process starts a process of its own: the pipes of the first are closed there, and it does not wait
-    for a lock that another thread held.
+    A fork of our process starts its own child. There, the pipes of the first child are closed, and a lock that another
+    thread held is not waited for.
     """
 
     def __init__(self, program: Path, *arguments: str) -> None:
@@ -49,15 +49,16 @@ class Child:
         os.register_at_fork(after_in_child=_unless_gone(weakref.WeakMethod(self._forget)))
 
     def start(self) -> None:
-        """Lets the process start while we do something else."""
+        """Let the process start while the caller continues."""
         with self._lock:
             self._started()
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """The answer.
+        """Return the answer.
 
-        Raises ChildError where the process ends twice over this question, or once by SIGPROF, its own limit of
-        processor time; TimeoutError where it needs longer than `seconds`, to read the question too. Then it is gone.
+        Raises ChildError if the process ends twice over this question, or once by SIGPROF, its own limit of processor
+        time. Raises TimeoutError if it needs longer than `seconds`, including the time to read the question. After a
+        TimeoutError, the process is gone.
         """
         line = json.dumps(question).encode() + b"\n"
         with self._lock:
@@ -88,7 +89,9 @@ class Child:
             raise
 
     def _ready(self) -> subprocess.Popen[bytes]:
-        """It tells so itself, by an empty answer."""
+        """Return the process when it is ready, which it reports by an empty answer. Raises RuntimeError if it does not
+        start.
+        """
         process = self._started()
         if not self._is_ready:
             try:
@@ -124,7 +127,7 @@ class Child:
         return self._process
 
     def _forget(self) -> None:
-        """In a fork: the process is the parent's."""
+        """Forget the process in a fork, because it is the parent's."""
         self._lock = Lock()
         process, self._process = self._process, None
         if process is not None:
@@ -165,7 +168,7 @@ def _answer(process: subprocess.Popen[bytes], deadline: float) -> Any:
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
-    """`select` knows no descriptor above 1,023."""
+    """Raise TimeoutError unless the descriptor is ready before the deadline. `select` would allow none above 1,023."""
     poll = select.poll()
     poll.register(descriptor, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):

@@ -1,4 +1,4 @@
-"""Cores for one of several processes of a machine that compute at once: on the same cores they wait for each other."""
+"""Reserve cores for one of several processes that compute at the same time: on shared cores they would wait."""
 
 import fcntl
 import os
@@ -9,8 +9,9 @@ from infer.system.cores import processors_by_core
 
 
 def take_cores(num_threads: int) -> list[int]:
-    """Pin this thread, and those that it starts, to as many processors that no other process has taken. They are taken
-    until the process ends. Empty where there are not so many: threads run where they may.
+    """Pin this thread, and the threads that it starts, to `num_threads` processors that no other process has taken.
+
+    They are taken until the process ends. If there are too few, the list is empty, and threads run anywhere.
     """
     locks = dict[int, int]()
     for processor in processors_by_core():

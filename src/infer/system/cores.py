@@ -1,4 +1,4 @@
-"""How many threads the process computes with, by default and at most, and how many processors it may use."""
+"""The number of threads to compute with, by default and at most, and the processors that the process may use."""
 
 import os
 import platform
@@ -14,18 +14,21 @@ _ALWAYS_ALLOWED, _PER_PROCESSOR = 64, 4
 
 
 def default_num_threads() -> int:
-    """Physical cores that the process may use: its affinity and the quota of its control groups."""
+    """Return the number of physical cores that the process may use, at most `MOST_THREADS`.
+
+    Its affinity and the quota of its control groups limit them.
+    """
     cores = {_siblings(cpu) for cpu in _allowed()}
     return min(_within_quota(len(cores)), MOST_THREADS)
 
 
 def num_processors() -> int:
-    """Hardware threads that the process may use, likewise."""
+    """Return the number of hardware threads that affinity and quota let the process use."""
     return _within_quota(len(_allowed()))
 
 
 def processors_by_core() -> list[int]:
-    """The hardware threads that the process may use: one of each core, then the second ones."""
+    """Return the hardware threads that the process may use: first one of each core, then the second ones."""
     num_before, ranked = Counter[str](), list[tuple[int, int]]()
     for processor in sorted(_allowed()):
         core = _siblings(processor)
@@ -35,7 +38,10 @@ def processors_by_core() -> list[int]:
 
 
 def processor_name() -> str:
-    """As the system tells it: of a machine with several kinds of cores, the first one's."""
+    """Return the processor's name as the system reports it.
+
+    If the machine has several kinds of cores, it is the name of the first one.
+    """
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             lines = file.read(1 << 14).splitlines()
@@ -55,12 +61,12 @@ def _within_quota(count: int) -> int:
 
 
 def most_threads() -> int:
-    """What may be asked for: more than this only wait for each other, and each takes a stack."""
+    """Return the largest number of threads. More would only wait for each other, and each takes a stack."""
     return min(MOST_THREADS, max(_ALWAYS_ALLOWED, _PER_PROCESSOR * (os.cpu_count() or 1)))
 
 
 def check_num_threads(threads: object) -> int:
-    """The number, if it is a whole one from 1 to `most_threads`; else InvalidRequestError."""
+    """Return the number if it is an integer from 1 to `most_threads()`, else raise InvalidRequestError."""
     most = most_threads()
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= most:
         raise InvalidRequestError(

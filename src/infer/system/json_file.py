@@ -1,4 +1,4 @@
-"""JSON and text that a model's folder holds: read with a limit on the size, and refused where a key appears twice."""
+"""Read JSON and text of a model's folder, with a limit on the size. A key that appears twice is refused."""
 
 import json
 import re
@@ -31,7 +31,10 @@ def read_text_file(path: Path) -> str:
 
 
 def read_whole(path: Path, limit: int) -> bytes:
-    """A regular file's bytes; ModelFormatError where they are more than `limit`."""
+    """Return a regular file's bytes. Raises ModelError if it cannot be read.
+
+    Raises ModelFormatError if it is missing, is not a regular file, or has more than `limit` bytes.
+    """
     try:
         if not path.is_file():
             raise ModelFormatError(path, "file", "is missing" if not path.exists() else "is not a regular file")
@@ -44,7 +47,7 @@ def read_whole(path: Path, limit: int) -> bytes:
 
 
 def parse_json(path: Path, text: bytes, offset: int = 0) -> dict[str, Any]:
-    """The object in `text`, which begins at byte `offset` of the file."""
+    """Return the object in `text`, which begins at byte `offset` of the file. Raises ModelFormatError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -75,16 +78,16 @@ def parse_json(path: Path, text: bytes, offset: int = 0) -> dict[str, Any]:
 
 
 def _depth(text: bytes) -> int:
-    """Of lists and objects in one another, if the text is JSON."""
+    """Return the depth of nested lists and objects, if the text is JSON."""
     brackets = (re.sub(rb"\\.", b"", text, flags=re.DOTALL) if b"\\" in text else text).translate(None, _NO_BRACKET)
     outside_strings = b"".join(brackets.split(b'"')[::2])
     return max(accumulate(map(_STEPS.__getitem__, outside_strings)), default=0)
 
 
 def inside(folder: Path, name: str) -> Path:
-    """`folder / name`, which must be a regular file that lies in the folder after links are followed.
+    """Return `folder / name`, a regular file inside the folder after links are followed. Raises ModelFormatError.
 
-    A folder of the Hugging Face cache is made of links to its sibling `blobs`: those count as inside.
+    A folder of the Hugging Face cache consists of links to its sibling `blobs`, which count as inside.
     """
     roots = [folder.resolve()]
     if roots[0].parent.name == "snapshots":

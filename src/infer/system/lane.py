@@ -1,4 +1,4 @@
-"""A few processes of one program. Each tenant has one of them at a time, so that none keeps the others waiting."""
+"""A few processes of one program. Each tenant uses one at a time, so that no tenant keeps the others waiting."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ _tenant = ContextVar("tenant", default="")
 
 @contextmanager
 def asking_for(tenant: str) -> Iterator[None]:
-    """Within, this thread's questions are those of a tenant."""
+    """Mark this thread's questions within the context as those of a tenant."""
     token = _tenant.set(tenant)
     try:
         yield
@@ -28,7 +28,7 @@ def asking_for(tenant: str) -> Iterator[None]:
 
 @final
 class Lane:
-    """For any thread. Processes start when they are needed, or at `start`; a fork of ours has its own."""
+    """Processes that any thread may ask. They start when needed, or at `start`; a fork of our process has its own."""
 
     def __init__(self, program: Path, *arguments: str) -> None:
         self._free = [Child(program, *arguments) for _ in range(MOST_PROCESSES)]
@@ -39,11 +39,11 @@ class Lane:
         os.register_at_fork(after_in_child=lambda: _forget(lane))
 
     def start(self) -> None:
-        """Let the first process start while we do something else."""
+        """Let the first process start while the caller continues."""
         self._children[-1].start()
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """Return the answer of a process, which is asked when one is free. For errors see `Child.ask`."""
+        """Return the answer of a process, which is asked when one is free. Raises the errors of `Child.ask`."""
         tenant = _tenant.get()
         with self._changed:
             self._changed.wait_for(lambda: self._free and tenant not in self._asking)
@@ -59,7 +59,7 @@ class Lane:
                     changed.notify_all()
 
     def forget(self) -> None:
-        """In a fork: nobody asks there, whatever the parent's threads did."""
+        """Reset the lane in a fork: nobody asks there, whatever the parent's threads did."""
         self._changed, self._asking = threading.Condition(), set()
         self._free = list(self._children)
 

@@ -1,4 +1,4 @@
-"""A temporary folder that outlives no process for long: the next process removes the folder of one that was killed."""
+"""A temporary folder that does not outlive its process for long: the next process removes that of a killed one."""
 
 import fcntl
 import os

@@ -1,6 +1,6 @@
-"""The machine's nodes of memory, each with cores that reach it sooner than others do (Linux), and threads kept to them.
+"""The machine's memory nodes, each with cores that reach it faster than others do (Linux), and pinning to nodes.
 
-`root` is the folder that holds `/sys`; other than `/` in tests only.
+`root` is the folder that holds `/sys`. It is not `/` only in tests.
 """
 
 import os
@@ -13,7 +13,10 @@ _ROOT = Path("/")
 
 
 def cpus_by_node(root: Path = _ROOT) -> list[frozenset[int]]:
-    """Of nodes that have any, in the order of their numbers; empty where the system does not say."""
+    """Return the processors of each node that has any, ordered by the nodes' numbers.
+
+    The list is empty if the system does not report nodes.
+    """
     folders = [path for path in root.glob("sys/devices/system/node/node*") if path.name[4:].isdecimal()]
     nodes = []
     for folder in sorted(folders, key=lambda path: int(path.name[4:])):
@@ -23,7 +26,7 @@ def cpus_by_node(root: Path = _ROOT) -> list[frozenset[int]]:
 
 
 def _numbers(text: str) -> frozenset[int]:
-    """Of a list as the kernel writes it: 0-3,8."""
+    """Return the numbers of a list as the kernel writes it: 0-3,8."""
     found = set[int]()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -33,8 +36,10 @@ def _numbers(text: str) -> frozenset[int]:
 
 
 def cpus_of_thread(thread: int, num_threads: int, allowed: Set[int], root: Path = _ROOT) -> Set[int] | None:
-    """Those of the node that a thread belongs to: neighbours are together, as many on a node as it has of the allowed
-    processors. None where these are all of one node."""
+    """Return the allowed processors of a thread's node, or None if all allowed processors are on one node.
+
+    Neighbouring threads share a node. Each node gets threads in proportion to its allowed processors.
+    """
     nodes = [found for cpus in cpus_by_node(root) if (found := cpus & allowed)]
     if len(nodes) < 2:
         return None
@@ -47,20 +52,20 @@ def cpus_of_thread(thread: int, num_threads: int, allowed: Set[int], root: Path 
 
 
 def cpus_of_rank(rank: int, num_ranks: int, num_threads: int, allowed: Set[int], root: Path = _ROOT) -> Set[int] | None:
-    """Those of the node that all threads of a rank belong to. None where there is no such, or only one."""
+    """Return the processors of the one node of all threads of a rank. None if there is no such node, or only one."""
     threads = range(rank * num_threads, (rank + 1) * num_threads)
     first, *others = (cpus_of_thread(thread, num_ranks * num_threads, allowed, root) for thread in threads)
     return first if all(other == first for other in others) else None
 
 
 def keep_on_node(thread: int, num_threads: int) -> None:
-    """Let the calling thread run on the processors of its node alone, if there are several nodes."""
+    """Pin the calling thread to the processors of its node, if there are several nodes."""
     if sys.platform == "linux":
         _keep_on(cpus_of_thread(thread, num_threads, os.sched_getaffinity(0)))
 
 
 def keep_rank_on_node(rank: int, num_ranks: int, num_threads: int) -> None:
-    """The same of all threads that a rank's process starts from now on, and of the calling one."""
+    """Pin the calling thread, and all threads that a rank's process starts from now on, to the rank's node."""
     if sys.platform == "linux":
         _keep_on(cpus_of_rank(rank, num_ranks, num_threads, os.sched_getaffinity(0)))
 

@@ -1,7 +1,7 @@
-"""A file that is read by place while others may write to it.
+"""A file that is read at given offsets while others may write to it.
 
-It is never mapped into memory: reading a map of a file that became shorter ends the process. What is read here is
-a copy, and a file that became shorter, or a disk that fails, is a `ModelError`.
+It is never mapped into memory, because reading a map of a file that became shorter ends the process. Each read returns
+a copy. A file that became shorter, or a disk that fails, raises a `ModelError`.
 """
 
 import os
@@ -18,7 +18,10 @@ class OpenFile:
     """A regular file, open for reading as long as this object lives. Threads may read it at the same time."""
 
     def __init__(self, path: Path, at_least: int = 0) -> None:
-        """ModelError where the path cannot be opened, is a device or a pipe, or has fewer than `at_least` bytes."""
+        """Open the file.
+
+        Raises ModelError if the path cannot be opened, is a device or a pipe, or has fewer than `at_least` bytes.
+        """
         self.path = path
         try:
             self._check_regular(os.stat(path))  # opening a device or a pipe can have effects
@@ -33,13 +36,16 @@ class OpenFile:
             raise ModelFormatError(path, "file size", f"expected at least {at_least} bytes, got {self.size}")
 
     def read(self, offset: int, count: int) -> bytes:
-        """`count` bytes from byte `offset` on. ModelError if the file has become shorter or cannot be read."""
+        """Return `count` bytes from byte `offset` on.
+
+        Raises ModelError if the file has become shorter or cannot be read.
+        """
         content = bytearray(count)
         self.read_into(offset, memoryview(content))
         return bytes(content)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the bytes of `buffer` with those from byte `offset` on; errors as in `read`."""
+        """Fill `buffer` with the bytes from byte `offset` on. Raises the errors of `read`."""
         done = 0
         while done < len(buffer):
             try:
@@ -51,7 +57,7 @@ class OpenFile:
             done += count
 
     def check_unchanged(self) -> None:
-        """ModelFormatError if somebody wrote to the file since it was opened."""
+        """Raise ModelFormatError if the file was written to since it was opened."""
         now = self._read_status()
         if (now.st_size, now.st_mtime_ns) != (self.size, self._status.st_mtime_ns):
             self._fail_as_changed()

@@ -1,6 +1,6 @@
-"""Limits of processor time for a block of Python: for the main thread of a program that nothing else runs in.
+"""Limits of processor time for a block of Python, for the main thread of a program that runs nothing else.
 
-The time is the processor's, so a busy machine refuses nothing.
+Only the processor's time counts, so a busy machine refuses nothing.
 """
 
 import math
@@ -15,7 +15,7 @@ _LEAST_SECONDS = 1e-3  # of a timer: 0 would stop it
 
 
 class LateError(BaseException):
-    """The time of some block is over. No handler of ours may take it for a fault of what the block reads."""
+    """The time of a block is over. Our handlers must not mistake it for a fault of what the block reads."""
 
 
 class OverLimitError(Exception):
@@ -35,7 +35,7 @@ def watch_limits() -> None:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise OverLimitError if the block takes longer. The limit of a block around this one goes on."""
+    """Raise OverLimitError if the block takes more processor time. The limit of an enclosing block stays active."""
     around = signal.getitimer(signal.ITIMER_PROF)[0] or math.inf
     begun = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, min(seconds, around))

@@ -1,4 +1,4 @@
-"""What was computed last, as much of it as fits."""
+"""A cache of the most recently used values, limited in bytes."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -9,7 +9,7 @@ _Value = TypeVar("_Value")
 
 @final
 class SizedCache(Generic[_Value]):
-    """Keeps the values that were used last, up to `most_bytes` of them. The caller has the lock."""
+    """Keeps the most recently used values, up to `most_bytes` in total. The caller must hold its lock."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self._num_bytes = most_bytes, 0
@@ -23,7 +23,7 @@ class SizedCache(Generic[_Value]):
         return found[0]
 
     def put(self, key: Hashable, value: _Value, num_bytes: int) -> None:
-        """Keep a value that takes so many bytes. One that is larger than all that may be kept is not kept."""
+        """Keep a value of `num_bytes` bytes. A value larger than `most_bytes` is not kept."""
         self._drop(key)
         if num_bytes > self._most_bytes:
             return

@@ -1,6 +1,7 @@
-"""What a process shows on a terminal while it makes someone wait: one line of stderr, removed in the end.
+"""The status line of a process that makes someone wait: one line of stderr on a terminal, removed at the end.
 
-Several may want the line at once: the newest has it. Where stderr is no terminal, notices are written, lines that stay.
+If several parts of the process want the line, the newest has it. If stderr is not a terminal, only notices are written,
+as lines that stay.
 """
 
 import sys
@@ -12,14 +13,14 @@ PROGRESS_WIDTH = 20
 
 
 def bar(share: float, width: int) -> str:
-    """A bar of up to `width` characters, to an eighth of one."""
+    """Return a bar of up to `width` characters, accurate to an eighth of a character."""
     whole, eighths = divmod(round(min(max(share, 0.0), 1.0) * width * len(EIGHTHS)), len(EIGHTHS))
     return "█" * whole + EIGHTHS[eighths].strip()
 
 
 @final
 class StatusLine:
-    """One who wants the line, until it is closed."""
+    """One claim to the status line, until it is closed."""
 
     def __init__(self) -> None:
         _open.append(self)
@@ -50,12 +51,15 @@ _speech = _Speech()
 
 
 def silence(is_silent: bool = True) -> None:
-    """No notice and no line from now on: what `--quiet` asks for."""
+    """Suppress notices and status lines from now on, as `--quiet` asks for, or allow them again."""
     _speech.is_silent = is_silent
 
 
 def write_notice(text: str) -> None:
-    """A line of its own; before it, whatever is shown goes. A terminal has it as well: it says why someone waits."""
+    """Write a line of its own, after removing the status line.
+
+    A terminal gets it as well, because it says why someone waits.
+    """
     if not _speech.is_silent and sys.stderr is not None:
         sys.stderr.write(f"\r\x1b[K{text}\n" if _is_terminal() else f"{text}\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Start threads that walk dispatch tables: with a stack that suffices, and with signals left to the main thread."""
+"""Start threads that run dispatch tables: with a sufficient stack, and with signals left to the main thread."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release,
 def start_thread(thread: threading.Thread, *, blocks_signals: bool = False) -> None:
     """Start a thread with enough stack, whatever the program or the C library gives its threads.
 
-    `blocks_signals`: no system call of the thread, nor of those that it starts, is interrupted by a signal.
+    With `blocks_signals`, no system call of the thread, nor of those that it starts, is interrupted by a signal.
     """
     with _starting:
         size = threading.stack_size(_STACK_BYTES)

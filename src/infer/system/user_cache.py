@@ -1,7 +1,7 @@
-"""Where this user's cache is, and which of its files may be trusted: no torch.
+"""The location of this user's cache, and the rule for files that may be trusted. No torch.
 
-Code is run from there. So a folder is used only if it is ours or root's and no one else may write to it, a file only if
-it is a regular one under the same rule; links are not followed. What is refused counts as absent.
+Code is run from the cache. So a folder is used only if it is ours or root's and no one else may write to it. A file
+must be a regular one under the same rule; links are not followed. Refused files count as absent.
 """
 
 import os
@@ -19,7 +19,10 @@ _FLAGS = 0 if sys.platform == "win32" else os.O_NOFOLLOW | os.O_NONBLOCK | os.O_
 
 
 def base_folder() -> Path | None:
-    """$INFER_CACHE, else $XDG_CACHE_HOME/infer, else ~/.cache/infer; None for a user without a home folder."""
+    """Return $INFER_CACHE, else $XDG_CACHE_HOME/infer, else ~/.cache/infer.
+
+    None for a user without a home folder.
+    """
     if own := os.environ.get("INFER_CACHE"):
         return Path(os.path.abspath(own))
     shared = os.environ.get("XDG_CACHE_HOME", "")
@@ -30,7 +33,7 @@ def base_folder() -> Path | None:
 
 
 def _home() -> Path | None:
-    """A home that is missing is not made: it may be a volume that is yet to be mounted."""
+    """Return the home folder, or None. A missing one is not created: it may be a volume that is not mounted yet."""
     home = os.environ.get("HOME")
     if not home and sys.platform != "win32":
         try:
@@ -41,7 +44,10 @@ def _home() -> Path | None:
 
 
 def folder_problem(folder: Path, *, base: Path) -> str | None:
-    """Make `folder` below `base`, or say in one line why it is not to be used. It may be for reading only."""
+    """Create `folder` below `base`, or return one line that says why it must not be used.
+
+    A folder that may be used can still be read-only.
+    """
     inner = folder.relative_to(base).parts
     steps = [base, *(base.joinpath(*inner[: count + 1]) for count in range(len(inner)))]
     try:
@@ -74,7 +80,7 @@ def _distrust(folder: Path, *, follows: bool) -> str | None:
 
 
 def read_own(path: Path, most_bytes: int) -> bytes | None:
-    """A file's bytes; None if it is absent, larger, no regular file, or not ours alone to write."""
+    """Return a file's bytes. None if it is absent, larger, not a regular file, or if others may write to it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except (OSError, ValueError):
@@ -94,7 +100,10 @@ def read_own(path: Path, most_bytes: int) -> bytes | None:
 
 
 def write_own(path: Path, content: bytes) -> OSError | None:
-    """The file appears whole or not at all. Returns what was in the way: a full disk, a folder for reading only."""
+    """Write a file, which appears as a whole or not at all.
+
+    Return the error that prevented it, such as a full disk or a read-only folder, or None.
+    """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)

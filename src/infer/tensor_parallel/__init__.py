@@ -1,1 +1,4 @@
-"""One model in several processes: rank 0 has the engine and samples, the others follow its steps with their shares."""
+"""One model in several processes.
+
+Rank 0 has the engine and samples. The other ranks run the same steps with their shares.
+"""

@@ -1,4 +1,4 @@
-"""What ranks compare: logits as few bytes."""
+"""Digests of logits: a few bytes that ranks compare."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""The program of a rank but the first: it loads its share of the model, then does what rank 0 tells, in its order."""
+"""The program of every rank except the first. It loads its share of the model, then runs rank 0's calls in order."""
 
 import os
 import signal
@@ -32,7 +32,10 @@ def main() -> None:
 
 
 def follow(pipe: Connection, group: Group) -> None:
-    """Until the other end of the pipe is closed: then the process ends. First comes what to load."""
+    """Run messages from the pipe until its other end closes, which ends the process.
+
+    The first message names the model to load. Exits with status 1 if it cannot be loaded.
+    """
     messages = SimpleQueue[Any]()
     threading.Thread(target=_receive, args=(pipe, messages), daemon=True).start()
     follower: Follower | None = None
@@ -50,7 +53,10 @@ def follow(pipe: Connection, group: Group) -> None:
 
 
 def _receive(pipe: Connection, messages: "SimpleQueue[Any]") -> None:
-    """In a thread: a step that waits for rank 0 would not see that it has ended."""
+    """Put the pipe's messages into the queue, and end the process when the pipe closes.
+
+    It runs in a thread, because a step that waits for rank 0 would not notice that rank 0 has ended.
+    """
     try:
         while True:
             messages.put(pipe.recv())
@@ -60,7 +66,7 @@ def _receive(pipe: Connection, messages: "SimpleQueue[Any]") -> None:
 
 @final
 class Follower:
-    """A runner of one rank's share, which does what rank 0's does."""
+    """A runner of one rank's share, which repeats the calls of rank 0's runner."""
 
     def __init__(self, pipe: Connection, group: Group, source: ModelSource, settings: RunnerSettings) -> None:
         self._pipe, self._group = pipe, group
@@ -82,7 +88,10 @@ class Follower:
         self._logits = torch.empty(0, 0)
 
     def do(self, calls: Sequence[Call]) -> None:
-        """An error here is one that rank 0 has seen too, or the end of the group, of which it knows."""
+        """Run the calls in order, and ignore an InferError.
+
+        Either rank 0 raised the same error, or the group has ended and rank 0 knows.
+        """
         for name, arguments in calls:
             try:
                 getattr(self if name in _OWN else self._runner, name)(*arguments)
@@ -101,7 +110,7 @@ class Follower:
             self._runner.follow(chunks, count)
 
     def leave(self) -> None:
-        """What was told before is done, or left."""
+        """Confirm that all earlier calls are done, or were interrupted."""
         self._pipe.send(None)
 
     def begin_anew(self) -> None:
@@ -113,7 +122,7 @@ class Follower:
         self._pipe.send(digest_of(self._logits))
 
     def _check(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
-        """A cache that is not what rank 0's is would answer, and wrongly."""
+        """End the process with status 1 if its cache has other lengths than rank 0's. Its results would be wrong."""
         own = [self._runner.lengths[chunk.slot] for chunk in chunks]
         if own != list(starts):
             print(f"infer: rank {self._group.rank} has {own} tokens where rank 0 has {starts}", file=sys.stderr)

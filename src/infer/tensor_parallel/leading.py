@@ -1,7 +1,8 @@
-"""Rank 0's runner: what changes its cache, or runs its model, the other ranks do as well, in the same order.
+"""Rank 0's runner. The other ranks repeat each call that changes its cache or runs its model, in the same order.
 
-They are told of changes before they happen here, and begin with the next step. Whatever an exception left midway,
-`reset` mends; a step after which a rank has ended raises InferError, and its logits are nobody's.
+The other ranks receive changes before they happen here, and apply them with the next step. `reset` repairs any state
+that an exception left incomplete. If a rank has ended during a step, the step raises InferError, and its logits are
+discarded.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ class LeadingRunner(Runner):
         self._runner, self._ranks = runner, ranks
 
     def check_logits(self) -> None:
-        """Raises InferError where the ranks do not find the same logits."""
+        """Raise InferError if the ranks compute different logits."""
         self.reserve(0, 1)
         logits = self.forward([Chunk(0, [0])])
         if set(self._ranks.digests()) != {digest_of(logits)}:
@@ -39,7 +40,7 @@ class LeadingRunner(Runner):
 
     @contextmanager
     def _leading(self, name: str, *arguments: Any) -> Iterator[None]:
-        """The others run a step, for the same one here within."""
+        """Start a step on the other ranks; the same step runs here within the context."""
         self._ranks.lead(name, *arguments)
         yield
         self._ranks.has_led()
@@ -130,7 +131,7 @@ class LeadingRunner(Runner):
         self._runner.after_answer(slot)
 
     def give_back_free(self) -> int:
-        """Of rank 0."""
+        """Free the memory of free pages on all ranks, and return the number of bytes on rank 0."""
         self._ranks.tell("give_back_free")
         return self._runner.give_back_free()
 
@@ -139,14 +140,14 @@ class LeadingRunner(Runner):
         self._runner.copy_slot(slot, source)
 
     def import_slot(self, slot: int, tensors: Mapping[str, Tensor], length: int) -> None:
-        """Empties the slot: each rank stores heads of its own, and they are computed again."""
+        """Empty the slot. Each rank stores its own heads, so the tokens are computed again."""
         self.truncate(slot, 0)
 
     # What is asked of it
 
     @property
     def cache(self) -> PagedCache:
-        """With rank 0's heads."""
+        """Cache of rank 0, with rank 0's heads."""
         return self._runner.cache
 
     @property

@@ -1,7 +1,8 @@
-"""The other ranks of a model: processes that rank 0 starts, tells what to do, and ends.
+"""The other ranks of a model: processes that rank 0 starts, controls and ends.
 
-They are told through a socket each, all in the same order, and answer only where rank 0 waits for it. Rank 0's end,
-however it comes, closes the sockets, and they end too. One that dies ends the group: whoever gathers stops waiting.
+Each rank receives its calls through a socket, all in the same order. It answers only when rank 0 waits for the answer.
+When rank 0 ends, for any reason, the sockets close and the other ranks end too. A rank that dies ends the group: ranks
+that wait in a gather stop waiting.
 """
 
 import mmap
@@ -39,8 +40,9 @@ _HEADER_BYTES, _SPARE = 1 << 14, 16  # _SPARE tokens: that kernels read after a 
 def start_ranks(
     checkpoint: Checkpoint, load: tuple[str, str, str], device: str, cache: CacheSettings, size: int
 ) -> "Ranks | None":
-    """Those of a model but the first, if it is shared out, each with as many threads as this process. `load` is its
-    dtype, weights and precision. Raises InvalidRequestError where it cannot be shared out.
+    """Start all ranks of a model except the first, each with as many threads as this process. Return None for one rank.
+
+    `load` is the model's dtype, weights and precision. Raises InvalidRequestError if the model cannot be shared out.
     """
     if size == 1:
         return None
@@ -51,8 +53,11 @@ def start_ranks(
 
 
 def exchange_bytes(architecture: Architecture) -> int:
-    """Of the memory that ranks share: twice all activations that a step gathers, as floats and quantised. The system
-    gives what is written."""
+    """Return the bytes of the memory that ranks share.
+
+    It has room for twice all activations that a step gathers, as floats and quantised. The system allocates only the
+    pages that are written.
+    """
     widths = {architecture.hidden_size}
     for layer in architecture.layers:
         heads = layer.num_heads, layer.num_heads + 2 * layer.num_kv_heads
@@ -63,7 +68,10 @@ def exchange_bytes(architecture: Architecture) -> int:
 
 @final
 class Ranks:
-    """`group` is rank 0's. For one thread at a time, but for what the end of a process does."""
+    """The other ranks of a group. `group` is rank 0's.
+
+    Only one thread may use it at a time, except for the calls when a process ends.
+    """
 
     def __init__(
         self, source: ModelSource, architecture: Architecture, size: int, transport: Transport = "memory"
@@ -82,8 +90,9 @@ class Ranks:
             self._start(size, transport, str(Path(folder) / "meeting"), [])
 
     def load(self, settings: RunnerSettings) -> None:
-        """Returns when all have loaded their shares, in place of what they had. Raises InferError with what a rank says
-        that cannot.
+        """Load the ranks' shares, in place of their previous ones, and wait until all have loaded.
+
+        Raises InferError with the message of a rank that cannot load.
         """
         self._send((self.source, settings))
         for problem in self._answers():
@@ -93,11 +102,11 @@ class Ranks:
         self.check()
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """They call this method of their runners before the next `lead`."""
+        """Queue a method call for the runners of all other ranks, to run before the next `lead`."""
         self._pending.append((name, arguments))
 
     def lead(self, name: str, *arguments: Any) -> None:
-        """They begin now to do what was told, and this after it."""
+        """Start the queued calls on the other ranks, followed by this one."""
         self.check()
         calls = [*self._pending, (name, arguments)]
         self._pending.clear()
@@ -105,12 +114,12 @@ class Ranks:
         self._send(calls)
 
     def has_led(self) -> None:
-        """Rank 0 has done the same. Raises InferError where a rank has ended meanwhile."""
+        """Record that rank 0 has finished the same call. Raises InferError if a rank has ended meanwhile."""
         self.check()
         self._is_midway = False
 
     def begin_anew(self) -> None:
-        """They leave the step that they are in, if any, empty their runners, and wait for what is told next."""
+        """Make the ranks leave their current step, if any, empty their runners, and wait for the next call."""
         self.check()
         self._pending.clear()
         if self._is_midway:
@@ -125,25 +134,25 @@ class Ranks:
         self._is_midway = False
 
     def digests(self) -> list[bytes]:
-        """Of the logits that each had last."""
+        """Return the digest of each rank's last logits."""
         self.lead("digest")
         found = self._answers()
         self.has_led()
         return found
 
     def check(self) -> None:
-        """Raises InferError once one has ended."""
+        """Raise InferError if a rank has ended."""
         if self._failure is not None:
             raise InferError(self._failure)
 
     def close(self) -> None:
-        """End them. Again does nothing."""
+        """End the ranks. A second call does nothing."""
         self._is_closed = True
         self.group.fail()
         self._end()
 
     def note_end(self, rank: int) -> None:
-        """A rank has ended, or is about to. For any thread."""
+        """Record that a rank has ended or is about to end. Safe to call from any thread."""
         status = self._processes[rank - 1].wait()
         if not self._is_closed:
             how = f"by signal {-status}" if status < 0 else f"with status {status}"
@@ -167,7 +176,7 @@ class Ranks:
                 pipe.send(message)
 
     def _answers(self) -> list[Any]:
-        """One of each rank, None of one that has ended."""
+        """Return one answer per rank, or None for a rank that has ended."""
         found = list[Any]()
         for rank, pipe in enumerate(self._pipes, 1):
             try:
@@ -179,7 +188,7 @@ class Ranks:
 
 
 def _watch(ranks: weakref.ref[Ranks], rank: int, process: subprocess.Popen[bytes]) -> None:
-    """Until it ends. In a thread, which does not keep the ranks."""
+    """Wait until the process ends, then record it. It runs in a thread and does not keep the ranks alive."""
     process.wait()
     found = ranks()
     if found is not None:
@@ -197,7 +206,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Connectio
 
 
 def _shared_memory(num_bytes: int) -> BinaryIO:
-    """Of no name, and of zeros. The caller closes it."""
+    """Return a file of shared memory without a name, filled with zeros. The caller closes it."""
     if sys.platform == "linux":
         memory: Any = os.fdopen(os.memfd_create("infer-ranks"), "w+b")
     else:
@@ -210,7 +219,7 @@ def _shared_memory(num_bytes: int) -> BinaryIO:
 def _start(
     rank: int, size: int, transport: Transport, place: str, descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """The first descriptor is of its pipe."""
+    """Start the process of a rank. The first descriptor is the rank's pipe."""
     program = [sys.executable, "-m", "infer.tensor_parallel.follower"]
     return subprocess.Popen(
         [*program, str(rank), str(size), transport, place, str(descriptors[0])],
@@ -222,7 +231,10 @@ def _start(
 
 
 def make_group(rank: int, size: int, transport: Transport, place: str) -> Group:
-    """`place` is the descriptor of the memory that ranks share, or the file at which torch connects them."""
+    """Return the group of a rank.
+
+    `place` is the descriptor of the memory that ranks share, or the file at which torch connects the ranks.
+    """
     if transport == "memory":
         return ops.backend_of(torch.device("cpu")).make_group(rank, size, mmap.mmap(int(place), 0))
     made: Group = import_module("infer.tensor_parallel.torch_group").TorchGroup(rank, size, Path(place))

@@ -1,4 +1,4 @@
-"""What a model is shared out as, and what its ranks are told to begin with."""
+"""Settings of a model that ranks share: its source, and the settings that the ranks start with."""
 
 from pathlib import Path
 from typing import Literal, NamedTuple, final
@@ -11,7 +11,7 @@ Transport = Literal["memory", "gloo"]
 
 @final
 class ModelSource(NamedTuple):
-    """Where a model is loaded from, and how: in the words of `LLM`."""
+    """Source of a model, and how it is loaded, under the names that `LLM` uses."""
 
     path: Path
     fingerprint: str  # of its files, which all ranks must find the same
@@ -23,7 +23,7 @@ class ModelSource(NamedTuple):
 
 @final
 class RunnerSettings(NamedTuple):
-    """Of rank 0's runner: all store alike."""
+    """Settings of rank 0's runner. All ranks use the same cache settings."""
 
     max_seq_len: int
     cache: CacheSettings
@@ -33,7 +33,7 @@ class RunnerSettings(NamedTuple):
 
 
 def check_shared(num_ranks: int, device: str, cache: CacheSettings) -> None:
-    """Raises InvalidRequestError where a model cannot be shared out among so many ranks."""
+    """Raise InvalidRequestError if a model cannot be shared out among `num_ranks` ranks."""
     if device != "cpu":
         raise InvalidRequestError(f"tensor_parallel={num_ranks} shares a model out on a CPU, got device {device!r:.80}")
     if cache.memory_threshold_mb is not None:

@@ -19,7 +19,7 @@ _TIMEOUT = timedelta(minutes=10)  # a rank that takes longer for a step hangs
 
 @final
 class TorchGroup(Group):
-    """The ranks find each other at a file that all of them can write."""
+    """A group whose ranks find each other through a file that all of them can write."""
 
     def __init__(self, rank: int, size: int, meeting: Path) -> None:
         super().__init__(rank, size)
@@ -41,7 +41,7 @@ class TorchGroup(Group):
         return
 
     def gather(self, own: Float[Tensor, "rows own"], widths: Sequence[int]) -> Float[Tensor, "rows width"]:
-        """Each rank's columns in as many as the widest has."""
+        """Gather each rank's columns, padded to the width of the widest rank for the transfer."""
         padded = F.pad(own.contiguous(), (0, max(widths) - own.shape[1]))
         parts = [torch.empty_like(padded) for _ in widths]
         try:

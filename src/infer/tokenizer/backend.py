@@ -1,8 +1,8 @@
-"""The `tokenizers` library, kept from files that break it.
+"""The `tokenizers` library, protected from files that break it.
 
-It is written in Rust: where it meets what it does not expect it panics, which Python sees as a BaseException, or it
-takes the process down. So what is known to do that is refused before the library sees it, the rest is tried at once,
-and a panic that is left becomes an error like any other.
+It is written in Rust. On unexpected input it panics, which Python sees as a BaseException, or it crashes the process.
+So inputs that are known to do this are refused before the library sees them. The rest is tried immediately, and a
+remaining panic becomes an ordinary error.
 """
 
 import base64
@@ -34,7 +34,10 @@ _TRIED = ("", "a", " Hello,  wörld 12\n", "世界 \u0301\U0001f642\0")
 
 
 def load_backend(path: Path) -> tokenizers.Tokenizer:
-    """From a tokenizer.json. Raises ModelFormatError for whatever the library refuses or cannot work with."""
+    """Return the backend of a tokenizer.json.
+
+    Raises ModelFormatError if the library refuses the file or cannot work with it.
+    """
     content = read_whole(path, MAX_BYTES)
     _check_for_traps(path, content)
     with _panics_as(lambda problem: ModelFormatError(path, "tokenizer", problem)):
@@ -50,8 +53,8 @@ def load_backend(path: Path) -> tokenizers.Tokenizer:
 def encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """Return the ids of a text. Raises InvalidRequestError if the library fails on the text.
 
-    `encode` holds the GIL and `encode_batch_fast` does not, but a fork after the latter warns on stderr: short texts,
-    which take about a millisecond, do without.
+    `encode` holds the GIL and `encode_batch_fast` does not. A fork after `encode_batch_fast` warns on stderr, so short
+    texts, which take about a millisecond, use `encode`.
     """
     with _panics_as(lambda problem: InvalidRequestError(f"the tokenizer fails on the text: {problem}")):
         if len(text) <= _MAX_SHORT:
@@ -60,7 +63,7 @@ def encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -
 
 
 def make_text_backend(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Return a backend with the same model, in one memory, for which special tokens in a text are ordinary text."""
+    """Return a backend that shares the model, for which special tokens in a text are ordinary text."""
     twin = tokenizers.Tokenizer(backend.model)
     for name in ("normalizer", "pre_tokenizer", "post_processor"):
         if (part := getattr(backend, name)) is not None:
@@ -76,7 +79,10 @@ def make_text_backend(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def read_vocabulary(backend: tokenizers.Tokenizer) -> dict[str, int]:
-    """Ids by text, added tokens included. Raises ModelFormatError for an id twice, or far beyond any vocabulary."""
+    """Return the ids by text, including added tokens.
+
+    Raises ModelFormatError for a duplicate id, or for one far beyond any vocabulary.
+    """
     ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     if len(set(ids.values())) < len(ids):
         raise ModelFormatError("tokenizer.json", "vocab", "two tokens have the same id")
@@ -120,7 +126,7 @@ def _check_for_traps(path: Path, content: bytes) -> None:
 
 
 def _is_charsmap(text: bytes) -> bool:
-    """Four bytes that say how long the trie is, the trie, and text."""
+    """Return True if the text decodes to four bytes with the length of a trie, the trie, and text."""
     try:
         content = base64.b64decode(text, validate=True)
     except binascii.Error:
@@ -146,7 +152,7 @@ def _steps(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _problem(step: Mapping[str, Any]) -> str | None:
-    """What the library believes and falls over later."""
+    """Return the problem of a step that the library accepts and later fails on, or None."""
     match step:
         case {"type": "Prepend", "prepend": ""}:
             return "Prepend has nothing to prepend"

@@ -1,7 +1,7 @@
 """Chat templates: conversations to text, rendered as Hugging Face does.
 
-`ChatTemplate.render` gives the text of `transformers`' `apply_chat_template`. `ChatTemplate.render_marked` gives the
-same text cut where a special token's text came from a message: that text must not become a control id.
+`ChatTemplate.render` returns the text of `transformers`' `apply_chat_template`. `ChatTemplate.render_marked` returns
+the same text, cut wherever a special token's text came from a message. Such text must not become a control id.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +31,9 @@ class ChatTemplate:
         self._variables = dict(variables)
 
     def check(self) -> None:
-        """Renders a short conversation, with tools where it works with these alone. Raises InvalidRequestError for a
-        template that can answer none.
+        """Render a short conversation, with tools if it works only with tools.
+
+        Raises InvalidRequestError for a template that can render neither.
         """
         try:
             self.render(_PROBE)
@@ -51,9 +52,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **variables: Any
     ) -> str:
-        """`variables`: `add_generation_prompt` (true by default), `tools`, `documents`, the template's own.
+        """Return the rendered text.
 
-        With `continue_final_message` the text ends where the last message ends, so that the model goes on with it.
+        `variables` are `add_generation_prompt` (true by default), `tools`, `documents`, and the template's own. With
+        `continue_final_message` the text ends where the last message ends, so that the model continues it.
         """
         context = _context(messages, continue_final_message, variables)
         text = self._render(context)
@@ -67,12 +69,13 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> list[Piece]:
-        """The rendered text in pieces; special-token text that a message wrote lies in pieces that are not control.
+        """Return the rendered text in pieces. Special-token text that a message wrote is in pieces that are not
+        control.
 
-        Each string that holds such text, or a fragment that could be completed by its neighbour, gets a mark inside it
-        and the template is rendered again: marks say where the text went. If they change what the template writes,
-        the origin cannot be told and the request is an `InvalidRequestError`. So is a string of which a template that
-        removes parts would leave a special token.
+        Each string with such text, or with a fragment that its neighbour could complete, gets a mark inside it. Then
+        the template is rendered again, and the marks show where the text went. If the marks change the rendered text,
+        its origin is unknown, and the request raises InvalidRequestError. The same applies to a string of which a
+        template could leave a special token by removing parts.
         """
         context = _context(messages, continue_final_message, variables)
         text = self._render(context)
@@ -100,7 +103,7 @@ class ChatTemplate:
 def _context(
     messages: Sequence[Mapping[str, Any]], continue_final_message: bool, variables: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the template sees: plain JSON values, as Hugging Face prepares them."""
+    """Return the template's variables: plain JSON values, as Hugging Face prepares them."""
     if not messages:
         raise InvalidRequestError("messages must hold at least one message, got none")
     _check_mappings("messages", messages, "with a role")
@@ -132,7 +135,7 @@ def _check_mappings(name: str, values: Any, kind: str) -> None:
 
 
 def _tag_end(message: dict[str, Any]) -> None:
-    """Writes the tag after the message's content, or after the last text of its parts."""
+    """Append the tag to the message's content, or to the last text of its parts."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + _CONTINUE_TAG
@@ -153,13 +156,13 @@ def _end_of_final_message(text: str) -> int:
 
 
 def _is_left_of(string: str, special: str) -> bool:
-    """Whether the string without some of its characters is this text."""
+    """Return True if removing some of the string's characters can leave the text `special`."""
     characters = iter(string)
     return all(character in characters for character in special)
 
 
 def _beginning_without(marked: str, mark: str, length: int) -> str:
-    """The beginning that has this length when its marks are taken out."""
+    """Return the beginning of `marked` that has this length when its marks are removed."""
     end = length
     while (longer := length + marked.count(mark, 0, end)) > end:
         end = longer
@@ -172,7 +175,7 @@ def _with_reasoning_aliases(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON types only: a template must not reach the methods of any other object."""
+    """Return the value in JSON types only, because a template must not reach the methods of other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for base in (str, int, float):
@@ -200,7 +203,10 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Keys too: a template that looks a changed one up finds nothing, and the rendered text says so."""
+    """Return the value with each string changed, including keys.
+
+    A template that looks up a changed key finds nothing, which shows in the rendered text.
+    """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -16,7 +16,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_by_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and up."""
+    """Return the byte of each character in GPT-2's alphabet.
+
+    Printable Latin-1 characters represent themselves. Characters from U+0100 up represent the other bytes.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -24,7 +27,7 @@ def _byte_by_character() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class DecodingRules:
-    """What a tokenizer's decoder does to a token's text, as values."""
+    """Rules by which a tokenizer's decoder changes a token's text."""
 
     byte_level: bool = False
     byte_fallback: bool = False
@@ -34,7 +37,7 @@ class DecodingRules:
 
 
 def read_decoding_rules(decoder_json: str | None) -> DecodingRules:
-    """From the JSON of a `tokenizers` decoder."""
+    """Return the rules from the JSON of a `tokenizers` decoder."""
     byte_level, byte_fallback, num_stripped = False, False, 0
     replacements: list[tuple[str, str]] = []
     for step in _flat_steps(None if decoder_json is None else json.loads(decoder_json)):
@@ -71,7 +74,7 @@ def _flat_steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
 def make_token_bytes(
     token_texts: Iterable[str], rules: DecodingRules, text_token_ids: Collection[int]
 ) -> tuple[bytes, ...]:
-    """The raw bytes of every id; those of `text_token_ids` (special and added tokens) are their text."""
+    """Return the raw bytes of every id. For `text_token_ids` (special and added tokens) they are the token's text."""
     if rules.byte_level:
         table = _byte_level_bytes(token_texts, text_token_ids)
     else:
@@ -103,7 +106,7 @@ def _replaced(text: str, rules: DecodingRules) -> str:
 def decode_ids(
     ids: Iterable[int], token_bytes: Sequence[bytes], skipped_token_ids: Collection[int], num_stripped_spaces: int
 ) -> str:
-    """All at once: the bytes joined, decoded and stripped."""
+    """Return the text of all ids in one operation: the bytes are joined, decoded and stripped."""
     kept = [token_id for token_id in ids if token_id not in skipped_token_ids]
     if kept:
         _check_token_id(min(kept), len(token_bytes))
@@ -119,9 +122,9 @@ def _check_token_id(token_id: int, vocab_size: int) -> None:
 
 
 class Detokenizer:
-    """Streams the text of a sequence of ids; O(1) per token.
+    """Streaming decoder of a sequence of ids; O(1) per token.
 
-    A character is held back until its last byte has come; bytes that are not UTF-8 become U+FFFD.
+    A character is held back until its last byte has arrived. Bytes that are not UTF-8 become U+FFFD.
     """
 
     def __init__(
@@ -136,14 +139,14 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, often one word, sometimes nothing."""
+        """Return the text that this token completes, often one word, sometimes nothing."""
         if token_id in self._skipped_token_ids:
             return ""
         _check_token_id(token_id, len(self._token_bytes))
         return self._strip(self._decoder.decode(self._token_bytes[token_id]))
 
     def flush(self) -> str:
-        """What an unfinished character leaves: U+FFFD or nothing."""
+        """Return the text of an unfinished character: U+FFFD or nothing."""
         return self._strip(self._decoder.decode(b"", final=True))
 
     def _strip(self, text: str) -> str:

@@ -1,7 +1,7 @@
 """A `tokenizers` backend from the key-values of a GGUF file.
 
-Two dialects: byte-pair encoding with merges (`gpt2`, `gemma4`), and SentencePiece's scores (`llama`), of which merges
-are made. Source: llama.cpp, `src/llama-vocab.cpp`.
+Two dialects: byte-pair encoding with merges (`gpt2`, `gemma4`), and SentencePiece's scores (`llama`), from which merges
+are derived. Source: llama.cpp, `src/llama-vocab.cpp`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ _CHUNK = 16_384  # tokens whose arrays stay in a core's cache
 
 
 class TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`."""
+    """Values of `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -60,10 +60,10 @@ class GGUFBackend(NamedTuple):
 
 
 def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
-    """Ids are the positions in `tokenizer.ggml.tokens`.
+    """Return the backend and the token texts. Ids are the positions in `tokenizer.ggml.tokens`.
 
     Raises `UnsupportedModelError` for a tokenizer or pre-tokenizer that we do not know, `ModelFormatError` for
-    metadata that contradict themselves.
+    contradictory metadata.
     """
     check_metadata(metadata)
     rules = _rules(metadata)
@@ -106,7 +106,10 @@ def _rules(metadata: Mapping[str, Any]) -> PreTokenizer:
 
 
 def _with_control_names(metadata: Mapping[str, Any], texts: list[str], types: list[int]) -> list[int]:
-    """Some converters call what begins or ends a turn a normal or user-defined token: it is never text."""
+    """Return the types with tokens that begin or end a turn as control tokens.
+
+    Some converters call them normal or user-defined, but they are never text.
+    """
     ids = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
     mistaken = (TokenType.NORMAL, TokenType.USER_DEFINED)
     return [
@@ -129,7 +132,7 @@ def _make_byte_level(
 def _make_marked(
     metadata: Mapping[str, Any], rules: PreTokenizer, vocabulary: dict[str, int], merges: list[tuple[str, str]]
 ) -> Tokenizer:
-    """Spaces are written as ▁, and characters that the vocabulary does not have as bytes."""
+    """Return a backend that writes spaces as ▁, and characters that are not in the vocabulary as bytes."""
     unknown_id = metadata.get("tokenizer.ggml.unknown_token_id")
     unknown = next((text for text, token_id in vocabulary.items() if token_id == unknown_id), None)
     backend = Tokenizer(_make_bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
@@ -149,9 +152,9 @@ def _make_marked(
 
 
 def _derive_merges(texts: list[str], scores: Sequence[float], types: list[int]) -> list[tuple[str, str]]:
-    """Every way to make a token from two, best score first, then the longest left part, as Hugging Face sorts them.
+    """Return every way to make a token from two, in Hugging Face's order: best score first, then the longest left part.
 
-    Runs of whitespace and tags that the trainer was given come before all that it learnt; they have no score.
+    Runs of whitespace and tags that the trainer was given come before all learnt tokens, because they have no score.
     """
     splits = _find_splits(texts)
     type_of = np.asarray(types)
@@ -168,7 +171,7 @@ def _derive_merges(texts: list[str], scores: Sequence[float], types: list[int]) 
 
 
 class _Splits(NamedTuple):
-    """Row i: token `whole[i]` is token `left[i]` followed by token `right[i]`."""
+    """Splits of tokens. Row i: token `whole[i]` is token `left[i]` followed by token `right[i]`."""
 
     whole: Integers
     left: Integers
@@ -178,11 +181,12 @@ class _Splits(NamedTuple):
 
 
 def _find_splits(texts: list[str]) -> _Splits:
-    """All of them, in a few passes over the vocabulary's characters.
+    """Return all splits, in a few passes over the vocabulary's characters.
 
-    A text's hash is `sum(character × base^place)` modulo 2⁶⁴, so those of all beginnings and ends are differences of
-    running sums. A table with one token for each of a few million slots sorts out most of Gemma's 2 million and finds
-    most of the others; those whose slot another token holds are looked up among the sorted hashes.
+    A text's hash is `sum(character × base^place)` modulo 2⁶⁴, so the hashes of all its beginnings and ends are
+    differences of running sums. A table with one token per slot, for a few million slots, rejects most of Gemma's 2
+    million candidates and finds most of the others. A candidate whose slot another token holds is looked up among the
+    sorted hashes.
     """
     lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
     longest = int(lengths.max(initial=0))
@@ -209,8 +213,10 @@ def _find_splits(texts: list[str]) -> _Splits:
 
 
 class _Beginnings(NamedTuple):
-    """The hashes of some tokens, and of all their beginnings but the whole: `heads[i]` is that of the first `places[i]`
-    characters of token `ids[i]`."""
+    """The hashes of some tokens, and of all their proper beginnings.
+
+    `heads[i]` is the hash of the first `places[i]` characters of token `ids[i]`.
+    """
 
     hashes: Hashes
     ids: Integers
@@ -235,7 +241,7 @@ def _hash_beginnings(texts: list[str], first_id: int, powers: Hashes) -> _Beginn
 
 
 def _look_up(asked: Hashes, hashes: Hashes, holder: npt.NDArray[np.int32]) -> Integers:
-    """The token of each hash, if there is one; the slot of each is held by some token."""
+    """Return the token of each hash, if there is one. Each hash must have a slot that some token holds."""
     found = holder[_slot(asked)].astype(np.int64)
     others = np.flatnonzero(hashes[found] != asked)
     by_hash = np.argsort(hashes)
@@ -264,7 +270,7 @@ def _make_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **optio
 def _make_post_processor(
     backend: Tokenizer, metadata: Mapping[str, Any], texts: list[str], adds_bos: bool
 ) -> processors.TemplateProcessing:
-    """BOS before and EOS after, as `add_bos_token` and `add_eos_token` ask."""
+    """Return a processor that adds BOS and EOS as `add_bos_token` and `add_eos_token` require."""
     asked: list[str | None] = []
     for name, default in (("bos", adds_bos), ("eos", False)):
         token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -278,7 +284,7 @@ def _make_post_processor(
 
 
 def make_bos_eos_processor(backend: Tokenizer, bos: str | None, eos: str | None) -> processors.TemplateProcessing:
-    """Puts `bos` before a text and `eos` after it, where they are given."""
+    """Return a processor that puts `bos` before a text and `eos` after it, if they are given."""
     pieces = [piece for piece in (bos, "$A", eos) if piece is not None]
     special_tokens = [(text, backend.token_to_id(text)) for text in dict.fromkeys((bos, eos)) if text is not None]
     for text, token_id in special_tokens:

@@ -1,6 +1,6 @@
-"""Fill in the middle: the prompt of models that were trained to write what stands between two texts.
+"""Fill in the middle: the prompt of models that were trained to write the text between two texts.
 
-The marks are tokens beside the vocabulary. Most models read the text before first; Mistral's read the text after first
+The marks are tokens beside the vocabulary. Most models read the text before first. Mistral's read the text after first,
 and need no mark where the answer begins. Names: the published tokenizers, and llama.cpp's `llama-vocab.cpp`.
 """
 
@@ -38,7 +38,7 @@ class InfillMarks(NamedTuple):
 
 
 def find_marks(added_ids: Callable[[Iterable[str]], dict[str, int]]) -> InfillMarks | None:
-    """Return the marks of a tokenizer that has them. `added_ids` finds the ids of names that it knows."""
+    """Return the marks of a tokenizer, or None if it has none. `added_ids` returns the ids of known names."""
     ends = frozenset(added_ids(_END_NAMES).values())
     for names in (*_MARKS, *_SUFFIX_FIRST_MARKS):
         found = added_ids(names)

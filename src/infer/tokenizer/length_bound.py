@@ -1,7 +1,7 @@
-"""How few tokens a text can be: its bytes over those of the longest token, where nothing takes text away before.
+"""A lower bound of a text's number of tokens: its bytes divided by the bytes of the longest token.
 
-What a text loses on its way to the model of the tokenizer is known for the steps below only: with any other there is
-no bound.
+A tokenizer may remove text before the model of the tokenizer sees it. The loss is known only for the steps below. With
+any other step there is no bound.
 """
 
 import json
@@ -18,7 +18,7 @@ _BYTE_NAMES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def make_length_bound(backend: tokenizers.Tokenizer, token_bytes: Sequence[bytes]) -> Bound:
-    """`token_bytes` by id. 0 for every text where there is no bound."""
+    """Return the bound. `token_bytes` is by id. If there is no bound, it returns 0 for every text."""
     shrinks, has_byte_level = _shrinking(backend.normalizer), _keeps_all(backend.pre_tokenizer)
     longest = max(map(len, token_bytes), default=0)
     unread = None if has_byte_level is None else _unread(backend, has_byte_level, token_bytes)
@@ -42,7 +42,7 @@ def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _shrinking(normalizer: Any) -> int | None:
-    """By how much the bytes of a text may become fewer; None where it is not known."""
+    """Return the factor by which the bytes of a text may shrink, or None if it is unknown."""
     shrinks = 1
     for step in _steps(normalizer):
         match step:
@@ -58,7 +58,7 @@ def _shrinking(normalizer: Any) -> int | None:
 
 
 def _keeps_all(pre_tokenizer: Any) -> bool | None:
-    """Whether text becomes letters that stand for bytes; None where some of it may be left out."""
+    """Return True if text becomes letters that represent bytes, or None if some text may be left out."""
     has_byte_level = False
     for step in _steps(pre_tokenizer):
         match step:
@@ -74,7 +74,7 @@ def _keeps_all(pre_tokenizer: Any) -> bool | None:
 
 
 def _unread(backend: tokenizers.Tokenizer, has_byte_level: bool, token_bytes: Sequence[bytes]) -> bytes | None:
-    """The bytes that no token has, and that are dropped; None where it is whole characters."""
+    """Return the bytes that no token has, which are dropped, or None if whole characters are dropped."""
     if not isinstance(backend.model, BPE):
         return None
     if has_byte_level:

@@ -1,9 +1,9 @@
-"""How text is cut into words before byte-pair encoding, by the names that GGUF files use (`tokenizer.ggml.pre`).
+"""Rules that split text into words before byte-pair encoding, by their names in GGUF files (`tokenizer.ggml.pre`).
 
-A GGUF names its pre-tokenizer instead of spelling it out. Each entry spells it out as the models' own `tokenizer.json`
-do, so that a GGUF file and the folder that it was converted from give the same ids. Where only llama.cpp's form is
-known (`src/llama-vocab.cpp`), that is taken. Some patterns are rewritten to take linear time: the same cuts, without
-looking at a long run again from each of its places.
+A GGUF names its pre-tokenizer instead of describing it. Each entry describes it as the models' own `tokenizer.json` do.
+So a GGUF file and the folder from which it was converted give the same ids. If only llama.cpp's form is known
+(`src/llama-vocab.cpp`), it is used. Some patterns are rewritten to take linear time: the same cuts, without scanning a
+long run again from each of its positions.
 """
 
 import warnings
@@ -14,7 +14,10 @@ from tokenizers import Regex, pre_tokenizers
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Each step cuts the pieces of the one before: punctuation, patterns, digits, words, and then GPT-2's alphabet."""
+    """A pre-tokenizer. Each step splits the pieces of the previous one.
+
+    The steps are punctuation, patterns, digits, words, and then GPT-2's alphabet.
+    """
 
     patterns: tuple[str, ...] = ()
     punctuation_first: bool = False
@@ -33,7 +36,7 @@ class PreTokenizer:
     """No words and no alphabet for bytes: spaces are written as ▁, as SentencePiece does, and the whole is merged."""
 
     def make(self) -> pre_tokenizers.PreTokenizer:
-        """Of one that does not mark spaces."""
+        """Return the pre-tokenizer of the library, for rules that do not mark spaces."""
         steps: list[pre_tokenizers.PreTokenizer] = []
         if self.punctuation_first:
             steps.append(pre_tokenizers.Punctuation("contiguous"))
@@ -48,7 +51,10 @@ class PreTokenizer:
 
 
 def pre_tokenizer_named(name: str) -> PreTokenizer:
-    """An unknown name gets the default and a warning: its words are cut a little differently from what was trained."""
+    """Return the rules with this name. An unknown name gets the default and a warning.
+
+    Its words are then split a little differently than in training.
+    """
     if name not in PRE_TOKENIZERS:
         warnings.warn(
             f"pre-tokenizer {name!r} is not known: text is cut by 'default', and answers may be worse for it",
@@ -66,7 +72,10 @@ _ASCII_PUNCTUATION = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 
 
 def _cased_words(suffix: str, without: str = "") -> str:
-    """Words that change case once at most, since o200k; `without` takes characters out of both cases."""
+    """Return a pattern of words that change case at most once, as since o200k.
+
+    `without` excludes characters from both cases.
+    """
     first, rest = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]", rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
     before = r"[^\r\n\p{L}\p{N}]?"
     return f"{before}{first}*{rest}+{suffix}|{before}{first}+{rest}*{suffix}"

@@ -1,4 +1,4 @@
-"""The texts of special tokens: found in strings, and a message's told from the template's by marks."""
+"""The texts of special tokens, and marks that separate a message's texts from the template's."""
 
 import re
 from bisect import bisect_left
@@ -18,7 +18,7 @@ class Piece(NamedTuple):
 
 
 class SpecialTexts:
-    """The texts of the special tokens: finds them in strings and tells a message's from the template's."""
+    """The texts of the special tokens. It finds them in strings, and separates a message's from the template's."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         texts = sorted({text for text in texts if len(text) > 1})
@@ -38,11 +38,14 @@ class SpecialTexts:
         self._max_fragment = max(0, longest - 1)
 
     def are_hinted_in(self, string: str) -> bool:
-        """Whether a special token's text is in the string, or two characters or more of one at its border."""
+        """Return True if the string contains a special token's text, or two or more characters of one at its border."""
         return bool(self._any_case.search(string)) or bool(self._head_length(string)) or bool(self._tail_length(string))
 
     def mark(self, string: str, mark: str) -> str:
-        """One mark inside every hint: after the first character of it, or before the last at the string's start."""
+        """Return the string with one mark inside every hint.
+
+        The mark follows the hint's first character. At the string's start it precedes the hint's last character.
+        """
         cuts = {found.start() + 1 for found in self._any_case.finditer(string)}
         if length := self._head_length(string):
             cuts.add(len(string.rstrip()) - length + 1)
@@ -52,14 +55,14 @@ class SpecialTexts:
         return mark.join(string[start:end] for start, end in pairwise(borders))
 
     def mark_beginnings(self, string: str, mark: str) -> str:
-        """A mark after every character that a special token may begin with."""
+        """Return the string with a mark after every character with which a special token may begin."""
         return self._first_characters.sub(lambda found: found[0] + mark, string)
 
     def found_in(self, text: str) -> list[str]:
         return self._whole.findall(text)
 
     def cut(self, marked: str, mark: str) -> list[Piece]:
-        """Pieces of the text without its marks, cut at the template's special tokens around a message's own."""
+        """Return pieces of the text without its marks, cut at the template's special tokens around a message's own."""
         parts = marked.split(mark)
         text = "".join(parts)
         marks: set[int] = set()
@@ -76,7 +79,7 @@ class SpecialTexts:
         return list(_pieces(text, own_spans, foreign_spans))
 
     def _head_length(self, string: str) -> int:
-        """Of the longest beginning of a special token that ends the string."""
+        """Return the length of the longest beginning of a special token that ends the string, or 0."""
         tail = string.rstrip()[-self._max_fragment :]
         return next((length for length in range(len(tail), 1, -1) if tail[-length:] in self._heads), 0)
 
@@ -86,7 +89,7 @@ class SpecialTexts:
 
 
 def _trie_pattern(texts: Sequence[str]) -> str:
-    """Matches the longest of these sorted texts, in time that does not grow with their number."""
+    """Return a pattern that matches the longest of these sorted texts, in time independent of their number."""
     first, last = texts[0], texts[-1]
     same = next((index for index, pair in enumerate(zip(first, last, strict=False)) if len(set(pair)) > 1), len(first))
     prefix = first[:same]
@@ -99,7 +102,10 @@ def _trie_pattern(texts: Sequence[str]) -> str:
 
 
 def _pieces(text: str, own_spans: list[tuple[int, int]], foreign_spans: list[tuple[int, int]]) -> Iterator[Piece]:
-    """Text around a foreign span, from the template's special token before it to the one after, is not control."""
+    """Yield the pieces.
+
+    Text around a foreign span, from the template's special token before it to the one after it, is not control.
+    """
     start = 0
     own_borders = [(0, 0), *own_spans, (len(text), len(text))]
     foreign_starts = [begin for begin, _ in foreign_spans]

@@ -1,8 +1,8 @@
 """Stop strings found in streamed text, wherever the pieces are cut.
 
-Invariant: what is held back is the longest end of the text that is a proper prefix of some stop string; so the text
-shown never holds a part of a stop string that is cut from it. Time is linear in the text, however many stop strings
-there are: they are one automaton (Aho, Corasick 1975), of which only the states that a text comes to are made.
+Invariant: the longest end of the text that is a proper prefix of some stop string is held back. So the shown text never
+contains a part of a stop string that is cut from it. Time is linear in the text, for any number of stop strings. They
+are one automaton (Aho, Corasick 1975), of which only the states that a text reaches are made.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,9 +20,9 @@ class StopResult(NamedTuple):
 
 
 class StopStrings:
-    """Finds the stop string that completes first in the text; of those that complete there, the longest.
+    """Finder of the stop string that completes first in the text, and of the longest among several.
 
-    Once one has matched, the text is over: later text is dropped. `include` shows the stop string itself.
+    Once one has matched, later text is dropped. With `include` the stop string itself is shown.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -56,16 +56,17 @@ class StopStrings:
         return StopResult(text[:num_shown], None)
 
     def flush(self) -> str:
-        """The text held back, now that no more will come."""
+        """Return the text that is held back, at the end of the stream."""
         held, self._held = self._held, ""
         self._state = self._automaton.root
         return held
 
 
 class _State:
-    """A text of `depth` characters that the stop strings [low, high) begin with.
+    """A text of `depth` characters with which the stop strings [low, high) begin.
 
-    `shorter` is the longest end of it that is a state too, `match` the longest stop string that ends it.
+    `shorter` is the state of the text's longest end that is a state, `match` the longest stop string that ends the
+    text.
     """
 
     __slots__ = ("after", "depth", "high", "low", "match", "shorter")
@@ -83,7 +84,7 @@ class _Automaton:
         self.root = _State(0, len(self.stops), 0)
 
     def after(self, state: _State, character: str) -> _State:
-        """The longest end of the state's text and the character that is a state."""
+        """Return the state of the longest end of the state's text plus the character."""
         made: list[_State] = []  # of which the shorter ones are not known yet, the longest first
         while True:
             if character in state.after:

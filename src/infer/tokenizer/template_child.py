@@ -1,8 +1,8 @@
-"""Renders chat templates where a bomb hurts nobody: run as a program by `rendering`.
+"""Render chat templates in a process that a malicious template cannot harm. `template_process` runs it as a program.
 
-Hugging Face's Jinja environment, in Jinja's sandbox. Reads lines of JSON, [template, variables, most characters];
-answers each with a line of JSON: {"text": …}, or {"error": …, "line": …, "kind": …}. Imports nothing of infer, so that
-it starts in a tenth of a second.
+Hugging Face's Jinja environment, in Jinja's sandbox. It reads lines of JSON, [template, variables, most characters]. It
+answers each with a line of JSON: {"text": …}, or {"error": …, "line": …, "kind": …}. It imports nothing of infer, so
+that it starts in a tenth of a second.
 """
 
 import json
@@ -26,7 +26,7 @@ _STACK_BYTES = 4 << 20
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it is only its body."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training. Here it is only its body."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -47,7 +47,7 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(jinja2.utils.Namespace):
-    """`namespace` that takes no underscored attribute, the road to Python's internals."""
+    """`namespace` that accepts no attribute with an underscore, because these lead to Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # as in jinja2, `namespace(self=…)` is allowed
         self, args = args[0], args[1:]
@@ -77,7 +77,7 @@ def _tojson(
 
 
 class _Complaint(jinja2.exceptions.TemplateError):
-    """What a template says of a conversation with `raise_exception`."""
+    """Message with which a template refuses a conversation, by `raise_exception`."""
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -101,7 +101,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 class Renderer:
-    """Templates compiled once, the latest few."""
+    """Renderer that keeps the most recently used compiled templates."""
 
     def __init__(self) -> None:
         self._environment = make_environment()
@@ -145,7 +145,7 @@ def _limited(parts: Iterator[str], most: int) -> Iterator[str]:
 
 
 def _line_of(error: BaseException) -> int | None:
-    """Of the template: Jinja rewrites the traceback so that its frames are the template's own lines."""
+    """Return the template's line. Jinja rewrites the traceback so that its frames are the template's own lines."""
     line, step = None, error.__traceback__
     while step is not None:
         if step.tb_frame.f_code.co_filename == "<template>":
@@ -164,7 +164,11 @@ def _limit(what: int, count: int) -> None:
 
 
 def main(seconds: float, memory_bytes: int) -> None:
-    """Processor time, not the clock's: a busy machine makes no template a bomb. The timer's signal ends the process."""
+    """Answer the questions on stdin.
+
+    The limit is processor time, so that a busy machine does not make a template fail. The timer's signal ends the
+    process.
+    """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _limit(resource.RLIMIT_STACK, _STACK_BYTES)
     _limit(resource.RLIMIT_CORE, 0)

@@ -1,7 +1,7 @@
-"""Chat templates rendered in a process of their own.
+"""Chat templates rendered in a separate process.
 
-Jinja's sandbox stops code, not bombs: `2 ** (2 ** 33)`, nested loops and strings that double are a few characters of a
-file that anybody may have written. No list of forbidden operations is complete; ending the process is.
+Jinja's sandbox stops code, but not resource exhaustion: `2 ** (2 ** 33)`, nested loops and strings that double need
+only a few characters in an untrusted file. No list of forbidden operations is complete, but the process can be ended.
 """
 
 import signal
@@ -30,12 +30,12 @@ def _lane() -> Lane:
 
 
 def start_rendering() -> None:
-    """Lets the process start while a model is loaded."""
+    """Start the process, so that it can start while a model is loaded."""
     _lane().start()
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
-    """The text, of at most `MAX_CHARACTERS`. Raises InvalidRequestError that points at the template's line."""
+    """Return the text, of at most `MAX_CHARACTERS`. Raises InvalidRequestError that points at the template's line."""
     try:
         answer = _lane().ask([source, variables, MAX_CHARACTERS], _WAIT_SECONDS)
     except ChildError as error:

@@ -1,7 +1,7 @@
 """The tokenizer of a model, from its folder or from the metadata of a GGUF file.
 
-`tokenizers` turns text into ids; ids become text through one table of bytes, so that `decode` and the streaming
-`Detokenizer` cannot differ. Instances may be shared between threads.
+`tokenizers` converts text to ids. Ids are converted to text through one table of bytes, so that `decode` and the
+streaming `Detokenizer` cannot differ. Instances may be shared between threads.
 """
 
 import os
@@ -36,7 +36,7 @@ _GGUF_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "
 
 @final
 class Tokenizer:
-    """Text ↔ ids, and conversations → ids."""
+    """Converter of text ↔ ids, and of conversations → ids."""
 
     def __init__(
         self,
@@ -47,7 +47,10 @@ class Tokenizer:
         chat_templates: Mapping[str, str] | None = None,
         vocabulary: Sequence[str] | None = None,
     ) -> None:
-        """`named_tokens` are the template's `bos_token`, `eos_token`, …; `vocabulary` is by id, if it is at hand."""
+        """Make a tokenizer of a backend.
+
+        `named_tokens` are the template's `bos_token`, `eos_token`, …. `vocabulary` is by id, if it is already known.
+        """
         self.backend = backend
         self._named_tokens = dict(named_tokens)
         self._chat_templates = dict(chat_templates or {})
@@ -67,7 +70,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path) -> Self:
-        """From `tokenizer.json` and, where present, the JSON files around it."""
+        """Return the tokenizer of a `tokenizer.json` and, if present, the JSON files around it."""
         backend = load_backend(path / "tokenizer.json")
         config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / "tokenizer_config.json")}
         _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
@@ -86,7 +89,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
-        """From a GGUF file's key-values. Tokens of type control are special."""
+        """Return the tokenizer of a GGUF file's key-values. Tokens of type control are special."""
         backend, vocabulary = make_gguf_backend(metadata)
         named_tokens: dict[str, str] = {}
         for gguf_name, name in _GGUF_NAMES.items():
@@ -110,7 +113,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> tuple[bytes, ...]:
-        """The raw bytes of each id; those of a special token are its text."""
+        """The raw bytes of each id. For a special token they are its text."""
         vocabulary = self._vocabulary
         if vocabulary is None:
             ids = read_vocabulary(self.backend)
@@ -124,12 +127,14 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus one."""
         return len(self.token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True, *, parse_special: bool = True) -> list[int]:
-        """`add_special_tokens` puts BOS in front, where the model wants one; special tokens in the text are control,
-        unless `parse_special` is false. Raises InvalidRequestError for a text that cannot be spelled.
+        """Return the ids of a text.
+
+        With `add_special_tokens`, BOS is added in front if the model expects it. Special tokens in the text are
+        control, unless `parse_special` is false. Raises InvalidRequestError for a text that cannot be spelled.
         """
         if not parse_special:
             added = self.encode("", add_special_tokens)
@@ -138,11 +143,14 @@ class Tokenizer:
         return encode(self.backend, text, add_special_tokens)
 
     def least_num_tokens(self, text: str) -> int:
-        """No encoding of the text has fewer; 0 where nothing is known. Takes a small part of the time of `encode`."""
+        """Return a lower bound of the number of tokens of any encoding of the text; 0 if nothing is known.
+
+        It takes a small part of the time of `encode`.
+        """
         return self._length_bound(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """What a detokenizer streams for these ids, in one piece."""
+        """Return in one piece the text that a detokenizer streams for these ids."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return decode_ids(ids, self.token_bytes, skipped, self._rules.num_stripped_spaces)
 
@@ -156,26 +164,26 @@ class Tokenizer:
 
     @property
     def chat_templates(self) -> tuple[str, ...]:
-        """The sources of all of them."""
+        """Sources of all chat templates of the model."""
         return tuple(self._chat_templates.values())
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the template for a plain conversation."""
+        """Source of the template for a plain conversation, or None."""
         return self._chat_templates.get("default")
 
     def template_source(self, chosen: str | None, *, has_tools: bool) -> str:
-        """Of the template of this name or text, or that the model brings for this kind of conversation."""
+        """Return the source of the template with this name or text, or of the model's for this kind of conversation."""
         return self._template(chosen, () if has_tools else None).source
 
     def special_ids_in(self, texts: Iterable[str]) -> dict[str, int]:
-        """The special tokens that are written in these texts."""
+        """Return the special tokens that are written in these texts, with their ids."""
         found = {name for text in texts for name in self._special_texts.found_in(text)}
         return {name: token_id for name in found if (token_id := self._id_of(name)) is not None}
 
     @cached_property
     def infill_marks(self) -> InfillMarks | None:
-        """The tokens around two texts between which the model can write; None for a model without them."""
+        """The tokens around two texts between which the model can write, or None for a model without them."""
         return find_marks(self._added_ids)
 
     def encode_infill(self, before: str, after: str) -> list[int]:
@@ -187,22 +195,22 @@ class Tokenizer:
         return bos + self.infill_marks.around(first, last)
 
     def replace_chat_template(self, source: str) -> None:
-        """Takes this one in place of the model's own. Raises InvalidRequestError if it is broken."""
+        """Use this template in place of the model's own. Raises InvalidRequestError if it is broken."""
         ChatTemplate(source, self._named_tokens).check()
         self._chat_templates = {"default": source}
 
     def check_chat_template(self) -> None:
-        """Renders a short conversation. Raises InvalidRequestError if the template is missing or broken."""
+        """Render a short conversation. Raises InvalidRequestError if the template is missing or broken."""
         self._template(None, None).check()
 
     def render_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **variables: Any
     ) -> str:
-        """The text that the model was trained to see.
+        """Return the conversation as the text that the model was trained on.
 
-        `chat_template` names one of several that the model brings, or is one itself. `variables` are
-        `add_generation_prompt` (true by default), `continue_final_message`, `tools`, `documents`, and what
-        the template itself knows, such as `enable_thinking`.
+        `chat_template` is the name of one of the model's templates, or a template itself. `variables` are
+        `add_generation_prompt` (true by default), `continue_final_message`, `tools`, `documents`, and variables of the
+        template itself, such as `enable_thinking`.
         """
         return self._template(chat_template, variables.get("tools")).render(messages, **variables)
 
@@ -214,10 +222,10 @@ class Tokenizer:
         allow_special: bool | None = None,
         **variables: Any,
     ) -> list[int]:
-        """The ids of the rendered conversation; for the names see `render_chat_template`.
+        """Return the ids of the rendered conversation. For the arguments see `render_chat_template`.
 
-        Special-token text that a message wrote is text, never a control id, unless `allow_special` says otherwise
-        (None: what the attribute of this name says).
+        Special-token text that a message wrote is text, never a control id, unless `allow_special` is true. None means
+        the value of the attribute `allow_special`.
         """
         template = self._template(chat_template, variables.get("tools"))
         if self.allow_special if allow_special is None else allow_special:
@@ -228,7 +236,10 @@ class Tokenizer:
         return ids
 
     def _encode_control(self, text: str) -> list[int]:
-        """A normalizer can make a special token of other characters: these came from a message."""
+        """Return the ids of the template's own text.
+
+        Raises InvalidRequestError if a normalizer makes a special token of other characters, which came from a message.
+        """
         ids = self.encode(text, add_special_tokens=False)
         own_ids = self.special_token_ids - self._unknown_ids
         if sum(map(own_ids.__contains__, ids)) > len(self._special_texts.found_in(text)):
@@ -289,7 +300,7 @@ class Tokenizer:
         return None if text is None else self.backend.token_to_id(text)
 
     def _is_token(self, token_id: int) -> bool:
-        """A configuration may name ends that the vocabulary does not have."""
+        """Return True if the vocabulary has the id. A configuration may name end tokens that it does not have."""
         return 0 <= token_id < MAX_TOKENS and self.backend.id_to_token(token_id) is not None
 
     def _named_end_ids(self, added: Mapping[int, AddedToken]) -> frozenset[int]:
@@ -324,8 +335,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """`chat_template.jinja`, else `chat_template.json`, else the configuration's, which may be a list of named ones;
-    beside them those of `additional_chat_templates/`, named as their files."""
+    """Return the templates by name.
+
+    The first of these is used: `chat_template.jinja`, `chat_template.json`, the configuration's, which may be a list of
+    named templates. Templates of `additional_chat_templates/` are added, named by their files.
+    """
     template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
     templates = {"default": template} if isinstance(template, str) else {}
     for entry in template if isinstance(template, list) else ():
@@ -345,7 +359,10 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: Mapping[str
 
 
 def _make_special(backend: tokenizers.Tokenizer, names: Collection[str]) -> None:
-    """Tokens with these names, where the vocabulary has them: some files call what begins a turn an ordinary one."""
+    """Make tokens with these names special, if the vocabulary has them.
+
+    Some files call a token that begins a turn an ordinary one.
+    """
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for text in sorted(names):
         token = added.get(text)
@@ -358,14 +375,14 @@ _ADDED_TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "specia
 
 
 def _token_text(value: Any) -> str | None:
-    """A named token is its text or an object with its text in `content`."""
+    """Return the text of a named token, which is given as its text or as an object with the text in `content`."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _ids(value: Any) -> Collection[int]:
-    """`eos_token_id`: nothing, an id or a list of ids."""
+    """Return the ids of `eos_token_id`, which is missing, an id or a list of ids."""
     if value is None:
         return []
     return [value] if isinstance(value, int) else list(value)

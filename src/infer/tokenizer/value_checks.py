@@ -1,4 +1,4 @@
-"""What kind of value each setting of a tokenizer has, in JSON and in GGUF: checked before anything is made of it."""
+"""Checks of the type of each setting of a tokenizer, in JSON and in GGUF, before the settings are used."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_list(*types: type) -> Callable[[Any], bool]:
-    """Whose first item tells of all, as in a GGUF's arrays."""
+    """Return a check for a list. It checks only the first item, because a GGUF's arrays have items of one type."""
     return lambda value: isinstance(value, list) and all(isinstance(item, types) for item in value[:1])
 
 
@@ -69,14 +69,14 @@ _GGUF_KINDS = {
 
 
 def check_json(path: Path, settings: Mapping[str, Any]) -> None:
-    """Of tokenizer_config.json and its like; null counts as absent."""
+    """Raise ModelFormatError for a wrong type in tokenizer_config.json or a similar file. Null counts as absent."""
     for name, kind in _JSON_KINDS.items():
         if settings.get(name) is not None and not kind.holds(settings[name]):
             raise ModelFormatError(path, name, f"expected {kind.words}, got {settings[name]!r:.80}")
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> None:
-    """Of a GGUF file."""
+    """Raise ModelFormatError for a wrong type in a GGUF file's metadata."""
     for key, value in metadata.items():
         name = key.removeprefix(_PREFIX)
         if not key.startswith(_PREFIX):

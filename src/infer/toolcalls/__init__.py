@@ -1,1 +1,1 @@
-"""Tool calls and reasoning: how a family writes them, as values of which both a grammar and a parser are made."""
+"""Tool calls and reasoning: each family's notation as values, from which both a grammar and a parser are made."""

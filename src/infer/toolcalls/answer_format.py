@@ -1,4 +1,4 @@
-"""What an answer is made of besides text, as a value of its request: reasoning first, then text, then calls."""
+"""The parts of an answer besides text, as a value of its request: reasoning first, then text, then calls."""
 
 import json
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Calls:
 
     @property
     def beginnings(self) -> list[str]:
-        """How the calls begin that text is told from."""
+        """Beginnings of calls, which distinguish calls from text."""
         if self.form.trigger:
             return [self.form.trigger]
         return self.form.beginnings([tool.name for tool in self.tools])
@@ -34,9 +34,11 @@ class Calls:
 @final
 @dataclass(frozen=True)
 class AnswerFormat:
-    """`marks` stand for control tokens, by their ids. Reasoning `is_open` where the prompt has begun it; where it is
-    not `is_apart`, it is text. After `budget` tokens of it, it is closed. `warnings` say which parts of tools' schemas
-    nothing enforces.
+    """Format of an answer.
+
+    `marks` represent control tokens, by their ids. Reasoning `is_open` if the prompt has begun it. If it is not
+    `is_apart`, it is part of the text. After `budget` tokens the reasoning is closed. `warnings` name the parts of
+    tools' schemas that nothing enforces.
     """
 
     calls: Calls | None = None
@@ -48,7 +50,7 @@ class AnswerFormat:
     warnings: tuple[str, ...] = ()
 
     def call_id(self, salt: bytes, index: int) -> str:
-        """The same for the same request; others for other requests and calls."""
+        """Return the id of a call: equal for equal requests, different for other requests and calls."""
         digest = blake2b(salt + index.to_bytes(4, "little"), digest_size=12)
         if self.calls is None or not self.calls.form.has_short_ids:
             return f"call_{digest.hexdigest()}"
@@ -60,7 +62,7 @@ class AnswerFormat:
 
 
 def is_plain_text(schema: Any) -> bool:
-    """Whether what it describes is always a text."""
+    """Return True if every value that the schema describes is a text."""
     if not isinstance(schema, Mapping):
         return False
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -70,7 +72,7 @@ def is_plain_text(schema: Any) -> bool:
 
 
 def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mapping[str, Any]) -> str:
-    """Arguments as the format writes them."""
+    """Return arguments as the format writes them."""
     if form.syntax == "json":
         return json.dumps(arguments, ensure_ascii=False)
     if form.syntax == "python":
@@ -89,7 +91,7 @@ def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mappin
 
 
 def written_value(value: Any) -> str:
-    """As Python writes it, but for texts, which are JSON's."""
+    """Return a value as Python writes it, except that texts are written as in JSON."""
     if isinstance(value, Mapping):
         return (
             "{" + ", ".join(f"{json.dumps(k, ensure_ascii=False)}: {written_value(v)}" for k, v in value.items()) + "}"
@@ -102,7 +104,7 @@ def written_value(value: Any) -> str:
 
 
 def gemma_value(value: Any, quote: str) -> str:
-    """As JSON without spaces, but for names and texts."""
+    """Return a value as JSON without spaces, except that names and texts have Gemma's form."""
     match value:
         case str():
             return f"{quote}{value}{quote}"

@@ -1,4 +1,4 @@
-"""Arguments as each syntax writes them, made JSON as they come: characters in, characters of JSON out."""
+"""Convert arguments of each syntax to JSON as they arrive: characters in, characters of JSON out."""
 
 import json
 from abc import ABC, abstractmethod
@@ -9,7 +9,7 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class Scanned(NamedTuple):
-    """JSON that is known now; how many characters were read; whether the arguments have ended."""
+    """The JSON that is known now, the number of characters read, and True if the arguments have ended."""
 
     json: str
     num_read: int
@@ -17,7 +17,10 @@ class Scanned(NamedTuple):
 
 
 class Arguments(ABC):
-    """Of one call. What is not read is to be given again, with what follows it."""
+    """Scanner of one call's arguments.
+
+    Characters that it does not read must be passed again, with the following text.
+    """
 
     @abstractmethod
     def scan(self, text: str) -> Scanned: ...
@@ -25,7 +28,7 @@ class Arguments(ABC):
 
 @final
 class JsonArguments(Arguments):
-    """An object, as it is."""
+    """A JSON object, unchanged."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -81,7 +84,7 @@ class PythonArguments(Arguments):
             self._found += "" if character == "=" else character
 
     def _end_word(self, following: str) -> None:
-        """It is a name before "=", else a value."""
+        """Add the current word: a name if "=" follows, otherwise a value."""
         is_name = following == "="
         self._found += f"{json.dumps(self._word)}: " if is_name else _PYTHON_WORDS.get(self._word, self._word)
         self._word = ""
@@ -93,7 +96,7 @@ class PythonArguments(Arguments):
 
 @final
 class GemmaArguments(Arguments):
-    """`a:1,b:<escape>x<escape>,c:{d:[true]}`, up to the closing brace: names and texts without JSON's quotes."""
+    """`a:1,b:<escape>x<escape>,c:{d:[true]}`, up to the closing brace. Names and texts have no JSON quotes."""
 
     def __init__(self, quote: str) -> None:
         self._quote = quote
@@ -140,7 +143,7 @@ class GemmaArguments(Arguments):
 
 @final
 class XmlArguments(Arguments):
-    """`before_key`, a name, `after_key`, a value, `after_value`; texts stand there without quotes."""
+    """`before_key`, a name, `after_key`, a value, `after_value`, for each argument. Texts have no quotes."""
 
     def __init__(self, text_names: Collection[str], before_key: str, after_key: str, after_value: str) -> None:
         self._text_names = text_names
@@ -180,6 +183,6 @@ class XmlArguments(Arguments):
 
 
 def num_held(text: str, literal: str) -> int:
-    """How many characters at the end of a text could begin this literal, which is not in it."""
+    """Return how many characters at the end of a text could begin this literal, which the text does not contain."""
     most = min(len(text), len(literal) - 1)
     return next((length for length in range(most, 0, -1) if text.endswith(literal[:length])), 0)

@@ -1,6 +1,6 @@
-"""How families of models write tool calls and reasoning: a row of a table for each.
+"""The notation of tool calls and reasoning in each family of models, as rows of a table.
 
-In a format that is `in_vocabulary` a control token is one lone surrogate: no decoded text has one.
+In a format that is `in_vocabulary`, a control token is one lone surrogate, because no decoded text has one.
 """
 
 import re
@@ -18,10 +18,12 @@ _FIRST_MARK = 0xD800
 @final
 @dataclass(frozen=True, kw_only=True)
 class ToolCallFormat:
-    """A call is `before_name` name `before_arguments` arguments `after_arguments`. The calls of an answer stand between
-    `opening` and `closing`, with `separator` between two. Text may stand before the first `trigger`; without one, calls
-    are told from text by how an answer begins. In XML an argument is `before_key` key `after_key` value `after_value`;
-    a text of Gemma stands between two `quote`.
+    """Notation of tool calls.
+
+    A call is `before_name` name `before_arguments` arguments `after_arguments`. The calls of an answer are between
+    `opening` and `closing`, with `separator` between two calls. Text may precede the first `trigger`. Without a
+    trigger, the beginning of an answer distinguishes calls from text. In XML an argument is `before_key` key
+    `after_key` value `after_value`. In Gemma's syntax a text is between two `quote`.
     """
 
     name: str
@@ -42,17 +44,17 @@ class ToolCallFormat:
 
     @property
     def start(self) -> str:
-        """What stands before the name of the first call."""
+        """Text before the name of the first call."""
         return self.opening + self.before_name
 
     def beginnings(self, names: Sequence[str]) -> list[str]:
-        """How an answer begins that is calls, where there is no trigger."""
+        """Return the possible beginnings of an answer that is calls, for a format without a trigger."""
         if len(self.start) > 1:
             return [self.start]
         return [self.start + name + self.before_arguments for name in names]
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Calls as (name, arguments in this syntax)."""
+        """Return calls as text. Each call is (name, arguments in this syntax)."""
         each = [
             self.before_name
             + name
@@ -262,24 +264,24 @@ _Format = TypeVar("_Format", ToolCallFormat, ReasoningFormat)
 
 @cache
 def pattern_of(literal: str) -> re.Pattern[str]:
-    """What a literal of a format is in a text."""
+    """Return the pattern that finds a literal of a format in a text."""
     return re.compile(re.escape(literal).replace(re.escape(ID), ID_PATTERN))
 
 
 def literals_of(form: ToolCallFormat | ReasoningFormat) -> list[str]:
-    """What it writes itself."""
+    """Return the texts that the format itself writes."""
     values = [getattr(form, field.name) for field in fields(form) if field.name not in ("name", "syntax")]
     return [value for value in values if isinstance(value, str)]
 
 
 def marks_of(control_ids: Mapping[str, int]) -> dict[str, str]:
-    """Of each control token's text the character that stands for it; longer texts first."""
+    """Return the character that represents each control token, by the token's text; longer texts first."""
     ordered = sorted(control_ids, key=len, reverse=True)
     return {text: chr(_FIRST_MARK + index) for index, text in enumerate(ordered)}
 
 
 def in_vocabulary(form: _Format, marks: Mapping[str, str]) -> _Format:
-    """The format with marks in place of control tokens."""
+    """Return the format with marks in place of control tokens."""
 
     def marked(value: object) -> object:
         for text, mark in marks.items() if isinstance(value, str) else ():

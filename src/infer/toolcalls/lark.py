@@ -1,7 +1,7 @@
-"""The grammar of an answer, in llguidance's Lark: the same format that the parser reads, with the tools' schemas.
+"""The grammar of an answer, in llguidance's Lark: the format that the parser reads, with the tools' schemas.
 
-Free text is a lexeme, so that it costs a few microseconds a token; it ends lazily, where a call's trigger does. Control
-tokens stand in it by their ids: only this grammar can name them, never a request's.
+Free text is a lexeme, so that it costs a few microseconds per token. It ends lazily, at a call's trigger. The grammar
+names control tokens by their ids. Only this grammar can do so, never a request's.
 """
 
 import json
@@ -53,9 +53,10 @@ class Rules(Protocol):
 
 
 def answer_lark(form: AnswerFormat, rules: Rules, *, is_held: bool) -> str | None:
-    """None where nothing holds the answer. With `is_held` its text is `@answer`, a grammar of the request's.
+    """Return the grammar of an answer, or None if nothing constrains the answer.
 
-    Raises InvalidRequestError for a tool that cannot be held to its schema.
+    With `is_held` the answer's text is `@answer`, a grammar of the request's. Raises InvalidRequestError for a tool
+    whose schema cannot be enforced.
     """
     if form.calls is None and not (form.reasoning and (is_held or form.budget is not None)):
         return None
@@ -126,7 +127,7 @@ class _Builder:
         return "TEXT"
 
     def _not_text(self) -> str:
-        """How an answer begins that is no text."""
+        """Return a rule that excludes beginnings of an answer that are not text."""
         calls, beginnings = self._form.calls, list[str]()
         if self._form.reasoning is not None and not self._form.is_open:
             beginnings.append(self._form.reasoning.opening)
@@ -136,21 +137,24 @@ class _Builder:
         return f"~/{_SPACES}({'|'.join(plain)}){_ANY}/" if plain else ""
 
     def _until(self, name: str, literal: str, excluded: str = "") -> str:
-        """Any text, up to and with the first of this literal."""
+        """Return a rule for any text up to and including the first occurrence of this literal."""
         if self._is_control(literal):
             return f"{'TEXT' if excluded else 'ANY'}? {self._literal(literal)}"
         self._rules[f"{name}[lazy]"] = f"/{_ANY}{as_pattern(literal)}/{' & ' + excluded if excluded else ''}"
         return name
 
     def _calls(self, calls: Calls) -> str:
-        """From the first name on."""
+        """Return the rule of the calls from the first name on."""
         self._rules["call"] = " | ".join(self._call(calls, index) for index in range(len(calls.tools)))
         following = self._literal(calls.form.separator + calls.form.before_name)
         more = f"({following} call)*" if calls.is_parallel and calls.form.is_parallel else ""
         return f"call {more} {self._literal(calls.form.closing)}"
 
     def _calls_at_once(self, calls: Calls) -> str:
-        """Where a name tells calls from text: they begin with a lexeme for each tool."""
+        """Return the rule of calls that only a tool's name distinguishes from text.
+
+        They begin with one lexeme per tool.
+        """
         rest = self._calls(calls).removeprefix("call ")
         firsts = [
             f"/{_SPACES}{as_pattern(beginning)}/ {self._end(calls, index)}"
@@ -163,7 +167,7 @@ class _Builder:
         return f"{self._literal(calls.tools[index].name + calls.form.before_arguments)} {self._end(calls, index)}"
 
     def _end(self, calls: Calls, index: int) -> str:
-        """Arguments of a tool and what stands after them."""
+        """Return the rule of a tool's arguments and the literal after them."""
         name, tool = f"arguments_{index}", calls.tools[index]
         if name not in self._rules:
             try:
@@ -211,7 +215,10 @@ class _Builder:
         return f"{opened} {self._plain_text(spot, schema, form.after_value)}"
 
     def _plain_text(self, spot: Spot, schema: Mapping[str, Any], closed: str) -> str:
-        """Any text that the schema allows, up to and with the first of this literal. Raises SchemaError."""
+        """Return a rule for any text that the schema allows, up to and including the first occurrence of this literal.
+
+        Raises SchemaError for words that cannot be enforced.
+        """
         spot.allow(schema, NOT_HELD | {"type", "format", "pattern", *LENGTHS}, "the text ")
         number, end = next(self._numbers), "" if self._is_control(closed) else as_pattern(closed)
         bounds = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
@@ -228,7 +235,7 @@ class _Builder:
         return f"text_{number}"
 
     def _gemma(self, form: ToolCallFormat, spot: Spot, schema: Any) -> str:
-        """A schema's values with Gemma's quotes. Raises SchemaError."""
+        """Return the rule of a schema's values with Gemma's quotes. Raises SchemaError."""
         if schema is False:
             spot.refuse(f"{spot.name} may have no value: leave it out")
         held = {} if schema is True else {key: schema[key] for key in schema if key not in NOT_HELD}
@@ -271,7 +278,7 @@ class _Builder:
         return f'"[" ({rule} {others}){"" if least else "?"} "]"'
 
     def _gemma_object(self, form: ToolCallFormat, spot: Spot, schema: Mapping[str, Any]) -> str:
-        """Of other members than are named none, or any where none is."""
+        """Return the rule of an object. If members are named, no others are allowed; otherwise any member is."""
         members, more = schema.get("properties", {}), schema.get("additionalProperties", True)
         rule, required, each = f"object_{next(self._numbers)}", required_of(schema), list[tuple[str, bool]]()
         if absent := sorted(set(required) - set(members)):
@@ -287,7 +294,7 @@ class _Builder:
         return f'"{{" {self._in_order(rule, each, _SEPARATORS["gemma"])} "}}"'
 
     def _gemma_members(self, value: str) -> str:
-        """Any of this value."""
+        """Return the rule of an object with any members of this value."""
         rule = f"member_{next(self._numbers)}"
         self._rules[rule] = f'/[A-Za-z_][A-Za-z_0-9]*/ ":" {value}'
         return f'"{{" ({rule} ("," {rule})*)? "}}"'
@@ -302,7 +309,10 @@ class _Builder:
         return "any_value"
 
     def _python(self, schema: Any) -> str:
-        """A schema's values as Python writes them; as JSON does where no word differs, or more is asked."""
+        """Return the rule of a schema's values as Python writes them.
+
+        They are written as JSON if no word differs, or if the schema has words that are not supported here.
+        """
         if not has_words(schema) or set(schema) - NOTES - PYTHON_KEYS:
             return self._json_rule(schema)
         if (values := values_of(schema)) is not None:
@@ -329,7 +339,7 @@ class _Builder:
         return self._json_rule(schema)
 
     def _in_order(self, name: str, each: Sequence[tuple[str, bool]], separator: str) -> str:
-        """All that are required and any of the others, in this order."""
+        """Return the rule of all required items and any of the others, in this order."""
         self._rules[f"{name}_first_{len(each)}"] = self._rules[f"{name}_more_{len(each)}"] = '""'
         for index in range(len(each) - 1, -1, -1):
             rule, is_required = each[index]

@@ -1,8 +1,8 @@
 """Leave out the smallest parts of a tool's schema that no grammar can enforce.
 
 Clients bring tools that their users cannot change, so one word of a schema must not refuse a request. Words that cannot
-be read are removed in one pass. What the compiler refuses is removed by trial: the word that it names, other words at
-that place, the schema around it. The number of trials and the time of failures are bounded.
+be read are removed in one pass. Parts that the compiler refuses are removed by trial: the word that it names, other
+words at that place, the schema around it. The number of trials and the time of failures are bounded.
 """
 
 import json
@@ -38,14 +38,14 @@ class Allowance:
 
 
 class Loosened(NamedTuple):
-    """A schema that can be enforced, and what was left out of the given one."""
+    """A schema that can be enforced, and warnings for the parts of the given one that were left out."""
 
     parameters: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
 
 
 class _Cut(NamedTuple):
-    """Removal of a word, or a simpler schema at a place. A small cut is taken back if it does not help."""
+    """Removal of a word, or a simpler schema at a place. A small cut is undone if it does not help."""
 
     pointer: str
     value: Schema | None = None
@@ -64,7 +64,7 @@ def anything_for(parameters: Mapping[str, Any], *, is_json: bool) -> Schema:
 
 @final
 class Loosening:
-    """Of one tool. `check` tries a schema; `unreadable` finds its words that cannot be read."""
+    """Loosening of one tool's schema. `check` tries a schema; `unreadable` finds words that cannot be read."""
 
     def __init__(self, check: Check, unreadable: Unreadable, allowance: Allowance, *, is_json: bool) -> None:
         self._check, self._unreadable, self._allowance, self._is_json = check, unreadable, allowance, is_json
@@ -73,7 +73,10 @@ class Loosening:
         self._num_trials = 0
 
     def run(self, name: str, parameters: Mapping[str, Any]) -> Loosened:
-        """Raise InvalidRequestError if not even a schema that allows anything can be enforced."""
+        """Return the loosened schema and warnings.
+
+        Raises InvalidRequestError if not even a schema that allows anything can be enforced.
+        """
         text = json.dumps(parameters)
         self._schema = json.loads(text)
         problem = f"it has more than {MAX_BYTES} bytes" if len(text) > MAX_BYTES else self._loosen()
@@ -129,7 +132,7 @@ class Loosening:
             self._schema["type"] = "object"
 
     def _remove_notes(self) -> None:
-        """Remove words that assert nothing, which the other formats do not read over."""
+        """Remove words that assert nothing, because formats other than JSON do not ignore them."""
         known = ASSERTIONS | DEFINITIONS | NOTES | {"$id", "id", "$anchor", "$dynamicAnchor"}
         for node in schemas_in(self._schema):
             for word in set(node) - known:
@@ -148,7 +151,10 @@ class Loosening:
         return None
 
     def _step(self, error: InvalidRequestError) -> InvalidRequestError | None:
-        """Remove what this error is about. Return the next error, None if there is none, the same if nothing helps."""
+        """Remove the part that this error is about.
+
+        Returns the next error, None if there is none, or the same error if nothing helps.
+        """
         if not isinstance(error, SchemaError) or error.pointer is None:
             return self._remove_properties(error)
         for each in self._cuts(error):
@@ -166,7 +172,7 @@ class Loosening:
         return error
 
     def _apply(self, asked: _Cut) -> str:
-        """Return the pointer of what was cut."""
+        """Cut a place, and return the pointer of the part that was cut."""
         pointer = asked.pointer
         if asked.drops_property:
             drop_property(self._schema, pointer)

@@ -16,7 +16,7 @@ _AFTER_RESULTS = "\nNow answer with this, in words."  # without it small models 
 
 
 def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: TemplateFormats) -> list[Message]:
-    """What the template does not show is written into the texts."""
+    """Return the messages with everything that the template does not show written into their texts."""
     messages, _ = with_values(messages)
     names = _names_by_id(messages)
     found = list[Message]()

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Return whether objects and lists are nested more than `depth` deep."""
+    """Return True if objects and lists are nested more than `depth` deep."""
     level = [value]
     for _ in range(depth + 1):
         holders = [each for each in level if isinstance(each, Mapping | list | tuple)]

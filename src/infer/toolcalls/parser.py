@@ -1,7 +1,7 @@
-"""An answer's text taken apart as it comes: reasoning, text, calls.
+"""Parse an answer's text as it arrives: reasoning, text, calls.
 
-What arrives is what the answer's grammar allows, or the beginning of it, so nothing is guessed. However the text is
-cut into pieces, the sums of what is found are the same.
+The input is text that the answer's grammar allows, or the beginning of such text, so the parser never guesses. The
+joined results are the same for every way to cut the text into pieces.
 """
 
 import re
@@ -25,7 +25,10 @@ class Parsed(NamedTuple):
 
 @final
 class AnswerParser:
-    """Holds back what could begin something else. Spaces around reasoning and before calls are no text."""
+    """Parser of one answer. It holds back text that could begin another part.
+
+    Spaces around reasoning and before calls are not text.
+    """
 
     def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:
         self._form, self._id_of = form, id_of
@@ -52,7 +55,10 @@ class AnswerParser:
         return self._take()
 
     def flush(self) -> Parsed:
-        """What was held back, now that no more will come. Of a call that was cut, what is known of it was given."""
+        """Return the text that is held back, at the end of the answer.
+
+        The known part of a call that was cut has already been returned.
+        """
         if self.is_reasoning:
             self._reason(self._held.rstrip(SPACES))
         elif self._state in (self._start, self._beginning, self._until_call, self._content):
@@ -69,7 +75,7 @@ class AnswerParser:
     # The states: each reads of what is held, and says whether the next one may go on
 
     def _start(self) -> bool:
-        """Of an answer that may begin with reasoning."""
+        """Read the start of an answer that may begin with reasoning."""
         assert self._form.reasoning is not None
         opening, rest = self._form.reasoning.opening, self._held.lstrip(SPACES)
         if rest.startswith(opening):
@@ -115,7 +121,7 @@ class AnswerParser:
         return bool(self._held)
 
     def _beginning(self) -> bool:
-        """Of what follows the reasoning."""
+        """Read the start of the part after the reasoning."""
         calls = self._form.calls
         if calls is None or calls.kind == "none":
             self._state = self._content
@@ -199,7 +205,7 @@ class AnswerParser:
         return found.is_done
 
     def _between(self) -> bool:
-        """Two calls, or after the last."""
+        """Read the separator between two calls, or the end after the last call."""
         assert self._form.calls is not None
         form = self._form.calls.form
         following = form.separator + form.before_name

@@ -1,6 +1,6 @@
-"""Calls of a history: their arguments as values, which chat templates write themselves.
+"""Calls of a history, with their arguments as values, because chat templates write the arguments themselves.
 
-Clients send a call back as they received it, and an answer that was cut has half of its arguments.
+Clients send a call back as they received it, and an answer that was cut has only a part of its arguments.
 """
 
 import json
@@ -15,9 +15,9 @@ _MAX_DEPTH = 64
 
 
 def past_arguments(text: str | None) -> tuple[dict[str, Any], str | None]:
-    """Return the arguments of a past call as an object, and a warning if the text is no object of JSON.
+    """Return the arguments of a past call as an object, and a warning if the text is not a JSON object.
 
-    An empty text or null is `{}`. What is no object becomes `{"INVALID_JSON": text}`.
+    An empty text or null is `{}`. Any other text that is not an object becomes `{"INVALID_JSON": text}`.
     """
     if text is None or not text.strip():
         return {}, None
@@ -40,7 +40,7 @@ def past_arguments(text: str | None) -> tuple[dict[str, Any], str | None]:
 
 
 def with_values(messages: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    """Return the messages with every call's arguments as an object, and a warning for each that is none."""
+    """Return the messages with every call's arguments as an object, and a warning for each that is not one."""
     found, warnings = list[Any](), list[str]()
     for index, message in enumerate(messages):
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None

@@ -1,7 +1,7 @@
 """Remove words from a JSON schema so that it allows at least everything that it allowed before.
 
-A word cannot simply be deleted everywhere: `not` with less in it forbids more, two branches of `oneOf` that lose a word
-may both hold, and `additionalProperties: false` forbids whatever `properties` no longer names.
+A word cannot simply be deleted everywhere. `not` with fewer words forbids more. Two branches of `oneOf` that lose a
+word may both hold. `additionalProperties: false` forbids every name that `properties` no longer has.
 """
 
 import json
@@ -89,7 +89,7 @@ def schemas_in(schema: Any) -> Iterator[Schema]:
 def cut(schema: Schema, pointers: Sequence[str], value: Schema | None = None) -> list[str]:
     """Remove words in place, and make schemas `value`, or `{}`, which allows anything. Return the pointer of each cut.
 
-    A pointer that leads nowhere removes the deepest place on its way, but never the root.
+    A pointer to a missing place removes the deepest existing place on its way, but never the root.
     """
     ways = [_until_negative(steps_to(schema, pointer)) for pointer in pointers]
     found = [pointer_of(steps) for steps in ways]
@@ -111,7 +111,7 @@ def cut(schema: Schema, pointers: Sequence[str], value: Schema | None = None) ->
 
 
 def drop_property(schema: Schema, pointer: str) -> None:
-    """Remove a property, its name among the required ones too."""
+    """Remove a property, including its name among the required ones."""
     steps = steps_to(schema, pointer)
     steps[-1].holder.pop(steps[-1].key)
     owner = steps[-2].holder
@@ -143,7 +143,7 @@ def _until_negative(steps: list[Step]) -> list[Step]:
 
 
 def _may_hide(steps: Sequence[Step]) -> bool:
-    """Return whether fewer properties or items may count as evaluated after this cut."""
+    """Return True if fewer properties or items may count as evaluated after this cut."""
     last = steps[-1]
     return not last.is_word or last.word in _APPLICATORS or steps[0].word in _DEFINITIONS
 

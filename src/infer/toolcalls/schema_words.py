@@ -52,7 +52,7 @@ class Spot(NamedTuple):
         return Spot(name, f"{self.pointer}/properties/{escaped}")
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise SchemaError."""
+        """Raise SchemaError for this place."""
         raise SchemaError(problem, self.pointer)
 
     def allow(self, schema: Mapping[str, Any], words: Set[str], kind: str = "") -> None:
@@ -70,7 +70,7 @@ def as_pattern(text: str) -> str:
 
 
 def properties_of(tool: Tool, form: str) -> dict[str, Any]:
-    """Return each with the definitions that it may point to. Raises SchemaError."""
+    """Return each property with the definitions to which it may refer. Raises SchemaError."""
     if others := sorted(set(tool.parameters) - OBJECT_KEYS):
         ROOT.refuse(f"{others[0]} cannot be held in the tool format {form}: leave it out")
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
@@ -100,12 +100,12 @@ def check_member_name(spot: Spot, form: ToolCallFormat) -> None:
 
 
 def words_of(problem: str) -> list[str]:
-    """Return the words in a message, of which some may be words of a schema."""
+    """Return the words in a message, some of which may be words of a schema."""
     return re.findall(r"\$?\w+", problem)
 
 
 def required_of(schema: Mapping[str, Any]) -> list[str]:
-    """Return the required names. Draft 3 has a boolean in each property."""
+    """Return the required names. Draft 3 has a boolean in each property instead."""
     found = schema.get("required")
     inside = [name for name, each in _properties(schema).items() if _is_required(each)]
     return [*(found if isinstance(found, list) else ()), *inside]
@@ -130,7 +130,7 @@ def one_of(rules: Iterable[str]) -> str:
 
 
 def has_words(schema: Any) -> bool:
-    """Whether a value may hold a word that Python and JSON spell differently."""
+    """Return True if a value may contain a word that Python and JSON spell differently."""
     if not isinstance(schema, Mapping):
         return False
     if (values := values_of(schema)) is not None:

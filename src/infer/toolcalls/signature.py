@@ -18,7 +18,10 @@ Schema = dict[str, Any]
 
 
 def tool_of_function(function: Callable[..., Any]) -> Schema:
-    """As OpenAI's: a parameter with a default is optional. Raises InvalidRequestError for what has no schema."""
+    """Return the function's schema in OpenAI's form. A parameter with a default is optional.
+
+    Raises InvalidRequestError if the function has no schema.
+    """
     name = getattr(function, "__name__", type(function).__name__)
     try:
         signature = inspect.signature(function)
@@ -90,7 +93,7 @@ def _is_required(found: "dataclasses.Field[Any]") -> bool:
 
 
 def _documented(text: str) -> tuple[str, dict[str, str]]:
-    """What stands before the first section, and the description of each argument."""
+    """Return the text before the first section, and the description of each argument."""
     lines = text.splitlines()
     starts = [index for index, line in enumerate(lines) if _SECTION.match(line)]
     summary = " ".join(line.strip() for line in lines[: starts[0] if starts else None] if line.strip())

@@ -1,4 +1,4 @@
-"""What a chat template writes, found by rendering it: how calls are spelled, and what of tools it shows at all."""
+"""Notation of a chat template, found by rendering it: how it writes calls, and which parts of tools it shows."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +25,11 @@ _PHI_TOOLS = "<|tool|>"  # a template with it reads the tools of a system messag
 @final
 @dataclass(frozen=True)
 class TemplateFormats:
-    """`shows_…`: whether the template writes tools, past calls and their results; where it does not, messages of ours
-    do. `takes_tools_in_system`: as a system message's `tools`. The others say how it wants a message with calls.
+    """Format of tool calls, and how the template takes them.
+
+    `shows_…` is true if the template writes tools, past calls or their results; otherwise our own messages contain
+    them. With `takes_tools_in_system` it takes tools as a system message's `tools`. The other fields say how it expects
+    a message with calls.
     """
 
     calls: ToolCallFormat
@@ -39,12 +42,15 @@ class TemplateFormats:
 
 
 def reasoning_of(source: str) -> ReasoningFormat | None:
-    """Of a template that reads or opens it."""
+    """Return the reasoning format of a template that reads or opens it, or None."""
     return next((each for each in REASONING_FORMATS if each.closing in source), None)
 
 
 def probe_template(render: Render, source: str, name: str | None) -> TemplateFormats:
-    """With the format of this name, or the one that the template writes. Raises InvalidRequestError."""
+    """Return the formats of a template, with the call format of this name or the one that the template writes.
+
+    Raises InvalidRequestError for an unknown name, or if the template's own call format is unknown.
+    """
     if name is not None and name not in FORMATS:
         raise InvalidRequestError(f"tool_format must be one of {', '.join(FORMATS)}, got {name!r:.80}")
     in_system = _PHI_TOOLS in source
@@ -64,7 +70,7 @@ def probe_template(render: Render, source: str, name: str | None) -> TemplateFor
 
 
 def _past_call(render: Render, takes_no_content: bool, takes_values: bool) -> str:
-    """A conversation with a call."""
+    """Return a rendered conversation with a call."""
     message = _call_message(_ARGUMENTS if takes_values else json.dumps(_ARGUMENTS))
     return _tried(render, [_USER, message | ({} if takes_no_content else {"content": ""})], [_TOOL.to_json()])
 
@@ -75,7 +81,7 @@ def _call_message(arguments: Any) -> dict[str, Any]:
 
 
 def _tried(render: Render, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """ "" where it refuses."""
+    """Return the rendered text, or "" if the template refuses."""
     try:
         return render(messages, tools)
     except InvalidRequestError:
@@ -83,7 +89,7 @@ def _tried(render: Render, messages: Sequence[Message], tools: Sequence[Mapping[
 
 
 def _written_format(past_calls: Sequence[str]) -> ToolCallFormat | None:
-    """By what is spelled exactly so, else by what differs in spaces."""
+    """Return the format that the template writes exactly, or else one that differs only in spaces."""
     for squeeze in (str, _squeezed):
         for form in FORMATS.values():
             if any(_is_written(form, text, squeeze) for text in past_calls):
@@ -102,7 +108,7 @@ def _squeezed(text: str) -> str:
 
 
 def _named_format(source: str) -> ToolCallFormat | None:
-    """Of a template that tells the model how to call, and leaves past calls to the caller."""
+    """Return the format of a template that tells the model how to call, and leaves past calls to the caller."""
     if _PHI_TOOLS in source:
         return FORMATS["phi-4-mini"]
     forms = [form for form in FORMATS.values() if form.trigger and form.name != "phi-4-mini"]

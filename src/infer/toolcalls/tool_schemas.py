@@ -1,4 +1,4 @@
-"""The tools of an answer with schemas that a grammar can enforce: strict ones as given, the others loosened."""
+"""The tools of an answer with schemas that a grammar can enforce: strict ones unchanged, the others loosened."""
 
 import json
 from dataclasses import replace
@@ -17,14 +17,14 @@ _BYTES_PER_CHARACTER = 12  # of a schema as JSON, as Python's objects
 
 @final
 class ToolSchemas:
-    """The loosened schemas are kept: an agent sends the same tools in every turn."""
+    """Cache of loosened schemas, because an agent sends the same tools in every turn."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._known = SizedCache[Loosened](MAX_KNOWN_BYTES)
 
     def enforceable(self, form: AnswerFormat) -> AnswerFormat:
-        """Return the format with tools whose schemas can be enforced, and warnings for what is left out.
+        """Return the format with tools whose schemas can be enforced, and warnings for each part left out.
 
         Raises InvalidRequestError if tools cannot be enforced at all.
         """
@@ -47,9 +47,9 @@ class ToolSchemas:
         return replace(form, calls=replace(calls, tools=tools), warnings=tuple(warnings))
 
     def loosest(self, form: AnswerFormat, error: InvalidRequestError) -> AnswerFormat | None:
-        """Return the format with tools that may have any arguments, for schemas that only together are too much.
+        """Return the format with tools that may have any arguments, or None if there is nothing to loosen.
 
-        None if there is nothing to loosen.
+        It is for schemas that are too large only in combination.
         """
         calls = form.calls
         if calls is None or calls.kind == "none" or all(tool.is_strict for tool in calls.tools):

@@ -1,4 +1,4 @@
-"""The tools of a request as values: what may be called, and what of it must be."""
+"""The tools of a request as values: the calls that are allowed, and the calls that are required."""
 
 import json
 import re
@@ -20,9 +20,11 @@ Kind = Literal["auto", "none", "required"]
 @final
 @dataclass(frozen=True)
 class Tool:
-    """`parameters` is the JSON schema of an object. `warnings` say what of the given tool was left out.
+    """A tool. `parameters` is the JSON schema of an object. `warnings` name the parts of the given tool that were left
+    out.
 
-    A strict tool is held to its schema exactly, or refused. Of another one the parts that cannot be built are left out.
+    The schema of a strict tool is enforced exactly, or the tool is refused. For another tool, parts that cannot be
+    built are left out.
     """
 
     name: str
@@ -52,7 +54,10 @@ class Tool:
 @final
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether calls may or must be; of the tools with these names, or of all. `is_named` asks for one tool by name."""
+    """Choice of calls: allowed, required or none, of the tools with these names or of all.
+
+    `is_named` is true if one tool is requested by name.
+    """
 
     kind: Kind = "auto"
     names: tuple[str, ...] | None = None
@@ -60,9 +65,9 @@ class ToolChoice:
 
 
 def read_tools(given: Any) -> tuple[Tool, ...]:
-    """Read functions, or schemas as OpenAI's or the function alone. Equal tools of one name count once.
+    """Return tools from functions or schemas, in OpenAI's form or as the function only.
 
-    Raises InvalidRequestError.
+    Equal tools with the same name count once. Raises InvalidRequestError for an invalid tool.
     """
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
         raise InvalidRequestError(f"tools must be a list of functions or schemas, got {given!r:.80}")
@@ -84,7 +89,7 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
 
 
 def _text_of(schema: Mapping[str, Any]) -> str:
-    """Return the same text for the same schema."""
+    """Return a text that is equal for equal schemas."""
     try:
         return json.dumps(schema, sort_keys=True)
     except (TypeError, ValueError, RecursionError):
@@ -92,7 +97,10 @@ def _text_of(schema: Mapping[str, Any]) -> str:
 
 
 def read_tool_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """ "auto", "none", "required", a name, or OpenAI's objects. Raises InvalidRequestError."""
+    """Return the choice that is given as "auto", "none", "required", a name, or OpenAI's objects.
+
+    Raises InvalidRequestError for an invalid choice or an unknown tool.
+    """
     choice = _tool_choice(given)
     known = [tool.name for tool in tools]
     if choice.kind == "required" and not tools:
@@ -156,7 +164,10 @@ _EMPTY: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 def _with_parameters(path: str, tool: Tool, function: Mapping[str, Any]) -> Tool:
-    """A strict tool has the schema of an object, or none. Raises InvalidRequestError."""
+    """Return the tool with the function's parameters.
+
+    Raises InvalidRequestError for a strict tool whose parameters are not the schema of an object.
+    """
     given = function.get("parameters")
     if given is None:
         return tool

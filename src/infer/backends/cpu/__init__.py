@@ -1,1 +1,3 @@
-"""Every op as compiled commands for the CPU: `operations`. What compiles them loads no torch, and so nothing here."""
+"""Every op as compiled commands for the CPU: `operations`. This module imports nothing, so that compiling loads no
+torch.
+"""

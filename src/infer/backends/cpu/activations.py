@@ -1,11 +1,12 @@
-"""Activations in the form that the tiles read: normalised, quantised in blocks of 32, and lying in panels of 16 tokens.
+"""Activations in the form that the tiles read: normalised, quantised in blocks of 32, and stored in panels of 16
+tokens.
 
     panel 0 (tokens 0–15)                              panel 1 (16–31)      the last panel is as narrow as it has tokens
     [block 0: token 0, 1, … 15] [block 1: …] …         [block 0: …] …
 
-so a token's records lie a constant distance from its neighbours', whatever the number of tokens.
-`tiles` describes a record; for float weights a record is 8 floats. A block's scale is max |x| / 32512 (or / 127).
-For an instruction set that multiplies words a record has 32 words in place of the two planes, 16 in each.
+So the distance between the records of neighbouring tokens is constant, whatever the number of tokens. `tiles` describes
+a record; for float weights a record is 8 floats. A block's scale is max |x| / 32512 (or / 127). For an instruction set
+that multiplies words, a record has 32 words in place of the two planes, 16 in each.
 """
 
 import numpy as np
@@ -46,7 +47,7 @@ _SMALLEST = np.float32(1e-33)  # a block below this counts as this, so that its 
 
 @operation(types.float32, f32x16, f32x16)
 def _largest_magnitude(b: Builder, x: Value, y: Value) -> Value:
-    """NaN if there is one: the bits of |x| lie, as integers, in the order of |x|, and NaN above all."""
+    """Return max |x| of both, NaN if there is one: as integers, the bits of |x| have its order, with NaN on top."""
 
     def larger(left: Value, right: Value) -> Value:
         return b.select(b.icmp_signed(">", left, right), left, right)
@@ -59,7 +60,7 @@ def _largest_magnitude(b: Builder, x: Value, y: Value) -> Value:
 
 @operation(i32x16, i32x16, i32x16)
 def _sum_both(b: Builder, x: Value, y: Value) -> Value:
-    """Σ x in lane 0, Σ y in lane 8."""
+    """Return a vector with Σ x in lane 0 and Σ y in lane 8."""
     halves = ([at + lane for at in (first, first + LANES) for lane in range(_HALF)] for first in (0, _HALF))
     total = b.add(*(b.shuffle_vector(x, y, ir.Constant(I32X16, half)) for half in halves))
     for apart in (4, 2, 1):
@@ -88,14 +89,14 @@ quantized_size = njit(forceinline=True)(quantized_bytes)
 
 @operation(types.void, address, i32x16)
 def _store_words(b: Builder, where: Value, x: Value) -> None:
-    """As i16, of each four the even ones before the odd ones."""
+    """Store x as i16. In each group of four, the even ones precede the odd ones."""
     order = ir.Constant(I32X16, [4 * quad + at for quad in range(4) for at in (0, 2, 1, 3)])
     store(b, where, b.trunc(b.shuffle_vector(x, x, order), I16X16), 2)
 
 
 @njit(forceinline=True)
 def quantize_block(first, second, form, at):
-    """32 values into the record at `at`."""
+    """Quantise 32 values into the record at `at`."""
     unit = np.float32(32512.0) if form % WORDS == 2 else np.float32(127.0)
     largest = _largest_magnitude(first, second)
     if largest < _SMALLEST:
@@ -126,7 +127,7 @@ def quantize_block(first, second, form, at):
 
 @njit(forceinline=True)
 def inverse_rms(x, features, eps):
-    """1 / sqrt(mean(x²) + eps)"""
+    """Return 1 / sqrt(mean(x²) + eps)."""
     squares = splat_f32(np.float32(0))
     whole = features // 16 * 16
     for i in range(0, whole, 16):
@@ -181,8 +182,10 @@ def _factor_of(args, state, token):
 
 
 def normalize(args, state, thread, num_threads):
-    """x × weight / rms(x), quantised: neighbours go to one thread, for their records have cache lines in common; a
-    single token is done by every thread for itself.
+    """Store x × weight / rms(x), quantised.
+
+    Neighbouring tokens go to one thread, because their records share cache lines. If `private_bytes` is set, every
+    thread computes a single token itself.
     """
     num_tokens = state.num_logits if args.of_logits else state.num_tokens
     first, end, out = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads, args.out
@@ -200,7 +203,7 @@ def normalize(args, state, thread, num_threads):
 
 
 def add_rows(args, state, thread, num_threads):
-    """residual += y, or y × weight / rms(y); tokens shared out."""
+    """Add y, or y × weight / rms(y), to residual. Tokens are divided among the threads."""
     for token in range(thread, state.num_tokens, num_threads):
         y, residual = args.y + 4 * args.features * token, args.residual + 4 * args.features * token
         factor = splat_f32(np.float32(1) if args.weight == 0 else inverse_rms(y, args.features, args.eps))

@@ -1,6 +1,6 @@
-"""Memory asked for ahead of its use, while something else is computed.
+"""Prefetching of memory while something else is computed.
 
-A core's own prefetcher stops at the end of each page, and starts anew with each head: docs/log.md.
+A core's own prefetcher stops at the end of each page, and starts again with each head: docs/log.md.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _SECOND_CACHE = 2  # of LLVM's four degrees of nearness
 
 
 def prefetch(b: Builder, where: Value, num_bytes: int) -> None:
-    """Into the second cache: the first has no room for so many requests."""
+    """Prefetch into the second cache: the first has no room for so many requests."""
     hints = constant(I32, 0), constant(I32, _SECOND_CACHE), constant(I32, 1)
     for line in range(0, num_bytes, _LINE):
         pointer = b.inttoptr(simd.offset(b, where, line), I8.as_pointer())
@@ -28,7 +28,7 @@ def prefetch(b: Builder, where: Value, num_bytes: int) -> None:
 @final
 @dataclass(frozen=True)
 class Ahead:
-    """A walk over memory beside the tiles of a region, whose columns share it out."""
+    """A prefetch address that advances beside the tiles of a region. The region's columns share its bytes."""
 
     at: Value  # a variable
 
@@ -39,7 +39,7 @@ class Ahead:
         return Ahead(variable)
 
     def share(self, b: Builder, num_bytes: int, width: int, columns: Value) -> "Share":
-        """For a loop of a tile of `width` columns that reads so many bytes an iteration."""
+        """Return the share of a loop of a tile of `width` columns that reads `num_bytes` per iteration."""
         step = b.udiv(b.add(constant(I64, num_bytes * width - 1), columns), columns)
         return Share(self.at, step, num_bytes)
 

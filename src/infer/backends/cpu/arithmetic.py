@@ -1,7 +1,7 @@
-"""How each instruction set multiplies: Σ q A of a record in integers, and codes looked up.
+"""Multiplication by each instruction set: Σ q A of a record in integers, and lookup of codes.
 
-Weights q are unsigned bytes (but see `is_signed`), 64 of them (4 inputs × 16 rows) a quad; activations are signed
-bytes, in one plane or two, A = 256 hi + lo. All sums are exact, so every set gives the same ones.
+Weights q are unsigned bytes (but see `is_signed`), 64 of them (4 inputs × 16 rows) per quad. Activations are signed
+bytes, in one plane or two, A = 256 hi + lo. All sums are exact, so every set gives the same sums.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ _Sums = dict[tuple[int, ...], list[Value]]  # the registers of a sum, by group a
 @final
 @dataclass(frozen=True)
 class Activations:
-    """A record of some columns' activations, as `dots` reads it: `tiles` says what lies in it."""
+    """A record of some columns' activations, as `dots` reads it. `tiles` describes its contents."""
 
     b: Builder
     layout: Layout  # of the weights
@@ -39,22 +39,22 @@ class Activations:
         return self.form % WORDS
 
     def at(self, column: int, num_bytes: int) -> Value:
-        """The address of a byte of a column's record; before its end where negative."""
+        """Return the address of a byte of a column's record. A negative number counts from its end."""
         size = self.layout.activation_bytes(self.form)
         return simd.offset(self.b, self.record, column * size + num_bytes % size)
 
     def four(self, column: int, plane: int, quad: int) -> Value:
-        """4 bytes of a column, as one i32."""
+        """Return 4 bytes of a column, as one i32."""
         return load(self.b, self.at(column, PLANE_BYTES * plane + 4 * quad), I32, 4)
 
     def four_of_lane(self, column: int, plane: int, quad: int) -> Value:
-        """`four` in each lane of 16 bytes, taken from a register that has them of 4 quads."""
+        """Return `four` in each 4-byte lane of 16 bytes, taken from a register that holds the bytes of 4 quads."""
         b, lanes = self.b, ir.VectorType(I32, 4)
         register = load(b, self.at(column, PLANE_BYTES * plane + 16 * (quad // 4)), lanes, 4)
         return b.shuffle_vector(register, register, constant(lanes, quad % 4))
 
     def eight_of_two(self, first: tuple[int, int], second: tuple[int, int], eight: int) -> Value:
-        """The nth 8 bytes of two (column, plane), as one register."""
+        """Return the nth 8 bytes of two (column, plane) pairs, as one register."""
         b, register = self.b, ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
         for lane, (column, plane) in enumerate((first, second)):
             two = load(b, self.at(column, PLANE_BYTES * plane + 8 * eight), I64, 4)
@@ -62,27 +62,27 @@ class Activations:
         return b.bitcast(register, ir.VectorType(I8, 16))
 
     def two_words(self, column: int, quad: int, parity: int) -> Value:
-        """Of a column, the even or the odd inputs of a quad, as one i32."""
+        """Return the even or the odd inputs of a column's quad, as one i32."""
         return load(self.b, self.at(column, PLANE_BYTES * (quad // 4) + 8 * (quad % 4) + 4 * parity), I32, 4)
 
     def by_place(self, groups: int, dot: Callable[[int, int, int], Value]) -> Dots:
-        """From the dot of a group, a column and a part."""
+        """Return `dot(group, column, part)` for each place."""
         parts = range(self.layout.parts)
         return [[[dot(group, column, part) for part in parts] for column in self.columns] for group in range(groups)]
 
     def less_offset(self, dots: Dots, offset: int) -> Dots:
-        """dots − offset ΣA"""
+        """Return dots − offset ΣA."""
         if not offset:
             return dots
         less = [self.negative_offset(column, offset) for column in self.columns]
         return [[[*map(self.b.add, *both)] for both in zip(group, less, strict=True)] for group in dots]
 
     def negative_sum(self, column: int, half: int) -> Value:
-        """−ΣA of half of the record."""
+        """Return −ΣA of half of the record."""
         return load(self.b, self.at(column, 4 * half - 8), I32, 4)
 
     def negative_offset(self, column: int, offset: int) -> list[Value]:
-        """−offset ΣA of each part of the record."""
+        """Return −offset ΣA of each part of the record."""
         b, shift = self.b, constant(I32, offset.bit_length() - 1)
         sums = [self.negative_sum(column, half) for half in range(2)]
         if self.layout.parts == 1:
@@ -91,22 +91,22 @@ class Activations:
 
 
 class Arithmetic(ABC):
-    """Of one instruction set. `width`: bytes of a register."""
+    """Multiplication by one instruction set. `width`: bytes of a register."""
 
     width: int
     shuffle: str | None = None  # LLVM's name of what looks bytes up in a register
     is_signed = False  # weights that do not fit a signed byte are given without their offset, which makes them signed
 
     def offset(self, layout: Layout) -> int:
-        """What is left of it on the bytes that are multiplied."""
+        """Return the offset that the multiplied bytes still contain."""
         return 0 if self.is_signed and layout.largest > 127 else layout.offset
 
     @abstractmethod
     def dots(self, activations: Activations, quads: list[Quads]) -> Dots:
-        """Σ q A less the offset of q, of each group's quads × each column of activations."""
+        """Return Σ q A less the offset of q, of each group's quads × each column of activations."""
 
     def look_up(self, b: Builder, codes: Value, table: Sequence[int]) -> Value:
-        """Each byte of `codes`, from 0 to 15, becomes that entry of the table, from 0 to 255."""
+        """Replace each byte of `codes`, from 0 to 15, by that entry of the table, from 0 to 255."""
         whole = ir.VectorType(I8, 64)
         if self.shuffle is None:
             codes, values = b.bitcast(codes, whole), constant(whole, 0)
@@ -118,7 +118,7 @@ class Arithmetic(ABC):
 
 
 def split(b: Builder, x: Value, width: int, element: ir.IntType = I32) -> list[Value]:
-    """64 bytes as registers of `width` bytes."""
+    """Return 64 bytes as registers of `width` bytes."""
     count, part = width // 4, ir.VectorType(element, 8 * width // element.width)
     if count == LANES:
         return [b.bitcast(x, part)]
@@ -127,7 +127,7 @@ def split(b: Builder, x: Value, width: int, element: ir.IntType = I32) -> list[V
 
 
 def join(b: Builder, parts: list[Value]) -> Value:
-    """Registers as 64 bytes."""
+    """Return registers as 64 bytes."""
     parts = [b.bitcast(part, ir.VectorType(I32, LANES // len(parts))) for part in parts]
     while len(parts) > 1:
         lanes = ir.Constant(ir.VectorType(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
@@ -136,12 +136,14 @@ def join(b: Builder, parts: list[Value]) -> Value:
 
 
 class Chained(Arithmetic):
-    """With an instruction for 4 products added to a 32-bit sum. 256 × the high plane's sum is where the low one's
-    starts."""
+    """Arithmetic with an instruction that adds 4 products to a 32-bit sum.
+
+    The sums of the low plane start with 256 × those of the high plane.
+    """
 
     @abstractmethod
     def dot4(self, b: Builder, total: Value, weights: Value, four: Value) -> Value:
-        """total[lane] += Σ weights[4 lane + i] × four[i]. `four` is one i32."""
+        """Return total[lane] + Σ weights[4 lane + i] × four[i]. `four` is one i32."""
 
     def dots(self, activations: Activations, quads: list[Quads]) -> Dots:
         b, parts = activations.b, activations.layout.parts
@@ -171,16 +173,18 @@ class Vnni512(Chained):
 
 
 class Apart(Arithmetic):
-    """As `Chained`, but a plane has sums of its own. So a quad is unpacked when its turn comes and then forgotten:
-    there are too few registers to keep them all."""
+    """Arithmetic like `Chained`, but each plane has sums of its own.
+
+    So a quad is unpacked when it is used and then dropped: there are too few registers to keep all quads.
+    """
 
     @abstractmethod
     def factor(self, activations: Activations, column: int, plane: int, quad: int) -> Value:
-        """A column's activations that meet a quad, for every lane of a register."""
+        """Return a column's activations that are multiplied with a quad, for every lane of a register."""
 
     @abstractmethod
     def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
-        """As `Chained.dot4`, of registers."""
+        """Return the same as `Chained.dot4`, for registers."""
 
     def dots(self, activations: Activations, quads: list[Quads]) -> Dots:
         b, sums, size = activations.b, _Sums(), 8 // activations.layout.parts
@@ -216,7 +220,7 @@ class Vnni256(Apart):
 
 @final
 class Neon(Apart):
-    """The activations of all lanes come from one lane of a register."""
+    """Arithmetic whose activations for all lanes come from one lane of a register."""
 
     width, shuffle, is_signed = 16, "aarch64.neon.tbl1.v16i8", True
 
@@ -230,8 +234,11 @@ class Neon(Apart):
 
 @final
 class I8mm(Arithmetic):
-    """With an instruction for 2 rows × 2 columns of 8 products each. The columns are the planes of a token, or two
-    tokens. Two quads are 8 inputs of half of the rows, and of the other half."""
+    """Arithmetic with an instruction for 2 rows × 2 columns of 8 products each.
+
+    The columns are the planes of a token, or two tokens. Of two quads, the first is 8 inputs of one half of the rows,
+    and the second of the other half.
+    """
 
     width, shuffle = 16, "aarch64.neon.tbl1.v16i8"
 
@@ -261,18 +268,18 @@ class I8mm(Arithmetic):
         return call(b, "aarch64.neon.usmmla.v4i32.v16i8", total.type, total, weights, factor)
 
     def _column(self, b: Builder, registers: list[Value], column: int) -> Value:
-        """Of 2 rows × 2 columns in each register, 16 rows of a column."""
+        """Return 16 rows of a column, from registers that hold 2 rows × 2 columns each."""
         order = ir.Constant(registers[0].type, [column, column + 2, column + 4, column + 6])
         return join(b, [b.shuffle_vector(*pair, order) for pair in zip(registers[::2], registers[1::2], strict=True)])
 
 
 class Words(Arithmetic):
-    """With sums of 16 bits, for CPUs that can add products to nothing wider.
+    """Arithmetic with sums of 16 bits, for CPUs that cannot add products of bytes to anything wider.
 
-    Two products of bytes are one word, and words are added as long as they cannot overflow: of a weight of 4 bits all
-    of a record's. Then 256 × the high plane's + the low one's is one more multiplication. Larger weights, and
-    activations beside them, are words from the start (`InstructionSet.form`). `hold` keeps LLVM from reassociating the
-    sums and from computing all products first, which takes more registers than there are.
+    Two products of bytes give one word, and words are added as long as they cannot overflow: with weights of 4 bits,
+    all words of a record. Then one more multiplication gives 256 × the high plane's sum + the low one's. Larger
+    weights, and their activations, are words from the start (`InstructionSet.form`). `_hold` keeps LLVM from
+    reassociating the sums and from computing all products first, which takes more registers than there are.
     """
 
     multiply_bytes: str
@@ -336,7 +343,7 @@ class Words(Arithmetic):
         sums[key] = [self._hold(b, x) for x in more]
 
     def _hold(self, b: Builder, x: Value) -> Value:
-        """x, computed here and now."""
+        """Return x, and force its computation at this point."""
         kind = ir.FunctionType(x.type, [x.type])
         return b.call(
             ir.InlineAsm(kind, "", f"={self.register},0", side_effect=True), [x], attrs=("nounwind", "readnone")

@@ -1,14 +1,15 @@
 """Attention over a cache: attend in chunks of slots, merge and quantise.
 
 A row's slots are cut into chunks of 256, always at multiples of 256. A chunk gives a partial result for a query,
-(largest score m, Σ e^(s − m), Σ e^(s − m) v), and a query's partials are merged in the order of the chunks
-(online softmax, arXiv:1805.02867). A token or two share the chunks out over threads; of more tokens a thread takes
-queries, walks their chunks in sequence and is done. Many queries with the same keys, as a prompt's are, have blocks
-widened for all of them at once, and rows that begin with the same pages go through these together (`shared_prefix`).
-All that gives the same partials, merged in the same order, so the same bits.
-A chunk may lie in several pages: its sums go on from one to the next, so that bits do not depend on pages either.
+(largest score m, Σ e^(s − m), Σ e^(s − m) v). A query's partials are merged in the order of the chunks (online softmax,
+arXiv:1805.02867). For a few tokens, chunks are divided among threads. For more tokens, a thread takes queries and
+processes all their chunks in sequence. If many queries share the same keys, as in a prompt, blocks are widened once for
+all of them. Rows that begin with the same pages process these together (`shared_prefix`). All of these give the same
+partials, merged in the same order, so the same bits. A chunk may span several pages: its sums continue from one page to
+the next, so that bits do not depend on pages either.
 
-Queries lie rotated and scaled as [kv head, token, query head of the group, dim]: the columns of a tile are neighbours.
+Queries are stored rotated and scaled as [kv head, token, query head of the group, dim]: the columns of a tile are
+neighbours.
 """
 
 from collections.abc import Callable
@@ -48,7 +49,7 @@ _LEAST_OF_FEW, _LEAST_OF_MANY = 1 << 13, 1 << 17  # weight of what a thread take
 
 
 class _Span(NamedTuple):
-    """Neighbouring tokens × chunks that all of them see: the chunks that a row sees, by number, before `end`."""
+    """Neighbouring tokens × the chunks that all of them see: numbers `first` to `end` of the chunks that a row sees."""
 
     row: int
     slot: int  # of the first token
@@ -59,7 +60,10 @@ class _Span(NamedTuple):
 
 
 def make_attend_few(kv_type: str) -> Callable[..., None]:
-    """For steps whose chunks are shared out: their partials, for `finish` to merge. For others: runs of few queries."""
+    """Return the command for steps whose chunks are divided among threads, and for runs of few queries in other steps.
+
+    If chunks are divided, it stores their partials for `finish` to merge.
+    """
     attend_queries, attend_span = _make_attend_queries(kv_type, False), _make_attend_span(kv_type)
 
     @njit
@@ -92,7 +96,10 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
 
 
 def _make_attend_span(kv_type: str) -> Any:
-    """attend(span, args, state, thread, item, share): partials of what is the thread's of it; the item after it."""
+    """Return attend(span, args, state, thread, item, share).
+
+    It computes the partials of the thread's share of the span, and returns the item after the span.
+    """
     partials = make_chunk_partials(kv_type, False)
 
     @njit
@@ -121,7 +128,7 @@ def _make_attend_span(kv_type: str) -> Any:
 
 
 def make_attend_many(kv_type: str) -> Callable[..., None]:
-    """Runs of many queries, as of a prompt, where blocks are not f32 as they lie."""
+    """Return the command for runs of many queries, as in a prompt, if cached blocks are not f32."""
     attend_queries = _make_attend_queries(kv_type, True)
 
     def attend_many(args, state, thread, num_threads):
@@ -136,7 +143,7 @@ def make_attend_many(kv_type: str) -> Callable[..., None]:
 
 
 def _make_attend_queries(kv_type: str, for_many: bool) -> Any:
-    """attend(args, state, thread, share): a share of the runs of many queries, or of the others."""
+    """Return attend(args, state, thread, share), for a share of the runs of many queries, or of the other runs."""
     attend_columns = _make_attend_columns(kv_type, for_many)
 
     @njit
@@ -163,8 +170,10 @@ def _make_attend_queries(kv_type: str, for_many: bool) -> Any:
 
 
 def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
-    """attend(columns, args, state, token, kv, num_shared, after, scratch): of tokens from this one on, which have their
-    first chunks in common."""
+    """Return attend(columns, args, state, token, kv, num_shared, after, scratch).
+
+    It attends for tokens from this one on, which share their first chunks.
+    """
     put_queries, walk_chunks = make_put_queries(kv_type), _make_walk_chunks(kv_type, is_wide)
 
     @njit
@@ -199,9 +208,12 @@ def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
 
 
 def _make_walk_chunks(kv_type: str, is_wide: bool) -> Any:
-    """walk(columns, args, kv, numbers, after, scratch, results): the partials of the chunks of which `numbers` are the
-    first and the end, merged into the results. `after` is what is read after them, as for `partials`. Where a chunk is
-    widened its bundles ask for the next one, a region each."""
+    """Return walk(columns, args, kv, numbers, after, scratch, results).
+
+    It merges the partials of the chunks from the first to the end number in `numbers` into the results. `after` is read
+    after them, as for `partials`. If chunks are widened, each bundle of a chunk prefetches one region of the next
+    chunk.
+    """
     partials, widen_chunk = make_chunk_partials(kv_type, is_wide), make_widen_chunk(kv_type)
 
     @njit
@@ -242,7 +254,7 @@ def _out_of_head(args, token, head):
 
 @njit
 def _quantize_heads(args, tokens, token, head, count):
-    """Outputs of a token's heads from one on → activation records."""
+    """Quantise `count` outputs of a token's heads, from `head` on, to activation records."""
     if args.quantized == 0:
         return
     num_records, record_bytes = args.out_heads * args.dim // BLOCK, quantized_size(args.form)
@@ -254,8 +266,7 @@ def _quantize_heads(args, tokens, token, head, count):
 
 
 def finish(args, state, thread, num_threads):
-    """What is left: to merge the partials of chunks that were shared out, to quantise heads whose blocks are not their
-    own."""
+    """Merge the partials of chunks that were divided among threads, and quantise heads that share blocks of 32."""
     tokens, dim, heads = state.num_tokens, args.dim, args.num_heads
     merges = is_split(args, state, num_threads)
     result, partial_bytes, group = simd.stack(_HEAD_BYTES), 4 * (dim + LANES), heads // args.num_kv_heads

@@ -1,10 +1,10 @@
 """Attention's two inner loops in registers: scores of query columns against keys, and p × values.
 
-Keys of 16 positions lie transposed: a score's sum over dim is one chain of FMAs in its own lane. Values lie position by
-position: an output element's sum over positions is one chain in its own lane. Neither order depends on how many
-columns, blocks or dims are done at once, nor on whether blocks are read as they are cached or widened.
+Keys of 16 positions are stored transposed: a score's sum over dim is one chain of FMAs in its own lane. Values are
+stored position by position: an output element's sum over positions is one chain in its own lane. Neither order depends
+on how many columns, blocks or dims a tile computes, nor on whether blocks are read as they are cached or widened.
 
-A tile is so many columns × so many vectors of 16 lanes, of keys (16 positions each) or of values (16 dims).
+A tile is a number of columns × a number of vectors of 16 lanes, of keys (16 positions each) or of values (16 dims).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ STRIDE = 4 * CHUNK  # bytes from column to column of scores
 
 
 def _for_each_tile(b: Builder, columns: Value, emit: Callable[[int, int, Value], None]) -> None:
-    """emit(columns of the tile, vectors, its first column) until all columns are done."""
+    """Emit a call of emit(columns of the tile, vectors, its first column) until all columns are done."""
     done: Value = constant(I64, 0)
     for width, vectors in registers.tile_shapes(*registers.vector_registers()):
         count = b.udiv(b.sub(columns, done), constant(I64, width))
@@ -36,7 +36,7 @@ def _for_each_tile(b: Builder, columns: Value, emit: Callable[[int, int, Value],
 
 
 def _for_each_vector(b: Builder, total: Value, at_once: int, emit: Callable[[int, Value], None]) -> None:
-    """emit(how many vectors, the first of them): as many as a tile takes, then single ones."""
+    """Emit a call of emit(number of vectors, the first vector): `at_once` vectors each, then single ones."""
     count = b.udiv(total, constant(I64, at_once))
     with cgutils.for_range(b, count) as loop:
         emit(at_once, multiply(b, loop.index, at_once))
@@ -50,8 +50,11 @@ def _for_each_region(
     b: Builder, total: Value, size: int, start: Value, region_bytes: Value, after: Value, asked: Value | None,
     emit: Callable[[Value, Value, Value, Value], None],
 ) -> None:  # fmt: skip
-    """emit(first, count, address, address of what is asked for) of regions of `size`. Asked for is the next region,
-    after the last one what lies at `after`; or each time so many bytes there."""
+    """Emit a call of emit(first, count, address, prefetch address) for each region of `size`.
+
+    The prefetched memory is the next region, and for the last one the memory at `after`. If `asked` is given, each
+    region prefetches that many bytes from `after` on.
+    """
     with cgutils.for_range(b, b.udiv(b.add(total, constant(I64, size - 1)), constant(I64, size))) as loop:
         first, at = multiply(b, loop.index, size), b.add(start, b.mul(loop.index, region_bytes))
         left = b.sub(total, first)
@@ -64,7 +67,10 @@ def _for_each_region(
 def _share(
     b: Builder, ahead: Ahead, form: Form, cached: Form | None, vectors: int, width: int, columns: Value
 ) -> Share:
-    """Of an iteration of a tile: as much as it reads, or so much that a region asks for a block of the cached form."""
+    """Return the prefetches of a tile's iteration: as many bytes as it reads.
+
+    If blocks are widened, a region prefetches one block of the cached form in total.
+    """
     num_bytes = vectors * form.row_bytes
     if cached is not None:
         num_bytes = num_bytes * cached.dim_bytes // (REGION * form.dim_bytes)
@@ -72,9 +78,12 @@ def _share(
 
 
 def make_score_run(form: Form, cached: Form | None = None) -> Any:
-    """scores(columns, queries, dim, keys, num_blocks, out, after): of queries against a run of blocks of keys, as
-    [column, 256]. What comes next is asked for: the run and what lies at `after`; or if blocks are widened, they are
-    near, and what lies at `after` is, a cached block for each region."""
+    """Return scores(columns, queries, dim, keys, num_blocks, out, after).
+
+    It stores the scores of queries against a run of blocks of keys, as [column, 256]. It prefetches the rest of the
+    run, then the memory at `after`. Widened blocks are already near. For them it prefetches only the memory at `after`,
+    one cached block per region.
+    """
     emit_tile = quantized_tiles.emit_scores if form.is_coded else emit_scores
 
     @operation(types.void, *(address,) * 7)
@@ -125,9 +134,11 @@ def emit_scores(
 
 
 def make_add_value_run(form: Form, cached: Form | None = None) -> Any:
-    """add(columns, p, dim, values, num_positions, out, stride, after): out[column × stride …] += Σ p[column, 256] ×
-    values over the first positions of a run of blocks, as many whole vectors as dim has. The sum goes on from what out
-    holds. What comes next is asked for, as scores do."""
+    """Return add(columns, p, dim, values, num_positions, out, stride, after).
+
+    It adds Σ p[column, 256] × values, over the first positions of a run of blocks, to out[column × stride …]. It covers
+    as many whole vectors as dim has. The sum starts from the contents of out. It prefetches as `make_score_run` does.
+    """
     emit_tile = quantized_tiles.emit_values if form.is_coded else emit_values
 
     @operation(types.void, *(address,) * 8)
@@ -179,7 +190,7 @@ def emit_values(
 
 
 def make_float_value(form: Form) -> Any:
-    """value(values, index): a single element of blocks of floats."""
+    """Return value(values, index), which returns a single element of blocks of floats."""
 
     @operation(types.float32, address, types.int64)
     def float_value(b: Builder, values: Value, index: Value) -> Value:

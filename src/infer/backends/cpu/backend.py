@@ -1,6 +1,6 @@
-"""The CPU: compiled kernels, one team of threads for the process, a step recorded as a table of commands.
+"""The CPU: compiled kernels, one thread pool per process, a step recorded as a table of commands.
 
-What compiles, and what records, is imported when it is first asked for.
+The modules that compile and that record are imported when they are first needed.
 """
 
 import mmap
@@ -55,8 +55,9 @@ class CpuBackend(TorchBackend):
         return threads.team().num_threads
 
     def threads(self) -> AbstractContextManager[None]:
-        """torch's threads and our team's spin against each other, which costs tens of milliseconds a token: torch gets
-        one thread, in the thread that calls and in no other.
+        """Give torch one thread, in the calling thread only.
+
+        torch's threads and our pool's spin against each other, which costs tens of milliseconds per token.
         """
         return torch_threads.one_thread()
 

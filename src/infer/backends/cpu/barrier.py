@@ -1,11 +1,11 @@
-"""Where threads wait for each other: for a number that grows, and at a barrier.
+"""Waits of threads for each other: for a number that grows, and at a barrier.
 
-A thread that waits spins for 50 µs; then it sleeps in the kernel until it is woken, so that its core is free for a
-thread that computes. Where spinning was in vain, as two threads have one core, the next waits spin less.
+A waiting thread spins for 50 µs. Then it sleeps in the kernel until it is woken, so that its core is free for a thread
+that computes. If spinning was in vain, as when two threads share one core, the next waits spin less.
 
-Each barrier has the next number. Threads count their arrivals in one word and watch another, which the last of them
-sets: it is written once, whatever their number. Beyond 16 threads, groups of 8 have words of their own, and the last of
-a group arrives for all of it.
+Each barrier has the next number. Threads count their arrivals in one word and watch another, which the last thread
+sets: it is written once, whatever their number. Beyond 16 threads, groups of 8 have words of their own, and the last
+thread of a group arrives for the group.
 """
 
 from numba import njit
@@ -32,7 +32,7 @@ def spin(word, number):
 
 @njit
 def wait_until(word, number, has_sleepers, spin_nanoseconds):
-    """Return when a word has grown to a number: the nanoseconds that it took if that is more than a spin, else 0."""
+    """Wait until a word has grown to a number. Return the nanoseconds that it took, or 0 if spinning sufficed."""
     if spin(word, number):
         return 0
     began = control.nanoseconds()
@@ -49,14 +49,14 @@ def wait_until(word, number, has_sleepers, spin_nanoseconds):
 
 @njit
 def wake(word, has_sleepers):
-    """After a word has grown to what others may wait for."""
+    """Wake the sleepers, after a word has grown."""
     if control.atomic_load(has_sleepers) != 0 and control.atomic_exchange(has_sleepers, 0) != 0:
         control.wake_all(word)
 
 
 @njit
 def clear_barrier(state, num_threads):
-    """Before threads that meet at barriers begin."""
+    """Reset the barrier words, before threads that use them start."""
     state.released[0], state.has_sleepers[0] = 0, 0
     for line in range(1 + (num_threads - 1) // GROUP + 1):
         state.arrivals[LINE_WORDS * line] = 0
@@ -64,7 +64,7 @@ def clear_barrier(state, num_threads):
 
 @njit
 def _is_last(state, thread, num_threads, number):
-    """Whether all others have arrived at a barrier."""
+    """Return True if all other threads have arrived at the barrier."""
     parties = num_threads
     if num_threads > _MOST_UNGROUPED:
         group = thread // GROUP
@@ -77,7 +77,9 @@ def _is_last(state, thread, num_threads, number):
 
 @njit
 def meet(state, thread, num_threads, number):
-    """Return when all have come to the barrier of this number: the nanoseconds lost if that took long."""
+    """Wait until all threads have arrived at the barrier of this number. Return the nanoseconds lost in a long wait,
+    else 0.
+    """
     released, has_sleepers, own = state.released, state.has_sleepers, nth_record(state.threads, thread)
     if _is_last(state, thread, num_threads, number):
         control.atomic_store(released, number)

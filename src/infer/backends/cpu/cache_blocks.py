@@ -1,4 +1,4 @@
-"""What a position's key and value become when they are cached: bytes that `infer.quantization.kv_layout` defines."""
+"""Conversion of a position's key and value for the cache, to the bytes that `infer.quantization.kv_layout` defines."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ mix_32 = operation(types.void, address)(emit_mix)
 
 
 def _make_put_16(kv_type: str, apart: int) -> Any:
-    """put(where, x): 16 floats as the cache's, each so many elements after the one before."""
+    """Return put(where, x), which stores 16 floats in the cache's type, each `apart` elements after the one before."""
     size = _FLOAT_BYTES[kv_type]
 
     @operation(types.void, address, simd.f32x16)
@@ -49,7 +49,9 @@ def _put(at, size, is_f16, value):
 
 
 def make_mix(kv_type: str) -> Any:
-    """mix(x, dim), in place: what a query and a key go through before they meet a block, if anything."""
+    """Return mix(x, dim), in place: it mixes a query or a key before it is used with quantised blocks, else does
+    nothing.
+    """
     is_mixed = kv_type in QUANTIZED
 
     @njit
@@ -62,14 +64,16 @@ def make_mix(kv_type: str) -> Any:
 
 
 def make_put_key(kv_type: str) -> Any:
-    """put(block, lane, dim, x): the key of `dim` floats at x, mixed, becomes the block's position `lane`."""
+    """Return put(block, lane, dim, x), which stores the key of `dim` floats at x, mixed, as the block's position
+    `lane`.
+    """
     if kv_type in QUANTIZED:
         return _make_put_codes(_quantize_8, KEYS[kv_type], 1, LANES)
     return _make_put_floats(kv_type, LANES)
 
 
 def make_put_value(kv_type: str) -> Any:
-    """put(block, lane, dim, x), as for keys."""
+    """Return put(block, lane, dim, x), which stores a value as the block's position `lane`."""
     if kv_type in QUANTIZED:
         quantize, form = _quantize_8 if kv_type == "q8" else _quantize_4, VALUES[kv_type]
         return _make_put_codes(quantize, form, form.codes_bytes // LANES, 1)
@@ -77,7 +81,10 @@ def make_put_value(kv_type: str) -> Any:
 
 
 def _make_put_floats(kv_type: str, apart: int) -> Any:
-    """An element of a position lies so many elements after the one before: 16, as positions are neighbours, or 1."""
+    """Return put for float types. An element of a position is `apart` elements after the previous one.
+
+    `apart` is 16 if positions are neighbours (keys), or 1 (values).
+    """
     size, is_f16, put_16 = _FLOAT_BYTES[kv_type], kv_type == "f16", _make_put_16(kv_type, apart)
 
     @njit
@@ -92,7 +99,7 @@ def _make_put_floats(kv_type: str, apart: int) -> Any:
 
 
 def _make_put_codes(quantize: Any, form: Form, lane_bytes: int, byte_bytes: int) -> Any:
-    """Byte i of a position's codes lies at lane × lane_bytes + i × byte_bytes of each record."""
+    """Return put for codes. Byte i of a position's codes is at lane × lane_bytes + i × byte_bytes of each record."""
     codes_bytes, record_bytes = form.codes_bytes, form.record_bytes
     bytes_per_lane = codes_bytes // LANES
 
@@ -110,7 +117,7 @@ def _make_put_codes(quantize: Any, form: Form, lane_bytes: int, byte_bytes: int)
 
 @njit
 def _quantize_8(x, codes, scale_at):
-    """32 floats at x → 32 bytes of codes, and the f16 scale."""
+    """Quantise 32 floats at x to 32 bytes of codes and the f16 scale."""
     first, second = simd.load_f32(x), simd.load_f32(x + 64)
     largest = simd.max_f32(simd.maximum(simd.absolute(first), simd.absolute(second)))
     bits = simd.narrow_f16(largest / np.float32(127))
@@ -125,7 +132,7 @@ def _quantize_8(x, codes, scale_at):
 
 @njit
 def _quantize_4(x, codes, scale_at):
-    """32 floats at x → 16 bytes of codes, and the f16 scale and, 32 bytes after it, minimum."""
+    """Quantise 32 floats at x to 16 bytes of codes, the f16 scale and, 32 bytes after it, the f16 minimum."""
     first, second = simd.load_f32(x), simd.load_f32(x + 64)
     largest = simd.max_f32(simd.maximum(first, second))
     minus = simd.splat_f32(np.float32(-1))

@@ -1,7 +1,8 @@
-"""Slots of a row: in which page they lie, and which of them a token sees.
+"""Slots of a row: the page of each slot, and the slots that a token sees.
 
-`infer.quantization.kv_layout.Pages` defines the table and the rule. A chunk is 256 slots; what is seen of it are blocks
-of 16 in at most two parts, [0, gap) of the sinks and [first, end) of the window. Pages that nobody sees are not read.
+`infer.quantization.kv_layout.Pages` defines the table and the rule. A chunk is 256 slots. The visible blocks of 16
+slots form at most two parts, [0, gap) of the sinks and [first, end) of the window. Pages without visible slots are not
+read.
 """
 
 from typing import Any
@@ -16,7 +17,9 @@ from infer.backends.cpu.records import CHUNK
 
 
 def make_block_at(kv_type: str) -> Any:
-    """block_at(args, row, kv, slot): where a head's block of keys lies that has the slot, and that of values."""
+    """Return block_at(args, row, kv, slot): the addresses of a head's blocks of keys and of values that contain the
+    slot.
+    """
     key_bytes, value_bytes = KEYS[kv_type].dim_bytes, VALUES[kv_type].dim_bytes
 
     @njit(forceinline=True)
@@ -32,7 +35,7 @@ def make_block_at(kv_type: str) -> Any:
 
 @njit(forceinline=True)
 def end_of_run(args, slot, end):
-    """How far the slots from `slot` on, before `end`, lie one after another in memory: in one page."""
+    """Return the end of the slots from `slot` on, before `end`, that are contiguous in memory: those in one page."""
     return min(((slot >> args.page_bits) + 1) << args.page_bits, end)
 
 
@@ -43,7 +46,7 @@ def slot_of(args, row, position):
 
 @njit(forceinline=True)
 def seen_lanes(at, sinks, low, high, x):
-    """Slots [at, at + 16) of a chunk, −infinity where they are neither in [0, sinks) nor in [low, high)."""
+    """Return x of the slots [at, at + 16) of a chunk, −infinity for slots in neither [0, sinks) nor [low, high)."""
     seen = simd.keep_lanes(np.int32(low - at), np.int32(high - at), x)
     if at < sinks:
         seen = simd.maximum(seen, simd.keep_lanes(np.int32(-at), np.int32(sinks - at), x))
@@ -57,15 +60,18 @@ def _first_seen(slot, window):
 
 @njit
 def num_seen(args, row, slot):
-    """How many slots a token sees."""
+    """Return how many slots a token sees."""
     sinks = min(args.sinks[row], slot + 1)
     return slot + 1 - max(0, _first_seen(slot, args.windows[row]) - sinks)
 
 
 @njit
 def chunks_seen(args, row, slot):
-    """A token sees something of the first so many chunks, nothing of so many after them, and of the rest up to its
-    own."""
+    """Return (number of first chunks, number of skipped chunks).
+
+    A token sees something of the first chunks, nothing of the skipped ones after them, and something of the rest up to
+    its own.
+    """
     sinks = min(args.sinks[row], slot + 1)
     num_first = (sinks + CHUNK - 1) // CHUNK
     return num_first, max(0, _first_seen(slot, args.windows[row]) // CHUNK - num_first)
@@ -73,7 +79,7 @@ def chunks_seen(args, row, slot):
 
 @njit
 def seen_of_chunk(args, row, chunk, slot):
-    """A token sees [0, sinks) and [low, high) of a chunk."""
+    """Return (sinks, low, high): a token sees [0, sinks) and [low, high) of a chunk."""
     start = chunk * CHUNK
     high = min(CHUNK, slot + 1 - start)
     low = max(0, _first_seen(slot, args.windows[row]) - start)
@@ -85,7 +91,10 @@ def seen_of_chunk(args, row, chunk, slot):
 
 @njit
 def parts_of_chunk(sinks, low, high):
-    """[0, gap) and [first, end) are the blocks that have what is seen; gap is 0 where there are no sinks to tell."""
+    """Return (gap, first, end): [0, gap) and [first, end) are the blocks with visible slots.
+
+    gap is 0 if there are no separate sinks.
+    """
     gap, first, end = up(sinks), low // LANES * LANES, up(high)
     return gap, max(gap, first), max(gap, end)
 

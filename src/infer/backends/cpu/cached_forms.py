@@ -1,8 +1,9 @@
-"""How keys and values lie where a kernel reads them: as they are cached, or widened to f32 for many queries.
+"""Forms of keys and values that kernels read: as they are cached, or widened to f32 for many queries.
 
-`infer.quantization.kv_layout` defines what the bytes mean. A block's elements lie 16 to a row: a row of keys is one
-dimension of 16 positions, a row of values 16 dimensions of one position. Those of q8 and q4 lie in records of 32
-dimensions: codes, then 16 scales (f16), then in values of q4 16 minima. A widened block has the same order, in f32.
+`infer.quantization.kv_layout` defines the meaning of the bytes. A block's elements are stored 16 per row: a row of keys
+is one dimension of 16 positions, a row of values 16 dimensions of one position. Elements of q8 and q4 are stored in
+records of 32 dimensions: codes, then 16 scales (f16), then 16 minima in values of q4. A widened block has the same
+order, in f32.
 """
 
 from collections.abc import Callable
@@ -66,7 +67,7 @@ class Form:
 
     @property
     def codes_bytes(self) -> int:
-        """Of a record."""
+        """Bytes of a record's codes."""
         return _ROWS * self.row_bytes
 
     @property
@@ -75,18 +76,18 @@ class Form:
 
     @property
     def dim_bytes(self) -> int:
-        """Of a block of 16 positions, for each dim."""
+        """Bytes per dim of a block of 16 positions."""
         return self.record_bytes // _ROWS
 
     def load_element(self, b: Builder, where: Value) -> Value:
-        """Of floats."""
+        """Load one element of a form of floats."""
         if self.row_bytes == 64:
             return simd.load_scalar_f32(b, where)
         bits = simd.load_u16(b, where)
         return simd.widen_f16(b, bits) if self.load is _f16 else simd.widen_bf16(b, bits)
 
     def load_half(self, b: Builder, record: Value, position: Value, half: Value) -> Value:
-        """Of the 32 codes of a value, the first 16 or the others."""
+        """Load the first or the second 16 of a value's 32 codes."""
         if not self.has_nibbles:
             row = b.add(multiply(b, position, 2), half)
             return self.load(b, b.add(record, multiply(b, row, self.row_bytes)))
@@ -121,7 +122,7 @@ VALUES = _with_widened(_FLOATS | {"q8": _CODES, "q4": _NIBBLES})
 
 
 def make_widen(form: Form) -> Any:
-    """widen(blocks, dim, count, to): so many blocks, in f32."""
+    """Return widen(blocks, dim, count, to), which widens `count` blocks to f32."""
 
     @operation(types.void, *(address,) * 4)
     def widen(b: Builder, blocks: Value, dim: Value, count: Value, to: Value) -> None:

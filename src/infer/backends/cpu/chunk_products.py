@@ -1,6 +1,6 @@
-"""A chunk's keys and values multiplied: scores of queries, sums of p × values.
+"""Products with a chunk's keys and values: scores of queries, sums of p × values.
 
-Blocks are read as they are cached, or have been widened for many queries.
+Blocks are read as they are cached, or widened for many queries.
 """
 
 from typing import Any
@@ -16,7 +16,9 @@ from infer.backends.cpu.simd import load_scalar_f32, store_scalar_f32
 
 
 def make_widen_chunk(kv_type: str) -> Any:
-    """widen(args, row, kv, chunk, parts, to): the blocks of a chunk's parts, each at its place among the chunk's."""
+    """Return widen(args, row, kv, chunk, parts, to): it widens the blocks of a chunk's parts, each to its place in the
+    chunk.
+    """
     wide, block_at = f"wide {kv_type}", make_block_at(kv_type)
     widen_keys, widen_values = make_widen(KEYS[kv_type]), make_widen(VALUES[kv_type])
     key_bytes, value_bytes = KEYS[wide].dim_bytes, VALUES[wide].dim_bytes
@@ -37,9 +39,12 @@ def make_widen_chunk(kv_type: str) -> Any:
 
 
 def make_chunk_scores(kv_type: str, is_wide: bool) -> Any:
-    """scores(columns, args, kv, chunk, parts, wide, out, after): of a chunk's parts, as [column, 256]. Where sinks have
-    queries of their own they are a part by itself. Blocks lie at `wide` if they are; then the keys of `after` are asked
-    for meanwhile, its (row, kv head, slot), else the next keys, then the chunk's values."""
+    """Return scores(columns, args, kv, chunk, parts, wide, out, after), of a chunk's parts, as [column, 256].
+
+    If sinks have queries of their own, they are a part by themselves. Wide blocks are read from `wide`, and the keys at
+    `after`, a (row, kv head, slot), are prefetched meanwhile. Otherwise the next keys are prefetched, then the chunk's
+    values.
+    """
     form, block_at = KEYS[f"wide {kv_type}" if is_wide else kv_type], make_block_at(kv_type)
     score_run, key_bytes = make_score_run(form, KEYS[kv_type] if is_wide else None), form.dim_bytes
 
@@ -67,10 +72,11 @@ def make_chunk_scores(kv_type: str, is_wide: bool) -> Any:
 
 
 def make_add_chunk_values(kv_type: str, is_wide: bool) -> Any:
-    """add(columns, args, kv, chunk, parts, seen, p, wide, out, stride, after): out[column] += Σ p × values over a
-    chunk's parts, of which no more than [0, sinks) and [.., high) counts. One chain of additions over positions.
+    """Return add(columns, args, kv, chunk, parts, seen, p, wide, out, stride, after).
 
-    Meanwhile keys are asked for, or values if blocks are wide: `after` is their (row, kv head, slot).
+    It adds Σ p × values over a chunk's parts to out[column]. Only [0, sinks) and [.., high) of them count. The
+    additions over positions are one chain. Meanwhile it prefetches keys, or values if blocks are wide: `after` is their
+    (row, kv head, slot).
     """
     form, block_at = VALUES[f"wide {kv_type}" if is_wide else kv_type], make_block_at(kv_type)
     add_value_run = make_add_value_run(form, VALUES[kv_type] if is_wide else None)
@@ -102,7 +108,7 @@ def make_add_chunk_values(kv_type: str, is_wide: bool) -> Any:
 
 
 def _make_add_rest(form: Form) -> Any:
-    """The dims that are no whole vector. Heads of codes have none."""
+    """Return add for the dims beyond the whole vectors. Heads of codes have none."""
     float_value = make_float_value(form)
 
     @njit

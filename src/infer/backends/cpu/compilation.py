@@ -1,8 +1,8 @@
-"""Kernels compiled ahead, several at once, each in a process of ours (`compile_child`), and what a user sees of it.
+"""Kernels compiled ahead, several in parallel, each in a process of ours (`compile_child`), and the progress display.
 
-A load says what its steps need (`begin`), goes on, and waits where it needs a kernel (`take`) and at its end
-(`finish`), so that no prompt waits for a compiler. A kernel that nobody announced, or that no process could compile, is
-compiled by who asks for it.
+A load announces the kernels of its steps (`begin`) and continues. It waits when it needs a kernel (`take`) and at its
+end (`finish`), so that no prompt waits for a compiler. A kernel that was not announced, or that no process could
+compile, is compiled by the caller that needs it.
 """
 
 import json
@@ -43,9 +43,9 @@ class Answer(NamedTuple):
 
 @final
 class Compilation:
-    """Kernels being compiled, the longest first. `close` ends it; so does a fork, in the child.
+    """Kernels being compiled, the longest first. `close` ends it; a fork ends it in the child.
 
-    `_changed` guards what threads share, and is told of each answer.
+    `_changed` guards the state that threads share, and is notified of each answer.
     """
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
@@ -69,7 +69,7 @@ class Compilation:
             thread.start()
 
     def take(self, file_name: str) -> Answer | None:
-        """The object code, once it is there; None if it was not asked for or could not be made."""
+        """Wait for the object code and return it; None if it was not requested or could not be made."""
         if file_name not in self.file_names or self._owner != os.getpid():
             return None
         with self._changed:
@@ -79,7 +79,7 @@ class Compilation:
             return self._answers.get(file_name)
 
     def finish(self) -> None:
-        """Wait for all."""
+        """Wait for all kernels."""
         for name in self.file_names:
             self.take(name)
 
@@ -112,7 +112,10 @@ class Compilation:
         self._line.show(f"infer: compiling CPU kernels {filled} {done}, {seconds:.0f} s")
 
     def _work(self) -> None:
-        """A thread: hands kernels to a process of its own. Where there can be none, or it ends, the rest is left."""
+        """Run one thread, which submits kernels to a process of its own.
+
+        A kernel is left uncompiled if the process cannot start or ends; the next kernel starts a new process.
+        """
         child: subprocess.Popen[bytes] | None = None
         try:
             while (kernel := self._next()) is not None:
@@ -153,7 +156,7 @@ class Compilation:
 
 
 def how_often() -> str:
-    """Whether it is for once, in words."""
+    """Return in words whether the compilation is stored or is repeated in each process."""
     trouble = kernel_cache.trouble()
     return (
         "once per machine and model type" if trouble is None else f"for this process only: {trouble} (set INFER_CACHE)"

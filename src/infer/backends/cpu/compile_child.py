@@ -1,7 +1,8 @@
-"""A process that compiles kernels by name: Numba lets one thread of a process compile.
+"""A process that compiles kernels by name. It exists because Numba lets only one thread of a process compile.
 
-Question, a line of JSON: maker, variant and the name of the record that the kernel takes. Answer, a line of JSON with
-the symbol and the size of the object code, then that code; size −1 where there is none that another process could use.
+A request is a line of JSON: maker, variant and the name of the record that the kernel takes. An answer is a line of
+JSON with the symbol and the size of the object code, then that code. The size is −1 if no other process could use the
+code.
 """
 
 import gc

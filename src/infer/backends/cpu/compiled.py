@@ -1,8 +1,9 @@
-"""Small compiled functions, called by address: every command of the table is one, compiled on first use, kept on disk.
+"""Small compiled functions, called by address. Every command of the table is one, compiled on first use, stored on
+disk.
 
-All have the signature `void(arguments*, state*, thread, num_threads)`; what `arguments` holds is a numpy record type
-of the kernel's own (`records`). A kernel is named by where its source is made and with what, so that what is found on
-disk needs neither that source's module nor the compiler: both are imported when something must be compiled.
+All have the signature `void(arguments*, state*, thread, num_threads)`; `arguments` is a numpy record type of the
+kernel's own (`records`). A kernel is named by the function that makes its source and its variant. So a kernel on disk
+needs neither that module nor the compiler: both are imported when something must be compiled.
 """
 
 import os
@@ -35,7 +36,9 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 
 
 def compiled_address(maker: str, arguments: np.dtype[Any], *variant: str | int) -> int:
-    """The address of the command whose Python source `maker` ("module:function") is, or gives for the variant."""
+    """Return the address of the command whose Python source is `maker` ("module:function"), or its result for the
+    variant.
+    """
     kernel = Kernel(maker, variant)
     with _lock:
         if kernel not in _address_by_kernel:
@@ -44,7 +47,7 @@ def compiled_address(maker: str, arguments: np.dtype[Any], *variant: str | int) 
 
 
 def missing(needed: Iterable[Kernel]) -> list[Kernel]:
-    """Those of the kernels that are neither loaded nor kept: layers need the same ones."""
+    """Return the kernels that are neither loaded nor stored, each once: layers need the same ones."""
     return [
         kernel
         for kernel in dict.fromkeys(needed)
@@ -54,7 +57,7 @@ def missing(needed: Iterable[Kernel]) -> list[Kernel]:
 
 @contextmanager
 def compiling(needed: Iterable[Kernel]) -> Iterator[None]:
-    """Compile what is missing of these kernels meanwhile, several at once; at the end all are there."""
+    """Compile the missing kernels, several in parallel, while the context runs. At its end, all kernels are loaded."""
     kernels = missing(needed)
     announced = {name for compilation in list(_under_way) for name in compilation.file_names}
     with _begun([kernel for kernel in kernels if kernel.file_name not in announced]):
@@ -67,7 +70,7 @@ def compiling(needed: Iterable[Kernel]) -> Iterator[None]:
 
 @contextmanager
 def compiling_ahead(needed: Iterable[Kernel]) -> Iterator[None]:
-    """Begin with what is missing of them, for a `compiling` within. What nobody has taken at the end is given up."""
+    """Begin compiling the missing kernels, for a `compiling` within the context. At its end, the rest is cancelled."""
     with _begun(missing(needed)):
         yield
 
@@ -87,7 +90,7 @@ def _begun(kernels: Sequence[Kernel]) -> Iterator[None]:
 
 
 def _try_take(kernel: Kernel) -> int | None:
-    """From a compilation that is under way."""
+    """Take the kernel from an active compilation, and return its address; None if none has it."""
     for compilation in reversed(_under_way):
         answer = compilation.take(kernel.file_name)
         if answer is not None:
@@ -96,13 +99,13 @@ def _try_take(kernel: Kernel) -> int | None:
 
 
 def _try_load(kernel: Kernel) -> int | None:
-    """From the disk."""
+    """Load the kernel from the disk, and return its address; None if that fails."""
     content = kernel_cache.read(kernel.file_name)
     return None if content is None else _load(content)
 
 
 def _load(content: bytes) -> int | None:
-    """An image, or an object file that LLVM links; None if it is neither."""
+    """Load an image, or an object file that LLVM links, and return its address; None if it is neither."""
     if content.startswith(images.MAGIC):
         return images.try_load(content)
     symbol, _, code = content.partition(b"\n")
@@ -124,7 +127,7 @@ def _keep(kernel: Kernel, symbol: str, object_code: bytes) -> bytes:
 
 
 def _compile(kernel: Kernel, arguments: np.dtype[Any]) -> int:
-    """In this process: what nobody announced. The first says so."""
+    """Compile a kernel that was not announced, in this process. The first one writes a notice."""
     if not _compiled_here:
         write_notice(f"infer: compiling CPU kernels, {how_often()}")
     _compiled_here.append(kernel)

@@ -1,4 +1,4 @@
-"""Numba, and LLVM as a linker: loaded by processes that must compile, or that cannot map an image."""
+"""Numba, and LLVM as a linker. Loaded only by processes that must compile, or that cannot map an image."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,15 +57,15 @@ def compile_command(name: str, make: Callable[[], Callable[..., None]], argument
 
 
 def _is_found_anywhere(symbol: str) -> bool:
-    """Whether another process will find it: LLVM ends a process that loads code with an unknown symbol."""
+    """Return True if another process will find the symbol: LLVM ends processes that load code with unknown ones."""
     return symbol.startswith("llvm.") or symbol_address(symbol) is not None
 
 
 class _Library(codegen.JITCodeLibrary):  # type: ignore[misc]
-    """Functions that a command calls are linked into it as they are, and what results is optimised once.
+    """A library that links the functions a command calls into it unchanged, and optimises the result once.
 
-    Numba optimises each function, makes code of it and links what is left into its callers: much slower, and unsafe,
-    as LLVM's code generation rewrites the addresses in a module that is then optimised again.
+    Numba optimises each function, compiles it and links the remains into its callers. That is much slower, and unsafe:
+    LLVM's code generation rewrites the addresses in a module that is then optimised again.
     """
 
     def finalize(self) -> None:
@@ -100,7 +100,7 @@ class _Codegen(codegen.JITCPUCodegen):  # type: ignore[misc]
         return ",".join([*filter(None, [features]), *(f"+{name}" for name in sorted(arm_features()))])
 
     def set_env(self, env_name: str, env: Any) -> None:
-        """No command reads an environment."""
+        """Do nothing: no command reads an environment."""
 
 
 @cache
@@ -110,7 +110,7 @@ def _codegen() -> _Codegen:
 
 @contextmanager
 def _linked_at_once(command: str) -> Iterator[None]:
-    """Numba compiles by `_Library` for as long; its lock keeps other threads from compiling meanwhile."""
+    """Make Numba compile with `_Library` in the context. Its lock keeps other threads from compiling meanwhile."""
     context, compiler = cpu_target.target_context, import_module("numba.core.dispatcher")._FunctionCompiler
     customize = compiler._customize_flags
 
@@ -132,7 +132,7 @@ def _linked_at_once(command: str) -> Iterator[None]:
 
 
 def link(symbol: str, code: bytes) -> int:
-    """Add an object file to the process. Raises RuntimeError if it is none."""
+    """Add an object file to the process, and return the symbol's address. Raises RuntimeError for other files."""
     engine = _engine()
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
@@ -141,7 +141,9 @@ def link(symbol: str, code: bytes) -> int:
 
 @cache
 def _engine() -> llvm.ExecutionEngine:
-    """What links object files into the process. Numba's own loader first sets up its compiler, for 0.6 s."""
+    """Return the engine that links object files into the process. Numba's own loader would set up its compiler, for 0.6
+    s.
+    """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     for symbol in NEVER_CALLED:

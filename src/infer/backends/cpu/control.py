@@ -1,7 +1,7 @@
-"""What steers threads rather than computes: calls through an address, atomic numbers in memory, waiting, clocks.
+"""Control of threads: calls through an address, atomic numbers in memory, waiting, clocks.
 
-A semaphore is the system's: a `sem_t`, on macOS a pointer to one of libdispatch's. `threads` makes them.
-A thread that waits for a number in memory sleeps in Linux's futex; elsewhere it gives its core away again and again.
+A semaphore is the system's: a `sem_t`, on macOS a pointer to one of libdispatch's. `threads` makes them. A thread that
+waits for a number in memory sleeps in Linux's futex; elsewhere it yields its core again and again.
 """
 
 import platform
@@ -36,26 +36,26 @@ def call_command(b: Builder, function: Value, arguments: Value, state: Value, th
 
 @operation(types.void, address, types.int64)
 def call_python(b: Builder, function: Value, number: Value) -> None:
-    """Call a `ctypes` callback that takes a number; it takes the interpreter's lock for itself."""
+    """Call a `ctypes` callback that takes a number. The callback acquires the interpreter's lock itself."""
     kind = ir.FunctionType(ir.VoidType(), [I64])
     b.call(b.inttoptr(function, kind.as_pointer()), [number])
 
 
 @operation(types.int64, words, types.int64)
 def atomic_add(b: Builder, where: Value, amount: Value) -> Value:
-    """The value before."""
+    """Add to the number, and return its value before."""
     return b.atomic_rmw("add", where, amount, "seq_cst")
 
 
 @operation(types.int64, words, types.int64)
 def atomic_exchange(b: Builder, where: Value, x: Value) -> Value:
-    """Store x; the value before."""
+    """Store x, and return the value before."""
     return b.atomic_rmw("xchg", where, x, "seq_cst")
 
 
 @operation(types.int64, words, types.int64, types.int64)
 def compare_exchange(b: Builder, where: Value, expected: Value, x: Value) -> Value:
-    """Store x if the value is the expected one; the value before."""
+    """Store x if the value is the expected one, and return the value before."""
     pair = b.cmpxchg(where, expected, x, "seq_cst", "seq_cst")
     return b.extract_value(pair, 0)
 
@@ -82,7 +82,7 @@ def pause(b: Builder) -> None:
 
 @operation(types.void, words, types.int64)
 def sleep_while(b: Builder, where: Value, x: Value) -> None:
-    """Sleep until `wake_all` while the number is x; or return at once, or when a signal came."""
+    """Sleep until `wake_all` while the number is x. May also return immediately, or when a signal arrives."""
     if _FUTEX is None:
         yield_thread(b)
     else:
@@ -91,7 +91,7 @@ def sleep_while(b: Builder, where: Value, x: Value) -> None:
 
 @operation(types.void, words)
 def wake_all(b: Builder, where: Value) -> None:
-    """Those that sleep while the number here is what it was."""
+    """Wake the threads that sleep on the number at this address."""
     if _FUTEX is not None:
         _futex(b, where, _FUTEX_WAKE, I32(_ALL))
 
@@ -104,7 +104,7 @@ def _futex(b: Builder, where: Value, what: int, value: Value) -> None:
 
 @operation(types.void)
 def sleep_briefly(b: Builder) -> None:
-    """Give the core to another process for a moment: for who waits for one."""
+    """Yield the core to another process for a moment: for a thread that waits for that process."""
     _call(b, "usleep", I32, I32(_MOMENT_MICROSECONDS))
 
 
@@ -124,7 +124,7 @@ def post_semaphore(b: Builder, semaphore: Value) -> None:
 
 @operation(types.int64, words)
 def wait_semaphore(b: Builder, semaphore: Value) -> Value:
-    """Sleep until it is posted. Not 0: a signal came instead."""
+    """Sleep until it is posted. Return nonzero if a signal arrived instead."""
     if _IS_MACOS:
         return _call(b, "dispatch_semaphore_wait", I64, _dispatched(b, semaphore), I64(_FOR_EVER))
     return b.sext(_call(b, "sem_wait", I32, b.bitcast(semaphore, _POINTER)), I64)
@@ -132,7 +132,7 @@ def wait_semaphore(b: Builder, semaphore: Value) -> Value:
 
 @operation(types.int64, words)
 def wait_semaphore_briefly(b: Builder, semaphore: Value) -> Value:
-    """`wait_semaphore`, but never for long where signals do not end it. Not 0: it was not posted."""
+    """Wait like `wait_semaphore`, but never long if signals do not end it. Return nonzero if it was not posted."""
     if _IS_MACOS:
         until = _call(b, "dispatch_time", I64, I64(0), I64(_TURN_NANOSECONDS))
         return _call(b, "dispatch_semaphore_wait", I64, _dispatched(b, semaphore), until)
@@ -141,13 +141,13 @@ def wait_semaphore_briefly(b: Builder, semaphore: Value) -> Value:
 
 @operation(types.int64)
 def thread_id(b: Builder) -> Value:
-    """As `threading.get_ident`."""
+    """Return the number of this thread, as `threading.get_ident` does."""
     return _call(b, "pthread_self", I64)
 
 
 @operation(types.int64)
 def nanoseconds(b: Builder) -> Value:
-    """`time.perf_counter_ns`."""
+    """Return the time of the clock that `time.perf_counter_ns` reads."""
     now = cgutils.alloca_once(b, ir.ArrayType(I64, 2))  # struct timespec
     _call(b, "clock_gettime", I32, I32(_CLOCK), b.bitcast(now, _POINTER))
     seconds, rest = (b.load(b.gep(now, [I32(0), I32(index)])) for index in (0, 1))
@@ -160,7 +160,7 @@ def cycles(b: Builder) -> Value:
 
 
 def _call(b: Builder, name: str, result: ir.Type, *arguments: Value) -> Value:
-    """A function of the C library."""
+    """Call a function of the C library."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)
 

@@ -1,4 +1,4 @@
-"""Curves of 16 values at once: exp, tanh, erf, and the activations that gate an MLP."""
+"""Curves of vectors of 16 values: exp, tanh, erf, and the activations that gate an MLP."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ def _c(value: float) -> Value:
 
 
 def _polynomial(b: Builder, x: Value, coefficients: tuple[float, ...]) -> Value:
-    """The highest power first."""
+    """Return the polynomial's value. The coefficient of the highest power comes first."""
     total = _c(coefficients[0])
     for coefficient in coefficients[1:]:
         total = fma(b, total, x, _c(coefficient))
@@ -29,13 +29,13 @@ _LOWEST_POWER, _HIGHEST_POWER = -87.33654, 88.37626
 
 @operation(f32x16, f32x16)
 def exp(b: Builder, x: Value) -> Value:
-    """e^x to 2 ulp; 0 below −87.3; above 88.3 as at 88.3."""
+    """Return e^x to 2 ulp; 0 below −87.3, and e^88.3 above 88.3."""
     return exp_up_to_0(b, b.select(b.fcmp_ordered(">", x, _c(_HIGHEST_POWER)), _c(_HIGHEST_POWER), x))
 
 
 @operation(f32x16, f32x16)
 def exp_up_to_0(b: Builder, x: Value) -> Value:
-    """`exp` where nothing is above 88.3: 2^n p(r), r = x − n ln 2 (Cephes' polynomial)."""
+    """Return `exp` of values that are at most 88.3: 2^n p(r), r = x − n ln 2 (Cephes' polynomial)."""
     shifted = b.fadd(b.fmul(x, _c(1.44269504088896341)), _c(ROUNDER))
     n = b.fsub(shifted, _c(ROUNDER))
     r = fma(b, n, _c(-0.693359375), x)
@@ -66,7 +66,7 @@ _ERF_FAR = (
 
 @operation(f32x16, f32x16)
 def tanh(b: Builder, x: Value) -> Value:
-    """To 3 ulp: an odd polynomial where |x| < 0.625 (Cephes'), else 1 − 2 / (e^2|x| + 1) with x's sign."""
+    """Return tanh(x) to 3 ulp: Cephes' odd polynomial if |x| < 0.625, else 1 − 2 / (e^2|x| + 1) with x's sign."""
     size, square = simd.absolute(b, x), b.fmul(x, x)
     near = fma(b, b.fmul(_polynomial(b, square, _TANH_NEAR), square), x, x)
     far = b.fsub(_c(1.0), b.fdiv(_c(2.0), b.fadd(exp(b, b.fadd(size, size)), _c(1.0))))
@@ -76,7 +76,10 @@ def tanh(b: Builder, x: Value) -> Value:
 
 @operation(f32x16, f32x16)
 def erf(b: Builder, x: Value) -> Value:
-    """To 2 ulp: an odd polynomial where |x| < 0.927734375, else 1 − e^p(|x|) with x's sign (N. Juffa's minimax)."""
+    """Return erf(x) to 2 ulp, by N. Juffa's minimax.
+
+    It is an odd polynomial if |x| < 0.927734375, else 1 − e^p(|x|) with x's sign.
+    """
     size, square = simd.absolute(b, x), b.fmul(x, x)
     near = _polynomial(b, square, _ERF_NEAR)
     near = fma(b, near, x, x)
@@ -105,7 +108,7 @@ def silu(x):
 
 @njit(forceinline=True)
 def gelu_tanh(x):
-    """x / 2 × (1 + tanh u) = x × sigmoid(2 u), u = sqrt(2 / π) (x + 0.044715 x³)"""
+    """Return x / 2 × (1 + tanh u) = x × sigmoid(2 u), u = sqrt(2 / π) (x + 0.044715 x³)."""
     cube = x * x * x * splat_f32(np.float32(0.044715))
     return x * sigmoid((x + cube) * splat_f32(np.float32(2 * 0.7978845608028654)))
 

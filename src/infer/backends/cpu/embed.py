@@ -1,6 +1,6 @@
-"""Rows out of packed groups: what a token's embedding is.
+"""Embeddings of tokens: rows read from packed groups.
 
-A token outside the table counts as the nearest row in it.
+A token outside the table gets the nearest row in it.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from infer.backends.cpu.simd import load_i8, load_scalar_f32, load_u16, stack, s
 
 @njit(forceinline=True)
 def _row_of(args, state, token):
-    """Where the group of a token's row lies, the row's lane, and where its floats go."""
+    """Return the address of the group with a token's row, the row's lane, and the address of its output floats."""
     row = min(max(state.tokens[token], 0), args.num_rows - 1)
     return args.table + row // LANES * args.group_bytes, row % LANES, args.out + 4 * args.in_features * token
 
 
 def make_embed(type_: str, inputs: int) -> Callable[..., None]:
-    """The tokens' rows × scale. `inputs` is the instruction set's."""
+    """Return the command that stores the tokens' rows × scale. `inputs` is the instruction set's."""
     layout = LAYOUTS[type_]
     if layout.is_float:
         return _make_embed_floats(layout)

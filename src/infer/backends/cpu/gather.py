@@ -1,9 +1,9 @@
-"""Where ranks that share memory meet, and what rank 0 tells the others in a multi-step.
+"""Barrier of ranks that share memory, and the messages of rank 0 to the others in a multi-step.
 
-Each rank writes its columns of an activation into memory that all of them map, and then they meet: all have written.
-Nobody writes there again before the next meeting, to which all come when they have read.
+Each rank writes its columns of an activation into memory that all ranks map, and then waits at the barrier: all have
+written. No rank writes there again before the next barrier, where all arrive after they have read.
 
-A rank that waits spins, then sleeps for moments. Where the group has failed nobody waits.
+A waiting rank spins, then sleeps briefly. If the group has failed, no rank waits.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ def _has_failed(exchange):
 
 @njit
 def _await(exchange, rank, number):
-    """Until a rank has arrived at an exchange."""
+    """Wait until a rank has arrived at an exchange, or the group has failed."""
     arrived, began = exchange.arrivals + LINE_WORDS * rank, control.nanoseconds()
     while not spin(arrived, number) and not _has_failed(exchange):
         if control.nanoseconds() - began > SPIN_NANOSECONDS:
@@ -39,7 +39,7 @@ def _await(exchange, rank, number):
 
 
 def meet(exchange, state, thread, num_threads):
-    """What all ranks have written before is seen after it."""
+    """Wait until all ranks have arrived. Everything that they wrote before is then visible."""
     if thread != 0:
         return
     number = exchange.done + 1
@@ -50,7 +50,7 @@ def meet(exchange, state, thread, num_threads):
 
 
 def lead(args, state, thread, num_threads):
-    """After a step of several without a return: rank 0 tells what was sampled, and whether it was the last one."""
+    """Send the tokens that rank 0 sampled in one step of a multi-step, and whether it was the last step."""
     if thread != 0:
         return
     if _has_failed(args.exchange):
@@ -65,7 +65,7 @@ def lead(args, state, thread, num_threads):
 
 
 def follow(args, state, thread, num_threads):
-    """The same step of another rank: what rank 0 has sampled is the input of the next one."""
+    """Receive the tokens that rank 0 sampled in the same step. They are the input of the next step."""
     if thread != 0:
         return
     number = args.exchange.done + 1

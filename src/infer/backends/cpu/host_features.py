@@ -1,6 +1,6 @@
-"""The processor as LLVM knows it, and what Numba compiles for: no Numba where its settings are the usual ones.
+"""The processor as LLVM knows it, and the features that Numba compiles for. Numba is loaded only if it has settings.
 
-Of an ARM CPU LLVM reports little on Linux and nothing on macOS, so the system is asked.
+LLVM reports little about an ARM CPU on Linux and nothing on macOS, so the system is asked.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _ARM_FEATURES = {
 
 
 def arm_features() -> frozenset[str]:
-    """Of this CPU; none on another architecture."""
+    """Return the features of this ARM CPU; none on another architecture."""
     if platform.machine().lower() not in ("aarch64", "arm64"):
         return frozenset()
     if sys.platform == "darwin":
@@ -38,7 +38,7 @@ def arm_features() -> frozenset[str]:
 
 
 def _sysctl(name: str) -> int:
-    """0 where there is no such name."""
+    """Return the value of a name; 0 if there is no such name."""
     value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     found = ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
     return value.value if found == 0 else 0
@@ -49,7 +49,7 @@ def host() -> str:
 
 
 def target_features() -> frozenset[str]:
-    """The features that Numba compiles for."""
+    """Return the features that Numba compiles for."""
     if kernel_cache.has_numba_settings():
         config = import_module("numba.core.config")
         if config.CPU_FEATURES is not None:

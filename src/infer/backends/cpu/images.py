@@ -1,9 +1,8 @@
-"""Compiled code that is ready to run where it is put: an object file laid out and linked when it is kept, not when
-it is used.
+"""Compiled code that is ready to run after it is copied to memory: object files are linked when they are stored.
 
-LLVM, loaded to link a few kilobytes, costs a process 65 ms and 39 MB. An image asks for less: memory, and the addresses
-of a few symbols. Only ELF for x86-64 is understood, and only the relocations that LLVM emits there for code that may
-lie anywhere; `try_make` is None for all else, and LLVM links that.
+LLVM, loaded to link a few kilobytes, costs a process 65 ms and 39 MB. An image needs less: memory, and the addresses of
+a few symbols. Only ELF for x86-64 is understood, and only the relocations that LLVM emits there for
+position-independent code. `try_make` returns None for everything else, and LLVM links that.
 
     b"infer image\n" | a line of JSON: [entry, places by the symbol that they hold offsets from; "" the image] | bytes
 """
@@ -53,13 +52,13 @@ class _Section(NamedTuple):
 
 
 class _UnknownError(Exception):
-    """Something that only LLVM can link."""
+    """Raised for object files that only LLVM can link."""
 
 
 @final
 @dataclass
 class _Layout:
-    """An object file's sections as they will lie in memory."""
+    """An object file's sections as they will be laid out in memory."""
 
     code: bytes
     sections: list[_Section]
@@ -82,12 +81,12 @@ class _Layout:
 
 
 def are_used_here() -> bool:
-    """Whether commands are kept as images on this machine: its object files are ELF for x86-64."""
+    """Return True if commands are stored as images on this machine: its object files are ELF for x86-64."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 def try_make(code: bytes, entry: str) -> bytes | None:
-    """The image of an object file, to be entered at its function `entry`."""
+    """Return the image of an object file, to be entered at its function `entry`; None if only LLVM can link it."""
     try:
         return _make(code, entry)
     except (_UnknownError, struct.error, IndexError, KeyError, ValueError):
@@ -134,7 +133,7 @@ def _relocate(layout: _Layout, section: _Section) -> None:
 
 
 def _find(layout: _Layout, table: int, index: int) -> tuple[int | None, str]:
-    """Where in the image a symbol lies, None if it is another's; and its name."""
+    """Return a symbol's offset in the image (None if it is external) and its name."""
     name, section, value, size = _symbol(layout, table, index)
     if section == _UNDEFINED:
         return None, name
@@ -148,7 +147,7 @@ def _find(layout: _Layout, table: int, index: int) -> tuple[int | None, str]:
 
 
 def _symbol(layout: _Layout, table: int, index: int) -> tuple[str, int, int, int]:
-    """Name, section, value and size."""
+    """Return name, section, value and size."""
     symbols = layout.sections[table]
     name_at, _, _, section, value, size = struct.unpack_from("<IBBHQQ", layout.code, symbols.at + 24 * index)
     return layout.text(symbols.link, name_at), section, value, size
@@ -165,7 +164,7 @@ def _entry(layout: _Layout, entry: str) -> int:
 
 
 def _try_parse(content: bytes) -> tuple[int, dict[str, list[int]], bytes] | None:
-    """(entry, places, code); None unless every number is one, and every place lies within the code."""
+    """Return (entry, places, code); None unless every number is valid, and every place is within the code."""
     header, _, code = content.removeprefix(MAGIC).partition(b"\n")
     try:
         entry, places = json.loads(header)
@@ -186,8 +185,10 @@ def _is_in(value: object, end: int) -> bool:
 
 
 def try_load(content: bytes) -> int | None:
-    """The address of the image's entry, for ever. None if it is none, if a symbol is missing, or if the system gives
-    no memory that code may run in."""
+    """Load an image, and return the address of its entry, which stays valid for ever.
+
+    Returns None if it is no image, if a symbol is missing, or if the system provides no executable memory.
+    """
     parsed = _try_parse(content)
     if parsed is None:
         return None
@@ -209,13 +210,13 @@ def try_load(content: bytes) -> int | None:
 
 
 def may_run_code() -> bool:
-    """Whether the system lets a process make memory executable: hardened containers do not."""
+    """Return True if the system lets a process make memory executable: hardened containers do not."""
     base = _allocate(mmap.PAGESIZE)
     return base is not None and not _libc().mprotect(base, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC)
 
 
 def _allocate(size: int) -> int | None:
-    """Memory that is never given back: a thread may be in it while the interpreter ends."""
+    """Return the address of memory that is never freed: a thread may run in it while the interpreter ends."""
     protection, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = _libc().mmap(None, size, protection, kind, -1, 0)
     return None if address in (None, ctypes.c_void_p(-1).value) else address
@@ -232,7 +233,7 @@ def _libc() -> ctypes.CDLL:
 
 @cache
 def symbol_address(symbol: str) -> int | None:
-    """Where every process finds it, if it does."""
+    """Return the address at which every process finds the symbol; None if it does not exist."""
     if symbol in NEVER_CALLED:
         return never_called_address()
     try:

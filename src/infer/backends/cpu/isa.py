@@ -1,7 +1,7 @@
-"""Instruction sets as data: what a CPU must have, how it multiplies, the shapes of tiles. $INFER_ISA names another.
+"""Instruction sets as data: required CPU features, multiplication, the shapes of tiles. $INFER_ISA names another set.
 
-How a set multiplies is a class of `arithmetic`; nothing else asks which set it is. All sets compute the same integers,
-and a tile's shape changes no float, so results do not differ. Nothing here loads a compiler.
+A class of `arithmetic` implements a set's multiplication; no other code asks which set it is. All sets compute the same
+integers, and a tile's shape changes no float, so results do not differ. Nothing here loads a compiler.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x8
 
 
 class Shape(NamedTuple):
-    """A tile of groups of 16 rows × tokens. It is taken while so many tokens are left, or at least `fewest`."""
+    """A tile of groups of 16 rows × tokens. It is used while that many tokens are left, or at least `fewest`."""
 
     groups: int
     columns: int
@@ -34,7 +34,10 @@ class Shape(NamedTuple):
 
 
 def _tiles(groups: int, *columns: int) -> tuple[Shape, ...]:
-    """Widest first. One of more than two tokens is faster than two smaller ones even where a token is missing."""
+    """Return tiles, widest first.
+
+    A tile of more than two tokens is faster than two smaller ones even if it lacks one token.
+    """
     return tuple(Shape(groups, count, count - (count > 2)) for count in columns)
 
 
@@ -52,13 +55,16 @@ class InstructionSet:
     inputs: int = 4  # of a row that lie side by side, for an instruction that multiplies so many: 4 or 8
 
     def form(self, layout: Layout, planes: int) -> int:
-        """How activations lie for these weights: `layouts`."""
+        """Return the form of the activations for these weights: `layouts`."""
         if layout.is_float:
             return 0
         return planes + WORDS if self.words and layout.largest > _LARGEST_AS_BYTES[planes] else planes
 
     def shapes(self, layout: Layout, form: int, groups: int) -> list[Shape]:
-        """For so many groups of rows, in the order in which they are tried. A tile of one group takes two in turn."""
+        """Return the shapes for `groups` groups of rows, in the order in which they are tried.
+
+        A tile of one group processes two groups in turn.
+        """
         shapes = list(self.words if form > WORDS else (self.floats, self.fast, self.exact)[form])
         if groups == 1:
             return [shape for shape in shapes if shape.groups == 1]
@@ -101,7 +107,7 @@ BY_NAME = {isa.name: isa for isa in INSTRUCTION_SETS}
 
 @cache
 def target_features() -> frozenset[str]:
-    """The features that Numba compiles for. Only the compiler knows them: kept beside the kernels."""
+    """Return the features that Numba compiles for. Only the compiler knows them: they are stored beside the kernels."""
     kept = kernel_cache.read(_FILE)
     if kept is not None and _FEATURES.fullmatch(kept):
         return frozenset(kept.decode().split())
@@ -111,7 +117,10 @@ def target_features() -> frozenset[str]:
 
 
 def instruction_set() -> InstructionSet:
-    """Raises InvalidRequestError if $INFER_ISA names a set that does not exist or that this machine lacks."""
+    """Return the best instruction set of this machine, or the one that $INFER_ISA names.
+
+    Raises InvalidRequestError if $INFER_ISA names a set that does not exist or that this machine lacks.
+    """
     name = os.environ.get("INFER_ISA")
     usable = usable_instruction_sets()
     for isa in usable:
@@ -122,14 +131,14 @@ def instruction_set() -> InstructionSet:
 
 
 def usable_instruction_sets() -> list[InstructionSet]:
-    """Of this machine, best first."""
+    """Return the instruction sets of this machine, best first."""
     usable = [isa for isa in INSTRUCTION_SETS if target_features() >= isa.needs]
     return [isa for isa in usable if not isa.has_matrices or _has_permission()]
 
 
 @cache
 def _has_permission() -> bool:
-    """Whether the system lets this process, and what it forks, use AMX's registers: Linux wants to be asked."""
+    """Return True if the system lets this process and its forks use AMX's registers: Linux requires a request."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)

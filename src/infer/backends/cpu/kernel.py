@@ -1,4 +1,4 @@
-"""A kernel by name: where its source is made and with what. Neither that module nor a compiler is loaded for it."""
+"""A kernel by name: the function that makes its source, and the variant. Needs neither that module nor a compiler."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,8 +13,11 @@ from typing import Any, final
 @final
 @dataclass(frozen=True)
 class Kernel:
-    """`maker` is "module:function", the module relative to this package if it begins with a dot, as in ".matmul". The
-    function is the source; or one that begins with `make_` gives it, called with the variant."""
+    """A kernel that a module's function makes.
+
+    `maker` is "module:function". The module is relative to this package if it begins with a dot, as in ".matmul". The
+    function is the source. If its name begins with `make_`, it returns the source when called with the variant.
+    """
 
     maker: str
     variant: tuple[str | int, ...] = ()
@@ -27,8 +30,11 @@ class Kernel:
 
     @cached_property
     def file_name(self) -> str:
-        """No two kernels share one. The cache's folder stands for the sources of this package; those of other modules
-        (a test's) are in the name."""
+        """Name of the kernel's file, which no two kernels share.
+
+        The cache's folder identifies the sources of this package. The name includes the digest of other modules'
+        sources (a test's).
+        """
         module = self.maker.partition(":")[0]
         if module.startswith("."):
             return f"{module[1:]}.{self.label}"

@@ -1,8 +1,8 @@
-"""Compiled kernels on disk: one folder for each fingerprint of the sources, the compiler and the machine.
+"""Compiled kernels on disk: one folder per fingerprint of the sources, the compiler and the machine.
 
-So nothing stale or foreign is ever loaded; `user_cache` says which folders and files are trusted. A file appears whole
-or not at all, and carries its digest; processes that start together only write the same bytes twice. Folders that no
-process has used for a month go when a new one comes.
+So nothing stale or foreign is ever loaded; `user_cache` decides which folders and files are trusted. A file is written
+atomically and contains its digest; processes that start together only write the same bytes twice. Folders that were not
+used for a month are removed when a new folder is made.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ _PROCESSOR = frozenset(
 
 
 def read(name: str) -> bytes | None:
-    """None if it is absent, damaged, or not ours alone to write."""
+    """Return a file's content; None if it is absent, damaged, or if others may write it."""
     folder = cache_folder()
     content = None if folder is None else read_own(folder / name, MOST_BYTES)
     digest, _, rest = (content or b"").partition(b"\n")
@@ -43,7 +43,7 @@ def read(name: str) -> bytes | None:
 
 
 def write(name: str, content: bytes) -> None:
-    """Keep a kernel. The first failure is written to stderr, and `trouble` has it from then on."""
+    """Store a kernel. The first failure is written to stderr, and `trouble` reports it from then on."""
     folder = cache_folder()
     if folder is not None and (error := write_own(folder / name, _digest(content) + b"\n" + content)) is not None:
         _failures.append(f"{folder} cannot be written ({error.strerror})")
@@ -52,19 +52,19 @@ def write(name: str, content: bytes) -> None:
 
 
 def is_kept(name: str) -> bool:
-    """Whether there is such a file; `read` may still refuse it."""
+    """Return True if there is such a file; `read` may still refuse it."""
     folder = cache_folder()
     return folder is not None and (folder / name).is_file()
 
 
 def is_empty() -> bool:
-    """Whether no kernel of this fingerprint was ever kept."""
+    """Return True if no kernel of this fingerprint was ever stored."""
     folder = cache_folder()
     return folder is None or not any("." in path.name for path in folder.iterdir())
 
 
 def trouble() -> str | None:
-    """Why nothing can be kept, in one line; None where all is well."""
+    """Return the reason why nothing can be stored, in one line; None if there is none."""
     return _failures[-1] if _failures else _found()[1]
 
 
@@ -76,13 +76,13 @@ _failures: list[str] = []
 
 
 def cache_folder() -> Path | None:
-    """Where kernels of this fingerprint lie; None where there is no folder that could be trusted."""
+    """Return the folder of this fingerprint's kernels; None if there is no folder that could be trusted."""
     return _found()[0]
 
 
 @cache
 def _found() -> tuple[Path | None, str | None]:
-    """The folder, if there is one, and why nothing can be kept, if so."""
+    """Return the folder, if there is one, and the reason why nothing can be stored, if there is one."""
     base = base_folder()
     if base is None:
         return None, "there is no home folder to keep them in"
@@ -101,8 +101,10 @@ def _found() -> tuple[Path | None, str | None]:
 
 
 def prune(newest: Path) -> None:
-    """Remove the neighbours of a folder that were not used for a month, and the oldest where they are many. A process
-    that works from one of them goes on with what it has loaded, and compiles what it has not."""
+    """Remove the neighbours of a folder that were not used for a month, and the oldest if there are many.
+
+    A process that works from a removed folder keeps its loaded kernels, and compiles the others again.
+    """
     used = {}
     for folder in newest.parent.iterdir():
         if folder != newest and _FOLDER.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
@@ -149,7 +151,7 @@ def has_numba_settings() -> bool:
 
 
 def _numba_settings() -> tuple[list[tuple[str, str]], bytes]:
-    """Those of the environment, and those that Numba reads in the working directory."""
+    """Return Numba's settings in the environment, and those that it reads in the working directory."""
     variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("NUMBA_"))
     try:
         return variables, Path(".numba_config.yaml").read_bytes()
@@ -158,7 +160,7 @@ def _numba_settings() -> tuple[list[tuple[str, str]], bytes]:
 
 
 def _processor() -> str:
-    """Its name and features, as the system tells them or else LLVM."""
+    """Return the processor's name and features, as the system reports them or else LLVM."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             first = file.read(1 << 14).partition("\n\n")[0]  # the whole takes 10 ms where processors are many

@@ -1,22 +1,21 @@
-"""How a packed matrix lies in memory: groups of 16 rows, so that each 32-bit lane accumulates its own row.
+"""Layout of a packed matrix in memory: groups of 16 rows, so that each 32-bit lane accumulates its own row.
 
 A group of a block type is a run of records of 32 inputs; a quad is 4 inputs × 16 rows = 64 values, one vector:
 
     low    4 bits: 4 × 64 bytes, quad j in the low nibbles and j + 4 in the high ones     8 bits: 8 × 64 bytes
            2 bits: 2 × 64 bytes, for quads 0–3 and 4–7, quad j in the bits from 2 (j mod 4) on
     high   the bits above: 64 bytes, bit j of a byte belongs to quad j      2 bits: as the low 2 bits
-    scale  f16 × 16 rows, or an exponent u8 × 16; minimum f16 × 16 rows, where the type has one
+    scale  f16 × 16 rows, or an exponent u8 × 16; minimum f16 × 16 rows, if the type has one
 
-For an instruction that multiplies 8 inputs of a row (`isa`) a pair of quads lies otherwise, in bits as in bytes: first
-the 8 inputs of rows 0–7, row by row, then those of rows 8–15.
+An instruction that multiplies 8 inputs of a row (`isa`) needs another order of a pair of quads, in bits as in bytes.
+First come the 8 inputs of rows 0–7, row by row, then those of rows 8–15.
 
 K types have 8 records after the super-block's f16 scale (and minimum), and small integers in the records' place:
 
     [d × 16][dmin × 16] 8 × { low, high, scale u8 or i8 × 16, minimum u8 × 16 }      both twice in Q2_K, Q3_K, Q6_K
 
-Every number is kept as the file means it; an integer q is stored as q + offset ≥ 0, or as the code that the type's
-table has for it.
-A group of a float type is `[in_features, 16 rows]`, its inputs padded with zeros to a multiple of 8.
+Every number keeps the value that the file gives it. An integer q is stored as q + offset ≥ 0, or as its code in the
+type's table. A group of a float type is `[in_features, 16 rows]`, its inputs padded with zeros to a multiple of 8.
 """
 
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ QUADS_BYTES = 8 * 64  # of a record of a block type, once each value is a byte
 
 
 def quantized_bytes(form: int) -> int:
-    """Size of a record of quantised activations: one plane of bytes, or two, or words."""
+    """Return the size of a record of quantised activations: one plane of bytes, or two, or words."""
     return BLOCK + 16 if form == 1 else 2 * BLOCK + 16
 
 
@@ -64,7 +63,7 @@ class Layout:
 
     @property
     def high_at(self) -> int:
-        """Where in a record the high bits lie."""
+        """Offset of the high bits in a record."""
         return self.inputs * LANES * self.low_bits // 8
 
     @property
@@ -73,7 +72,7 @@ class Layout:
 
     @property
     def scale_bytes(self) -> int:
-        """Of one scale, and of one minimum, of a row's record."""
+        """Bytes of one scale, and of one minimum, of a row's record."""
         return 1 if self.scales_per_record or self.has_exponent else 2
 
     @property
@@ -93,12 +92,12 @@ class Layout:
         return self.super_header + self.records_per_super * self.record_bytes
 
     def activation_bytes(self, form: int) -> int:
-        """Size of the activation record that goes with a weight record."""
+        """Return the size of the activation record that matches a weight record."""
         return 4 * UNIT if self.is_float else quantized_bytes(form)
 
     @property
     def parts(self) -> int:
-        """Scales of a record."""
+        """Number of scales in a record."""
         return max(1, self.scales_per_record)
 
     @property
@@ -107,12 +106,12 @@ class Layout:
 
     @property
     def has_signed_scales(self) -> bool:
-        """Of integer scales: those beside minima are never negative."""
+        """True if integer scales are signed: scales beside minima are never negative."""
         return not self.has_minimum
 
     @property
     def largest(self) -> int:
-        """Of what is multiplied, which is never negative."""
+        """Largest multiplied value. Multiplied values are never negative."""
         return max(self.codes) + self.offset if self.codes else (1 << (self.low_bits + self.high_bits)) - 1
 
     @property
@@ -124,7 +123,7 @@ class Layout:
         return -(-in_features // self.inputs)
 
     def token_bytes(self, form: int, in_features: int) -> int:
-        """Of a token's activations."""
+        """Return the bytes of a token's activations."""
         return self.num_records(in_features) * self.activation_bytes(form)
 
     def group_bytes(self, in_features: int) -> int:

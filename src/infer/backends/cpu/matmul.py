@@ -1,9 +1,9 @@
-"""Projections: every tile of a thread's rows × every panel of tokens, each result handed to an epilogue.
+"""Projections: every tile of a thread's rows × every panel of tokens. Each result is passed to an epilogue.
 
-A unit is one or two groups of 16 rows (with their partners from `up` where gate and up go together). A thread takes
-units (`units`) and does, for each panel of 16 tokens, the unit's tiles into a buffer on its stack, then calls the
-epilogue through its address: store, add to the residual, or gate (and quantise for the next projection).
-So the inner loop is compiled once for a type of weights, whatever follows it.
+A unit is one or two groups of 16 rows (with their partners from `up` if gate and up are computed together). A thread
+takes units (`units`). For each panel of 16 tokens, it computes the unit's tiles into a buffer on its stack. Then it
+calls the epilogue through its address: store, add to the residual, or gate (and quantise for the next projection). So
+the inner loop is compiled once per type of weights, whatever follows it.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def _tile_weights(args, unit, groups, index):
 
 
 def _make_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
-    """A panel × a unit's tiles, two groups at a time."""
+    """Return a function that multiplies a panel with a unit's tiles, two groups at a time."""
     multiply_one, multiply_two = (make_multiply_panel(layout, form, isa, num_groups) for num_groups in (1, 2))
 
     @njit(inline="always")
@@ -52,7 +52,11 @@ def _make_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
 
 
 def _make_matrices(layout: Layout, form: int, isa: InstructionSet) -> tuple[Any, Any]:
-    """On the matrix unit: a unit's weights unpacked, and a panel of 16 tokens × its tiles, which are even in number."""
+    """Return two functions for the matrix unit.
+
+    The first unpacks a unit's weights. The second multiplies a panel of 16 tokens with the unit's tiles, whose number
+    is even.
+    """
     unpack, matrix_tile = make_unpack(layout, isa), make_matrix_tile(layout, form, isa)
     record_bytes = layout.unpacked_bytes
 
@@ -74,7 +78,7 @@ def _make_matrices(layout: Layout, form: int, isa: InstructionSet) -> tuple[Any,
 
 
 def _make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
-    """A unit × the panels of the tokens [first, end), of which there are `num_tokens`."""
+    """Return a function that multiplies a unit with the panels of the tokens [first, end) of `num_tokens` tokens."""
     record_bytes, has_matrices = layout.activation_bytes(form), isa.may_use_matrices(layout)
     compute = _make_panel(layout, form, isa)
     if has_matrices:
@@ -105,7 +109,7 @@ def _make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
 
 
 def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
-    """`isa` names the instruction set."""
+    """Return the command of a projection. `isa` names the instruction set."""
     layout, instructions = LAYOUTS[type_], BY_NAME[isa]
     form, has_matrices = instructions.form(layout, planes), instructions.may_use_matrices(layout)
     multiply_unit, configure = _make_unit(layout, form, instructions), make_configure(layout)
@@ -141,8 +145,11 @@ def _tile_row(buffer, index, token):
 
 
 def make_store(kind: str) -> Callable[..., None]:
-    """plain: out = y + bias. add: out += y + bias. capped: out = softcap × tanh((y + bias) / softcap). The name of an
-    activation: out = activation(out) × (y + bias)."""
+    """Return the epilogue of this kind.
+
+    plain: out = y + bias. add: out += y + bias. capped: out = softcap × tanh((y + bias) / softcap). The name of an
+    activation: out = activation(out) × (y + bias).
+    """
     adding, capping, gating = kind == "add", kind == "capped", kind in ACTIVATIONS
     activate: Any = ACTIVATIONS.get(kind)
 
@@ -168,7 +175,7 @@ def make_store(kind: str) -> Callable[..., None]:
 
 
 def make_gate(activation: str) -> Callable[..., None]:
-    """out = activation(gate + bias) × (up + bias), quantised too if asked."""
+    """Return the epilogue out = activation(gate + bias) × (up + bias), which also quantises on request."""
     activate = ACTIVATIONS[activation]
 
     def gate(args, state, buffer, first_row):

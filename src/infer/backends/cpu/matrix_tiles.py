@@ -1,13 +1,14 @@
 """The inner loop on a core's matrix unit (Intel AMX): two groups of 16 rows × 8 or 16 tokens, in integers.
 
-A matrix register takes 16 rows of 64 bytes. Of a record, the weights' quads fill one (signed, as `unpack` makes them:
-nothing is left of their offset), the planes of 16 / planes tokens another, 40 bytes from one plane to the next. Their
-product is Σ q A of 16 rows, as exact as the vector unit's. What follows in floats is `tiles`' own order, so the bits
-are those of every other instruction set.
+A matrix register holds 16 rows of 64 bytes. The weights' quads of a record fill one register. They are signed, as
+`unpack` makes them, without an offset. The planes of 16 / planes tokens fill another register, with 40 bytes from one
+plane to the next. Their product is Σ q A of 16 rows, as exact as the vector unit's. The float operations after it have
+the order of `tiles`, so the bits are those of every other instruction set.
 
-Three records are under way at once, as nothing waits for another's results then: one is unpacked, the one before it
-multiplied, the one before that added to the running sums; matrix and vector instructions alternate. (On a Granite
-Rapids Xeon the vector unit does one instruction a cycle beside the matrix unit, two without it: docs/log.md.)
+Three records are processed at the same time, so that no instruction waits for another's result. One is unpacked, the
+one before it multiplied, and the one before that added to the running sums; matrix and vector instructions alternate.
+(On a Granite Rapids Xeon the vector unit executes one instruction per cycle beside the matrix unit, two without it:
+docs/log.md.)
 """
 
 from functools import partial
@@ -50,7 +51,7 @@ def _pointer(b: Builder, where: Value) -> Value:
 
 
 def shapes(layout: Layout) -> bytes:
-    """The 64 bytes that describe the registers: palette 1, bytes of a row from 16 on, rows from 48 on."""
+    """Return the 64 bytes that describe the registers: palette 1, bytes per row from 16 on, rows from 48 on."""
     config, parts = bytearray(64), layout.parts
     config[0] = 1
     for register in range(8):
@@ -61,8 +62,10 @@ def shapes(layout: Layout) -> bytes:
 
 
 def make_configure(layout: Layout) -> Any:
-    """configure(is_used, scratch): give the registers the shapes of a layout's tiles, through 64 bytes at `scratch`,
-    until `release`."""
+    """Return configure(is_used, scratch).
+
+    It gives the registers the shapes of a layout's tiles, through 64 bytes at `scratch`, until `release`.
+    """
     config = shapes(layout)
 
     @operation(types.void, types.boolean, address)
@@ -78,13 +81,13 @@ def make_configure(layout: Layout) -> Any:
 
 @operation(types.void, types.boolean)
 def release(b: Builder, is_used: Value) -> None:
-    """Leave nothing that a switch of threads would have to save."""
+    """Release the registers, so that a switch of threads need not save them."""
     with b.if_then(is_used):
         _call(b, "tilerelease")
 
 
 class MatrixTile:
-    """One tile of a block type being emitted. `is_unpacked`: the weights are, all of them, where `weights` says."""
+    """One tile of a block type being emitted. `is_unpacked`: `weights` are the addresses of unpacked weights."""
 
     def __init__(
         self,
@@ -112,7 +115,7 @@ class MatrixTile:
         ]
 
     def unpacked(self, group: int, index: Value) -> Value:
-        """Where an unpacked record lies."""
+        """Return the address of an unpacked record."""
         b, size = self.b, constant(I64, self.layout.unpacked_bytes)
         if self.records is None:
             return b.add(self.weights[group], b.mul(index, size))
@@ -120,7 +123,7 @@ class MatrixTile:
         return simd.offset(b, b.add(self.ring, at), group * _RING * self.layout.unpacked_bytes)
 
     def sums_at(self, index: Value) -> Value:
-        """Where the integers of a record lie."""
+        """Return the address of a record's integers."""
         b = self.b
         return b.add(self.scratch, b.mul(b.and_(index, constant(I64, _PLACES - 1)), constant(I64, self.place_bytes)))
 
@@ -131,7 +134,7 @@ class MatrixTile:
         return [emitter for both in zip(*emitters, strict=True) for emitter in both]
 
     def multiply(self, index: Value) -> list[Emitter]:
-        """Σ q A of a record, by part, group and register of activations."""
+        """Return emitters of Σ q A of a record, by part, group and register of activations."""
         b, size = self.b, BLOCK // self.parts
         inputs, sums = b.add(self.activations, b.mul(index, self.stride)), self.sums_at(index)
         weights = [self.unpacked(group, index) for group in range(GROUPS)]
@@ -167,7 +170,7 @@ class MatrixTile:
         return ((part * GROUPS + group) * self.num_registers + register) * _SUMS_BYTES
 
     def finish(self, index: Value) -> list[Emitter]:
-        """A record's products to the running sums of each token and group."""
+        """Return emitters that add a record's products to the running sums of each token and group."""
         b = self.b
         sums, inputs = self.sums_at(index), b.add(self.activations, b.mul(index, self.stride))
         activations = Activations(b, self.layout, self.planes, range(self.tokens), inputs)
@@ -189,7 +192,7 @@ class MatrixTile:
         return vectors[: self.parts], vectors[self.parts :]
 
     def dot(self, sums: Value, part: int, group: int, token: int) -> Value:
-        """256 × the high plane's sum + the low one's."""
+        """Return 256 × the high plane's sum + the low plane's, or the single plane's sum."""
         b = self.b
         register, row = divmod(token * self.planes, _ROWS)
         at = self.sums_offset(part, group, register) + row * _VECTOR_BYTES
@@ -215,8 +218,10 @@ class MatrixTile:
 
 
 def make_matrix_tile(layout: Layout, planes: int, isa: InstructionSet) -> Any:
-    """tile(first, second, activations, stride, num_records, out, out_stride, scratch): out[group][token] = 16 rows ×
-    the token's activations, of two unpacked groups × 16 tokens."""
+    """Return tile(first, second, activations, stride, num_records, out, out_stride, scratch).
+
+    It stores out[group][token] = 16 rows × the token's activations, of two unpacked groups × 16 tokens.
+    """
 
     @operation(types.void, *(address,) * 8)
     def matrix_tile(

@@ -1,10 +1,10 @@
-"""Ranks of one machine that gather through memory they share, within compiled code.
+"""Ranks of one machine that gather through shared memory, within compiled code.
 
-    a line: not 0 where the group has failed | a line a rank: the meeting it has come to | two buffers | tensors
+    a line: not 0 if the group has failed | a line per rank: the barrier that it has reached | two buffers | tensors
 
-The buffers are half of it. Each process counts the meetings by itself, and places the tensors: they are the same ones,
-in the same order. An op by itself uses the buffers in turn: who writes to one again has come to the meeting after it,
-and so have all that read it.
+The buffers are half of the memory. Each process counts the barriers itself, and places the tensors: the ranks make the
+same tensors, in the same order. A single op uses the buffers in turn. A rank that writes to a buffer again has passed
+the barrier after its last use, and so have all ranks that read it.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _LINE_BYTES = 8 * LINE_WORDS
 
 @final
 class MemoryGroup(Group):
-    """`memory` is mapped by all ranks of it, and zero before the first one begins."""
+    """A group whose ranks all map `memory`, which is zero before the first rank starts."""
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap) -> None:
         super().__init__(rank, size)
@@ -77,11 +77,11 @@ class MemoryGroup(Group):
         return whole.clone()
 
     def forget_tensors(self) -> None:
-        """Those of an earlier recording."""
+        """Free the tensors of an earlier recording."""
         self._tensors, self._end = dict[tuple[Any, ...], Tensor](), self._first
 
     def tensor(self, role: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory that all ranks see. They ask for the same, in the same order."""
+        """Return memory that all ranks see. They must request the same tensors, in the same order."""
         key = (role, tuple(shape), dtype)
         if key not in self._tensors:
             num_bytes = math.prod(shape) * dtype.itemsize
@@ -95,12 +95,15 @@ class MemoryGroup(Group):
         return torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=num_bytes)
 
     def meet(self) -> Command:
-        """Wherever ranks read what others have written."""
+        """Return the barrier command that precedes reads of other ranks' values."""
         function = compiled_address(".gather:meet", EXCHANGE)
         return Command(function, self.exchange, BARRIER, "meet", (self,))
 
     def tell(self, name: str, stop_at: int) -> Command:
-        """`lead` or `follow`, after a step of several: `stop_at` is the address of what ends them."""
+        """Return the command `lead` or `follow`, for the end of a step in a multi-step.
+
+        `stop_at` is the address of the number that ends the multi-step.
+        """
         arguments = Arguments(TELL, exchange=self.exchange.ctypes.data, stop=stop_at)
         function = compiled_address(f".gather:{name}", TELL)
         return Command(function, arguments.record, BARRIER, name, (self, arguments))

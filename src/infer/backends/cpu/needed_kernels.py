@@ -1,6 +1,6 @@
-"""Which CPU kernels the steps of a model need, from its headers: what a load compiles ahead. No torch.
+"""List of the CPU kernels that the steps of a model need, from its headers. A load compiles them ahead. No torch.
 
-`operations` decides; a kernel that this list lacks is compiled when it is first met, in an answer's time.
+`operations` decides. A kernel that this list lacks is compiled when it is first used, while an answer waits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ _SAMPLING = (
 
 
 def begin_compiling(make_outline: Callable[[], ModelOutline]) -> AbstractContextManager[None]:
-    """Begin with a model's kernels, for its load within, on a machine that keeps none yet."""
+    """Begin compiling a model's kernels, for its load within the context, on a machine that has none yet."""
     if not kernel_cache.is_empty():
         return nullcontext()
     return compiled.compiling_ahead(needed_kernels(make_outline(), instruction_set()))

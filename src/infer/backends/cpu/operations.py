@@ -1,8 +1,8 @@
-"""Every op as compiled commands for the CPU: what `backends.reference` defines, at the speed of memory.
+"""Every op as compiled commands for the CPU, as `backends.reference` defines it, at the speed of memory.
 
-An op makes a few commands: compiled functions with their arguments, and a barrier where threads read each other's work.
-The active recording takes them, or they run at once as a table of their own: the same code either way, so a recorded
-step gives the same bits.
+An op makes a few commands: compiled functions with their arguments, and a barrier if threads read each other's results.
+They are appended to the active recording, or run immediately as a table of their own. Both use the same code, so a
+recorded step gives the same bits.
 """
 
 import torch
@@ -135,7 +135,10 @@ def norm_gate(
 
 
 def _gate_and_up(gate_up: Projection) -> tuple[PackedWeight, int] | None:
-    """Gate's weight and the address of up's groups, if the two have one type."""
+    """Return gate's weight and the address of up's groups; None if the two cannot be computed together.
+
+    They must have one layout, and whole groups of rows if they share a weight or have a bias.
+    """
     weights = [_packed(part) for part in gate_up.parts]
     features = gate_up.out_features // 2
     if gate_up.bias is not None and features % LANES:
@@ -217,7 +220,7 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
 
 
 def _is_in_blocks(features: int, shares: Shares | None) -> bool:
-    """Whether each block of quantised activations is one rank's."""
+    """Return True if each block of quantised activations belongs to one rank."""
     return all(start % BLOCK == 0 for start in ((features,) if shares is None else shares.starts))
 
 
@@ -235,7 +238,7 @@ def _project(
     of_logits: bool = False,
     softcap: float = 0,
 ) -> None:
-    """project(norm(x)), stored as `matmul.make_store` says for the kind. `to` is out and its first column."""
+    """Append project(norm(x)), stored as `matmul.make_store` defines for the kind. `to` is out and its first column."""
     function = compiled_address(".matmul:make_store", EPILOGUE, kind)
     sources: dict[int, dict[str, int]] = {}
     column = 0
@@ -254,7 +257,7 @@ def _project(
 
 
 def _epilogue(to: tuple[Tensor, int], column: int, num_columns: int, bias: Tensor | None) -> Arguments:
-    """`column` is the first one of a projection, whose first goes to that of `to`."""
+    """Return an epilogue's arguments. `column` is relative to the projection, which begins at the column of `to`."""
     out, first = to
     arguments = Arguments(EPILOGUE, out=out, row_stride=out.shape[1], num_columns=num_columns)
     arguments.set(first_column=first + column)
@@ -266,9 +269,10 @@ def _epilogue(to: tuple[Tensor, int], column: int, num_columns: int, bias: Tenso
 def _activations(
     run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, *, of_logits: bool = False
 ) -> dict[str, int]:
-    """Where norm(x) lies as activation records, and how far apart the threads' own copies of a single token.
+    """Return the address of norm(x) as activation records, and the distance of the threads' own copies of a single
+    token.
 
-    A tile may read SPARE_TOKENS more than there are.
+    A tile may read SPARE_TOKENS beyond the last token.
     """
     form, token_bytes = weight.form, weight.token_bytes
     if norm is None and not weight.layout.is_float:

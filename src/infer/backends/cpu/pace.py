@@ -1,7 +1,8 @@
-"""How many threads walk next: the team, or one while others use the cores. Waits raise the suspicion, time decides.
+"""Number of threads for the next run: all, or one while other processes use the cores.
 
-A trial walks once with the other number and compares the cost with that of the same kind of walk just before. Trials
-that lose come ever more rarely, and never cost more than a fiftieth of the time: results never depend on any of it.
+Waits raise a suspicion, and times decide. A trial runs once with the other number, and compares the cost with that of
+the same kind of run just before. Failed trials become ever rarer, and never cost more than a fiftieth of the time.
+Results never depend on any of this.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Choice:
 @final
 @dataclass(frozen=True)
 class Outcome:
-    """What a walk took, all threads' waits together."""
+    """Times of one run. `lost_seconds` is the sum of all threads' waits."""
 
     ended: float
     seconds: float
@@ -42,7 +43,10 @@ class Outcome:
 
 @final
 class Pace:
-    """`choose` before a walk, `learn` after it. Times are seconds of one monotonic clock."""
+    """Chooser of the number of threads: call `choose` before a run, `learn` after it.
+
+    Times are seconds of one monotonic clock.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -79,7 +83,7 @@ class Pace:
         self._keep(kind, outcome.cost if cost is None else cost + _WEIGHT * (outcome.cost - cost))
 
     def _judge(self, kind: Kind, cost: float | None, outcome: Outcome, is_bad: bool) -> None:
-        """Without a cost to compare with, the waits decide."""
+        """Decide a trial. Without a cost to compare with, the waits decide."""
         self._is_suspicious = False
         excess = 0.0
         if outcome.cost < _GAIN * cost if cost is not None else not is_bad:

@@ -1,7 +1,7 @@
 """`prepare`: stored weights → packed ones, once at load, on all threads. Values never change.
 
-A thread packs the rows that will be its share of the products, so that they lie in its node of memory.
-A weight is read some rows at a time, so that what is there beside the packed weights is small.
+A thread packs the rows that will be its share of the products, so that they are in its node of memory. A weight is read
+some rows at a time, so that little memory is used beside the packed weights.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,10 @@ _BYTES_AT_ONCE = 4 << 20
 
 
 def prepare(projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:
-    """Packed parts; neighbours of one type become one.
+    """Return the projection with packed parts. Neighbours of one type become one part.
 
-    precision: `exact` multiplies with activations of 16 bits, `fast` of 8. Float weights take float activations.
+    precision: `exact` multiplies with activations of 16 bits, `fast` of 8. Float weights take float activations. Raises
+    InvalidRequestError for another precision.
     """
     if precision not in PLANES:
         raise InvalidRequestError(f"precision must be exact or fast, got {precision!r}")
@@ -59,7 +60,7 @@ def _pack(weights: Sequence[Source], planes: int) -> PackedWeight:
 
 
 def _pack_shares(weights: Sequence[Source], packed: PackedWeight, group: int) -> None:
-    """Weights one after another, from a group of the packed one on: of each thread's share some groups at a time."""
+    """Pack weights in order, from a group of the packed one on: in each round, some groups of each thread's share."""
     starts = list(accumulate((-(-weight.out_features // LANES) for weight in weights), initial=group))
     num_groups, num_threads = starts[-1] - group, team().num_threads
     num_rounds = -(-num_groups * LANES * weights[0].row_bytes // _BYTES_AT_ONCE)

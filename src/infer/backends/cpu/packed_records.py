@@ -1,6 +1,6 @@
 """A packed weight's records of a block type: read by a tile, or unpacked in memory.
 
-Unpacked, a record is a signed byte for each value, less its offset, and its scales and minima as floats:
+An unpacked record has one signed byte per value, less its offset, and its scales and minima as floats:
 
     8 quads × 64 bytes | f32 × 16 rows for each scale, then for each minimum
 """
@@ -27,7 +27,7 @@ I8X64 = ir.VectorType(I8, 64)
 
 
 def alternate(*series: Sequence[Emitter]) -> None:
-    """Each in its order, evenly mixed."""
+    """Call the emitters of all series, each series in its order, evenly mixed."""
     places = [((index + 0.5) / len(emitters), emitter) for emitters in series for index, emitter in enumerate(emitters)]
     for _, emitter in sorted(places, key=lambda place: place[0]):
         emitter()
@@ -42,14 +42,14 @@ class PackedRecords:
         return partial(self.quad, partial(self.low, weights), weights)
 
     def prefetch(self, weights: Value, ahead: int) -> None:
-        """Ask for the record that lies so many bytes after this one."""
+        """Prefetch the record that is `ahead` bytes after this one."""
         prefetch(self.b, simd.offset(self.b, weights, ahead), self.layout.record_bytes)
 
     def low(self, weights: Value, index: int) -> Value:
         return load(self.b, simd.offset(self.b, weights, 64 * index), I32X16, 16)
 
     def quad(self, low: Quads, weights: Value, quad: int) -> Value:
-        """64 stored values as bytes, from the vectors of low bits."""
+        """Return 64 stored values as bytes, from the vectors of low bits."""
         b, layout, bits = self.b, self.layout, self.layout.low_bits
         if bits == 8:
             return low(quad) if self.offset else b.xor(low(quad), constant(I32X16, -0x7F7F7F80))
@@ -76,7 +76,7 @@ class PackedRecords:
         return simd.load_f16(b, base), minimum
 
     def scales(self, weights: Value, super_scale: Value, super_minimum: Value) -> tuple[list[Value], list[Value]]:
-        """The record's scales and minima, one of each for each half or for the whole, as floats without rounding."""
+        """Return the record's scales and minima, one per half or one for the whole, as floats without rounding."""
         b, layout = self.b, self.layout
         at, minimum_at = simd.offset(b, weights, layout.scale_at), simd.offset(b, weights, layout.minimum_at)
         if not layout.scales_per_record:
@@ -92,7 +92,7 @@ class PackedRecords:
         return scales, [b.fneg(b.fmul(whole(minimum_at, i), super_minimum)) for i in range(layout.minima)]
 
     def place(self, weights: Value, index: Value) -> tuple[Value, Value]:
-        """Where a record and what is common to its super-block lie."""
+        """Return the addresses of a record and of its super-block, which holds the common values."""
         b, layout = self.b, self.layout
         per_super = constant(I64, layout.records_per_super)
         base = b.add(weights, b.mul(b.sdiv(index, per_super), constant(I64, layout.super_bytes)))
@@ -121,7 +121,7 @@ class PackedRecords:
 
 
 def make_unpack(layout: Layout, isa: InstructionSet) -> Any:
-    """unpack(weights, num_records, out): the records of a group as `matrix_tiles` and `embed` take them."""
+    """Return unpack(weights, num_records, out): it unpacks a group's records for `matrix_tiles` and `embed`."""
 
     @operation(types.void, *(address,) * 3)
     def unpack(b: Builder, weights: Value, num_records: Value, out: Value) -> None:
@@ -134,7 +134,7 @@ def make_unpack(layout: Layout, isa: InstructionSet) -> Any:
 
 
 def _load_exponent(b: Builder, where: Value) -> Value:
-    """2^(e − 128) of 16 bytes e, as MXFP4 has them: the two least are subnormal."""
+    """Return 2^(e − 128) of 16 bytes e, as in MXFP4: the two smallest are subnormal."""
     exponent = b.zext(load(b, where, ir.VectorType(I8, LANES), 16), I32X16)
     normal = b.shl(b.sub(exponent, constant(I32X16, 1)), constant(I32X16, 23))
     subnormal = b.shl(constant(I32X16, 0x00200000), b.and_(exponent, constant(I32X16, 1)))

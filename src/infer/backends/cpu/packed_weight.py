@@ -1,4 +1,4 @@
-"""A packed matrix as it is loaded, and the memory that packed matrices lie in."""
+"""A packed matrix in memory, and the allocation of memory for packed matrices."""
 
 import mmap
 import os
@@ -49,12 +49,12 @@ class PackedWeight(Weight):
 
     @property
     def form(self) -> int:
-        """How activations lie that it is multiplied with: `layouts`."""
+        """Form of the activations that the matrix is multiplied with: `layouts`."""
         return instruction_set().form(self.layout, self.planes)
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's activations."""
+        """Bytes of a token's activations."""
         return self.layout.token_bytes(self.form, self.in_features)
 
     def data_at(self, group: int = 0) -> int:
@@ -66,23 +66,23 @@ _HUGE_PAGE, _PIECE = 1 << 21, 1 << 26
 
 @final
 class Pieces:
-    """Memory for weights, one after another in pieces of 64 MB that begin with a huge page.
+    """Memory for weights, allocated in order from pieces of 64 MB that begin with a huge page.
 
-    The system gives a huge page where nothing of it was written before, and most weights of a small model are smaller
-    than one. A piece goes when the last of its weights does.
+    The system provides a huge page if nothing in it was written before, and most weights of a small model are smaller
+    than one. A piece is freed with the last of its weights.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Begin a new piece. In a forked child, a thread that held the lock does not exist."""
+        """Begin a new piece, with a new lock: in a forked child, a thread that held the old one does not exist."""
         self._newest: Callable[[], mmap.mmap | None] = lambda: None
         self._taken = 0
         self._taking = threading.RLock()
 
     def take(self, num_bytes: int) -> Tensor:
-        """Pages that are zero until they are written."""
+        """Return memory whose pages are zero until they are written."""
         with self._taking:
             piece = self._newest()
             if piece is None or self._taken + num_bytes > len(piece):

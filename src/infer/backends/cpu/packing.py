@@ -1,6 +1,7 @@
-"""GGML's blocks → groups of 16 rows (`layouts`), each number moved and none changed.
+"""GGML's blocks → groups of 16 rows (`layouts`). Each number is moved, and none is changed.
 
 The files' blocks, one row's 32 (or 256) inputs each:
+
     Q4_0, Q4_1, Q5_0, Q5_1    d, [m], [fifth bits u32], 16 bytes: input i in the low nibble of byte i, i + 16 above
     Q8_0                      d, 32 × i8
     Q4_K, Q5_K                d, dmin, 12 bytes of 6-bit scales and minimums, [32 bytes of fifth bits], 4 × 32 bytes:
@@ -10,7 +11,8 @@ The files' blocks, one row's 32 (or 256) inputs each:
     Q3_K                      32 bytes of third bits, 64 of pairs of bits, 12 of 6-bit scales, d
     IQ4_NL, MXFP4             d or an exponent, 16 bytes of codes, as in Q4_0
     IQ4_XS                    d, 2 bytes of scales' upper bits, 4 of their lower ones, 8 × 16 bytes of codes
-Of Q2_K and Q3_K, sub-block j (32 inputs) is the pair 2 (j mod 4) of the 32 bytes from 32 (j div 4) on.
+
+In Q2_K and Q3_K, sub-block j (32 inputs) is the pair 2 (j mod 4) of the 32 bytes from 32 (j div 4) on.
 """
 
 from collections.abc import Callable
@@ -33,7 +35,7 @@ def _bits(at, shift, mask):
 
 @njit(forceinline=True)
 def _nibbles(at, quad):
-    """The low halves of 16 bytes, then the high ones."""
+    """Return a quad's nibbles, one per byte: quads 0–3 are the low halves of 16 bytes, quads 4–7 the high ones."""
     return _bits(at + 4 * (quad % 4), 4 * (quad // 4), _FOUR)
 
 
@@ -104,7 +106,7 @@ def _scales_3_k(source, record, part):
 
 @njit(forceinline=True)
 def _scales_4_k(source, record, part):
-    """A pair of 6 bits."""
+    """Return a sub-block's scale and minimum of 6 bits each."""
     scales = source + 4
     if record < 4:
         return load_u8(scales + record) & np.uint8(63), load_u8(scales + 4 + record) & np.uint8(63)
@@ -127,7 +129,7 @@ def _scales_iq4_xs(source, record, part):
 
 
 class _Format(NamedTuple):
-    """How a block is read. Its own scale and minimum are f16, but for a type with an exponent."""
+    """Functions and offsets that read a block. Its own scale and minimum are f16, except with an exponent."""
 
     word: Any  # (source, record, quad): four integers as they are stored, a byte each
     scale_at: int = 0
@@ -153,7 +155,7 @@ _FORMATS = {
 
 
 def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
-    """put(source, record, to): so many bits of each value of a row's record into their vectors."""
+    """Return put(source, record, to), which stores `width` bits of each value of a row's record in their vectors."""
     mask, per_vector = np.uint32(((1 << width) - 1) * _ONE), 8 // max(width, 1)
     step, apart = (1, 4) if width == 4 else (per_vector, 1)  # from vector to vector, and from quad to quad within one
 
@@ -170,7 +172,7 @@ def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
 
 
 def _make_pack_block(layout: Layout) -> Any:
-    """pack(source, out, lane): one block of a row."""
+    """Return pack(source, out, lane), which packs one block of a row."""
     word, scale_from, minimum_from, scales = _FORMATS[layout.type]
     put_low = _make_put_bits(word, 0, layout.low_bits)
     put_high = _make_put_bits(word, layout.low_bits, layout.high_bits)
@@ -202,7 +204,7 @@ def _make_pack_block(layout: Layout) -> Any:
 
 
 def _make_pack_float(width: int) -> Any:
-    """pack(source, out, lane): one number of a row."""
+    """Return pack(source, out, lane), which packs one number of a row."""
 
     @njit(forceinline=True)
     def pack(source, out, lane):
@@ -215,13 +217,13 @@ def _make_pack_float(width: int) -> Any:
 
 
 def _make_pair_quads(layout: Layout) -> Any:
-    """Puts a record's pairs of quads into the order of 8 inputs × 8 rows."""
+    """Return a function that reorders a record's pairs of quads to 8 inputs × 8 rows."""
     bytes_end = 0 if layout.low_bits == 2 else layout.high_at
     low_bits_end, high_bits_end, high_width = layout.high_at, layout.scale_at, layout.high_bits
 
     @njit
     def pair_bits(vectors, end, width):
-        """Of vectors whose bytes have several quads' values, of so many bits each."""
+        """Reorder vectors whose bytes hold several quads' values, of `width` bits each."""
         even = np.uint32(0x55555555 if width == 1 else 0x33333333)
         width, copy = np.uint32(width), stack(64)
         for at in range(vectors, end, 64):
@@ -252,8 +254,10 @@ def _copy_words(source, out, count):
 
 
 def make_pack(type_: str, inputs: int) -> Callable[..., None]:
-    """`inputs` is the instruction set's. One thread packs them all: the pages that it writes first lie in its node of
-    memory."""
+    """Return the command that packs rows. `inputs` is the instruction set's.
+
+    One thread packs all of a command's rows, so that the pages it writes first are in its node of memory.
+    """
     layout, block_size, source_bytes = LAYOUTS[type_], BLOCK_TYPES[type_].block_size, BLOCK_TYPES[type_].block_bytes
     super_bytes = LANES * source_bytes if layout.is_float else layout.super_bytes
     header, record_bytes, per_super = layout.super_header, layout.record_bytes, layout.records_per_super

@@ -1,4 +1,4 @@
-"""One or two groups of 16 rows × a panel of tokens, by tiles of the shapes that the instruction set has."""
+"""One or two groups of 16 rows × a panel of tokens, by tiles of the instruction set's shapes."""
 
 from typing import Any
 
@@ -18,11 +18,12 @@ TILE_BYTES = COLUMN_BYTES * PANEL  # from a group's results to the next one's
 
 
 def make_multiply_panel(layout: Layout, form: int, isa: InstructionSet, num_groups: int) -> Any:
-    """multiply(first_weights, second_weights, activations, width, num_records, out, scratch): out[group][token] = 16
-    rows × the token's activations, of one group (the second is not looked at) or of two.
+    """Return multiply(first_weights, second_weights, activations, width, num_records, out, scratch).
 
-    `scratch` is `matrix_tiles`'. What a tile computes of tokens that are not there, from what lies after the others, is
-    not looked at.
+    It stores out[group][token] = 16 rows × the token's activations, of one group (the second is ignored) or of two.
+
+    `scratch` is for `matrix_tiles`. A tile may also compute tokens beyond the last, from the memory there; their
+    results are ignored.
     """
     shapes = isa.shapes(layout, form, num_groups)
 

@@ -1,8 +1,8 @@
-"""What a chunk of slots gives for neighbouring queries: (largest score m, Σ e^(s − m), Σ e^(s − m) v) of each.
+"""Partials of a chunk of slots for neighbouring queries: (largest score m, Σ e^(s − m), Σ e^(s − m) v) of each.
 
-A query's partial has the same bits whatever queries are its neighbours: they share the blocks that are read, and what
-one of them does not see counts as e^−∞ = 0. A query's partials are merged in the order of the chunks.
-A partial lies as dim floats of the last sum, then m, then the first sum.
+A query's partial has the same bits whatever its neighbours are. Queries share the blocks that are read, and slots that
+a query does not see count as e^−∞ = 0. A query's partials are merged in the order of the chunks. A partial is stored as
+dim floats of the last sum, then m, then the first sum.
 """
 
 from functools import cache
@@ -32,15 +32,20 @@ _NEVER = np.float32(-np.inf)
 
 @njit
 def seen_of_run(args, row, chunk, first_slot, last_slot):
-    """[0, sinks) and [low, high) have what tokens from one slot to another see of a chunk."""
+    """Return (sinks, low, high).
+
+    [0, sinks) and [low, high) include the slots of a chunk that tokens from one slot to another see.
+    """
     sinks, low, _ = seen_of_chunk(args, row, chunk, first_slot)
     return sinks, low, seen_of_chunk(args, row, chunk, last_slot)[2]
 
 
 @njit
 def _mask_and_maximum(scores, parts, sinks, low, high, softcap):
-    """Scores of a chunk's parts are capped and masked in place; the largest, or one of them where some are NaN: their
-    e^(s − m) is."""
+    """Cap and mask the scores of a chunk's parts in place, and return the largest.
+
+    If some scores are NaN it is any of the scores, because e^(s − m) is NaN then.
+    """
     gap, first, end = parts
     largest = splat_f32(_NEVER)
     at = 0 if gap > 0 else first
@@ -63,7 +68,7 @@ def _mask_and_maximum(scores, parts, sinks, low, high, softcap):
 
 @njit
 def _exponentials(scores, parts, m):
-    """Scores of a chunk's parts → e^(s − m) in place; the sum."""
+    """Replace the scores of a chunk's parts by e^(s − m), and return their sum."""
     gap, first, end = parts
     total, shift = splat_f32(np.float32(0)), splat_f32(m)
     at = 0 if gap > 0 else first
@@ -89,8 +94,10 @@ def _exponentials(scores, parts, m):
 
 @njit
 def _softmax(columns, args, chunk, parts, scores, out, stride):
-    """Scores → e^(s − m) in place, m and the sum → the partials; 0 → their last sums. All maxima come first: a sum
-    waits for its own, but not the next one's maximum."""
+    """Replace scores by e^(s − m), store m and the sum in the partials, and set the partials' last sums to 0.
+
+    All maxima are computed first: a sum waits for its own maximum, but not for the next one.
+    """
     dim, group = args.dim, args.num_heads // args.num_kv_heads
     for i in range(columns.num):
         sinks, low, high = seen_of_chunk(args, columns.row, chunk, columns.slot + (columns.first + i) // group)
@@ -105,7 +112,7 @@ def _softmax(columns, args, chunk, parts, scores, out, stride):
 
 
 class Columns(NamedTuple):
-    """Queries [first, first + num) of tokens whose first one, of query 0, is at `slot` of the row."""
+    """Queries [first, first + num) of neighbouring tokens. The first token, to which query 0 belongs, is at `slot`."""
 
     row: int
     slot: int
@@ -116,7 +123,7 @@ class Columns(NamedTuple):
 
 @njit
 def parts_for(columns, args, chunk):
-    """(the parts of a chunk that have what columns see, and (sinks, high): only [0, sinks) and [.., high) are seen)."""
+    """Return (the parts of a chunk that the columns see, (sinks, high)): only [0, sinks) and [.., high) are seen."""
     group = args.num_heads // args.num_kv_heads
     first_slot = columns.slot + columns.first // group
     last_slot = columns.slot + (columns.first + columns.num - 1) // group
@@ -126,8 +133,11 @@ def parts_for(columns, args, chunk):
 
 @cache
 def make_chunk_partials(kv_type: str, is_wide: bool) -> Any:
-    """partials(columns, args, kv, chunk, scratch, out, stride, after): they lie `stride` bytes apart. `after` is the
-    (row, kv head, slot) that is read next. If blocks are wide they lie after the scores in the scratch."""
+    """Return partials(columns, args, kv, chunk, scratch, out, stride, after).
+
+    It stores partials `stride` bytes apart. `after` is the (row, kv head, slot) that is read next. Wide blocks follow
+    the scores in the scratch.
+    """
     chunk_scores, add_chunk_values = make_chunk_scores(kv_type, is_wide), make_add_chunk_values(kv_type, is_wide)
 
     @njit
@@ -150,7 +160,9 @@ def clear(partial, dim):
 
 @njit
 def merge(into, partial, dim):
-    """The partial of the chunks so far and that of the next one. The larger m's share is e^0."""
+    """Merge the partial of the next chunk into that of the chunks so far. The share with the larger m is multiplied by
+    e^0.
+    """
     m_left, m_right = load_scalar_f32(into + 4 * dim), load_scalar_f32(partial + 4 * dim)
     if m_right == _NEVER:
         return
@@ -173,7 +185,7 @@ def merge(into, partial, dim):
 
 @njit
 def divide(partial, dim, out):
-    """A softmax's share of the values: what attention gives."""
+    """Store the values' sum divided by the sum of weights: the result of attention."""
     total = splat_f32(load_scalar_f32(partial + 4 * dim + 4))
     for i in range(0, dim, LANES):
         store_upto(out + 4 * i, dim - i, load_upto(partial + 4 * i, dim - i) / total)

@@ -1,7 +1,7 @@
-"""`attention_tiles` over blocks that are quantised along the head: integers are made floats once for all columns.
+"""`attention_tiles` for blocks quantised along the head: integers are converted to floats once for all columns.
 
 A score is summed for each record of 32 dimensions by itself, then scaled. p is multiplied by a position's scale before
-it meets codes; what the minima add is summed over 16 positions and added after them.
+it is multiplied with codes. The minima's contribution is summed over 16 positions and added after them.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _ZERO = constant(F32X16, 0.0)
 
 
 def emit_mix(b: Builder, where: Value) -> None:
-    """`kv_layout.mix` of the 32 floats at `where`, in place."""
+    """Emit `kv_layout.mix` of the 32 floats at `where`, in place."""
     places = [where, offset(b, where, 4 * LANES)]
     left, right = (simd.load_f32(b, place) for place in places)
     mixed, apart = [b.fadd(left, right), b.fsub(left, right)], LANES // 2
@@ -36,7 +36,7 @@ def emit_mix(b: Builder, where: Value) -> None:
 def emit_scores(
     b: Builder, form: Form, queries: Sequence[Value], blocks: Sequence[Value], dim: Value, share: Share
 ) -> list[Value]:
-    """The variables that hold the sums of a tile."""
+    """Emit a tile's scores, and return the variables that hold their sums."""
     width, count = len(queries), len(blocks)
     totals = registers.variables(b, [_ZERO] * (width * count))
     with cgutils.for_range(b, b.udiv(dim, constant(I64, BLOCK))) as loop:
@@ -59,7 +59,7 @@ def emit_values(
     b: Builder, form: Form, p: Sequence[Value], values: Value, dim: Value, vector: Value, num_vectors: int,
     num_positions: Value, out: Sequence[Value], share: Share,
 ) -> None:  # fmt: skip
-    """A tile of whole records, or of the half of one."""
+    """Emit a tile of whole records, or of half of one."""
     places = [offset(b, to, 4 * LANES * v) for to in out for v in range(num_vectors)]
     sums = registers.variables(b, [simd.load_f32(b, place) for place in places])
     per_record = min(2, num_vectors)
@@ -94,6 +94,9 @@ def emit_values(
 
 
 def _of_minima(b: Builder, form: Form, record: Value, shares: Sequence[Value], inside: Value) -> list[Value]:
-    """Of the block's first `inside` positions: after them nothing may be believed, not even that it is finite."""
+    """Return the minima's contribution of the block's first `inside` positions.
+
+    The values after them may be anything, even infinite or NaN.
+    """
     seen, minima = simd.first_lanes(b, inside), form.load_minima(b, record)
     return [simd.splat(b, simd.sum_f32(b, b.select(seen, b.fmul(x, minima), _ZERO))) for x in shares]

@@ -1,7 +1,7 @@
 """A record as a kernel sees it: its fields by name, and by index the arrays that they point to.
 
     args.num_rows         a field, which may be set
-    args.seed[row]        an element of the array that a field points to, where `records.pointer` says of what
+    args.seed[row]        an element of the array that a field points to, if `records.pointer` gives its type
     args.values + n       a pointer to the array from element n on
 
 Indices are not checked.

@@ -1,8 +1,7 @@
-"""Where an op's commands go: into the table of the active recording, or into one that runs at once.
+"""Targets of an op's commands: the table of the active recording, or one that runs immediately.
 
-`Run` is what an op sees. An eager run has fresh buffers and the op's own tensors; a recording has a
-workspace whose buffers the layers share (one for each role and size), and slots of a fixed capacity for the step's
-arrays. So one op serves both.
+An op uses `Run`. An eager run has fresh buffers and the op's own tensors. A recording has a workspace whose buffers the
+layers share (one per role and size), and slots of a fixed capacity for the step's arrays. So one op serves both.
 """
 
 import math
@@ -30,7 +29,7 @@ from infer.operands.step import Step
 
 
 class Run(ABC):
-    """A table being made. `capacity` and `max_logits` are the most tokens that it may be run with."""
+    """A table being made. It may be run with at most `capacity` tokens and `max_logits` logits."""
 
     def __init__(self, capacity: int, max_logits: int) -> None:
         self.capacity, self.max_logits = capacity, max_logits
@@ -46,23 +45,23 @@ class Run(ABC):
 
     @abstractmethod
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A buffer for this role, with undefined contents."""
+        """Return a buffer for this role, with undefined contents."""
 
     @abstractmethod
     def columns(self, role: str, rows: int, width: int, shares: Shares | None) -> tuple[Tensor, int]:
-        """A buffer for `gathered`, and which column is the first of the `width` that this rank writes."""
+        """Return a buffer for `gathered`, and the first of the `width` columns that this rank writes."""
 
     @abstractmethod
     def gathered(self, own: Tensor, shares: Shares | None) -> Tensor:
-        """All ranks' columns, once this one's are written."""
+        """Return all ranks' columns, after this rank's are written."""
 
     @abstractmethod
     def produced(self, x: Tensor, arguments: Arguments, shares: Shares | None) -> None:
-        """x will be written by the command with these arguments, which can quantise it on the way."""
+        """Register the arguments of the command that will write x, and that can also write it quantised."""
 
     @abstractmethod
     def quantized(self, x: Tensor, form: int, num_bytes: int) -> int | None:
-        """The address of x's activation records, written by x's producer; None if it cannot."""
+        """Return the address of x's activation records, written by x's producer; None if it cannot."""
 
 
 @final
@@ -71,7 +70,7 @@ class EagerRun(Run):
         return torch.empty(shape, dtype=dtype)
 
     def run(self) -> None:
-        """Walk what was appended since the last time."""
+        """Run the commands that were appended since the last run."""
         if self.capacity and self.commands:
             team().run(Walk(self.commands), self.state)
         self.commands = []
@@ -94,7 +93,7 @@ class EagerRun(Run):
 
 @final
 class Recording(Run):
-    """One step being recorded. `step` is what to hand to `forward`: its arrays are the slots."""
+    """One step being recorded. Hand `step` to `forward`: its arrays are the slots."""
 
     def __init__(self, capacity: int, max_logits: int) -> None:
         super().__init__(capacity, max_logits)
@@ -114,7 +113,7 @@ class Recording(Run):
         return self._workspace[key]
 
     def columns(self, role: str, rows: int, width: int, shares: Shares | None) -> tuple[Tensor, int]:
-        """Of all ranks, in memory that they share."""
+        """Return a buffer for all ranks' columns, in memory that they share, and this rank's first column."""
         if shares is None:
             return self.tensor(role, rows, width), 0
         return self._shared(shares).tensor(role, (rows, shares.width), torch.float32), shares.own[0]
@@ -148,7 +147,7 @@ class Recording(Run):
         return records.data_ptr()
 
     def enter(self, name: str) -> None:
-        """Set the label: layers are counted by their first op."""
+        """Set the label. Layers are counted by their first op."""
         if name == "qkv":
             self._layer += 1
         if name == "project":
@@ -162,7 +161,7 @@ _active: ContextVar[Recording | None] = ContextVar("infer_recording", default=No
 
 @contextmanager
 def record(capacity: int, max_logits: int) -> Iterator[Recording]:
-    """Ops called inside append to the recording instead of running."""
+    """Append the ops called inside to the recording instead of running them."""
     recording = Recording(capacity, max_logits)
     token = _active.set(recording)
     try:
@@ -180,7 +179,7 @@ def scope(
     logit_indices: Tensor | None = None,
     step: Step | None = None,
 ) -> Iterator[Run]:
-    """The run that an op's commands go to. An eager one is run at the end."""
+    """Yield the run that an op's commands go to. An eager run executes at the end."""
     recording = _active.get()
     if recording is not None:
         _check_slots(recording.step, {"tokens": tokens, "logit_indices": logit_indices})
@@ -202,7 +201,7 @@ def scope(
 
 
 def arrays_of(step: Step) -> dict[str, Tensor]:
-    """By their names in STATE."""
+    """Return the step's arrays by their names in STATE."""
     return {name: getattr(step, name) for name in ("tokens", "positions", "rows", "logit_indices")}
 
 

@@ -1,7 +1,7 @@
-"""What each command's arguments hold: plain records and sizes, apart from the code that reads them.
+"""Arguments of each command: plain records and sizes, apart from the code that reads them.
 
-A process that finds its kernels on disk needs these alone: nothing here, nor what builds commands, loads a compiler.
-Addresses and counts are int64.
+A process that finds its kernels on disk needs only these. Neither this module nor the code that builds commands loads a
+compiler. Addresses and counts are int64.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from infer.sampling_params import MAX_LOGPROBS
 
 
 def pointer(element: npt.DTypeLike) -> np.dtype[Any]:
-    """Of the address of an array that kernels read by index: `record_types`."""
+    """Return the type of a field with the address of an array. Kernels read the array by index: `record_types`."""
     return np.dtype(np.int64, metadata={"element": np.dtype(element)})
 
 
@@ -86,7 +86,10 @@ WIDE_BYTES = 17 * CHUNK // 4  # of a chunk's keys in f32, with their scales, or 
 
 
 def attend_scratch_bytes(dim: int) -> int:
-    """Of a thread: a bundle's scores and sums, keys and values that are widened, results so far of all columns."""
+    """Return the scratch bytes per thread.
+
+    They hold a bundle's scores and sums, widened keys and values, and the results so far of all columns.
+    """
     return SCORE_BYTES + 2 * WIDE_BYTES * dim + 4 * (BUNDLE + MOST_COLUMNS) * (dim + 16)
 
 
@@ -328,5 +331,5 @@ JOB = np.dtype(
 
 
 def records_by_name() -> dict[str, np.dtype[Any]]:
-    """Every record of this module, as a process is told of one that is to compile its kernel."""
+    """Return every record of this module by its name. A request to a compiling process names the kernel's record."""
     return {name: value for name, value in globals().items() if isinstance(value, np.dtype)}

@@ -1,4 +1,4 @@
-"""Tiles whose sums stay in registers: how many a machine has, and variables that LLVM keeps there."""
+"""Tiles whose sums stay in registers: the number of a machine's registers, and variables that LLVM keeps in them."""
 
 import platform
 from collections.abc import Sequence
@@ -12,8 +12,10 @@ from infer.backends.cpu.simd import F32X16, I64, Value, fma, store_f32
 
 
 def vector_registers() -> tuple[int, int]:
-    """(how many there are, how many floats one holds). Kernels of floats are the same for every $INFER_ISA, so this is
-    what the compiler may use, not what the set has."""
+    """Return (number of vector registers, floats per register).
+
+    Kernels of floats are the same for every $INFER_ISA, so this is what the compiler may use, not what the set has.
+    """
     features = target_features()
     if "avx512f" in features:
         return 32, 16
@@ -23,14 +25,16 @@ def vector_registers() -> tuple[int, int]:
 
 
 def tile_shapes(num_registers: int, num_floats: int) -> tuple[tuple[int, int], ...]:
-    """(columns, vectors of 16 floats) of tiles, the most columns first: sums take three quarters of the registers."""
+    """Return (columns, vectors of 16 floats) of tiles, the most columns first: sums use three quarters of the
+    registers.
+    """
     sums = num_registers * 3 // 4 * num_floats // LANES
     widths = (12, 8, 4, 3, 2, 1) if sums >= 24 else (6, 4, 3, 2, 1)
     return tuple((width, 1 << min(2, (sums // width).bit_length() - 1)) for width in widths if width <= sums)
 
 
 def variables(b: Builder, values: Sequence[Value]) -> list[Value]:
-    """Set to the values whenever control comes by."""
+    """Return variables that are set to the values each time control passes here."""
     slots = [cgutils.alloca_once(b, F32X16) for _ in values]
     for slot, value in zip(slots, values, strict=True):
         b.store(value, slot)
@@ -38,7 +42,7 @@ def variables(b: Builder, values: Sequence[Value]) -> list[Value]:
 
 
 def add_products(b: Builder, sums: Sequence[Value], x: Value, factors: Sequence[Value]) -> None:
-    """sums[i] += x × factors[i]"""
+    """Add x × factors[i] to each sums[i]."""
     for total, factor in zip(sums, factors, strict=False):
         b.store(fma(b, x, factor, b.load(total)), total)
 
@@ -49,7 +53,7 @@ def store_variables(b: Builder, slots: Sequence[Value], places: Sequence[Value])
 
 
 def lanes(b: Builder) -> Value:
-    """The address of 16 floats in the frame."""
+    """Return the address of 16 floats in the frame."""
     with b.goto_entry_block():
         slot = b.alloca(F32X16)
     slot.align = 64

@@ -1,4 +1,4 @@
-"""A head of q or k, normalised by itself or with its neighbours, rotated and scaled: a query, or what is cached."""
+"""A head of q or k, normalised by itself or with its neighbours, rotated and scaled, as a query or for the cache."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ _LEAST = 32  # heads of 16 tokens that a thread takes at once
 
 @njit(forceinline=True)
 def _norm_of_all(args, which, x, heads):
-    """1 / rms of all heads together, where that is how they are normalised."""
+    """Return 1 / rms of all heads together if they are normalised so, else 1."""
     if args.norms[which] == 0 or args.norm_strides[which] == 0:
         return np.float32(1)
     return inverse_rms(x, args.dim * heads, args.eps[which])
@@ -30,7 +30,7 @@ def _norm_of_all(args, which, x, heads):
 
 @njit(forceinline=True)
 def _norm_of_head(args, which, x, head, of_all):
-    """The head's weight, or 0, and what its elements are multiplied with before."""
+    """Return the address of the head's weight, or 0, and the factor of its elements before the weight."""
     weight, stride, factor = args.norms[which], args.norm_strides[which], of_all
     if weight != 0 and stride == 0:
         factor = inverse_rms(x, args.dim, args.eps[which])
@@ -39,7 +39,7 @@ def _norm_of_head(args, which, x, head, of_all):
 
 @njit
 def _rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):
-    """out = scale × rotate(x × factor × weight)"""
+    """Store scale × rotate(x × factor × weight) at out."""
     for i in range(0, dim, LANES):
         vector = load_upto(x + 4 * i, dim - i)
         if weight != 0:
@@ -57,14 +57,17 @@ def _rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):
 
 @njit(forceinline=True)
 def _of_token(args, state, token):
-    """(its position, its cosines and sines)."""
+    """Return (the token's position, its cosines, its sines)."""
     position, row = state.positions[token], state.rows[token]
     at = 4 * args.half * position + args.set_bytes * args.rope_sets[row]
     return position, 0 if args.cos == 0 else args.cos + at, args.sin + at
 
 
 def make_put_queries(kv_type: str) -> Any:
-    """put(args, state, kv, first, end): of a kv head's queries [token, query head of the group], some are made."""
+    """Return put(args, state, kv, first, end), which makes queries [first, end) of a kv head.
+
+    Queries are numbered as [token, query head of the group].
+    """
     mix = make_mix(kv_type)
 
     @njit
@@ -91,8 +94,9 @@ def make_put_queries(kv_type: str) -> Any:
 
 
 def make_rotate(kv_type: str) -> Callable[..., None]:
-    """k, v → cache, and q → queries where threads share them. Heads of 16 tokens are shared out, for their keys lie in
-    the same cache lines.
+    """Return the command that stores k and v in the cache, and makes queries from q if threads share them.
+
+    Heads of 16 tokens go to one thread, because their keys share cache lines.
     """
     rotate_share = _make_rotate_share(kv_type)
 
@@ -109,7 +113,10 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
 
 
 def _make_rotate_share(kv_type: str) -> Any:
-    """rotate(args, state, num_queries, begin, stop): some heads: of each 16 tokens q's, then k's and v's."""
+    """Return rotate(args, state, num_queries, begin, stop), which processes some heads.
+
+    For each 16 tokens, q's heads come first, then k's and v's.
+    """
     mix, put_key, put_value = make_mix(kv_type), make_put_key(kv_type), make_put_value(kv_type)
     put_queries, block_at = make_put_queries(kv_type), make_block_at(kv_type)
 

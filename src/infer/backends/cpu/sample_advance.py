@@ -1,6 +1,8 @@
-"""What stands around the sampler in a table: in a multi-step `advance`, which makes of its tokens the next step's
-input; in a step that verifies drafts `accept`, after each entry. Before the sampler's first in both, `await_mask`. They
-read the clock: what stands before `await_mask` is the forward, the rest is sampling.
+"""Commands around the sampler in a table. They also read the clock.
+
+In a multi-step, `advance` turns the sampled tokens into the next step's input. In a step that verifies drafts, `accept`
+runs after each entry. In both, `await_mask` runs before the sampler's first command. The time before `await_mask` is
+the forward's, the rest is the sampling's.
 """
 
 import numpy as np
@@ -13,7 +15,7 @@ from infer.backends.cpu.simd import address_of
 
 @njit
 def _remember(args, row, token):
-    """`History.append` for the row's slot, if it has one."""
+    """Do what `History.append` does, for the row's slot, if it has one."""
     slot = args.history_slot[row]
     if slot < 0:
         return
@@ -28,8 +30,11 @@ def _remember(args, row, token):
 
 
 def advance(args, state, thread, num_threads):
-    """No more steps when every row has met a stop id, any row failed, another thread has interrupted them, or Python,
-    where it is asked, says so."""
+    """Store the sampled tokens, and make them the next step's input.
+
+    No more steps run when every row has met a stop id, or any row failed. Another thread's interrupt and Python's
+    callback, if there is one, can also end them.
+    """
     if thread != 0:
         return
     num_ended = 0
@@ -56,8 +61,11 @@ def advance(args, state, thread, num_threads):
 
 
 def accept(args, state, thread, num_threads):
-    """A row goes on to its next entry while what was sampled is what was drafted, and ends with its first surprise; the
-    repeats of the walk end with the last row."""
+    """Store the sampled tokens of one entry.
+
+    A row continues with its next entry while the sampled token equals the draft, and ends with its first other token.
+    The repeats end with the last row.
+    """
     if thread != 0:
         return
     args.stop = 1

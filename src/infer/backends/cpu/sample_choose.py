@@ -1,6 +1,6 @@
-"""The sampler's third command: filters on the candidates, noise, the largest. A row a thread.
+"""The sampler's third command: filters on the candidates, noise, the largest. One row per thread.
 
-What is left of a row's logits is written down where their log-probabilities are asked for.
+The remaining logits of a row are stored if their log-probabilities are requested.
 """
 
 import numpy as np
@@ -48,7 +48,7 @@ _NOT_A_NUMBER, _NOTHING_ALLOWED = failure_codes.NOT_A_NUMBER, failure_codes.NOTH
 
 @njit
 def _best_found(args, row, is_greedy, num_threads):
-    """The threads' parts are in order: the first of the largest has the lowest id."""
+    """Return the best id of the threads' parts. The parts are in order: the first of the largest has the lowest id."""
     best, best_id = NOTHING, np.int64(-1)
     for thread in range(num_threads):
         slot = row * MAX_THREADS + thread
@@ -60,7 +60,7 @@ def _best_found(args, row, is_greedy, num_threads):
 
 @njit
 def _gather(args, row, num_threads):
-    """Move the threads' candidates together, which leaves them in order of their ids: (how many, sum of weights)."""
+    """Move the threads' candidates together, in the order of their ids. Return (how many, sum of weights)."""
     base, count, total = args.padded * row, np.int64(0), np.int64(0)
     for thread in range(num_threads):
         slot, (first, _) = row * MAX_THREADS + thread, part(args, thread, num_threads)
@@ -78,7 +78,7 @@ def _gather(args, row, num_threads):
 
 @njit
 def _ends(args, row, masks):
-    """The banned ends as candidates, since nothing else is left: (how many, the largest)."""
+    """Store the banned ends as candidates, because nothing else is left. Return (how many, the largest)."""
     base, count, largest, starts = args.padded * row, np.int64(0), NOTHING, args.end_starts + row
     if not is_below_minimum(args, row):
         return count, largest
@@ -106,7 +106,10 @@ def _weigh(values, weighed, count, peak):
 
 @njit
 def _filter(args, row, count, total, peak):
-    """Steps 7 to 9 on the candidates, whose weights add up to total (0: not weighed yet). Returns how many stay."""
+    """Apply steps 7 to 9 to the candidates, and return how many stay.
+
+    `total` is the sum of their weights, or 0 if they are not weighed yet.
+    """
     base = args.padded * row
     values, ids, weighed = args.values + base, args.ids + base, args.weights + base
     k, top_p = args.top_k[row], args.top_p[row]
@@ -129,7 +132,10 @@ def _filter(args, row, count, total, peak):
 
 @njit
 def _draw(args, row, count, scale, key):
-    """The id of the largest value plus noise. Candidates are in order of their ids; scale is what is still to do."""
+    """Return the id of the largest value plus noise.
+
+    Candidates are in the order of their ids; scale is the scaling that remains to be done.
+    """
     values, ids = args.values + args.padded * row, args.ids + args.padded * row
     low, high = key
     best, best_id = NOTHING, np.int64(-1)
@@ -147,7 +153,7 @@ def _draw(args, row, count, scale, key):
 
 @njit
 def _keep_peak(args, row, num_threads):
-    """The largest of the row's raw logits stands first."""
+    """Store the largest of the row's raw logits in the first place."""
     peaks = args.peaks + MAX_THREADS * row
     for thread in range(num_threads):
         peaks[0] = max(peaks[0], peaks[thread])
@@ -155,7 +161,7 @@ def _keep_peak(args, row, num_threads):
 
 @njit
 def _keep_row(args, row, largest, scale):
-    """All of the row's logits, as the scan left them."""
+    """Store all of the row's logits, as the scan left them."""
     logits, scored, masks = logits_of(args, row), args.scored + args.padded * row, masks_of(args, row)
     for token in range(0, args.padded, LANES):
         store_f32(scored + token, scaled(load_logits(args, logits, token, masks), scale))
@@ -176,7 +182,7 @@ def _keep_candidates(args, row, count, scale):
 
 @njit
 def _choose_candidate(args, row, count, total, largest, temperature):
-    """The token among the candidates, whose values are scaled for the filters."""
+    """Return the token among the candidates, whose values are scaled for the filters."""
     peak = scaled_scalar(largest, filter_scale(args, row, temperature, largest))
     count = _filter(args, row, count, total, peak)
     key = key_of(args.seed[row], position_of(args, row))

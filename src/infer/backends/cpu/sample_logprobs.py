@@ -1,7 +1,7 @@
-"""Log-probabilities of rows that ask for them, after the sampler: what `sampling.sampler.log_probabilities` counts.
+"""Log-probabilities of rows that ask for them, after the sampler, as `sampling.sampler.log_probabilities` defines them.
 
-`score` goes over a thread's part of the row's logits, `merge` puts the parts together. The sum of weights is one of
-integers and the largest are in the total order, so neither depends on how many parts there are.
+`score` processes a thread's part of the row's logits, and `merge` combines the parts. The sum of weights is a sum of
+integers and the largest follow the total order, so neither depends on the number of parts.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ _ALL_LANES = np.int32(0xFFFF)
 
 @njit(forceinline=True)
 def _is_asked(args, row):
-    """Whether there are log-probabilities to find: a row that failed has none."""
+    """Return True if the row needs log-probabilities: a row that failed has none."""
     if address_of(args.logprobs) == 0 or args.top_logprobs[row] < 0 or args.alive[row] == 0:
         return False
     return args.sampled[row] >= 0
@@ -28,7 +28,7 @@ def _is_asked(args, row):
 
 @njit
 def _insert(values, ids, count, most, value, token):
-    """Into a list of up to `most`, the largest first and equals in the order in which they come: how many it has."""
+    """Insert into a list of up to `most`, the largest first and equals in the order of insertion. Return its length."""
     if count == most and (most == 0 or value <= values[most - 1]):
         return count
     at = min(count, most - 1)

@@ -1,6 +1,7 @@
 """The sampler's arithmetic on vectors of 16 tokens: the bits of `sampling.noise` and `sampling.weight`.
 
-Nothing is fused or reassociated, and the constants are theirs. Masks are the low 16 bits of an int32, bit i for lane i.
+Nothing is fused or reassociated, and the constants are the same. Masks are the low 16 bits of an int32, bit i for lane
+i.
 """
 
 import operator
@@ -47,7 +48,7 @@ def load_ids(b: Builder, where: Value) -> Value:
 
 
 def _lanes_that(vector: types.Type, scalar: types.Type, compare: str, relation: str) -> Any:
-    """lanes(x, bound): those of x that stand in a relation to the bound."""
+    """Return lanes(x, bound), which returns the mask of the lanes of x that satisfy the relation to the bound."""
 
     def lanes(b: Builder, x: Value, bound: Value) -> Value:
         return b.zext(b.bitcast(getattr(b, compare)(relation, x, splat(b, bound)), I16), I32)
@@ -64,7 +65,7 @@ at_most_unsigned = _lanes_that(i32x16, types.int32, "icmp_unsigned", "<=")
 
 @operation(types.int32, types.int32)
 def lowest_bit(b: Builder, x: Value) -> Value:
-    """The index of the lowest 1 of x, which is not 0."""
+    """Return the index of the lowest 1 of x, which is not 0."""
     return b.cttz(x, ir.Constant(ir.IntType(1), 1))
 
 
@@ -73,14 +74,14 @@ count_bits = operation(types.int32, types.int32)(lambda b, x: b.ctpop(x))
 
 @operation(f32x16, f32x16, types.int32)
 def keep_bits(b: Builder, x: Value, mask: Value) -> Value:
-    """Lanes whose bit is set; −inf elsewhere."""
+    """Return x in the lanes whose bit is set, and −inf elsewhere."""
     lanes = b.bitcast(b.trunc(mask, I16), ir.VectorType(ir.IntType(1), LANES))
     return b.select(lanes, x, constant(F32X16, float("-inf")))
 
 
 @operation(f32x16, f32x16, f32x16, types.float32)
 def keep_finite(b: Builder, before: Value, after: Value, limit: Value) -> Value:
-    """`after` clamped to ±limit, but −inf where `before` is."""
+    """Return `after` clamped to ±limit, but −inf where `before` is −inf."""
     low, high = splat(b, b.fneg(limit)), splat(b, limit)
     bounded = b.select(b.fcmp_ordered("<", after, low), low, b.select(b.fcmp_ordered(">", after, high), high, after))
     return b.select(b.fcmp_ordered("==", before, constant(F32X16, float("-inf"))), before, bounded)
@@ -97,13 +98,13 @@ def _mix32(b: Builder, x: Value) -> Value:
 
 @operation(i32x16, i32x16, types.int32, types.int32)
 def hash_tokens(b: Builder, ids: Value, low: Value, high: Value) -> Value:
-    """32 bits for each id, from the two words of the row's key."""
+    """Return 32 bits for each id, from the two words of the row's key."""
     return _mix32(b, b.add(_mix32(b, b.xor(ids, splat(b, low))), splat(b, high)))
 
 
 @operation(f32x16, i32x16)
 def gumbel_of(b: Builder, h: Value) -> Value:
-    """−ln(−ln(1 − V)) of the 32 bits."""
+    """Return −ln(−ln(1 − V)) of the 32 bits."""
     c = lambda value: constant(F32X16, value)  # noqa: E731
     unsigned = lambda word: b.fadd(b.uitofp(word, F32X16), c(0.5))  # noqa: E731
     exponent, fraction = _split(b, b.fmul(unsigned(b.not_(h)), c(2.0**-32)))
@@ -136,7 +137,7 @@ def _log(b: Builder, exponent: Value, fraction: Value) -> Value:
 
 @operation(i64x16, f32x16, types.float32)
 def weights(b: Builder, x: Value, largest: Value) -> Value:
-    """eˣ⁻ˡᵃʳᵍᵉˢᵗ × 2⁴², rounded to the nearest integer."""
+    """Return eˣ⁻ˡᵃʳᵍᵉˢᵗ × 2⁴², rounded to the nearest integer."""
     c = lambda value: constant(F64X16, value)  # noqa: E731
     d = b.fsub(b.fpext(x, F64X16), b.fpext(splat(b, largest), F64X16))
     d = b.select(b.fcmp_ordered("<", d, c(weight_constants.LOWEST)), c(weight_constants.LOWEST), d)

@@ -1,9 +1,9 @@
-"""The sampler's second command: from the largest of each group to few candidates, or to a token at once.
+"""The sampler's second command: from the largest logit of each group to few candidates, or directly to a token.
 
-A greedy row's token is the first that equals the largest. A row without filters takes the largest logit plus noise: a
-token whose hash is too large for its group's largest to win is passed over by an integer comparison. Other rows keep
-what is at least a lower bound of what their filters keep: of the k largest, the k-th largest of the groups' largest; of
-min-p, its threshold; of top-p, the weight below which all the vocabulary together weighs less than 1 − p.
+A greedy row's token is the first that equals the largest. A row without filters takes the largest logit plus noise. A
+token whose hash is too large for its group's largest logit to win is skipped by an integer comparison. Other rows keep
+the tokens above a lower bound of what their filters keep. For top-k it is the k-th largest of the groups' largest, and
+for min-p its threshold. For top-p it is a weight such that all lighter tokens together weigh less than 1 − p.
 """
 
 import numpy as np
@@ -48,7 +48,7 @@ _MAX_NOISE = np.float32(noise_constants.MAX_NOISE)
 
 @njit
 def row_largest(args, row):
-    """Of the whole row, NaN if any group's is."""
+    """Return the largest logit of the whole row; NaN if any group's is NaN."""
     maxima = args.maxima + args.num_groups * row
     most = splat_f32(NOTHING)
     for group in range(0, args.num_groups, LANES):
@@ -58,7 +58,7 @@ def row_largest(args, row):
 
 @njit(forceinline=True)
 def key_of(seed, position):
-    """The two words of the noise's key."""
+    """Return the two words of the noise's key."""
     key = _mix64(_mix64(np.uint64(seed)) + np.uint64(position))
     return np.int32(key & np.uint64(0xFFFFFFFF)), np.int32(key >> np.uint64(32))
 
@@ -73,7 +73,10 @@ def _mix64(x):
 
 @njit(forceinline=True)
 def scaling(temperature, largest):
-    """(shift, divisor): what a row is shifted by so that its largest does not overflow, and then divided by."""
+    """Return (shift, divisor).
+
+    A row is shifted so that its largest does not overflow, and then divided.
+    """
     if abs(largest / temperature) > LARGEST:
         return largest, temperature
     return np.float32(0), temperature
@@ -81,7 +84,7 @@ def scaling(temperature, largest):
 
 @njit(forceinline=True)
 def scaled(x, scale):
-    """A vector of logits over the temperature."""
+    """Return a vector of logits divided by the temperature."""
     shift, divisor = scale
     if divisor == 1:
         return x
@@ -99,7 +102,7 @@ def scaled_scalar(x, scale):
 
 @njit(forceinline=True)
 def load_logits(args, logits, token, masks):
-    """16 logits as the scan left them; the last, incomplete vector is masked here."""
+    """Return 16 logits as the scan left them; the last, incomplete vector is masked here."""
     room = args.vocab - token
     if room >= LANES:
         return load_f32(logits + token)
@@ -111,7 +114,10 @@ def load_logits(args, logits, token, masks):
 
 @njit(forceinline=True)
 def hash_bound(margin):
-    """A hash above this makes less noise than `margin`: −ln(−ln(1 − V)) ≥ margin needs V ≤ e^−margin. Rounded up."""
+    """Return a bound such that a hash above it makes less noise than `margin`.
+
+    −ln(−ln(1 − V)) ≥ margin needs V ≤ e^−margin. The bound is rounded up.
+    """
     if margin <= 0:
         return np.int32(-1)
     share = np.float64(exp_scalar(-margin)) * 4294967296.0 * 1.0001 + 2.0
@@ -120,7 +126,7 @@ def hash_bound(margin):
 
 @njit
 def _first_equal(args, row, logits, first, end, largest, masks):
-    """The lowest id of the thread's part whose logit is the largest; −1 if it has none."""
+    """Return the lowest id of the thread's part whose logit is the largest; −1 if it has none."""
     maxima = args.maxima + args.num_groups * row
     for group in range(first, end):
         if maxima[group] == largest:
@@ -134,13 +140,13 @@ def _first_equal(args, row, logits, first, end, largest, masks):
 
 @njit(forceinline=True)
 def _margin(best, largest):
-    """The noise that a logit of `largest` needs to reach `best`, less what the sum of the two may round up."""
+    """Return the noise that a logit of `largest` needs to reach `best`, less what the sum of the two may round up."""
     return (best - largest) - abs(best) * np.float32(5e-7)
 
 
 @njit
 def _search_group(args, logits, group, scale, key, masks, best, best_id, largest):
-    """The best score so far, with this group's tokens. No token of it has a logit above `largest`."""
+    """Return the best score so far and its id, with this group's tokens. No logit of the group is above `largest`."""
     begin, (low, high) = LANES * args.group_vectors * group, key
     bound = hash_bound(_margin(best, largest))
     for token in range(begin, min(begin + LANES * args.group_vectors, args.vocab), LANES):
@@ -158,8 +164,10 @@ def _search_group(args, logits, group, scale, key, masks, best, best_id, largest
 
 @njit
 def _search(args, row, logits, first, end, scale, key, masks):
-    """(score, id) of the largest logit plus noise of the thread's part, −1 if it has no token. The group with the
-    largest logit comes first: it makes the others short."""
+    """Return (score, id) of the largest logit plus noise of the thread's part; the id is −1 if it has no token.
+
+    The group with the largest logit comes first, so that the other groups take less time.
+    """
     maxima = args.maxima + args.num_groups * row
     start, largest = first, NOTHING
     for group in range(first, end):
@@ -182,7 +190,10 @@ def _search(args, row, logits, first, end, scale, key, masks):
 
 @njit
 def _append(args, at, count, token, mask, x, w):
-    """The lanes of mask as candidates `at + count` on; w is the address of their weights, or None."""
+    """Append the lanes of mask as candidates, from `at + count` on, and return the new count.
+
+    w is the address of their weights, or None.
+    """
     spill = stack(64)
     store_f32(spill, x)
     while mask != 0:
@@ -198,7 +209,7 @@ def _append(args, at, count, token, mask, x, w):
 
 @njit
 def _collect(args, row, logits, first, end, scale, masks, bound):
-    """Candidates: scaled logits of at least bound, which is finite. Returns how many."""
+    """Collect candidates, whose scaled logits are at least bound, which is finite. Return how many."""
     maxima = args.maxima + args.num_groups * row
     group_size = LANES * args.group_vectors
     at, count = args.padded * row + group_size * first, np.int64(0)
@@ -215,7 +226,10 @@ def _collect(args, row, logits, first, end, scale, masks, bound):
 
 @njit
 def _weigh(args, row, logits, first, end, scale, masks, bounds):
-    """The same with each candidate's weight, of at least the second bound: (how many, the sum of all weights)."""
+    """Collect candidates like `_collect`, with their weights. Return (how many, the sum of all weights).
+
+    A candidate's weight is at least the last of the bounds.
+    """
     maxima = args.maxima + args.num_groups * row
     group_size = LANES * args.group_vectors
     at, count, (bound, peak, lightest) = args.padded * row + group_size * first, np.int64(0), bounds
@@ -236,7 +250,7 @@ def _weigh(args, row, logits, first, end, scale, masks, bounds):
 
 @njit
 def _lightest(args, row, scale, peak, top_p):
-    """A weight below which no token is kept: all such tokens together weigh less than what top-p drops."""
+    """Return a weight below which no token is kept: all such tokens together weigh less than what top-p drops."""
     maxima = args.maxima + args.num_groups * row
     total = splat_i64(np.int64(0))
     for group in range(0, args.num_groups, LANES):
@@ -274,7 +288,7 @@ def has_filters(args, row):
 
 @njit(forceinline=True)
 def filter_scale(args, row, temperature, largest):
-    """What logits are scaled by before the filters."""
+    """Return the scaling of the logits before the filters."""
     if args.temperature_last[row] != 0:
         return np.float32(0), np.float32(1)
     return scaling(temperature, largest)

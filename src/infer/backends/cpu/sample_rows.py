@@ -1,13 +1,14 @@
-"""What the sampler's commands read: addresses of the columns, of the history, and of scratch.
+"""Arguments of the sampler's commands: addresses of the columns, of the history, and of scratch.
 
-A row's vocabulary is cut into at most 1,024 groups of a whole number of vectors; the threads share out the groups.
+A row's vocabulary is cut into at most 1,024 groups of a whole number of vectors. The groups are divided among the
+threads.
 
     scan      edit the logits (bias, penalties, bans) and store the largest of each group
     narrow    from those: greedy rows find their token; unfiltered rows search the best score; the others collect
               candidates, a superset of what their filters keep
-    choose    a row a thread: the filters on the candidates, noise, the largest
+    choose    one row per thread: the filters on the candidates, noise, the largest
     score     of rows that ask for log-probabilities: weights, ranks and the largest logits of each thread's part
-    merge     a row a thread: what the parts make together
+    merge     one row per thread: combine the parts
 """
 
 import ctypes
@@ -30,10 +31,10 @@ MAX_GROUPS = 1024
 
 @final
 class SampleArguments:
-    """A record for logits that stay where they are. Another selection changes some words of it.
+    """A record for logits that stay where they are. Another selection changes some words of the record.
 
-    `positions` is an address; `starts`, `alive` and `sampled` have an entry for each row, by default for one line of
-    logits each.
+    `positions` is an address; `starts`, `alive` and `sampled` have an entry per row, by default for one line of logits
+    each.
     """
 
     def __init__(self, logits: Tensor, positions: int, position_offset: int) -> None:
@@ -55,7 +56,10 @@ class SampleArguments:
             setattr(self.fields, name, value)
 
     def arrays(self, **sizes: int) -> list[Words]:
-        """Where fields of these names point to: so many integers or more, which stay until more are asked for."""
+        """Return arrays of at least these sizes, to which the fields of these names point.
+
+        An array stays in place until a larger one is requested.
+        """
         for name, size in sizes.items():
             if name not in self._arrays or size > len(self._arrays[name]):
                 self._arrays[name] = integers(size)
@@ -63,7 +67,10 @@ class SampleArguments:
         return [self._arrays[name] for name in sizes]
 
     def bind(self, columns: SamplingColumns, history: History | None) -> None:
-        """Point to what is selected. Costs nothing where it is what it was."""
+        """Point to the selected columns and the history. Costs nothing if they are unchanged.
+
+        Raises InvalidRequestError if a row has a penalty and the history does not fit.
+        """
         if columns.selection is self._selection and history is self._history:
             return
         if (history is None or history.vocab_size != columns.vocab_size) and columns.has_penalty:
@@ -93,7 +100,7 @@ class SampleArguments:
         self.set(num_groups=self._num_groups, group_vectors=group_vectors, padded=self._padded)
 
     def _make_room(self, num_rows: int, num_ends: int) -> None:
-        """For so many rows or more: their number is doubled, so that few joins find too little."""
+        """Make room for `num_rows` rows or more: the room is a power of two, so that few joins need more."""
         room = self.room if num_rows <= self.room else 1 << (num_rows - 1).bit_length()
         self.room = 0  # until all is in its place
         self.starts, self.alive, self.sampled = self.arrays(starts=room, alive=room, sampled=room)

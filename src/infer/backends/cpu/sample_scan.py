@@ -1,8 +1,8 @@
-"""The sampler's first command: steps 2 to 4 in place, and the largest logit of each group. Raw logits whose
-log-probabilities are asked for are copied first.
+"""The sampler's first command: steps 2 to 4 in place, and the largest logit of each group.
 
-Each thread edits and reads its own part of the vocabulary. Edits change finite logits only, so that NaN and +inf are
-found; they touch the ids that have one, in the reference's order and with its rounding. Masks come with the reading.
+Raw logits whose log-probabilities are requested are copied first. Each thread edits and reads its own part of the
+vocabulary. Edits change only finite logits, so that NaN and +inf are found. They touch only the ids with an edit, in
+the reference's order and with its rounding. Masks are applied when logits are read.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ NOTHING = np.float32(-np.inf)
 
 @njit(forceinline=True)
 def part(args, thread, num_threads):
-    """The groups of a thread: first, end."""
+    """Return the groups of a thread: first, end."""
     return args.num_groups * thread // num_threads, args.num_groups * (thread + 1) // num_threads
 
 
@@ -30,13 +30,13 @@ def logits_of(args, row):
 
 @njit(forceinline=True)
 def position_of(args, row):
-    """How many tokens stand before the one to sample."""
+    """Return how many tokens precede the one to sample."""
     return args.positions[row] + args.position_offset + args.entry
 
 
 @njit(forceinline=True)
 def scores_logits(args, row, is_processed):
-    """Whether the row asks for log-probabilities, of such logits."""
+    """Return True if the row asks for log-probabilities of processed logits, or of raw ones."""
     if address_of(args.logprobs) == 0 or args.top_logprobs[row] < 0:
         return False
     return (args.logprobs_processed[row] != 0) == is_processed
@@ -79,7 +79,10 @@ def _add_biases(args, row, logits, begin, end):
 
 @njit
 def _penalise(args, row, logits, begin, end):
-    """Each id at its last occurrence: first repetition over the window, then frequency and presence over the output."""
+    """Penalise each id at its last occurrence.
+
+    The repetition penalty over the window comes first, then frequency and presence over the output.
+    """
     slot = args.history_slot[row]
     if slot < 0:
         return
@@ -115,7 +118,7 @@ def is_below_minimum(args, row):
 
 @njit
 def _ban_ends(args, row, logits, begin, end):
-    """Their logits are kept aside: `choose` takes them back where nothing else is left."""
+    """Ban the ends, and store their logits aside: `choose` restores them if nothing else is left."""
     starts = args.end_starts + row
     for entry in range(starts[0], starts[1]):
         token = args.end_ids[entry]
@@ -128,7 +131,7 @@ def _ban_ends(args, row, logits, begin, end):
 
 @njit(forceinline=True)
 def masks_of(args, row):
-    """The addresses of the row's own mask and of the grammar's, 0 for none."""
+    """Return the addresses of the row's own mask and of the grammar's, 0 for none."""
     own, allowed, words = np.int64(0), np.int64(0), 4 * args.mask_words
     index = args.mask_index[row]
     if index >= 0:
@@ -140,7 +143,7 @@ def masks_of(args, row):
 
 @njit(forceinline=True)
 def masked_bits(masks, token):
-    """The bits of 16 tokens, of which `token`, a multiple of 16, is the first."""
+    """Return the mask bits of 16 tokens. The first is `token`, a multiple of 16."""
     own, allowed = masks
     bits, at = np.int32(-1), 4 * (token // 32)
     if own != 0:
@@ -151,7 +154,7 @@ def masked_bits(masks, token):
 
 
 def scan(args, state, thread, num_threads):
-    """A group with NaN or +inf has NaN for its largest."""
+    """Edit the logits, and store the largest of each group: NaN if the group holds NaN or +inf."""
     first, end = part(args, thread, num_threads)
     group_size = LANES * args.group_vectors
     for row in range(args.num_rows):

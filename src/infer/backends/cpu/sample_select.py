@@ -1,8 +1,8 @@
 """Exact selection without a sort: the largest values of a list whose weights reach a goal, ties by their order.
 
-A float's bits, folded so that a larger value has a smaller key, are cut into four bytes; a histogram of each byte, of
-those values that agree in the bytes before, finds the byte at which the sum of weights reaches the goal. Four readings
-of the list, whatever is in it.
+A float's bits are folded so that a larger value has a smaller key, and cut into four bytes. A histogram of each byte
+counts the values that agree in the bytes before. It finds the byte at which the sum of weights reaches the goal. The
+list is read four times, whatever its contents.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 @njit(forceinline=True)
 def key_of_value(x):
-    """Smaller for a larger value; both zeros have one key."""
+    """Return a key that is smaller for a larger value; both zeros have one key."""
     bits = bits_of(x + np.float32(0))
     return bits if bits & _SIGN else bits ^ np.uint32(0x7FFFFFFF)
 
@@ -30,9 +30,9 @@ def value_of(key):
 
 @njit
 def find_threshold(values, weights, count, goal):
-    """(key of the value at which the sum of weights of the largest reaches goal, the sum before that value).
+    """Return (key of the value at which the sum of weights of the largest reaches goal, the sum before that value).
 
-    `weights` is None where each value weighs 1. If the whole sum stays below the goal, the key is the last one.
+    `weights` is None if each value weighs 1. If the whole sum stays below the goal, the key is the last one.
     """
     histogram, prefix, mask, before = stack(8 * 256), np.uint32(0), np.uint32(0), np.int64(0)
     for level in range(4):
@@ -57,7 +57,7 @@ def find_threshold(values, weights, count, goal):
 
 @njit
 def keep_largest(values, ids, weights, count, goal):
-    """Leave the fewest largest whose weights reach the goal, in their order, and return how many."""
+    """Keep the fewest largest values whose weights reach the goal, in their order, and return how many."""
     threshold, before = find_threshold(values, weights, count, goal)
     kept = np.int64(0)
     for i in range(count):

@@ -1,4 +1,4 @@
-"""The sampler as three commands, for a batch at once or after the head of a recorded step."""
+"""The sampler as three commands, for a single batch or after the head of a recorded step."""
 
 import torch
 from jaxtyping import Float, Int
@@ -20,7 +20,9 @@ def choose_tokens(
     positions: Int[Tensor, "rows"],
     allowed: Int[Tensor, "rows words"] | None = None,
 ) -> Int[Tensor, "rows"]:
-    """Rows that are edited are copied first: the caller's logits stay."""
+    """Return the token of each row, or a negative code. Logits to be edited are copied first: the caller's stay
+    unchanged.
+    """
     x = logits.float()
     if x.stride(-1) != 1 or ((columns.has_edits or allowed is not None) and x.data_ptr() == logits.data_ptr()):
         x = x.clone(memory_format=torch.contiguous_format)
@@ -35,13 +37,13 @@ def choose_tokens(
 
 
 def commands(arguments: SampleArguments, keeps: object = None) -> list[Command]:
-    """Scan, narrow, choose: `sampled` holds a token or a negative code for each of the step's logits."""
+    """Return scan, narrow and choose: `sampled` then holds a token or a negative code for each of the step's logits."""
     makers = (".sample_scan:scan", ".sample_narrow:narrow", ".sample_choose:choose")
     return [command(maker, arguments, keeps) for maker in makers]
 
 
 def scoring(arguments: SampleArguments) -> list[Command]:
-    """Score, merge: `logprobs` holds what rows asked for of the tokens that are sampled."""
+    """Return score and merge: `logprobs` then holds the log-probabilities that rows requested of the sampled tokens."""
     return [command(f".sample_logprobs:{name}", arguments) for name in ("score", "merge")]
 
 

@@ -1,7 +1,7 @@
-"""Rows of a step that begin with the same pages, as after a common system prompt: which, and for how many chunks.
+"""Rows of a step that begin with the same pages, as after a common system prompt, and the number of shared chunks.
 
-Their queries go through these chunks together, so that keys and values are read once for all (cascade attention). A
-query's partial of a chunk has the same bits whatever queries are its neighbours, so nothing depends on it.
+Their queries process these chunks together, so that keys and values are read once for all (cascade attention). A
+query's partial of a chunk has the same bits whatever its neighbours are, so no result depends on it.
 """
 
 from numba import njit
@@ -12,13 +12,13 @@ from infer.backends.cpu.shares import is_for_many, run_at
 
 @njit
 def _whole_chunks(args, row, slot):
-    """How many chunks there are before the one of the slot, if a token sees all of them."""
+    """Return the number of chunks before that of the slot, if a token sees all of them; else 0."""
     return 0 if args.windows[row] != 0 else slot // CHUNK
 
 
 @njit
 def _common_chunks(args, row, other, most):
-    """How many of their first chunks, of `most`, two rows have in the same pages."""
+    """Return how many of their first `most` chunks two rows have in the same pages."""
     left, right, page = args.table + args.table_stride * row, args.table + args.table_stride * other, 0
     while page << args.page_bits < most * CHUNK and left[page] == right[page]:
         page += 1
@@ -27,8 +27,11 @@ def _common_chunks(args, row, other, most):
 
 @njit
 def prefix_at(args, state, token):
-    """(the token after, how many chunks): of the run that begins here and those after it that have as many of their
-    first chunks in common, as long as their queries fit; of a run alone, and of many queries, 0 chunks."""
+    """Return (the token after the shared rows, the number of shared chunks).
+
+    The rows are the run that begins here and the runs after it that share as many first chunks, as long as their
+    queries fit. A single run, and one of many queries, shares 0 chunks.
+    """
     row, run, slot = run_at(args, state, token, state.num_tokens)
     end, num_chunks, most = token + run, 0, 0 if is_for_many(args, run) else _whole_chunks(args, row, slot)
     last = token + MOST_COLUMNS * args.num_kv_heads // args.num_heads

@@ -1,7 +1,7 @@
-"""Which queries and chunks of a step are whose: how threads share attention out.
+"""Division of attention among threads: the queries and chunks of a step that each thread computes.
 
-The weight of a query, or of a query and a chunk, is how many slots it is multiplied with. Threads take equal sums of
-weights, in the order of the step. Results do not depend on any of this.
+The weight of a query, or of a query and a chunk, is the number of slots it is multiplied with. Threads take equal sums
+of weights, in the order of the step. Results do not depend on any of this.
 """
 
 from numba import njit
@@ -16,7 +16,7 @@ _FEWEST_QUERIES = 12  # of a thread: the columns of one or two tiles
 
 @njit
 def run_at(args, state, token, end):
-    """(row, how many tokens from here on, before `end`, are of it, the slot of the first)."""
+    """Return (row, number of its tokens from this one on and before `end`, the slot of the first)."""
     row, run = state.rows[token], 1
     while token + run < end and state.rows[token + run] == row:
         run += 1
@@ -25,7 +25,7 @@ def run_at(args, state, token, end):
 
 @njit
 def chunks_between(args, row, first_slot, last_slot):
-    """How many chunks tokens from one slot to another see something of."""
+    """Return how many chunks the tokens from one slot to another see something of."""
     return last_slot // CHUNK + 1 - chunks_seen(args, row, first_slot)[1]
 
 
@@ -37,8 +37,10 @@ def nth_chunk(args, row, first_slot, number):
 
 @njit
 def is_split(args, state, num_threads):
-    """Whether threads share out chunks, not queries. A thread's share that were less than a few queries would have it
-    read most keys for hardly anything."""
+    """Return True if chunks, not queries, are divided among threads.
+
+    If a thread's share were less than a few queries, it would read most keys for little work.
+    """
     if num_threads == 1 or state.num_tokens > SPLIT_TOKENS:
         return False
     total, largest, token = 0, 0, 0
@@ -52,13 +54,13 @@ def is_split(args, state, num_threads):
 
 @njit
 def is_for_many(args, run):
-    """Whether `attend_many` takes the queries of so many tokens."""
+    """Return True if `attend_many` takes the queries of a run of this many tokens."""
     return args.fewest_for_many != 0 and run * (args.num_heads // args.num_kv_heads) >= args.fewest_for_many
 
 
 @njit
 def weight_of_chunk(args, row, run, slot, number):
-    """Of a query of a run and the nth chunk that the run sees."""
+    """Return the weight of a query of a run and the nth chunk that the run sees."""
     chunk, last_slot = nth_chunk(args, row, slot, number), slot + run - 1
     gap, first, end = parts_of_chunk(*seen_of_run(args, row, chunk, slot, last_slot))
     return max(LANES, gap + end - first)
@@ -66,7 +68,7 @@ def weight_of_chunk(args, row, run, slot, number):
 
 @njit
 def weight_of_chunks(args, state):
-    """The sum over the queries and chunks of a step."""
+    """Return the sum of weights over the queries and chunks of a step."""
     total, token = 0, 0
     while token < state.num_tokens:
         row, run, slot = run_at(args, state, token, state.num_tokens)
@@ -78,13 +80,13 @@ def weight_of_chunks(args, state):
 
 @njit
 def weight_of_query(args, row, slot, right):
-    """Of each of a run's queries before `right` that are done at once."""
+    """Return the weight of each of a run's queries before `right` that are computed together."""
     return num_seen(args, row, slot + (right - 1) // (args.num_heads // args.num_kv_heads))
 
 
 @njit
 def weight_of_queries(args, state, for_many):
-    """The sum over the queries of the runs that `attend_many` takes, or of the others."""
+    """Return the sum of weights over the queries of the runs that `attend_many` takes, or of the others."""
     total, token, group = 0, 0, args.num_heads // args.num_kv_heads
     while token < state.num_tokens:
         row, run, slot = run_at(args, state, token, state.num_tokens)
@@ -98,14 +100,18 @@ def weight_of_queries(args, state, for_many):
 
 @njit
 def mine(left, right, weight, item, begin, stop):
-    """Which of the queries [left, right) begin in a thread's share, [begin, stop) of the weights; theirs begin at
-    item."""
+    """Return the range of the queries [left, right) that begin in a thread's share, [begin, stop) of the weights.
+
+    The queries' weights begin at `item`.
+    """
     return max(left, left - (item - begin) // weight), min(right, left - (item - stop) // weight)
 
 
 @njit
 def mine_of_row(state, left, right, weight, item, begin, stop):
-    """`mine`, but of many tokens whole tiles: two threads with some of a tile would both read its keys."""
+    """Return `mine`, but whole tiles if there are many tokens: two threads with parts of one tile would both read its
+    keys.
+    """
     if state.num_tokens <= SPLIT_TOKENS:
         return mine(left, right, weight, item, begin, stop)
     num_tiles = (right - left + _FEWEST_QUERIES - 1) // _FEWEST_QUERIES
@@ -115,7 +121,7 @@ def mine_of_row(state, left, right, weight, item, begin, stop):
 
 @njit
 def share_of(args, state, token, first, end, item, begin, stop):
-    """(left, right, the item after them): `mine_of_row` of the queries [first, end) of the runs from a token on."""
+    """Return (left, right, the item after them): `mine_of_row` of queries [first, end) of the runs from a token on."""
     group, left, right = args.num_heads // args.num_kv_heads, end, end
     while first < end:
         ahead = first // group
@@ -131,14 +137,14 @@ def share_of(args, state, token, first, end, item, begin, stop):
 
 @njit
 def first_of(args, state, token, kv):
-    """(row, kv head, slot) of what a head of a run reads first."""
+    """Return the (row, kv head, slot) that a head of a run reads first."""
     row = state.rows[token]
     return row, kv, nth_chunk(args, row, slot_of(args, row, state.positions[token]), 0) * CHUNK
 
 
 @njit
 def chunk_after(args, row, kv, chunk, last_slot):
-    """The (row, kv head, slot) after a chunk, where chunks are shared out."""
+    """Return the (row, kv head, slot) after a chunk, if chunks are divided among threads."""
     slot = chunk * CHUNK
     if kv + 1 < args.num_kv_heads:
         return row, kv + 1, slot

@@ -1,7 +1,7 @@
-"""What Numba does for every function again, done once, and two of its passes that no kernel needs left out.
+"""Numba's repeated work for each function, done once, and two of its passes, which no kernel needs, left out.
 
-Numba types each operation on scalars by asking hundreds of templates, and lists the variables of each statement a
-dozen times: with these shortcuts the kernels of a model take a quarter less to compile, and are the same code.
+Numba types each operation on scalars by asking hundreds of templates, and lists the variables of each statement a dozen
+times. With these shortcuts, the kernels of a model compile in a quarter less time, and their code is the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ _find_signature, _find_size = BaseFunction.get_call_type, base.BaseContext.get_a
 
 @contextmanager
 def shortcuts() -> Iterator[None]:
-    """Under Numba's lock: other functions of the process are compiled without them."""
+    """Apply the shortcuts while the context runs, under Numba's lock: other functions are compiled without them."""
     usual = [(owner, name, getattr(owner, name)) for owner, name, _ in _PATCHES]
     try:
         _apply(_PATCHES)
@@ -37,7 +37,10 @@ def _apply(patches: list[_Patch]) -> None:
 
 
 def _signature(self: Any, context: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Of a built-in function for these types. Which implementation a signature has is what was found for it last."""
+    """Return the signature of a built-in function for these types.
+
+    The implementation of a signature is the one that was found for it last.
+    """
     if keywords:
         return _find_signature(self, context, arguments, keywords)
     key = self.key, arguments

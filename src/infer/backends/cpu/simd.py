@@ -1,12 +1,12 @@
-"""Vectors of 16 lanes as values in Numba code, so that a kernel reads like its equation and compiles to what it says.
+"""Vectors of 16 lanes as values in Numba code, so that a kernel reads like its equation and compiles to the same.
 
     f32x16, i32x16      the two vector types; + − × and comparison by `select_*` work on them in any `@njit` function
     address             a plain int64; every load and store names its type
     floats              a pointer to them, as `record_types` has it; vectors are loaded from either
 
 An operation is a Python function that emits LLVM IR. A kernel calls it with values: `fma(a, b, c)`; another emitter
-calls it with the builder first: `fma(b, x, y, z)`. LLVM splits the 16 lanes into whatever the machine has.
-Nothing here reassociates or contracts: the order of float operations is the order in the source, on every path.
+calls it with the builder first: `fma(b, x, y, z)`. LLVM splits the 16 lanes into the machine's registers. Nothing here
+reassociates or contracts: the order of float operations is the order in the source, on every path.
 """
 
 import operator
@@ -48,7 +48,7 @@ class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def operation(result: types.Type, *parameters: types.Type, key: Any = None) -> Callable[[Any], Any]:
-    """Make an emitter callable from kernels under this signature (`key`: as that Python operator)."""
+    """Return a decorator that makes an emitter callable from kernels under this signature (`key`: as that operator)."""
 
     def register(emit: Any) -> Any:
         name = emit if key is None else key
@@ -73,7 +73,7 @@ def constant(type_: ir.Type, value: float) -> ir.Constant:
 
 
 def call(b: Builder, name: str, result: ir.Type, *arguments: Value) -> Value:
-    """What LLVM has under this name."""
+    """Emit a call of the LLVM intrinsic of this name."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return b.call(b.module.declare_intrinsic(f"llvm.{name}", (), kind), arguments)
 
@@ -82,7 +82,7 @@ def call(b: Builder, name: str, result: ir.Type, *arguments: Value) -> Value:
 
 
 def pointer(b: Builder, where: Value, type_: ir.Type) -> Value:
-    """Of an address, or of another pointer."""
+    """Return a typed pointer from an address or from another pointer."""
     cast = b.bitcast if isinstance(where.type, ir.PointerType) else b.inttoptr
     return cast(where, type_.as_pointer())
 
@@ -141,13 +141,13 @@ load_i32, store_i32 = _loading(types.int32, I32, 4), _storing(types.int32, 4)
 
 @njit(forceinline=True)
 def load_upto(where, count):
-    """The first `count` floats, −inf in the lanes beyond."""
+    """Return the first `count` floats, and −inf in the lanes beyond."""
     return load_f32(where) if count >= LANES else _load_first(where, count)
 
 
 @njit(forceinline=True)
 def store_upto(where, count, x):
-    """The first `count` lanes."""
+    """Store the first `count` lanes."""
     if count >= LANES:
         store_f32(where, x)
     else:
@@ -168,7 +168,7 @@ def _store_first(b: Builder, where: Value, count: Value, x: Value) -> None:
 
 
 def first_lanes(b: Builder, count: Value) -> Value:
-    """Which lanes are among so many, as a mask."""
+    """Return a mask of the first `count` lanes."""
     return b.icmp_signed("<", NUMBERS, splat(b, b.trunc(count, I32)))
 
 
@@ -206,7 +206,7 @@ def widen_bf16(b: Builder, bits: Value) -> Value:
 
 @operation(types.uint16, types.float32)
 def narrow_f16(b: Builder, x: Value) -> Value:
-    """Rounded to nearest, ties to even; beyond the largest half is infinity."""
+    """Return x rounded to nearest, ties to even. Beyond the largest half it is infinity."""
     wide_int, bits = _as_many(x, I32), _as_many(x, I16)
     if has_half_conversion():
         return b.bitcast(b.fptrunc(x, _as_many(x, F16)), bits)
@@ -229,7 +229,7 @@ def narrow_f16(b: Builder, x: Value) -> Value:
 
 @operation(types.uint16, types.float32)
 def narrow_bf16(b: Builder, x: Value) -> Value:
-    """Rounded to nearest, ties to even; a NaN stays one."""
+    """Return x rounded to nearest, ties to even. A NaN stays NaN."""
     wide_int = _as_many(x, I32)
     whole = b.bitcast(x, wide_int)
     odd = b.and_(b.lshr(whole, constant(wide_int, 16)), constant(wide_int, 1))
@@ -260,7 +260,7 @@ def has_fma() -> bool:
 
 @operation(f32x16, f32x16, f32x16, f32x16)
 def fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
-    """x × y + z, rounded once where the machine can; elsewhere `llvm.fma` would be a library call per lane."""
+    """Return x × y + z, rounded once if the machine can; elsewhere `llvm.fma` would be a library call per lane."""
     return call(b, "fma.v16f32", F32X16, x, y, z) if has_fma() else b.fadd(b.fmul(x, y), z)
 
 
@@ -271,13 +271,13 @@ def absolute(b: Builder, x: Value) -> Value:
 
 @operation(f32x16, f32x16, f32x16)
 def larger(b: Builder, x: Value, y: Value) -> Value:
-    """The larger; y if either is NaN: an instruction, where `maximum` takes four."""
+    """Return the larger; y if either is NaN. This is one instruction, while `maximum` takes four."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
 @operation(f32x16, f32x16, f32x16)
 def maximum(b: Builder, x: Value, y: Value) -> Value:
-    """The larger; NaN if either is."""
+    """Return the larger; NaN if either is NaN."""
     return b.select(b.fcmp_unordered("uno", x, x), x, larger(b, x, y))
 
 
@@ -299,7 +299,7 @@ for _key, _methods in _OPERATORS.items():
 
 
 def _reduce(b: Builder, x: Value, combine: Callable[[Value, Value], Value]) -> Value:
-    """Lane i with lane i + 8, then 4, 2, 1: a fixed tree."""
+    """Combine lane i with lane i + 8, then 4, 2, 1: a fixed tree."""
     step = LANES // 2
     while step:
         order = ir.Constant(I32X16, [(lane + step) % LANES for lane in range(LANES)])
@@ -323,13 +323,13 @@ ROUNDER = 1.5 * 2.0**23  # adding it leaves the nearest integer (ties to even) i
 
 @operation(i32x16, f32x16)
 def nearest_i32(b: Builder, x: Value) -> Value:
-    """The nearest integer, ties to even, for |x| < 2²²."""
+    """Return the nearest integer, ties to even, for |x| < 2²²."""
     return b.sub(b.bitcast(b.fadd(x, constant(F32X16, ROUNDER)), I32X16), constant(I32X16, 0x4B400000))
 
 
 @operation(i32x16, i32x16)
 def shift_round_8(b: Builder, x: Value) -> Value:
-    """x / 256, rounded: x − 256 × this fits a signed byte."""
+    """Return x / 256, rounded: x − 256 × the result fits a signed byte."""
     return b.ashr(b.add(x, constant(I32X16, 128)), constant(I32X16, 8))
 
 
@@ -340,7 +340,7 @@ def store_i8(b: Builder, where: Value, x: Value) -> None:
 
 @operation(f32x16, types.int32, types.int32, f32x16)
 def keep_lanes(b: Builder, first: Value, end: Value, x: Value) -> Value:
-    """Lanes first ≤ i < end of x; −infinity elsewhere."""
+    """Return the lanes first ≤ i < end of x, and −infinity elsewhere."""
     inside = b.and_(b.icmp_signed(">=", NUMBERS, splat(b, first)), b.icmp_signed("<", NUMBERS, splat(b, end)))
     return b.select(inside, x, constant(F32X16, float("-inf")))
 
@@ -355,7 +355,7 @@ def address_of(context: Any, pointer: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def stack(context: Any, num_bytes: Any) -> Any:
-    """The address of this many bytes, a constant, in the caller's frame."""
+    """Return the address of this many bytes, a constant, in the caller's frame."""
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         with b.goto_entry_block():  # not alloca_once, which would clear it

@@ -1,4 +1,4 @@
-"""How much stack a thread has that walks: kernels keep scratch there, 40 KB at most, and Python calls them."""
+"""Stack of a thread that runs a table: kernels keep scratch there, 40 KB at most, and Python calls them."""
 
 import ctypes
 import sys
@@ -13,7 +13,7 @@ _ATTRIBUTE_BYTES = 256  # more than a pthread_attr_t of any system
 
 
 def check_stack() -> None:
-    """Raises InferError where the thread that calls has too little: it would end the process without a word."""
+    """Raise InferError if the calling thread's stack is too small: it would end the process without a message."""
     size = stack_bytes()
     if size is not None and size < _NEEDED_BYTES:
         raise InferError(
@@ -23,7 +23,7 @@ def check_stack() -> None:
 
 
 def stack_bytes() -> int | None:
-    """Of the thread that calls; None where the system does not say."""
+    """Return the stack size of the calling thread; None if the system does not report it."""
     library = _libc()
     this = ctypes.c_void_p(threading.get_ident())
     with suppress(AttributeError):
@@ -40,5 +40,5 @@ def stack_bytes() -> int | None:
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """Return what holds the functions of the C library: each thread that begins to walk asks it, and loads nothing."""
+    """Return the process's C library, without loading it again: each thread asks it before its first run."""
     return ctypes.CDLL(None)

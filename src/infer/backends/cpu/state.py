@@ -1,4 +1,4 @@
-"""What a walk over the table reads at run time: a record at a fixed address, so that a table serves every step.
+"""State that a run of the table reads: a record at a fixed address, so that a table serves every step.
 
 The arrays that it points to have a fixed capacity; only the counts and the arrays' contents change between steps.
 """
@@ -48,13 +48,15 @@ STATE = np.dtype(
 
 
 def integers(count: int) -> Words:
-    """Zeros, as compiled code and Python share them."""
+    """Return zeros that compiled code and Python share."""
     return (ctypes.c_int64 * count)()
 
 
 def fields_of(record: npt.NDArray[Any]) -> Any:
-    """The same memory as attributes, by the names of the record's fields: between two walks Python is cold, and numpy's
-    index takes ten times as long."""
+    """Return the same memory as attributes, by the names of the record's fields.
+
+    Between two runs Python's code is cold, and numpy's index takes ten times as long.
+    """
     return _structure(record.dtype).from_buffer(record.data)
 
 

@@ -1,10 +1,11 @@
-"""The dispatch table: a flat array of commands, and the compiled function that walks it.
+"""The dispatch table: a flat array of commands, for the compiled dispatch loop.
 
     row: address of the command's code | address of its arguments | barrier after it: 0 no, 1 yes, 2 if several tokens
 
-Labels (`L12.attend`) and whatever the arguments point to are kept in cold lists beside it.
-Commands share out their work by the number of threads, or as units that are taken (`units`); threads meet as `barrier`
-says. When thread 0 has waited too long for the others, it dismisses them at a barrier and does their parts itself.
+Labels (`L12.attend`) and the objects that the arguments point to are kept in cold lists beside it. Commands divide
+their work by the number of threads, or as units that threads take (`units`). Threads wait for each other as `barrier`
+describes. If thread 0 has waited too long for the others, it dismisses them at a barrier and computes their parts
+itself.
 """
 
 import itertools
@@ -28,7 +29,7 @@ _DTYPES = torch.float32, torch.int64, torch.uint8
 
 @final
 class Arguments:
-    """What a command reads: a record, and all that it points to."""
+    """Arguments of a command: a record, and all that it points to."""
 
     def __init__(self, record: np.dtype, **fields: Value | Sequence[Value]) -> None:
         self.record_type, self.record = record, np.zeros(1, record)
@@ -40,7 +41,10 @@ class Arguments:
         return int(self.record.ctypes.data)
 
     def set(self, **fields: Value | Sequence[Value]) -> None:
-        """Of a tensor the address. Raises InvalidRequestError for one of elements that kernels do not read."""
+        """Set fields. A tensor sets its address.
+
+        Raises InvalidRequestError for a tensor that is not contiguous, or whose elements kernels do not read.
+        """
         for name, value in fields.items():
             values = value if isinstance(value, Sequence) else [value]
             self.record[name] = [self._number(name, value) for value in values]
@@ -57,7 +61,7 @@ class Arguments:
 @final
 @dataclass
 class Command:
-    """One row of a table: code, arguments, and what they keep alive."""
+    """One row of a table: code, arguments, and the objects that they keep alive."""
 
     function: int
     arguments: npt.NDArray[Any]
@@ -71,7 +75,7 @@ _serials = itertools.count()
 
 @final
 class Walk:
-    """A finished table as a team walks it. The rows of the walk `before`, if there is one, come first."""
+    """A finished table, which a team of threads runs. The rows of the table `before`, if there is one, come first."""
 
     def __init__(self, commands: Sequence[Command], before: Self | None = None) -> None:
         self._commands, self._before = list(commands), before

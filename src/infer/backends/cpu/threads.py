@@ -1,10 +1,10 @@
-"""A team of threads that walks dispatch tables: asleep when idle, one of them when the machine is busy.
+"""A thread pool that runs dispatch tables: asleep when idle, one thread when the machine is busy.
 
-A walk is one call of compiled code, which takes the turn, wakes the workers, does thread 0's part and gives the turn
-back: an exception between any two lines of Python leaves a team that walks. Between two walks a worker spins for a
-moment, so that the next one starts within a microsecond; then it sleeps in a semaphore and costs nothing. How many of
-the threads walk is up to `pace`: results do not depend on it, to the bit. A team that is replaced loses its workers;
-whoever still holds it walks with one thread.
+A run is one call of compiled code, which takes the turn, wakes the workers, computes thread 0's part and releases the
+turn. So an exception between any two lines of Python leaves a usable pool. Between two runs a worker spins for a
+moment, so that the next one starts within a microsecond; then it sleeps in a semaphore and costs nothing. `pace`
+decides how many of the threads run: results do not depend on it, to the bit. A pool that is replaced loses its workers;
+a caller that still holds it runs with one thread.
 """
 
 import atexit
@@ -38,7 +38,7 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ss
 
 @final
 class _ThisThread(threading.local):
-    """What a thread may do: a walk that waits for it must not be asked to wait for another walk."""
+    """Permissions of a thread: one that a run waits for must not wait for another run."""
 
     may_walk = True
     has_stack = False  # that is known to be large enough
@@ -48,16 +48,18 @@ _this_thread = _ThisThread()
 
 
 def forbid_walks() -> None:
-    """For a thread of Python that walks wait for: from now on it gets an error instead of a deadlock."""
+    """Make runs of the calling thread raise an error instead of a deadlock. For a Python thread that runs wait for."""
     _this_thread.may_walk = False
 
 
 @final
 class Team:
-    """`num_threads` threads, the caller's own among them. Workers start with the first walk that needs them."""
+    """A pool of `num_threads` threads, including the caller's. Workers start with the first run that needs them."""
 
     def __init__(self, num_threads: int, rank: int = 0, num_ranks: int = 1) -> None:
-        """The teams of ranks that share a model out keep to nodes of memory as one of all their threads would."""
+        """Make the pool of one rank. The pools of ranks that share a model bind to memory nodes like one pool of all
+        threads.
+        """
         self.num_threads = min(num_threads, MAX_THREADS)
         self._rank, self._num_ranks = rank, num_ranks
         self._job = fields_of(aligned(1, JOB))
@@ -77,10 +79,10 @@ class Team:
         self.walk_seconds = 0.0  # of all walks
 
     def run(self, walk: Walk, state: npt.NDArray[Any], num_threads: int | None = None) -> None:
-        """Walk a table. `num_threads` insists; None is the team's size, or one while the machine is busy.
+        """Run a table. `num_threads` is fixed if given; None is the pool's size, or one while the machine is busy.
 
-        Raises InferError where a walk that runs waits for the caller: a function that it calls must start none. What
-        else is raised comes before the walk or after it: the next one works.
+        Raises InferError if an active run waits for the caller: a function that it calls must start no run. Any other
+        exception is raised before or after the run: the next one works.
         """
         self._check_caller()
         now = time.perf_counter()
@@ -105,7 +107,7 @@ class Team:
         return bool(self._job.is_closed[0])
 
     def close(self) -> None:
-        """Wait for the walk that runs, if any, and for the workers to leave. None is started afterwards."""
+        """Wait for the active run, if any, and for the workers to leave. No worker is started afterwards."""
         self._check_caller()
         while not self.is_closed:
             self._close(self._job_at, self._job_at, 0, 0)
@@ -134,7 +136,7 @@ class Team:
         self._pace.learn((walk.serial, class_), choice, Outcome(ended, seconds, lost, seconds / units, dismissed))
 
     def _start_workers(self) -> None:
-        """Start the workers that do not serve yet. One that is started twice leaves at once.
+        """Start the workers that do not serve yet. A worker that is started twice leaves immediately.
 
         Raises:
             InferError: the system starts no more threads. Those that were started leave.
@@ -176,7 +178,7 @@ def _make_semaphore(at: Words, value: int) -> None:
 
 
 def aligned(count: int, dtype: np.dtype) -> npt.NDArray[Any]:
-    """Zeroed records that begin on a cache line."""
+    """Return zeroed records that begin on a cache line."""
     raw = np.zeros(count * dtype.itemsize + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + count * dtype.itemsize].view(dtype)
@@ -184,7 +186,7 @@ def aligned(count: int, dtype: np.dtype) -> npt.NDArray[Any]:
 
 @final
 class CurrentTeam:
-    """The process's team, and the number of threads that was asked for."""
+    """The process's thread pool, and the requested number of threads."""
 
     def __init__(self) -> None:
         self._requested: int | None = None
@@ -192,7 +194,7 @@ class CurrentTeam:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child the workers do not exist, and a thread that held the lock may not either."""
+        """Forget the pool: in a forked child its workers do not exist, and neither may a thread that held the lock."""
         self._lock = threading.Lock()
         self._team: Team | None = None
 
@@ -212,7 +214,7 @@ class CurrentTeam:
                 self._team.close()
 
     def close(self) -> None:
-        """Before the interpreter takes away what the workers use."""
+        """Close the pool, before the interpreter frees what the workers use."""
         self.replace(1)
 
 
@@ -222,16 +224,19 @@ atexit.register(_current.close)
 
 
 def team() -> Team:
-    """The process's team, created on first use with `default_num_threads()` threads or those of `set_num_threads`."""
+    """Return the process's pool, made on first use, of `default_num_threads()` or `set_num_threads`'s threads."""
     return _current.get()
 
 
 def set_num_threads(num_threads: int, rank: int = 0, num_ranks: int = 1) -> None:
-    """For all that runs from now on. Returns when the walk that runs, if any, has ended."""
+    """Set the number of threads of all later runs. Returns when the active run, if any, has ended."""
     _current.replace(num_threads, rank, num_ranks)
 
 
 def publisher(flag: npt.NDArray[np.int64]) -> Callable[[], None]:
-    """What sets a flag that compiled code waits for: whoever sees it set sees all that was written before."""
+    """Return a function that sets a flag for compiled code.
+
+    A thread that sees the flag set sees everything that was written before.
+    """
     publish = _FUNCTION(compiled_address(".walking:publish", FLAG))
     return partial(publish, flag.ctypes.data, None, 0, 0)

@@ -1,18 +1,18 @@
 """The inner loop: one or two groups of 16 rows of a packed weight × `columns` tokens of activations, in registers.
 
-Two groups share each broadcast activation: on an Ice Lake Xeon a dot with a broadcast from memory runs once a cycle,
-one between registers twice.
+Two groups share each broadcast activation: on an Ice Lake Xeon, one dot per cycle runs with a broadcast from memory,
+and two per cycle between registers.
 
 For each record of 32 inputs, row r, token t, with activation a = s × A (A an integer of 16 or 8 bits):
 
     Σ (d q + m) a  =  d s Σ q A  +  m s Σ A          q stored as q + offset:  Σ q A = Σ (q + offset) A − offset Σ A
 
-Σ q A is exact in 32-bit integers; then sum = fma(d × s, Σ q A, sum), and fma(m, s ΣA, sum) if there is a minimum. Where
-the halves of a record have scales (and minimums) of their own, each half is summed by itself.
-So a row's result is one chain of float operations over the records, the same for every number of columns.
-A of 16 bits lies as two int8 planes, A = 256 hi + lo.
+Σ q A is exact in 32-bit integers. Then sum = fma(d × s, Σ q A, sum), and fma(m, s ΣA, sum) if there is a minimum. If
+the halves of a record have scales (and minimums) of their own, each half is summed by itself. So a row's result is one
+chain of float operations over the records, the same for every number of columns. A of 16 bits is stored as two int8
+planes, A = 256 hi + lo.
 
-An activation record, one per block and token:   [hi × 32] scale f32, scale × ΣA f32  [lo × 32] −ΣA of each half i32
+An activation record, one per block and token: [hi × 32] scale f32, scale × ΣA f32 [lo × 32] −ΣA of each half i32
 """
 
 from typing import NamedTuple
@@ -30,7 +30,10 @@ from infer.backends.cpu.weight_streams import bytes_ahead
 
 
 class Operands(NamedTuple):
-    """Where each group of weights and the first column of activations lie; from record to record of these; how many."""
+    """Addresses of each group of weights and of the first column's activations.
+
+    `stride` is the distance between records of activations, and `num_records` their number.
+    """
 
     weights: list[Value]
     activations: Value
@@ -41,7 +44,7 @@ class Operands(NamedTuple):
 def emit_block_tile(
     b: Builder, layout: Layout, form: int, isa: InstructionSet, columns: int, operands: Operands
 ) -> list[list[Value]]:
-    """The sums of each group and column."""
+    """Emit a tile of a block type, and return the sums of each group and column."""
     weights, activations, stride, num_records = operands
     records, arithmetic, per_super = PackedRecords(b, layout, isa), arithmetic_of(isa), layout.records_per_super
     sums = [[cgutils.alloca_once_value(b, constant(F32X16, 0.0)) for _ in range(columns)] for _ in weights]
@@ -67,7 +70,7 @@ def emit_block_tile(
 def add_record(
     activations: Activations, column: int, total: Value, dots: list[Value], scales: list[Value], minima: list[Value]
 ) -> Value:
-    """total + d s Σ q A + m s ΣA, of the whole record or of each half."""
+    """Return total + d s Σ q A + m s ΣA, of the whole record or of each half."""
     b = activations.b
     scale = load(b, activations.at(column, SCALE_AT), F32, 4)
     factor = simd.splat(b, scale)
@@ -84,7 +87,10 @@ def add_record(
 
 
 def emit_float_tile(b: Builder, layout: Layout, columns: int, operands: Operands) -> list[list[Value]]:
-    """Even and odd inputs in a chain each, added at the end."""
+    """Emit a tile of a float type, and return the sums of each group and column.
+
+    Even and odd inputs form one chain each, added at the end.
+    """
     weights, activations, stride, num_records = operands
     zero = constant(F32X16, 0.0)
     sums = [[[cgutils.alloca_once_value(b, zero) for _ in range(columns)] for _ in weights] for _ in range(2)]

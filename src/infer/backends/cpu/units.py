@@ -1,13 +1,13 @@
-"""Units of a command's work, shared out while it runs: a thread takes its own, then what others have left.
+"""Units of a command's work, divided while it runs: a thread takes its own units, then those that others have left.
 
-Each thread has a share of its own, neighbours and the same in every step, so that it reads memory in sequence and the
-same memory each time. It takes some units from the front of it at a time, ever fewer, and at its end from the others'
-fronts: for a thread that is slow, or does not run, the others wait only as long as it needs for what it has taken. Who
-does a unit changes no bit of it.
+Each thread has a share of its own: neighbouring units, the same in every step. So it reads memory in sequence, and the
+same memory each time. It takes some units from the front of its share at a time, ever fewer, and at its end from the
+others' fronts. The others wait for a slow or stopped thread only until it has computed the units that it has taken. The
+thread that computes a unit changes no bit of the result.
 
-Each command (or part of one) that shares out units is a round, in the same order for all threads. What is taken of a
-share is counted together with the round, so that whoever comes first in a round begins the count anew, and a thread
-that is a round further disturbs nobody: where it has been, nothing is left to take.
+Each command (or part of one) that divides units is a round, in the same order for all threads. The units taken from a
+share are counted together with the round. So the first thread in a round restarts the count. A thread that is one round
+ahead disturbs no other: in the shares that it has visited, nothing is left to take.
 """
 
 from numba import njit
@@ -22,7 +22,7 @@ _MOST_SHARES = 16  # that a thread looks at, its own among them: each is a line 
 
 @njit
 def clear_threads(state, num_threads):
-    """Before a walk."""
+    """Reset the threads' counters before a run."""
     for thread in range(num_threads):
         own = nth_record(state.threads, thread)
         own.taken[0], own.round = 0, 0
@@ -30,7 +30,7 @@ def clear_threads(state, num_threads):
 
 @njit
 def begin_units(state, thread):
-    """A thread's next round."""
+    """Begin a thread's next round."""
     own = nth_record(state.threads, thread)
     own.round += 1
     own.num_empty = 0
@@ -38,7 +38,7 @@ def begin_units(state, thread):
 
 @njit
 def take_units(state, thread, num_threads, num_units):
-    """The units [first, end) of [0, num_units) that a thread does next; (0, 0): none is left."""
+    """Return the units [first, end) of [0, num_units) that a thread computes next; (0, 0): none is left."""
     own = nth_record(state.threads, thread)
     begun = own.round << _ROUND_SHIFT
     while own.num_empty < min(num_threads, _MOST_SHARES):
@@ -58,8 +58,10 @@ def take_units(state, thread, num_threads, num_units):
 
 @njit
 def take_share(state, thread, num_threads, total, least):
-    """The part [begin, stop) of [0, total) that a thread does next, of `least` or more unless that leaves less than one
-    for each thread; (0, 0): none is left."""
+    """Return the part [begin, stop) of [0, total) that a thread computes next; (0, 0): none is left.
+
+    A part has at least about `least`, unless that leaves less than one part for each thread.
+    """
     num_units = min(total, max(num_threads, total // least))
     first, end = take_units(state, thread, num_threads, num_units)
     if first == end:

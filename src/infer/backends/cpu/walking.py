@@ -1,4 +1,6 @@
-"""The threads' own loops, compiled: the walk over a table, a worker's life, the run of a walk, the end of all."""
+"""The threads' own loops, compiled: the dispatch loop over a table, a worker's loop, a run of a table, and the
+shutdown.
+"""
 
 from llvmlite.ir import IRBuilder as Builder
 from numba import njit
@@ -21,14 +23,17 @@ def _as_walk(b: Builder, where: Value) -> Value:
 
 @njit
 def _wake_workers(job, end):
-    """The threads before `end` that sleep."""
+    """Wake the threads before `end` that sleep."""
     for thread in range(1, end):
         if control.atomic_exchange(job.sleeping + thread, 0) != 0:
             control.post_semaphore(job.semaphores + LINE_WORDS * thread)
 
 
 def walk(args, state, thread, num_threads):
-    """Alone, thread 0 still does each command in `num_threads` parts: what a later command reads stays the same."""
+    """Run the commands of a table.
+
+    A lone thread 0 still computes each command in `num_threads` parts: the inputs of a later command stay the same.
+    """
     is_alone = num_threads == 1
     barrier, stalls, first, end, started = 0, 0, thread, thread + 1, control.nanoseconds()
     for repeat in range(args.repeats):
@@ -66,8 +71,11 @@ def walk(args, state, thread, num_threads):
 
 
 def serve(job, state, thread, spins):
-    """A worker's whole life: walk whenever the generation moves, sleep when nothing came for a while, leave when the
-    team is closed. A second worker for the same thread leaves at once."""
+    """Run a worker's whole loop.
+
+    It runs a table whenever the generation changes, sleeps after some idle time, and leaves when the team is closed. A
+    second worker for the same thread leaves immediately.
+    """
     sleeping, seen = job.sleeping + thread, job.seen + thread
     if control.atomic_exchange(job.is_served + thread, 1) != 0:
         return
@@ -96,8 +104,11 @@ def serve(job, state, thread, spins):
 
 
 def run(job, state, walk_at, num_threads):
-    """All of a walk in one call, so that nothing can come between its parts: wait for the turn, tell and wake the
-    workers, do thread 0's part, wait for the workers, give the turn to the next."""
+    """Run a table in one call, so that no exception can interrupt it.
+
+    It waits for the turn, notifies and wakes the workers, computes thread 0's part, waits for the workers, and releases
+    the turn. It leaves 0 in `has_run` if a signal arrived before the turn.
+    """
     walk = _as_walk(walk_at)
     walk.has_run = 0
     if control.wait_semaphore_briefly(job.turn) != 0:
@@ -124,8 +135,7 @@ def run(job, state, walk_at, num_threads):
 
 
 def close(job, state, unused, also_unused):
-    """Send the workers away, when the walk that runs, if any, has ended. Leaves 1 in `is_closed`, 0 if a signal came
-    before."""
+    """Make the workers leave after the active run, if any. Leaves 1 in `is_closed`, or 0 if a signal came first."""
     if control.wait_semaphore_briefly(job.turn) != 0:
         return
     control.atomic_exchange(job.is_closed, 1)

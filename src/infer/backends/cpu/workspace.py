@@ -1,7 +1,7 @@
-"""What matrices and a recorded step's buffers take, by the rules of `packing` and `operations`: no torch.
+"""Memory of matrices and of a recorded step's buffers, by the rules of `packing` and `operations`: no torch.
 
-A buffer is known by its role and its size, and layers share it, as in `recording`. Scratch is counted for the threads
-that run, logits for the lines that are used: what is there for others is never touched, and so is no memory yet.
+A buffer is identified by its role and its size, and layers share it, as in `recording`. Scratch is counted for the
+threads that run, and logits for the lines that are used: the rest is never written, and so takes no memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,19 +18,21 @@ Buffers = dict[tuple[str, int], int]  # role and size → bytes
 
 
 def groups_per_unit(num_groups: int, num_threads: int, *, is_pair: bool) -> int:
-    """What a thread takes at once: two groups, which a tile does together, where there are enough. A pair is gate's
-    groups with up's."""
+    """Return how many groups a thread takes together: two, which a tile computes together, if there are enough.
+
+    A pair is gate's groups with up's.
+    """
     return 2 if (num_groups % 2 == 0 if is_pair else num_groups >= GROUPS_PER_THREAD * num_threads) else 1
 
 
 def are_paired(layer: Layer, types: Mapping[str, str], at: str) -> bool:
-    """Whether gate and up, in the layer whose names begin so, are multiplied together."""
+    """Return True if gate and up, in the layer whose names begin with `at`, are multiplied together."""
     has_odd_bias = layer.has_mlp_bias and layer.intermediate_size % LANES != 0
     return types[f"{at}mlp.gate_proj.weight"] == types[f"{at}mlp.up_proj.weight"] and not has_odd_bias
 
 
 def merged(types: Sequence[str], rows: Sequence[int]) -> list[list[int]]:
-    """Which parts of a projection are packed together: neighbours of one type, where groups of rows allow."""
+    """Return which parts of a projection are packed together: neighbours of one type, if groups of rows allow it."""
 
     def key(index: int) -> tuple[str, int]:
         return types[index], -1 if rows[index] % LANES == 0 else index
@@ -39,7 +41,7 @@ def merged(types: Sequence[str], rows: Sequence[int]) -> list[list[int]]:
 
 
 def matrix_bytes(type: str, rows: int, columns: int) -> int:
-    """As it is packed: groups of rows, the last of them filled up."""
+    """Return the bytes of a packed matrix: groups of rows, of which the last is padded."""
     return -(-rows // LANES) * LAYOUTS[type].group_bytes(columns)
 
 
@@ -101,7 +103,9 @@ class _Step:
         self, types: Sequence[str], rows: Sequence[int], inputs: int, *, tokens: int | None = None,
         made_by: str | None = None,
     ) -> None:  # fmt: skip
-        """`made_by` is the buffer that x is, if what writes it can quantise it on the way."""
+        """Add the buffers of a projection. `made_by` is the buffer that is x, if its producer can also write it
+        quantised.
+        """
         tokens = tokens or self.sizes.tokens
         if made_by is not None and inputs % BLOCK == 0 and not LAYOUTS[types[0]].is_float:
             self.add(f"quantized {made_by}", (tokens + SPARE_TOKENS) * self._token_bytes(types[0], inputs))
@@ -115,7 +119,7 @@ class _Step:
             self.add("activations", (max(tokens, MAX_THREADS) + SPARE_TOKENS) * size)
 
     def unpacked(self, type_: str, rows: int, inputs: int, *, is_pair: bool = False) -> None:
-        """Of a core's matrix unit; without one it is not there, and it is small."""
+        """Add the unpacked weights of a core's matrix unit. They are small, and counted even without such a unit."""
         layout, num_threads = LAYOUTS[type_], self.sizes.num_threads
         if layout.is_float:
             return

@@ -1,6 +1,7 @@
-"""Kernels in Triton for CUDA. What has none of its own so far is `reference`'s, taken by name.
+"""Kernels in Triton for CUDA. Ops without a kernel here are `reference`'s, taken by name.
 
-Importing it loads Triton. With TRITON_INTERPRET=1 set before that, the same kernels run on CPU tensors, slowly.
+Importing this package loads Triton. With TRITON_INTERPRET=1 set before that, the same kernels run on CPU tensors,
+slowly.
 """
 
 from infer.backends.cuda.attention import attend

@@ -1,6 +1,6 @@
-"""What stands after the sampler in a step that verifies drafts: how many of each row's lines count.
+"""Kernel after the sampler in a step that verifies drafts: it counts how many of each row's lines are valid.
 
-A program of one warp has a row, so that what one thread writes no other reads too early.
+A program of one warp handles one row, so that no thread reads too early what another writes.
 """
 
 import triton
@@ -13,8 +13,11 @@ def accept_rows(
     history_slots, seen, last, occurrences, lengths, capacity, vocab_size,
     LINES: tl.constexpr, HAS_HISTORY: tl.constexpr,
 ):  # fmt: skip
-    """Row i has lines starts[i] to starts[i + 1]: those count up to the first that is not what was drafted, or failed.
-    The history sees their tokens."""
+    """Count the valid lines of each row, and append their tokens to the history.
+
+    Row i has the lines starts[i] to starts[i + 1]. Lines count up to and including the first whose token differs from
+    its draft, or that failed.
+    """
     row = tl.program_id(0).to(tl.int64)
     start, stop = tl.load(starts + row), tl.load(starts + row + 1)
     lines = tl.arange(0, LINES)

@@ -1,11 +1,11 @@
-"""Activations as products take them: normalised, in float32 or in integers with a scale for each block of 32.
+"""Activations in the form that products take: normalised, in float32 or in integers with one scale per block of 32.
 
-By the CPU's rule a block's scale is max |x| / 32512, or / 127 where there is one plane, and x is the nearest multiple:
-an integer of 16 bits in two planes of signed bytes, 256 high + low. Beside it stand the sums of its halves' integers,
-which what a type takes from its codes, or adds to a block, is multiplied with.
+By the CPU's rule a block's scale is max |x| / 32512, or / 127 if there is one plane. x is the nearest multiple of the
+scale: an integer of 16 bits in two planes of signed bytes, 256 high + low. Beside the integers are the sums of each
+half block. They are multiplied with what a type subtracts from its codes or adds to a block.
 
-Where an activation is NaN, all products of its token are: `is_none` finds that without reading a weight. So are tokens
-that are none, and lines of logits that nobody asks for, whose index is −1.
+If an activation is NaN, all products of its token are NaN: `is_none` finds that without reading a weight. Padding
+tokens are NaN too, and so are unused lines of logits, whose index is −1.
 """
 
 from collections.abc import MutableMapping
@@ -36,12 +36,12 @@ class Quantized(NamedTuple):
     sums: Any  # int32 [tokens, blocks, 2], of the first 16 and the last
 
     def in_bytes(self) -> "Quantized":
-        """As kernels write them."""
+        """Return the codes as int8, the form that kernels write."""
         return self._replace(codes=self.codes.view(torch.int8))
 
 
 class Made(NamedTuple):
-    """How an op made its result."""
+    """Record of how an op made its result."""
 
     planes: int  # of the activations that it multiplied; 0: floats
     quantized: Quantized | None  # the result in as many planes, for the product that is next
@@ -51,17 +51,17 @@ _made_by_result: MutableMapping[Tensor, Made] = WeakTensorKeyDictionary()
 
 
 def note(y: Tensor, planes: int, quantized: Quantized | None = None) -> None:
-    """What the op that is next asks `planes_of` or `quantized` of y."""
+    """Store what the next op reads of y through `planes_of` and `quantized`."""
     _made_by_result[y] = Made(planes, quantized)
 
 
 def planes_of(y: Tensor) -> int:
-    """Of what the op multiplied that made y; 0 where that is not known."""
+    """Return the number of planes of the activations that the op multiplied to make y; 0 if that is not known."""
     return _made_by_result[y].planes if y in _made_by_result else 0
 
 
 def room_for(y: Tensor, planes: int) -> Quantized | None:
-    """For y [tokens, …] in integers beside it; None where there are no planes, or its last axis has no whole blocks."""
+    """Return buffers for y [tokens, …] in integers; None without planes, or if y's last axis has no whole blocks."""
     if not planes or y.shape[-1] % BLOCK:
         return None
     return _empty(len(y), y.flatten(1).shape[1] // BLOCK, planes, y.device)
@@ -76,7 +76,7 @@ def _empty(num_tokens: int, num_blocks: int, planes: int, device: torch.device) 
 def normalized(
     x: Float[Tensor, "tokens in"], norm: Norm | None, indices: Int[Tensor, "logits"] | None = None
 ) -> Float[Tensor, "selected in"]:
-    """norm(x), or of the tokens that `indices` names, in float32."""
+    """Return norm(x), or norm(x[indices]), in float32."""
     if norm is None:
         return x if indices is None else x[indices]
     num_tokens = len(x) if indices is None else len(indices)
@@ -92,7 +92,9 @@ def normalized(
 def quantized(
     x: Float[Tensor, "tokens in"], norm: Norm | None, planes: int, indices: Int[Tensor, "logits"] | None = None
 ) -> Quantized:
-    """norm(x), or of the tokens that `indices` names, in so many int8 planes: no launch where who made x left it so."""
+    """Return norm(x), or norm(x[indices]), in `planes` int8 planes. Launches nothing if the op that made x also made
+    them.
+    """
     made = _made_by_result.get(x) if norm is None and indices is None else None
     if made is not None and made.quantized is not None and made.planes == planes:
         return made.quantized
@@ -109,7 +111,7 @@ def quantized(
 
 
 def add_normalized(residual: Float[Tensor, "tokens in"], y: Float[Tensor, "tokens in"], norm: Norm) -> None:
-    """residual += norm(y)"""
+    """Add norm(y) to residual, in place."""
     if len(y):
         add_normalized_rows[(len(y),)](
             residual, y, norm.weight, y.shape[1], norm.eps, BLOCKS=_BLOCKS, num_warps=4, **EXACT
@@ -145,7 +147,7 @@ def quantize_rows(
     x, indices, weight, to, features, eps,
     HAS_INDICES: tl.constexpr, HAS_NORM: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Every program of a row finds the whole row's norm for itself."""
+    """Quantise rows of norm(x). Every program of a row computes the whole row's norm itself."""
     token, num_blocks = tl.program_id(0).to(tl.int64), features // 32
     index = tl.load(indices + token) if HAS_INDICES else token
     row = x + tl.maximum(index, 0) * features
@@ -160,7 +162,7 @@ def quantize_rows(
 
 @triton.jit
 def store_quantized(to, value, tokens, blocks, num_blocks, mask, PLANES: tl.constexpr, BLOCKS: tl.constexpr):
-    """value [BLOCKS, 32], each line a block of a token, of num_blocks that it has."""
+    """Store value [BLOCKS, 32] in integers. Each line is one block of a token that has `num_blocks` blocks."""
     q, scale = _nearest(value, 32512.0 if PLANES == 2 else 127.0)
     codes = to.codes + ((tokens * PLANES * num_blocks + blocks) * 32)[:, None] + tl.arange(0, 32)[None, :]
     high = (q + 128) >> 8 if PLANES == 2 else q
@@ -175,7 +177,9 @@ def store_quantized(to, value, tokens, blocks, num_blocks, mask, PLANES: tl.cons
 
 @triton.jit
 def _nearest(x, unit):
-    """int32 [blocks, 32], float32 [blocks]. A NaN makes the scale NaN: its bits, as an integer, are the largest."""
+    """Return int32 [blocks, 32] and float32 [blocks]. A NaN makes the scale NaN: its bits, as an integer, are the
+    largest.
+    """
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     largest = bits.to(tl.float32, bitcast=True)
     largest = tl.where(largest < SMALLEST, SMALLEST, largest)
@@ -186,14 +190,14 @@ def _nearest(x, unit):
 
 @triton.jit
 def is_none(first, num_tokens, TOKENS: tl.constexpr):
-    """Whether every token of a tile is none, by the first number of each; where there is one tile, none is asked."""
+    """Return True if every token of a tile is NaN, judged by its first number. With one tile, always return False."""
     number = tl.load(first, mask=tl.zeros(first.shape, tl.int32) + num_tokens > TOKENS, other=0.0)
     return tl.sum((number == number).to(tl.int32)) == 0
 
 
 @triton.jit
 def inverse_rms(x, features, eps, BLOCKS: tl.constexpr):
-    """1 / sqrt(mean(x²) + eps)"""
+    """Return 1 / sqrt(mean(x²) + eps)."""
     squares = tl.zeros((BLOCKS * 32,), tl.float32)
     for start in range(0, features, BLOCKS * 32):
         at = start + tl.arange(0, BLOCKS * 32)

@@ -1,7 +1,7 @@
-"""What stands after the sampler in a multi-step: it makes of the tokens the next step's input, and knows the last step.
+"""Kernel after the sampler in a multi-step: it turns the tokens into the next step's input, and detects the last step.
 
-`control` is a header, a flag for each row that met a stop id, and the stop ids. One warp does it all, so that what one
-thread writes no other reads too early.
+`control` is a header, a flag for each row that met a stop id, and the stop ids. One warp does everything, so that no
+thread reads too early what another writes.
 """
 
 import triton
@@ -19,7 +19,10 @@ def advance_rows(
     history_slots, seen, last, counts, lengths, capacity, vocab_size,
     ROWS: tl.constexpr, HAS_HISTORY: tl.constexpr,
 ):  # fmt: skip
-    """`generated` [steps, rows]. No more steps count when every row has met a stop id or any row failed."""
+    """Append a step's tokens to `generated` [steps, rows] and prepare the next step.
+
+    No more steps count when every row has met a stop id or any row failed.
+    """
     if tl.load(control + IS_STOPPED) == 0:
         rows = tl.arange(0, ROWS)
         is_row = rows < num_rows

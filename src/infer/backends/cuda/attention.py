@@ -1,14 +1,14 @@
-"""`attend`: softmax(q kᵀ × scale) v over what each token sees of its row's pages.
+"""`attend`: softmax(q kᵀ × scale) v over the slots of its row that each token sees.
 
-The slots of a row are cut into chunks of 256, wherever the row begins and however long it is. A chunk is read a cache
-block, 16 slots, at a time; each block's (largest score, sum, weighted values) is merged into the chunk's, each chunk's
-into the token's, always in the order of the slots. What a token does not see adds exact zeros. Scores and values are
-`tl.dot` of one shape, whose rows do not touch each other. So the bits depend on no batch, no chunk of a prompt and no
-path.
+The slots of a row are cut into chunks of 256, wherever the row begins and however long it is. A chunk is read one cache
+block, 16 slots, at a time. Each block's (largest score, sum, weighted values) is merged into the chunk's, and each
+chunk's into the token's, always in the order of the slots. Slots that a token does not see add exact zeros. Scores and
+values are `tl.dot` of one shape, whose rows are independent. So the bits do not depend on the batch, the chunks of a
+prompt, or the path.
 
-A program takes a kv head and up to 16 queries of it: heads of the group times neighbouring tokens of a row, tiles of
-them beginning where a position divides. With few tokens chunks are programs of their own, and the last of a tile's that
-comes to an end merges what they have left; with more a program goes through all of them.
+A program handles a kv head and up to 16 of its queries: heads of the group times neighbouring tokens of a row. Tiles of
+tokens begin at multiples of the tile's size in positions. With few tokens, chunks are programs of their own, and the
+program of a tile that ends last merges the results. With more tokens, a program loops over all chunks.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ SPLIT_PROGRAMS = 32  # of a token and kv head at most: each takes every so manyt
 
 
 class Parts(NamedTuple):
-    """What chunks leave, [tokens, heads, chunks]: the largest score, the sum of weights, the values times weights."""
+    """Results of chunks, [tokens, heads, chunks]: the largest score, the sum of weights, the values times weights."""
 
     largests: Any
     sums: Any
@@ -114,8 +114,11 @@ def attend_chunks(
     DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr, HAS_FAR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
-    """Query m is head m % GROUP_SIZE of the token m // GROUP_SIZE of the tile that begins with the program's token; a
-    token that begins no tile has nothing to do, and one that is none gets NaN."""
+    """Attend with one tile of queries per program.
+
+    Query m is head m % GROUP_SIZE of token m // GROUP_SIZE of the tile that begins with the program's token. A token
+    that begins no tile has nothing to do, and a padding token gets NaN.
+    """
     first, head = tl.program_id(0), tl.program_id(1)
     row, position = tl.load(rows + first), tl.load(positions + first)
     before = tl.load(rows + tl.maximum(first - 1, 0))
@@ -167,8 +170,10 @@ def _tile(
     first, head, rows, positions, num_tokens, cache,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Of each query its slot, whether it counts and its line in [tokens, heads]; the first and last slots, and what the
-    row sees."""
+    """Return each query's slot, whether it counts, and its line in [tokens, heads].
+
+    Also return the first and the last slot of the tile, and the row's sinks and window.
+    """
     row, position = tl.load(rows + first), tl.load(positions + first)
     later, member = tl.arange(0, QUERIES) // GROUP_SIZE, tl.arange(0, QUERIES) % GROUP_SIZE
     tokens, per_tile = first + later, QUERIES // GROUP_SIZE
@@ -186,7 +191,7 @@ def _store(
     mean, out, left, lines, is_mine,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
-    """mean [LINES, SIZE] of heads of tokens; with LEAVES in so many int8 planes, too."""
+    """Store mean [LINES, SIZE] of heads of tokens. With LEAVES, also store it in LEAVES int8 planes."""
     i = tl.arange(0, SIZE)
     tl.store(out + lines[:, None] * DIM + i[None, :], mean, mask=is_mine[:, None] & (i < DIM)[None, :])
     if LEAVES:
@@ -205,8 +210,11 @@ def _chunk_part(
     QUERIES: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr, HAS_FAR: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The largest score, the sum of weights and the values times weights of the chunk that begins at slot `start`: what
-    each query sees of it, a cache block at a time."""
+    """Return the largest score, the sum of weights and the values times weights of the chunk that begins at slot
+    `start`.
+
+    They cover the slots of the chunk that each query sees, read one cache block at a time.
+    """
     i = tl.arange(0, SIZE)
     largest, total, values = _nothing(QUERIES, SIZE)
     for slot in range(start, tl.minimum(start + CHUNK, last_slot + 1), LANES):
@@ -238,7 +246,7 @@ def _chunk_part(
 
 @triton.jit
 def _is_last(parts, first, head):
-    """Whether this program of a tile is the last that comes here: it may read what the others have left."""
+    """Return True if this program of a tile is the last to arrive here. It may read the other programs' results."""
     tl.debug_barrier()  # what all threads have written is released with the arrival of one
     arrived = tl.atomic_add(parts.arrivals + first * tl.num_programs(1) + head, 1, sem="acq_rel", scope="gpu")
     return arrived == tl.num_programs(2) - 1
@@ -249,7 +257,7 @@ def _merged_chunks(
     parts, lines, is_mine, first_slot, last_slot, sinks, window,
     DIM: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """The mean of what the programs of a tile have left, chunk after chunk."""
+    """Return the mean over the results of a tile's programs, merged chunk by chunk."""
     i = tl.arange(0, SIZE)
     is_there = is_mine[:, None] & (i < DIM)[None, :]
     largest, total, values = _nothing(QUERIES, SIZE)
@@ -267,7 +275,7 @@ def _merged_chunks(
 
 @triton.jit
 def _nothing(ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """What no slot was seen for."""
+    """Return the largest score, the sum and the values of no slots."""
     return (
         tl.full((ROWS,), -INFINITY, tl.float32),
         tl.full((ROWS,), 0.0, tl.float32),
@@ -277,13 +285,16 @@ def _nothing(ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _is_seen(start, COUNT: tl.constexpr, slot, sinks, window):
-    """Whether a token at `slot` or later may see any of COUNT slots from `start` on, which begin no later than it."""
+    """Return True if a token at `slot` or later may see any of the COUNT slots from `start` on.
+
+    These slots begin no later than the token.
+    """
     return (window == 0) | (start < sinks) | (start + COUNT > slot - window + 1)
 
 
 @triton.jit
 def _merged(largest, total, values, other_largest, other_total, other_values):
-    """Two parts of the same queries as one; either may be of no slot."""
+    """Return two parts of the same queries merged into one. Either may cover no slots."""
     both = tl.maximum(largest, other_largest)
     mine, other = tl.exp2(largest - _finite(both)), tl.exp2(other_largest - _finite(both))
     return both, total * mine + other_total * other, values * mine[:, None] + other_values * other[:, None]
@@ -291,13 +302,13 @@ def _merged(largest, total, values, other_largest, other_total, other_values):
 
 @triton.jit
 def _mean(total, values):
-    """Zeros where no slot was seen: of queries that are none."""
+    """Return values / total, or zeros for queries that saw no slot: those that do not count."""
     return tl.div_rn(values, tl.where(total == 0, 1.0, total)[:, None])
 
 
 @triton.jit
 def _finite(largest):
-    """0 for −inf: −inf less it stays −inf, and not NaN."""
+    """Return 0 for −inf, so that −inf minus it stays −inf and does not become NaN."""
     return tl.where(largest == -INFINITY, 0.0, largest)
 
 

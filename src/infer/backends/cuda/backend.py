@@ -1,4 +1,4 @@
-"""CUDA: kernels in Triton, steps as CUDA graphs. With tensors of the CPU Triton interprets, and graphs are repeats."""
+"""CUDA: kernels in Triton, steps as CUDA graphs. On CPU tensors, Triton interprets kernels, and graphs are repeats."""
 
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -20,13 +20,13 @@ class CudaBackend(TorchBackend):
         return cuda
 
     def activation_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """The residual stream is nothing beside the weights: whole."""
+        """Return float32: the residual stream is tiny compared with the weights."""
         return torch.float32
 
     def kv_type(self, dtype: torch.dtype | None, stored: str = "F32") -> str:
-        """In 16 bits, which cost a mean KL of less than 1e-6, but whole where all is asked for in float32.
+        """Return a 16-bit type, which costs a mean KL of less than 1e-6, unless a dtype is requested for everything.
 
-        A model in BF16 may have keys above 65,504, which are infinite in f16.
+        A model in BF16 may have keys above 65,504, which are infinite in f16. Its type is bf16.
         """
         if dtype is not None:
             return KV_TYPE_BY_DTYPE[dtype]
@@ -37,7 +37,7 @@ class CudaBackend(TorchBackend):
         return CapturedForward(forward, capacity, max_logits, self.device, graphs)
 
     def threads(self) -> AbstractContextManager[None]:
-        """Triton launches on the current device."""
+        """Make the device the current one, because Triton launches on the current device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 

@@ -1,8 +1,8 @@
-"""What every sampling kernel is handed: the logits, each row's parameters as one line of 64-bit fields, the edits.
+"""Arguments of every sampling kernel: the logits, each row's parameters as one line of 64-bit fields, the edits.
 
-A field holds an integer, or the bits of a float: one short line a row in place of a dozen columns in as many places.
-The lines are made once for a selection, and stay where they are while the columns live: a captured graph may keep
-their address.
+A field holds an integer, or the bits of a float. One short line per row replaces a dozen columns in as many places. The
+lines are made once per selection, and stay where they are while the columns live, so a captured graph may keep their
+address.
 """
 
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ IS_PROCESSED = tl.constexpr(FIELDS.index("is_processed"))
 
 
 class Batch(NamedTuple):
-    """The arguments that all kernels share. Tensors that nobody reads are `fields`, so that each is a pointer."""
+    """Arguments that all kernels share. Tensors that are not read are `fields`, so that each argument is a pointer."""
 
     logits: Any
     row_stride: Any
@@ -86,7 +86,7 @@ class Batch(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Lines of logits that verify drafts, each row's one after the other."""
+    """Lines of logits that verify drafts, grouped by row."""
 
     rows: Int[Tensor, "lines"]  # whose a line is
     entries: Int[Tensor, "lines"]  # how many drafts of its row come before it
@@ -103,7 +103,7 @@ class Seen(NamedTuple):
 
 
 def seen_of(columns: SamplingColumns, history: History | None) -> Seen | None:
-    """None where no row has a penalty."""
+    """Return the history's tensors; None if no row has a penalty."""
     if history is None or not columns.has_penalty:
         return None
     return Seen(history.tokens, history.last, history.counts, history.lengths)
@@ -117,7 +117,7 @@ def make_batch(
     allowed: Tensor | None,
     lines: Lines | None,
 ) -> Batch:
-    """Without `lines` a row has one."""
+    """Return the kernels' arguments. Without `lines`, each row has one line."""
     fields = fields_of(columns)
     if lines is not None:
         fields = fields[lines.rows]
@@ -147,7 +147,7 @@ _fields_by_columns: WeakKeyDictionary[SamplingColumns, tuple[object, Tensor]] = 
 
 
 def fields_of(columns: SamplingColumns) -> Tensor:
-    """int64 [slots, fields], of which a line for each row is written. Greedy rows have no filter."""
+    """Return int64 [slots, fields], with one line written per row. Greedy rows have no filter."""
     selection, fields = _fields_by_columns.get(columns, (None, None))
     if fields is None:
         fields = torch.empty(columns.num_slots, len(FIELDS), dtype=torch.int64, device=columns.device)

@@ -1,7 +1,7 @@
-"""What kernels read of a packed matrix (`layouts`): a block's integers, as words or one by one, and its scales.
+"""Reading of a packed matrix (`layouts`): a block's integers, as words or one by one, and its scales.
 
-Products inside a block are exact in int32, whatever instruction makes them. `block_values` is the only place that
-makes a float of them, so every kernel has the same bits for a block.
+Products inside a block are exact in int32, whatever instruction computes them. Only `block_values` converts them to
+floats, so every kernel has the same bits for a block.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class Matrix(NamedTuple):
 
 
 def matrix_of(weight: PackedWeight, unit: torch.dtype) -> Matrix:
-    """With its integers as `unit`: int32 for words, uint8 for bytes."""
+    """Return the matrix with its integers as `unit`: int32 for words, uint8 for bytes."""
     layout, codes = weight.layout, weight.codes.view(unit)
     return Matrix(
         codes=codes,
@@ -46,7 +46,7 @@ def matrix_of(weight: PackedWeight, unit: torch.dtype) -> Matrix:
 
 
 def constants_of(layout: Layout) -> dict[str, tl.constexpr]:
-    """What a kernel is compiled for."""
+    """Return the constants of a layout that a kernel is compiled with."""
 
     def as_integer(values: tuple[int, ...]) -> int:
         return int.from_bytes((value % 256 for value in values), "little", signed=True)
@@ -65,7 +65,7 @@ def constants_of(layout: Layout) -> dict[str, tl.constexpr]:
 
 @triton.jit
 def word_pair(matrix, at, words, mask, DP4A: tl.constexpr):
-    """Words 0–3 and 4–7 of the blocks `at`: four inputs each, in signed bytes."""
+    """Return words 0–3 and 4–7 of the blocks `at`: four inputs per word, in signed bytes."""
     if matrix.LOW_BITS == 8:
         first = tl.load(matrix.codes + at * 8 + words, mask=mask, other=0)
         second = tl.load(matrix.codes + at * 8 + 4 + words, mask=mask, other=0)
@@ -97,7 +97,7 @@ def _pairs_of_bits(plane, at, words, mask):
 
 @triton.jit
 def _looked_up(packed, TABLE_LOW: tl.constexpr, TABLE_HIGH: tl.constexpr, DP4A: tl.constexpr):
-    """The table's bytes for the low codes and for the high codes of each word."""
+    """Return the table's bytes for the low codes and for the high codes of each word."""
     if DP4A:
         # A selector's nibble takes one of 8 bytes: of both halves of the table, then of the two results by the top bit.
         low, high = tl.inline_asm_elementwise(
@@ -146,14 +146,14 @@ def _half_of(TABLE: tl.constexpr, SHIFT: tl.constexpr):
 
 @triton.jit
 def table_value(code, TABLE_LOW: tl.constexpr, TABLE_HIGH: tl.constexpr):
-    """int32, the byte of a code without its sign: 0–255."""
+    """Return the byte that a code stands for, as int32 without its sign: 0–255."""
     low, high = tl.full((), TABLE_LOW, tl.int64), tl.full((), TABLE_HIGH, tl.int64)
     return ((tl.where(code < 8, low, high) >> (8 * (code & 7)).to(tl.int64)) & 255).to(tl.int32)
 
 
 @triton.jit
 def integers(matrix, at, inputs):
-    """int8, inputs 0–31 of the blocks `at` one by one, from bytes: what the words of `word_pair` hold."""
+    """Return int8 inputs 0–31 of the blocks `at`, read from bytes. They equal the contents of `word_pair`'s words."""
     if matrix.LOW_BITS == 8:
         q = tl.load(matrix.codes + at * 32 + inputs).to(tl.int8, bitcast=True)
     else:
@@ -175,7 +175,10 @@ def integers(matrix, at, inputs):
 
 @triton.jit
 def block_values(matrix, row, block, first, second, first_sum, second_sum, mask):
-    """Σ w a of a block without the scale of a: `first` and `second` are Σ q a of its halves, the sums Σ a."""
+    """Return Σ w a of a block without the scale of a.
+
+    `first` and `second` are Σ q a of its halves; the sums are Σ a.
+    """
     at = row * matrix.num_blocks + block
     if matrix.OFFSET != 0:
         first -= matrix.OFFSET * first_sum

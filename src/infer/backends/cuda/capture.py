@@ -1,9 +1,9 @@
-"""A forward recorded for steps of 1, 2, 4, 8 … tokens and logits, each size when it is first met.
+"""A forward recorded for steps of 1, 2, 4, 8 … tokens and logits. Each size is recorded when it first occurs.
 
-A recording reads its step from `StepInputs`; what the step has less than the recording are tokens whose id and row are
-−1. They change nothing: they are embedded as NaN, which products of no other token pass on without reading a weight.
-Every kernel computes a token in the same order whatever stands beside it: so what a replay computes is what the same
-ops compute one by one, to the bit.
+A recording reads its step from `StepInputs`. If the step is shorter than the recording, the rest are padding tokens
+with id and row −1. They have no effect. They are embedded as NaN, which their products pass on without reading a
+weight. Every kernel computes a token in the same order, whatever its neighbours. So a replay's results equal those of
+the same ops run one by one, to the bit.
 """
 
 import time
@@ -26,7 +26,7 @@ from infer.sampling.history import History
 
 @final
 class CapturedForward(Captured):
-    """Steps of more than `capacity` tokens run in pieces."""
+    """A forward recorded in several sizes. Steps of more than `capacity` tokens run in pieces."""
 
     def __init__(self, forward: Forward, capacity: int, max_logits: int, device: torch.device, graphs: Graphs) -> None:
         self.capacity, self.max_logits = capacity, max_logits
@@ -102,7 +102,7 @@ class CapturedForward(Captured):
         return recording.result[:num_logits]
 
     def _recording(self, num_tokens: int, num_logits: int) -> Recording:
-        """Recorded with no token in it."""
+        """Return the recording of this size. A new one is recorded with padding tokens only."""
         size = num_tokens, num_logits
         if size not in self._recordings:
             step = self._inputs.step(*size)
@@ -112,5 +112,5 @@ class CapturedForward(Captured):
 
 
 def _size_of(count: int, most: int) -> int:
-    """The next power of 2."""
+    """Return the next power of 2, but at most `most`."""
     return min(most, 1 << max(count - 1, 0).bit_length())

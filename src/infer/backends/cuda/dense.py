@@ -1,8 +1,8 @@
-"""Float matrices times any number of tokens: tensor cores, a program for a tile of 16 tokens and some rows.
+"""Float matrices times any number of tokens on tensor cores: one program per tile of 16 tokens and some rows.
 
-One token or a thousand, its products are summed by the same instructions in the same order: tiles never differ. A
-float32 is the sum of two TF32 numbers to 22 bits, and F16 and BF16 are TF32 numbers: two products keep what one would
-lose. F32 matrices are multiplied by the scalar units.
+For one token or a thousand, products are summed by the same instructions in the same order: all tiles are alike. A
+float32 is the sum of two TF32 numbers to 22 bits, and F16 and BF16 are TF32 numbers. So two products keep the bits that
+one would lose. F32 matrices are multiplied by the scalar units.
 """
 
 import triton
@@ -39,7 +39,7 @@ def dense(
 def _tile_sums(
     x, codes, rows, num_inputs, SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
 ):
-    """float32 [TOKENS, ROWS]"""
+    """Return the tile's sums, float32 [TOKENS, ROWS]."""
     total = tl.zeros((TOKENS, ROWS), tl.float32)
     for start in range(0, num_inputs, DEPTH):
         inputs = start + tl.arange(0, DEPTH)

@@ -1,7 +1,7 @@
 """Steps 1 to 6 for any tokens of a row: float32, masks, bias, minimum length, penalties, temperature.
 
-`EDITS` is 0 where no row of the batch changes its logits before the temperature, 1 where one may, 2 where a grammar's
-mask comes on top. A row's own fields say the rest: what is off costs a scalar comparison.
+`EDITS` is 0 if no row of the batch changes its logits before the temperature, 1 if one may, and 2 if grammars' masks
+are added. A row's own fields contain the rest: an edit that is off costs a scalar comparison.
 """
 
 import triton
@@ -36,7 +36,10 @@ def raw_logits(batch, row, ids):
 
 @triton.jit
 def edited(x, batch, row, ids, is_lifted, EDITS: tl.constexpr):
-    """Raw logits after steps 2 to 4. `is_lifted`: the minimum length would leave nothing, so it is not enforced."""
+    """Return raw logits after steps 2 to 4.
+
+    `is_lifted`: the minimum length would leave nothing, so it is not enforced.
+    """
     if EDITS == 2:
         x = _masked(x, batch.allowed + row * batch.allowed_stride, batch, ids)
     if EDITS > 0:
@@ -100,7 +103,7 @@ def _penalised(x, batch, row, slot, ids):
 
 @triton.jit
 def finite(before, after):
-    """`after`, but what was finite is at most the largest number, and what was not is as it was."""
+    """Return `after`, limited to the largest finite number if `before` is finite. Otherwise return `before`."""
     return tl.where(tl.abs(before) < INFINITY, tl.minimum(tl.maximum(after, -LARGEST), LARGEST), before)
 
 
@@ -111,6 +114,6 @@ def tempered(x, divisor, shift):
 
 @triton.jit
 def shift_of(largest, divisor):
-    """What is subtracted first: 0, or the row's largest logit where dividing it would overflow."""
+    """Return the number to subtract first: the row's largest logit if dividing it would overflow, else 0."""
     overflows = (tl.abs(tl.div_rn(largest, divisor)) == INFINITY) & (tl.abs(largest) < INFINITY)
     return tl.where(overflows, largest, 0.0)

@@ -1,4 +1,4 @@
-"""Rows of a table of any type, as float32. A token that is none has the id −1, and NaN for its values."""
+"""Rows of a table of any type, as float32. A padding token has id −1 and NaN values."""
 
 import torch
 import triton
@@ -40,7 +40,7 @@ def embed_floats(table, token_ids, x, scale, features, SIZE: tl.constexpr):
 
 @triton.jit
 def embed_rows(matrix, token_ids, x, scale, BLOCKS: tl.constexpr):
-    """The values have the bits of `ggml_blocks.dequantize`."""
+    """Embed tokens from a packed table. The values have the bits of `ggml_blocks.dequantize`."""
     token = tl.program_id(0).to(tl.int64)
     token_id, num_blocks = tl.load(token_ids + token), matrix.num_blocks
     row = tl.maximum(token_id, 0)

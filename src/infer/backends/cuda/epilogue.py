@@ -1,4 +1,4 @@
-"""What happens to a product before it is stored: bias, activation(gate) × up, residual, softcap; in float32."""
+"""Epilogue of a product before it is stored: bias, activation(gate) × up, residual, softcap; in float32."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class Output(NamedTuple):
-    """Where `num_rows` rows of a product go: `out` [tokens, stride]. With ADD it is added to what stands there."""
+    """Target of `num_rows` rows of a product: `out` [tokens, stride]. With ADD the product is added to its contents."""
 
     out: Any
     stride: Any
@@ -21,7 +21,7 @@ class Output(NamedTuple):
 
 @triton.jit
 def biased(value, y, rows):
-    """`rows` are some that there are."""
+    """Return the value plus the bias of `rows`, which must all exist."""
     if y.HAS_BIAS:
         value += tl.load(y.bias + rows)
     return value
@@ -29,7 +29,7 @@ def biased(value, y, rows):
 
 @triton.jit
 def store(y, token, rows, value, mask):
-    """`token` and `rows` broadcast to the shape of `value`."""
+    """Store a value. `token` and `rows` broadcast to its shape."""
     to = y.out + token * y.stride + rows
     if y.HAS_SOFTCAP:
         value = y.softcap * tanh(value / y.softcap)
@@ -68,7 +68,7 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """An odd polynomial where |x| < 0.625 (Cephes'), else 1 − 2 / (e^2|x| + 1) with x's sign."""
+    """Return tanh(x): Cephes' odd polynomial if |x| < 0.625, else 1 − 2 / (e^2|x| + 1) with x's sign."""
     size, square = tl.abs(x), x * x
     p = square * -5.70498872745e-3 + 2.06390887954e-2
     p = p * square + -5.37397155531e-2

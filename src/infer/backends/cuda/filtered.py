@@ -1,8 +1,9 @@
 """Rows with top-k, top-p or min-p, exactly and without a sort of the vocabulary.
 
-`score_blocks` has left the largest key of each chunk of 16 tokens. The chunks with the largest maxima, as many as fit a
-tile, hold every token above the largest maximum that was left out: nearly always all that the filters keep. The pivots
-are then found in registers. Otherwise (a flat distribution, a large k, many ties) `whole` reads the row at each step.
+`score_blocks` has stored the largest key of each chunk of 16 tokens. The chunks with the largest maxima, as many as fit
+a tile, are gathered. They hold every token above the largest maximum that was left out: nearly always all that the
+filters keep. The pivots are then found in registers. Otherwise (a flat distribution, a large k, many ties) `whole`
+reads the row at each step.
 """
 
 import triton
@@ -33,7 +34,7 @@ def weigh_blocks(
     batch, largests, sums, num_blocks,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
-    """The weight of each block of the rows with a top-p and no top-k, whose total is that of the whole vocabulary."""
+    """Store the weight of each block of the rows with a top-p and no top-k. They add up to the vocabulary's weight."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if (double(batch, row, TOP_P) < 1) & (integer(batch, row, TOP_K) == 0):
         blocks = tl.arange(0, BLOCKS)
@@ -49,7 +50,7 @@ def weigh_blocks(
 
 @triton.jit
 def divisors_of(batch, row):
-    """What the logits are divided by before the filters, and after them."""
+    """Return the divisors of the logits before the filters and after them."""
     temperature, is_last = single(batch, row, TEMPERATURE), integer(batch, row, TEMPERATURE_LAST) != 0
     return tl.where(is_last, 1.0, temperature), tl.where(is_last, temperature, 1.0)
 
@@ -60,8 +61,10 @@ def choose_filtered(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CAPACITY: tl.constexpr,
     EDITS: tl.constexpr, LOGPROBS: tl.constexpr,
 ):  # fmt: skip
-    """The token of each row with filters, or the code of its fault. With LOGPROBS also the key and the id of the last
-    token that is kept."""
+    """Store the token of each row with filters, or the code of its failure.
+
+    With LOGPROBS, also store the key and the id of the last token that is kept.
+    """
     row = tl.program_id(0).to(tl.int64)
     if integer(batch, row, IS_FILTERED) != 0:
         blocks = tl.arange(0, BLOCKS)
@@ -91,7 +94,9 @@ def choose_filtered(
 
 @triton.jit
 def _gather(batch, row, maxima, gathered, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CAPACITY: tl.constexpr):
-    """Lists the chunks with the largest maxima in ascending order. All tokens above the floor's key are in them."""
+    """List the chunks with the largest maxima, in ascending order. They contain all tokens above the returned floor
+    key.
+    """
     num_chunks = tl.cdiv(batch.vocab_size, CHUNK)
     chunks = tl.arange(0, CHUNKS)
     keys = tl.load(maxima + row * num_chunks + chunks, mask=chunks < num_chunks, other=MIN)
@@ -109,7 +114,10 @@ def _choose_of_tile(
     batch, row, largest, total, gathered, num_gathered, floor,
     CHUNK: tl.constexpr, CAPACITY: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
-    """The token, or −1 where the gathered tokens do not hold all that is kept; key and id of the last one kept."""
+    """Return the token, and the key and id of the last token kept.
+
+    The token is −1 if the gathered tokens do not contain all that is kept.
+    """
     first, last = divisors_of(batch, row)
     shift = shift_of(largest, first)
     slots = tl.arange(0, CAPACITY) // CHUNK
@@ -133,7 +141,7 @@ def _choose_of_tile(
 
 @triton.jit
 def _filtered(batch, row, keys, y, top, total, floor):
-    """The keys that steps 7 to 9 keep, and whether none is missing."""
+    """Return the keys that steps 7 to 9 keep, and whether they are complete."""
     top_k, top_p, log_min_p = integer(batch, row, TOP_K), double(batch, row, TOP_P), single(batch, row, LOG_MIN_P)
     is_complete = tl.full((), 1, tl.int1)
     if top_k > 0:

@@ -1,4 +1,4 @@
-"""How work on a device is recorded and replayed: as CUDA graphs, or, on CPU tensors, by doing it again."""
+"""Recording and replay of work on a device: as CUDA graphs, or on CPU tensors by repeating the work."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Recording(NamedTuple):
-    """Work that can be done again, and the tensor in which it always leaves its result."""
+    """Work that can be repeated, and the tensor that always receives its result."""
 
     replay: Callable[[], object]
     result: Tensor
@@ -20,32 +20,32 @@ class Event(Protocol):
     """A moment in the order of the device's work."""
 
     def record(self) -> None:
-        """It is now: after all that was given to the device."""
+        """Set the moment to now: after all work submitted to the device so far."""
 
     def synchronize(self) -> None:
-        """Return when it is past."""
+        """Wait until the moment has passed."""
 
 
 class Graphs(ABC):
     @abstractmethod
     def record(self, work: Callable[[], Tensor]) -> Recording:
-        """The work is done once before, which must change nothing that counts."""
+        """Record the work. It runs once before, which must have no lasting effect."""
 
     @abstractmethod
     def mirror(self, size: int) -> Tensor:
-        """int64 zeros on the host that are copied without a wait."""
+        """Return int64 zeros on the host that can be copied without a wait."""
 
     @abstractmethod
     def event(self) -> Event: ...
 
     @abstractmethod
     def on_device(self) -> AbstractContextManager[None]:
-        """To be held around work and replays."""
+        """Return a context manager to enter around work and replays."""
 
 
 @final
 class CudaGraphs(Graphs):
-    """One pool of memory serves all graphs: they run one after the other, and results are held."""
+    """CUDA graphs that share one memory pool: they run one after the other, and results are kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
@@ -81,7 +81,7 @@ class CudaGraphs(Graphs):
 
 @final
 class Repeats(Graphs):
-    """Where there is no device: Triton interprets, and a replay is the work itself."""
+    """Recordings without a device: Triton interprets, and a replay repeats the work."""
 
     def record(self, work: Callable[[], Tensor]) -> Recording:
         result = work()

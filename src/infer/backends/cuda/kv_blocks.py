@@ -1,7 +1,7 @@
 """Cache blocks as kernels write and read them: `quantization.kv_layout` for 16 positions of a head, every kv type.
 
-Offsets count the elements of a type's codes: floats as they are, bytes where they are quantised. There the scales, and
-the minima of q4's values, are halves that lie after the codes of each 32 dimensions.
+Offsets count the elements of a type's codes: floats, or bytes if they are quantised. Quantised blocks have scales, and
+minima for q4's values. They are float16 and follow the codes of each 32 dimensions.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ _STORED = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "
 
 
 class Blocks(NamedTuple):
-    """A layer's keys and values, by [kv head, page, block], and where each row's slots lie."""
+    """A layer's keys and values, by [kv head, page, block], and the location of each row's slots."""
 
     key_codes: Any
     key_scales: Any  # the same memory as halves
@@ -76,7 +76,7 @@ def make_blocks(layer: LayerCache) -> Blocks:
 
 @triton.jit
 def place_of(cache, row, slot):
-    """The page of a slot, its block and its lane."""
+    """Return the page of a slot, its block and its lane."""
     slot = tl.cast(slot, tl.int64)
     page = tl.load(cache.table + row * cache.table_row + slot // cache.page_tokens)
     return page, slot % cache.page_tokens // LANES, slot % LANES
@@ -84,8 +84,10 @@ def place_of(cache, row, slot):
 
 @triton.jit
 def load_keys(cache, head, page, block, i, DIM: tl.constexpr, KV_TYPE: tl.constexpr):
-    """float32 [dims, lanes] of a block, for dims i; mixed where they are quantised. What was never written is anything,
-    NaN too."""
+    """Return a block's keys, float32 [dims, lanes], for dims i. Quantised keys are mixed.
+
+    Keys that were never written can be anything, including NaN.
+    """
     i, lanes = i[:, None], tl.arange(0, LANES)[None, :]
     at = head * cache.key_head + page * cache.key_page + block * cache.key_block
     is_there = i < DIM
@@ -100,7 +102,7 @@ def load_keys(cache, head, page, block, i, DIM: tl.constexpr, KV_TYPE: tl.conste
 
 @triton.jit
 def load_values(cache, head, page, block, i, DIM: tl.constexpr, KV_TYPE: tl.constexpr):
-    """float32 [lanes, dims], as `load_keys`."""
+    """Return a block's values, float32 [lanes, dims]. Values never written can be anything, as in `load_keys`."""
     i, lanes = i[None, :], tl.arange(0, LANES)[:, None]
     at = head * cache.value_head + page * cache.value_page + block * cache.value_block
     is_there = i < DIM
@@ -122,7 +124,7 @@ def load_values(cache, head, page, block, i, DIM: tl.constexpr, KV_TYPE: tl.cons
 
 @triton.jit
 def store_key(cache, head, page, block, lane, x, i, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr):
-    """x [SIZE], of which DIM count; mixed already where it is quantised."""
+    """Store x [SIZE], of which the first DIM elements count. If the key is quantised, x is already mixed."""
     at = head * cache.key_head + page * cache.key_page + block * cache.key_block
     if KV_TYPE >= Q8:
         codes, scales, records = _in_8_bits(x, SIZE)
@@ -165,7 +167,9 @@ def store_value(cache, head, page, block, lane, x, i, DIM: tl.constexpr, SIZE: t
 
 @triton.jit
 def _narrow(x, stored):
-    """As it is stored, rounded to the nearest: in integers for bfloat16, which the interpreter would cut off."""
+    """Return x in the stored type, rounded to the nearest. bfloat16 uses integers, because the interpreter would
+    truncate.
+    """
     if stored.dtype.element_ty == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
@@ -201,13 +205,13 @@ def _steps(groups, scales):
 
 @triton.jit
 def _not_finite(groups):
-    """NaN for a group that holds a number that is not finite, else 0: a maximum alone would pass over a NaN."""
+    """Return NaN for a group that holds a number that is not finite, else 0. A maximum would ignore a NaN."""
     return tl.sum(groups * 0.0, axis=1)
 
 
 @triton.jit
 def mix(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """`kv_layout.mix` of the rows of x [ROWS, SIZE]: sums of two, 16 apart, then 8, 4, 2, 1."""
+    """Return `kv_layout.mix` of the rows of x [ROWS, SIZE]: sums of two, 16 apart, then 8, 4, 2, 1."""
     x = _sums_of_two(x, 16, ROWS, SIZE)
     x = _sums_of_two(x, 8, ROWS, SIZE)
     x = _sums_of_two(x, 4, ROWS, SIZE)

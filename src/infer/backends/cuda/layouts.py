@@ -1,19 +1,19 @@
-"""How a packed matrix lies in a GPU's memory: a plane for each kind of number, blocks of 32 inputs in each.
+"""Layout of a packed matrix in a GPU's memory: a plane for each kind of number, blocks of 32 inputs in each.
 
     codes    [rows, blocks, bytes]   4 bits: 16 bytes, input i in the low nibble of byte i, i + 16 in the high one;
                                      8 bits: 32 signed bytes; 2 bits: see below
     high     [rows, blocks, bytes]   the bits above; 1 bit: 4 bytes, input 4 j + b in bit j of byte b; 2 bits: see below
-    scales   [rows, blocks]          f16, or bf16 where it is a power of two
-    minima   [rows, blocks]          f16, where the type has one
+    scales   [rows, blocks]          f16, or bf16 if it is a power of two
+    minima   [rows, blocks]          f16, if the type has one
 
-2 bits: input 16 g + 4 w + b lies in byte 4 g + b, from bit 2 w on. So the four bytes of a word, shifted and masked, are
+2 bits: input 16 g + 4 w + b is in byte 4 g + b, from bit 2 w on. So the four bytes of a word, shifted and masked, are
 four consecutive inputs of every type: an operand of dp4a.
 
-K types have an f16 scale (and minimum) for 8 blocks in `supers` [rows, blocks / 8, 1 or 2], and small integers in
-`scales` and `minima` [rows, blocks, 1 or 2]: int8, one for the block or one for each half.
+K types have an f16 scale (and minimum) per 8 blocks in `supers` [rows, blocks / 8, 1 or 2]. They have small integers in
+`scales` and `minima` [rows, blocks, 1 or 2]: int8, one per block or one per half block.
 
-Every number is kept as the file means it; an integer q is stored as q + offset ≥ 0, or as the code that the type's
-table has for it. A matrix of a float type is `codes`, as stored.
+Every number keeps the value that the file gives it. An integer q is stored as q + offset ≥ 0, or as its code in the
+type's table. A matrix of a float type is `codes`, as stored.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Log-probabilities of rows that ask for them, after the sampler: what `sampling.sampler.log_probabilities` counts.
+"""Log-probabilities of rows that ask for them, after the sampler, as `sampling.sampler.log_probabilities` defines them.
 
-`weigh_scores` goes over a block of the vocabulary, `join_scores` puts a row's blocks together. The sum of weights is
-one of integers and the likeliest tokens are in the total order, so neither depends on how many blocks there are. Logits
-and sums are written: `normalized` makes log-probabilities of them on the host, as for a CPU.
+`weigh_scores` processes one block of the vocabulary, and `join_scores` combines a row's blocks. The sum of weights is a
+sum of integers, and the likeliest tokens follow the total order. So neither depends on the number of blocks. The
+kernels store logits and sums; `normalized` computes log-probabilities from them on the host, as for a CPU.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _COUNTS = 4  # words of a record before the likeliest tokens: logit, largest log
 
 
 class Records(NamedTuple):
-    """Where log-probabilities go: int64 [steps, lines, 4 + 2 most], of which the step number `done` is written."""
+    """Target of log-probabilities: int64 [steps, lines, 4 + 2 most]. The step number `done` is written."""
 
     words: Tensor
     done: Tensor  # how many steps there were before
@@ -36,7 +36,7 @@ class Records(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the sampler knows of each line. `ends` are the key and the id of the last token that the filters keep."""
+    """The sampler's results for each line. `ends` are the key and the id of the last token that the filters keep."""
 
     token_ids: Any
     largests: Any  # of each block after the edits
@@ -45,7 +45,7 @@ class Found(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a block leaves, [lines, blocks]: the sum of weights, how many tokens are likelier, and the likeliest."""
+    """Results of a block, [lines, blocks]: the sum of weights, the count of likelier tokens, and the likeliest ones."""
 
     totals: Any
     ahead: Any
@@ -62,7 +62,9 @@ class Logprobs:
         self._on_device = torch.zeros(0, dtype=torch.int64, device=device)
 
     def records(self, columns: SamplingColumns, num_lines: int, done: Tensor) -> Records | None:
-        """For so many lines, which lie where they lay before if there is room; None if no row asks for any."""
+        """Return records for `num_lines` lines, at the same address as before if there is room; None if no row asks for
+        any.
+        """
         if not columns.has_logprobs:
             return None
         most = _most(columns)
@@ -73,14 +75,17 @@ class Logprobs:
         return Records(self._on_device, done, most)
 
     def fetch(self, columns: SamplingColumns, num_lines: int) -> None:
-        """Have the records copied to the host, where `of` reads them when the device has come so far."""
+        """Start copying the records to the host. `of` may read them when the device has finished the copy."""
         size = num_lines * (_COUNTS + 2 * _most(columns)) if columns.has_logprobs else 0
         self._on_host[:size].copy_(self._on_device[:size], non_blocking=True)
 
     def of(
         self, columns: SamplingColumns, lines: Sequence[range], token_ids: Sequence[Sequence[int]]
     ) -> list[list[TokenLogprob]]:
-        """Of each row's tokens, which were sampled in these lines; nothing of rows that do not ask, or of a code."""
+        """Return the log-probabilities of each row's tokens, which were sampled in these lines.
+
+        Rows that ask for none have an empty list. Failure codes have no entry.
+        """
         return [
             [] if count is None else self._of_row(columns, count, mine, [each for each in ids if each >= 0])
             for count, mine, ids in zip(columns.num_logprobs, lines, token_ids, strict=True)
@@ -169,7 +174,7 @@ def _view(
     batch, row, found, num_blocks,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr, FILTERS: tl.constexpr,
 ):  # fmt: skip
-    """How a row's logits become those that are scored, and the largest of these."""
+    """Return the values that turn a row's logits into scored ones, and the largest scored logit."""
     blocks = tl.arange(0, BLOCKS)
     is_block, at = blocks < num_blocks, row * num_blocks + blocks
     raw_largest = tl.max(tl.load(found.raw_largests + at, mask=is_block, other=-INFINITY))
@@ -194,7 +199,7 @@ def _view(
 
 @triton.jit
 def _scored(batch, row, ids, view, EDITS: tl.constexpr):
-    """The raw logits, or those after step 9: −inf for what the filters drop."""
+    """Return the raw logits, or those after step 9: −inf for tokens that the filters drop."""
     is_processed, is_lifted, first, shift, last, last_shift, pivot, last_id = view
     x = raw_logits(batch, row, ids)
     if is_processed:

@@ -1,7 +1,7 @@
-"""Quantised matrices times many tokens: integer products of blocks by tensor cores, a program for each tile.
+"""Quantised matrices times many tokens: integer products of blocks by tensor cores, one program per tile.
 
-A row's blocks are added in the order that `matvec` describes, so both give a token the same bits. Lanes come one after
-another here, and their tree needs a sum for each of its levels: a binary counter.
+A row's blocks are added in the order that `matvec` describes, so both give a token the same bits. Here the lanes are
+added one after another, and their tree needs one sum per level: a binary counter.
 """
 
 import triton
@@ -45,7 +45,7 @@ def matmul(
 def tile_sums(
     x, tokens, matrix, rows, PLANES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
 ):
-    """float32 [TOKENS, ROWS]"""
+    """Return the tile's sums, float32 [TOKENS, ROWS]."""
     ones = tl.zeros((TOKENS, ROWS), tl.float32)
     twos, fours, eights, sixteens, total = ones, ones, ones, ones, ones
     for lane in range(LANES):
@@ -77,7 +77,7 @@ def tile_sums(
 
 @triton.jit
 def _block_products(x, tokens, matrix, rows, block, PLANES: tl.constexpr):
-    """float32 [TOKENS, ROWS], Σ w a of one block."""
+    """Return Σ w a of one block, float32 [TOKENS, ROWS]."""
     inputs, num_blocks = tl.arange(0, 32)[:, None], matrix.num_blocks
     q = integers(matrix, (rows * num_blocks + block)[None, :], inputs)
     codes = x.codes + (tokens * PLANES * num_blocks + block)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -96,7 +96,7 @@ def _block_products(x, tokens, matrix, rows, block, PLANES: tl.constexpr):
 
 @triton.jit
 def _products(codes, plane_bytes, q, PLANES: tl.constexpr):
-    """int32, Σ q a: a = 256 high + low where there are two planes."""
+    """Return Σ q a, int32. With two planes, a = 256 high + low."""
     dots = tl.dot(tl.load(codes), q, out_dtype=tl.int32)
     if PLANES == 2:
         dots = dots * 256 + tl.dot(tl.load(codes + plane_bytes), q, out_dtype=tl.int32)

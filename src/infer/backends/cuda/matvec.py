@@ -1,8 +1,8 @@
-"""Quantised matrices times few tokens: integer products of words by dp4a, a program for some rows and one token.
+"""Quantised matrices times few tokens: integer products of words by dp4a, one program for some rows and one token.
 
-The order of a row's sum follows from the number of its blocks alone. Lane l of L (`num_lanes`) adds blocks l, l + L,
-l + 2 L, … one after another; then neighbouring lanes are added, then neighbouring pairs, and so on. `matmul` has the
-same order, and any number of tokens the same bits.
+The order of a row's sum depends only on the number of its blocks. Lane l of L (`num_lanes`) adds blocks l, l + L, l + 2
+L, … one after another. Then neighbouring lanes are added, then neighbouring pairs, and so on. `matmul` has the same
+order, and any number of tokens gives the same bits.
 """
 
 import triton
@@ -25,7 +25,10 @@ def matvec(
     PLANES: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GATE: tl.constexpr, LEAVES: tl.constexpr,
     DP4A: tl.constexpr,
 ):  # fmt: skip
-    """With LEAVES what is stored is left in integers, too: blocks of 32 rows, of which a program has whole ones."""
+    """Store the products of some rows and one token. With LEAVES, also store them in integers.
+
+    Integers need blocks of 32 rows, and a program computes whole blocks.
+    """
     program, num_rows = tl.program_id(0), y.num_rows
     token = (program % num_tokens).to(tl.int64)
     rows = (program // num_tokens).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -47,7 +50,7 @@ def matvec(
 
 @triton.jit
 def row_sums(x, token, matrix, rows, PLANES: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, DP4A: tl.constexpr):
-    """float32 [ROWS]"""
+    """Return the rows' sums, float32 [ROWS]."""
     lanes, words = tl.arange(0, LANES)[None, :], tl.arange(0, 4)[None, None, :]
     row, num_blocks = rows[:, None] + lanes * 0, matrix.num_blocks
     total = tl.zeros((ROWS, LANES), tl.float32)
@@ -70,7 +73,7 @@ def row_sums(x, token, matrix, rows, PLANES: tl.constexpr, ROWS: tl.constexpr, L
 
 @triton.jit
 def _products(codes, plane_words, first, second, mask, PLANES: tl.constexpr, DP4A: tl.constexpr):
-    """int32, Σ q a of each word's four inputs: a = 256 high + low where there are two planes."""
+    """Return Σ q a of each word's four inputs, int32. With two planes, a = 256 high + low."""
     first_dot = dot4(first, tl.load(codes, mask=mask, other=0), DP4A)
     second_dot = dot4(second, tl.load(codes + 4, mask=mask, other=0), DP4A)
     if PLANES == 2:
@@ -82,7 +85,7 @@ def _products(codes, plane_words, first, second, mask, PLANES: tl.constexpr, DP4
 
 @triton.jit
 def dot4(a, b, DP4A: tl.constexpr):
-    """The dot product of two words' signed bytes."""
+    """Return the dot product of two words' signed bytes."""
     if DP4A:
         return tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
@@ -96,7 +99,9 @@ def dot4(a, b, DP4A: tl.constexpr):
 
 @triton.jit
 def tree_sum(x, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Neighbours first. A sum of two has one order, so no layout that a compiler chooses changes it."""
+    """Return each row's sum, adding neighbours first. A sum of two has one order, so a compiler's layout cannot change
+    it.
+    """
     for level in tl.static_range(1, LANES.bit_length()):
         x = tl.sum(tl.reshape(x, (ROWS, LANES >> level, 2)), axis=2)
     return tl.reshape(x, (ROWS,))

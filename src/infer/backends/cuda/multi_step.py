@@ -1,8 +1,8 @@
-"""Several sampled steps as replays given to the device one after the other: forward, then sampler and `advance`.
+"""Several sampled steps as replays submitted to the device one after the other: forward, then sampler and `advance`.
 
-Without masks nobody waits between two steps: groups of them are under way while the host looks at what ended before
-them. What was begun after the last step computes a token once more, in positions that are reserved, and `advance`
-keeps none of it. With masks the host fills them between the two replays of a step.
+Without masks there is no wait between two steps: the host reads the result of one group of steps while the next group
+runs. A step begun after the last one computes one more token, in reserved positions, and `advance` discards it. With
+masks, the host fills them between the two replays of a step.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ class _Seen(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """The header of `control` as it was when some steps had ended."""
+    """The header of `control` at the time when a group of steps had ended."""
 
     words: Tensor
     copied: Event
@@ -67,7 +67,7 @@ class MultiStep:
         masks: Masks | None,
         interrupt: Interrupt | None,
     ) -> Generated:
-        """`step` is what `forward` reads, and holds a token of each row."""
+        """Run up to `count` steps. `step` is the step that `forward` reads, and holds one token per row."""
         if count > self._num_steps or len(stop_ids) > self._num_stop_ids:
             self._make_room(max(count, self._num_steps), max(len(stop_ids), self._num_stop_ids))
         sampler = self._record(forward.result, step, columns, history, masks)
@@ -106,7 +106,9 @@ class MultiStep:
     def _run_masked(
         self, forward: Recording, sampler: Recording, count: int, masks: Masks, interrupt: Interrupt | None
     ) -> None:
-        """`masks.advance` fills the next step's lines, or has them filled, while the forward runs."""
+        """Run steps with masks. `masks.advance` fills the next step's lines, or lets a thread fill them during the
+        forward.
+        """
         for done in range(1, count + 1):
             forward.replay()
             masks.wait()
@@ -116,7 +118,7 @@ class MultiStep:
                 return
 
     def _look(self) -> _Seen:
-        """What has been generated, in `_ids`."""
+        """Copy the results to the host, wait for them, and return the header. The tokens are then in `_ids`."""
         self._on_host.copy_(self._on_device, non_blocking=True)
         self._copied.record()
         self._copied.synchronize()
@@ -131,7 +133,7 @@ class MultiStep:
         self._control.copy_(self._on_host[:size], non_blocking=True)
 
     def _make_room(self, num_steps: int, num_stop_ids: int) -> None:
-        """On the device `control`, then what is generated; on the host the same."""
+        """Allocate `control` and the generated tokens, in this order, on the device and on the host."""
         self._num_steps, self._num_stop_ids = num_steps, num_stop_ids
         size = aligned_parts([_HEADER + self._max_rows + num_stop_ids, 0])[1].start
         self._on_host = self._graphs.mirror(size + num_steps * self._max_rows)
@@ -143,7 +145,7 @@ class MultiStep:
     def _record(
         self, logits: Tensor, step: Step, columns: SamplingColumns, history: History | None, masks: Masks | None
     ) -> Recording:
-        """The sampler with `advance` after it, for a selection of rows."""
+        """Return the recording of the sampler and `advance` for a selection of rows."""
         if masks is not None and len(self._allowed) < len(masks.words):
             self._allowed = torch.empty(self._max_rows, masks.words.shape[1], dtype=torch.int32, device=self._device)
         records = self._logprobs.records(columns, self._num_steps * len(columns), self._control)

@@ -1,7 +1,7 @@
 """`sampling.noise` on the GPU: the same integer and float32 operations in the same order, hence the same bits.
 
-Kernels that use it are compiled with `enable_fp_fusion=False`. `rough_gumbel` is within ROUGH_ERROR of it for a quarter
-of the work: it finds the few tokens that can win, and the exact function decides among them.
+Kernels that use it are compiled with `enable_fp_fusion=False`. `rough_gumbel` is within ROUGH_ERROR of `gumbel_of` for
+a quarter of the work. It finds the few tokens that can win, and the exact function decides among them.
 """
 
 import triton
@@ -46,7 +46,7 @@ def hash_tokens(seed, position, token_ids):
 
 @triton.jit
 def gumbel_of(h):
-    """−ln(−ln(1 − V)), V = (h + ½) / 2³²."""
+    """Return −ln(−ln(1 − V)), V = (h + ½) / 2³²."""
     minus_v = (h.to(tl.float32) + 0.5) * -(2.0**-32)
     exponent, fraction = _split(((~h).to(tl.float32) + 0.5) * 2.0**-32)
     fraction = tl.where(exponent == 0, minus_v, fraction)
@@ -82,7 +82,7 @@ def rough_gumbel(h):
 
 @triton.jit
 def _rough_log2(x):
-    """Within 2⁻²² of log₂ x, relative to the larger of it and 1."""
+    """Return log₂ x within 2⁻²², relative to the larger of it and 1."""
     if IS_INTERPRETED:
         return tl.log2(x)
     else:  # noqa: RET505 - a constant condition: only one of the two is compiled

@@ -1,8 +1,8 @@
-"""The total order: logit descending, then id ascending. Pivots on it are found by bisection, nothing is sorted.
+"""The total order: logit descending, then id ascending. Pivots in it are found by bisection; nothing is sorted.
 
-A logit's key is an int32 that compares as the logit does, −0 as +0. MIN is below every key: it marks what is not there.
-What a filter keeps begins the order, so "the fewest largest tokens that reach a goal" is one pivot and, among the
-tokens equal to it, one id. Top-k counts tokens, top-p adds up weights: the same search.
+A logit's key is an int32 that compares as the logit does, −0 as +0. MIN is below every key and marks absent tokens. The
+tokens that a filter keeps are the first of the order. So "the fewest largest tokens that reach a goal" are given by one
+pivot and, among the tokens equal to it, one id. Top-k counts tokens and top-p adds weights, by the same search.
 """
 
 import triton
@@ -25,14 +25,17 @@ def logit_of(key):
 
 @triton.jit
 def best_of(scores, ids):
-    """The largest score and the smallest id that has it."""
+    """Return the largest score and the smallest id that has it."""
     best = tl.max(scores)
     return best, tl.min(tl.where(scores == best, ids, MAX_ID))
 
 
 @triton.jit
 def pivot_of(keys, amounts, goal, low):
-    """The smallest t, at least `low`, such that the tokens above it do not reach the goal: what is kept begins at t."""
+    """Return the lowest key that is kept.
+
+    It is the smallest t, at least `low`, such that the tokens above t do not reach the goal.
+    """
     low, high = low.to(tl.int64), tl.max(keys).to(tl.int64)
     while low < high:
         middle = low + ((high - low) >> 1)
@@ -45,7 +48,7 @@ def pivot_of(keys, amounts, goal, low):
 
 @triton.jit
 def kept_of(keys, amounts, goal):
-    """Which tokens of a tile, in the order of their ids, are kept. Equal keys have equal amounts."""
+    """Return which tokens of a tile, in the order of their ids, are kept. Equal keys have equal amounts."""
     pivot = pivot_of(keys, amounts, goal, tl.min(tl.where(keys > MIN, keys, tl.max(keys))))
     above = tl.sum(tl.where(keys > pivot, amounts, 0)).to(tl.int64)
     is_equal = keys == pivot

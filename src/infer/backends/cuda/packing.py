@@ -1,4 +1,4 @@
-"""GGML's blocks → planes (`layouts`) on the device, some rows at a time: numbers are moved, none is changed."""
+"""GGML's blocks → planes (`layouts`) on the device, some rows at a time. Numbers are moved, and none is changed."""
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -18,7 +18,9 @@ FileWeight = StoredWeight | UnreadWeight | ConvertedWeight
 
 
 class Numbers(NamedTuple):
-    """What GGML's blocks hold, apart: integers or codes, scales and minima of 32 of them (or 16), scales of 256."""
+    """Contents of GGML's blocks, separated: integers or codes, scales and minima per 32 (or 16) of them, scales per
+    256.
+    """
 
     codes: UInt8[Tensor, "blocks size"]
     scales: Tensor
@@ -27,7 +29,7 @@ class Numbers(NamedTuple):
 
 
 def prepare(projection: Projection, device: torch.device, precision: str = "exact") -> Projection:
-    """Neighbours of one type become one matrix: q, k and v, or gate and up."""
+    """Return the projection packed. Neighbours of one type become one matrix: q, k and v, or gate and up."""
     parts = []
     for _, same in groupby(projection.parts, key=lambda part: _stored(part).type):
         parts.append(_pack([_stored(part) for part in same], device, PLANES[precision]))
@@ -59,7 +61,7 @@ def _pack(weights: list[FileWeight], device: torch.device, planes: int) -> Packe
 
 
 def _some_rows(weights: list[FileWeight], device: torch.device) -> Iterator[Tensor]:
-    """The bytes or floats of rows one after another, on the device; on CUDA through memory that its driver can read."""
+    """Yield the bytes or floats of consecutive rows, on the device. For CUDA they pass through pinned memory."""
     for weight in weights:
         at_once = max(1, _BYTES_AT_ONCE // weight.row_bytes)
         buffer = None
@@ -75,7 +77,7 @@ def _some_rows(weights: list[FileWeight], device: torch.device) -> Iterator[Tens
 
 
 def _planes(layout: Layout, data: UInt8[Tensor, "rows bytes"]) -> list[Tensor | None]:
-    """codes, high, scales, minima, supers of some rows."""
+    """Return codes, high, scales, minima and supers of some rows."""
     numbers = _NUMBERS[layout.type](data.reshape(-1, BLOCK_TYPES[layout.type].block_bytes))
     codes, high = _split_bits(layout, numbers.codes.reshape(-1, BLOCK))
     tensors = [codes, high, numbers.scales, numbers.minima, numbers.supers]
@@ -90,7 +92,7 @@ def _planes(layout: Layout, data: UInt8[Tensor, "rows bytes"]) -> list[Tensor | 
 
 
 def _split_bits(layout: Layout, q: UInt8[Tensor, "blocks 32"]) -> tuple[Tensor, Tensor | None]:
-    """Integers as codes of `low_bits` and what is above."""
+    """Return integers as codes of `low_bits`, and the bits above them."""
     high = None
     if layout.high_bits == 1:
         bits = (q >> layout.low_bits).view(-1, 8, 4) << torch.arange(8, dtype=torch.uint8, device=q.device)[:, None]
@@ -105,7 +107,7 @@ def _split_bits(layout: Layout, q: UInt8[Tensor, "blocks 32"]) -> tuple[Tensor, 
 
 
 def _pairs(q: UInt8[Tensor, "blocks 32"]) -> UInt8[Tensor, "blocks 8"]:
-    """Four pairs of bits a byte: input 16 g + 4 w + b in byte 4 g + b, from bit 2 w on."""
+    """Return four pairs of bits per byte: input 16 g + 4 w + b in byte 4 g + b, from bit 2 w on."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=q.device)
     return (q.view(-1, 2, 4, 4) << shifts[:, None]).sum(2, dtype=torch.uint8).flatten(1)
 
@@ -119,7 +121,7 @@ def _signed(scales: UInt8[Tensor, "blocks scales"], offset: int = 0) -> Int8[Ten
 
 
 def _mxfp4_scale(exponent: UInt8[Tensor, "blocks 1"]) -> Tensor:
-    """2^(e − 128), which bf16 holds for every e."""
+    """Return 2^(e − 128), which bf16 can represent for every e."""
     e = exponent.to(torch.int16)
     return torch.where(e < 2, 0x20 << e.clamp(max=1), (e - 1).clamp(min=0) << 7).to(torch.int16).view(torch.bfloat16)
 

@@ -1,8 +1,8 @@
 """Rows without filters: mask, bias, penalties, temperature, noise and argmax in one read of the logits.
 
-`score_blocks` finds the best token of each block of the vocabulary, `choose_plain` the best of these. Two things are
-known only when the whole row has been read, and are so rare that the row is then read again: nothing but the end was
-left below the minimum length, or dividing by the temperature overflows.
+`score_blocks` finds the best token of each block of the vocabulary, and `choose_plain` the best of these. Two cases are
+known only after the whole row is read: only the end is left below the minimum length, or dividing by the temperature
+overflows. Both are rare, and the row is then read again.
 """
 
 import triton
@@ -21,8 +21,11 @@ def score_blocks(
     batch, scores, score_ids, largests, raw_largests, maxima,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, EDITS: tl.constexpr, FILTERS: tl.constexpr, LOGPROBS: tl.constexpr,
 ):  # fmt: skip
-    """The best score of each block and its id, the largest logit (NaN where one is NaN or +inf); for rows with
-    filters, the key of the largest logit of each chunk instead of the score. With LOGPROBS the largest raw one too."""
+    """Store each block's best score and its id, and its largest logit (NaN if one is NaN or +inf).
+
+    For rows with filters, store the key of each chunk's largest logit instead of the score. With LOGPROBS, also store
+    the largest raw logit.
+    """
     block, row, num_blocks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     raw = raw_logits(batch, row, ids)
@@ -48,7 +51,7 @@ def score_blocks(
 
 @triton.jit
 def _best_token(x, batch, row, ids):
-    """The best token of a tile: by rough scores where they leave no doubt, else by exact ones."""
+    """Return the best score and token of a tile: by rough scores if they leave no doubt, else by exact ones."""
     temperature = single(batch, row, TEMPERATURE)
     if temperature == 0:
         score, token = best_of(x, ids)
@@ -72,7 +75,7 @@ def choose_plain(
     batch, scores, score_ids, largests, token_ids, num_blocks,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
-    """The best of the row's blocks, or the code of its fault."""
+    """Store the best token of the row's blocks, or the code of its failure."""
     row = tl.program_id(0).to(tl.int64)
     if integer(batch, row, IS_FILTERED) == 0:
         blocks = tl.arange(0, BLOCKS)
@@ -92,7 +95,7 @@ def choose_plain(
 
 @triton.jit
 def largest_of_row(largests, at, is_block):
-    """Whether the row holds NaN or +inf, and its largest logit."""
+    """Return whether the row holds NaN or +inf, and its largest logit."""
     values = tl.load(largests + at, mask=is_block, other=-INFINITY)
     is_faulty = values != values
     return tl.max(is_faulty.to(tl.int32)) > 0, tl.max(tl.where(is_faulty, -INFINITY, values))

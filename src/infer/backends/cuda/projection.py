@@ -42,7 +42,7 @@ def project_add(
     projection: Projection,
     post_norm: Norm | None,
 ) -> Float[Tensor, "tokens hidden"]:
-    """Changes `residual` and returns it."""
+    """Add the projection to `residual` in place, and return it."""
     if post_norm is None:
         multiply(x, None, projection, residual, add=True)
     else:
@@ -88,7 +88,7 @@ def multiply(
     add: bool = False,
     softcap: float | None = None,
 ) -> None:
-    """Writes projection(norm(x)), of the tokens that `indices` names, to `y`, or with `add` adds it."""
+    """Write projection(norm(x)), or projection(norm(x[indices])), to `y`. With `add`, add it instead."""
     if not len(y):
         return
     x, column, bias = x.float().contiguous(), 0, projection.bias
@@ -117,8 +117,11 @@ def multiply(
 def launch(
     x: Tensor | Quantized, weight: PackedWeight, y: Output, left: Quantized | None, num_tokens: int, gate: str
 ) -> None:
-    """`gate`: the activation of the first half of the rows, which the second half is multiplied with; or "". The
-    product is left in integers where there is room for it."""
+    """Launch the kernel for the weight's type and the number of tokens.
+
+    `gate` is the activation of the first half of the rows, which multiplies the second half; or "". If `left` is given,
+    the product is also stored there in integers.
+    """
     if not isinstance(x, Quantized):
         tiles = triton.cdiv(num_tokens, DENSE_TILE["TOKENS"]), triton.cdiv(y.num_rows, DENSE_TILE["ROWS"])
         dense[tiles](

@@ -1,8 +1,8 @@
-"""The first half of `attend`: norms of q and k, their rotation, and the step's keys and values into the cache.
+"""The first half of `attend`: norms of q and k, their rotation, and storing the step's keys and values in the cache.
 
-A program has one token and one kv head, with the query heads that share it. Queries go on to `attention` in float32,
-mixed where keys are stored so; as the sinks see them a second time where a row may be longer than the model's context.
-A token whose row is −1 is none: what a recorded step has beyond its real tokens.
+A program handles one token and one kv head, with the query heads that share it. Queries are passed to `attention` in
+float32, and mixed if the stored keys are. If a row may be longer than the model's context, they are rotated a second
+time for the sinks. A token whose row is −1 is padding: a recorded step may have more tokens than the real step.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ WHOLE_NORM = tl.constexpr(2)
 
 
 class Rotation(NamedTuple):
-    """What a layer has for all of its tokens. Tensors that nobody reads are any that are there."""
+    """Values of a layer that all of its tokens share. Tensors that are not read are replaced by any existing one."""
 
     q_norm: Any
     k_norm: Any
@@ -39,8 +39,11 @@ def rotate_append(
     GROUP_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_FAR: tl.constexpr,
     KV_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """near and far [tokens, heads, DIM]. SIZE and GROUP_SIZE are DIM and the heads of a group as powers of 2. Sets
-    `arrivals` [tokens, kv heads] to 0 for `attention`."""
+    """Store the rotated queries in near and far [tokens, heads, DIM], and keys and values in the cache.
+
+    SIZE and GROUP_SIZE are DIM and the heads of a group, rounded up to powers of 2. Sets `arrivals` [tokens, kv heads]
+    to 0 for `attention`.
+    """
     token, head = tl.program_id(0), tl.program_id(1)
     tl.store(arrivals + token * KV_HEADS + head, 0)
     row = tl.load(rows + token)
@@ -82,7 +85,7 @@ def rotate_append(
 
 @triton.jit
 def _scale(x, weight, heads, eps, i, is_mine, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr):
-    """1 / √(mean(x²) + eps): of each head, or of all together."""
+    """Return 1 / √(mean(x²) + eps): of each head, or of all heads together."""
     if NORM == WHOLE_NORM:
         each = tl.arange(0, triton.next_power_of_2(NUM_HEADS * DIM))
         whole = tl.load(x + each, mask=each < NUM_HEADS * DIM, other=0.0)
@@ -99,7 +102,7 @@ def _rotated(
     x, weight, heads, scale, rotation, angle, i, is_mine,
     DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Elements i of heads, normalised; i and i + HALF turn together, the rest stays."""
+    """Return elements i of heads, normalised. Elements i and i + HALF rotate together, and the rest stay."""
     own = _normalized(x, weight, heads, scale, i, is_mine, DIM, NORM)
     if HALF > 0:
         is_turned = i < 2 * HALF

@@ -1,8 +1,7 @@
 """`ops.choose_tokens` as two launches for a batch without filters and four with: the tokens of `sampling.sampler`.
-Log-probabilities are two more.
 
-Nothing is read back and no shape depends on a value: after one call with the same selection it can be captured in a
-graph.
+Log-probabilities are two more. Nothing is read back and no shape depends on a value. So after one call with the same
+selection, it can be captured in a graph.
 """
 
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ def tiling_of(vocab_size: int) -> Tiling:
 def choose_tokens(
     logits: Tensor, columns: SamplingColumns, history: History | None, positions: Tensor, allowed: Tensor | None = None
 ) -> Tensor:
-    """Raises InvalidRequestError for wrong shapes: a kernel would read past them."""
+    """Return the token of each row. Raises InvalidRequestError for wrong shapes: a kernel would read past them."""
     check_shapes(logits, columns, history, positions, allowed)
     return choose_by(tiling_of(columns.vocab_size), logits, columns, history, positions, allowed)
 
@@ -60,8 +59,11 @@ def choose_lines(
     lines: Lines | None,
     records: Records | None,
 ) -> Tensor:
-    """`choose_tokens` of rows that may have several lines: each as if the drafts before it were right. What they need
-    for log-probabilities goes to `records`."""
+    """Return the tokens of rows that may have several lines. Each line is sampled as if the drafts before it were
+    right.
+
+    Values that log-probabilities need are stored in `records`.
+    """
     return choose_by(tiling_of(columns.vocab_size), logits, columns, history, positions, allowed, lines, records)
 
 
@@ -75,7 +77,7 @@ def choose_by(
     lines: Lines | None = None,
     records: Records | None = None,
 ) -> Tensor:
-    """The same tokens by any tiling."""
+    """Return the tokens, which are the same for any tiling."""
     num_lines = len(logits)
     token_ids = torch.empty(num_lines, dtype=torch.int64, device=logits.device)
     if not num_lines:

@@ -1,4 +1,4 @@
-"""A step's numbers on the device, where recordings read them, and their mirror on the host: one copy a step."""
+"""A step's numbers on the device, where recordings read them, and their mirror on the host: one copy per step."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,7 +14,7 @@ NONE = -1  # the id and the row of a token that is none, and the index of its lo
 
 @final
 class StepInputs:
-    """Tokens, positions, rows and logit indices, one after the other as the bucket of a step has them."""
+    """Tokens, positions, rows and logit indices, one after the other, each as long as the step's bucket."""
 
     def __init__(self, capacity: int, max_logits: int, device: torch.device, graphs: Graphs) -> None:
         size = _parts(capacity, max_logits)[-1].stop
@@ -22,11 +22,11 @@ class StepInputs:
         self._words, self._device = self._mirror.numpy(), torch.zeros(size, dtype=torch.int64, device=device)
 
     def step(self, num_tokens: int, num_logits: int) -> Step:
-        """What a recording reads: `fill` changes it."""
+        """Return the step that a recording reads. `fill` changes its contents."""
         return Step(*(self._device[part] for part in _parts(num_tokens, num_logits)), is_recorded=True)
 
     def fill(self, step: Step, num_tokens: int, num_logits: int) -> None:
-        """A step of no more tokens and logits; the others are none."""
+        """Copy a step of at most this many tokens and logits to the device. The rest is padding."""
         self._copied.synchronize()  # what was copied last: the mirror is free
         values = (step.tokens, step.positions, step.rows, step.logit_indices)
         for part, mine, rest in zip(_parts(num_tokens, num_logits), values, (NONE, 0, NONE, NONE), strict=True):
@@ -37,7 +37,7 @@ class StepInputs:
         self._copied.record()
 
     def clear(self, num_tokens: int, num_logits: int) -> None:
-        """No token at all: a step that changes nothing."""
+        """Fill the step with padding tokens only, so that it has no effect."""
         nothing = torch.zeros(0, dtype=torch.int64)
         self.fill(Step(nothing, nothing, nothing, nothing), num_tokens, num_logits)
 
@@ -47,6 +47,6 @@ def _parts(num_tokens: int, num_logits: int) -> list[slice]:
 
 
 def aligned_parts(sizes: Sequence[int]) -> list[slice]:
-    """Of a tensor of int64. Each begins at 16 bytes: for a pointer that does not, Triton compiles a kernel anew."""
+    """Return slices of an int64 tensor. Each begins at a multiple of 16 bytes, else Triton compiles a kernel again."""
     starts = accumulate((size + size % 2 for size in sizes), initial=0)
     return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]

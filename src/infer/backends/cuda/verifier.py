@@ -1,7 +1,7 @@
-"""A step whose drafts are verified without a return to Python: forward, sampler and `accept`, for all lines at once.
+"""A step that verifies drafts without a return to Python: forward, sampler and `accept`, for all lines in one batch.
 
-Noise is keyed by the position, and a line counts only where every draft before it was right: so each is sampled as if
-they were, penalties included, and those after a surprise are dropped.
+Noise is keyed by the position, and a line counts only if every draft before it was right. So each line is sampled as if
+they were right, penalties included, and the lines after a wrong draft are dropped.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _NONE = -1  # what is drafted after a row's last line
 
 
 class _Words(NamedTuple):
-    """int64, one after the other: an entry for each line, then for each row."""
+    """int64 arrays, one after the other: first with an entry per line, then with an entry per row."""
 
     rows: Any
     entries: Any  # how many drafts of its row come before
@@ -39,7 +39,7 @@ class _Words(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What counts of what was sampled after each chunk, and its log-probabilities where a row asks for them."""
+    """Accepted tokens after each chunk, and their log-probabilities if a row asks for them."""
 
     token_ids: list[list[int]]
     logprobs: list[list[TokenLogprob]]
@@ -68,7 +68,7 @@ class Verifier:
         history: History | None,
         masks: Masks | None,
     ) -> Verified:
-        """`forward` has a line for each of the chunks' logits, or more."""
+        """Run and verify a step. `forward` has a line for each of the chunks' logits, or more."""
         sampler = self._record(forward.result, columns, history, masks)
         self._fill(chunks, starts)
         self._on_device.copy_(self._on_host, non_blocking=True)
@@ -87,7 +87,7 @@ class Verifier:
         return Verified(token_ids, self._logprobs.of(columns, lines, token_ids))
 
     def _fill(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
-        """Lines that no row has are sampled with the parameters of the first."""
+        """Fill the words on the host. Unused lines are sampled with the parameters of the first row."""
         host, line = self._host, 0
         host.rows[:], host.entries[:], host.drafts[:] = 0, 0, _NONE
         for row, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):

@@ -31,5 +31,5 @@ def weights(logits, largest):
 
 @triton.jit
 def goal_of(total, top_p):
-    """`target`, and at least what keeps the largest token."""
+    """Return the total weight to reach for `top_p`; it is at least enough to keep the largest token."""
     return tl.maximum((top_p - 1e-7) * total.to(tl.float64), 0.5)

@@ -1,6 +1,6 @@
-"""The same filters by one program that reads the row at each step: for rows whose survivors fit no tile.
+"""The same filters by one program that reads the row at each step, for rows whose kept tokens do not fit a tile.
 
-What the filters have kept so far begins the total order and is known by its last token: a pivot key and, among the
+The tokens kept so far are the first of the total order. Their last token identifies them: a pivot key and, among the
 tokens equal to it, an id.
 """
 
@@ -42,7 +42,7 @@ def choose_of_row(batch, row, first, last, largest, is_lifted, BLOCK: tl.constex
 
 @triton.jit
 def _shortened(batch, row, view, pivot, last_id, goal, WEIGHED: tl.constexpr, BLOCK: tl.constexpr, EDITS: tl.constexpr):
-    """The fewest tokens of the kept ones, in the total order, whose amounts reach the goal: their last key and id."""
+    """Return the last key and id of the fewest kept tokens, in the total order, whose amounts reach the goal."""
     low, high = tl.full((), MIN, tl.int64), key_of(view[2]).to(tl.int64)
     while low < high:
         middle = low + ((high - low) >> 1)
@@ -68,7 +68,7 @@ def _above(
     batch, row, view, pivot, last_id, key,
     WEIGHED: tl.constexpr, BLOCK: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
-    """The number, or the weight, of the kept tokens above the key."""
+    """Return the number, or the weight, of the kept tokens above the key."""
     above = tl.full((), 0, tl.int64)
     for start in range(0, batch.vocab_size, BLOCK):
         _, _, keys, amounts = _tile(batch, row, view, pivot, last_id, start, WEIGHED, BLOCK, EDITS)
@@ -81,7 +81,7 @@ def _tile(
     batch, row, view, pivot, last_id, start,
     WEIGHED: tl.constexpr, BLOCK: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
-    """Ids, logits before the filters, keys (MIN for what is not kept) and amounts from `start` on."""
+    """Return ids, logits before the filters, keys (MIN for tokens that are not kept) and amounts from `start` on."""
     divisor, shift, top, is_lifted = view
     ids = start + tl.arange(0, BLOCK)
     y = tempered(edited(raw_logits(batch, row, ids), batch, row, ids, is_lifted, EDITS), divisor, shift)

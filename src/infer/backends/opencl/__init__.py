@@ -1,1 +1,1 @@
-"""OpenCL: kernels in C; tensors are torch's on the CPU, and have memory of the device."""
+"""OpenCL: kernels in C. Tensors are torch's on the CPU, and have memory on the device."""

@@ -20,7 +20,9 @@ from infer.backends.torch_backend import TorchBackend
 @final
 class OpenCLBackend(TorchBackend):
     def __init__(self, device: torch.device, name: str) -> None:
-        """`name` is a part of the OpenCL device's; tensors lie on `device`, the CPU."""
+        """Open the device that `name`, a part of its platform's name or its own, chooses. Tensors are on `device`, the
+        CPU.
+        """
         super().__init__(device)
         self._runtime = Runtime(choose(name))
         self._memory = self._runtime.memory
@@ -37,7 +39,7 @@ class OpenCLBackend(TorchBackend):
 
     @property
     def computes_on_host(self) -> bool:
-        """In what dtypes at least."""
+        """True, because the base class then chooses the host's dtypes."""
         return True
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
 """A forward recorded once as a list of launches on an in-order queue, and run for any step.
 
-Kernels read the step's arrays and counts from fixed slots, which are copied when a step begins; how many work items
-there are is told when a launch is enqueued. Rows that are greedy or have noise alone are sampled on the device; for all
-others the logits are copied to the host, and the CPU samples.
+Kernels read the step's arrays and counts from fixed slots, which are copied when a step begins. The number of work
+items is set when a launch is enqueued. Rows that are greedy or have only noise are sampled on the device. For all other
+rows, the logits are copied to the host and the CPU samples.
 """
 
 import time
@@ -25,7 +25,7 @@ from infer.sampling.history import History
 
 @final
 class CapturedForward(Captured):
-    """Recorded for up to `capacity` tokens at once; longer steps run in pieces."""
+    """A forward recorded for up to `capacity` tokens per run; longer steps run in pieces."""
 
     def __init__(self, runtime: Runtime, forward: Forward, capacity: int, max_logits: int) -> None:
         with record(runtime, capacity, max_logits) as self._recording:
@@ -37,7 +37,7 @@ class CapturedForward(Captured):
 
     @property
     def num_launches(self) -> int:
-        """Of a step with logits."""
+        """Number of launches of a step with logits."""
         return len(self._forward)
 
     def run(self, step: Step) -> Float[Tensor, "logits vocab"]:

@@ -1,4 +1,4 @@
-"""The OpenCL devices of this machine, and which one a name means."""
+"""The OpenCL devices of this machine, and the choice of one by name."""
 
 from collections.abc import Iterator
 
@@ -26,10 +26,10 @@ def all_devices() -> list[cl.Device]:
 
 
 def choose(name: str = "") -> cl.Device:
-    """The first device that can be used, GPUs before CPUs, of those in whose platform's name, or else in their own,
-    this is. A simulator is only chosen by its name.
+    """Return the first device that can be used, GPUs before CPUs. A simulator is only chosen by its name.
 
-    InvalidRequestError says why none can.
+    `name` is a part of the platform's name or, if no platform has it, of the device's own name. Raises
+    InvalidRequestError, with the reason, if no device can be used.
     """
     found = sorted(all_devices(), key=lambda device: bool(device.type & cl.device_type.CPU))
     if not found:
@@ -65,7 +65,7 @@ def full_name(device: cl.Device) -> str:
 
 
 def troubles(device: cl.Device) -> Iterator[str]:
-    """Why it cannot be used."""
+    """Yield the reasons why the device cannot be used."""
     if not device.available:
         yield "is not available"
     if not device.compiler_available:

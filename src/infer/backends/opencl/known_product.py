@@ -1,4 +1,4 @@
-"""One known product, computed when a device is opened: a driver whose arithmetic is wrong would give wrong tokens."""
+"""One known product, computed when a device is opened: a driver with wrong arithmetic would give wrong tokens."""
 
 import torch
 
@@ -33,7 +33,7 @@ def check_known_product(runtime: Runtime, operations: Operations) -> None:
 
 
 def _inputs() -> tuple[Projection, Norm, torch.Tensor]:
-    """Gate and up, a norm, and activations: the same values each time, without a random generator."""
+    """Return gate and up, a norm, and activations: the same values each time, without a random generator."""
     codes = (torch.arange(2 * _ROWS * _FEATURES) * 37 % 255 - 127).to(torch.int8).view(-1, _BLOCK)
     scales = torch.full((len(codes), 1), _SCALE, dtype=torch.float16).view(torch.uint8)
     blocks = torch.cat([scales, codes.view(torch.uint8)], dim=1).view(2 * _ROWS, -1)

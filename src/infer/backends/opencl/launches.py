@@ -1,7 +1,7 @@
-"""Where an op's launches go: into the active recording, or to the queue at once.
+"""Targets of an op's launches: the active recording, or the queue immediately.
 
-A run has buffers that its launches share. An eager run has fresh ones, and the op's own tensors; a recording has one
-for each role and size, and slots of a fixed capacity for the step's arrays. So one builder serves both.
+A run has buffers that its launches share. An eager run has fresh buffers, and the op's own tensors. A recording has one
+buffer per role and size, and slots of a fixed capacity for the step's arrays. So one builder serves both.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ _NO_MACROS: Mapping[str, Any] = {}
 @final
 @dataclass
 class Launch:
-    """A kernel with its arguments, as variants by how many tokens a work item takes."""
+    """A kernel with its arguments, in one variant per number of tokens that a work item takes."""
 
     variants: tuple[tuple[int, cl.Kernel], ...]
     width: int  # work items for each token, or for so many
@@ -41,14 +41,14 @@ class Launch:
             kernel.set_arg(index, value)
 
     def fit(self, count: int, runtime: Runtime) -> None:
-        """To so many tokens or logits."""
+        """Choose the variant and the work items for `count` tokens or logits."""
         tokens, self.kernel = next((each for each in self.variants if each[0] >= count), self.variants[-1])
         self.items = self.width, -(-count // tokens)
         self.group = runtime.group_size(*self.items)
 
 
 class Run:
-    """Launches one after another, for up to `capacity` tokens and `max_logits` logits."""
+    """Launches that run in order, for up to `capacity` tokens and `max_logits` logits."""
 
     def __init__(self, runtime: Runtime, capacity: int, max_logits: int) -> None:
         self.runtime, self.capacity, self.max_logits = runtime, capacity, max_logits
@@ -63,7 +63,7 @@ class Run:
         self._producers: dict[int, tuple[Launch, int]] = {}
 
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A buffer for this role, with undefined contents."""
+        """Return a buffer for this role, with undefined contents."""
         return host_memory.zeros(shape, dtype)
 
     def launch(
@@ -77,7 +77,7 @@ class Run:
         axis: Axis = "tokens",
         tokens: tuple[int, ...] = (),
     ) -> Launch:
-        """Append a kernel of `width` work items a token; one for each of `tokens` where an item takes several.
+        """Append a kernel of `width` work items per token; a variant for each of `tokens` if an item takes several.
 
         A tensor is passed as its buffer, whole numbers as int, floats as float, None as a null pointer.
         """
@@ -97,7 +97,9 @@ class Run:
         return np.float32(argument) if isinstance(argument, float) else argument
 
     def buffer(self, tensor: Tensor, *, is_constant: bool = False) -> cl.Buffer:
-        """Of a contiguous tensor. One of the host's is copied before the launches, unless it is a constant."""
+        """Return the buffer of a contiguous tensor. The host's own tensor is copied before the launches, unless it is a
+        constant.
+        """
         key = tensor.data_ptr(), tensor.nbytes
         if key not in self._placed:
             self._placed[key] = tensor, self.runtime.memory.placed(tensor)
@@ -109,12 +111,15 @@ class Run:
         return None if tensor is None else self.buffer(tensor, is_constant=True)
 
     def produced(self, x: Tensor, launch: Launch, index: int) -> None:
-        """x is written by this launch, which writes quantised records instead where its argument `index` is a buffer
-        for them, of as many planes as the next argument says."""
+        """Register the launch that writes x. It writes quantised records instead if its argument `index` is set to
+        their buffer.
+
+        The next argument is then the records' number of planes.
+        """
         self._producers[x.data_ptr()] = launch, index
 
     def quantized(self, x: Tensor, planes: int, size: int) -> Tensor | None:
-        """x's records, so many int32 for a token, written by its producer; None where that is not of this run."""
+        """Return x's records, `size` int32 per token, which x's producer writes; None if it is not of this run."""
         launch, index = self._producers.pop(x.data_ptr(), (None, 0))
         if launch is None:
             return None
@@ -124,7 +129,7 @@ class Run:
         return records
 
     def execute(self) -> None:
-        """All launches, of which the host then sees what they have written."""
+        """Run all launches, and make what they have written visible to the host."""
         self.begin(self.capacity, self.max_logits)
         self.enqueue(self.launches)
         for tensor in self._of_host:
@@ -132,7 +137,7 @@ class Run:
         self.runtime.memory.finish()
 
     def begin(self, num_tokens: int, num_logits: int) -> None:
-        """Make launches for so many. The device sees what the host has written."""
+        """Fit the launches to these counts, and make the host's writes visible to the device."""
         if self._fitted != (num_tokens, num_logits, len(self.launches)):
             self._fitted = num_tokens, num_logits, len(self.launches)
             counts: dict[Axis, int] = {"tokens": num_tokens, "logits": num_logits, "once": 1}
@@ -152,7 +157,7 @@ class Run:
 
 @final
 class Recording(Run):
-    """One step being recorded. `step` is what to hand to `forward`: its arrays are the slots."""
+    """One step being recorded. Hand `step` to `forward`: its arrays are the slots."""
 
     def __init__(self, runtime: Runtime, capacity: int, max_logits: int) -> None:
         super().__init__(runtime, capacity, max_logits)
@@ -172,7 +177,7 @@ _active: ContextVar[Recording | None] = ContextVar("infer_opencl_recording", def
 
 @contextmanager
 def record(runtime: Runtime, capacity: int, max_logits: int) -> Iterator[Recording]:
-    """Ops called inside append to the recording instead of running."""
+    """Append the ops called inside to the recording instead of running them."""
     recording = Recording(runtime, capacity, max_logits)
     token = _active.set(recording)
     try:
@@ -183,7 +188,7 @@ def record(runtime: Runtime, capacity: int, max_logits: int) -> Iterator[Recordi
 
 @contextmanager
 def scope(runtime: Runtime, num_tokens: int, num_logits: int = 0) -> Iterator[Run]:
-    """The run that an op's launches go to. An eager one is run at the end."""
+    """Yield the run that an op's launches go to. An eager run executes at the end."""
     if (recording := _active.get()) is not None:
         yield recording
         return

@@ -1,4 +1,4 @@
-"""What attention's kernels are told of a layer: where its blocks lie, its heads, and how they are normalised."""
+"""Record of a layer for attention's kernels: where its blocks are, its heads, and how they are normalised."""
 
 from typing import Any
 

@@ -1,7 +1,8 @@
-"""Tensors in memory of the device, which is the host's or its own.
+"""Tensors in the device's memory, which is the host's or its own.
 
-Where it is the host's, a buffer is a tensor's memory; otherwise a copy. Either way the host calls `to_device` after it
-has written and `to_host` before it reads: a GPU may cache what it shares. A CPU that shares memory needs neither.
+If it is the host's, a buffer is a tensor's memory; otherwise it is a copy. In both cases the host calls `to_device`
+after it has written and `to_host` before it reads, because a GPU may cache shared memory. A CPU that shares memory
+needs neither.
 """
 
 import ctypes
@@ -22,7 +23,7 @@ _SMALLER = "a smaller max_seq_len, kv_type q4 or weights q4 need less"
 
 @final
 class Placed(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The bytes of a tensor on the host, and its buffer, which lives as long as they do."""
+    """Bytes of a tensor on the host, and its buffer, which lives as long as the bytes."""
 
     buffer: cl.Buffer
     is_of_host: bool  # the tensor is the host's, and may be written without notice
@@ -42,14 +43,17 @@ class Memory:
         return self.place(host_memory.zeros(shape, dtype))
 
     def place(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device. What a copied one has on the host takes no memory, and means nothing, until
-        `to_host`."""
+        """Return the tensor on the device. If it is copied, its bytes on the host take no memory until `to_host`, and
+        are meaningless.
+        """
         host = tensor if self.is_shared else host_memory.zeros(tensor.shape, tensor.dtype)
         placed = self._make(host, self._buffer(tensor), is_of_host=False)
         return torch.from_numpy(placed).view(tensor.dtype).view(tensor.shape)
 
     def placed(self, tensor: Tensor) -> Placed:
-        """Of a tensor that was placed, or is now for as long as this value lives."""
+        """Return the buffer of a placed tensor. Any other tensor is placed now, for as long as the returned value
+        lives.
+        """
         found = self._placed.get((tensor.data_ptr(), tensor.nbytes))
         return self._make(tensor, self._buffer(tensor), is_of_host=True) if found is None else found
 
@@ -60,7 +64,10 @@ class Memory:
         return placed
 
     def _buffer(self, tensor: Tensor) -> cl.Buffer:
-        """The memory of a contiguous tensor, or a copy of it."""
+        """Return a buffer on the memory of a contiguous tensor, or on a copy of it.
+
+        Raises InvalidRequestError if the device has no room for it.
+        """
         assert tensor.is_contiguous()
         if not tensor.nbytes:  # OpenCL has no empty buffers
             return cl.Buffer(self._queue.context, cl.mem_flags.READ_WRITE, size=1)
@@ -81,12 +88,17 @@ class Memory:
             ) from error
 
     def available_bytes(self) -> int:
-        """Of the device's own, less what this process has taken: OpenCL does not tell what others have."""
+        """Return the bytes of the device's own memory that this process has not taken.
+
+        OpenCL does not report what other processes have taken.
+        """
         taken = [placed.nbytes for each in self._placed.valuerefs() if (placed := each()) is not None]
         return int(self._device.global_mem_size) - sum(taken)
 
     def to_device(self, tensor: Tensor, first: int = 0, count: int | None = None) -> None:
-        """What is enqueued after this reads entries [first, first + count) of the first axis as the host wrote them."""
+        """Make entries [first, first + count) of the first axis, as the host wrote them, visible to what is enqueued
+        later.
+        """
         if self._is_copied:
             placed, part, offset = self._part(tensor, first, count)
             if part.size:
@@ -94,7 +106,9 @@ class Memory:
                 self._copies.append(event)
 
     def to_host(self, tensor: Tensor, first: int = 0, count: int | None = None) -> None:
-        """After `finish` the host reads them as what was enqueued before this has written them."""
+        """Make entries [first, first + count) of the first axis, as earlier work wrote them, visible to the host after
+        `finish`.
+        """
         if self._is_copied:
             placed, part, offset = self._part(tensor, first, count)
             if part.size:
@@ -111,11 +125,11 @@ class Memory:
         return self.placed(tensor), part.view(-1).view(torch.uint8).numpy(), offset
 
     def finish(self) -> None:
-        """Wait for all that was enqueued."""
+        """Wait for all enqueued work."""
         self._queue.finish()
         self._copies.clear()
 
 
 def storage_of(tensor: Tensor) -> Tensor:
-    """All bytes that the tensor is a view of."""
+    """Return all bytes that the tensor is a view of."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

@@ -1,6 +1,7 @@
-"""Every op as a few launches on an OpenCL device: what `backends.reference` defines.
+"""Every op as a few launches on an OpenCL device, as `backends.reference` defines it.
 
-They go to the active recording, or run at once: the same code either way, so a recorded step gives the same bits.
+The launches go to the active recording, or run immediately. Both use the same code, so a recorded step gives the same
+bits.
 """
 
 from dataclasses import replace
@@ -42,7 +43,10 @@ class Operations:
         self._runtime = runtime
 
     def prepare(self, projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:
-        """In the CPU's groups of 16 rows: what is a vector on a CPU is 16 neighbours on a GPU."""
+        """Return the projection packed in the CPU's groups of 16 rows: a vector on a CPU is 16 neighbours on a GPU.
+
+        Raises InvalidRequestError if weights are packed for i8mm.
+        """
         if instruction_set().inputs != 4:
             raise InvalidRequestError(_PAIRED)
         prepared, place = pack(projection, device, precision), self._runtime.memory.place

@@ -28,7 +28,7 @@ def project(
     softcap: float = 0.0,
     logit_indices: Tensor | None = None,
 ) -> Tensor:
-    """out = project(norm(x)), or out += it, or out = softcap × tanh(it / softcap). Returns out."""
+    """Write project(norm(x)) to out, add it to out, or write softcap × tanh(it / softcap). Return out."""
     axis: Axis = "tokens" if logit_indices is None else "logits"
     sources: dict[int, Tensor] = {}
     column = 0
@@ -51,7 +51,7 @@ def project(
 def _activations(
     run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, axis: Axis, logit_indices: Tensor | None
 ) -> Tensor:
-    """norm(x) as the records that go with the weight's."""
+    """Return norm(x) as the records that match the weight's."""
     features, form = weight.in_features, _form(weight)
     records = weight.layout.num_records(features)
     size = records * weight.layout.activation_bytes(form) // 4
@@ -65,12 +65,12 @@ def _activations(
 
 
 def _form(weight: PackedWeight) -> int:
-    """Of the activations: their int8 planes; 0 for floats."""
+    """Return the form of the activations: their number of int8 planes, or 0 for floats."""
     return 0 if weight.layout.is_float else weight.planes
 
 
 def macros_of(weight: PackedWeight, lanes: int) -> dict[str, Any]:
-    """What a weight's layout is to its kernels, of which a work item has so many rows."""
+    """Return the macros that describe a weight's layout to its kernels. A work item computes `lanes` rows."""
     layout = weight.layout
     macros: dict[str, Any] = {name.upper(): int(getattr(layout, name)) for name in (*_SIZES, *_PLACES)}
     macros |= {"LANES": lanes, "PLANES": weight.planes}
@@ -87,5 +87,5 @@ def packed(weight: Weight) -> PackedWeight:
 
 
 def vector(run: Run, norm: Norm | None) -> Any:
-    """The weights of a norm, as an argument."""
+    """Return the weights of a norm, as an argument."""
     return None if norm is None else run.constant(norm.weight.float().contiguous())

@@ -1,4 +1,4 @@
-"""A device, its context and its one in-order queue: programs are built once."""
+"""A device, its context and its single in-order queue. Each program is built once."""
 
 import warnings
 from functools import cache
@@ -30,7 +30,7 @@ class Runtime:
         self._programs: dict[tuple[Any, ...], cl.Program] = {}
 
     def kernel(self, source: str, name: str, macros: dict[str, Any]) -> cl.Kernel:
-        """A kernel whose arguments are its own. Raises InvalidRequestError where its program does not build."""
+        """Return a kernel with arguments of its own. Raises InvalidRequestError if its program does not build."""
         key = (source, *sorted(macros.items()))
         if key not in self._programs:
             self._programs[key] = self._build(source, macros)
@@ -59,7 +59,9 @@ class Runtime:
             ) from error
 
     def group_size(self, width: int, items: int) -> tuple[int, int] | None:
-        """Work items of a group: on a CPU as many as leave work for all cores, elsewhere as the driver says."""
+        """Return the work items per group. On a CPU, groups are as large as leaves work for all cores; None: the driver
+        chooses.
+        """
         if not self.is_cpu:
             return None
         most = width * items // (_GROUPS_PER_UNIT * self.device.max_compute_units)

@@ -1,7 +1,7 @@
-"""The sampler on the device for rows that are greedy or have noise alone, and several steps without a wait between.
+"""The sampler on the device for rows that are greedy or have only noise, and multi-steps without a wait between steps.
 
-`advance` makes of a step's tokens the next one's input, and the host looks at a step while the next one runs. What was
-begun after the last step computes a token once more, in positions that are reserved, and nothing of it counts.
+`advance` turns a step's tokens into the next step's input, and the host reads a step's result while the next one runs.
+A step begun after the last one computes one more token, in reserved positions, and its result is discarded.
 """
 
 import ctypes
@@ -36,14 +36,14 @@ _MACROS: dict[str, Any] = {
 
 
 def is_plain(columns: SamplingColumns) -> bool:
-    """Whether no row has more than a temperature."""
+    """Return True if no row has more than a temperature."""
     has_filters = columns.max_top_k or columns.has_top_p or columns.has_min_p
     return not (has_filters or columns.has_edits or columns.has_logprobs)
 
 
 @final
 class Sampler:
-    """After the forward of a recording, whose launches become longer by four."""
+    """Sampler after the forward of a recording, to which it adds four launches."""
 
     def __init__(self, recording: Recording, logits: Tensor, vocab_size: int) -> None:
         self._recording, self._forward = recording, list(recording.launches)
@@ -59,7 +59,7 @@ class Sampler:
         self._make_room(_ROOM, _ROOM)
 
     def run(self, columns: SamplingColumns, rows: Sequence[int], num_tokens: int, masks: Masks | None) -> list[int]:
-        """Run the recording's step: the tokens after its logits, which are of these rows."""
+        """Run the recording's step, and return the tokens sampled after its logits, one per row of `rows`."""
         self._begin(columns, rows, num_tokens, (), masks)
         try:
             self._enqueue(self._sampler[:-1], masks)
@@ -77,7 +77,7 @@ class Sampler:
         masks: Masks | None,
         interrupt: Interrupt | None,
     ) -> Generated:
-        """The recording's step, which has a token of each row, and those after it."""
+        """Run the recording's step, which has one token per row, and the steps after it."""
         num_rows, ends = len(columns), list[float]()
         self._make_room(count, len(stop_ids))
         self._begin(columns, range(num_rows), num_rows, stop_ids, masks)
@@ -98,7 +98,7 @@ class Sampler:
         return Generated(token_ids, [StepEnd(end, end) for end in ends[:num_steps]], [[] for _ in token_ids])
 
     def _steps(self, count: int, masks: Masks | None) -> Iterator[cl.Event]:
-        """Each one's end. Without masks the next step is enqueued before."""
+        """Yield the event at the end of each step. Without masks, the next step is enqueued before."""
         under_way = deque[cl.Event]()
         for _ in range(count):
             self._enqueue(self._sampler, masks)
@@ -127,7 +127,7 @@ class Sampler:
         self._recording.begin(num_tokens, num_lines)
 
     def _enqueue(self, sampler: Sequence[Launch], masks: Masks | None) -> None:
-        """Masks may be filled while the forward runs."""
+        """Enqueue the forward, wait for the masks, which may be filled meanwhile, and enqueue the sampler."""
         self._recording.enqueue(self._forward)
         if masks is not None:
             self._recording.runtime.queue.flush()

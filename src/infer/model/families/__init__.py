@@ -1,8 +1,9 @@
-"""Config → `Architecture`: the only place that knows one model family from another.
+"""Config → `Architecture`: the only place that distinguishes model families.
 
-A config is a mapping in the names of Hugging Face's `config.json`; `checkpoint` gives GGUF metadata the same names.
-A `Family` says what its published configs leave out and which of the optional settings its code reads; `table` has
-them all. What `transformers` ignores is ignored, unless other engines read it: that is refused.
+A config is a mapping with the names of Hugging Face's `config.json`; `checkpoint` gives GGUF metadata the same names. A
+`Family` describes the values that its published configs leave out, and the optional settings that its code reads.
+`table` lists all families. A setting that `transformers` ignores is ignored here, unless other engines read it: then it
+is refused.
 """
 
 from dataclasses import replace
@@ -34,8 +35,10 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def make_architecture(config: Config) -> Architecture:
-    """Raises UnsupportedModelError for a family or a setting that we do not run, ModelError for a value that makes no
-    sense."""
+    """Return the architecture that a config describes.
+
+    Raises UnsupportedModelError for a family or a setting that we do not run, ModelError for an invalid value.
+    """
     name = str(config.get("model_type", ""))
     if name not in FAMILIES:
         names = ", ".join(sorted(FAMILIES))
@@ -68,7 +71,7 @@ def make_architecture(config: Config) -> Architecture:
 
 
 def _as_read(config: Config, family: Family) -> Config:
-    """With what it leaves out, and without what the family's code does not look at."""
+    """Return the config with the family's defaults added and without the settings that the family's code ignores."""
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("use_bidirectional_attention=true (an embedding model) is not supported")
     unread = OPTIONAL - family.reads

@@ -1,4 +1,4 @@
-"""Values out of a config, checked: a ModelError names the setting, what it must be and what it is."""
+"""Checked values from a config. A ModelError names the setting, the rule and the value."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,7 +42,7 @@ def flag(config: Config, name: str) -> bool:
 
 
 def positives(config: Config, name: str, length: int) -> tuple[float, ...]:
-    """A list of `length` numbers above 0."""
+    """Return a setting that lists `length` numbers above 0."""
     values = config.get(name)
     if not isinstance(values, list | tuple) or len(values) != length:
         found = f"{len(values)} values" if isinstance(values, list | tuple) else f"{values!r:.60}"
@@ -51,7 +51,7 @@ def positives(config: Config, name: str, length: int) -> tuple[float, ...]:
 
 
 def settings(config: Config, name: str) -> Config:
-    """A mapping of its own; {} where it is missing or null."""
+    """Return a setting that is itself a mapping, or {} if it is missing or null."""
     value = config.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise ModelError(f"config: {name} must be a mapping, got {value!r:.60}")

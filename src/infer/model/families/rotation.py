@@ -1,7 +1,7 @@
 """Rope settings → `Rope`: both dialects, and every kind of scaling.
 
-Frequencies are theta^(−2i / dim); a kind of scaling divides each by a factor of its own, or changes theta. Formulas are
-those of Hugging Face's modeling_rope_utils.py.
+Frequencies are theta^(−2i / dim). A kind of scaling divides each frequency by its own factor, or changes theta. The
+formulas are those of Hugging Face's modeling_rope_utils.py.
 """
 
 import math
@@ -14,7 +14,11 @@ from infer.operands.architecture import LongRope, Rope
 
 
 def rope_settings(config: Config, kind: str, theta: float) -> Config:
-    """In one dialect: `rope_scaling` beside `rope_theta`, or `rope_parameters`, flat or for each kind of layer."""
+    """Return the rope settings of a kind of layer, in one dialect.
+
+    A config has `rope_scaling` beside `rope_theta`, or `rope_parameters`, which is flat or has one entry per kind of
+    layer.
+    """
     found = settings(config, "rope_scaling") or settings(config, "rope_parameters")
     if kind in found:
         found = settings(found, kind)
@@ -24,7 +28,10 @@ def rope_settings(config: Config, kind: str, theta: float) -> Config:
 
 
 def make_rope(config: Config, head_dim: int, given: Config) -> Rope:
-    """`given` is what `rope_settings` returns; `config` has what the kinds of scaling need besides."""
+    """Return the rope of a layer.
+
+    `given` is the result of `rope_settings`. `config` has the other values that some kinds of scaling need.
+    """
     partial = positive(given, "partial_rotary_factor", 1.0)
     rope = Rope(theta=positive(given, "rope_theta"), dim=int(head_dim * partial))
     if not 0 < 2 * rope.half <= head_dim:
@@ -45,14 +52,14 @@ def _linear(rope: Rope, given: Config, config: Config) -> Rope:
 
 
 def _dynamic(rope: Rope, given: Config, config: Config) -> Rope:
-    """NTK: theta grows with a context longer than the model was made for."""
+    """Scale by NTK: theta grows with a context longer than the model was made for."""
     if rope.dim <= 2:
         raise UnsupportedModelError("rope_type 'dynamic' needs more than 2 elements that rotate")
     return replace(rope, long=LongRope(count(config, "max_position_embeddings"), growth=positive(given, "factor")))
 
 
 def _llama3(rope: Rope, given: Config, config: Config) -> Rope:
-    """Llama 3.1's: long waves are slowed by `factor`, short ones kept, those between blended smoothly."""
+    """Scale as Llama 3.1: slow long waves by `factor`, keep short waves, and blend smoothly between."""
     factor, low, high = (positive(given, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     if high <= low:
         raise ModelError(f"config: high_freq_factor must be above low_freq_factor={low:g}, got {high:g}")
@@ -66,7 +73,7 @@ def _llama3(rope: Rope, given: Config, config: Config) -> Rope:
 
 
 def _yarn(rope: Rope, given: Config, config: Config) -> Rope:
-    """arXiv:2309.00071: pairs that turn often in the original context are kept, those that turn seldom slowed."""
+    """Scale as arXiv:2309.00071: keep pairs that turn often in the original context, slow pairs that turn seldom."""
     if rope.dim % 2 or rope.theta <= 1:
         raise UnsupportedModelError(f"rope_type 'yarn' needs an even number of elements and rope_theta above 1: {rope}")
     context = _original_positions(given, config)
@@ -100,7 +107,7 @@ def _yarn_attention_factor(given: Config, factor: float) -> float:
 
 
 def _longrope(rope: Rope, given: Config, config: Config) -> Rope:
-    """arXiv:2402.13753: factors for contexts up to the original length, and others for longer ones."""
+    """Scale as arXiv:2402.13753: one set of factors up to the original length, another for longer contexts."""
     context = _original_positions(given, config)
     factor = positive(given, "factor", count(config, "max_position_embeddings") / context)
     grown = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 and context > 1 else 1.0
@@ -113,7 +120,10 @@ def _longrope(rope: Rope, given: Config, config: Config) -> Rope:
 
 
 def _original_positions(given: Config, config: Config) -> int:
-    """The context before it was stretched. What stands beside the rope settings goes first, as in Hugging Face's."""
+    """Return the context length before scaling.
+
+    As in Hugging Face's code, the value beside the rope settings overrides the value in these settings.
+    """
     name = "original_max_position_embeddings"
     return count(
         config if config.get(name) is not None else {**config, **given},

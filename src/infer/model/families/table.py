@@ -1,4 +1,4 @@
-"""Every family as data: what its configs leave out, what its code reads, and how its layers differ from each other.
+"""Every family as data: values that its configs leave out, settings that its code reads, and differences of its layers.
 
 Defaults are those of Hugging Face's configuration classes, except for sizes, which a config must give.
 """
@@ -46,7 +46,7 @@ def _given_kinds(config: Config, num_layers: int) -> Sequence[str] | None:
 
 
 def _windowed_from_a_layer_on(config: Config, num_layers: int) -> Sequence[str]:
-    """From `max_window_layers` on, where windows are used at all."""
+    """Return windowed kinds from `max_window_layers` on, if windows are used at all."""
     kinds = _given_kinds(config, num_layers)
     if not flag(config, "use_sliding_window") or config.get("sliding_window") is None:
         if kinds is not None and _SLIDING in kinds:
@@ -81,7 +81,7 @@ def _all_rotated(config: Config, num_layers: int) -> Sequence[bool]:
 
 
 def _rotated_but_every_nth(config: Config, num_layers: int) -> Sequence[bool]:
-    """`no_rope_layers` has, despite its name, a 1 for each layer that rotates."""
+    """Return True for each layer that rotates. Despite its name, `no_rope_layers` has a 1 for these layers."""
     given = config.get("no_rope_layers")
     if given is None:
         period = count(config, "no_rope_layer_interval", default=4)
@@ -100,7 +100,10 @@ def _smollm3_rope(config: Config, kind: str) -> Config:
 
 
 def _phi3_rope(config: Config, kind: str) -> Config:
-    """Its code calls "longrope" what older configs call "su" or "yarn", and knows no other scaling."""
+    """Return Phi-3's rope settings.
+
+    Its code calls "longrope" what older configs call "su" or "yarn", and supports no other scaling.
+    """
     found = {"type": "default", **rope_settings(config, kind, theta=10_000.0)}
     name = found.pop("rope_type", found["type"])
     if name not in ("default", "longrope", "su", "yarn"):
@@ -109,7 +112,10 @@ def _phi3_rope(config: Config, kind: str) -> Config:
 
 
 def _gemma3_rope(config: Config, kind: str) -> Config:
-    """The layers that see everything have the settings of the flat dialect; windowed ones just a theta of their own."""
+    """Return Gemma 3's rope settings.
+
+    Layers with full attention use the settings of the flat dialect. Windowed layers have only a theta of their own.
+    """
     nested = settings(settings(config, "rope_parameters"), kind)
     if kind == _FULL:
         return {"rope_theta": positive(config, "rope_theta", 1_000_000.0), **nested, **settings(config, "rope_scaling")}

@@ -1,8 +1,8 @@
 """A forward recorded once as a table of commands, and run for any step: decode, verify, a batch, a chunk of a prompt.
 
-The table reads the numbers of tokens and of logits, and the step's arrays, from fixed slots when it is walked
-(`backends.cpu.state`); nothing else changes between walks. So there is one recording for a model and its cache, and
-what it computes is what the same ops compute one by one, to the bit.
+The table reads the numbers of tokens and of logits, and the step's arrays, from fixed slots each time it runs
+(`backends.cpu.state`). Nothing else changes between runs. So there is one recording per model and cache, and its
+results equal those of the same ops run one by one, to the bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ Forward = Callable[[Step], Tensor]
 
 @final
 class CapturedForward(Captured):
-    """`forward(step)` → logits, recorded for up to `capacity` tokens at once; longer steps run in pieces.
+    """`forward(step)` → logits, recorded for up to `capacity` tokens per run; longer steps run in pieces.
 
     The tensors that forward reads and writes (weights, cache) must stay where they are.
     """
@@ -58,7 +58,7 @@ class CapturedForward(Captured):
         return Followed(self._recording.group, self._walk)
 
     def run(self, step: Step, num_threads: int | None = None) -> Float[Tensor, "logits vocab"]:
-        """The logits asked for, in a buffer that the next run overwrites if they fit one piece."""
+        """Return the requested logits, in a buffer that the next run overwrites if they fit one piece."""
         pieces = []
         for piece in step.pieces(self.capacity, self.max_logits):
             self._fill(piece)
@@ -106,7 +106,7 @@ class CapturedForward(Captured):
         return self._followed.run(self._recording.state, count, num_threads)
 
     def profile(self, step: Step, num_threads: int | None = None) -> list[tuple[str, int]]:
-        """Each command's label and the cycles that thread 0 spent in it, barrier included."""
+        """Return each command's label and the cycles that thread 0 spent in it, barrier included."""
         commands = self._recording.commands
         times, walk = np.zeros(len(commands), np.int64), Walk(commands)
         walk.arguments["times"] = times.ctypes.data
@@ -119,7 +119,9 @@ class CapturedForward(Captured):
         self._write([array.tolist() for array in arrays_of(step).values()])
 
     def _load(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
-        """`_fill` with `Step.of_chunks`, without a step between: a step of decoding is short, and torch takes long."""
+        """Fill the slots as `_fill` does with `Step.of_chunks`, but without making a step: a decode step is short, and
+        torch slow.
+        """
         tokens, positions, rows, logit_indices = columns = [list[Any]() for _ in range(4)]
         for chunk, start in zip(chunks, starts, strict=True):
             count = len(chunk.token_ids)

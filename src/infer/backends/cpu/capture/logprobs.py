@@ -1,4 +1,4 @@
-"""The log-probabilities that a walk leaves, as its caller gets them."""
+"""Conversion of the log-probabilities that a table run stores, for its caller."""
 
 from collections.abc import Sequence
 from typing import final
@@ -15,20 +15,23 @@ from infer.sampling.sampler import Sampled, normalized
 
 @final
 class Logprobs:
-    """A record for each row of each step, or of each entry; memory only once a row has asked."""
+    """One record per row of each step, or of each entry. Memory is allocated once a row asks for it."""
 
     def __init__(self, arguments: SampleArguments) -> None:
         self._arguments, self._records = arguments, np.zeros(0, LOGPROB)
 
     def begin(self, columns: SamplingColumns, num_steps: int) -> None:
-        """Before a walk of up to so many."""
+        """Make room for a run of up to `num_steps` steps."""
         count = num_steps * len(columns) if columns.has_logprobs else 0
         if count > len(self._records):
             self._records = np.zeros(count, LOGPROB)
         self._arguments.set(logprobs=self._records.ctypes.data if count else 0)
 
     def of(self, token_ids: Sequence[Sequence[int]], columns: SamplingColumns) -> list[list[TokenLogprob]]:
-        """Of the tokens that were sampled after it; nothing of rows that do not ask, or of a failed row's code."""
+        """Return the log-probabilities of each row's sampled tokens.
+
+        Rows that ask for none have an empty list. A failed row's code has no entry.
+        """
         counts = enumerate(columns.num_logprobs)
         return [[] if count is None else self._of_row(row, token_ids[row], count, columns) for row, count in counts]
 

@@ -1,14 +1,14 @@
-"""A recorded forward with the sampler's commands after it, so that no token leaves compiled code to be chosen.
+"""A recorded forward with the sampler's commands after it, so that tokens are chosen within compiled code.
 
-Both tables are made once for a recording, whatever is sampled: sequences that join or leave change some words of the
-arguments. Whatever a run needs is written before it, so one that an exception kept from its end leaves nothing to the
+Both tables are made once per recording, whatever is sampled: sequences that join or leave change some words of the
+arguments. Everything that a run needs is written before it, so a run that an exception interrupted has no effect on the
 next.
 
-MultiStep  forward, await_mask, scan, narrow, choose,        walked once per token, each the next one's input
-           score, merge, advance, and of a group lead
-Followed   forward, follow                                   the same steps of another rank
-Verifier   forward, await_mask; scan, narrow, choose,        the rest walked once per entry: a row's entries are its
-           score, merge, accept                              line after the last known token and one after each draft
+    MultiStep  forward, await_mask, scan, narrow, choose,       run once per token, each the next one's input
+               score, merge, advance, and of a group lead
+    Followed   forward, follow                                  the same steps of another rank
+    Verifier   forward, await_mask; scan, narrow, choose,       the rest run once per entry: a row's entries are its
+               score, merge, accept                             line after the last known token and one after each draft
 """
 
 import ctypes
@@ -40,8 +40,11 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 @final
 class MultiStep:
-    """Several sampled steps without a return to Python. Single integers are read as `ctypes` has them: between two
-    steps Python's code is cold, and numpy's index takes ten times as long."""
+    """Several sampled steps without a return to Python.
+
+    Single integers are read through `ctypes`: between two steps Python's code is cold, and numpy's index takes ten
+    times as long.
+    """
 
     def __init__(self, recording: Recording, forward: Walk, logits: Tensor) -> None:
         self._arguments = SampleArguments(logits, recording.step.positions.data_ptr(), position_offset=1)
@@ -89,15 +92,16 @@ class MultiStep:
 
 @final
 class StepCallback:
-    """A function of Python's as compiled code calls it, in the thread that began the walk; False stops that.
+    """A Python function that compiled code calls after each step, in the thread that began the run. False ends the run.
 
     The step is the last unless the function has returned: compiled code sets `stop` before the call, and only True
-    clears it. A generator, as an interrupt that came while compiled code ran is raised where Python goes on: here
-    within a `try`. In a plain function that would be before its first line, and ctypes drops what a callback raises.
+    clears it. It is a generator, because an interrupt that arrived while compiled code ran is raised where Python
+    resumes: here within a `try`. In a plain function that would be before its first line, and ctypes drops exceptions
+    of a callback.
     """
 
     def __init__(self, after_step: Callable[[int], bool], fields: Any) -> None:
-        """`fields` are those of SAMPLE."""
+        """Wrap `after_step`. `fields` are those of SAMPLE."""
         self._error: BaseException | None = None
         self._steps = self._run(after_step, fields)
         next(self._steps)
@@ -105,7 +109,7 @@ class StepCallback:
         self.address = ctypes.cast(self._callback, ctypes.c_void_p).value or 0
 
     def close(self) -> None:
-        """After the walk: raises what was raised within."""
+        """End the generator after the run, and raise the exception that the function raised, if any."""
         self._steps.close()
         if self._error is not None:
             raise self._error
@@ -124,7 +128,7 @@ class StepCallback:
 
 @final
 class Verifier:
-    """A step that samples some of its rows, and goes on sampling a row while its drafts turn out right."""
+    """A step that samples some of its rows, and continues sampling a row as long as its drafts are right."""
 
     def __init__(self, forward: Walk, logits: Tensor) -> None:
         self._arguments = SampleArguments(logits, positions=0, position_offset=0)
@@ -173,7 +177,9 @@ class Verifier:
 
 @final
 class Followed:
-    """The forwards of a multi-step that rank 0 of a group runs: it samples, and tells the other ranks what."""
+    """The forwards of a multi-step that rank 0 of a group runs. Rank 0 samples, and sends the tokens to the other
+    ranks.
+    """
 
     def __init__(self, group: MemoryGroup, forward: Walk) -> None:
         self._stop = integers(1)
@@ -188,12 +194,12 @@ class Followed:
 
 
 def _stop_at(arguments: SampleArguments) -> int:
-    """The address of the field `stop`."""
+    """Return the address of the field `stop`."""
     return int(arguments.record["stop"].ctypes.data)
 
 
 def _walk(forward: Walk, arguments: SampleArguments, last: str, after: Sequence[Command] = ()) -> Walk:
-    """The forward, the sampler's commands, and what makes of their tokens the next repeat."""
+    """Return the forward, the sampler's commands, and the commands that turn their tokens into the next repeat."""
     first = sampling.command(".sample_advance:await_mask", arguments)
     sampler = [*sampling.commands(arguments), *sampling.scoring(arguments)]
     walk = Walk([first, *sampler, sampling.command(last, arguments), *after], forward)

@@ -1,0 +1,90 @@
+"""Check that docstrings and pages get no harder to read: no file has more faults than scripts/english.json allows.
+
+    python scripts/check_english.py            fail if a file has more faults than it is allowed
+    python scripts/check_english.py FILE …     show each fault of these files
+    python scripts/check_english.py --write    lower what is allowed to what is there
+
+A fault is a docstring that begins with a word such as "What", "Of" or "Where", or a sentence of more than 30 words on a
+page of docs/ or in the README. A new file is allowed none.
+"""
+
+import argparse
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ALLOWED = Path(__file__).with_name("english.json")
+FOLDERS = ("src", "benchmarks", "scripts", "tests", "examples")
+WORDS_PER_SENTENCE = 30
+BAD_BEGINNINGS = {"what", "whatever", "whether", "where", "wherever", "who", "whoever", "whose", "which"}
+BAD_BEGINNINGS |= {"of", "that", "those", "as", "it", "they"}
+_FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_NO_PROSE = re.compile(r"^(\||#|!\[|    ).*$", re.MULTILINE)
+_LINK = re.compile(r"\]\([^)]*\)")
+_END = re.compile(r"(?<=[.!?:])\s+|\n\s*\n|\n\s*[-*] ")
+
+
+def docstring_faults(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the first words of each docstring that begins badly."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        words = (ast.get_docstring(node) or "").split()
+        if words and words[0].lower().strip(",:;.") in BAD_BEGINNINGS:
+            yield node.body[0].lineno, " ".join(words[:8])
+
+
+def page_faults(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the first words of each sentence that is too long."""
+    prose = _FENCE.sub(lambda found: "\n" * found.group().count("\n"), text)
+    prose = _LINK.sub("]", _NO_PROSE.sub("", prose))
+    start = 0
+    for end in [*(found.end() for found in _END.finditer(prose)), len(prose)]:
+        words = prose[start:end].split()
+        if len(words) > WORDS_PER_SENTENCE:
+            yield prose.count("\n", 0, start) + 1, f"{len(words)} words: {' '.join(words[:8])}"
+        start = end
+
+
+def faults_of(path: Path) -> list[tuple[int, str]]:
+    """Return the line and a description of each fault of a file."""
+    text = path.read_text(encoding="utf-8")
+    return list(docstring_faults(text) if path.suffix == ".py" else page_faults(text))
+
+
+def files() -> Iterator[Path]:
+    """Yield the files that are checked. The log of what was tried is not one of them."""
+    yield ROOT / "README.md"
+    yield from sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md")
+    for folder in FOLDERS:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--write", action="store_true", help="lower what each file is allowed")
+    options = parser.parse_args()
+    if options.files:
+        shown = [f"{path}:{line}: {why}" for path in options.files for line, why in faults_of(path)]
+        print("\n".join(shown))
+        return 1 if shown else 0
+    allowed: dict[str, int] = json.loads(ALLOWED.read_text(encoding="utf-8"))
+    found = {path.relative_to(ROOT).as_posix(): len(faults_of(path)) for path in files()}
+    if options.write:
+        kept = {name: min(count, allowed.get(name, 0)) for name, count in found.items()}
+        ALLOWED.write_text(json.dumps({name: count for name, count in kept.items() if count}, indent=0) + "\n")
+    worse = {name: count for name, count in found.items() if count > allowed.get(name, 0)}
+    for name, count in worse.items():
+        print(
+            f"{name} has {count} faults, at most {allowed.get(name, 0)} are allowed: see {Path(__file__).name} {name}"
+        )
+    return 1 if worse and not options.write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

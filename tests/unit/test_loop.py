@@ -572,3 +572,52 @@ def test_work_is_refused_or_ended_when_the_loop_is_closed(place: Place) -> None:
     with pytest.raises(ClosedError):
         reply.get()
     assert is_ended.is_set()
+
+
+def test_a_drain_after_the_end_of_the_loop_waits_for_nothing(place: Place) -> None:
+    place.loop.close()
+    assert place.loop.drain(30.0)
+
+
+def test_work_whose_task_is_cancelled_ends_at_its_next_yield(place: Place) -> None:
+    has_begun, has_ended = threading.Event(), threading.Event()
+
+    def work() -> Work[None]:
+        try:
+            while True:
+                has_begun.set()
+                yield
+        finally:
+            has_ended.set()
+
+    async def ask() -> None:
+        asked = asyncio.create_task(AsyncAnswers(place.loop).call(work()))
+        await asyncio.to_thread(has_begun.wait, 60)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    asyncio.run(ask())
+    assert has_ended.wait(60)
+
+
+def test_a_stream_that_is_cancelled_before_its_request_is_prepared_computes_nothing(world: World, place: Place) -> None:
+    async def ask() -> AsyncStream:
+        may_prepare, answers = threading.Event(), AsyncAnswers(place.loop)
+
+        def prepare(check: Callable[[], None]) -> Sequence:
+            may_prepare.wait(60)
+            return make_sequence(world, LONG, Way())
+
+        stream = answers.stream(prepare)
+        begun = asyncio.create_task(stream.begin())
+        await asyncio.sleep(0)
+        stream.cancel()
+        may_prepare.set()
+        await begun
+        assert [piece async for piece in stream] == []
+        return stream
+
+    stream = asyncio.run(ask())
+    assert stream.sequence.finish_reason == "abort"
+    assert not place.num_of_step

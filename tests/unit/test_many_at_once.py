@@ -281,7 +281,7 @@ def state():
     return cache.free_pages, threading.active_count(), len(os.listdir("/proc/self/fd")), resident
 
 async def main():
-    await ask_many(max(400, total // 4))
+    await ask_many(max(400, total // 2))  # what is kept for all grows until then
     before = state()
     await ask_many(total)
     after = state()

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from infer.engine import loop as loop_module
@@ -27,6 +28,25 @@ def until_freed() -> None:
     for thread in threading.enumerate():
         if thread.name == "infer-loop" and thread not in living:
             thread.join()
+
+
+def in_threads(calls: Iterable[Callable[[], object]]) -> None:
+    """Run each call on a thread of its own, and raise the first exception of any."""
+    raised = list[BaseException]()
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
 
 
 def open_stream(loop: Loop, sequence: Sequence, lease: Lease | None = None, on_prefill: Any = None) -> Stream:

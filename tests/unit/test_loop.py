@@ -27,7 +27,7 @@ from infer.errors import ClosedError, EngineFailedError, InferError
 from infer.outputs import Piece
 from infer.runner.runner import CachedRunner
 from infer.sampling_params import SamplingParams
-from looping import loop_of, open_stream
+from looping import in_threads, loop_of, open_stream
 from path_cases import CASES, CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence, make_world
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
@@ -125,24 +125,6 @@ def check(asked: Asked, expected: Outcome) -> None:
         assert found == expected
 
 
-def in_threads(calls: list[Callable[[], None]]) -> None:
-    raised = list[BaseException]()
-
-    def run(call: Callable[[], None]) -> None:
-        try:
-            call()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if raised:
-        raise raised[0]
-
-
 # Answers
 
 
@@ -167,7 +149,7 @@ def test_every_answer_under_load_is_that_of_the_sequence_alone(
         for each in doomed:
             check(each, by_definition(world, LONG))
 
-    in_threads([lambda part=part: ask(part) for part in range(4)])  # type: ignore[misc]
+    in_threads(partial(ask, part) for part in range(4))
     assert max(place.num_of_step) == 6 if pool_pages is None else max(place.num_of_step) > 1
     assert place.loop.drain()
     assert place.loop.num_sequences == len(place.engine.sequences) == 0
@@ -227,7 +209,7 @@ def test_streams_and_mailboxes_are_answered_in_the_same_steps(world: World, plac
         assert Outcome.of(place.stream(longer).run()) == by_definition(world, longer)
 
     place.may_step.set()
-    in_threads([lambda stream=stream: read(stream) for stream in streams])  # type: ignore[misc]
+    in_threads(partial(read, stream) for stream in streams)
     for each in asked:
         check(each, by_definition(world, LONG))
     assert max(place.num_of_step) == 4
@@ -377,7 +359,7 @@ def test_sequences_that_arrive_while_the_loop_is_closed_are_ended_or_refused(wor
             except ClosedError:
                 return
 
-        in_threads([submit, submit, lambda place=place: place.loop.close()])  # type: ignore[misc]
+        in_threads([submit, submit, place.loop.close])
         for each in asked:
             assert each.outcome().finish_reason in ("abort", "length")
 

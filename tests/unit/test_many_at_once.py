@@ -10,8 +10,8 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from extent import usual_or_all
 from infer import LLM, AsyncLLM, GenerationResult, InvalidRequestError, SamplingParams
 from infer.system import child_process
+from looping import in_threads
 from test_session import CONTEXT
 from watched import python_command
 
@@ -75,24 +76,6 @@ def watch_steps(llm: LLM) -> list[int]:
     return num_of_step
 
 
-def run_threads(number: int, call: Callable[[int], None]) -> None:
-    raised = list[BaseException]()
-
-    def run(index: int) -> None:
-        try:
-            call(index)
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if raised:
-        raise raised[0]
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"reuse_prefixes": True}, {"pool_pages": 8}], ids=["", "prefixes", "few pages"]
 )
@@ -139,7 +122,7 @@ def test_every_answer_under_load_is_that_of_the_request_alone(folder: Path, opti
                 prompt, params, drafts = asked[index]
                 assert key(llm.generate(prompt, params, **drafts)) == expected[index]
 
-    run_threads(3, in_thread)
+    in_threads(partial(in_thread, index) for index in range(3))
     assert max(num_of_step) >= 8 or options.get("pool_pages")
     assert llm._opened.loop.drain()
     assert not llm._opened.engine.sequences
@@ -159,7 +142,7 @@ def test_calls_of_several_threads_are_answered_in_steps_of_several_sequences(fol
         for _ in range(4):
             assert llm.generate("hello", replace(LONG)).token_ids == expected
 
-    run_threads(8, ask)
+    in_threads(partial(ask, index) for index in range(8))
     assert max(num_of_step) > 4
     assert sum(num_of_step) > 2 * len(num_of_step)
 

@@ -18,7 +18,7 @@ BATCH_SIZE = 8  # prompts in one step
 
 
 def check_batch_size(value: object) -> None:
-    """Raises InvalidRequestError."""
+    """Raise InvalidRequestError for a size that is not possible."""
     check_count("batch_size", value, 1, MAX_STEP_LOGITS)
 
 
@@ -30,7 +30,7 @@ class Ended(NamedTuple):
 
 
 def begun(requests: Iterable[tuple[int, Request]]) -> Iterator[tuple[int, Sequence]]:
-    """Make the sequences as they are asked for: each holds more than its request."""
+    """Make each sequence when it is asked for, since a sequence needs more memory than its request."""
     return ((number, Sequence(request)) for number, request in requests)
 
 
@@ -54,8 +54,8 @@ def results_of(
 def answer_all(loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size: int) -> Iterator[Ended]:
     """Yield each answer as it ends, `batch_size` of them in one step.
 
-    Sequences are taken from the iterator, each with its prompt's number, so that as many as are answered wait for their
-    turn. Closed early, or left by an exception, the iterator ends all that go on.
+    Sequences are taken from the iterator, each with its prompt's number. Up to `batch_size` of them wait for their
+    turn. If the iterator is closed early, or left by an exception, all active sequences end.
     """
     batch = _Batch(loop, sequences, batch_size, Waiters())
     try:
@@ -91,7 +91,7 @@ class _Asked(NamedTuple):
 
 @final
 class _Batch:
-    """Sequences with one reader: those that are answered, and those that wait for their turn."""
+    """Sequences with one reader: active ones, and ones that wait for their turn."""
 
     def __init__(
         self, loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size: int, waiters: Waiters
@@ -125,5 +125,5 @@ class _Batch:
             yield Ended(each.number, each.sequence.result())
 
     def drop(self) -> None:
-        """End all that go on."""
+        """End all active and waiting sequences."""
         self._loop.drop(self._backlog)

@@ -1,8 +1,8 @@
-"""`Loop`: the one thread that steps an engine. Whatever others want of the engine reaches it as a message.
+"""`Loop`: the one thread that steps an engine. Other threads reach the engine by messages only.
 
-Messages wait in an inbox until the step under way has ended: a sequence to answer, one to cancel, work that needs the
-engine for a moment (`call`). After each step the thread puts what it gave into the mailboxes of its readers. Signals
-reach the main thread only, so none can interrupt a step; Ctrl-C interrupts the wait for it.
+Messages wait in an inbox until the current step has ended: a sequence to answer, one to cancel, or work that needs the
+engine for a moment (`call`). After each step the thread puts the new pieces into the mailboxes of their readers.
+Signals reach only the main thread, so no signal can interrupt a step. Ctrl-C interrupts the wait for it.
 
 The thread holds no reference to the loop, so a loop that is dropped ends it.
 """
@@ -13,7 +13,6 @@ import threading
 import weakref
 from _thread import get_ident
 from collections.abc import Callable
-from contextvars import copy_context
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar, final
@@ -72,7 +71,7 @@ class Loop:
         self._engine = engine
         self._inbox.put(Own(engine))
 
-    # How it is
+    # State
 
     @property
     def num_sequences(self) -> int:
@@ -171,8 +170,7 @@ class Loop:
         """Return `function(*arguments)`, called on the loop's thread between two steps, with the context variables of
         the caller. Raises as `call`.
         """
-        context = copy_context()
-        return self.call(once(lambda: context.run(function, *arguments))).get()
+        return self.call(once(function, *arguments)).get()
 
     def load(self, load: Callable[[OnProgress], _Found], on_progress: OnProgress | None) -> _Found:
         """Return `load(show)`, called on the loop's thread. Where an exception interrupts the wait, such as Ctrl-C, it

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar, final
@@ -139,9 +140,14 @@ Inbox = SimpleQueue[Message]
 
 
 def once(function: Callable[..., _Found], *arguments: Any) -> Work[_Found]:
-    """Make work of one call of a function."""
-    yield from ()
-    return function(*arguments)
+    """Make work of one call of a function, which sees the context variables of this call."""
+    context = copy_context()
+
+    def work() -> Work[_Found]:
+        yield from ()
+        return context.run(function, *arguments)
+
+    return work()
 
 
 def end(sequence: Sequence, mailbox: Mailbox) -> None:

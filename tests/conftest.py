@@ -3,14 +3,18 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator
 from functools import _lru_cache_wrapper
+from types import ModuleType
 
 import pytest
 
 import shapes
 
 HARDWARE = "hardware: "  # a skip whose reason begins so is allowed in CI
+
+_limited = set[ModuleType]()  # the modules whose tests have one thread
 
 shapes.install()
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported: the kernels for GPUs run on the CPU
@@ -25,14 +29,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ("integration" not in item.path.parts, item.path not in slow))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread_per_worker() -> None:
-    """Workers that each take every core wait for one another; a test about threads sets its own number."""
-    import torch
+@pytest.fixture(autouse=True)
+def _one_thread_per_worker(request: pytest.FixtureRequest) -> None:
+    """Give each worker one thread, once per module that has loaded torch. A test about threads sets its own number."""
+    if "PYTEST_XDIST_WORKER" in os.environ and "torch" in sys.modules and request.module not in _limited:
+        import torch
 
-    from infer.backends.cpu.threads import set_num_threads
+        from infer.backends.cpu.threads import set_num_threads
 
-    if "PYTEST_XDIST_WORKER" in os.environ:
+        _limited.add(request.module)
         torch.set_num_threads(1)
         set_num_threads(1)
 

@@ -381,6 +381,11 @@ def test_a_closed_session_gives_its_slot_back(llm: LLM) -> None:
     assert llm._opened.runner.lengths[slot] == 0
     session.close()
     kept = llm.session()
+    kept.append("hello")
+    assert kept.num_cached_tokens == 5
+    kept.close()
+    assert kept.num_cached_tokens == 0
+    kept = llm.session()
     stream = kept.stream("hello", LONG)
     next(stream)
     kept.close()

@@ -13,6 +13,7 @@ from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, SamplingParams
 from infer.errors import InvalidRequestError
 from infer.kvcache.paged import PagedCache
+from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Step
 from infer.runner.runner import CachedRunner
@@ -21,6 +22,7 @@ from path_cases import Always
 from tiny import LONGROPE, Tiny, make_tiny
 
 BEYOND = 64
+PAGES = CacheSettings(page_tokens=16, reuse_prefixes=True)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 
 
@@ -96,6 +98,18 @@ def test_rows_on_both_sides_of_the_border_do_not_disturb_each_other(pair: tuple[
     alone = [llm.generate(prompt, GREEDY).token_ids for prompt in prompts]
     together = llm.generate_all(prompts, GREEDY, batch_size=4)
     assert [result.token_ids for result in together] == alone
+
+
+def test_a_prompt_beyond_the_border_takes_no_pages_of_one_before_it(pair: tuple[Any, LLM]) -> None:
+    _, llm = pair
+    runner, token_ids = CachedRunner(llm.model, 128, num_slots=2, settings=PAGES), random_ids(100)
+    runner.choose_rope(0, 40)
+    runner.extend(0, token_ids[:40])
+    runner.cache.remember(0, token_ids[:40])
+    runner.choose_rope(1, 100)
+    assert runner.cache.adopt(1, token_ids) == 0
+    runner.choose_rope(1, 50)
+    assert runner.cache.adopt(1, token_ids[:50]) == 32
 
 
 def runner_of(llm: LLM, lengths: Sequence[int], num_next: int = 0, **options: Any) -> CachedRunner:

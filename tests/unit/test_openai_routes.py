@@ -456,3 +456,13 @@ def test_params_of_the_model_hold_where_a_body_has_none(served: Served, llm: LLM
     assert expected == found
     answer = ask(served, CHAT, messages=MESSAGES, seed=8)
     assert answer["choices"][0]["token_ids"] == llm.chat(PLAIN, seed=8).token_ids
+
+
+def test_no_character_of_a_text_ends_a_line_of_a_stream(served: Served) -> None:
+    """httpx's `iter_lines` ends a line at each of these characters, as `str.splitlines` does."""
+    text = "a\x0bb\x0cc\x1cd\x1de\x1ef\x85g\u2028h\u2029i"
+    assert len(text.splitlines()) == 9
+    body = {"messages": PLAIN, "max_tokens": 60, "choice": [text], "stream": True}
+    with served.client.stream("POST", CHAT, json=body) as answer:
+        chunks = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line.startswith("data: {")]
+    assert "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]) == text

@@ -9,11 +9,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import httpx
@@ -196,6 +196,40 @@ def test_a_request_that_three_replicas_died_of_is_given_up(monkeypatch: pytest.M
         asyncio.run(answering.response())
     assert (caught.value.code, len(died)) == ("engine_died", 3)
     assert not call_of(Request(scope)).is_forwarded
+
+
+@pytest.mark.parametrize("way", [GoneError, asyncio.CancelledError, None])
+def test_work_is_queued_at_a_replica_until_it_ends_however_it_ends(
+    way: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ready(Replica):
+        def __init__(self, *settings: Any) -> None:
+            super().__init__(*settings)
+            self.is_ready = True
+
+        @asynccontextmanager
+        async def exchange(self) -> AsyncIterator[Any]:
+            yield
+
+    async def send_two() -> None:
+        with socket.socket() as own:
+            replicas = Replicas(ServerState(ServerSettings()), [[], []], [own] * 2)
+        monkeypatch.setattr(replicas._router, "choose", choose)
+        with suppress(GoneError, asyncio.CancelledError):
+            async with replicas.exchange(RoutedPrompt(100, answer=7.0)), replicas.exchange(RoutedPrompt(10)):
+                if way is not None:
+                    raise way
+        async with replicas.exchange(RoutedPrompt(1)):
+            pass
+
+    def choose(prompt: RoutedPrompt, queued: Mapping[str, float]) -> str:
+        seen.append(dict(queued))
+        return "1"
+
+    seen = list[dict[str, float]]()
+    monkeypatch.setattr("infer.distributed.replicas.Replica", Ready)
+    asyncio.run(send_two())
+    assert seen == [{"0": 0, "1": 0}, {"0": 0, "1": 107}, {"0": 0, "1": 0}]
 
 
 PARTS = [SentPart(0, [token_id]) for token_id in (11, 12, 13)]

@@ -21,12 +21,20 @@ from infer.server.errors import ENGINE_FAILED, ApiError
 from infer.server.resumption import FAILED
 
 DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\u2029"}
 _COMMENT = b": the answer goes on\n\n"
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 def event(body: bytes, name: str = "") -> bytes:
-    """Return one line of JSON as an event. `name` is for APIs that name their events."""
+    """Return one line of JSON as an event. `name` is for APIs that name their events.
+
+    Some clients end a line at every character that Unicode calls a line's end (httpx's `iter_lines`, `str.splitlines`).
+    Three of these may stand in JSON as they are, so they are escaped.
+    """
+    for line_end, escaped in _LINE_ENDS.items():
+        if line_end in body:
+            body = body.replace(line_end, escaped)
     return b"data: " + body + b"\n\n" if not name else b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
 
 

@@ -25,7 +25,7 @@ from infer.operands.step import Chunk, Interrupt, Masks, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, Weight
 from infer.quantization.kv_formats import KV_TYPES
 from infer.sampling.columns import SamplingColumns
-from infer.sampling.failure_codes import NOT_A_NUMBER, NOTHING_ALLOWED
+from infer.sampling.constants import NOT_A_NUMBER, NOTHING_ALLOWED
 from infer.sampling.masks import pack_masks
 from layer_caches import make_layer
 from path_cases import CASES, DRAFTS, Drafts, Outcome, Way, World, all_by_definition, make_world, run_batch

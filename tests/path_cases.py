@@ -33,12 +33,12 @@ from infer.model.transformer import Transformer
 from infer.operands.step import Step
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.runner.caches import make_cache
-from infer.runner.recompute import RecomputeRunner
-from infer.runner.runner import CachedRunner, Runner
+from infer.runner.runner import Runner
 from infer.sampling import reference, sampler
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
 from looping import loop_of, open_stream
+from recompute import RecomputeRunner
 from tiny import Tiny, make_tiny
 
 Drafts = Literal["none", "ngram", "adaptive", "right", "half", "random", "ends"]
@@ -360,7 +360,7 @@ def make_runner(
     if not way.cached:
         return RecomputeRunner(world.model, world.settings)
     options = {"num_slots": num_slots, "capture": way.capture, "step_tokens": step_tokens}
-    return CachedRunner(world.model, capacity, settings=world.settings, **options)
+    return Runner(world.model, capacity, settings=world.settings, **options)
 
 
 class Place:
@@ -402,6 +402,6 @@ def run_all(
 ) -> list[GenerationResult]:
     """`options` are a runner's."""
     made = {"capture": way.capture, "settings": world.settings, **options}
-    engine = Engine(CachedRunner(world.model, CONTEXT, num_slots=num_slots, **made), max_steps=way.chain)
+    engine = Engine(Runner(world.model, CONTEXT, num_slots=num_slots, **made), max_steps=way.chain)
     ended = dict(answer_all(loop_of(engine), enumerate(waiting), num_slots))
     return [ended[number] for number in range(len(waiting))]

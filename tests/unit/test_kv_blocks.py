@@ -193,7 +193,7 @@ def test_a_row_goes_from_cache_to_cache(kv_type: str) -> None:
         37 * 2 * 2 * (key_block_bytes(kv_type, 64) + value_block_bytes(kv_type, 64)) // BLOCK_POSITIONS
     )
     other.import_row(0, tensors, 37)
-    other.copy_row(1, cache, 1)
+    other.copy_row(1, 0)
     for row in range(2):
         other.reserve(row, 4)
     step = Step.of([1] * 4, 37)

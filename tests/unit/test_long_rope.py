@@ -15,7 +15,7 @@ from infer.errors import InvalidRequestError
 from infer.kvcache.paged import PagedCache
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Step
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
 from path_cases import Always
 from tiny import LONGROPE, Tiny, make_tiny
@@ -98,9 +98,9 @@ def test_rows_on_both_sides_of_the_border_do_not_disturb_each_other(pair: tuple[
     assert [result.token_ids for result in together] == alone
 
 
-def runner_of(llm: LLM, lengths: Sequence[int], num_next: int = 0, **options: Any) -> CachedRunner:
+def runner_of(llm: LLM, lengths: Sequence[int], num_next: int = 0, **options: Any) -> Runner:
     """Slots of so many tokens, with room for some more."""
-    runner = CachedRunner(llm.model, 128, num_slots=len(lengths), **options)
+    runner = Runner(llm.model, 128, num_slots=len(lengths), **options)
     for slot, length in enumerate(lengths):
         runner.choose_rope(slot, length)
         runner.extend(slot, random_ids(length, seed=length))
@@ -150,7 +150,7 @@ def test_only_an_empty_row_changes_its_factors(pair: tuple[Any, LLM]) -> None:
     cache = runner_of(llm, [3, 100]).cache
     with pytest.raises(InvalidRequestError, match=r"only an empty row .*, row 0 has tokens"):
         cache.set_rope(0, is_long=True)
-    cache.copy_row(0, cache, 1)
+    cache.copy_row(0, 1)
     assert cache.is_long(0)
     cache.truncate(0, 0)
     assert cache.is_long(0)

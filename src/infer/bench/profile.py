@@ -23,7 +23,7 @@ from infer.bench.speed import (
 )
 from infer.llm import LLM
 from infer.model.transformer import Transformer
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 
 CALIBRATION_TOKENS = 256  # a step that is long beside what Python adds to it
 PREFILL_STEPS, DECODE_STEPS = 3, 32
@@ -93,7 +93,7 @@ def profile(
         Memory(model.backend.num_threads(), read_bytes) as memory,
         model.backend.threads(),
     ):
-        runner = CachedRunner(model, workload.max_seq_len)
+        runner = Runner(model, workload.max_seq_len)
         seconds_per_cycle = _calibrate(runner, prompt[:CALIBRATION_TOKENS])
         for step in range(PREFILL_STEPS):
             prefill_steps.append(runner.profile(prompt[: workload.prompt_tokens]))
@@ -157,7 +157,7 @@ def flops_by_kind(model: Transformer, num_tokens: int, context: int) -> dict[str
     return flops
 
 
-def _calibrate(runner: CachedRunner, token_ids: Sequence[int]) -> float:
+def _calibrate(runner: Runner, token_ids: Sequence[int]) -> float:
     """Return the seconds per cycle: the smallest of a few, because disturbances only add to the clock's time."""
     rates = []
     for _ in range(PREFILL_STEPS):

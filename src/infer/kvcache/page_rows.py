@@ -123,11 +123,11 @@ class GroupRows:
     def is_ready(self, row: int, slot: int, count: int) -> bool:
         return self.table.is_ready(row, slot, slot + count)
 
-    def pages_needed(self, row: int, start: int, end: int, *, is_scarce: bool) -> int:
+    def pages_needed(self, row: int, start: int, end: int) -> int:
         """Return `PageTable.num_needed` for tokens with the slots [start, end)."""
         if self.table.is_ready(row, start, end):
             return 0
-        return self.table.num_needed(row, start, end, self._first_seen(row, start), is_scarce=is_scarce)
+        return self.table.num_needed(row, start, end, self._first_seen(row, start))
 
     def can_continue(self, row: int, slot: int) -> bool:
         """Return True if the row holds every slot that a token at this slot sees."""

@@ -5,6 +5,7 @@ When rank 0 ends, for any reason, the sockets close and the other ranks end too.
 that wait in a gather stop waiting.
 """
 
+import hashlib
 import mmap
 import os
 import shutil
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, final
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from infer import ops
 from infer.checkpoint import Checkpoint
@@ -239,3 +242,8 @@ def make_group(rank: int, size: int, transport: Transport, place: str) -> Group:
         return ops.backend_of(torch.device("cpu")).make_group(rank, size, mmap.mmap(int(place), 0))
     made: Group = import_module("infer.tensor_parallel.torch_group").TorchGroup(rank, size, Path(place))
     return made
+
+
+def digest_of(logits: Float[Tensor, "logits vocab"]) -> bytes:
+    """Return a digest of logits: a few bytes that ranks compare."""
+    return hashlib.blake2b(logits.float().contiguous().cpu().numpy().tobytes(), digest_size=16).digest()

@@ -17,7 +17,7 @@ from infer.operands.architecture import Activation, Architecture, Layer
 __all__ = ["FAMILIES", "make_architecture"]
 
 _MAX_LAYERS, _MAX_HEAD_DIM = 1024, 2**16
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_SLIDING = "sliding_attention"
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

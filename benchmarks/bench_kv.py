@@ -24,7 +24,7 @@ from command_line import REPORTS, make_parser
 from infer import SamplingParams, load_model, load_tokenizer
 from infer.bench.speed import make_prompt
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.llm import set_num_threads
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk

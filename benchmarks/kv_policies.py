@@ -17,7 +17,7 @@ import torch
 from command_line import REPORTS, make_parser
 from infer import LLM, ops
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.llm import set_num_threads
 from infer.operands.step import Chunk
 from infer.runner.runner import Runner

@@ -10,7 +10,7 @@ from infer import LLM, GenerationResult, SamplingParams
 from infer.engine.engine import Engine
 from infer.engine.request import make_request
 from infer.engine.sequence import Sequence as Answering
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Step
 from infer.runner.caches import make_cache

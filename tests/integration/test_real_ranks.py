@@ -9,7 +9,7 @@ from torch import Tensor
 from extent import IS_WHOLE
 from infer.backends.cpu.threads import set_num_threads
 from infer.runner.runner import Runner
-from infer.tensor_parallel.settings import Transport
+from infer.tensor_parallel.rank_settings import Transport
 from test_tensor_parallel import ranks_of, runner_of
 
 PROMPT, NUM_NEW = list(range(100, 120)), 12

@@ -15,7 +15,7 @@ from infer.engine.loop import Backlog, once
 from infer.engine.sequence import Sequence
 from infer.errors import ConstraintError
 from infer.grammar.base import Constraint
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from looping import loop_of, open_stream

@@ -32,8 +32,8 @@ from infer.operands.step import Chunk, Interrupt, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, StoredWeight
 from infer.sampling import sampler
 from infer.sampling.columns import SamplingColumns
+from infer.sampling.definition import sample_token
 from infer.sampling.history import History
-from infer.sampling.reference import sample_token
 from infer.sampling_params import SamplingParams
 from layer_caches import make_layer
 from watched import python_command

@@ -13,7 +13,7 @@ from infer.engine.engine import Engine
 from infer.engine.lease import Lease
 from infer.engine.sequence import Sequence
 from infer.engine.slots import Slots
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import (

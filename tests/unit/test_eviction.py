@@ -7,7 +7,7 @@ import pytest
 
 from infer import LLM
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import (

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from infer import LLM, ops
 from infer.errors import InvalidRequestError
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups
-from infer.kvcache.settings import CacheSettings
 from infer.operands.architecture import Layer, Rope
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable

@@ -8,7 +8,7 @@ import torch
 from infer import LLM
 from infer.engine.engine import Engine
 from infer.kvcache import paged
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, EOS, make_folder

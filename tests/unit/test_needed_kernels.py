@@ -24,10 +24,10 @@ from infer.backends.cpu.threads import CurrentTeam, Team
 from infer.checkpoint import open_checkpoint
 from infer.cli.compile import run_compile
 from infer.errors import InferError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model import from_checkpoint
 from infer.model.from_checkpoint import load_checked
-from infer.operands.outline import ModelOutline
+from infer.operands.architecture import ModelOutline
 from infer.operands.step import Chunk
 from infer.ops import KernelStore
 from infer.runner.runner import Runner

@@ -15,8 +15,8 @@ from extent import usual_or_all
 from infer import LLM
 from infer.errors import InvalidRequestError, OutOfPagesError
 from infer.kvcache import paged
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.paged import PagedCache
-from infer.kvcache.settings import CacheSettings
 from infer.kvcache.snapkv import PromptCompression
 from infer.operands.architecture import Layer
 from infer.operands.step import Chunk, Step

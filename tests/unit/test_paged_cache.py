@@ -11,9 +11,9 @@ from torch import Tensor
 
 from infer import ops
 from infer.errors import InvalidRequestError
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.pages import PagePool
-from infer.kvcache.settings import CacheSettings
 from infer.operands.architecture import Layer
 from infer.operands.step import Step
 from infer.operands.weights import Heads

@@ -8,7 +8,7 @@ from infer.engine.admission import FEWEST_KEPT, work_of
 from infer.engine.engine import Engine
 from infer.engine.queue import Queue
 from infer.engine.sequence import Sequence
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, make_sequence

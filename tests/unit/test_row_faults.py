@@ -13,7 +13,7 @@ from infer.engine.engine import Engine
 from infer.engine.messages import Reply, once
 from infer.engine.sequence import Sequence as Answering
 from infer.errors import EngineFailedError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.runner.runner import Runner
 from looping import open_stream
 from path_cases import (

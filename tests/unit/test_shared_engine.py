@@ -24,7 +24,7 @@ from infer.engine.step_costs import StepCosts
 from infer.engine.step_shares import Part, StepShares
 from infer.engine.stream import Stream
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.outputs import Piece
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams

@@ -14,10 +14,10 @@ from extent import IS_WHOLE
 from infer import ops
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
-from infer.model.shares import head_starts, kv_heads_of, part_ranges, row_starts
+from infer.model.sharding import head_starts, kv_heads_of, part_ranges, row_starts
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Layer
 from infer.operands.group import Group

@@ -5,7 +5,7 @@ import pytest
 from infer.engine.engine import Engine
 from infer.engine.lease import Lease
 from infer.engine.sequence import Sequence
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infer import LLM
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import OBSERVED_TOKENS, CacheSettings
+from infer.kvcache.cache_settings import OBSERVED_TOKENS, CacheSettings
 from infer.kvcache.snapkv import choose_slots
 from infer.operands.step import Chunk
 from infer.quantization.kv_layout import decode_keys, decode_values, key_parts, value_parts

@@ -20,7 +20,7 @@ from infer.checkpoint import open_checkpoint
 from infer.engine.batch import answer_all
 from infer.engine.engine import Engine
 from infer.errors import InferError, InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_checked
 from infer.operands.step import Chunk
@@ -28,8 +28,8 @@ from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
 from infer.sampling_params import SamplingParams
 from infer.tensor_parallel.leading import LeadingRunner
+from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
 from infer.tensor_parallel.ranks import Ranks, digest_of
-from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport
 from looping import loop_of
 from path_cases import CASES, CONTEXT, Outcome, Way, World, make_sequence, make_world
 from tiny import LONGROPE, ONE_EACH, TINY, make_tiny

@@ -15,7 +15,7 @@ from infer.backends.cpu.threads import set_num_threads
 from infer.engine.engine import Engine
 from infer.engine.sequence import Sequence
 from infer.engine.stream import Stream
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from infer.system.available_memory import give_back_freed

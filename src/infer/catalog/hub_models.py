@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
-from infer.catalog.forecast import Forecast, forecast
+from infer.catalog.model_forecast import Forecast, forecast
 from infer.checkpoint.hub_download import is_hub_reachable
 from infer.model.families import make_architecture
 from infer.model.tensors import expected_shapes

@@ -28,25 +28,24 @@ from infer.engine.request import Request, check_ids, make_request, vocab_size_of
 from infer.engine.request_options import RequestOptions, split_options
 from infer.engine.sequence import Sequence
 from infer.engine.stream import OnPrefill, OpenAnswer, Stream
-from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning
+from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning, closed
 from infer.grammar.base import Constraint
 from infer.grammar.budget import Budget, BudgetConstraint
 from infer.grammar.compiler import make_compiler
 from infer.grammar.grammar import Grammar, grammar_of
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.prepare.answer import AnswerGrammars
 from infer.runner.caches import default_pool_pages
-from infer.runner.closing import closed
 from infer.runner.hidden_states import HiddenStates
 from infer.runner.runner import Runner
 from infer.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
 from infer.sampling_params import SamplingParams
 from infer.system.lane import asking_for
 from infer.tensor_parallel.leading import LeadingRunner
+from infer.tensor_parallel.rank_settings import RunnerSettings
 from infer.tensor_parallel.ranks import Ranks
-from infer.tensor_parallel.settings import RunnerSettings
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat
 from infer.toolcalls.past_calls import with_values

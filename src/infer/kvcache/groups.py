@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import final
 
 from infer.errors import InvalidRequestError
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.pages import num_pages
-from infer.kvcache.settings import CacheSettings
 from infer.operands.architecture import Layer
 
 

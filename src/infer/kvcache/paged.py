@@ -19,12 +19,12 @@ from torch import Tensor
 
 from infer import ops
 from infer.errors import InvalidRequestError, OutOfPagesError
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups, pool_sizes
 from infer.kvcache.page_memory import PageMemory
 from infer.kvcache.page_rows import GroupRows, page_keys
 from infer.kvcache.pages import num_pages
 from infer.kvcache.saved_rows import check_saved, load_tensors, saved_tensors
-from infer.kvcache.settings import CacheSettings
 from infer.operands.architecture import Layer
 from infer.operands.step import Step
 from infer.operands.weights import Heads

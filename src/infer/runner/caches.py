@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from infer import ops
 from infer.errors import InvalidRequestError
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.pages import num_pages
-from infer.kvcache.settings import CacheSettings
-from infer.model.memory import check_rows_fit
+from infer.model.memory_estimate import check_rows_fit
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_TOKENS
 

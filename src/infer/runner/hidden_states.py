@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer import ops
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.pages import num_pages
-from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Step
 from infer.runner.caches import make_cache

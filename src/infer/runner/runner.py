@@ -13,8 +13,8 @@ from torch import Tensor
 
 from infer import ops
 from infer.errors import InvalidRequestError
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.paged import PagedCache
-from infer.kvcache.settings import CacheSettings
 from infer.kvcache.snapkv import PromptCompression
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS

@@ -18,8 +18,8 @@ from infer.operands.group import Group
 from infer.operands.step import Chunk
 from infer.runner.runner import Runner
 from infer.system.nodes import keep_rank_on_node
+from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
 from infer.tensor_parallel.ranks import Call, digest_of, make_group
-from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport
 
 _OWN = {"forward", "multi_step", "leave", "begin_anew", "digest"}  # what a follower does that its runner does not
 

@@ -29,12 +29,12 @@ from torch import Tensor
 from infer import ops
 from infer.checkpoint import Checkpoint
 from infer.errors import InferError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.operands.architecture import Architecture
 from infer.operands.group import Group
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
-from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport, check_shared
+from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport, check_shared
 
 Call = tuple[str, tuple[Any, ...]]  # a method of the runner, and its arguments
 _HEADER_BYTES, _SPARE = 1 << 14, 16  # _SPARE tokens: that kernels read after a step's

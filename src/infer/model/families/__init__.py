@@ -9,8 +9,8 @@ is refused.
 from dataclasses import replace
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.model.families.reading import Config, choice, count, flag, optional_positive, positive
-from infer.model.families.rotation import make_rope
+from infer.model.families.config_values import Config, choice, count, flag, optional_positive, positive
+from infer.model.families.rope_scaling import make_rope
 from infer.model.families.table import FAMILIES, OFF_IF_NULL, OPTIONAL, Family
 from infer.operands.architecture import Activation, Architecture, Layer
 

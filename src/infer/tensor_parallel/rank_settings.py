@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, final
 
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 
 Transport = Literal["memory", "gloo"]
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.context_length import context_length
-from infer.model.memory import LoadSettings, StoredMatrix, decode_bytes, estimate, loaded_types
+from infer.model.memory_estimate import LoadSettings, StoredMatrix, decode_bytes, estimate, loaded_types
 from infer.operands.architecture import Architecture
 from infer.system.cores import default_num_threads
 from infer.system.memory_speed import read_bandwidth

@@ -39,6 +39,7 @@ from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
 from looping import loop_of, open_stream
 from recompute import RecomputeRunner
+from steps import join
 from tiny import Tiny, make_tiny
 
 Drafts = Literal["none", "ngram", "adaptive", "right", "half", "random", "ends"]
@@ -205,7 +206,7 @@ def full_logits(world: World, sequences: Sequence[Sequence[int]]) -> torch.Tenso
     for row, length in enumerate(lengths):
         cache.reserve(row, length)
     steps = [Step.of(token_ids, row=row) for row, token_ids in enumerate(sequences)]
-    return world.model.forward(Step.join(steps), cache)[:, :VOCAB_SIZE].clone()
+    return world.model.forward(join(steps), cache)[:, :VOCAB_SIZE].clone()
 
 
 def by_definition(world: World, case: Case) -> Outcome:

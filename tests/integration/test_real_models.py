@@ -19,6 +19,7 @@ from infer.runner.caches import make_cache
 from infer.runner.runner import Runner
 from oracle import make_oracle, mean_kl, oracle_logits
 from recompute import generate_recomputed
+from steps import join
 from watched import python_command
 
 pytestmark = pytest.mark.slow
@@ -150,7 +151,7 @@ def test_captured_steps_of_several_rows_give_the_tokens_of_uncaptured_ones(smoll
         for index in range(usual_or_all(24, 200)):
             positions = [len(ids) + index for ids in prompts]
             steps = [Step.of([last[row]], positions[row], row=row) for row in rows]
-            logits = captured.run(Step.join(steps)).clone()
+            logits = captured.run(join(steps)).clone()
             for row in rows:
                 expected = llm.model.forward(Step.of([alone[row]], positions[row], row=row), caches[1])
                 assert torch.equal(logits[row], expected[0])

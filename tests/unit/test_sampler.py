@@ -12,6 +12,7 @@ from jaxtyping import TypeCheckError
 from torch import Tensor
 
 from infer.errors import InferError, InvalidRequestError
+from infer.sampling import definition
 from infer.sampling.definition import (
     LogitsError,
     apply_frequency_penalty,

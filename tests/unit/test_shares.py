@@ -23,6 +23,7 @@ from infer.operands.architecture import Layer
 from infer.operands.group import Group
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
+from steps import join
 from tiny import ONE_EACH, TINY, Tiny, make_tiny
 
 LENGTH = 40
@@ -80,7 +81,7 @@ def logits_of(model: Transformer, settings: CacheSettings | None = None) -> Tens
             for row in range(2):
                 cache.reserve(row, count)
             steps = [Step.of(ids[row][start : start + count], start, row=row) for row in range(2)]
-            found.append(model.forward(Step.join(steps), cache).clone())
+            found.append(model.forward(join(steps), cache).clone())
             for row in range(2):
                 cache.commit(row, count)
             start += count

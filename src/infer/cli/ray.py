@@ -1,4 +1,4 @@
-"""`infer ray deploy`: run the application of `distributed.ray_serve` on the present Ray cluster, or on a new one here."""
+"""`infer ray deploy`: run the application of `distributed.ray_serve` on the present Ray cluster, or start one here."""
 
 import os
 from collections.abc import Mapping

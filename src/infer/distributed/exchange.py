@@ -83,7 +83,12 @@ class Exchange:
     def on_message_complete(self) -> None:
         self._has_ended = True
 
-    # What is asked of it. Each raises GoneError where the other side is gone before the end.
+    # Requests. Each method raises GoneError if the other side is gone before the end.
+
+    async def get(self, target: bytes) -> tuple[int, bytes]:
+        """Send a GET request, and return status and body."""
+        head = await self.head(request_bytes("GET", target, []))
+        return head.status, await self.body()
 
     async def head(self, request: bytes) -> Head:
         with suppress(OSError):

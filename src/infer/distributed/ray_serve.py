@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 import infer
-from infer.distributed.exchange import EngineFailedError, Exchange, request_bytes
+from infer.distributed.exchange import EngineFailedError, Exchange
 from infer.distributed.front import Front
 from infer.distributed.router import RoutedPrompt
 from infer.errors import InferError, InvalidRequestError
@@ -156,8 +156,7 @@ class Engine:
         """Return name, status and body, for a front that asks all engines."""
         exchange = Exchange(*await self._server.connect())
         try:
-            head = await exchange.head(request_bytes("GET", target, []))
-            return serve.get_replica_context().replica_id.unique_id, head.status, await exchange.body()
+            return serve.get_replica_context().replica_id.unique_id, *await exchange.get(target)
         finally:
             exchange.close()
 

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from typing import final
 
-from infer.distributed.exchange import EngineFailedError, Exchange, GoneError, connected, request_bytes
+from infer.distributed.exchange import EngineFailedError, Exchange, GoneError, connected
 from infer.errors import InferError
 
 log = logging.getLogger("infer.server")
@@ -109,8 +109,7 @@ class Replica:
     async def get(self, target: bytes) -> tuple[int, bytes]:
         """Return status and body. Raises GoneError."""
         async with self.exchange() as exchange:
-            head = await exchange.head(request_bytes("GET", target, []))
-            return head.status, await exchange.body()
+            return await exchange.get(target)
 
     async def try_get(self, target: bytes) -> tuple[int, bytes] | None:
         """Return status and body, or None if there is no answer within a second."""

@@ -23,7 +23,6 @@ class Group:
     window: int | None  # None: all
     num_fixed: int  # pages that the sinks lie in
     pages_per_row: int
-    is_evicting: bool  # whether sinks and window are the policy's and not the model's
     is_late: bool  # whether they hold only from some moment on; until then all is seen
     furthest: int | None = None  # position from which later tokens see the sinks; None: no row comes there
 
@@ -51,7 +50,7 @@ def make_groups(
         if window is not None and not is_late:
             share = min(share, num_fixed + num_pages(window + step_tokens, page_tokens) + 1)
         furthest = context - 1 if is_evicting and context is not None and capacity > context else None
-        groups.append(Group(tuple(indices), sinks, window, num_fixed, share, is_evicting, is_late, furthest))
+        groups.append(Group(tuple(indices), sinks, window, num_fixed, share, is_late, furthest))
     return tuple(groups)
 
 

@@ -14,7 +14,7 @@ from infer import SamplingParams, ops
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Interrupt, Step
 from infer.runner.runner import Runner
-from infer.runner.verify import SampledTokens
+from infer.runner.sample_loop import SampledTokens
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from path_cases import CASES, Case, Outcome, Way, World, all_by_definition, make_world, run_alone, run_batch

@@ -20,7 +20,7 @@ from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.runner.caches import make_cache
-from infer.runner.verify import SampledTokens, verify
+from infer.runner.sample_loop import SampledTokens, verify
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 

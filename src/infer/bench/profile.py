@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 
 from infer.bench.speed import (
-    Memory,
+    MemoryProbe,
     OnProgress,
     Workload,
     kv_bytes,
@@ -33,7 +33,7 @@ NORMS = ("normalize", "post_norm")  # commands of several operations, shown as o
 
 @final
 @dataclass(frozen=True)
-class Operation:
+class StepOperation:
     """All commands of a kind. Seconds, bytes and floating-point operations are per token.
 
     A multiplication with its addition counts as two operations.
@@ -56,7 +56,7 @@ class Profile:
     name: str
     num_tokens: int
     context: int
-    operations: tuple[Operation, ...]
+    operations: tuple[StepOperation, ...]
     layers: tuple[tuple[str, float], ...]
     read_bandwidth: float  # bytes per second that as many threads read, measured before and after
 
@@ -90,7 +90,7 @@ def profile(
     prompt = make_prompt(model, max(workload.prompt_tokens, workload.depth), seed=0)
     prefill_steps, decode_steps = list[_Cycles](), list[_Cycles]()
     with (
-        Memory(model.backend.num_threads(), read_bytes) as memory,
+        MemoryProbe(model.backend.num_threads(), read_bytes) as memory,
         model.backend.threads(),
     ):
         runner = Runner(model, workload.max_seq_len)
@@ -131,7 +131,8 @@ def summarize(
         num_bytes = weight_bytes_by_kind(model) | {"attend": kv_bytes(model, context)}
     num_flops = flops_by_kind(model, num_tokens, context)
     operations = [
-        Operation(kind, calls[kind], seconds[kind], num_bytes.get(kind, 0), num_flops.get(kind, 0)) for kind in calls
+        StepOperation(kind, calls[kind], seconds[kind], num_bytes.get(kind, 0), num_flops.get(kind, 0))
+        for kind in calls
     ]
     return Profile(name, num_tokens, context, tuple(operations), tuple(layers.items()), read_bandwidth)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self, final
 
 import numpy as np
 
-from infer.kvcache.groups import Group
+from infer.kvcache.groups import PageGroup
 from infer.kvcache.pages import PageTable
 
 _KEY_BYTES = 16
@@ -51,7 +51,7 @@ class GroupRows:
     `version` changes whenever data that kernels read changes: the table, shifts, sinks or windows.
     """
 
-    def __init__(self, group: Group, num_rows: int, num_slots: int, page_tokens: int, pool_pages: int) -> None:
+    def __init__(self, group: PageGroup, num_rows: int, num_slots: int, page_tokens: int, pool_pages: int) -> None:
         self.group, self.version = group, 0
         shape = (num_rows, num_slots, page_tokens, group.pages_per_row, group.num_fixed)
         self.table = PageTable(*shape, pool_pages=pool_pages)

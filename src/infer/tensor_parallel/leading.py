@@ -29,7 +29,7 @@ def led(
     only_if: _Test = lambda *arguments: True,
     name: str = "",
     sent: Callable[..., tuple[Any, ...]] = lambda runner, *arguments: arguments,
-) -> Callable[Concatenate[Any, _Parameters], _Result]:
+) -> Callable[Concatenate["LeadingRunner", _Parameters], _Result]:
     """Return the method, which also calls the method `name` of the other ranks' runners, with `sent(...)`.
 
     By default these are the same name and the same arguments. A call within a led call is part of it, so it is not
@@ -38,7 +38,7 @@ def led(
     name = name or method.__name__
 
     @wraps(method)
-    def run(self: "LeadingRunner", *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+    def run(self: "LeadingRunner", /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         assert not kwargs, "ranks are sent positional arguments"
         if self.is_leading or not only_if(self, *args):
             return method(self, *args, **kwargs)

@@ -60,7 +60,7 @@ def test_what_is_kept_lies_there_to_the_bit_and_is_all_that_the_next_token_sees(
         context.extend(0, prompt)
     kept.after_prompt(0, prompt)
     kept.cache.check_integrity()
-    (rows,) = (rows for rows in kept.cache.groups if rows.group.is_evicting)
+    (rows,) = (rows for rows in kept.cache.groups if rows.group.is_late)
     assert rows.state(0) == (len(prompt) - WINDOW, PREFIX, WINDOW - PREFIX, WINDOW)
     selections = set()
     for layer in rows.group.layers:

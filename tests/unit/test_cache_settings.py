@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from infer.errors import InvalidRequestError
-from infer.kvcache import settings as settings_module
+from infer.kvcache import cache_settings as settings_module
 from infer.kvcache.cache_settings import CacheSettings
 from infer.operands.architecture import Layer
 from watched import python_command

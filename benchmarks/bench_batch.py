@@ -27,7 +27,7 @@ from infer import SamplingParams, load_model, ops
 from infer.bench.profile import split_label
 from infer.bench.speed import make_prompt
 from infer.operands.step import Chunk, Step
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
 
 PART, STEPS = 64, 8  # tokens whose keys and values fill a context, again and again; steps of a multi-step
@@ -43,7 +43,7 @@ class Load:
         self.options, self.columns = options, dict[tuple[int, bool], SamplingColumns]()
         sizes = list(itertools.product(options.contexts, options.sequences))
         most = max(count * (context + 64 + STEPS) for context, count in sizes if count * context <= options.most)
-        self.runner = CachedRunner(
+        self.runner = Runner(
             self.model, self.model.max_seq_len, num_slots=max(options.sequences), pool_pages=most // 64 + 1
         )
         self.runner.extend(0, make_prompt(self.model, PART, seed=0))

@@ -30,11 +30,13 @@ import torch
 from command_line import REPORTS, available_cores, make_parser
 from generation_report import append_log, compare, log_row, picture, table
 from infer import LLM, GenerationResult, SamplingParams, __version__
-from infer.bench.recomputed import generate_recomputed
 from infer.bench.speed import kv_bytes, weight_bytes_by_kind
 from infer.outputs import GenerationTiming, percentile
 from machine import device_line, read_rate, resident_bytes, unmeasured_bytes
 from workload import CONFIGS, SEED, SUITES, Config, make_synthetic_prompt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from recompute import generate_recomputed
 
 COLD_START = (
     "from infer import LLM, SamplingParams; import sys; "

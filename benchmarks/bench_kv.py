@@ -24,13 +24,13 @@ from command_line import REPORTS, make_parser
 from infer import SamplingParams, load_model, load_tokenizer
 from infer.bench.speed import make_prompt
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.llm import set_num_threads
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk
 from infer.ops import backend_of
 from infer.quantization.kv_formats import KV_TYPES, key_block_bytes, num_blocks, value_block_bytes
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
 from machine import write_report
 from needles import reference_text
@@ -87,7 +87,7 @@ def measure_quality(name: str, kv_types: Sequence[str], num_tokens: int, window:
     tokenizer = load_tokenizer(name)
     token_ids = tokenizer.encode(reference_text())[:num_tokens]
     contexts = {
-        kind: CachedRunner(model, window, capture=False, settings=CacheSettings(kv_type=kind))
+        kind: Runner(model, window, capture=False, settings=CacheSettings(kv_type=kind))
         for kind in (REFERENCE, *kv_types)
     }
     found = {kind: Quality(name, kind, window) for kind in contexts}
@@ -106,7 +106,7 @@ def measure_quality(name: str, kv_types: Sequence[str], num_tokens: int, window:
     return list(found.values())
 
 
-def _log_probabilities(model: Transformer, runner: CachedRunner, token_ids: list[int]) -> Tensor:
+def _log_probabilities(model: Transformer, runner: Runner, token_ids: list[int]) -> Tensor:
     with backend_of(model.device).threads():
         runner.reserve(0, len(token_ids))
         logits = runner.forward([Chunk(0, token_ids, num_drafts=len(token_ids) - 1)])
@@ -146,7 +146,7 @@ def measure_speed(
     largest = min(max(contexts) + num_tokens, model.max_seq_len)
     token_ids = make_prompt(model, largest, seed=0)
     columns = SamplingColumns.of([SamplingParams(temperature=0)], model.architecture.vocab_size, num_prompt_tokens=[1])
-    filled = {kind: CachedRunner(model, largest, settings=CacheSettings(kv_type=kind)) for kind in kv_types}
+    filled = {kind: Runner(model, largest, settings=CacheSettings(kv_type=kind)) for kind in kv_types}
     found = []
     for context in sorted({min(context, largest - num_tokens) for context in contexts}):
         for each in filled.values():
@@ -166,7 +166,7 @@ def measure_speed(
 
 @torch.inference_mode()
 def _multi_step_rate(
-    model: Transformer, runner: CachedRunner, columns: SamplingColumns, length: int, num_tokens: int
+    model: Transformer, runner: Runner, columns: SamplingColumns, length: int, num_tokens: int
 ) -> float:
     with backend_of(model.device).threads():
         started = time.perf_counter()

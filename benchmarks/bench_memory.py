@@ -17,9 +17,9 @@ from typing import Any
 from command_line import make_parser
 from infer import LLM, SamplingParams
 from infer.checkpoint import open_checkpoint
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
-from infer.model.memory import LoadSettings, estimate
+from infer.model.memory_estimate import LoadSettings, estimate
 
 NEW_TOKENS = 2
 

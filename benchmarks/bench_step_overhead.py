@@ -22,7 +22,7 @@ from infer.backends.cpu.threads import team
 from infer.engine.engine import Engine
 from infer.engine.request import make_request
 from infer.engine.sequence import Sequence
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 
 PARAMS = SamplingParams(
     temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.05, ignore_eos=True, max_new_tokens=None
@@ -35,7 +35,7 @@ class Load:
     def __init__(self, name: str, count: int, max_steps: int | None = 1) -> None:
         self.model, _ = load_model(name, max_seq_len=2048)
         self.tokenizer, self.num_asked = load_tokenizer(name), 0
-        runner = CachedRunner(self.model, 2048, num_slots=count + 1, pool_pages=32 * (count + 1))
+        runner = Runner(self.model, 2048, num_slots=count + 1, pool_pages=32 * (count + 1))
         self.engine = Engine(runner, max_steps=max_steps)
         self.first = self.submit()
         for _ in range(count - 1):

@@ -18,7 +18,7 @@ from infer.model.tensors import expected_shapes
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk
 from infer.operands.weights import FileWeight, StoredWeight
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling_params import SamplingParams
@@ -59,9 +59,9 @@ def make_model(shape: str, type_: str, device: torch.device, context: int) -> Tr
     return load_transformer(architecture, weights, backend=backend, max_seq_len=context)
 
 
-def make_runner(model: Transformer, rows: int, context: int, **options: Any) -> CachedRunner:
+def make_runner(model: Transformer, rows: int, context: int, **options: Any) -> Runner:
     with ops.using(model.backend):
-        return CachedRunner(model, context, num_slots=rows, **options)
+        return Runner(model, context, num_slots=rows, **options)
 
 
 def columns_of(model: Transformer, rows: int, **params: Any) -> SamplingColumns:
@@ -89,7 +89,7 @@ def random_ids(count: int, seed: int, vocab_size: int) -> list[int]:
 
 
 def generated(
-    runner: CachedRunner, prompts: Sequence[Sequence[int]], count: int, steps: int, **params: Any
+    runner: Runner, prompts: Sequence[Sequence[int]], count: int, steps: int, **params: Any
 ) -> list[list[int]]:
     """`count` tokens after each prompt, so many steps without a return."""
     columns, history = sampling_of(runner.model, prompts, count, **params)
@@ -114,7 +114,7 @@ def generated(
     return found
 
 
-def verified(runner: CachedRunner, prompt: Sequence[int], expected: Sequence[int], **params: Any) -> list[int]:
+def verified(runner: Runner, prompt: Sequence[int], expected: Sequence[int], **params: Any) -> list[int]:
     """As many tokens as are expected after the prompt, with up to three drafts a step: every fifth token is drafted
     wrong."""
     vocab_size, found, last = runner.model.architecture.vocab_size, list[int](), prompt[-1]

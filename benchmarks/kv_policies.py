@@ -17,10 +17,10 @@ import torch
 from command_line import REPORTS, make_parser
 from infer import LLM, ops
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.llm import set_num_threads
 from infer.operands.step import Chunk
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from machine import write_report
 from needles import make_needles, reference_text
 
@@ -51,9 +51,9 @@ def settings(budgets: Sequence[int], longest: int) -> list[tuple[str, int | None
     return [("none", None), *((policy, budget) for policy in POLICIES for budget in budgets if budget < longest)]
 
 
-def make_context(llm: LLM, policy: str, budget: int | None) -> CachedRunner:
+def make_context(llm: LLM, policy: str, budget: int | None) -> Runner:
     kept = {} if budget is None else {"eviction_window": budget, "protected_prefix": 4}
-    return CachedRunner(llm.model, llm.max_seq_len, settings=CacheSettings(eviction_policy=policy, **kept))
+    return Runner(llm.model, llm.max_seq_len, settings=CacheSettings(eviction_policy=policy, **kept))
 
 
 class Policies:
@@ -63,7 +63,7 @@ class Policies:
         self.all = settings(budgets, longest)
         self._contexts = [make_context(llm, *each) for each in self.all]
 
-    def read(self, token_ids: Sequence[int]) -> list[CachedRunner]:
+    def read(self, token_ids: Sequence[int]) -> list[Runner]:
         """A context for each, that of the whole cache last: none of them may change it."""
         whole, *others = self._contexts
         whole.truncate(0, 0)
@@ -71,7 +71,7 @@ class Policies:
         for context in others:
             context.truncate(0, 0)
             if context.compresses_prompts:
-                context.cache.copy_row(0, whole.cache, 0)
+                context.import_slot(0, dict(whole.cache.export_row(0)), len(token_ids))
             else:
                 context.extend(0, token_ids)
         return self._contexts
@@ -97,7 +97,7 @@ def measure_recall(name: str, budgets: Sequence[int], num_tokens: int, per_depth
 
 
 @torch.inference_mode()
-def greedy_answer(context: CachedRunner, prompt: list[int], count: int) -> list[int]:
+def greedy_answer(context: Runner, prompt: list[int], count: int) -> list[int]:
     """What follows a prompt that is read but for its last token."""
     made = prompt[-1:]
     with ops.backend_of(torch.device("cpu")).threads():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from infer import __version__
-from infer.bench.speed import BYTES_PER_THREAD, READ_BYTES, Memory, peak_resident_bytes
+from infer.bench.speed import BYTES_PER_THREAD, READ_BYTES, MemoryProbe, peak_resident_bytes
 
 MATMUL_SIZE = 1024
 
@@ -100,5 +100,5 @@ def unmeasured_bytes(threads: int) -> int:
 
 
 @cache
-def _memory(threads: int) -> Memory:
-    return Memory(threads)
+def _memory(threads: int) -> MemoryProbe:
+    return MemoryProbe(threads)

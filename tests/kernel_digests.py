@@ -25,6 +25,7 @@ from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
 from infer.quantization.kv_layout import LayerCache, Pages
 from infer.sampling.columns import SamplingColumns
+from steps import join
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 51, 512
@@ -88,7 +89,7 @@ def attention(kv_type: str) -> Iterator[Tensor]:
     keys, values = (torch.zeros((*shape, size), dtype=torch.uint8) for size in sizes)
     layer = LayerCache(kv_type, keys, values, layout)
     for chunks in ([(0, 0, 70)], [(1, 0, 300)], [(0, 70, 1)], [(0, 71, 3), (1, 300, 1)], [(1, 301, 40), (0, 74, 17)]):
-        step = Step.join([Step.of([1] * count, start, row=row) for row, start, count in chunks])
+        step = join([Step.of([1] * count, start, row=row) for row, start, count in chunks])
         yield ops.attend(numbers(rng, len(step.tokens), 10 * 64), heads, layer, step)
 
 

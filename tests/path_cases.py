@@ -1,7 +1,7 @@
 """Generations of every kind, what each must say by the definitions alone, and every way to run them.
 
 `by_definition` knows nothing of the loop: it computes the whole sequence again for each token, fills the grammar's mask
-and samples with `sampling.reference`. All else is compared with it.
+and samples with `sampling.definition`. All else is compared with it.
 """
 
 import random
@@ -28,17 +28,18 @@ from infer.engine.text_output import TextOutput
 from infer.grammar.base import Constraint
 from infer.grammar.compiler import Compiler, make_compiler
 from infer.grammar.grammar import grammar_of
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.step import Step
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.runner.caches import make_cache
-from infer.runner.recompute import RecomputeRunner
-from infer.runner.runner import CachedRunner, Runner
-from infer.sampling import reference, sampler
+from infer.runner.runner import Runner
+from infer.sampling import definition, sampler
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
 from looping import loop_of, open_stream
+from recompute import RecomputeRunner
+from steps import join
 from tiny import Tiny, make_tiny
 
 Drafts = Literal["none", "ngram", "adaptive", "right", "half", "random", "ends"]
@@ -205,7 +206,7 @@ def full_logits(world: World, sequences: Sequence[Sequence[int]]) -> torch.Tenso
     for row, length in enumerate(lengths):
         cache.reserve(row, length)
     steps = [Step.of(token_ids, row=row) for row, token_ids in enumerate(sequences)]
-    return world.model.forward(Step.join(steps), cache)[:, :VOCAB_SIZE].clone()
+    return world.model.forward(join(steps), cache)[:, :VOCAB_SIZE].clone()
 
 
 def by_definition(world: World, case: Case) -> Outcome:
@@ -248,10 +249,10 @@ def _answer(world: World, case: Case) -> Generator[list[int], torch.Tensor | Non
             bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
             allowed = torch.from_numpy(bits.astype(bool))
         options: dict[str, Any] = {"num_prompt_tokens": len(case.prompt), "eos_token_ids": tokenizer.eos_token_ids}
-        token_id = reference.sample_token(logits, token_ids, params, allowed=allowed, **options)
+        token_id = definition.sample_token(logits, token_ids, params, allowed=allowed, **options)
         if params.logprobs is not None:
             if params.logprobs_mode == "processed":
-                logits = reference.process_logits(logits, token_ids, params, allowed=allowed, **options)
+                logits = definition.process_logits(logits, token_ids, params, allowed=allowed, **options)
             logprobs.append(_logprob(logits, token_id, params.logprobs))
         if constraint is not None:
             assert constraint.accept([token_id]) == 1
@@ -360,7 +361,7 @@ def make_runner(
     if not way.cached:
         return RecomputeRunner(world.model, world.settings)
     options = {"num_slots": num_slots, "capture": way.capture, "step_tokens": step_tokens}
-    return CachedRunner(world.model, capacity, settings=world.settings, **options)
+    return Runner(world.model, capacity, settings=world.settings, **options)
 
 
 class Place:
@@ -402,6 +403,6 @@ def run_all(
 ) -> list[GenerationResult]:
     """`options` are a runner's."""
     made = {"capture": way.capture, "settings": world.settings, **options}
-    engine = Engine(CachedRunner(world.model, CONTEXT, num_slots=num_slots, **made), max_steps=way.chain)
+    engine = Engine(Runner(world.model, CONTEXT, num_slots=num_slots, **made), max_steps=way.chain)
     ended = dict(answer_all(loop_of(engine), enumerate(waiting), num_slots))
     return [ended[number] for number in range(len(waiting))]

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infer import ops
-from infer.sampling import reference, sampler
+from infer.sampling import definition, sampler
 from infer.sampling.columns import SamplingColumns, uses_history
+from infer.sampling.definition import LogitsError
 from infer.sampling.history import History
 from infer.sampling.masks import pack_masks
-from infer.sampling.reference import LogitsError
 from infer.sampling_params import SamplingParams
 
 INF = math.inf
@@ -85,7 +85,7 @@ def make_batch(rows: Sequence[Row], end_ids: frozenset[int] = frozenset()) -> Ba
 def reference_logits(row: Row, end_ids: frozenset[int] = frozenset()) -> Tensor | None:
     """What the reference adds the noise to, None for a row that fails."""
     try:
-        return reference.process_logits(
+        return definition.process_logits(
             row.logits,
             row.context,
             row.params,
@@ -100,7 +100,7 @@ def reference_logits(row: Row, end_ids: frozenset[int] = frozenset()) -> Tensor 
 def reference_token(row: Row, end_ids: frozenset[int] = frozenset()) -> int:
     """The reference's token, or the code that a batch gives for its error."""
     try:
-        return reference.sample_token(
+        return definition.sample_token(
             row.logits,
             row.context,
             row.params,

@@ -11,6 +11,7 @@ from math import ceil, inf
 from typing import final
 
 from infer.engine.admission import (
+    ANSWER_WORK,
     EXPECTED_ANSWER,
     AnswerLengths,
     Blocked,
@@ -24,8 +25,16 @@ from infer.engine.admission import (
     victim,
     work_of,
 )
-from infer.engine.scheduler import MAX_SECONDS, MAX_STEPS, Demand, Plan, Scheduler
-from infer.engine.step_costs import StepWork
+from infer.engine.scheduler import (
+    LEAST_PROMPT_TOKENS,
+    MAX_SECONDS,
+    MAX_STEPS,
+    STREAM_SECONDS,
+    Demand,
+    Plan,
+    Scheduler,
+)
+from infer.engine.step_costs import StepCosts, StepWork
 from infer.engine.step_shares import Part, StepShares
 
 
@@ -81,6 +90,36 @@ class Machine:
         return -(-num_tokens // self.page_tokens)
 
 
+def most_work_before(tenants: Tenants, one: Waiting, waiting: Items[Waiting], running: int, most: int) -> float:
+    """Return an upper bound of the work that is computed before a sequence enters, in the unit of `work_of`.
+
+    `running` is the work that the running sequences may still take, `most` the most that any request may take. The
+    bound holds for tenants that have a weight or an account, for answers that are not longer than expected, and if none
+    of the tenant's own requests passes by a priority; after `HEAD_START` per level none can. Each sequence that enters
+    before it, and the sequence itself, may wait for pages and be passed by as much work as its own. Preemptions are not
+    counted.
+    """
+    ahead = sum(each.work for each in waiting if each.tenant == one.tenant and each.rank <= one.rank) - one.work
+    accounts = tenants._accounts
+    least, reached = tenants._least_active(), accounts[one.tenant] + ahead / tenants.weight(one.tenant)
+    others = {*accounts, *tenants._weights} - {one.tenant}
+    gaps = [max(0.0, reached - max(accounts.get(tenant, least), least)) for tenant in others]
+    theirs = (most + tenants.weight(tenant) * gap for tenant, gap in zip(others, gaps, strict=True))
+    return running + 2 * (ahead + sum(theirs)) + one.work
+
+
+def most_seconds(costs: StepCosts, work: float, num_sequences: int, longest: int) -> float:
+    """Return an upper bound, in seconds, for `work` while `num_sequences` sequences of length `longest` run.
+
+    Each step gives one sequence a token that counts, or reads `LEAST_PROMPT_TOKENS`, or as many as `STREAM_SECONDS`
+    allow.
+    """
+    step = costs.predict(StepWork(num_sequences, num_sequences, num_sequences * longest))
+    further = costs.predict_further(1, longest)
+    reading = max(step / LEAST_PROMPT_TOKENS, 2 * further * step / STREAM_SECONDS) + further
+    return work * max(step / ANSWER_WORK, reading)
+
+
 @final
 @dataclass
 class Simulation:
@@ -134,9 +173,9 @@ class Simulation:
         running = sum(work_of(*each) for each in left)
         most = max(work_of(each.num_prompt, each.max_new) for each in self.requests)
         waiting = [self.waiting_of(each) for each in self.waiting]
-        work = self.tenants.most_work_before(self.waiting_of(request), waiting, running, most)
+        work = most_work_before(self.tenants, self.waiting_of(request), waiting, running, most)
         longest = max(each.num_prompt + each.max_new for each in self.requests)
-        request.bound = MAX_SECONDS + self.scheduler.most_seconds(work, self.machine.num_slots, longest)
+        request.bound = MAX_SECONDS + most_seconds(self.scheduler.costs, work, self.machine.num_slots, longest)
 
     def room_of(self, request: Request) -> int:
         room = request.max_new - request.num_given

@@ -26,7 +26,7 @@ _MODULE_BY_NAME = {
     "ToolCallDelta": "infer.outputs",
     "RequestOptions": "infer.engine.request_options",
     "Tokenizer": "infer.tokenizer",
-    "sample_token": "infer.sampling.reference",
+    "sample_token": "infer.sampling.definition",
     "InferError": "infer.errors",
     "InvalidRequestError": "infer.errors",
     "ModelError": "infer.errors",

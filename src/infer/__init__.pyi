@@ -14,7 +14,7 @@ from infer.outputs import Piece as Piece
 from infer.outputs import ReasoningDelta as ReasoningDelta
 from infer.outputs import ToolCall as ToolCall
 from infer.outputs import ToolCallDelta as ToolCallDelta
-from infer.sampling.reference import sample_token as sample_token
+from infer.sampling.definition import sample_token as sample_token
 from infer.sampling_params import SamplingParams as SamplingParams
 from infer.session.session import Session as Session
 from infer.tokenizer import Tokenizer as Tokenizer

@@ -35,6 +35,12 @@ class ClosedError(InvalidRequestError):
     """A model or a session is used after `close()`."""
 
 
+def closed(what: str = "model") -> ClosedError:
+    """Return the error of any use of a model, or a session, that is closed. It says what to do instead."""
+    instead = "load it again, with LLM(...)" if what == "model" else "begin another one"
+    return ClosedError(f"the {what} is closed: {instead}")
+
+
 class OutOfPagesError(InferError):
     """The cache has too few free pages for the next tokens of a sequence. It can continue once others have ended."""
 

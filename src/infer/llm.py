@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.catalog.models import shown_as, weights_name
+from infer.catalog.models_at_hand import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
 from infer.checkpoint.pooling import Pooling
@@ -32,8 +32,8 @@ from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_as_
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
 from infer.engine.stream import AsyncStream, OnPrefill, OnToken, Stream
 from infer.engine.token_trace import ids_to_score, logits_of, score_prompt, trace_token
-from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.errors import InvalidRequestError, closed
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.from_checkpoint import (
     dtype_name,
     load_checked,
@@ -46,7 +46,6 @@ from infer.model.load import OnProgress
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Architecture
 from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
-from infer.runner.closing import closed
 from infer.sampling.defaults import default_params
 from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams

@@ -230,11 +230,6 @@ class GenerationResult:
     reasoning_tokens: int = 0  # those that open and close the reasoning among them
     warnings: tuple[str, ...] = ()  # parts of tools and past calls that were left out or changed
 
-    @property
-    def num_samples(self) -> int:
-        """Number of tokens in `token_ids`."""
-        return len(self.token_ids)
-
     def to_message(self) -> dict[str, Any]:
         """Return the answer as a message of the conversation, in OpenAI's form."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}

@@ -9,7 +9,7 @@ import torch
 from infer import load_model, load_tokenizer
 from infer.operands.step import Chunk
 from infer.ops import backend_of
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from oracle import mean_kl
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def test_fewer_bits_change_little(name: str) -> None:
     token_ids = load_tokenizer(name).encode(TEXT)[:NUM_TOKENS]
     logits = {}
     for kv_type in ("f32", *MOST):
-        context = CachedRunner(replace(model, kv_type=kv_type), NUM_TOKENS, capture=False)
+        context = Runner(replace(model, kv_type=kv_type), NUM_TOKENS, capture=False)
         context.reserve(0, len(token_ids))
         with backend_of(model.device).threads():
             logits[kv_type] = context.forward([Chunk(0, token_ids, num_drafts=NUM_COMPARED - 1)]).clone()

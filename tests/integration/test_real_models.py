@@ -12,13 +12,14 @@ import torch
 from extent import IS_WHOLE, usual_or_all
 from infer import LLM, SamplingParams, ops
 from infer.backends.cpu.capture.forward import CapturedForward
-from infer.bench.recomputed import generate_recomputed
 from infer.checkpoint import open_checkpoint
 from infer.operands.step import Chunk, Step
 from infer.ops import backend_of
 from infer.runner.caches import make_cache
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from oracle import make_oracle, mean_kl, oracle_logits
+from recompute import generate_recomputed
+from steps import join
 from watched import python_command
 
 pytestmark = pytest.mark.slow
@@ -150,7 +151,7 @@ def test_captured_steps_of_several_rows_give_the_tokens_of_uncaptured_ones(smoll
         for index in range(usual_or_all(24, 200)):
             positions = [len(ids) + index for ids in prompts]
             steps = [Step.of([last[row]], positions[row], row=row) for row in rows]
-            logits = captured.run(Step.join(steps)).clone()
+            logits = captured.run(join(steps)).clone()
             for row in rows:
                 expected = llm.model.forward(Step.of([alone[row]], positions[row], row=row), caches[1])
                 assert torch.equal(logits[row], expected[0])
@@ -161,7 +162,7 @@ def test_a_chain_of_the_table_gives_the_tokens_of_uncaptured_steps(smollm2: LLM)
     llm, num_tokens = smollm2, usual_or_all(70, 400)
     ids = llm.tokenizer.encode(PROMPTS[10])
     chained = llm.generate(ids, SamplingParams(temperature=0, max_new_tokens=num_tokens, ignore_eos=True)).token_ids
-    context = CachedRunner(llm.model, 512, capture=False)
+    context = Runner(llm.model, 512, capture=False)
     tokens, pending = list[int](), list(ids)
     with torch.inference_mode(), backend_of(llm.model.device).threads():
         while len(tokens) < num_tokens:

@@ -9,7 +9,7 @@ from torch import Tensor
 from extent import IS_WHOLE
 from infer.backends.cpu.threads import set_num_threads
 from infer.runner.runner import Runner
-from infer.tensor_parallel.settings import Transport
+from infer.tensor_parallel.rank_settings import Transport
 from test_tensor_parallel import ranks_of, runner_of
 
 PROMPT, NUM_NEW = list(range(100, 120)), 12
@@ -43,7 +43,7 @@ def test_smollm2_has_the_bits_of_one_rank(smollm2_path: Path) -> None:
 
 def check_commands(runner: Any) -> None:
     """A recorded layer quantises what it writes and copies nothing: after its products ranks meet, no more."""
-    commands = runner._runner._captured._recording.commands
+    commands = runner._captured._recording.commands
     labels = [command.label for command in commands if command.label.startswith("L0.")]
     assert [label.removeprefix("L0.") for label in labels if "matmul" not in label] == [
         *("qkv.normalize", "qkv.meet", "attend.rotate", "attend.few", "attend.many", "attend.merge", "attend.meet"),

@@ -32,6 +32,7 @@ from infer.sampling.columns import SamplingColumns
 from infer.sampling.masks import pack_masks
 from infer.sampling_params import SamplingParams
 from layer_caches import make_layer
+from steps import join
 from test_cpu_kernels import make_weight
 
 CPU = torch.device("cpu")
@@ -60,7 +61,7 @@ def check_attention(kv_type: str, dim: int) -> None:
     layer = make_layer(heads, 2, 300, kv_type, window=20)
     pages = replace(layer.pages, sinks=torch.tensor([3, 17]), furthest=30, shifts=torch.tensor([0, 0]))
     for start, count in ((0, 3), (30, 2)):
-        step = Step.join([Step.of([0] * count, start, row=row) for row in range(2)])
+        step = join([Step.of([0] * count, start, row=row) for row in range(2)])
         ops.attend(torch.randn(2 * count, 4 * dim), heads, replace(layer, pages=pages), step)
 
 

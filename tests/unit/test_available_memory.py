@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from infer import LLM, InvalidRequestError, SamplingParams
-from infer.kvcache.settings import CacheSettings
-from infer.model.memory import cache_bytes
+from infer.kvcache.cache_settings import CacheSettings
+from infer.model.memory_estimate import cache_bytes
 from infer.runner.caches import make_cache
 from infer.system.available_memory import available_memory_bytes, total_memory_bytes
 from test_session import make_model

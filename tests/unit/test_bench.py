@@ -14,7 +14,7 @@ from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, InvalidRequestError
 from infer.backends.cpu.isa import instruction_set
 from infer.bench.profile import profile, split_label, summarize
-from infer.bench.speed import Memory, Workload, kv_bytes, measure, weight_bytes_by_kind
+from infer.bench.speed import MemoryProbe, Workload, kv_bytes, measure, weight_bytes_by_kind
 from infer.cli import main
 from infer.cli.bench import columns, profile_lines, speed_lines
 from infer.system.status_line import bar
@@ -115,7 +115,7 @@ def test_a_device_with_memory_of_its_own_is_refused_before_loading(
 
 def test_reading_memory_leaves_the_number_of_threads_alone() -> None:
     before = torch.get_num_threads()
-    with Memory(threads=2, num_bytes=READ_BYTES) as memory:
+    with MemoryProbe(threads=2, num_bytes=READ_BYTES) as memory:
         assert memory.read_rate(tries=1) > 0
     assert torch.get_num_threads() == before
 

@@ -15,8 +15,8 @@ from infer.engine.loop import Backlog, once
 from infer.engine.sequence import Sequence
 from infer.errors import ConstraintError
 from infer.grammar.base import Constraint
-from infer.kvcache.settings import CacheSettings
-from infer.runner.runner import CachedRunner
+from infer.kvcache.cache_settings import CacheSettings
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from looping import loop_of, open_stream
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
@@ -30,7 +30,7 @@ CALLS = ("adopt", "truncate", "reserve", "sample", "multi_step", "commit", "reme
 
 def make_engine(world: World, max_steps: int = 4) -> Engine:
     settings = CacheSettings(page_tokens=16, reuse_prefixes=True)
-    runner = CachedRunner(world.model, CONTEXT, num_slots=NUM_SLOTS, settings=settings)
+    runner = Runner(world.model, CONTEXT, num_slots=NUM_SLOTS, settings=settings)
     return Engine(runner, max_steps=max_steps)
 
 
@@ -111,7 +111,7 @@ class PlantedError(Exception):
 
 
 def fail_once(
-    patch: pytest.MonkeyPatch, runner: CachedRunner, name: str, *, at_call: int, before: bool
+    patch: pytest.MonkeyPatch, runner: Runner, name: str, *, at_call: int, before: bool
 ) -> list[PlantedError]:
     """Let a method of the runner raise once, before it does anything or after it. Return what it raised."""
     real, raised, num_calls = getattr(runner, name), list[PlantedError](), iter(range(1_000_000))

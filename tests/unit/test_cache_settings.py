@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from infer.errors import InvalidRequestError
-from infer.kvcache import settings as settings_module
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache import cache_settings as settings_module
+from infer.kvcache.cache_settings import CacheSettings
 from infer.operands.architecture import Layer
 from watched import python_command
 
@@ -17,7 +17,7 @@ def make_layer(head_dim: int = 64, window: int | None = None) -> Layer:
 
 
 def test_the_settings_load_no_torch() -> None:
-    code = "import sys, infer.kvcache.settings; print('torch' in sys.modules)"
+    code = "import sys, infer.kvcache.cache_settings; print('torch' in sys.modules)"
     assert subprocess.run(python_command(code), capture_output=True, text=True).stdout.strip() == "False"
 
 

@@ -6,10 +6,10 @@ from infer import LLM
 from infer.backends import base
 from infer.checkpoint import open_checkpoint
 from infer.errors import InvalidRequestError, ModelError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.context_length import DEFAULT_MAX_SEQ_LEN, context_length, fitting_length
 from infer.model.families import make_architecture
-from infer.model.memory import LoadSettings, estimate
+from infer.model.memory_estimate import LoadSettings, estimate
 
 SETTINGS, LOAD = CacheSettings(), LoadSettings()
 

@@ -32,10 +32,11 @@ from infer.operands.step import Chunk, Interrupt, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, StoredWeight
 from infer.sampling import sampler
 from infer.sampling.columns import SamplingColumns
+from infer.sampling.definition import sample_token
 from infer.sampling.history import History
-from infer.sampling.reference import sample_token
 from infer.sampling_params import SamplingParams
 from layer_caches import make_layer
+from steps import join
 from watched import python_command
 
 CPU = torch.device("cpu")
@@ -282,8 +283,8 @@ def test_attention_agrees_with_reference(
     heads = make_heads(*shape, rotated, normed=kv_type != "f32")
     heads = replace(heads, softcap=softcap)
     caches = [make_layer(heads, 2, 1000, kv_type, window=window) for _ in range(2)]
-    steps = [step_of(0, 0, 5), step_of(1, 0, 300), step_of(0, 5, 1), Step.join([step_of(0, 6, 2), step_of(1, 300, 1)])]
-    steps += [step_of(1, 301, 600), step_of(1, 901, 3), Step.join([step_of(1, 904, 40), step_of(0, 8, 17)])]
+    steps = [step_of(0, 0, 5), step_of(1, 0, 300), step_of(0, 5, 1), join([step_of(0, 6, 2), step_of(1, 300, 1)])]
+    steps += [step_of(1, 301, 600), step_of(1, 901, 3), join([step_of(1, 904, 40), step_of(0, 8, 17)])]
     for index, step in enumerate(steps):
         qkv = torch.randn(len(step.tokens), (shape[0] + 2 * shape[1]) * shape[2], generator=torch.manual_seed(index))
         remaining = iter(caches)
@@ -367,7 +368,7 @@ def test_chunks_of_any_size_give_the_same_bits(tiny: Tiny, sizes: list[int]) -> 
 def test_neighbours_in_a_batch_change_no_bit(tiny: Tiny) -> None:
     alone = prefill(tiny, tiny.forward, [20], row=1)
     steps = [Step.of(IDS[:20], row=row, logit_indices=range(20)) for row in range(4)]
-    assert torch.equal(tiny.forward(Step.join(steps)).view(4, 20, -1), alone.expand(4, -1, -1))
+    assert torch.equal(tiny.forward(join(steps)).view(4, 20, -1), alone.expand(4, -1, -1))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

@@ -13,8 +13,8 @@ from extent import IS_WHOLE
 from infer import SamplingParams, ops
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Interrupt, Step
-from infer.runner.runner import CachedRunner
-from infer.runner.verify import SampledTokens
+from infer.runner.runner import Runner
+from infer.runner.sample_loop import SampledTokens
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from path_cases import CASES, Case, Outcome, Way, World, all_by_definition, make_world, run_alone, run_batch
@@ -107,13 +107,13 @@ def test_rows_in_company_say_what_they_say_alone(device_world: World, cases: lis
 
 
 @pytest.fixture
-def runner(device_world: World, monkeypatch: pytest.MonkeyPatch) -> CachedRunner:
+def runner(device_world: World, monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(multi_step, "GROUP", 2)
-    return CachedRunner(device_world.model, 64, num_slots=2, step_tokens=16)
+    return Runner(device_world.model, 64, num_slots=2, step_tokens=16)
 
 
 def prefilled(
-    runner: CachedRunner, params: SamplingParams, count: int, other: SamplingParams | None = None
+    runner: Runner, params: SamplingParams, count: int, other: SamplingParams | None = None
 ) -> tuple[list[Chunk], SamplingColumns]:
     """Two rows of three tokens and room for `count` more."""
     columns = SamplingColumns.of([params, other or params], 256, num_prompt_tokens=[3, 3])
@@ -123,7 +123,7 @@ def prefilled(
     return [Chunk(slot, [8]) for slot in range(2)], columns
 
 
-def test_a_multi_step_ends_when_every_row_has_met_a_stop_id(runner: CachedRunner) -> None:
+def test_a_multi_step_ends_when_every_row_has_met_a_stop_id(runner: Runner) -> None:
     chunks, columns = prefilled(runner, SamplingParams(temperature=0), 6)
     free, _ = runner.multi_step(chunks, 5, columns, None, ())
     first, second = (tokens.token_ids for tokens in free)
@@ -135,24 +135,24 @@ def test_a_multi_step_ends_when_every_row_has_met_a_stop_id(runner: CachedRunner
     assert len(times) == max(ends) + 1
 
 
-def test_a_multi_step_that_is_interrupted_ends_with_the_groups_that_are_under_way(runner: CachedRunner) -> None:
+def test_a_multi_step_that_is_interrupted_ends_with_the_groups_that_are_under_way(runner: Runner) -> None:
     chunks, columns = prefilled(runner, SamplingParams(temperature=0), 6)
     found, _ = runner.multi_step(chunks, 6, columns, None, (), interrupt=Interrupt(1))
     assert [len(tokens.token_ids) for tokens in found] == [4, 4]
 
 
-def test_a_row_that_fails_ends_a_multi_step_with_its_code(runner: CachedRunner) -> None:
+def test_a_row_that_fails_ends_a_multi_step_with_its_code(runner: Runner) -> None:
     banned = SamplingParams(temperature=0, allowed_token_ids=[5], logit_bias={5: -float("inf")})
     chunks, columns = prefilled(runner, banned, 3)
     found, _ = runner.multi_step(chunks, 3, columns, None, ())
     assert [tokens.token_ids for tokens in found] == [[-2], [-2]]
 
 
-def test_log_probabilities_come_with_several_steps_as_one_by_one(device_world: World, runner: CachedRunner) -> None:
+def test_log_probabilities_come_with_several_steps_as_one_by_one(device_world: World, runner: Runner) -> None:
     """Of raw logits and of processed ones."""
     params = SamplingParams(temperature=0.8, top_k=9, seed=1, logprobs=2, repetition_penalty=1.2)
     found = []
-    for each in (runner, CachedRunner(device_world.model, 64, num_slots=2, step_tokens=16, capture=False)):
+    for each in (runner, Runner(device_world.model, 64, num_slots=2, step_tokens=16, capture=False)):
         chunks, columns = prefilled(each, params, 3, replace(params, logprobs_mode="processed"))
         history = History(2, 64, 256)
         for slot in range(2):

@@ -1,5 +1,5 @@
 """Claims about drafts that are verified on a GPU, in Triton's interpreter: all lines at once give what
-`runner.verify` gives one by one."""
+`runner.sample_loop` gives one by one."""
 
 from copy import deepcopy
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infer.operands.step import Chunk, Masks
-from infer.runner.verify import verify
+from infer.runner.sample_loop import verify
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling_params import SamplingParams

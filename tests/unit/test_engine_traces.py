@@ -13,8 +13,8 @@ from infer.engine.engine import Engine
 from infer.engine.lease import Lease
 from infer.engine.sequence import Sequence
 from infer.engine.slots import Slots
-from infer.kvcache.settings import CacheSettings
-from infer.runner.runner import CachedRunner
+from infer.kvcache.cache_settings import CacheSettings
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import (
     CASES,
@@ -71,7 +71,7 @@ class Trace:
         self.way = Way(self.draw.choice(("none", "ngram", "half")), self.draw.choice((7, 64, 512)))
         pool_pages = self.draw.choice((PAGES_EACH, PAGES_EACH + 3, 2 * PAGES_EACH))
         sizes = {"num_slots": NUM_SLOTS, "pool_pages": pool_pages, "capture": self.draw.random() < 0.8}
-        self.runner = CachedRunner(world.model, CONTEXT, settings=world.settings, **sizes)  # type: ignore[arg-type]
+        self.runner = Runner(world.model, CONTEXT, settings=world.settings, **sizes)  # type: ignore[arg-type]
         self.engine = Engine(self.runner, max_steps=self.draw.choice((1, 4, 16)))
         self.asked: list[tuple[Sequence, Case]] = []
         self.told: list[tuple[Lease, Case, Sequence]] = []
@@ -226,7 +226,7 @@ def test_a_pool_that_is_too_small_for_two_answers_gives_both(world: World, monke
     monkeypatch.setattr(Slots, "preempt", note)
     monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 8)  # so all may enter, and have longer answers
     monkeypatch.setattr("infer.engine.admission.LEARNT", 0.0)
-    runner = CachedRunner(world.model, CONTEXT, num_slots=3, pool_pages=PAGES_EACH, settings=world.settings)
+    runner = Runner(world.model, CONTEXT, num_slots=3, pool_pages=PAGES_EACH, settings=world.settings)
     engine, long = Engine(runner), SamplingParams(temperature=0.7, seed=5, max_new_tokens=100, ignore_eos=True)
     cases = [Case(str(index), tuple(b"abc ab" * (3 + index)), replace(long, seed=index)) for index in range(3)]
     sequences = [make_sequence(world, case, Way()) for case in cases]

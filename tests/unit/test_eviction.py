@@ -7,8 +7,8 @@ import pytest
 
 from infer import LLM
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
-from infer.runner.runner import CachedRunner
+from infer.kvcache.cache_settings import CacheSettings
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import (
     CASES,
@@ -56,7 +56,7 @@ def test_a_cache_that_forgets_says_what_is_said_without_one(
     world: World, expected: dict[str, Outcome], way: Way
 ) -> None:
     runner = make_runner(world, way, step_tokens=STEP)
-    assert isinstance(runner, CachedRunner)
+    assert isinstance(runner, Runner)
     for case in SOME:
         result = run_alone(world, case, way, expected[case.name].token_ids, Place(world, way, runner))
         assert Outcome.of(result) == expected[case.name], case.name

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gguf_files import write_model
-from infer.catalog.explain import _kv_types, explain, group_layers
+from infer.catalog.explanation import _kv_types, explain, group_layers
 from infer.cli import main
 from infer.cli.explain import ranges
 from infer.model.from_checkpoint import load_tokenizer

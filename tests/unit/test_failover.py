@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from infer.distributed.asked_body import AskedBody
-from infer.distributed.exchange import Exchange, GoneError, Head
+from infer.distributed.exchange import Exchange, GoneError, ResponseHead
 from infer.distributed.failover import Answering
 from infer.distributed.front import Front
 from infer.distributed.replica import Replica
@@ -37,8 +37,8 @@ class Life:
     def __init__(self, status: int, body: list[bytes] | bytes, *, dies: bool = False) -> None:
         self.status, self.content, self.dies = status, body, dies
 
-    async def head(self, request: bytes) -> Head:
-        return Head(self.status, STREAM if isinstance(self.content, list) else JSON)
+    async def head(self, request: bytes) -> ResponseHead:
+        return ResponseHead(self.status, STREAM if isinstance(self.content, list) else JSON)
 
     async def body(self) -> bytes:
         assert isinstance(self.content, bytes)
@@ -66,7 +66,7 @@ class Lives:
         life = self.left.pop(0)
         head = life.head
 
-        async def noting(request: bytes) -> Head:
+        async def noting(request: bytes) -> ResponseHead:
             self.asked.append(request)
             return await head(request)
 
@@ -193,12 +193,12 @@ def test_a_head_is_handed_on_without_the_fields_of_its_connection() -> None:
         def close(self) -> None:
             pass
 
-    async def ask() -> tuple[Head, bytes]:
+    async def ask() -> tuple[ResponseHead, bytes]:
         exchange = Exchange(Reader(), Writer())
         return await exchange.head(b""), await exchange.body()
 
     head, body = asyncio.run(ask())
-    assert head == Head(200, [(b"content-type", b"application/json"), (b"x-request-id", b"1")])
+    assert head == ResponseHead(200, [(b"content-type", b"application/json"), (b"x-request-id", b"1")])
     assert body == b"{}"
 
 

@@ -18,6 +18,7 @@ from infer.model.load import load_transformer
 from infer.model.transformer import Transformer
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
+from steps import join
 from tiny import ONE_EACH, TINY, Tiny, make_tiny
 
 LENGTH = 100  # fills the windows several times over
@@ -114,7 +115,7 @@ def test_ragged_rows_equal_each_row_alone(pair: tuple[Any, Transformer]) -> None
             if take
         ]
         with torch.inference_mode():
-            logits = model.forward(Step.join(steps), cache)
+            logits = model.forward(join(steps), cache)
         for row, take in enumerate(takes):
             cache.commit(row, take)
         for row, part in enumerate(logits.split(takes)):

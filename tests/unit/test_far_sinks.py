@@ -10,8 +10,8 @@ from torch import Tensor
 
 from infer import LLM, ops
 from infer.errors import InvalidRequestError
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups
-from infer.kvcache.settings import CacheSettings
 from infer.operands.architecture import Layer, Rope
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
@@ -19,6 +19,7 @@ from infer.quantization.kv_layout import LayerCache
 from infer.sampling_params import SamplingParams
 from layer_caches import make_layer
 from path_cases import CONTEXT, make_folder
+from steps import join
 
 NUM_HEADS, KV_HEADS, DIM = 6, 2, 32
 LENGTH, FURTHEST = 400, 99
@@ -107,7 +108,7 @@ def test_rows_on_both_sides_of_the_end_do_not_meet() -> None:
     for repeats in (1, 4):  # a few tokens, and many
         spans = [slice(start, start + count * repeats) for start, count in zip(starts, counts, strict=True)]
         parts = [Step.of([1] * (span.stop - span.start), span.start, row=row) for row, span in enumerate(spans)]
-        found = ops.attend(torch.cat([qkv[span] for span in spans]), HEADS, layer, Step.join(parts))
+        found = ops.attend(torch.cat([qkv[span] for span in spans]), HEADS, layer, join(parts))
         assert torch.equal(found, torch.cat([alone[span] for span in spans]))
 
 

@@ -16,10 +16,10 @@ from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.kernel import Kernel
 from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.checkpoint import open_checkpoint
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.compile_ahead import compiling_ahead, make_outline
 from infer.model.families import make_architecture
-from infer.model.memory import LoadSettings
+from infer.model.memory_estimate import LoadSettings
 from infer.system import cores
 from tiny import TINY, make_tiny
 

@@ -23,6 +23,7 @@ from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
 from looping import loop_of, open_stream
+from recompute import CachelessRunner
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-class Rowwise(Runner):
-    """One slot without a model: `logits` says what follows each token."""
+class Rowwise(CachelessRunner):
+    """No model: `logits` returns the logits after each chunk."""
 
     def __init__(self) -> None:
         backend = ops.backend_of(torch.device("cpu"))
@@ -41,36 +42,14 @@ class Rowwise(Runner):
             Mock(spec=Transformer, backend=backend, device=backend.device, max_seq_len=1000, rope_border=None)
         )
         self.chunks: list[list[int]] = []
-        self._length = 0
-
-    @property
-    def num_slots(self) -> int:
-        return 1
-
-    def reset(self) -> None:
-        self._length = 0
-
-    def reserve(self, slot: int, num_tokens: int) -> None:
-        return
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        return [self._length]
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, parts: Sequence[Chunk]) -> Tensor:
-        (part,) = parts
-        self.chunks.append(list(part.token_ids))
-        lines = [self.logits(part.token_ids) for _ in range(part.num_logits)]
+    def logits_of(self, chunk: Chunk) -> Tensor:
+        self.chunks.append(list(chunk.token_ids))
+        lines = [self.logits(chunk.token_ids) for _ in range(chunk.num_logits)]
         return torch.stack(lines) if lines else torch.zeros(0, VOCAB_SIZE)
-
-    def commit(self, slot: int, count: int) -> None:
-        self._length += count
-
-    def truncate(self, slot: int, length: int) -> None:
-        self._length = length
 
 
 class Scripted(Rowwise):

@@ -129,9 +129,9 @@ def test_the_sampler_fuses_nothing_that_must_round(code: dict[str, dict[str, Any
         (
             "weigh_blocks",
             double_literal,
-            (integer_probs.LOG2_E, integer_probs.LN2_HIGH, integer_probs.LN2_LOW, integer_probs.TAYLOR[0]),
+            (integer_probs.LOG2_E, integer_probs.LN2_HIGH_64, integer_probs.LN2_LOW_64, integer_probs.TAYLOR[0]),
         ),
-        ("choose_plain", single_literal, (*noise.LOG_COEFFICIENTS[:3], noise.LN2_LOW)),
+        ("choose_plain", single_literal, (*noise.LOG_COEFFICIENTS[:3], noise.LN2_LOW_32)),
     ):
         for constant in constants:
             literals = (literal_of(constant), literal_of(-constant))  # x − y × c is x + y × −c

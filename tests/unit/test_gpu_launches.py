@@ -9,7 +9,7 @@ import torch
 from infer import ops
 from infer.model.transformer import Transformer
 from infer.operands.step import Step
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -61,7 +61,7 @@ def test_a_token_is_embedded_by_one_launch() -> None:
 
 def test_a_bucket_compiles_nothing_that_another_has_compiled() -> None:
     model = make_model("Q4_0")
-    runner: CachedRunner = gpu_models.make_runner(model, 1, 1024, capture=False)
+    runner: Runner = gpu_models.make_runner(model, 1, 1024, capture=False)
     with ops.using(model.backend):
         captured = CapturedForward(lambda step: model.forward(step, runner.cache), 64, 64, CPU, Repeats())
     with recorded_launches() as launches:

@@ -7,7 +7,7 @@ import torch
 
 from infer import load_model, ops
 from infer.backends import gpu_memory, gpus
-from infer.backends.memory_rules import StepSizes
+from infer.backends.before_load import StepSizes
 from infer.cli import main
 from infer.errors import InvalidRequestError
 from infer.model.families import make_architecture

@@ -156,7 +156,7 @@ def imported_modules(node: ast.AST) -> list[str]:
 
 
 def test_only_ops_and_tests_know_kernel_modules() -> None:
-    without_torch = {"infer.backends.memory_rules", "infer.backends.first_use"}  # ask by a device's name what serves it
+    without_torch = {"infer.backends.before_load"}  # asks by a device's name what serves it
 
     def knows_kernels(tree: ast.Module) -> bool:
         modules = {module for node in ast.walk(tree) for module in imported_modules(node)}

@@ -36,6 +36,7 @@ from infer.quantization.kv_layout import (
     value_parts,
 )
 from layer_caches import make_layer
+from steps import join
 
 CPU = torch.device("cpu")
 CAPACITY = 640
@@ -161,7 +162,7 @@ def test_threads_and_neighbours_change_no_bit(kv_type: str) -> None:
         assert torch.equal(attend_in([290, 1, 3], heads, kv_type), expected)
     layer, qkv = make_layer(heads, 3, CAPACITY, kv_type), make_qkv(heads, 294)
     for start, count in ((0, 290), (290, 1), (291, 3)):
-        step = Step.join([Step.of([1] * count, start, row=row) for row in (0, 2, 1)])
+        step = join([Step.of([1] * count, start, row=row) for row in (0, 2, 1)])
         both = cpu.attend(qkv[start : start + count].repeat(3, 1), heads, layer, step)
         assert torch.equal(both.view(3, count, -1), expected[start : start + count].expand(3, -1, -1))
 
@@ -193,7 +194,7 @@ def test_a_row_goes_from_cache_to_cache(kv_type: str) -> None:
         37 * 2 * 2 * (key_block_bytes(kv_type, 64) + value_block_bytes(kv_type, 64)) // BLOCK_POSITIONS
     )
     other.import_row(0, tensors, 37)
-    other.copy_row(1, cache, 1)
+    other.copy_row(1, 0)
     for row in range(2):
         other.reserve(row, 4)
     step = Step.of([1] * 4, 37)

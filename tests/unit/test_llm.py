@@ -15,12 +15,12 @@ from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, InvalidRequestError, ModelError, SamplingParams, load_tokenizer
-from infer.bench.recomputed import generate_recomputed
 from infer.checkpoint.generation_config import sampling_defaults
 from infer.errors import ContextLengthError
 from infer.kvcache.paged import PagedCache
 from infer.operands.architecture import Layer
 from infer.sampling_params import UnknownParameterError
+from recompute import generate_recomputed
 from tiny import TINY, Tiny, make_tiny
 
 CONTEXT = 200

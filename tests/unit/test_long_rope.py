@@ -13,10 +13,10 @@ from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, SamplingParams
 from infer.errors import InvalidRequestError
 from infer.kvcache.paged import PagedCache
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Step
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
 from path_cases import Always
 from tiny import LONGROPE, Tiny, make_tiny
@@ -102,7 +102,7 @@ def test_rows_on_both_sides_of_the_border_do_not_disturb_each_other(pair: tuple[
 
 def test_a_prompt_beyond_the_border_takes_no_pages_of_one_before_it(pair: tuple[Any, LLM]) -> None:
     _, llm = pair
-    runner, token_ids = CachedRunner(llm.model, 128, num_slots=2, settings=PAGES), random_ids(100)
+    runner, token_ids = Runner(llm.model, 128, num_slots=2, settings=PAGES), random_ids(100)
     runner.choose_rope(0, 40)
     runner.extend(0, token_ids[:40])
     runner.cache.remember(0, token_ids[:40])
@@ -112,9 +112,9 @@ def test_a_prompt_beyond_the_border_takes_no_pages_of_one_before_it(pair: tuple[
     assert runner.cache.adopt(1, token_ids[:50]) == 32
 
 
-def runner_of(llm: LLM, lengths: Sequence[int], num_next: int = 0, **options: Any) -> CachedRunner:
+def runner_of(llm: LLM, lengths: Sequence[int], num_next: int = 0, **options: Any) -> Runner:
     """Slots of so many tokens, with room for some more."""
-    runner = CachedRunner(llm.model, 128, num_slots=len(lengths), **options)
+    runner = Runner(llm.model, 128, num_slots=len(lengths), **options)
     for slot, length in enumerate(lengths):
         runner.choose_rope(slot, length)
         runner.extend(slot, random_ids(length, seed=length))
@@ -164,7 +164,7 @@ def test_only_an_empty_row_changes_its_factors(pair: tuple[Any, LLM]) -> None:
     cache = runner_of(llm, [3, 100]).cache
     with pytest.raises(InvalidRequestError, match=r"only an empty row .*, row 0 has tokens"):
         cache.set_rope(0, is_long=True)
-    cache.copy_row(0, cache, 1)
+    cache.copy_row(0, 1)
     assert cache.is_long(0)
     cache.truncate(0, 0)
     assert cache.is_long(0)

@@ -25,7 +25,7 @@ from infer.engine.sequence import Sequence
 from infer.engine.stream import AsyncStream, Stream
 from infer.errors import ClosedError, EngineFailedError, InferError
 from infer.outputs import Piece
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from looping import in_threads, loop_of, open_stream
 from path_cases import CASES, CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence, make_world
@@ -46,7 +46,7 @@ class Place:
 
     def __init__(self, world: World, num_slots: int = 8, *, max_steps: int | None = 4, **options: Any) -> None:
         self.world = world
-        self.runner = CachedRunner(world.model, CONTEXT, num_slots=num_slots, settings=world.settings, **options)
+        self.runner = Runner(world.model, CONTEXT, num_slots=num_slots, settings=world.settings, **options)
         self.engine = Engine(self.runner, max_steps=max_steps)
         self.num_of_step = list[int]()
         self.may_step, self.is_in_step = threading.Event(), threading.Event()
@@ -473,7 +473,7 @@ def test_a_step_that_hangs_shows_in_the_heartbeat(place: Place) -> None:
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_a_loop_that_is_dropped_takes_its_thread_along(world: World, is_idle: bool) -> None:
     """`Place` would hold it, by the step that it watches."""
-    loop = loop_of(Engine(CachedRunner(world.model, CONTEXT, num_slots=2)))
+    loop = loop_of(Engine(Runner(world.model, CONTEXT, num_slots=2)))
     asked = Asked(loop, make_sequence(world, LONG, Way()))
     del asked.cancel
     asked.wait_for_first()

@@ -19,7 +19,7 @@ from infer.engine.sequence import Sequence as Answering
 from infer.errors import ConstraintError
 from infer.grammar.base import Constraint
 from infer.operands.step import Chunk, Clock, StepEnd
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
 from looping import open_stream
 from path_cases import (
@@ -136,7 +136,7 @@ def test_a_batch_wider_than_a_step_has_lines_gives_each_its_own(world: World) ->
 
 
 def test_a_row_that_is_full_is_refused_before_anything_is_written(world: World) -> None:
-    runner = CachedRunner(world.model, 8)
+    runner = Runner(world.model, 8)
     runner.reserve(0, 8)
     runner.sample([Chunk(0, prompt_of(8))], SamplingColumns.of([LONG], VOCAB_SIZE), None)
     runner.commit(0, 8)
@@ -444,8 +444,8 @@ def test_a_prompt_is_compressed_after_its_first_token_but_not_after_an_error(
     world: World, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = list[int]()
-    monkeypatch.setattr(CachedRunner, "compresses_prompts", True)
-    monkeypatch.setattr(CachedRunner, "after_prompt", lambda runner, slot, token_ids: ended.append(len(token_ids)))
+    monkeypatch.setattr(Runner, "compresses_prompts", True)
+    monkeypatch.setattr(Runner, "after_prompt", lambda runner, slot, token_ids: ended.append(len(token_ids)))
     engine, sequence = Engine(make_runner(world, Way())), make_sequence(world, Case("", prompt_of(3), LONG), Way())
     engine.submit(sequence)
     if failing == "the sequence":

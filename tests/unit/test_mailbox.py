@@ -16,7 +16,7 @@ from infer.engine.mailbox import Mailbox, Relay, Waiters
 from infer.engine.preparing import AsyncAnswers
 from infer.errors import InvalidRequestError
 from infer.outputs import Piece
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from looping import loop_of, open_stream
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
@@ -32,7 +32,7 @@ NUM_CLOSED = usual_or_all(300, 10_000)
 def engine(world: World, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """It has one slot."""
     monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", MOST)
-    return Engine(CachedRunner(world.model, CONTEXT, num_slots=1), max_steps=4)
+    return Engine(Runner(world.model, CONTEXT, num_slots=1), max_steps=4)
 
 
 @pytest.fixture

@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from infer import ops
+from infer.backends.before_load import StepSizes
 from infer.backends.cpu.capture.forward import CapturedForward
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.records import MAX_THREADS
 from infer.backends.cpu.threads import set_num_threads, team
 from infer.backends.cpu.workspace import step_buffers
-from infer.backends.memory_rules import StepSizes
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.cli import main
 from infer.errors import InvalidRequestError, ModelError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_model
 from infer.model.load import load_transformer
-from infer.model.memory import (
+from infer.model.memory_estimate import (
     LoadSettings,
     cache_bytes,
     estimate,

@@ -8,8 +8,8 @@ import torch
 from infer import LLM
 from infer.engine.engine import Engine
 from infer.kvcache import paged
-from infer.kvcache.settings import CacheSettings
-from infer.runner.runner import CachedRunner
+from infer.kvcache.cache_settings import CacheSettings
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, EOS, make_folder
 
@@ -59,7 +59,7 @@ def test_short_of_memory_from_the_start_it_is_sliding(folder: Path, monkeypatch:
         page_tokens=PAGE,
     )
     assert llm._host is not None
-    engine = llm._host.engine = Engine(CachedRunner(llm.model, llm.max_seq_len, settings=settings))
+    engine = llm._host.engine = Engine(Runner(llm.model, llm.max_seq_len, settings=settings))
     llm._host.loop.own(engine)
     assert llm.generate(make_ids(100), PLAIN, prefill_chunk=PAGE).token_ids == expected.token_ids
 
@@ -105,7 +105,7 @@ def test_what_is_forgotten_goes_back_to_the_system(folder: Path, monkeypatch: py
         page_tokens=256,
     )
     model = LLM(folder, max_seq_len=CONTEXT).model
-    context = CachedRunner(model, 2048, num_slots=2, settings=settings)
+    context = Runner(model, 2048, num_slots=2, settings=settings)
     context.extend(0, make_ids(100))
     cache = context.cache
     cache._lengths[0] = 0  # the rest is not run: the model knows fewer positions than a page of the system holds

@@ -13,15 +13,15 @@ from fake_cli import FakeModel
 from fake_hub import FakeHub, serving
 from gguf_files import write_model
 from infer.catalog import hub_models
-from infer.catalog.forecast import FORECAST_CONTEXT, forecast
 from infer.catalog.hub_models import HUB_MODELS, HubProbe, three_that_fit
+from infer.catalog.model_forecast import FORECAST_CONTEXT, forecast
 from infer.checkpoint import open_checkpoint
 from infer.cli import commands, main
 from infer.cli.model_choice import Offer, offer_lines
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.context_length import context_length
 from infer.model.families import make_architecture
-from infer.model.memory import LoadSettings, decode_bytes, estimate, loaded_types, slot_bytes, weight_bytes
+from infer.model.memory_estimate import LoadSettings, decode_bytes, estimate, loaded_types, slot_bytes, weight_bytes
 from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.system.cores import default_num_threads
 from test_chat_terminal import CTRL_C, CTRL_D, plain, terminal
@@ -269,13 +269,13 @@ def test_the_size_of_a_download_is_that_of_its_tensors(model: hub_models.HubMode
 def test_the_three_that_fit_are_a_small_a_middle_and_the_largest_one(
     available: float | None, indices: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.catalog.forecast.default_num_threads", lambda: 2)
+    monkeypatch.setattr("infer.catalog.model_forecast.default_num_threads", lambda: 2)
     found = [model for model, _ in three_that_fit(None if available is None else int(available))]
     assert found == [HUB_MODELS[index] for index in indices]
 
 
 def test_a_forecast_is_that_of_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.catalog.forecast.read_bandwidth", lambda num_threads: 10e9)
+    monkeypatch.setattr("infer.catalog.model_forecast.read_bandwidth", lambda num_threads: 10e9)
     checkpoint = open_checkpoint("smollm2")
     architecture, load, cache = make_architecture(checkpoint.config), LoadSettings(), CacheSettings()
     load = LoadSettings(num_threads=default_num_threads())

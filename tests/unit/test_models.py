@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from gguf_files import write_model
-from infer.catalog.models import ModelAtHand, models_at_hand
+from infer.catalog.models_at_hand import ModelAtHand, models_at_hand
 from infer.checkpoint import open_checkpoint, resolve
 from infer.checkpoint.find import INSTALLED_MODELS, InstalledModel
 from infer.cli import main

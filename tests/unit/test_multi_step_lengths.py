@@ -6,7 +6,7 @@ import pytest
 
 from infer.engine.scheduler import FIRST_STEPS, MAX_STEPS, Kind
 from infer.outputs import GenerationResult
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, run_all
 
@@ -76,14 +76,14 @@ def test_what_a_draft_costs_is_learnt_from_steps_like_it(world: World) -> None:
 
 def test_only_sequences_that_run_hold_the_index_of_their_prompt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = [make_sequence(world, replace(CASE, name=str(index)), Way("adaptive")) for index in range(5)]
-    most, commit = 0, CachedRunner.commit
+    most, commit = 0, Runner.commit
 
-    def count(runner: CachedRunner, slot: int, num_tokens: int) -> None:
+    def count(runner: Runner, slot: int, num_tokens: int) -> None:
         nonlocal most
         most = max(most, sum(sequence._draft is not None for sequence in waiting))
         commit(runner, slot, num_tokens)
 
-    monkeypatch.setattr(CachedRunner, "commit", count)
+    monkeypatch.setattr(Runner, "commit", count)
     run_all(world, waiting, Way("adaptive"), 2)
     assert most == 2
     assert not any(sequence._draft for sequence in waiting)

@@ -24,13 +24,13 @@ from infer.backends.cpu.threads import CurrentTeam, Team
 from infer.checkpoint import open_checkpoint
 from infer.cli.compile import run_compile
 from infer.errors import InferError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model import from_checkpoint
 from infer.model.from_checkpoint import load_checked
-from infer.operands.outline import ModelOutline
+from infer.operands.architecture import ModelOutline
 from infer.operands.step import Chunk
 from infer.ops import KernelStore
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
 from infer.sampling_params import SamplingParams
 from infer.system.status_line import silence
@@ -88,7 +88,7 @@ def test_a_load_announces_exactly_the_kernels_of_its_steps(
     model = load_checked(
         open_checkpoint(tmp_path), tokenizer, "cpu", **chosen, max_seq_len=64, on_progress=None, cache=cache
     )
-    captured = CachedRunner(model, 64, settings=cache)._captured
+    captured = Runner(model, 64, settings=cache)._captured
     assert captured is not None
     columns = SamplingColumns.of([SamplingParams(temperature=0)], 8)
     captured.run_multi_step([Chunk(0, [1])], [0], 1, columns)

@@ -25,7 +25,7 @@ from infer.operands.step import Chunk, Interrupt, Masks, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, Weight
 from infer.quantization.kv_formats import KV_TYPES
 from infer.sampling.columns import SamplingColumns
-from infer.sampling.failure_codes import NOT_A_NUMBER, NOTHING_ALLOWED
+from infer.sampling.constants import NOT_A_NUMBER, NOTHING_ALLOWED
 from infer.sampling.masks import pack_masks
 from layer_caches import make_layer
 from path_cases import CASES, DRAFTS, Drafts, Outcome, Way, World, all_by_definition, make_world, run_batch
@@ -46,6 +46,7 @@ from infer.backends.opencl.launches import Recording  # noqa: E402
 from infer.backends.opencl.projection import macros_of, packed  # noqa: E402
 from infer.backends.opencl.sampled import _MACROS as SAMPLING  # noqa: E402
 from infer.backends.opencl.sampled import Sampler  # noqa: E402
+from steps import join  # noqa: E402
 
 CPU = torch.device("cpu")
 PLATFORM = devices.choose().platform.name
@@ -141,7 +142,7 @@ def test_attention_has_the_bits_of_the_cpu(kv_type: str, mode: str, dim: int) ->
         attended = []
         for start, end in ((0, 290), (290, 299), (299, 300)):
             steps = [Step.of([0] * (end - start), start, row=row) for row in range(2)]
-            attended.append(ops.attend(qkv[:, start:end].flatten(0, 1).contiguous(), heads, layer, Step.join(steps)))
+            attended.append(ops.attend(qkv[:, start:end].flatten(0, 1).contiguous(), heads, layer, join(steps)))
         return *attended, layer.keys, layer.values
 
     assert same(call)

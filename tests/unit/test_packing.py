@@ -17,7 +17,7 @@ from infer.backends.cpu.table import Command
 from infer.backends.cpu.threads import set_num_threads
 from infer.backends.cpu.workspace import matrix_bytes
 from infer.backends.reference import dense
-from infer.model.rope import make_rope_table
+from infer.model.load import make_rope_table
 from infer.operands.architecture import Rope
 from infer.operands.weights import ConvertedWeight, Norm, Projection, StoredWeight, UnreadWeight
 from infer.quantization.ggml_blocks import quantize, quantize_fitted

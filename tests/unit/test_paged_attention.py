@@ -14,6 +14,7 @@ from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_formats import key_block_bytes, num_blocks, value_block_bytes
 from infer.quantization.kv_layout import LayerCache, Pages
+from steps import join
 
 NUM_HEADS, KV_HEADS, DIM = 6, 2, 32
 CAPACITY = 1000
@@ -156,7 +157,7 @@ def test_a_few_tokens_of_several_rows_are_shared_out_and_change_no_bit(num_threa
                 for row, (start, count) in enumerate(zip(starts, counts, strict=True))
             ]
             qkv = torch.cat([make_qkv(count, start) for start, count in zip(starts, counts, strict=True)])
-            found = ops.attend(qkv, HEADS, layer, Step.join(parts)).split(counts)
+            found = ops.attend(qkv, HEADS, layer, join(parts)).split(counts)
             for row, (start, each) in enumerate(zip(starts, found, strict=True)):
                 assert torch.equal(each, alone[row][start : start + len(each)])
     finally:
@@ -182,7 +183,7 @@ def test_many_rows_and_a_prompt_among_them_change_no_bit(num_threads: int) -> No
             if start:
                 ops.attend(make_qkv(start, 0), HEADS, layer, Step.of([1] * start, row=row))
         chunks = list(zip(starts, counts, strict=True))
-        step = Step.join([Step.of([1] * count, start, row=row) for row, (start, count) in enumerate(chunks)])
+        step = join([Step.of([1] * count, start, row=row) for row, (start, count) in enumerate(chunks)])
         qkv = torch.cat([make_qkv(count, start) for start, count in chunks])
         found = ops.attend(qkv, HEADS, layer, step).split(counts)
     finally:

@@ -18,7 +18,7 @@ from infer.backends.cpu.capture.sampled import Verifier
 from infer.engine.engine import Engine
 from infer.engine.sequence import Sequence as Answering
 from infer.errors import InferError
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import (
     CASES,
@@ -162,18 +162,18 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def never_roll_back(patch: pytest.MonkeyPatch) -> None:
-    commit, reserve = CachedRunner.commit, CachedRunner.reserve
+    commit, reserve = Runner.commit, Runner.reserve
     lengths: dict[int, int] = {}
 
-    def see(self: CachedRunner, slot: int, num_tokens: int) -> None:
+    def see(self: Runner, slot: int, num_tokens: int) -> None:
         lengths[slot] = num_tokens
         reserve(self, slot, num_tokens)
 
-    def commit_all(self: CachedRunner, slot: int, count: int) -> None:
+    def commit_all(self: Runner, slot: int, count: int) -> None:
         commit(self, slot, max(count, lengths[slot]))
 
-    patch.setattr(CachedRunner, "reserve", see)
-    patch.setattr(CachedRunner, "commit", commit_all)
+    patch.setattr(Runner, "reserve", see)
+    patch.setattr(Runner, "commit", commit_all)
 
 
 def draw_the_noise_of_the_next_entry(patch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def forget_accepted_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_the_last_tenant_in_the_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CachedRunner, "truncate", lambda self, slot, length: None)
+    patch.setattr(Runner, "truncate", lambda self, slot, length: None)
 
 
 def mask_with_the_line_before(patch: pytest.MonkeyPatch) -> None:
@@ -230,12 +230,12 @@ def keep_what_follows_a_stop(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_what_was_never_accepted(patch: pytest.MonkeyPatch) -> None:
-    commit = CachedRunner.commit
+    commit = Runner.commit
 
-    def commit_one_more(self: CachedRunner, slot: int, count: int) -> None:
+    def commit_one_more(self: Runner, slot: int, count: int) -> None:
         commit(self, slot, count + (count > 1))
 
-    patch.setattr(CachedRunner, "commit", commit_one_more)
+    patch.setattr(Runner, "commit", commit_one_more)
 
 
 def remember_nothing_forced(patch: pytest.MonkeyPatch) -> None:

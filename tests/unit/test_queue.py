@@ -8,8 +8,8 @@ from infer.engine.admission import FEWEST_KEPT, work_of
 from infer.engine.engine import Engine
 from infer.engine.queue import Queue
 from infer.engine.sequence import Sequence
-from infer.kvcache.settings import CacheSettings
-from infer.runner.runner import CachedRunner
+from infer.kvcache.cache_settings import CacheSettings
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, make_sequence
 
@@ -118,7 +118,7 @@ def test_who_waits_for_pages_is_passed_by_one_of_an_idle_tenant_that_is_owed_as_
 @pytest.fixture
 def engine(world: World) -> Iterator[Engine]:
     settings = CacheSettings(page_tokens=16)
-    runner = CachedRunner(world.model, CONTEXT, num_slots=8, settings=settings, pool_pages=2 * CONTEXT // 16)
+    runner = Runner(world.model, CONTEXT, num_slots=8, settings=settings, pool_pages=2 * CONTEXT // 16)
     engine = Engine(runner, max_steps=1)
     yield engine
     engine.close()

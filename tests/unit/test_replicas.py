@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from infer.distributed.asked_body import AskedBody, with_seed
-from infer.distributed.exchange import Exchange, GoneError, Head
+from infer.distributed.exchange import Exchange, GoneError, ResponseHead
 from infer.distributed.failover import Answering
 from infer.distributed.front import Front
 from infer.distributed.replica import Replica
@@ -245,12 +245,12 @@ def test_a_part_is_asked_for_again_once_and_only_if_its_event_was_sent(
     lives, asked, expected, body = [*cuts, None], list[list[SentPart]](), list[list[SentPart]](), list[bytes]()
 
     class Living:
-        async def head(self, request: bytes) -> Head:
+        async def head(self, request: bytes) -> ResponseHead:
             head, _, content = request.partition(b"\r\n\r\n")
             (length,) = re.findall(rb"x-infer-sent: (\d+)", head)
             asked.append(unpack(content[: int(length)]) if int(length) else [])
             expected.append(PARTS[: len(body)])
-            return Head(200, [(b"content-type", b"text/event-stream")])
+            return ResponseHead(200, [(b"content-type", b"text/event-stream")])
 
         async def events(self) -> AsyncGenerator[list[bytes], None]:
             num_given, cut = len(asked[-1]), lives.pop(0)

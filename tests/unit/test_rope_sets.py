@@ -11,6 +11,7 @@ from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_layout import LayerCache
 from layer_caches import make_layer
+from steps import join
 
 NUM_HEADS, KV_HEADS, DIM, LENGTH = 6, 2, 48, 300
 SETS = [0, 1, 1, 0]
@@ -45,7 +46,7 @@ def attend_all(layer: LayerCache, heads: Heads, rows: list[int]) -> Tensor:
     """`rows` are whose keys and values the layer's rows get: [rows, tokens, out]."""
     out, start = [], 0
     for size in CHUNKS:
-        step = Step.join([Step.of([1] * size, start, row=row) for row in range(len(rows))])
+        step = join([Step.of([1] * size, start, row=row) for row in range(len(rows))])
         qkv = torch.cat([qkv_of(row)[start : start + size] for row in rows])
         out.append(ops.attend(qkv, heads, layer, step).unflatten(0, (len(rows), size)))
         start += size

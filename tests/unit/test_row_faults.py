@@ -13,8 +13,8 @@ from infer.engine.engine import Engine
 from infer.engine.messages import Reply, once
 from infer.engine.sequence import Sequence as Answering
 from infer.errors import EngineFailedError
-from infer.kvcache.settings import CacheSettings
-from infer.runner.runner import CachedRunner
+from infer.kvcache.cache_settings import CacheSettings
+from infer.runner.runner import Runner
 from looping import open_stream
 from path_cases import (
     Case,
@@ -150,7 +150,7 @@ def test_after_a_fault_alone_the_context_serves_the_next_answer(world: World, wa
 
 def test_what_a_failed_row_stored_is_nobodys_prefix(world: World) -> None:
     settings = CacheSettings(reuse_prefixes=True, page_tokens=16)
-    runner = CachedRunner(world.model, 100, settings=settings)
+    runner = Runner(world.model, 100, settings=settings)
     engine = Engine(runner)
     for has_fault in (False, True):
         running = make_sequence(world, Case("", PROMPT, LONG), Way())

@@ -52,7 +52,7 @@ ALLOWED = {
     ("distributed/replicas.py", "socket"),
     ("server/http_server.py", "asyncio"),
     ("server/http_server.py", "socket"),  # a pair of them
-    ("distributed/serve.py", "asyncio"),
+    ("distributed/ray_serve.py", "asyncio"),
     ("cli/serve.py", "socket"),
     ("server/limits.py", "asyncio"),
     ("server/state.py", "asyncio"),

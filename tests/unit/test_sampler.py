@@ -12,8 +12,8 @@ from jaxtyping import TypeCheckError
 from torch import Tensor
 
 from infer.errors import InferError, InvalidRequestError
-from infer.sampling import reference
-from infer.sampling.reference import (
+from infer.sampling import definition
+from infer.sampling.definition import (
     LogitsError,
     apply_frequency_penalty,
     apply_logit_bias,
@@ -513,4 +513,4 @@ def test_log_probabilities_are_those_of_the_softmax(row: Tensor, k: int) -> None
 
 
 def test_the_module_says_its_order() -> None:
-    assert [f"{n:2d}." in str(reference.__doc__) for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)] == [True] * 10
+    assert [f"{n:2d}." in str(definition.__doc__) for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)] == [True] * 10

@@ -252,7 +252,7 @@ def test_frequency_and_presence_are_llama_cpps_formula(context: list[int]) -> No
 )
 def test_the_penalty_functions_leave_what_llama_cpp_says_at_5_and_5(context: list[int], expected: list[float]) -> None:
     """The formula itself has no bounds: the reference's two functions take what `SamplingParams` would refuse."""
-    from infer.sampling.reference import apply_frequency_penalty, apply_presence_penalty
+    from infer.sampling.definition import apply_frequency_penalty, apply_presence_penalty
 
     found = apply_presence_penalty(apply_frequency_penalty(torch.tensor(FIFTHS).log(), context, 5.0), context, 5.0)
     assert found.softmax(0).tolist() == pytest.approx(expected, abs=1e-5)

@@ -17,8 +17,8 @@ from infer.engine.stream import Stream
 from infer.errors import ContextLengthError
 from infer.operands.step import Chunk
 from infer.outputs import GenerationResult
-from infer.runner.runner import CachedRunner
-from infer.session.spelling import keep_spelling
+from infer.runner.runner import Runner
+from infer.session.token_spelling import keep_spelling
 from tiny import Tiny, make_tiny
 
 CONTEXT = 400
@@ -202,17 +202,17 @@ def test_an_exception_while_answering_leaves_a_session_that_goes_on(llm: LLM, er
 def test_a_fault_while_ids_are_appended_leaves_a_session_that_goes_on(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session, forward, calls = llm.session(), CachedRunner.forward, list[int]()
+    session, forward, calls = llm.session(), Runner.forward, list[int]()
     session.append("hello")
 
-    def fail(context: CachedRunner, parts: Sequence[Chunk]) -> torch.Tensor:
+    def fail(context: Runner, parts: Sequence[Chunk]) -> torch.Tensor:
         calls.append(len(parts))
         if len(calls) == 2:
             raise MemoryError
         return forward(context, parts)
 
     monkeypatch.setattr(llm._opened.runner, "_step_tokens", 4)
-    monkeypatch.setattr(CachedRunner, "forward", fail)
+    monkeypatch.setattr(Runner, "forward", fail)
     with pytest.raises(MemoryError):
         session.append(" and more than four")
     assert session.token_ids == llm.tokenizer.encode("hello")
@@ -382,7 +382,7 @@ def test_a_cache_that_is_not_what_the_session_knows_is_an_error(llm: LLM, monkey
     session = llm.session()
     session.send("hello", GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(CachedRunner, "truncate", lambda self, slot, length: None)
+        patch.setattr(Runner, "truncate", lambda self, slot, length: None)
         with pytest.raises(RuntimeError, match=r"the cache holds \d+ tokens where \d+ are right"):
             session.rewind(3)
     session.rewind(3)

@@ -24,9 +24,9 @@ from infer.engine.step_costs import StepCosts
 from infer.engine.step_shares import Part, StepShares
 from infer.engine.stream import Stream
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.outputs import Piece
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from looping import loop_of, open_stream
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
@@ -39,7 +39,7 @@ SHORT = Case("short", tuple(b"cab"), SamplingParams(temperature=0.8, seed=3, max
 @pytest.fixture
 def engine(world: World) -> Iterator[Engine]:
     settings = CacheSettings(page_tokens=16, reuse_prefixes=True)
-    engine = Engine(CachedRunner(world.model, CONTEXT, num_slots=4, settings=settings), max_steps=4)
+    engine = Engine(Runner(world.model, CONTEXT, num_slots=4, settings=settings), max_steps=4)
     yield engine
     engine.close()
 
@@ -300,7 +300,7 @@ def test_one_that_was_preempted_comes_back_when_another_leaves_though_a_third_ru
 
 def test_one_prompt_is_remembered_for_at_most_half_of_the_pool(world: World) -> None:
     settings = CacheSettings(page_tokens=16, reuse_prefixes=True)
-    runner = CachedRunner(world.model, CONTEXT, num_slots=2, settings=settings, pool_pages=CONTEXT // 16)
+    runner = Runner(world.model, CONTEXT, num_slots=2, settings=settings, pool_pages=CONTEXT // 16)
     engine = Engine(runner)
     case = replace(SHORT, name="long prompt", prompt=tuple(b"abc " * 35))
     for expected in (0, 80):
@@ -369,7 +369,7 @@ def test_a_call_has_these_options(tmp_path_factory: pytest.TempPathFactory) -> N
 def test_who_comes_while_there_is_a_slot_waits_for_one_step_alone(
     max_running: int, num_tokens: int, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(CachedRunner(world.model, CONTEXT, num_slots=2), max_steps=32)
+    engine = Engine(Runner(world.model, CONTEXT, num_slots=2), max_steps=32)
     engine.max_running, loop = max_running, loop_of(engine)
     first, coming = (open_stream(loop, make_sequence(world, case, Way())) for case in (LONG, SHORT))
     multi_step, counts = engine.runner.multi_step, list[int]()

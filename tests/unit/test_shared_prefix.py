@@ -18,6 +18,7 @@ from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_formats import key_block_bytes, num_blocks, value_block_bytes
 from infer.quantization.kv_layout import LayerCache, Pages
+from steps import join
 
 NUM_HEADS, KV_HEADS, DIM, PAGE = 6, 2, 32, 64
 PAGES_PER_ROW = 20
@@ -87,7 +88,7 @@ def test_rows_that_share_pages_have_the_bits_that_each_has_alone(kv_type: str, r
         qkvs.append(make_qkv(row, start, count))
     for step, qkv in zip(steps, qkvs, strict=True):
         alone.append(ops.attend(qkv, HEADS, layer, step).clone())
-    together = ops.attend(torch.cat(qkvs), HEADS, layer, Step.join(steps))
+    together = ops.attend(torch.cat(qkvs), HEADS, layer, join(steps))
     assert torch.equal(together, torch.cat(alone))
 
 
@@ -107,7 +108,7 @@ def make_keep_prefixes() -> Callable[..., None]:
 
 def prefixes(rows: list[int]) -> list[tuple[int, int]]:
     args, state, pages = np.zeros(1, ATTEND), aligned(1, STATE), make_layer("f32").pages
-    step = Step.join([Step.of([1] * ROWS[row][2], ROWS[row][1], row=row) for row in rows])
+    step = join([Step.of([1] * ROWS[row][2], ROWS[row][1], row=row) for row in rows])
     found = np.zeros((len(step.rows), 2), np.int64)
     args["num_heads"], args["num_kv_heads"], args["fewest_for_many"] = NUM_HEADS, KV_HEADS, 40
     args["table"], args["table_stride"], args["page_bits"] = pages.table.data_ptr(), PAGES_PER_ROW, 6

@@ -14,15 +14,16 @@ from extent import IS_WHOLE
 from infer import ops
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
-from infer.model.shares import head_starts, kv_heads_of, part_ranges, row_starts
+from infer.model.sharding import head_starts, kv_heads_of, part_ranges, row_starts
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Layer
 from infer.operands.group import Group
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
+from steps import join
 from tiny import ONE_EACH, TINY, Tiny, make_tiny
 
 LENGTH = 40
@@ -80,7 +81,7 @@ def logits_of(model: Transformer, settings: CacheSettings | None = None) -> Tens
             for row in range(2):
                 cache.reserve(row, count)
             steps = [Step.of(ids[row][start : start + count], start, row=row) for row in range(2)]
-            found.append(model.forward(Step.join(steps), cache).clone())
+            found.append(model.forward(join(steps), cache).clone())
             for row in range(2):
                 cache.commit(row, count)
             start += count

@@ -8,7 +8,7 @@ import pytest
 from infer.engine.admission import AnswerLengths, Running, Tenants, Waiting, victim, work_of
 from infer.engine.engine import Engine
 from infer.outputs import percentile
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, make_sequence
 from simulation import Machine, Request, Simulation
@@ -143,7 +143,7 @@ def test_a_long_prompt_is_passed_by_as_much_work_as_its_own_and_no_more() -> Non
 def test_a_slot_that_is_given_to_another_tenant_changes_no_answer(world: World) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_new_tokens=40, ignore_eos=True)
     cases = [Case(str(index), tuple(b"abc ab" * (2 + index)), replace(params, seed=index)) for index in range(5)]
-    runner = CachedRunner(world.model, CONTEXT, num_slots=2, settings=world.settings)
+    runner = Runner(world.model, CONTEXT, num_slots=2, settings=world.settings)
     engine = Engine(runner, max_steps=1)
     alice = [make_sequence(world, case, Way(), tenant="alice") for case in cases[:4]]
     bob = make_sequence(world, cases[4], Way(), tenant="bob")

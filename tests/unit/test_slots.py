@@ -5,8 +5,8 @@ import pytest
 from infer.engine.engine import Engine
 from infer.engine.lease import Lease
 from infer.engine.sequence import Sequence
-from infer.kvcache.settings import CacheSettings
-from infer.runner.runner import CachedRunner
+from infer.kvcache.cache_settings import CacheSettings
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
 
@@ -16,7 +16,7 @@ TURN = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 
 def make_engine(world: World, num_slots: int, pool_pages: int | None = None) -> Engine:
     sizes = {"num_slots": num_slots, "pool_pages": pool_pages, "settings": CacheSettings(page_tokens=16)}
-    return Engine(CachedRunner(world.model, CONTEXT, **sizes), max_steps=4)  # type: ignore[arg-type]
+    return Engine(Runner(world.model, CONTEXT, **sizes), max_steps=4)  # type: ignore[arg-type]
 
 
 def test_a_paused_answer_gives_its_pages_before_one_that_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

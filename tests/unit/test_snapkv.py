@@ -9,11 +9,11 @@ from torch import Tensor
 
 from infer import LLM
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import OBSERVED_TOKENS, CacheSettings
+from infer.kvcache.cache_settings import OBSERVED_TOKENS, CacheSettings
 from infer.kvcache.snapkv import choose_slots
 from infer.operands.step import Chunk
 from infer.quantization.kv_layout import decode_keys, decode_values, key_parts, value_parts
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, EOS, make_folder
 
@@ -55,12 +55,12 @@ def test_the_slots_with_the_most_attention_are_kept_with_their_neighbours() -> N
 @torch.inference_mode()
 def test_what_is_kept_lies_there_to_the_bit_and_is_all_that_the_next_token_sees(llm: LLM) -> None:
     prompt = make_ids(120)
-    whole, kept = CachedRunner(llm.model, CONTEXT), CachedRunner(llm.model, CONTEXT, settings=SNAPKV)
+    whole, kept = Runner(llm.model, CONTEXT), Runner(llm.model, CONTEXT, settings=SNAPKV)
     for context in (whole, kept):
         context.extend(0, prompt)
     kept.after_prompt(0, prompt)
     kept.cache.check_integrity()
-    (rows,) = (rows for rows in kept.cache.groups if rows.group.is_evicting)
+    (rows,) = (rows for rows in kept.cache.groups if rows.group.is_late)
     assert rows.state(0) == (len(prompt) - WINDOW, PREFIX, WINDOW - PREFIX, WINDOW)
     selections = set()
     for layer in rows.group.layers:
@@ -78,7 +78,7 @@ def test_what_is_kept_lies_there_to_the_bit_and_is_all_that_the_next_token_sees(
     assert not kept.forward([Chunk(0, [5])]).equal(whole.forward([Chunk(0, [5])]))
 
 
-def stored(context: CachedRunner, layer: int, num_slots: int) -> tuple[Tensor, Tensor]:
+def stored(context: Runner, layer: int, num_slots: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the first slots, [kv_heads, slots, dim] each."""
     cache = context.cache
     memory, (rows,) = cache.memory.layers[layer], (rows for rows in cache.groups if layer in rows.group.layers)

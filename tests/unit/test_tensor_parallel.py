@@ -20,17 +20,16 @@ from infer.checkpoint import open_checkpoint
 from infer.engine.batch import answer_all
 from infer.engine.engine import Engine
 from infer.errors import InferError, InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_checked
 from infer.operands.step import Chunk
-from infer.runner.runner import CachedRunner, Runner
+from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
 from infer.sampling_params import SamplingParams
-from infer.tensor_parallel.digest import digest_of
 from infer.tensor_parallel.leading import LeadingRunner
-from infer.tensor_parallel.ranks import Ranks
-from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport
+from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
+from infer.tensor_parallel.ranks import Ranks, digest_of
 from looping import loop_of
 from path_cases import CASES, CONTEXT, Outcome, Way, World, make_sequence, make_world
 from tiny import LONGROPE, ONE_EACH, TINY, make_tiny
@@ -77,18 +76,18 @@ def runner_of(
     capture: bool = True,
     settings: CacheSettings | None = None,
     capacity: int = CAPACITY,
-) -> CachedRunner | LeadingRunner:
+) -> Runner:
     """By itself, or rank 0's."""
     settings, group = settings or CacheSettings(), None if ranks is None else ranks.group
     model = load_checked(
         open_checkpoint(folder), None, "cpu", "auto", "auto", "exact", capacity, None, settings, group=group
     )
-    runner = CachedRunner(model, capacity, num_slots=NUM_SLOTS, capture=capture, settings=settings)
+    asked = RunnerSettings(capacity, settings, NUM_SLOTS, None, capture)
     if ranks is None:
-        return runner
+        return Runner(model, **asked._asdict())
     ranks.source = source_of(folder)
-    ranks.load(RunnerSettings(capacity, settings, NUM_SLOTS, None, capture))
-    return LeadingRunner(runner, ranks)
+    ranks.load(asked)
+    return LeadingRunner(ranks, model, **asked._asdict())
 
 
 def columns_of(runner: Runner) -> SamplingColumns:

@@ -22,8 +22,8 @@ from infer.cli.trace_picture import make_picture
 from infer.cli.words import display_width
 from infer.outputs import SampleTrace
 from infer.sampling.columns import SamplingColumns
+from infer.sampling.definition import LogitsError, sample_token
 from infer.sampling.history import History
-from infer.sampling.reference import LogitsError, sample_token
 from infer.sampling.sampler import stages
 from infer.sampling.trace import sample_trace
 from tiny import Tiny, make_tiny

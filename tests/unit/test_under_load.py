@@ -15,8 +15,8 @@ from infer.backends.cpu.threads import set_num_threads
 from infer.engine.engine import Engine
 from infer.engine.sequence import Sequence
 from infer.engine.stream import Stream
-from infer.kvcache.settings import CacheSettings
-from infer.runner.runner import CachedRunner
+from infer.kvcache.cache_settings import CacheSettings
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from infer.system.available_memory import give_back_freed
 from looping import loop_of, open_stream
@@ -53,7 +53,7 @@ def random_case(draw: random.Random, number: int) -> Case:
 
 
 def alone(world: World, case: Case) -> Outcome:
-    engine = Engine(CachedRunner(world.model, CONTEXT, settings=world.settings))
+    engine = Engine(Runner(world.model, CONTEXT, settings=world.settings))
     sequence = make_sequence(world, case, WAY)
     engine.submit(sequence)
     while engine.sequences:
@@ -70,7 +70,7 @@ def test_an_answer_under_load_is_the_one_that_it_has_alone(
     monkeypatch.setattr("infer.engine.admission.LEARNT", 0.0)
     draw = random.Random(num_threads)
     cases = [random_case(draw, number) for number in range(NUM_REQUESTS)]
-    runner = CachedRunner(world.model, CONTEXT, num_slots=7, settings=world.settings, pool_pages=12)
+    runner = Runner(world.model, CONTEXT, num_slots=7, settings=world.settings, pool_pages=12)
     engine = Engine(runner, max_steps=4)
     step = engine.step
 
@@ -120,7 +120,7 @@ def test_preempted_without_end_all_answer_and_nothing_is_left(world: World, monk
     monkeypatch.setattr("infer.engine.admission.LEARNT", 0.0)
     draw, cases = random.Random(3), list(SEEDED)
     expected = {case.name: alone(world, case) for case in cases}
-    runner = CachedRunner(world.model, CONTEXT, num_slots=5, settings=world.settings, pool_pages=12)
+    runner = Runner(world.model, CONTEXT, num_slots=5, settings=world.settings, pool_pages=12)
     engine, num_ended = Engine(runner), 0
 
     def state() -> tuple[int, int, int]:

@@ -18,8 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.errors import InvalidRequestError
+from infer.operands.architecture import ModelOutline
 from infer.operands.group import Group
-from infer.operands.outline import ModelOutline
 from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.outputs import TokenLogprob
 from infer.sampling.columns import SamplingColumns

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from infer.backends.memory_rules import StepSizes
+from infer.backends.before_load import StepSizes
 from infer.operands.architecture import Architecture, Layer
 from infer.quantization.ggml_types import BLOCK_TYPES
 

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 
 from infer.bench.speed import (
-    Memory,
+    MemoryProbe,
     OnProgress,
     Workload,
     kv_bytes,
@@ -23,7 +23,7 @@ from infer.bench.speed import (
 )
 from infer.llm import LLM
 from infer.model.transformer import Transformer
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 
 CALIBRATION_TOKENS = 256  # a step that is long beside what Python adds to it
 PREFILL_STEPS, DECODE_STEPS = 3, 32
@@ -33,7 +33,7 @@ NORMS = ("normalize", "post_norm")  # commands of several operations, shown as o
 
 @final
 @dataclass(frozen=True)
-class Operation:
+class StepOperation:
     """All commands of a kind. Seconds, bytes and floating-point operations are per token.
 
     A multiplication with its addition counts as two operations.
@@ -56,7 +56,7 @@ class Profile:
     name: str
     num_tokens: int
     context: int
-    operations: tuple[Operation, ...]
+    operations: tuple[StepOperation, ...]
     layers: tuple[tuple[str, float], ...]
     read_bandwidth: float  # bytes per second that as many threads read, measured before and after
 
@@ -90,10 +90,10 @@ def profile(
     prompt = make_prompt(model, max(workload.prompt_tokens, workload.depth), seed=0)
     prefill_steps, decode_steps = list[_Cycles](), list[_Cycles]()
     with (
-        Memory(model.backend.num_threads(), read_bytes) as memory,
+        MemoryProbe(model.backend.num_threads(), read_bytes) as memory,
         model.backend.threads(),
     ):
-        runner = CachedRunner(model, workload.max_seq_len)
+        runner = Runner(model, workload.max_seq_len)
         seconds_per_cycle = _calibrate(runner, prompt[:CALIBRATION_TOKENS])
         for step in range(PREFILL_STEPS):
             prefill_steps.append(runner.profile(prompt[: workload.prompt_tokens]))
@@ -131,7 +131,8 @@ def summarize(
         num_bytes = weight_bytes_by_kind(model) | {"attend": kv_bytes(model, context)}
     num_flops = flops_by_kind(model, num_tokens, context)
     operations = [
-        Operation(kind, calls[kind], seconds[kind], num_bytes.get(kind, 0), num_flops.get(kind, 0)) for kind in calls
+        StepOperation(kind, calls[kind], seconds[kind], num_bytes.get(kind, 0), num_flops.get(kind, 0))
+        for kind in calls
     ]
     return Profile(name, num_tokens, context, tuple(operations), tuple(layers.items()), read_bandwidth)
 
@@ -157,7 +158,7 @@ def flops_by_kind(model: Transformer, num_tokens: int, context: int) -> dict[str
     return flops
 
 
-def _calibrate(runner: CachedRunner, token_ids: Sequence[int]) -> float:
+def _calibrate(runner: Runner, token_ids: Sequence[int]) -> float:
     """Return the seconds per cycle: the smallest of a few, because disturbances only add to the clock's time."""
     rates = []
     for _ in range(PREFILL_STEPS):

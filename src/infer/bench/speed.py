@@ -105,7 +105,7 @@ def measure(
     peak = peak_resident_bytes()  # before the buffers that bandwidth is measured with
     on_progress(1, num_parts)
     threads = llm.model.backend.num_threads()
-    with Memory(threads, read_bytes) as memory:
+    with MemoryProbe(threads, read_bytes) as memory:
         rates = [memory.read_rate()]
         for repeat in range(1, num_parts):
             first, second = _run(llm, workload, seed=repeat)
@@ -186,7 +186,7 @@ def kv_bytes(model: Transformer, context: int) -> int:
 
 
 @final
-class Memory:
+class MemoryProbe:
     """A buffer in pieces, and threads that sum the pieces as fast as memory delivers them.
 
     Each thread takes the next free piece.

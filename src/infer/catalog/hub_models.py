@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
-from infer.catalog.forecast import Forecast, forecast
+from infer.catalog.model_forecast import ModelForecast, forecast
 from infer.checkpoint.hub_download import is_hub_reachable
 from infer.model.families import make_architecture
 from infer.model.tensors import expected_shapes
@@ -49,7 +49,7 @@ class HubModel:
         types = _Types(self.mixture, len(architecture.layers), is_tied=architecture.tied_embeddings)
         return {name: StoredAs(types.of(name, shape), shape) for name, shape in expected_shapes(architecture).items()}
 
-    def forecast(self) -> Forecast:
+    def forecast(self) -> ModelForecast:
         return forecast(self.architecture, self.tensors)
 
 
@@ -110,7 +110,7 @@ HUB_MODELS = (  # the smallest first
 )  # fmt: skip
 
 
-def three_that_fit(available: int | None) -> list[tuple[HubModel, Forecast]]:
+def three_that_fit(available: int | None) -> list[tuple[HubModel, ModelForecast]]:
     """Return a small model, one from the middle, and the largest whose process fits `available` bytes.
 
     Fewer models are returned if fewer fit. If the available memory is not known (None), every model counts as fitting.

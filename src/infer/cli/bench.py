@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from infer import __version__
-from infer.bench.profile import Operation, Profile, profile
+from infer.bench.profile import Profile, StepOperation, profile
 from infer.bench.speed import Speed, Workload, measure
 from infer.cli.options import cache_values
 from infer.cli.terminal import Spinner, TextWriter
@@ -117,7 +117,7 @@ def profile_lines(found: Profile, width: int) -> Iterator[str]:
             yield f"  {part[0][0]:>4} {columns([seconds for _, seconds in part], max(times))} {part[-1][0]}"
 
 
-def _rate(operation: Operation, found: Profile) -> str:
+def _rate(operation: StepOperation, found: Profile) -> str:
     """Return the number of bytes that are read, their rate, and the share of the limit.
 
     In a prefill, many tokens share each read. Its numbers are floating-point operations and their rate.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from infer.catalog.models import models_at_hand
+from infer.catalog.models_at_hand import models_at_hand
 from infer.cli.chat_session import OFF, is_saved_chat
 from infer.sampling_params import PARAMETER_NAMES
 

@@ -11,7 +11,7 @@ from typing import Any
 from infer.cli.options import cache_values
 from infer.engine.model_settings import check_settings
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.sampling_params import CONSTRAINTS, SamplingParams
 from infer.system.cores import check_num_threads
 

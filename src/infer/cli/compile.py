@@ -9,10 +9,10 @@ import torch
 from infer import ops
 from infer.checkpoint import open_checkpoint
 from infer.errors import InferError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.compile_ahead import make_outline
 from infer.model.families import make_architecture
-from infer.model.memory import LoadSettings
+from infer.model.memory_estimate import LoadSettings
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.quantization.kv_formats import KV_TYPES
 

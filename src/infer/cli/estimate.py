@@ -6,14 +6,14 @@ from typing import Any
 
 import click
 
-from infer.catalog.forecast import tokens_per_second
+from infer.catalog.model_forecast import tokens_per_second
 from infer.checkpoint import open_checkpoint
 from infer.cli.options import cache_values
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.context_length import context_length
 from infer.model.families import make_architecture
-from infer.model.memory import LoadSettings, estimate, largest_context
+from infer.model.memory_estimate import LoadSettings, estimate, largest_context
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.system.available_memory import available_memory_bytes
 from infer.system.cores import check_num_threads, default_num_threads

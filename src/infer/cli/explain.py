@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from infer.catalog.explain import Explanation, LayerGroup, StoredWeights, explain
+from infer.catalog.explanation import Explanation, LayerGroup, StoredWeights, explain
 
 _WORDS = {
     "num_heads": "heads {:,}",

@@ -68,7 +68,7 @@ def choose_model(context: click.Context, options: dict[str, Any]) -> None:
 
 def _chosen(default: str, command: str, *, has_default: bool) -> str:
     from infer.catalog.hub_models import HubProbe
-    from infer.catalog.models import models_at_hand
+    from infer.catalog.models_at_hand import models_at_hand
 
     probe = HubProbe()
     found = [model for model in models_at_hand() if model.problem is None]
@@ -85,7 +85,7 @@ def _chosen(default: str, command: str, *, has_default: bool) -> str:
 
 
 def _offer_at_hand(name: str, num_bytes: int, path: Path) -> Offer:
-    from infer.catalog.forecast import forecast
+    from infer.catalog.model_forecast import forecast
     from infer.checkpoint import open_checkpoint
     from infer.model.families import make_architecture
 

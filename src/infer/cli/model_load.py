@@ -8,7 +8,7 @@ import click
 
 from infer.cli.options import cache_values
 from infer.cli.terminal import Spinner, exit_on_signal, keeping_garbage
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 
 
 def load_model(context: click.Context, options: Mapping[str, Any]) -> Any:
@@ -48,7 +48,7 @@ def load_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 def kernels_ahead(options: Mapping[str, Any], device: str = "cpu") -> AbstractContextManager[None]:
     """Return a context in which torch and the model are loaded while kernels are compiled ahead."""
     from infer.model.compile_ahead import compiling_ahead
-    from infer.model.memory import LoadSettings
+    from infer.model.memory_estimate import LoadSettings
 
     load = LoadSettings(options["dtype"], options["weights"], options["precision"])
     return compiling_ahead(options["model"], device, load, CacheSettings(**cache_values(options)))

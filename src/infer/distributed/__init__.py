@@ -7,4 +7,4 @@ def __getattr__(name: str) -> object:
     """Load `BatchEngine` on its first use, because it loads torch."""
     if name != "BatchEngine":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("infer.distributed.batch").BatchEngine
+    return import_module("infer.distributed.ray_batch").BatchEngine

@@ -21,11 +21,11 @@ class GoneError(Exception):
     """The other side has died, or does not exist."""
 
 
-class EngineFailedError(GoneError):
+class ReplicaFailedError(GoneError):
     """The other side's engine has failed: its process is alive, but answers nothing any more."""
 
 
-class Head(NamedTuple):
+class ResponseHead(NamedTuple):
     status: int
     headers: list[tuple[bytes, bytes]]
 
@@ -45,14 +45,14 @@ def request_bytes(method: str, target: bytes, headers: Headers, body: bytes = b"
 
 
 @runtime_checkable
-class Reader(Protocol):
+class ByteReader(Protocol):
     """A reader like asyncio's, or one of bytes that arrive in another way."""
 
     async def read(self, num_bytes: int, /) -> bytes: ...
 
 
 @runtime_checkable
-class Writer(Protocol):
+class ByteWriter(Protocol):
     def write(self, found: bytes, /) -> None: ...
 
     async def drain(self) -> None: ...
@@ -62,7 +62,7 @@ class Writer(Protocol):
 
 @final
 class Exchange:
-    def __init__(self, reader: Reader, writer: Writer) -> None:
+    def __init__(self, reader: ByteReader, writer: ByteWriter) -> None:
         self._reader, self._writer = reader, writer
         self._parser = httptools.HttpResponseParser(self)
         self._headers = list[tuple[bytes, bytes]]()
@@ -83,16 +83,21 @@ class Exchange:
     def on_message_complete(self) -> None:
         self._has_ended = True
 
-    # What is asked of it. Each raises GoneError where the other side is gone before the end.
+    # Requests. Each method raises GoneError if the other side is gone before the end.
 
-    async def head(self, request: bytes) -> Head:
+    async def get(self, target: bytes) -> tuple[int, bytes]:
+        """Send a GET request, and return status and body."""
+        head = await self.head(request_bytes("GET", target, []))
+        return head.status, await self.body()
+
+    async def head(self, request: bytes) -> ResponseHead:
         with suppress(OSError):
             self._writer.write(request)
             await self._writer.drain()
         while not self._has_head:
             await self._read()
         kept = [(name, value) for name, value in self._headers if name not in HOP_BY_HOP]
-        return Head(self._parser.get_status_code(), kept)
+        return ResponseHead(self._parser.get_status_code(), kept)
 
     async def body(self) -> bytes:
         return b"".join([chunk async for chunk in self._body_chunks()])

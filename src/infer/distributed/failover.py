@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.distributed.asked_body import AskedBody
-from infer.distributed.exchange import HOP_BY_HOP, EngineFailedError, Exchanges, GoneError, Head, request_bytes
+from infer.distributed.exchange import HOP_BY_HOP, Exchanges, GoneError, ReplicaFailedError, ResponseHead, request_bytes
 from infer.server.asking import while_connected
 from infer.server.call import CREATED_HEADER, ID_HEADER, KEY_NAME_HEADER, SENT_HEADER, call_of
 from infer.server.errors import ENGINE_FAILED, ApiError
@@ -80,7 +80,7 @@ class Answering:
         self._call.is_forwarded = False
         return self._fail(error)
 
-    async def _answer(self) -> AsyncGenerator[Head | bytes, None]:
+    async def _answer(self) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Yield the head, then the body as it arrives, from as many replicas as are needed."""
         has_head = False
         for _ in range(_MOST_DEATHS):
@@ -91,7 +91,7 @@ class Answering:
                     if not _is_stream(head):
                         body = await exchange.body()
                         if head.status >= 500 and _code_of(body) in _FAILED_CODES:
-                            raise EngineFailedError
+                            raise ReplicaFailedError
                         if has_head:
                             raise _DIED
                         yield head
@@ -107,7 +107,7 @@ class Answering:
                             if unsent := self._unsent(answered):
                                 yield unsent
                             if has_failed:
-                                raise EngineFailedError
+                                raise ReplicaFailedError
                     return
             except GoneError:
                 if has_head and not self._asked.is_repeatable:
@@ -159,17 +159,17 @@ def _code_of(body: bytes) -> str | None:
         return None
 
 
-def _is_stream(head: Head) -> bool:
+def _is_stream(head: ResponseHead) -> bool:
     return dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
 
 
-async def _head_of(answer: AsyncGenerator[Head | bytes, None]) -> Head:
+async def _head_of(answer: AsyncGenerator[ResponseHead | bytes, None]) -> ResponseHead:
     head = await anext(answer)
-    assert isinstance(head, Head)
+    assert isinstance(head, ResponseHead)
     return head
 
 
-async def _bytes_of(answer: AsyncGenerator[Head | bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _bytes_of(answer: AsyncGenerator[ResponseHead | bytes, None]) -> AsyncGenerator[bytes, None]:
     """Yield the body of an answer whose head has been read."""
     async with aclosing(answer):
         async for chunk in answer:

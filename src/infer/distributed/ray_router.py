@@ -13,7 +13,7 @@ class PrefixRouter(RequestRouter):
 
     def initialize_state(self, num_pages: int = NUM_PAGES) -> None:
         self._router = Router(num_pages)
-        self._under_way: dict[str, tuple[str, float]] = {}  # replica and tokens, by request
+        self._under_way: dict[str, tuple[str, RoutedPrompt]] = {}  # replica and prompt, by request
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -24,15 +24,15 @@ class PrefixRouter(RequestRouter):
         pending_request.routing_context.should_backoff = True
         replicas = {each.replica_id.unique_id: each for each in candidate_replicas}
         queued = dict.fromkeys(replicas, 0.0)
-        for name, num_tokens in self._under_way.values():
+        for name, prompt in self._under_way.values():
             if name in queued:
-                queued[name] += num_tokens
+                queued[name] += prompt.work
         best = replicas.pop(self._router.choose(_prompt_of(pending_request), queued))
         return [[best], list(replicas.values())]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
         prompt, name = _prompt_of(pending_request), replica_id.unique_id
-        self._under_way[pending_request.metadata.internal_request_id] = name, prompt.num_tokens + prompt.answer
+        self._under_way[pending_request.metadata.internal_request_id] = name, prompt
         self._router.sent(prompt, name)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:

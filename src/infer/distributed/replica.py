@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from typing import final
 
-from infer.distributed.exchange import EngineFailedError, Exchange, GoneError, connected, request_bytes
+from infer.distributed.exchange import Exchange, GoneError, ReplicaFailedError, connected
 from infer.errors import InferError
 
 log = logging.getLogger("infer.server")
@@ -98,7 +98,7 @@ class Replica:
                 raise GoneError
             yield exchange
         except GoneError as error:
-            if isinstance(error, EngineFailedError):  # the process would end by itself, but later
+            if isinstance(error, ReplicaFailedError):  # the process would end by itself, but later
                 _signal(process, signal.SIGKILL)
             await self._notice_death()
             raise
@@ -109,8 +109,7 @@ class Replica:
     async def get(self, target: bytes) -> tuple[int, bytes]:
         """Return status and body. Raises GoneError."""
         async with self.exchange() as exchange:
-            head = await exchange.head(request_bytes("GET", target, []))
-            return head.status, await exchange.body()
+            return await exchange.get(target)
 
     async def try_get(self, target: bytes) -> tuple[int, bytes] | None:
         """Return status and body, or None if there is no answer within a second."""

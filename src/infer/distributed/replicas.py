@@ -56,14 +56,13 @@ class Replicas:
             await self._is_any_ready.wait()
         name = self._router.choose(prompt, {name: self._queued[name] for name in ready})
         self._router.sent(prompt, name)
-        work = prompt.num_tokens + prompt.answer
-        self._queued[name] += work
+        self._queued[name] += prompt.work
         try:
             async with ready[name].exchange() as exchange:
                 yield exchange
                 ready[name].num_answered += 1
         finally:
-            self._queued[name] -= work
+            self._queued[name] -= prompt.work
 
     async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
         """Return status and body by name, for the replicas that are ready and answer within a second."""

@@ -39,6 +39,11 @@ class RoutedPrompt(NamedTuple):
     session: str = ""
     answer: float = 0.0
 
+    @property
+    def work(self) -> float:
+        """Tokens that are queued at a replica until it has answered."""
+        return self.num_tokens + self.answer
+
 
 def text_keys(text: bytes, salt: bytes = b"") -> list[bytes]:
     """Return one key per whole block of a text. It covers the block, all blocks before it, and the salt."""

@@ -168,22 +168,6 @@ class Tenants:
     def _least_active(self) -> float:
         return min((self._accounts[tenant] for tenant in self._num_active), default=0.0)
 
-    def most_work_before(self, one: Waiting, waiting: Sequence[Waiting], running: int, most: int) -> float:
-        """Return an upper bound of the work that is computed before a sequence enters, in the unit of `work_of`.
-
-        `running` is the work that the running sequences may still take, `most` the most that any request may take. The
-        bound holds for tenants that have a weight or an account, for answers that are not longer than expected, and if
-        none of the tenant's own requests passes by a priority; after `HEAD_START` per level none can. Each sequence
-        that enters before it, and the sequence itself, may wait for pages and be passed by as much work as its own.
-        Preemptions are not counted.
-        """
-        ahead = sum(each.work for each in waiting if each.tenant == one.tenant and each.rank <= one.rank) - one.work
-        least, reached = self._least_active(), self._accounts[one.tenant] + ahead / self.weight(one.tenant)
-        others = {*self._accounts, *self._weights} - {one.tenant}
-        gaps = [max(0.0, reached - max(self._accounts.get(tenant, least), least)) for tenant in others]
-        theirs = (most + self.weight(tenant) * gap for tenant, gap in zip(others, gaps, strict=True))
-        return float(running + 2 * (ahead + sum(theirs)) + one.work)
-
 
 @final
 class KeptSlots:

@@ -20,12 +20,11 @@ from infer.engine.slot_params import SlotParams
 from infer.engine.slots import Slots
 from infer.engine.snapshot import EngineSnapshot, take_snapshot
 from infer.engine.step_shares import Part, StepShares
-from infer.errors import InferError, OutOfPagesError
+from infer.errors import InferError, OutOfPagesError, closed
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.operands.step import Chunk, Clock, Interrupt, Masks, StepEnd
-from infer.runner.closing import closed
 from infer.runner.runner import Runner
-from infer.runner.verify import SampledTokens
+from infer.runner.sample_loop import SampledTokens
 from infer.speculation.policy import StepTimes
 
 _LOOK_SECONDS = 0.05  # between two looks at sequences that wait or pause, and may be cancelled or time out

@@ -31,8 +31,7 @@ from infer.engine.messages import (
     refuse_all,
 )
 from infer.engine.sequence import Sequence
-from infer.errors import EngineFailedError, InferError
-from infer.runner.closing import closed
+from infer.errors import EngineFailedError, InferError, closed
 
 _POLL_SECONDS = 0.1  # while all answers pause: one may time out or be cancelled by its event
 

@@ -28,25 +28,24 @@ from infer.engine.request import Request, check_ids, make_request, vocab_size_of
 from infer.engine.request_options import RequestOptions, split_options
 from infer.engine.sequence import Sequence
 from infer.engine.stream import OnPrefill, OpenAnswer, Stream
-from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning
+from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning, closed
 from infer.grammar.base import Constraint
 from infer.grammar.budget import Budget, BudgetConstraint
 from infer.grammar.compiler import make_compiler
 from infer.grammar.grammar import Grammar, grammar_of
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.prepare.answer import AnswerGrammars
 from infer.runner.caches import default_pool_pages
-from infer.runner.closing import closed
 from infer.runner.hidden_states import HiddenStates
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
 from infer.sampling_params import SamplingParams
 from infer.system.lane import asking_for
 from infer.tensor_parallel.leading import LeadingRunner
+from infer.tensor_parallel.rank_settings import RunnerSettings
 from infer.tensor_parallel.ranks import Ranks
-from infer.tensor_parallel.settings import RunnerSettings
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat
 from infer.toolcalls.past_calls import with_values
@@ -85,7 +84,7 @@ class Host:
         self._open_model: Transformer | None = model
         self.vocab_size = vocab_size_of(model, tokenizer)
         self._ranks = ranks
-        self._open_runner: CachedRunner | LeadingRunner | None = loop.run(_make_runner, model, settings, ranks)
+        self._open_runner: Runner | None = loop.run(_make_runner, model, settings, ranks)
         self._hidden_states: HiddenStates | None = None
         self.engine = Engine(self.runner)
         loop.own(self.engine)
@@ -112,7 +111,7 @@ class Host:
         return model
 
     @property
-    def runner(self) -> CachedRunner | LeadingRunner:
+    def runner(self) -> Runner:
         """Raises ClosedError after `close`."""
         if (runner := self._open_runner) is None:
             raise closed()
@@ -369,20 +368,13 @@ class Host:
         return self.loop.run(lambda: self.engine.change(lease, change))
 
 
-def _make_runner(model: Transformer, settings: HostSettings, ranks: Ranks | None) -> CachedRunner | LeadingRunner:
+def _make_runner(model: Transformer, settings: HostSettings, ranks: Ranks | None) -> Runner:
     pool_pages = settings.pool_pages or default_pool_pages(model, settings.cache)
-    runner = CachedRunner(
-        model,
-        model.max_seq_len,
-        num_slots=MAX_STEP_LOGITS,
-        capture=settings.capture,
-        settings=settings.cache,
-        pool_pages=pool_pages,
-    )
+    asked = RunnerSettings(model.max_seq_len, settings.cache, MAX_STEP_LOGITS, pool_pages, settings.capture)
     if ranks is None:
-        return runner
-    ranks.load(RunnerSettings(model.max_seq_len, settings.cache, MAX_STEP_LOGITS, pool_pages, settings.capture))
-    leading = LeadingRunner(runner, ranks)
+        return Runner(model, **asked._asdict())
+    ranks.load(asked)
+    leading = LeadingRunner(ranks, model, **asked._asdict())
     leading.check_logits()
     return leading
 

@@ -41,9 +41,8 @@ from infer.engine.messages import (
     refuse_all,
 )
 from infer.engine.sequence import Sequence
-from infer.errors import ClosedError, EngineFailedError, InferError
+from infer.errors import ClosedError, EngineFailedError, InferError, closed
 from infer.model.load import OnProgress
-from infer.runner.closing import closed
 from infer.system.thread_start import start_thread
 
 _Found = TypeVar("_Found")

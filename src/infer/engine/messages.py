@@ -12,7 +12,7 @@ from infer.engine.engine import Engine
 from infer.engine.lease import Lease
 from infer.engine.mailbox import Mailbox, Waiters
 from infer.engine.sequence import Sequence
-from infer.runner.closing import closed
+from infer.errors import closed
 
 _Found = TypeVar("_Found")
 Work = Generator[None, None, _Found]  # runs to its next `yield` between two steps

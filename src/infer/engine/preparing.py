@@ -13,8 +13,8 @@ from infer.engine.mailbox import Mailbox, Relay, Waiters
 from infer.engine.messages import Work, once
 from infer.engine.sequence import Sequence
 from infer.engine.stream import AsyncStream, OpenAnswer
+from infer.errors import closed
 from infer.outputs import GenerationResult
-from infer.runner.closing import closed
 
 Check = Callable[[], None]
 NUM_PREPARING = 4

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple, Self, final
 
-from infer.engine.admission import ANSWER_WORK
 from infer.engine.step_costs import StepCosts, StepWork, context_of
 from infer.operands.limits import MAX_STEP_TOKENS
 from infer.speculation.policy import StepTimes
@@ -153,18 +152,6 @@ class Scheduler:
         self.costs.learn(plan.work, (seconds - held_up) / num_steps)
         if times is not None:
             times.learn(plan.work.num_tokens - plan.work.num_sequences + 1, seconds / num_steps)
-
-    def most_seconds(self, work: float, num_sequences: int, longest: int) -> float:
-        """Return an upper bound, in seconds, for `work` (`admission.work_of`) while so many sequences of that length
-        run.
-
-        Each step gives one sequence a token that counts, or reads `LEAST_PROMPT_TOKENS`, or as many as `STREAM_SECONDS`
-        allow.
-        """
-        step = self.costs.predict(StepWork(num_sequences, num_sequences, num_sequences * longest))
-        further = self.costs.predict_further(1, longest)
-        reading = max(step / LEAST_PROMPT_TOKENS, 2 * further * step / STREAM_SECONDS) + further
-        return work * max(step / ANSWER_WORK, reading)
 
     def _drafts_pay(self, demands: Sequence[Demand]) -> bool:
         """Return True if a step should verify drafts. If few sequences have drafts, multi-steps of the others come

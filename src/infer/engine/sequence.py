@@ -21,7 +21,7 @@ from infer.errors import ConstraintError, InvalidRequestError
 from infer.grammar.base import Mask
 from infer.operands.step import Chunk, Clock
 from infer.outputs import FinishReason, GenerationResult, GenerationStats, Origin, Piece, TokenLogprob, assembled
-from infer.runner.verify import SampledTokens
+from infer.runner.sample_loop import SampledTokens
 from infer.sampling.sampler import message_of
 from infer.sampling_params import SamplingParams
 from infer.speculation.ngram import NgramDraft

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import final
 
 from infer.errors import InvalidRequestError
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.pages import num_pages
-from infer.kvcache.settings import CacheSettings
 from infer.operands.architecture import Layer
 
 
 @final
 @dataclass(frozen=True)
-class Group:
+class PageGroup:
     """Layers whose tokens see the same slots: the first `sinks`, and themselves with the `window` − 1 before them."""
 
     layers: tuple[int, ...]
@@ -23,14 +23,13 @@ class Group:
     window: int | None  # None: all
     num_fixed: int  # pages that the sinks lie in
     pages_per_row: int
-    is_evicting: bool  # whether sinks and window are the policy's and not the model's
     is_late: bool  # whether they hold only from some moment on; until then all is seen
     furthest: int | None = None  # position from which later tokens see the sinks; None: no row comes there
 
 
 def make_groups(
     layers: Sequence[Layer], settings: CacheSettings, capacity: int, step_tokens: int, context: int | None = None
-) -> tuple[Group, ...]:
+) -> tuple[PageGroup, ...]:
     """Return the groups of a cache for rows of `capacity` tokens that grow by at most `step_tokens` in one step.
 
     `context` is the number of tokens that the model was made for. If it is None or at least `capacity`, distances stay
@@ -51,16 +50,16 @@ def make_groups(
         if window is not None and not is_late:
             share = min(share, num_fixed + num_pages(window + step_tokens, page_tokens) + 1)
         furthest = context - 1 if is_evicting and context is not None and capacity > context else None
-        groups.append(Group(tuple(indices), sinks, window, num_fixed, share, is_evicting, is_late, furthest))
+        groups.append(PageGroup(tuple(indices), sinks, window, num_fixed, share, is_late, furthest))
     return tuple(groups)
 
 
-def most_pages(groups: Sequence[Group]) -> int:
+def most_pages(groups: Sequence[PageGroup]) -> int:
     """Return the pages of a full row in the group that needs the most."""
     return max(group.pages_per_row for group in groups)
 
 
-def pool_sizes(groups: Sequence[Group], num_rows: int, pool_pages: int | None, capacity: int) -> list[int]:
+def pool_sizes(groups: Sequence[PageGroup], num_rows: int, pool_pages: int | None, capacity: int) -> list[int]:
     """Return the number of pages in each group's pool: enough for all rows when full, but at most `pool_pages` if
     given.
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Self, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -116,11 +116,11 @@ class PageMemory:
         blocks, lanes = slots % self._page_tokens // BLOCK_POSITIONS, slots % BLOCK_POSITIONS
         return pages.to(self._device), blocks.to(self._device), lanes.to(self._device)
 
-    def copy_pages(self, rows: GroupRows, targets: Sequence[int], source: Self, sources: Sequence[int]) -> None:
-        group = self._groups.index(rows)
-        self._backend.to_host(source._memories[group], sources)
-        self._memories[group][list(targets)] = source._memories[group][list(sources)]
-        self._backend.to_device(self._memories[group], targets)
+    def copy_pages(self, rows: GroupRows, targets: Sequence[int], sources: Sequence[int]) -> None:
+        memory = self._memories[self._groups.index(rows)]
+        self._backend.to_host(memory, sources)
+        memory[list(targets)] = memory[list(sources)]
+        self._backend.to_device(memory, targets)
 
     def keep_slots(self, rows: GroupRows, row: int, slots_by_layer: dict[int, Int64[Tensor, "kv_heads kept"]]) -> None:
         """Move the kept slots into the row's first slots. Each head keeps its own slots."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self, final
 
 import numpy as np
 
-from infer.kvcache.groups import Group
+from infer.kvcache.groups import PageGroup
 from infer.kvcache.pages import PageTable
 
 _KEY_BYTES = 16
@@ -51,7 +51,7 @@ class GroupRows:
     `version` changes whenever data that kernels read changes: the table, shifts, sinks or windows.
     """
 
-    def __init__(self, group: Group, num_rows: int, num_slots: int, page_tokens: int, pool_pages: int) -> None:
+    def __init__(self, group: PageGroup, num_rows: int, num_slots: int, page_tokens: int, pool_pages: int) -> None:
         self.group, self.version = group, 0
         shape = (num_rows, num_slots, page_tokens, group.pages_per_row, group.num_fixed)
         self.table = PageTable(*shape, pool_pages=pool_pages)
@@ -123,11 +123,11 @@ class GroupRows:
     def is_ready(self, row: int, slot: int, count: int) -> bool:
         return self.table.is_ready(row, slot, slot + count)
 
-    def pages_needed(self, row: int, start: int, end: int, *, is_scarce: bool) -> int:
+    def pages_needed(self, row: int, start: int, end: int) -> int:
         """Return `PageTable.num_needed` for tokens with the slots [start, end)."""
         if self.table.is_ready(row, start, end):
             return 0
-        return self.table.num_needed(row, start, end, self._first_seen(row, start), is_scarce=is_scarce)
+        return self.table.num_needed(row, start, end, self._first_seen(row, start))
 
     def can_continue(self, row: int, slot: int) -> bool:
         """Return True if the row holds every slot that a token at this slot sees."""

@@ -11,7 +11,7 @@ when a row's share of pages or the pool is used up. They are never freed for tok
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Self, final
+from typing import final
 
 import torch
 from jaxtyping import Float, Shaped
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from infer import ops
 from infer.errors import InvalidRequestError, OutOfPagesError
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups, pool_sizes
 from infer.kvcache.page_memory import PageMemory
 from infer.kvcache.page_rows import GroupRows, page_keys
 from infer.kvcache.pages import num_pages
 from infer.kvcache.saved_rows import check_saved, load_tensors, saved_tensors
-from infer.kvcache.settings import CacheSettings
 from infer.operands.architecture import Layer
 from infer.operands.step import Step
 from infer.operands.weights import Heads
@@ -107,28 +107,15 @@ class PagedCache:
         page_tokens = self.settings.page_tokens
         return [min(num_pages(num_tokens, page_tokens), rows.group.pages_per_row) for rows in self.groups]
 
-    def pages_needed(self, row: int, num_tokens: int) -> Sequence[int]:
-        """Return the number of free pages, per group, that `reserve` takes, including copies of shared pages.
-
-        If this is more than `free_pages`, a row with a window may need fewer: see `can_reserve`.
-        """
-        return self._pages_needed(row, self._next(row, num_tokens), is_scarce=False)
-
-    def can_reserve(self, row: int, num_tokens: int) -> bool:
-        """Return True if `reserve` would not raise."""
-        least = self._pages_needed(row, self._next(row, num_tokens), is_scarce=True)
-        has_pages = all(count <= free for count, free in zip(least, self.free_pages, strict=True))
-        return has_pages and self._lengths[row] + num_tokens <= self.capacity
-
     def _next(self, row: int, num_tokens: int) -> list[Positions]:
         """Return the cache positions of the row's next `num_tokens` tokens, per group."""
         return [(rows, self._lengths[row], self._lengths[row] + num_tokens) for rows in self.groups]
 
-    def _pages_needed(self, row: int, positions: Sequence[Positions], *, is_scarce: bool) -> list[int]:
+    def _pages_needed(self, row: int, positions: Sequence[Positions]) -> list[int]:
+        """Return the fewest free pages, per group, with which these positions can be reserved."""
         needed = dict.fromkeys(self.groups, 0)
         for rows, start, end in positions:
-            slots = rows.slot_of(row, start), rows.slot_of(row, end)
-            needed[rows] += rows.pages_needed(row, *slots, is_scarce=is_scarce)
+            needed[rows] += rows.pages_needed(row, rows.slot_of(row, start), rows.slot_of(row, end))
         return list(needed.values())
 
     def _check_free(self, needed: Sequence[int]) -> None:
@@ -188,11 +175,11 @@ class PagedCache:
 
         Raises OutOfPagesError, with nothing changed.
         """
-        self._check_free(self._pages_needed(row, positions, is_scarce=True))
+        self._check_free(self._pages_needed(row, positions))
         for rows, start, end in positions:
             if copies := rows.reserve(row, rows.slot_of(row, start), rows.slot_of(row, end)):
                 sources, targets = zip(*copies, strict=True)
-                self.memory.copy_pages(rows, targets, self.memory, sources)
+                self.memory.copy_pages(rows, targets, sources)
 
     def attend(
         self, layer: int, qkv: Float[Tensor, "tokens out"], heads: Heads, step: Step
@@ -389,33 +376,17 @@ class PagedCache:
         load_tensors(self.groups, self.memory, row, saved, tensors)
         self._lengths[row] = self._reserved[row] = length
 
-    def copy_row(self, row: int, source: Self, source_row: int) -> None:
-        """Replace a row by the committed tokens of another row, of this cache or of one of the same shape.
+    def copy_row(self, row: int, source: int) -> None:
+        """Replace a row by the committed tokens of another row.
 
-        Within this cache, both rows share pages until one of the two writes, so no page is taken. From another cache
-        the pages are copied. Raises OutOfPagesError, with nothing changed, if too few pages are free.
+        Both rows share pages until one of the two writes, so no page is taken.
         """
-        if source is self and row == source_row:
+        if row == source:
             return
-        length = source._lengths[source_row]
-        if source is not self:
-            self._copy_from(row, source, source_row, length)
-        else:
-            for rows in self.groups:
-                rows.share(row, source_row, length)
+        length = self._lengths[source]
+        for rows in self.groups:
+            rows.share(row, source, length)
         self._lengths[row] = self._reserved[row] = length
-        self._keys[row] = list(source._keys[source_row])
-        self.memory.set_rope(row, int(source.is_long(source_row)))
+        self._keys[row] = list(self._keys[source])
+        self.memory.set_rope(row, int(self.is_long(source)))
         self.memory.publish()
-
-    def _copy_from(self, row: int, source: Self, source_row: int, length: int) -> None:
-        held = [rows.table.page_by_index(source_row, rows.slot_of(source_row, length)) for rows in source.groups]
-        self._check_free(
-            [rows.table.num_missing(row, len(pages)) for rows, pages in zip(self.groups, held, strict=True)]
-        )
-        self.truncate(row, 0)
-        for rows, theirs, pages in zip(self.groups, source.groups, held, strict=True):
-            rows.restore(row, theirs.state(source_row))
-            rows.table.hold_new(row, pages)
-            mine = rows.table.page_by_index(row)
-            self.memory.copy_pages(rows, [mine[index] for index in pages], source.memory, list(pages.values()))

@@ -32,14 +32,6 @@ class PagePool:
         return len(self._counts)
 
     @property
-    def num_held(self) -> int:
-        return len(self._counts) - len(self._free) - len(self._cached)
-
-    @property
-    def num_cached(self) -> int:
-        return len(self._cached)
-
-    @property
     def num_available(self) -> int:
         """Number of pages that `take` can return: free and cached pages."""
         return len(self._free) + len(self._cached)
@@ -161,19 +153,13 @@ class PageTable:
                 self.pool.release(page)
         return copies
 
-    def num_needed(self, row: int, start: int, end: int, first_seen: int, *, is_scarce: bool) -> int:
-        """Return the number of pages that `reserve` takes from the pool, minus the pages that the row frees for them.
-
-        With `is_scarce` the row frees all unseen pages. The result is then the fewest pages with which `reserve`
-        succeeds.
-        """
+    def num_needed(self, row: int, start: int, end: int, first_seen: int) -> int:
+        """Return the fewest free pages with which `reserve` succeeds, if the row frees all unseen pages for it."""
         held = self._held[row]
         indices = range(start // self.page_tokens, num_pages(end, self.page_tokens))
         num_new = sum(index not in held for index in indices)
         num_copies = sum(index in held and self.pool.is_shared(held[index]) for index in indices)
-        unseen = sorted(self._unseen(row, first_seen))
-        dropped = unseen if is_scarce else unseen[: max(0, len(held) + num_new - self.pages_per_row)]
-        return max(0, num_new + num_copies - self._num_exclusive(row, dropped))
+        return max(0, num_new + num_copies - self._num_exclusive(row, self._unseen(row, first_seen)))
 
     def num_missing(self, row: int, count: int) -> int:
         """Return the number of pages that `hold_new` takes for `count` indices, minus those that emptying the row

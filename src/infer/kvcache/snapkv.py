@@ -9,9 +9,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from infer import ops
+from infer.kvcache.cache_settings import OBSERVED_TOKENS
 from infer.kvcache.page_rows import GroupRows
 from infer.kvcache.paged import PagedCache
-from infer.kvcache.settings import OBSERVED_TOKENS
 from infer.operands.step import Step
 from infer.operands.weights import Heads
 

@@ -4,16 +4,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
-from infer.backends.first_use import begin_compiling
+from infer.backends.before_load import begin_compiling
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InferError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
-from infer.model.memory import LoadSettings, loaded_types
+from infer.model.memory_estimate import LoadSettings, loaded_types
 from infer.model.tensors import check_tensors, expected_shapes
-from infer.operands.architecture import Architecture
-from infer.operands.outline import ModelOutline
+from infer.operands.architecture import Architecture, ModelOutline
 
 
 def make_outline(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
-from infer.model.memory import LoadSettings, estimate, largest_context
+from infer.kvcache.cache_settings import CacheSettings
+from infer.model.memory_estimate import LoadSettings, estimate, largest_context
 from infer.operands.architecture import Architecture
 
 DEFAULT_MAX_SEQ_LEN = 8192  # of a model made for more, unless asked for

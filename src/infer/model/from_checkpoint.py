@@ -13,12 +13,12 @@ from infer import ops
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import InvalidRequestError, ModelError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.compile_ahead import make_outline
 from infer.model.context_length import context_length, fitting_length
 from infer.model.families import make_architecture
 from infer.model.load import FloatsAs, OnProgress, load_transformer
-from infer.model.memory import LoadSettings, check_fits
+from infer.model.memory_estimate import LoadSettings, check_fits
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Architecture

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.errors import ModelError
-from infer.model.rope import make_rope_table
-from infer.model.shares import Range, head_starts, kv_heads_of, part_ranges, row_starts, rows_of
+from infer.model.sharding import Range, head_starts, kv_heads_of, part_ranges, row_starts, rows_of
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Block, Transformer
 from infer.operands.architecture import Architecture, Layer, Rope
@@ -203,3 +202,22 @@ def _as_dtype(weight: FileWeight, dtype: torch.dtype) -> ConvertedWeight:
 def dense(weight: FileWeight) -> Float[Tensor, "..."]:
     """Return the values of a tensor, in its file's float type or in float32."""
     return weight.data if BLOCK_TYPES[weight.type].is_float else dequantize(weight.data, weight.type)
+
+
+def make_rope_table(rope: Rope, num_positions: int, device: torch.device) -> RopeTable:
+    """Return cos and sin for every position, each of shape `[sets, num_positions, half]`.
+
+    Angles are products in float32, the arithmetic that the models were trained with.
+    """
+    cos, sin = zip(*(_cos_and_sin(own, num_positions) for own in rope.sets(num_positions)), strict=True)
+    return RopeTable(torch.stack(cos).to(device), torch.stack(sin).to(device))
+
+
+def _cos_and_sin(
+    rope: Rope, num_positions: int
+) -> tuple[Float[Tensor, "positions half"], Float[Tensor, "positions half"]]:
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim)
+    if rope.frequency_factors is not None:
+        frequencies = frequencies / torch.tensor(rope.frequency_factors)
+    angles = torch.arange(num_positions).float()[:, None] * frequencies
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor

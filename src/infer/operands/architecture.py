@@ -5,8 +5,9 @@ A layer describes what it computes, never which family it belongs to. A new valu
 `families`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared"]
 
@@ -85,3 +86,12 @@ class Architecture:
     def most_positions(self) -> int:
         """Longest context that may be requested: some ropes can be stretched."""
         return int(self.max_positions * max((long.growth or 1.0 for long in self.long_ropes), default=1.0))
+
+
+class ModelOutline(NamedTuple):
+    """A model before it is loaded, known from its headers. A backend compiles kernels from it."""
+
+    architecture: Architecture
+    types: Mapping[str, str]  # of the loaded matrices, by name
+    kv_type: str
+    precision: str  # of the activations: exact or fast

@@ -72,19 +72,6 @@ class Step:
         )
 
     @classmethod
-    def join(cls, steps: Sequence[Self]) -> Self:
-        """Return several rows' steps as one."""
-        offsets = [0]
-        for step in steps:
-            offsets.append(offsets[-1] + len(step.tokens))
-        return cls(
-            tokens=torch.cat([s.tokens for s in steps]),
-            positions=torch.cat([s.positions for s in steps]),
-            rows=torch.cat([s.rows for s in steps]),
-            logit_indices=torch.cat([s.logit_indices + offset for s, offset in zip(steps, offsets, strict=False)]),
-        )
-
-    @classmethod
     def of_chunks(cls, chunks: Sequence[Chunk], starts: Sequence[int]) -> Self:
         """Return a step of several rows' chunks, each starting at its row's position in `starts`."""
         if all(len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):  # a step of decoding: half the time

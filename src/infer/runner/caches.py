@@ -1,18 +1,18 @@
-"""The cache of a model, refused where the memory that is available would not hold it."""
+"""The cache of a model. It is refused if the available memory would not hold it."""
 
 from contextlib import suppress
 from dataclasses import replace
 
 from infer import ops
 from infer.errors import InvalidRequestError
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.pages import num_pages
-from infer.kvcache.settings import CacheSettings
-from infer.model.memory import check_rows_fit
+from infer.model.memory_estimate import check_rows_fit
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_TOKENS
 
-MAX_FULL_CONTEXTS = 8  # that a model has pages for, unless asked for others
+MAX_FULL_CONTEXTS = 8  # for which a model has pages by default
 
 
 def make_cache(
@@ -24,9 +24,10 @@ def make_cache(
     step_tokens: int = MAX_STEP_TOKENS,
     pool_pages: int | None = None,
 ) -> PagedCache:
-    """A cache whose rows get up to `step_tokens` in one step, with pages for all rows full or `pool_pages` of them.
+    """Return a cache whose rows get up to `step_tokens` tokens in one step.
 
-    Raises InvalidRequestError, nothing allocated, where the memory that is available would not hold all pages.
+    It has `pool_pages` pages, or enough pages for all rows when full. Raises InvalidRequestError, with nothing
+    allocated, if the available memory would not hold all pages.
     """
     settings = settings or CacheSettings()
     kv_type, layers = _kv_type(model, settings), model.own_layers
@@ -54,7 +55,7 @@ def make_cache(
 
 
 def default_pool_pages(model: Transformer, settings: CacheSettings) -> int:
-    """Pages for as many full contexts as the memory that is available holds: 1 to 8."""
+    """Return the pages of 1 to 8 full contexts: as many contexts as the available memory holds."""
     each, available = num_pages(model.max_seq_len, settings.page_tokens), model.backend.available_bytes()
     kv_type, num_tokens = _kv_type(model, settings), model.max_seq_len
     for count in range(MAX_FULL_CONTEXTS, 1, -1):

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer import ops
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.pages import num_pages
-from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Step
 from infer.runner.caches import make_cache
@@ -20,10 +20,10 @@ STEP_TOKENS = 256
 
 @final
 class HiddenStates:
-    """Over a cache of its own, that forgets nothing. For one thread at a time."""
+    """Computes hidden states over a cache of its own, which forgets nothing. For one thread at a time."""
 
     def __init__(self, model: Transformer, kv_type: str, *, capture: bool) -> None:
-        """Raises InvalidRequestError where the memory does not hold a full context more."""
+        """Raises InvalidRequestError if the memory does not hold one more full context."""
         settings, capacity = CacheSettings(kv_type=kv_type), model.max_seq_len
         pages = max(num_pages(capacity, settings.page_tokens), MAX_TEXTS + STEP_TOKENS // settings.page_tokens)
         self._model = model
@@ -34,7 +34,7 @@ class HiddenStates:
 
     def _capture(self) -> ops.Recorded | None:
         """Record a step without logits. Its logits buffer is the residual stream."""
-        self._cache.reserve(0, 1)  # where the recording's own step stands, which is not run
+        self._cache.reserve(0, 1)  # the recording has a step of its own, which is not run
         captured = self._model.backend.capture(
             lambda step: self._model.residual(step, self._cache), STEP_TOKENS, STEP_TOKENS
         )
@@ -44,14 +44,14 @@ class HiddenStates:
     def of(
         self, texts: Sequence[Sequence[int]], num_step_tokens: Callable[[], int]
     ) -> Iterator[list[tuple[int, Float[Tensor, "tokens hidden"]]]]:
-        """Compute texts that one step could take, or one of any length, step after step.
+        """Compute texts that one step could take, or one text of any length, step after step.
 
-        Yields of each step which texts it had, and their next tokens' float32 states. `num_step_tokens` is asked before
-        each step. A call that is left takes its slots with it: only one may go on.
+        Yields, for each step, the indices of its texts with the float32 states of their next tokens. `num_step_tokens`
+        is called before each step. Only one call may be active: a later one empties the rows of an earlier one.
         """
         done, cache = [0] * len(texts), self._cache
         for row, text in enumerate(texts):
-            cache.truncate(row, 0)  # of what a call left that was ended
+            cache.truncate(row, 0)  # a call that was abandoned left its tokens
             cache.set_rope(row, is_long=self._model.is_long(len(text)))
         while any(start < len(text) for start, text in zip(done, texts, strict=True)):
             room, chunks = num_step_tokens(), list[Chunk]()

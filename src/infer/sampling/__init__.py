@@ -1,1 +1,1 @@
-"""Sampling: logits to tokens. `reference` defines it for one row in plain torch; `noise` is a pure function."""
+"""Sampling: logits to tokens. `definition` defines it for one row in plain torch; `noise` is a pure function."""

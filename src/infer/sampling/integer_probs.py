@@ -11,14 +11,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.sampling.weight_constants import LN2_HIGH, LN2_LOW, LOG2_E, LOWEST, ROUNDER, TAYLOR, WEIGHT_BITS
+from infer.sampling.constants import LN2_HIGH_64, LN2_LOW_64, LOG2_E, LOWEST, ROUNDER, TAYLOR, WEIGHT_BITS
 
 
 def weights(logits: Float[Tensor, "*rows vocab"], largest: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows vocab"]:
     """Return the weights of float32 logits; −inf weighs 0."""
     d = (logits.double() - largest.double()[..., None]).clamp(min=LOWEST)
     n = (d * LOG2_E + ROUNDER) - ROUNDER
-    r = (d - n * LN2_HIGH) - n * LN2_LOW
+    r = (d - n * LN2_HIGH_64) - n * LN2_LOW_64
     p = torch.full_like(r, TAYLOR[0])
     for coefficient in TAYLOR[1:]:
         p = p * r + coefficient

@@ -17,16 +17,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.sampling.noise_constants import LN2_HIGH, LN2_LOW, LOG_COEFFICIENTS, ONE_BITS, SQRT_HALF_BITS
-
-
-def gumbel(seed: int, position: int, vocab_size: int) -> Float[Tensor, "vocab"]:
-    """Return one row's noise for token ids 0 to vocab_size − 1, on the CPU. The seed is taken modulo 2⁶⁴."""
-    return gumbel_at(seed, position, torch.arange(vocab_size))
+from infer.sampling.constants import LN2_HIGH_32, LN2_LOW_32, LOG_COEFFICIENTS, ONE_BITS, SQRT_HALF_BITS
 
 
 def gumbel_at(seed: int, position: int, token_ids: Int[Tensor, "tokens"]) -> Float[Tensor, "tokens"]:
-    """Return one row's noise for only the given token ids, on their device."""
+    """Return one row's noise for the given token ids, on their device. The seed is taken modulo 2⁶⁴."""
     row = torch.tensor([[signed(seed)], [signed(position)]], device=token_ids.device)
     return gumbel_rows(row[0], row[1], token_ids)[0]
 
@@ -86,8 +81,8 @@ def _log(exponent: Float[Tensor, "*shape"], fraction: Float[Tensor, "*shape"]) -
     for coefficient in LOG_COEFFICIENTS[2:]:
         polynomial = polynomial * fraction + coefficient
     square = fraction * fraction
-    tail = polynomial * fraction * square + exponent * LN2_LOW - square * 0.5
-    return fraction + tail + exponent * LN2_HIGH
+    tail = polynomial * fraction * square + exponent * LN2_LOW_32 - square * 0.5
+    return fraction + tail + exponent * LN2_HIGH_32
 
 
 def _unsigned(word: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

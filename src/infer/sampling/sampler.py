@@ -10,7 +10,7 @@
 10. Gumbel noise, argmax
 
 `stages` yields these steps one by one. A step that no row needs is left out. A row that does not need a step passes
-through it unchanged, bit for bit. A row's token equals the token that `reference` returns for that row alone.
+through it unchanged, bit for bit. A row's token equals the token that `definition` returns for that row alone.
 Ties: logit descending, then id ascending.
 A row with NaN or +inf, or with no token left, gets a negative code in place of a token. Other rows are not affected.
 """
@@ -27,13 +27,12 @@ from torch import Tensor
 from infer.errors import InvalidRequestError
 from infer.outputs import TokenLogprob
 from infer.sampling.columns import SamplingColumns
-from infer.sampling.failure_codes import NOT_A_NUMBER, NOTHING_ALLOWED
+from infer.sampling.constants import NOT_A_NUMBER, NOTHING_ALLOWED, WEIGHT_BITS
+from infer.sampling.definition import NO_TOKEN_ALLOWED, LogitsError
 from infer.sampling.history import History
 from infer.sampling.integer_probs import target, weights
 from infer.sampling.masks import num_mask_words, unpack_bits
 from infer.sampling.noise import gumbel_rows
-from infer.sampling.reference import NO_TOKEN_ALLOWED, LogitsError
-from infer.sampling.weight_constants import WEIGHT_BITS
 
 Logits = Float[Tensor, "rows vocab"]
 Masks = Int[Tensor, "rows words"]

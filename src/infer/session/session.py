@@ -24,14 +24,13 @@ from infer.engine.request import check_prompt
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
 from infer.engine.sequence import Sequence as Answering
 from infer.engine.stream import OnPrefill, OnToken, OpenAnswer, Stream
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, closed
 from infer.outputs import GenerationResult
-from infer.runner.closing import closed
 from infer.sampling.keywords import Params, refuse_sampling
 from infer.sampling_params import SamplingParams
 from infer.session.session_cache import SessionCache, Tensors
 from infer.session.session_file import read_session, write_session
-from infer.session.spelling import keep_spelling
+from infer.session.token_spelling import keep_spelling
 from infer.session.transcript import Transcript, copied
 from infer.toolcalls.tools import ToolLike, read_tools
 

@@ -14,8 +14,7 @@ from infer.engine.embedding import step_tokens
 from infer.engine.host import Host
 from infer.engine.lease import Lease, common_length
 from infer.engine.messages import Work
-from infer.errors import InferError, OutOfPagesError
-from infer.runner.closing import closed
+from infer.errors import InferError, OutOfPagesError, closed
 
 Tensors = Callable[[], Iterator[tuple[str, Tensor]]]
 _SLICE_BYTES = 16 << 20  # copied between two steps: some 5 ms

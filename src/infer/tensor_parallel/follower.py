@@ -16,11 +16,10 @@ from infer.errors import InferError
 from infer.model.from_checkpoint import load_checked, set_num_threads
 from infer.operands.group import Group
 from infer.operands.step import Chunk
-from infer.runner.runner import CachedRunner
+from infer.runner.runner import Runner
 from infer.system.nodes import keep_rank_on_node
-from infer.tensor_parallel.digest import digest_of
-from infer.tensor_parallel.ranks import Call, make_group
-from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport
+from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
+from infer.tensor_parallel.ranks import Call, digest_of, make_group
 
 _OWN = {"forward", "multi_step", "leave", "begin_anew", "digest"}  # what a follower does that its runner does not
 
@@ -75,16 +74,9 @@ class Follower:
             raise InferError(f"{source.path} changed while its ranks were loading it: load it again")
         keep_rank_on_node(group.rank, group.size, source.num_threads)
         set_num_threads(source.num_threads, group.rank, group.size)
-        asked = "cpu", source.dtype, source.weights, source.precision, settings.max_seq_len, None, settings.cache
+        asked = "cpu", source.dtype, source.weights, source.precision, settings.capacity, None, settings.settings
         model = load_checked(checkpoint, None, *asked, group=group)
-        self._runner = CachedRunner(
-            model,
-            model.max_seq_len,
-            num_slots=settings.num_slots,
-            capture=settings.capture,
-            settings=settings.cache,
-            pool_pages=settings.pool_pages,
-        )
+        self._runner = Runner(model, **settings._asdict())
         self._logits = torch.empty(0, 0)
 
     def do(self, calls: Sequence[Call]) -> None:

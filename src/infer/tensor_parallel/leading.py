@@ -1,182 +1,124 @@
 """Rank 0's runner. The other ranks repeat each call that changes its cache or runs its model, in the same order.
 
-The other ranks receive changes before they happen here, and apply them with the next step. `reset` repairs any state
-that an exception left incomplete. If a rank has ended during a step, the step raises InferError, and its logits are
-discarded.
+`led` records a call. A change is queued, and the other ranks apply it with the next step. A step starts on the other
+ranks before it runs here. `reset` repairs any state that an exception left incomplete. If a rank has ended during a
+step, the step raises InferError, and its logits are discarded.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from infer.errors import InferError
-from infer.kvcache.paged import PagedCache
-from infer.operands.step import Chunk, Interrupt, Masks, StepEnd
-from infer.runner.runner import CachedRunner, Runner
-from infer.runner.verify import SampledTokens
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.history import History
-from infer.tensor_parallel.digest import digest_of
-from infer.tensor_parallel.ranks import Ranks
+from infer.operands.step import Chunk
+from infer.runner.runner import Runner
+from infer.tensor_parallel.ranks import Ranks, digest_of
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+_Test = Callable[..., bool]
+
+
+def led(
+    method: Callable[Concatenate[Any, _Parameters], _Result],
+    *,
+    is_step: bool = False,
+    only_if: _Test = lambda *arguments: True,
+    name: str = "",
+    sent: Callable[..., tuple[Any, ...]] = lambda runner, *arguments: arguments,
+) -> Callable[Concatenate["LeadingRunner", _Parameters], _Result]:
+    """Return the method, which also calls the method `name` of the other ranks' runners, with `sent(...)`.
+
+    By default these are the same name and the same arguments. A call within a led call is part of it, so it is not
+    recorded again. Nothing is sent if `only_if` is False: then the call changes nothing.
+    """
+    name = name or method.__name__
+
+    @wraps(method)
+    def run(self: "LeadingRunner", /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        assert not kwargs, "ranks are sent positional arguments"
+        if self.is_leading or not only_if(self, *args):
+            return method(self, *args, **kwargs)
+        arguments = [_copied(each) for each in sent(self, *args)]
+        if not is_step:
+            self.ranks.tell(name, *arguments)
+            return method(self, *args, **kwargs)
+        self.ranks.lead(name, *arguments)
+        self.is_leading = True
+        try:
+            found = method(self, *args, **kwargs)
+        finally:
+            self.is_leading = False
+        self.ranks.has_led()
+        return found
+
+    return run
+
+
+def _copied(argument: Any) -> Any:
+    """Return an argument as it is now: a sequence's list of token ids grows before the ranks are sent it."""
+    return list(argument) if isinstance(argument, Sequence) and not isinstance(argument, bytes) else argument
+
+
+def _chunks(runner: Runner, chunks: Sequence[Chunk], *others: object) -> tuple[Any, ...]:
+    return chunks, runner.starts(chunks)
+
+
+def _chunks_and_count(runner: Runner, chunks: Sequence[Chunk], count: int, *others: object) -> tuple[Any, ...]:
+    return chunks, runner.starts(chunks), count
 
 
 @final
 class LeadingRunner(Runner):
-    def __init__(self, runner: CachedRunner, ranks: Ranks) -> None:
-        super().__init__(runner.model)
-        self._runner, self._ranks = runner, ranks
+    """Takes `ranks`, which have loaded, and the arguments of `Runner`. `cache` has rank 0's heads only."""
 
-    def check_logits(self) -> None:
-        """Raise InferError if the ranks compute different logits."""
-        self.reserve(0, 1)
-        logits = self.forward([Chunk(0, [0])])
-        if set(self._ranks.digests()) != {digest_of(logits)}:
-            raise InferError("the ranks of the model do not find the same logits: the memory or a build is faulty")
-        self.truncate(0, 0)
+    def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ranks, self.is_leading = ranks, False
 
-    @contextmanager
-    def _leading(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Start a step on the other ranks; the same step runs here within the context."""
-        self._ranks.lead(name, *arguments)
-        yield
-        self._ranks.has_led()
+    forward = led(Runner.forward, is_step=True, sent=_chunks)
+    sample = led(Runner.sample, is_step=True, name="forward", sent=_chunks)
+    multi_step = led(
+        Runner.multi_step,
+        is_step=True,
+        only_if=lambda runner, chunks, count, columns, *others: runner.can_multi_step(chunks, columns),
+        sent=_chunks_and_count,
+    )
+    extend = led(Runner.extend, is_step=True)
+    append = led(Runner.append, is_step=True)
+    after_prompt = led(Runner.after_prompt, is_step=True, only_if=lambda runner, *_: runner.compresses_prompts)
 
-    def _starts(self, chunks: Sequence[Chunk]) -> list[int]:
-        return [self.lengths[chunk.slot] for chunk in chunks]
-
-    # What runs the model
-
-    @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk]) -> Float[Tensor, "logits vocab"]:
-        with self._leading("forward", chunks, self._starts(chunks)):
-            return self._runner.forward(chunks)
-
-    def sample(
-        self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None
-    ) -> tuple[list[SampledTokens], list[StepEnd]]:
-        with self._leading("forward", chunks, self._starts(chunks)):
-            return self._runner.sample(chunks, columns, history, masks)
-
-    def multi_step(
-        self,
-        chunks: Sequence[Chunk],
-        count: int,
-        columns: SamplingColumns,
-        history: History | None,
-        stop_ids: Collection[int],
-        masks: Masks | None = None,
-        interrupt: Interrupt | None = None,
-    ) -> tuple[list[SampledTokens], list[StepEnd]]:
-        if not self._runner.can_multi_step(chunks, columns):
-            return [], []
-        with self._leading("multi_step", chunks, self._starts(chunks), count):
-            return self._runner.multi_step(chunks, count, columns, history, stop_ids, masks, interrupt)
-
-    def extend(self, slot: int, token_ids: Sequence[int]) -> None:
-        with self._leading("extend", slot, list(token_ids)):
-            self._runner.extend(slot, token_ids)
-
-    def append(self, slot: int, token_ids: Sequence[int], num_logits: int) -> Float[Tensor, "logits vocab"]:
-        with self._leading("append", slot, list(token_ids), num_logits):
-            return self._runner.append(slot, token_ids, num_logits)
-
-    def after_prompt(self, slot: int, token_ids: Sequence[int]) -> None:
-        if self._runner.compresses_prompts:
-            with self._leading("after_prompt", slot, list(token_ids)):
-                self._runner.after_prompt(slot, token_ids)
-
-    # What changes the cache
+    reserve = led(Runner.reserve)
+    commit = led(Runner.commit)
+    truncate = led(Runner.truncate)
+    forget = led(Runner.forget)
+    adopt = led(Runner.adopt, only_if=lambda runner, *_: runner.shares_prefixes)
+    remember = led(Runner.remember, only_if=lambda runner, slot, *_: runner.cache.has_new_pages(slot))
+    choose_rope = led(Runner.choose_rope, only_if=lambda runner, *_: runner.model.rope_border is not None)
+    after_answer = led(Runner.after_answer)
+    give_back_free = led(Runner.give_back_free)
+    copy_slot = led(Runner.copy_slot)
 
     def reset(self) -> None:
-        self._ranks.begin_anew()
-        self._runner.reset()
-
-    def reserve(self, slot: int, num_tokens: int) -> None:
-        self._ranks.tell("reserve", slot, num_tokens)
-        self._runner.reserve(slot, num_tokens)
-
-    def commit(self, slot: int, count: int) -> None:
-        self._ranks.tell("commit", slot, count)
-        self._runner.commit(slot, count)
-
-    def truncate(self, slot: int, length: int) -> None:
-        self._ranks.tell("truncate", slot, length)
-        self._runner.truncate(slot, length)
-
-    def forget(self, slot: int) -> None:
-        self._ranks.tell("forget", slot)
-        self._runner.forget(slot)
-
-    def adopt(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> int:
-        if self.shares_prefixes:
-            self._ranks.tell("adopt", slot, list(token_ids), salt)
-        return self._runner.adopt(slot, token_ids, salt)
-
-    def remember(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
-        if self.shares_prefixes and self.cache.has_new_pages(slot):
-            self._ranks.tell("remember", slot, list(token_ids), salt)
-            self._runner.remember(slot, token_ids, salt)
-
-    def choose_rope(self, slot: int, length: int) -> bool:
-        if self.model.rope_border is not None:
-            self._ranks.tell("choose_rope", slot, length)
-        return self._runner.choose_rope(slot, length)
-
-    def after_answer(self, slot: int) -> None:
-        self._ranks.tell("after_answer", slot)
-        self._runner.after_answer(slot)
-
-    def give_back_free(self) -> int:
-        """Free the memory of free pages on all ranks, and return the number of bytes on rank 0."""
-        self._ranks.tell("give_back_free")
-        return self._runner.give_back_free()
-
-    def copy_slot(self, slot: int, source: int) -> None:
-        self._ranks.tell("copy_slot", slot, source)
-        self._runner.copy_slot(slot, source)
-
-    def import_slot(self, slot: int, tensors: Mapping[str, Tensor], length: int) -> None:
-        """Empty the slot. Each rank stores its own heads, so the tokens are computed again."""
-        self.truncate(slot, 0)
-
-    # What is asked of it
-
-    @property
-    def cache(self) -> PagedCache:
-        """Cache of rank 0, with rank 0's heads."""
-        return self._runner.cache
+        self.ranks.begin_anew()
+        super().reset()
 
     @property
     def has_whole_slots(self) -> bool:
         return False
 
-    @property
-    def num_slots(self) -> int:
-        return self._runner.num_slots
+    def import_slot(self, slot: int, tensors: Mapping[str, Tensor], length: int) -> None:
+        """Empty the slot. Each rank stores its own heads, so the tokens are computed again."""
+        self.truncate(slot, 0)
 
-    @property
-    def lengths(self) -> Sequence[int]:
-        return self._runner.lengths
-
-    def pages_of(self, num_tokens: int) -> Sequence[int]:
-        return self._runner.pages_of(num_tokens)
-
-    @property
-    def pool_pages(self) -> Sequence[int]:
-        return self._runner.pool_pages
-
-    @property
-    def free_pages(self) -> Sequence[int]:
-        return self._runner.free_pages
-
-    @property
-    def shares_prefixes(self) -> bool:
-        return self._runner.shares_prefixes
-
-    @property
-    def compresses_prompts(self) -> bool:
-        return self._runner.compresses_prompts
+    @torch.inference_mode()
+    def check_logits(self) -> None:
+        """Raise InferError if the ranks compute different logits."""
+        self.reserve(0, 1)
+        logits = self.forward([Chunk(0, [0])])
+        if set(self.ranks.digests()) != {digest_of(logits)}:
+            raise InferError("the ranks of the model do not find the same logits: the memory or a build is faulty")
+        self.truncate(0, 0)

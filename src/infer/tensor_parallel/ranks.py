@@ -5,6 +5,7 @@ When rank 0 ends, for any reason, the sockets close and the other ranks end too.
 that wait in a gather stop waiting.
 """
 
+import hashlib
 import mmap
 import os
 import shutil
@@ -22,16 +23,18 @@ from pathlib import Path
 from typing import Any, BinaryIO, final
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from infer import ops
 from infer.checkpoint import Checkpoint
 from infer.errors import InferError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.operands.architecture import Architecture
 from infer.operands.group import Group
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
-from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport, check_shared
+from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport, check_shared
 
 Call = tuple[str, tuple[Any, ...]]  # a method of the runner, and its arguments
 _HEADER_BYTES, _SPARE = 1 << 14, 16  # _SPARE tokens: that kernels read after a step's
@@ -239,3 +242,8 @@ def make_group(rank: int, size: int, transport: Transport, place: str) -> Group:
         return ops.backend_of(torch.device("cpu")).make_group(rank, size, mmap.mmap(int(place), 0))
     made: Group = import_module("infer.tensor_parallel.torch_group").TorchGroup(rank, size, Path(place))
     return made
+
+
+def digest_of(logits: Float[Tensor, "logits vocab"]) -> bytes:
+    """Return a digest of logits: a few bytes that ranks compare."""
+    return hashlib.blake2b(logits.float().contiguous().cpu().numpy().tobytes(), digest_size=16).digest()

@@ -21,7 +21,7 @@ from infer.backends.cpu.kernel import Kernel
 from infer.backends.cpu.memory_group import MemoryGroup
 from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.backends.torch_backend import TorchBackend
-from infer.operands.outline import ModelOutline
+from infer.operands.architecture import ModelOutline
 from infer.system.cores import default_num_threads
 
 

@@ -121,9 +121,7 @@ _CONSTANTS = [
     for name in (
         "quantization/ggml_types.py",
         "quantization/kv_formats.py",
-        "sampling/failure_codes.py",
-        "sampling/noise_constants.py",
-        "sampling/weight_constants.py",
+        "sampling/constants.py",
     )
 ]
 

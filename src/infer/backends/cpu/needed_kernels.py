@@ -11,8 +11,7 @@ from infer.backends.cpu.isa import InstructionSet, instruction_set
 from infer.backends.cpu.kernel import Kernel
 from infer.backends.cpu.layouts import PLANES
 from infer.backends.cpu.workspace import are_paired
-from infer.operands.architecture import Architecture, Layer
-from infer.operands.outline import ModelOutline
+from infer.operands.architecture import Architecture, Layer, ModelOutline
 
 _SAMPLING = (
     *("scan:scan", "narrow:narrow", "choose:choose", "logprobs:score", "logprobs:merge"),

@@ -41,9 +41,9 @@ from infer.backends.cpu.sample_scan import (
 from infer.backends.cpu.sample_select import keep_largest
 from infer.backends.cpu.simd import load_f32, max_f32, splat_f32, store_f32
 from infer.backends.cpu.units import begin_units, take_units
-from infer.sampling import failure_codes
+from infer.sampling import constants
 
-_NOT_A_NUMBER, _NOTHING_ALLOWED = failure_codes.NOT_A_NUMBER, failure_codes.NOTHING_ALLOWED
+_NOT_A_NUMBER, _NOTHING_ALLOWED = constants.NOT_A_NUMBER, constants.NOTHING_ALLOWED
 
 
 @njit

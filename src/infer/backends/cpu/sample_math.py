@@ -31,7 +31,7 @@ from infer.backends.cpu.simd import (
     splat,
     store,
 )
-from infer.sampling import noise_constants, weight_constants
+from infer.sampling import constants
 
 F64X16, I64X16 = ir.VectorType(ir.DoubleType(), LANES), ir.VectorType(I64, LANES)
 i64x16 = Vector("i64x16", I64X16)
@@ -114,22 +114,22 @@ def gumbel_of(b: Builder, h: Value) -> Value:
 
 
 def _split(b: Builder, x: Value) -> tuple[Value, Value]:
-    bits = b.add(b.bitcast(x, I32X16), constant(I32X16, noise_constants.ONE_BITS - noise_constants.SQRT_HALF_BITS))
+    bits = b.add(b.bitcast(x, I32X16), constant(I32X16, constants.ONE_BITS - constants.SQRT_HALF_BITS))
     exponent = b.sub(b.ashr(bits, constant(I32X16, 23)), constant(I32X16, 127))
-    mantissa = b.add(b.and_(bits, constant(I32X16, 0x7FFFFF)), constant(I32X16, noise_constants.SQRT_HALF_BITS))
+    mantissa = b.add(b.and_(bits, constant(I32X16, 0x7FFFFF)), constant(I32X16, constants.SQRT_HALF_BITS))
     return b.sitofp(exponent, F32X16), b.fsub(b.bitcast(mantissa, F32X16), constant(F32X16, 1.0))
 
 
 def _log(b: Builder, exponent: Value, fraction: Value) -> Value:
     c = lambda value: constant(F32X16, value)  # noqa: E731
-    first, second, *others = noise_constants.LOG_COEFFICIENTS
+    first, second, *others = constants.LOG_COEFFICIENTS
     polynomial = b.fadd(b.fmul(fraction, c(first)), c(second))
     for coefficient in others:
         polynomial = b.fadd(b.fmul(polynomial, fraction), c(coefficient))
     square = b.fmul(fraction, fraction)
-    tail = b.fadd(b.fmul(b.fmul(polynomial, fraction), square), b.fmul(exponent, c(noise_constants.LN2_LOW)))
+    tail = b.fadd(b.fmul(b.fmul(polynomial, fraction), square), b.fmul(exponent, c(constants.LN2_LOW_32)))
     tail = b.fsub(tail, b.fmul(square, c(0.5)))
-    return b.fadd(b.fadd(fraction, tail), b.fmul(exponent, c(noise_constants.LN2_HIGH)))
+    return b.fadd(b.fadd(fraction, tail), b.fmul(exponent, c(constants.LN2_HIGH_32)))
 
 
 # Weights
@@ -140,18 +140,18 @@ def weights(b: Builder, x: Value, largest: Value) -> Value:
     """Return eˣ⁻ˡᵃʳᵍᵉˢᵗ × 2⁴², rounded to the nearest integer."""
     c = lambda value: constant(F64X16, value)  # noqa: E731
     d = b.fsub(b.fpext(x, F64X16), b.fpext(splat(b, largest), F64X16))
-    d = b.select(b.fcmp_ordered("<", d, c(weight_constants.LOWEST)), c(weight_constants.LOWEST), d)
-    shifted = b.fadd(b.fmul(d, c(weight_constants.LOG2_E)), c(weight_constants.ROUNDER))
-    n = b.fsub(shifted, c(weight_constants.ROUNDER))
-    r = b.fsub(b.fsub(d, b.fmul(n, c(weight_constants.LN2_HIGH))), b.fmul(n, c(weight_constants.LN2_LOW)))
-    p = c(weight_constants.TAYLOR[0])
-    for coefficient in weight_constants.TAYLOR[1:]:
+    d = b.select(b.fcmp_ordered("<", d, c(constants.LOWEST)), c(constants.LOWEST), d)
+    shifted = b.fadd(b.fmul(d, c(constants.LOG2_E)), c(constants.ROUNDER))
+    n = b.fsub(shifted, c(constants.ROUNDER))
+    r = b.fsub(b.fsub(d, b.fmul(n, c(constants.LN2_HIGH_64))), b.fmul(n, c(constants.LN2_LOW_64)))
+    p = c(constants.TAYLOR[0])
+    for coefficient in constants.TAYLOR[1:]:
         p = b.fadd(b.fmul(p, r), c(coefficient))
     # The low bits of `shifted` are n: shifted into the exponent's place they make a power of two.
-    exponent = b.add(b.bitcast(shifted, I64X16), constant(I64X16, 1023 + weight_constants.WEIGHT_BITS))
+    exponent = b.add(b.bitcast(shifted, I64X16), constant(I64X16, 1023 + constants.WEIGHT_BITS))
     scale = b.bitcast(b.shl(exponent, constant(I64X16, 52)), F64X16)
-    rounded = b.fadd(b.fmul(p, scale), c(weight_constants.ROUNDER))
-    return b.sub(b.bitcast(rounded, I64X16), b.bitcast(c(weight_constants.ROUNDER), I64X16))
+    rounded = b.fadd(b.fmul(p, scale), c(constants.ROUNDER))
+    return b.sub(b.bitcast(rounded, I64X16), b.bitcast(c(constants.ROUNDER), I64X16))
 
 
 operation(i64x16, i64x16, i64x16, key=operator.add)(lambda b, x, y: b.add(x, y))

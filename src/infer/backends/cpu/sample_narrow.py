@@ -41,9 +41,9 @@ from infer.backends.cpu.simd import (
     stack,
     store_f32,
 )
-from infer.sampling import noise_constants
+from infer.sampling import constants
 
-_MAX_NOISE = np.float32(noise_constants.MAX_NOISE)
+_MAX_NOISE = np.float32(constants.MAX_NOISE)
 
 
 @njit

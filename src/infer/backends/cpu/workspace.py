@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import final
 
+from infer.backends.before_load import StepSizes
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PLANES, SPARE_TOKENS
 from infer.backends.cpu.records import CHUNK, GROUPS_PER_THREAD, MAX_THREADS, SPLIT_TOKENS, attend_scratch_bytes
-from infer.backends.memory_rules import StepSizes
 from infer.operands.architecture import Architecture, Layer
 
 Buffers = dict[tuple[str, int], int]  # role and size → bytes

@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from infer.sampling import noise_constants
+from infer.sampling import constants
 
-LOG = tl.constexpr(noise_constants.LOG_COEFFICIENTS)
-LN2_HIGH = tl.constexpr(noise_constants.LN2_HIGH)
-LN2_LOW = tl.constexpr(noise_constants.LN2_LOW)
-SQRT_HALF_BITS = tl.constexpr(noise_constants.SQRT_HALF_BITS)
-ONE_BITS = tl.constexpr(noise_constants.ONE_BITS)
+LOG = tl.constexpr(constants.LOG_COEFFICIENTS)
+LN2_HIGH = tl.constexpr(constants.LN2_HIGH_32)
+LN2_LOW = tl.constexpr(constants.LN2_LOW_32)
+SQRT_HALF_BITS = tl.constexpr(constants.SQRT_HALF_BITS)
+ONE_BITS = tl.constexpr(constants.ONE_BITS)
 
 ROUGH_ERROR = tl.constexpr(5e-4)
 SMALL_HASH = tl.constexpr(1 << 26)  # below it V < 2⁻⁶, and −ln(1 − V) is V + V²/2 to 1 in 12,000

@@ -6,15 +6,15 @@ Kernels that use it are compiled with `enable_fp_fusion=False`.
 import triton
 import triton.language as tl
 
-from infer.sampling import weight_constants
+from infer.sampling import constants
 
-LOWEST = tl.constexpr(weight_constants.LOWEST)
-LOG2_E = tl.constexpr(weight_constants.LOG2_E)
-ROUNDER = tl.constexpr(weight_constants.ROUNDER)
-LN2_HIGH = tl.constexpr(weight_constants.LN2_HIGH)
-LN2_LOW = tl.constexpr(weight_constants.LN2_LOW)
-TAYLOR = tl.constexpr(weight_constants.TAYLOR)
-EXPONENT = tl.constexpr(1023 + weight_constants.WEIGHT_BITS)
+LOWEST = tl.constexpr(constants.LOWEST)
+LOG2_E = tl.constexpr(constants.LOG2_E)
+ROUNDER = tl.constexpr(constants.ROUNDER)
+LN2_HIGH = tl.constexpr(constants.LN2_HIGH_64)
+LN2_LOW = tl.constexpr(constants.LN2_LOW_64)
+TAYLOR = tl.constexpr(constants.TAYLOR)
+EXPONENT = tl.constexpr(1023 + constants.WEIGHT_BITS)
 
 
 @triton.jit

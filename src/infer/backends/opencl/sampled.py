@@ -18,7 +18,7 @@ from infer.backends import host_memory
 from infer.backends.base import Generated
 from infer.backends.opencl.launches import Launch, Recording
 from infer.operands.step import Interrupt, Masks, StepEnd
-from infer.sampling import failure_codes, noise_constants
+from infer.sampling import constants
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.masks import num_mask_words
 
@@ -28,10 +28,10 @@ _AHEAD = 2  # steps that are under way at once
 _IS_STOPPED = 1  # of `control`: steps that count, whether they are over, how many stop ids, whether there are masks
 _MACROS: dict[str, Any] = {
     "PARTS": _PARTS,
-    "LOG_COEFFICIENTS": "{" + ",".join(f"{value!r}f" for value in noise_constants.LOG_COEFFICIENTS) + "}",
-    **{name: f"{getattr(noise_constants, name)!r}f" for name in ("LN2_HIGH", "LN2_LOW", "MAX_NOISE")},
-    **{name: getattr(noise_constants, name) for name in ("SQRT_HALF_BITS", "ONE_BITS")},
-    **{name: f"({getattr(failure_codes, name)})" for name in ("NOT_A_NUMBER", "NOTHING_ALLOWED")},
+    "LOG_COEFFICIENTS": "{" + ",".join(f"{value!r}f" for value in constants.LOG_COEFFICIENTS) + "}",
+    **{name: f"{getattr(constants, name)!r}f" for name in ("LN2_HIGH_32", "LN2_LOW_32", "MAX_NOISE")},
+    **{name: getattr(constants, name) for name in ("SQRT_HALF_BITS", "ONE_BITS")},
+    **{name: f"({getattr(constants, name)})" for name in ("NOT_A_NUMBER", "NOTHING_ALLOWED")},
 }
 
 

@@ -9,15 +9,15 @@ is refused.
 from dataclasses import replace
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.model.families.reading import Config, choice, count, flag, optional_positive, positive
-from infer.model.families.rotation import make_rope
+from infer.model.families.config_values import Config, choice, count, flag, optional_positive, positive
+from infer.model.families.rope_scaling import make_rope
 from infer.model.families.table import FAMILIES, OFF_IF_NULL, OPTIONAL, Family
 from infer.operands.architecture import Activation, Architecture, Layer
 
 __all__ = ["FAMILIES", "make_architecture"]
 
 _MAX_LAYERS, _MAX_HEAD_DIM = 1024, 2**16
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_SLIDING = "sliding_attention"
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.model.families.reading import Config, count, flag, positive, settings
-from infer.model.families.rotation import rope_settings
+from infer.model.families.config_values import Config, count, flag, positive, settings
+from infer.model.families.rope_scaling import rope_settings
 
 # Settings that some families' code reads, and others' does not though a config may have them.
 OPTIONAL = frozenset(

@@ -30,8 +30,8 @@ inline float16 log_of(float16 x, float16 near, bool has_near)
     for (int i = 2; i < 9; i++)
         polynomial = polynomial * fraction + log_coefficients[i];
     float16 square = fraction * fraction;
-    float16 tail = polynomial * fraction * square + exponent * LN2_LOW - square * 0.5f;
-    return fraction + tail + exponent * LN2_HIGH;
+    float16 tail = polynomial * fraction * square + exponent * LN2_LOW_32 - square * 0.5f;
+    return fraction + tail + exponent * LN2_HIGH_32;
 }
 
 // −ln(−ln(1 − V)), V = (h + ½) / 2³², of 16 tokens' hashes.

@@ -13,7 +13,7 @@ from infer.checkpoint.gguf import read_gguf
 from infer.checkpoint.hub import cached_repositories, find_cached, gguf_models, list_files
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InferError
-from infer.model.memory import weights_by_type
+from infer.model.memory_estimate import weights_by_type
 from infer.model.tensors import expected_shapes
 from infer.operands.architecture import Architecture
 

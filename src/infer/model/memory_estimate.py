@@ -1,6 +1,6 @@
 """The memory that a model takes on this machine, by arithmetic on its headers: no torch, nothing allocated.
 
-The backend's own rules (`backends.memory_rules`) count weights and the buffers of a step. A cache counts as it is
+The backend's own rules (`backends.before_load`) count weights and the buffers of a step. A cache counts as it is
 reserved.
 """
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol, runtime_checkable
 
-from infer.backends.memory_rules import StepSizes, memory_rules
+from infer.backends.before_load import StepSizes, memory_rules
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InvalidRequestError, ModelError
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups, most_pages, pool_sizes
 from infer.kvcache.pages import num_pages
-from infer.kvcache.settings import CacheSettings
 from infer.model.tensors import expected_shapes
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS

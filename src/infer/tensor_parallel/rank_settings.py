@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, final
 
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 
 Transport = Literal["memory", "gloo"]
 
@@ -23,10 +23,10 @@ class ModelSource(NamedTuple):
 
 @final
 class RunnerSettings(NamedTuple):
-    """Settings of rank 0's runner. All ranks use the same cache settings."""
+    """Arguments of `Runner`, by name, which are the same for all ranks."""
 
-    max_seq_len: int
-    cache: CacheSettings
+    capacity: int
+    settings: CacheSettings
     num_slots: int
     pool_pages: int | None
     capture: bool

@@ -1,4 +1,4 @@
-"""A Ray Serve application: a `RayFront` receives the clients' requests, and each `Engine` has the model.
+"""A Ray Serve application: a `RayFront` receives the clients' requests, and each `RayEngine` has the model.
 
 Ray places, watches, counts and restarts engines. Requests pass through Ray as HTTP's bytes, as they are sent to any
 replica. An engine hands them to the server in its own process, which listens on no address.
@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 import infer
-from infer.distributed.exchange import EngineFailedError, Exchange, request_bytes
+from infer.distributed.exchange import Exchange, ReplicaFailedError
 from infer.distributed.front import Front
 from infer.distributed.router import RoutedPrompt
 from infer.errors import InferError, InvalidRequestError
@@ -83,7 +83,8 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
 def application(asked: Deployed) -> serve.Application:
     load, settings = asked.load, asked.settings
     engines = serve.deployment(
-        Engine,
+        RayEngine,
+        name="Engine",
         ray_actor_options={
             "num_cpus": load["threads"],
             "num_gpus": int(str(load.get("device", "cpu")).startswith("cuda")),
@@ -123,7 +124,7 @@ def _scale(asked: Deployed) -> dict[str, Any]:
 
 
 @final
-class Engine:
+class RayEngine:
     """A model, and the server that answers for it, in an actor."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -156,8 +157,7 @@ class Engine:
         """Return name, status and body, for a front that asks all engines."""
         exchange = Exchange(*await self._server.connect())
         try:
-            head = await exchange.head(request_bytes("GET", target, []))
-            return serve.get_replica_context().replica_id.unique_id, head.status, await exchange.body()
+            return serve.get_replica_context().replica_id.unique_id, *await exchange.get(target)
         finally:
             exchange.close()
 
@@ -185,7 +185,7 @@ def _load(load: Mapping[str, Any], on_progress: OnProgress) -> "infer.AsyncLLM":
 
 
 @final
-class Connection:
+class EngineConnection:
     """A connection to the engine that the router chooses, as a reader and a writer of `Exchange`."""
 
     def __init__(self, engines: DeploymentHandle, prompt: RoutedPrompt) -> None:
@@ -229,11 +229,11 @@ class Engines:
 
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
-        connection = Connection(self._handle, prompt)
+        connection = EngineConnection(self._handle, prompt)
         exchange = Exchange(connection, connection)
         try:
             yield exchange
-        except EngineFailedError:
+        except ReplicaFailedError:
             await asyncio.sleep(_ENDING_SECONDS)  # until no router chooses it
             raise
         finally:

@@ -1,14 +1,19 @@
-"""Memory that a model needs on a device, by each backend's own rules: arithmetic on headers, without torch."""
+"""Work of a backend before torch is loaded: the memory that a model needs on a device, and kernels to compile ahead.
 
-from collections.abc import Mapping
+Both use a model's headers only.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast, final, runtime_checkable
 
-from infer.operands.architecture import Architecture
+from infer.operands.architecture import Architecture, ModelOutline
 
 # Each module is a `MemoryRules`. A device with other kernels has a line of its own.
-_MODULE_BY_DEVICE = {"cpu": "infer.backends.cpu.workspace", "cuda": "infer.backends.gpu_memory"}
+_MEMORY_RULES = {"cpu": "infer.backends.cpu.workspace", "cuda": "infer.backends.gpu_memory"}
+_COMPILERS = {"cpu": "infer.backends.cpu.needed_kernels"}  # each has `begin_compiling(make_outline)`
 
 
 @final
@@ -38,4 +43,12 @@ class MemoryRules(Protocol):
 
 
 def memory_rules(device: str = "cpu") -> MemoryRules:
-    return cast(MemoryRules, import_module(_MODULE_BY_DEVICE[device]))
+    return cast(MemoryRules, import_module(_MEMORY_RULES[device]))
+
+
+def begin_compiling(device: str, make_outline: Callable[[], ModelOutline]) -> AbstractContextManager[None]:
+    """Compile a model's kernels while its load runs in the context, if the device stores kernels and has none yet."""
+    if device not in _COMPILERS:
+        return nullcontext()
+    begun: AbstractContextManager[None] = import_module(_COMPILERS[device]).begin_compiling(make_outline)
+    return begun

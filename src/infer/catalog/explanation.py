@@ -10,7 +10,7 @@ from typing import Any
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
 from infer.model.families import make_architecture
-from infer.model.memory import LoadSettings, cache_bytes_per_token, loaded_types, weight_bytes, weights_by_type
+from infer.model.memory_estimate import LoadSettings, cache_bytes_per_token, loaded_types, weight_bytes, weights_by_type
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.operands.architecture import Architecture, Layer, Rope
 from infer.quantization.kv_formats import KV_TYPES, QUANTIZED, VALUES_PER_SCALE

@@ -9,7 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.model.families.reading import Config, choice, count, flag, optional_positive, positive, positives, settings
+from infer.model.families.config_values import (
+    Config,
+    choice,
+    count,
+    flag,
+    optional_positive,
+    positive,
+    positives,
+    settings,
+)
 from infer.operands.architecture import LongRope, Rope
 
 

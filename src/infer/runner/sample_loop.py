@@ -1,4 +1,4 @@
-"""Sampling after a step's logits while its drafts turn out right: `backends.cpu.capture.sampled` in plain torch."""
+"""Sampling after a step's logits while its drafts are right: `backends.cpu.capture.sampled` in plain torch."""
 
 import time
 from collections.abc import Sequence
@@ -35,15 +35,17 @@ def verify(
     history: History | None,
     masks: Int[Tensor, "lines words"] | None,
 ) -> tuple[list[SampledTokens], list[float]]:
-    """Sample line by line: a chunk goes on to its next line while what was sampled is what was drafted. Also when each
-    line was sampled, by `time.perf_counter`. `masks` lie on the host, wherever the logits are.
+    """Sample line by line. A chunk continues with its next line while the sampled token equals the draft.
+
+    Also returns the time at which each line was sampled, by `time.perf_counter`. `masks` are on the host, whatever the
+    device of the logits.
     """
     found = [SampledTokens([], []) for _ in chunks]
     starts = np.cumsum([0, *(chunk.num_logits for chunk in chunks)]).tolist()
     alive = [index for index, chunk in enumerate(chunks) if chunk.has_logits]
     entry, ended = 0, list[float]()
     while alive:
-        # Every row takes chunk, those that are through with any line: their tokens are not looked at.
+        # Every row takes part. A row that is done takes any line, and its token is ignored.
         lines = torch.full((len(chunks),), starts[alive[0]] + entry)
         for index in alive:
             lines[index] = starts[index] + entry

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.model.context_length import context_length
-from infer.model.memory import LoadSettings, StoredMatrix, decode_bytes, estimate, loaded_types
+from infer.model.memory_estimate import LoadSettings, StoredMatrix, decode_bytes, estimate, loaded_types
 from infer.operands.architecture import Architecture
 from infer.system.cores import default_num_threads
 from infer.system.memory_speed import read_bandwidth
@@ -16,18 +16,18 @@ FORECAST_CONTEXT = 512  # tokens before the decoded ones
 
 
 @dataclass(frozen=True)
-class Forecast:
+class ModelForecast:
     """Memory of the whole process with a default context, and tokens per second of one answer on the CPU."""
 
     memory_bytes: int
     tokens_per_second: float
 
 
-def forecast(architecture: Architecture, tensors: Mapping[str, StoredMatrix]) -> Forecast:
+def forecast(architecture: Architecture, tensors: Mapping[str, StoredMatrix]) -> ModelForecast:
     """Return the forecast of a model that is loaded with the default settings."""
     load, cache = LoadSettings(num_threads=default_num_threads()), CacheSettings()
     needed = estimate(architecture, tensors, load, cache, num_tokens=context_length(None, architecture, cache))
-    return Forecast(needed.total, tokens_per_second(architecture, tensors, load, load.kv_type))
+    return ModelForecast(needed.total, tokens_per_second(architecture, tensors, load, load.kv_type))
 
 
 def tokens_per_second(

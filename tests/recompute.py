@@ -1,0 +1,93 @@
+"""The oracle of every cache: a runner that computes the whole sequence again for each step."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer import LLM, GenerationResult, SamplingParams
+from infer.engine.engine import Engine
+from infer.engine.request import make_request
+from infer.engine.sequence import Sequence as Answering
+from infer.kvcache.cache_settings import CacheSettings
+from infer.model.transformer import Transformer
+from infer.operands.step import Chunk, Step
+from infer.runner.caches import make_cache
+from infer.runner.runner import Runner
+
+
+class CachelessRunner(Runner):
+    """A runner of one slot without a cache, for a fake: `forward` gives the logits of one chunk."""
+
+    pool_pages = free_pages = ()
+    num_slots, shares_prefixes, compresses_prompts = 1, False, False
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self._backend, self._captured = model, model.backend, None
+        self._token_ids, self._provisional = list[int](), list[int]()
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return [len(self._token_ids)]
+
+    def pages_of(self, num_tokens: int) -> Sequence[int]:
+        return []
+
+    def reset(self) -> None:
+        self._token_ids = []
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        return
+
+    def forward(self, chunks: Sequence[Chunk]) -> Float[Tensor, "logits vocab"]:
+        (chunk,) = chunks
+        self._provisional = list(chunk.token_ids)
+        return self.logits_of(chunk)
+
+    def logits_of(self, chunk: Chunk) -> Float[Tensor, "logits vocab"]:
+        raise NotImplementedError
+
+    def commit(self, slot: int, count: int) -> None:
+        self._token_ids += self._provisional[:count]
+
+    def truncate(self, slot: int, length: int) -> None:
+        del self._token_ids[length:]
+
+    def forget(self, slot: int) -> None:
+        self.truncate(slot, 0)
+
+    def choose_rope(self, slot: int, length: int) -> bool:
+        return False
+
+    def after_answer(self, slot: int) -> None:
+        return
+
+    def give_back_free(self) -> int:
+        return 0
+
+
+class RecomputeRunner(CachelessRunner):
+    """Slow, and right whatever a cache does."""
+
+    def __init__(self, model: Transformer, settings: CacheSettings | None = None) -> None:
+        super().__init__(model)
+        self._settings = settings
+
+    def logits_of(self, chunk: Chunk) -> Float[Tensor, "logits vocab"]:
+        token_ids = [*self._token_ids, *chunk.token_ids]
+        cache = make_cache(self.model, len(token_ids), step_tokens=len(token_ids), settings=self._settings)
+        cache.set_rope(0, is_long=self.model.is_long(len(token_ids)))
+        cache.reserve(0, len(token_ids))
+        step = Step.of(token_ids, logit_indices=range(len(token_ids) - chunk.num_logits, len(token_ids)))
+        return self.model.forward(step.to(self.model.device), cache)
+
+
+def generate_recomputed(llm: LLM, prompt_token_ids: Sequence[int], params: SamplingParams) -> GenerationResult:
+    """Return the result of `LLM.generate`, computed slowly."""
+    engine = Engine(RecomputeRunner(llm.model))
+    answer = engine.submit(Answering(make_request(llm.model, llm.tokenizer, prompt_token_ids, params)))
+    with llm.model.backend.threads(), torch.inference_mode():
+        while not answer.has_ended:
+            engine.step()
+    return answer.result()

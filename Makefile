@@ -60,6 +60,11 @@ lint: $(VENV)/.dev ## ruff, mypy, the import contracts, and the English of docst
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_english.py
 
+.PHONY: docs
+docs: $(VENV)/.docs ## the site of the pages in docs/, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 .PHONY: assets
 assets: $(VENV)/.models ## fetch the tokenizers that the tests compare with
 	$(BIN)/python scripts/fetch_test_assets.py
@@ -70,7 +75,7 @@ bench: $(VENV)/.demo ## the quick benchmark
 
 .PHONY: clean
 clean: ## remove the environment, caches and build products
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests scripts benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and by its range: a later package that asks for any torch would choose the build for GPUs.
@@ -94,6 +99,11 @@ $(VENV)/.dev: $(VENV)/.demo
 	@echo "... what the tests need ..."
 	@$(INSTALL) --editable ".[dev]"
 	@$(INSTALL) --no-deps $(XGRAMMAR)
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	@echo "... what makes the site ..."
+	@$(INSTALL) --editable ".[docs]"
 	@touch $@
 
 $(VENV)/.fuzz: $(VENV)/.dev

@@ -51,7 +51,7 @@ PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_
 
 
 class MissingError(Exception):
-    """What is not installed, and how to install it."""
+    """A missing program or package, and the way to install it."""
 
 
 def emulator(name: str) -> str:
@@ -100,7 +100,7 @@ def _extract_debian(scratch: Path) -> None:
 
 
 def command_for(cpu: str) -> tuple[list[str], str]:
-    """What runs Python on an emulated CPU, and its PYTHONPATH."""
+    """Return the command that runs Python on an emulated CPU, and its PYTHONPATH."""
     if cpu in X86:
         return [emulator("qemu-x86_64"), "-cpu", QEMU_NAMES[cpu], sys.executable], str(ROOT / "src")
     command, folder = [emulator("qemu-aarch64"), "-cpu", cpu], aarch64_folder()
@@ -134,8 +134,10 @@ def digests(
 def all_digests(
     commands: dict[str, tuple[list[str], str]], cases_by_cpu: dict[str, list[str]]
 ) -> dict[str, dict[str, str]]:
-    """Of this machine, of this machine compiled for what has no FMA, and of each emulated CPU; as many at once as there
-    are cores, the slow ones first."""
+    """Return the digests of this machine, of this machine compiled without FMA, and of each emulated CPU.
+
+    One CPU per core is emulated at a time, the slow ones first.
+    """
     here, own = ([sys.executable], str(ROOT / "src")), max(cases_by_cpu.values(), key=len)
     runs = {cpu: (*command, cases_by_cpu[cpu], "") for cpu, command in commands.items()} | {"here": (*here, own, "")}
     runs |= {f"here, compiled for {cpu}": (*here, cases_by_cpu[cpu], cpu) for cpu in commands if cpu in WITHOUT_FMA}

@@ -25,7 +25,7 @@ _FLAGS = (
 
 
 class PageError(Exception):
-    """What the browser refuses, or a script throws."""
+    """An error of the browser, or an exception of a script."""
 
 
 def chromium() -> str | None:
@@ -195,7 +195,7 @@ class Page:
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def choose_file(self, selector: str, path: Path) -> None:
-        """As the system's dialog gives a file to an input."""
+        """Give a file to an input, as the system's dialog does."""
         found = self.send("Runtime.evaluate", expression=f"document.querySelector({json.dumps(selector)})")
         self.send("DOM.setFileInputFiles", files=[str(path)], objectId=found["result"]["objectId"])
 
@@ -215,7 +215,7 @@ class Page:
 
     @property
     def faults(self) -> list[str]:
-        """What was thrown or logged as an error, but answers with a status that says so."""
+        """Exceptions and logged errors, except for those of the network."""
         own = [each for each in self._browser.events if each.get("sessionId") == self._session]
         thrown = [each["params"]["exceptionDetails"] for each in own if each["method"] == "Runtime.exceptionThrown"]
         logged = [each["params"]["entry"] for each in own if each["method"] == "Log.entryAdded"]

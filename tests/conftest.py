@@ -1,4 +1,4 @@
-"""What every test runs under: shapes checked at each call, one thread each, and no silent skip in CI."""
+"""Conditions of every test: shapes are checked at each call, a worker has one thread, and no skip is silent in CI."""
 
 import gc
 import os

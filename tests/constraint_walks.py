@@ -27,7 +27,7 @@ def allowed_ids(constraint: Constraint, vocab_size: int) -> list[int]:
 
 
 def closers_of(tokenizer: Tokenizer) -> list[list[int]]:
-    """What ends a text, a string, an object and a list."""
+    """Return the tokens that end a text, a string, an object and a list."""
     return [sorted(tokenizer.eos_token_ids), *([tokenizer.token_bytes.index(closer)] for closer in _CLOSERS)]
 
 

@@ -1,7 +1,7 @@
-"""What the CPU kernels compute, as digests: the same lines on every machine and instruction set that has FMA.
+"""Digests of the CPU kernels' results: the same lines on every machine and instruction set that has FMA.
 
     python tests/kernel_digests.py                       every case
-    python tests/kernel_digests.py Q4_K attend           those whose names begin so
+    python tests/kernel_digests.py Q4_K attend           the cases whose names begin so
     INFER_ISA=avx2 python tests/kernel_digests.py        by another instruction set
 
 Inputs are whole numbers divided by powers of two, so that no library of mathematics takes part in them.

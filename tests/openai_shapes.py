@@ -13,8 +13,9 @@ DATA = Path(__file__).parent / "data" / "openai-schemas.json"
 
 @cache
 def _components() -> dict[str, Any]:
-    """What OpenAI sends itself and its schemas do not have: null for the first token of an echoed prompt, and in
-    chunks of completions for what comes with the last.
+    """Return OpenAI's schemas, with the nulls that OpenAI sends although its schemas lack them.
+
+    They are the first token of an echoed prompt, and fields of chunks that only the last chunk fills.
     """
     components = json.loads(DATA.read_text(encoding="utf-8"))["components"]
     schemas = components["schemas"]
@@ -41,7 +42,7 @@ def validator(name: str) -> Draft202012Validator:
 
 
 def check(name: str, value: Any) -> None:
-    """That it is a valid one of these."""
+    """Check that the value is valid for the schema of this name."""
     found = [f"{error.json_path}: {error.message:.300}" for error in validator(name).iter_errors(value)]
     assert not found, (name, found[:3])
 

@@ -200,7 +200,7 @@ def constraint_of(world: World, params: SamplingParams) -> Constraint | None:
 
 @torch.inference_mode()
 def full_logits(world: World, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """What follows the last token of each, from nothing but the forward, each in a row of its own."""
+    """Return the logits after the last token of each sequence, by the forward alone, with one row per sequence."""
     lengths = [len(token_ids) for token_ids in sequences]
     cache = make_cache(world.model, max(lengths), len(sequences), step_tokens=max(lengths), settings=world.settings)
     for row, length in enumerate(lengths):

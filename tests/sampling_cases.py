@@ -83,7 +83,7 @@ def make_batch(rows: Sequence[Row], end_ids: frozenset[int] = frozenset()) -> Ba
 
 
 def reference_logits(row: Row, end_ids: frozenset[int] = frozenset()) -> Tensor | None:
-    """What the reference adds the noise to, None for a row that fails."""
+    """Return the logits to which the reference adds noise, or None for a row that fails."""
     try:
         return definition.process_logits(
             row.logits,
@@ -121,7 +121,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def tables(history: History, slot: int) -> dict[str, Any]:
-    """What a kernel reads of a slot."""
+    """Return the tables of a slot that a kernel reads."""
     length = int(history.lengths[slot])
     return {
         "length": length,

@@ -69,7 +69,7 @@ def _has_arrays(function: FunctionType) -> bool:
 
 
 def _is_of_arrays(hint: Any, names: dict[str, Any]) -> bool:
-    """Whether an array may stand in it; a name that is not there yet may be anything."""
+    """Return True if an array may be part of the type. A name that is not defined yet may be anything."""
     if isinstance(hint, str):
         try:
             hint = eval(hint, names)

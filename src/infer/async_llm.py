@@ -32,19 +32,29 @@ from infer.sampling_params import SamplingParams
 
 @final
 class AsyncLLM:
-    """`LLM` for `await` and `async for`, with the same arguments. `AsyncLLM(llm)` shares an `LLM` with other threads.
-
-    Loading takes seconds: `await asyncio.to_thread(AsyncLLM, "smollm2")` keeps the loop free meanwhile.
+    """`LLM` for `await` and `async for`. Methods have the arguments and errors of the same methods of `LLM`.
 
     Answers of all tasks and loops run in the same steps, and each has the tokens that it would have alone. Requests are
     prepared in a few threads. A task that is cancelled, or leaves a stream, frees its slot when the current step has
-    ended.
+    ended. Loading takes seconds: `await asyncio.to_thread(AsyncLLM, "smollm2")` keeps the loop free meanwhile.
+
+    Args:
+        model: A model as `LLM` takes it, or a loaded `LLM`, which is then shared with other threads.
+        settings: The other arguments of `LLM`.
+
+    Raises:
+        InvalidRequestError: An argument breaks a rule, or there is no such model.
+        ModelError: The model cannot be used, or does not fit in memory.
+
+    Example:
+        async with AsyncLLM("smollm2") as llm:
+            print((await llm.generate("Once upon a time", max_new_tokens=32)).text)
     """
 
     def __init__(self, model: LLM | str | Path = "smollm2", **settings: Any) -> None:
-        """Load a model, or share one that is loaded. `settings` are those of `LLM`."""
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
-        self.host.loop.call(once(self.host.engine.scheduler.limit_prompts, MAX_SECONDS))  # who comes is soon seen
+        # A later request then waits for a short step only.
+        self.host.loop.call(once(self.host.engine.scheduler.limit_prompts, MAX_SECONDS))
 
     def __repr__(self) -> str:
         return f"Async{self.llm!r}"
@@ -88,7 +98,7 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> GenerationResult | list[GenerationResult]:
-        """Return the whole answer as `LLM.generate` does. For a list of texts return a list of answers."""
+        """Return the whole answer, or a list of answers for a list of texts. See `LLM.generate`."""
         if is_list_of_texts(prompt):
             return await self.generate_all(prompt, params, options=options, **keywords)
         host, (options, sampling) = self.host, split_options(options, keywords)
@@ -103,9 +113,7 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> AsyncStream:
-        """Return a stream for `async for` that yields pieces as they arrive. Then `await stream.result()` returns the
-        result.
-        """
+        """Return a stream that yields pieces as they arrive. See `LLM.stream` for the arguments."""
         host, (options, sampling) = self.host, split_options(options, keywords)
         return host.answers.stream(partial(host.sequence, prompt, params, options, sampling))
 
@@ -117,7 +125,7 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Any,
     ) -> GenerationResult:
-        """Answer a conversation as `LLM.chat` does. Keywords may also be variables of the template."""
+        """Return the answer to a conversation. See `LLM.chat`."""
         host, (options, others) = self.host, split_options(options, keywords)
         prepared = await host.answers.prepare(partial(host.chat_sequence, messages, params, options, others))
         return await host.answers.answer(prepared)
@@ -130,7 +138,7 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Any,
     ) -> AsyncStream:
-        """Return a stream of the answer that `chat` returns whole."""
+        """Return a stream of the answer that `chat` returns whole. See `LLM.chat` for the arguments."""
         host, (options, others) = self.host, split_options(options, keywords)
         return host.answers.stream(partial(host.chat_sequence, messages, params, options, others))
 
@@ -142,12 +150,19 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **variables: Any,
     ) -> list[AsyncStream]:
-        """Return one stream per entry of `params`, all of the same prompt, which is rendered and tokenised once.
+        """Return several streams of answers to one prompt, which is rendered and tokenised once.
 
-        A stream computes nothing before it is read or its `begin` is awaited. If the prompt is messages, keywords are
-        variables of the template.
+        A stream computes nothing before it is read or its `begin` is awaited.
 
-        Raises InvalidRequestError if any part of the request is refused.
+        Args:
+            prompt: A text, token ids, or messages.
+            params: The sampling of each answer.
+            options: Options of all answers.
+            variables: Variables of the chat template, if the prompt is messages.
+
+        Raises:
+            InvalidRequestError: A part of the request is refused.
+            ClosedError: The model is closed.
         """
         answers, options = self.host.answers, options or RequestOptions()
         asked = partial(self.host.choices, prompt, params, options, variables)
@@ -156,7 +171,7 @@ class AsyncLLM:
         return [answers.stream(sequence) for sequence in sequences]
 
     async def prompt_logprobs(self, prompt: Prompt, *, num: int = 0) -> list[TokenLogprob | None]:
-        """Return the log-probabilities of a prompt's tokens as `LLM.prompt_logprobs` does."""
+        """Return the log-probability of each token of a prompt. See `LLM.prompt_logprobs`."""
         host = self.host
         ids = await host.answers.prepare(lambda check: ids_to_score(host, prompt, num))
         return await host.answers.call(score_prompt(host, ids, num))
@@ -172,9 +187,9 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> list[GenerationResult]:
-        """Answer several prompts as `LLM.generate_all` does. All are checked before the first begins.
+        """Return the answers to several prompts, in their order. See `LLM.generate_all`.
 
-        At most `batch_size` answers are active. The callbacks are called on the loop, as answers end.
+        The callbacks are called on the event loop.
         """
         check_callback("on_result", on_result)
         check_count("batch_size", batch_size, 1, MAX_STEP_LOGITS)
@@ -201,7 +216,7 @@ class AsyncLLM:
     async def embed(
         self, texts: Sequence[Prompt], pooling: Pooling | None = None, *, normalize: bool = True
     ) -> Float[Tensor, "texts hidden"]:
-        """Return embeddings as `LLM.embed` does. Calls of several tasks run one after the other, beside the answers."""
+        """Return one vector per text. See `LLM.embed`. Calls of several tasks run one after the other."""
         host = self.host
         token_ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, pooling))
         return await host.answers.call(embed(host, token_ids, pooling, normalize=normalize))
@@ -215,7 +230,11 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> tuple[GenerationResult, list[SampleTrace]]:
-        """Return an answer and, for each of its tokens, the trace of `LLM.sample_trace` without the text before it."""
+        """Return an answer, and the trace of each of its tokens. See `LLM.sample_trace`.
+
+        Returns:
+            The result, and one trace per token. A trace has no `text_before`.
+        """
         host, (options, sampling) = self.host, split_options(options, keywords)
         check_count("num_candidates", num_candidates, 1, host.vocab_size)
         check_traceable(host)
@@ -235,9 +254,19 @@ class AsyncLLM:
         num_candidates: int = 10,
         is_given: bool = False,
     ) -> list[SampleTrace]:
-        """Return how each token of an answer to this request was sampled, from step `first` to step `last`.
+        """Return how each token of an answer was sampled.
 
-        With `is_given`, the tokens may differ from the sampled ones.
+        Args:
+            request: The request that was answered.
+            answer: The ids of the answer.
+            first: The first step that is traced; 1 follows the prompt.
+            last: The last step. None: the end of the answer.
+            num_candidates: Number of candidate tokens per trace.
+            is_given: True if the tokens may differ from the sampled ones.
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule, or a token is not the sampled one.
+            ClosedError: The model is closed.
         """
         host = self.host
         check_traceable(host)

@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-# What ends a line or steers a terminal, as it comes from a file's name or its contents.
+# Characters of a file's name or contents that would end a line or control a terminal.
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
@@ -22,7 +22,7 @@ class InferError(Exception):
 
 
 class InvalidRequestError(InferError, ValueError):
-    """A parameter, a prompt or a file named by the user breaks a rule."""
+    """A parameter, a prompt or a file of the user breaks a rule. It is also a `ValueError`."""
 
     exit_status = 2
 
@@ -42,11 +42,11 @@ def closed(what: str = "model") -> ClosedError:
 
 
 class OutOfPagesError(InferError):
-    """The cache has too few free pages for the next tokens of a sequence. It can continue once others have ended."""
+    """The cache has too few free pages for the next tokens of a sequence. It can continue when others have ended."""
 
 
 class EngineFailedError(InferError):
-    """The engine has failed for good: the model must be loaded again."""
+    """The engine has failed, and the model must be loaded again."""
 
 
 class ModelError(InferError):
@@ -56,7 +56,7 @@ class ModelError(InferError):
 
 
 class UnsupportedModelError(ModelError):
-    """A well-formed model of an architecture, tensor type or tokenizer that we do not run."""
+    """A well-formed model has an architecture, tensor type or tokenizer that is not supported."""
 
 
 class ModelFormatError(ModelError):
@@ -84,7 +84,7 @@ class PropertyNameError(SchemaError):
 
 
 class AnswerGrammarError(InvalidRequestError):
-    """The tools and the format of an answer cannot be compiled together, though each can."""
+    """The tools and the format of an answer can be compiled alone, but not together."""
 
 
 class RequestWarning(UserWarning):
@@ -92,7 +92,7 @@ class RequestWarning(UserWarning):
 
 
 class SchemaWarning(RequestWarning):
-    """Parts of a schema are not enforced: words that assert nothing, or parts of a tool that cannot be built."""
+    """Parts of a schema are not enforced: unknown keywords, or parts of a tool that cannot be built."""
 
 
 class MessageWarning(RequestWarning):

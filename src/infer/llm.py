@@ -61,31 +61,32 @@ __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
 
 @final
 class LLM:
-    """A loaded model.
+    """A loaded model with its tokenizer and cache. All methods are safe to call from several threads.
 
-    `model` is a folder, a `.gguf` file, the name of an installed package (`smollm2`), or a name on the hub (`org/repo`,
-    `org/repo:Q4_K_M`: `checkpoint.hub`).
+    Args:
+        model: A folder, a `.gguf` file, an installed package (`smollm2`), or a name on the hub (`org/repo:Q4_K_M`).
+        device: "cpu", "cuda", "opencl", or "auto"; "cuda:1" and "opencl:NAME" choose one of several.
+        dtype: "auto" keeps the weights as their file stores them. A float type dequantises them at load.
+        weights: "q8" or "q4" quantises float weights at load, "bf16" rounds them.
+        precision: Precision of activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8 bits).
+        max_seq_len: Number of tokens of the context. None: the model's own, but at most 8,192.
+        kv_type: This argument and those up to `reuse_prefixes` are fields of `CacheSettings`.
+        pool_pages: Number of pages of 64 tokens that all answers and sessions share. None: enough for 8 full contexts,
+            or as many as fit in memory.
+        grammar_backend: Library that constrains answers to a schema, a pattern or a grammar.
+        threads: Number of threads of the process, or of each process if `tensor_parallel` processes share the model.
+        capture: False runs each op by itself: slower, with the same tokens.
+        chat_template: Template that replaces the model's own.
+        allow_special: True if control tokens that are written in a message are control tokens, not text.
+        on_progress: Called with the numbers of loaded and of all blocks.
 
-    `dtype="auto"` keeps the weights as their file stores them; a float type dequantises them at load. `weights="q8"` or
-    `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is the precision of activations beside
-    quantised weights on a CPU: "exact" (16 bits) or "fast" (8 bits).
+    Raises:
+        InvalidRequestError: An argument breaks a rule, or there is no such model.
+        ModelError: The model cannot be used, or does not fit in memory.
 
-    If `max_seq_len` is None, the context is the model's own, but at most 8,192 tokens. The arguments `kv_type` to
-    `reuse_prefixes` are `CacheSettings`. All answers and sessions share `pool_pages` pages of 64 tokens. None means
-    enough for 8 full contexts, or as many as fit in memory.
-
-    `threads` is the number of threads of the whole process. If `tensor_parallel` processes share the model, each has
-    this number of threads. `capture=False` runs each op by itself: slower, with the same tokens.
-
-    `chat_template` replaces the model's own. With `allow_special`, control tokens that are written in a message are
-    control tokens, not text. `grammar_backend` is the library that constrains answers to a schema, a pattern or a
-    grammar.
-
-    All methods are safe to call from several threads.
-
-    The sampling of an answer is given as `SamplingParams`, which are used exactly, or as a mapping or keywords, which
-    override the model's own defaults: `generate("Once", temperature=0)`. `close()`, or `with LLM(...) as llm`, frees
-    the memory.
+    Example:
+        with LLM("smollm2") as llm:  # frees the memory at its end, as close() does
+            print(llm.generate("Once upon a time", temperature=0).text)
     """
 
     _host: Host | None
@@ -193,14 +194,17 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
         return self._opened.tokenizer
 
     @property
     def architecture(self) -> Architecture:
+        """The network's layers and sizes."""
         return self.model.architecture
 
     @property
     def max_seq_len(self) -> int:
+        """Number of tokens of the context."""
         return self.model.max_seq_len
 
     @property
@@ -263,8 +267,8 @@ class LLM:
         Args:
             prompt: A text, token ids, or messages. For a list of texts, the result is a list as `generate_all` returns
                 it.
-            params: `SamplingParams`, or a mapping of fields over the model's defaults. None: `default_params`, for
-                messages those of a chat.
+            params: `SamplingParams`, which are used exactly, or a mapping of fields over the model's defaults. None:
+                `default_params`, for messages those of a chat.
             on_token: Called as `on_token(token_id, text)` with each token as it arrives. Returns False to cancel the
                 answer. For one prompt only.
             on_prefill: Called as in `stream`. For one prompt only.
@@ -301,8 +305,7 @@ class LLM:
 
         Args:
             prompt: A text, token ids, or messages.
-            params: `SamplingParams`, or a mapping of fields over the model's defaults. None: `default_params`, for
-                messages those of a chat.
+            params: As for `generate`.
             on_prefill: Called as `on_prefill(done, total)` after each chunk of `prefill_chunk` prompt tokens. `cancel`
                 is checked then, too.
             options: Options of the request besides its sampling. None: the default options.
@@ -328,8 +331,7 @@ class LLM:
 
         Args:
             prompt: A text, token ids, or messages.
-            params: `SamplingParams`, or a mapping of fields over the model's defaults. None: `default_params`, for
-                messages those of a chat.
+            params: As for `generate`.
             keywords: `options`, and the keywords of `stream`.
 
         Raises:
@@ -420,8 +422,7 @@ class LLM:
 
         Args:
             messages: The messages of the conversation.
-            params: `SamplingParams`, or a mapping of fields over the model's defaults. None: `default_params`, for
-                messages those of a chat.
+            params: As for `generate`.
             on_token: Called as in `generate`.
             on_prefill: Called as in `stream`.
             options: Options of the request besides its sampling. None: the default options.
@@ -443,7 +444,7 @@ class LLM:
         options: RequestOptions | None = None,
         **keywords: Any,
     ) -> Stream:
-        """Return a stream of the answer that `chat` returns whole."""
+        """Return a stream of the answer that `chat` returns whole. See `chat` for the arguments."""
         host = self._opened
         check_callback("on_prefill", on_prefill)
         options, others = split_options(options, keywords)
@@ -511,8 +512,7 @@ class LLM:
 
         Args:
             prompt: A text, token ids, or messages, which are rendered as `chat` does.
-            params: `SamplingParams`, or a mapping of fields over the model's defaults. None: `default_params`, for
-                messages those of a chat.
+            params: As for `generate`.
             step: The step; 1 follows the prompt.
             num_candidates: Number of candidate tokens in the trace.
             prompt_ids: The prompt's ids if they are spelled in another way, as a session's may be.

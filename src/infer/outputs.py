@@ -15,31 +15,28 @@ Origin = Literal["sampled", "draft", "forced", "given"]
 class Piece:
     """The part of a stream that one token adds.
 
-    The text may be empty, for half a character or for text that is held back. In an answer, reasoning comes first, then
-    text, then tool calls.
+    The text is empty if the token is half a character, or if its text may belong to a stop string. In an answer,
+    reasoning comes first, then text, then tool calls.
     """
 
     token_id: int
     text: str
-    logprob: "TokenLogprob | None" = None  # where log-probabilities are asked for
-    finish_reason: FinishReason | None = None  # of the last one: why the answer ended
+    logprob: "TokenLogprob | None" = None  # if log-probabilities are requested
+    finish_reason: FinishReason | None = None  # of the last piece: why the answer ended
     deltas: "tuple[ReasoningDelta | ToolCallDelta, ...]" = ()
-    origin: Origin = "sampled"  # or guessed and found right, forced by the grammar, given with the request
+    origin: Origin = "sampled"  # "draft": guessed and verified; "forced": by the grammar; "given": with the request
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """The next part of the reasoning."""
+    """The next part of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of the tool call with this index.
-
-    It is the call's beginning, with id and name, or further characters of its arguments.
-    """
+    """A part of the tool call number `index`: its beginning, with id and name, or more characters of its arguments."""
 
     index: int
     id: str | None = None
@@ -49,10 +46,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants to call.
-
-    `arguments` are JSON as the model wrote it. They are cut if the answer was cut.
-    """
+    """A function that the model wants to call. `arguments` is JSON as the model wrote it, cut if the answer was cut."""
 
     id: str
     name: str
@@ -63,7 +57,11 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
     def parsed(self) -> dict[str, Any]:
-        """Return the arguments as values. Raises ValueError if the arguments were cut."""
+        """Return the arguments as values.
+
+        Raises:
+            ValueError: The arguments were cut.
+        """
         found: dict[str, Any] = json.loads(self.arguments)
         return found
 
@@ -84,7 +82,7 @@ def assembled(deltas: "Iterable[ReasoningDelta | ToolCallDelta]") -> tuple[str |
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token's log-probability and rank (1 is the likeliest), and the likeliest alternatives as (id, logprob)."""
+    """The log-probability and the rank of a token; 1 is the likeliest. `top` has alternatives as (id, logprob)."""
 
     token_id: int
     logprob: float
@@ -92,12 +90,12 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-_WARM_UP_STEPS = 2  # of an answer: they touch memory and code for the first time
+_WARM_UP_STEPS = 2  # of an answer; they touch memory and code for the first time
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GenerationTiming:
-    """Measured times, in seconds. A figure without any measurement is None.
+    """Measured times of an answer, in seconds. A figure without any measurement is None.
 
     The clock is read after every forward and every sampling, even if several steps run without a return to Python. The
     device is synchronised around both.
@@ -120,14 +118,17 @@ class GenerationTiming:
 
     @property
     def decode_time_s(self) -> float:
+        """Seconds of all forwards after the prefill."""
         return sum(self.decode_times_s, 0.0)
 
     @property
     def sampling_time_s(self) -> float:
+        """Seconds of sampling after the first token."""
         return sum(self.sampling_times_s, 0.0)
 
     @property
     def total_time_s(self) -> float:
+        """Seconds of prefill, decoding and sampling."""
         # The grouping keeps total ≥ prefill + decode to the last bit.
         return (self.prefill_time_s + self.decode_time_s) + self.sampling_time_s
 
@@ -155,20 +156,24 @@ class GenerationTiming:
 
     @property
     def inter_token_p50_s(self) -> float | None:
+        """Median of `inter_token_times_s`."""
         return _percentile(self.inter_token_times_s, 50.0)
 
     @property
     def inter_token_p95_s(self) -> float | None:
+        """95th percentile of `inter_token_times_s`."""
         return _percentile(self.inter_token_times_s, 95.0)
 
     @property
     def inter_token_p99_s(self) -> float | None:
+        """99th percentile of `inter_token_times_s`."""
         return _percentile(self.inter_token_times_s, 99.0)
 
     def __repr__(self) -> str:
         return f"GenerationTiming(ttft {1e3 * self.ttft_s:.1f} ms, {len(self.decode_times_s)} steps{_rate(self)})"
 
     def to_json(self) -> dict[str, Any]:
+        """Return the times and the figures derived from them as plain lists and numbers."""
         gaps = self.arrival_gaps_s
         return asdict(self) | {
             "ttft_s": self.ttft_s,
@@ -191,15 +196,15 @@ class GenerationStats:
     A step is one forward. A multi-step is several forwards without a return to Python.
     """
 
-    prefill_steps: int = 0  # that only filled the cache
-    single_steps: int = 0  # that gave one token, or verified drafts
+    prefill_steps: int = 0  # steps that only filled the cache
+    single_steps: int = 0  # steps that gave one token, or verified drafts
     multi_steps: int = 0
     multi_step_tokens: int = 0
     drafts_proposed: int = 0
     drafts_accepted: int = 0
     masks_filled: int = 0
     tokens_forced: int = 0
-    preemptions: int = 0  # times that it gave its pages up and was computed again
+    preemptions: int = 0  # times that it lost its pages and was computed again
 
     def __repr__(self) -> str:
         """Return the counts that are not 0."""
@@ -208,7 +213,12 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GenerationResult:
-    """One finished sequence. `token_ids` contains every generated token. `text` ends before the stop string."""
+    """A finished answer. `token_ids` contains every generated token. `text` ends before the stop string.
+
+    Example:
+        result = llm.generate("Once upon a time", max_new_tokens=32)
+        print(result.text, result.finish_reason, result.timing.decode_tokens_per_second)
+    """
 
     token_ids: list[int]
     text: str
@@ -218,16 +228,16 @@ class GenerationResult:
     timing: GenerationTiming
     stop_reason: str | int | None = None  # a stop string or id, or "max_new_tokens", "grammar", …: docs/semantics.md
     seed: int | None = None  # the seed that gives these tokens again
-    logprobs: list[TokenLogprob] | None = None  # one per generated token, where asked for
+    logprobs: list[TokenLogprob] | None = None  # one per generated token, if requested
     grammar_complete: bool | None = None  # None without a grammar
-    reused_tokens: int = 0  # prompt tokens that were in the cache already
-    dropped_tokens: int = 0  # tokens in the cache that the prompt does not have: it was trimmed to what they share
-    truncated_tokens: int = 0  # tokens of the prompt that were left out, with overflow="truncate_left"
+    reused_tokens: int = 0  # tokens of the prompt that were already in the cache
+    dropped_tokens: int = 0  # cached tokens that the prompt does not have
+    truncated_tokens: int = 0  # tokens of the prompt that overflow="truncate_left" left out
     stats: GenerationStats = field(default_factory=GenerationStats)
-    error: str | None = None  # what went wrong, where finish_reason is "error"
-    reasoning: str | None = None  # None where there is none, or it is left in the text
+    error: str | None = None  # the reason, if finish_reason is "error"
+    reasoning: str | None = None  # None if there is none, or if it is part of the text
     tool_calls: tuple[ToolCall, ...] = ()
-    reasoning_tokens: int = 0  # those that open and close the reasoning among them
+    reasoning_tokens: int = 0  # including the tokens that open and close the reasoning
     warnings: tuple[str, ...] = ()  # parts of tools and past calls that were left out or changed
 
     def to_message(self) -> dict[str, Any]:
@@ -264,11 +274,11 @@ class TraceStage:
     """
 
     name: str  # as in `sampling.sampler.stages`; the first is "raw"
-    value: int | float | None  # of its parameter, where that is one number
+    value: int | float | None  # of its parameter, if that is one number
     num_kept: int  # tokens that are still possible after it
     removed: float  # probability, before the step, of the tokens that it made impossible
-    moved: float  # probability that changed places among the kept ones: their total variation, renormalised before
-    others: float  # probability, after the step, of all tokens that are no candidates
+    moved: float  # total variation among the kept tokens, renormalised before the step
+    others: float  # probability, after the step, of all tokens that are not candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,31 +286,30 @@ class TraceCandidate:
     """One token and its values after each stage: entry i of `logits` and `probabilities` is after stage i."""
 
     token_id: int
-    text: str  # bytes that are no text by themselves as \\x and two digits
+    text: str  # bytes that are not text by themselves are shown as \\x and two digits
     rank: int  # by raw logit; 1 is the likeliest
-    logits: tuple[float | None, ...]  # None is impossible
+    logits: tuple[float | None, ...]  # None: impossible
     probabilities: tuple[float, ...]
-    noise: float | None  # None where there is none: greedy, or dropped
-    score: float | None  # last logit plus noise: the largest of the vocabulary is chosen; None where dropped
+    noise: float | None  # None if the token is dropped, or the row greedy
+    score: float | None  # last logit plus noise; the largest is chosen. None if dropped
     dropped_by: str | None  # the stage that made it impossible
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTrace:
-    """Record of how one token was sampled. `candidates` are in the order of their raw logits, and include the chosen
-    token.
-    """
+    """How one token was sampled. `candidates` are in the order of their raw logits, and include the chosen token."""
 
     stages: tuple[TraceStage, ...]
     candidates: tuple[TraceCandidate, ...]
-    token_id: int  # what was chosen
-    position: int  # how many tokens stand before it
+    token_id: int  # the chosen token
+    position: int  # number of tokens before it
     step: int  # 1 is the first token after the prompt
-    seed: int | None  # None where greedy
+    seed: int | None  # None if greedy
     text_before: str = ""
 
     @property
     def chosen(self) -> TraceCandidate:
+        """The candidate that was chosen."""
         return next(candidate for candidate in self.candidates if candidate.token_id == self.token_id)
 
     def to_json(self) -> dict[str, Any]:

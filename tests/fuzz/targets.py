@@ -1,4 +1,4 @@
-"""What is fuzzed: for each target where it starts from, and what a file of any bytes may do: be read, or be refused.
+"""The targets of the fuzzer: the seeds of each, and its reader. A file of any bytes must be read or refused.
 
 A target takes the bytes of one header or one file of JSON, puts them where a model has them, and reads the model.
 """

@@ -25,7 +25,7 @@ def llm(served: Served) -> LLM:
 
 
 def asked(served: Served, prompts: list[Any], **others: Any) -> list[dict[str, Any]]:
-    """As lm_eval's `local-completions` asks; the choices in their order."""
+    """Return the choices, in their order, for a request of lm_eval's `local-completions`."""
     body = {"model": "smollm2", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
     answer = served.client.post("/v1/completions", json=body | {"echo": True} | others)
     assert answer.status_code == 200, answer.text

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 
 class City(BaseModel):
-    """What is asked for."""
+    """The form of the requested answer."""
 
     name: Literal["Paris", "Rome"]
 

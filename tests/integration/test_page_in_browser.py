@@ -142,7 +142,7 @@ CONTRAST = r"""(() => {
 
 @final
 class Wire:
-    """What lies between a browser and the server, and can be cut."""
+    """A connection between a browser and the server that can be cut."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -235,7 +235,7 @@ def ask(page: Page, text: str = QUESTION) -> str:
 
 
 def fragment_of(fingerprint: str, body: dict[str, Any]) -> str:
-    """Of a link to an answer that no model gives."""
+    """Return the fragment of a link to an answer that no model gives."""
     link = {"v": 1, "route": "/v1/chat/completions", "fingerprint": fingerprint, "sha256": "x", "body": body}
     return "#r=" + base64.urlsafe_b64encode(json.dumps(link).encode()).decode().rstrip("=")
 

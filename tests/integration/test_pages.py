@@ -30,7 +30,7 @@ def blocks() -> Iterator[list[Shown]]:
 
 
 def commands_that_can_run() -> Iterator[tuple[dict[str, str], Shown]]:
-    """Those that print something here and name only files whose text is shown before, which come with them."""
+    """Yield the commands that show an output and name only files whose text is shown before, with these files."""
     for block in blocks():
         files: dict[str, str] = {}
         for shown in block:

@@ -1,4 +1,4 @@
-"""What storing keys and values in fewer bits changes of SmolLM2's and Gemma's distributions."""
+"""Storing keys and values in fewer bits changes the distributions of SmolLM2 and Gemma by little."""
 
 from dataclasses import replace
 from pydoc_data.topics import topics

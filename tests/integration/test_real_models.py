@@ -111,7 +111,7 @@ def test_a_wrong_weight_would_be_seen(pair: tuple[Any, LLM]) -> None:
 
 
 def test_greedy_text_equals_transformers_for_twenty_prompts(oracle: Oracle) -> None:
-    """Where two logits of the oracle are within TIE, either is right: the choice is a tie, counted and bounded."""
+    """If two logits of the oracle are within TIE, either token is right. Such ties are counted and bounded."""
     llm, (full, short) = LLM(oracle.name, max_seq_len=1024), LENGTHS[oracle.name]
     lengths = [full if index < NUM_LONG or IS_WHOLE else short for index in range(len(PROMPTS))]
     each = [SamplingParams(temperature=0, max_new_tokens=length, ignore_eos=True) for length in lengths]

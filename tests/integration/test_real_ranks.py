@@ -19,7 +19,7 @@ if IS_WHOLE:
 
 
 def logits_of(runner: Runner) -> Tensor:
-    """Of a prompt, and after each of a dozen greedy tokens."""
+    """Return the logits of a prompt, and after each of a dozen greedy tokens."""
     logits = [runner.append(0, PROMPT, len(PROMPT))]
     for _ in range(NUM_NEW):
         logits.append(runner.append(0, [int(logits[-1][-1].argmax())], 1))

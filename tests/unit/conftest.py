@@ -1,4 +1,4 @@
-"""What many unit tests begin with; a module that needs another of the same name defines it."""
+"""Fixtures of many unit tests. A module that needs another one of the same name defines it."""
 
 from collections.abc import Iterator
 from pathlib import Path

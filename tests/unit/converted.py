@@ -106,7 +106,7 @@ def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _llama3_factors(rope: dict[str, Any], rotated: int) -> np.ndarray:
-    """As the converter computes them: wave lengths against two bounds."""
+    """Return the factors as the converter computes them, from wave lengths and two bounds."""
     frequencies = 1.0 / rope["rope_theta"] ** (np.arange(0, rotated, 2) / rotated)
     context, factors = rope["original_max_position_embeddings"], []
     for wave in 2 * np.pi / frequencies:

@@ -15,7 +15,7 @@ Q4_0 = gguf.GGMLQuantizationType.Q4_0
 
 
 def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp's convert_hf_to_gguf.py does to q and k of a Llama."""
+    """Permute q and k of a Llama as llama.cpp's convert_hf_to_gguf.py does."""
     shape = weight.shape
     return weight.reshape(num_heads, 2, shape[0] // num_heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
 

@@ -97,8 +97,7 @@ def cuobjdump(kernel: CompiledKernel, *flags: str) -> Iterator[str]:
 
 
 def has_wide_offsets(code: str) -> bool:
-    """Whether every address that is read or written is an argument's plus a 64-bit offset; a norm's weights may be
-    nearer."""
+    """Return True if every address is an argument's plus a 64-bit offset. A norm's weights may have shorter ones."""
     wide, bases = set(), dict[str, str]()
     for line in code.splitlines():  # names are used again after a loop
         if step := re.search(r"(%\w+) = tt\.(addptr|splat|broadcast|expand_dims|bitcast|reshape) (%\w+)(.*)", line):

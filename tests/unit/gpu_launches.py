@@ -1,4 +1,4 @@
-"""What would be launched on a GPU, and compiled for it: kernels of Triton and of torch are counted, and none runs."""
+"""Count the kernels of Triton and torch that a GPU would compile and launch. None of them runs."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -52,5 +52,5 @@ class _TorchLaunches(TorchDispatchMode):
 
 
 def num_variants(launches: list[Launch]) -> dict[str, int]:
-    """Of each kernel of Triton's."""
+    """Return the number of variants of each Triton kernel."""
     return dict(Counter(launch.kernel for launch in set(launches) if launch.variant))

@@ -112,7 +112,7 @@ def resident_bytes() -> int:
 
 
 def held(folder: Path) -> dict[str, int]:
-    """What a refused file may not keep."""
+    """Return the resources that a refused file must not keep."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text()
     return {
@@ -161,7 +161,7 @@ def explain_and_read(path: Path) -> None:
 
 
 def prompts_of_any_kind(folder: Path) -> dict[str, Any]:
-    """What a program may hand over by mistake, to a small model."""
+    """Return what a small model does with prompts that a program may pass by mistake."""
     llm = LLM(write_folder(folder))
     deep: list[Any] = []
     for _ in range(5000):

@@ -213,7 +213,7 @@ def use(tokenizer: Tokenizer) -> None:
 
 
 def places(value: Any, *before: Any) -> Iterator[tuple[Any, ...]]:
-    """Where something may be replaced: every key, of a vocabulary two, and the first two items of every list."""
+    """Yield the places of replacements: every key, two keys of a vocabulary, and the first two items of every list."""
     if isinstance(value, dict):
         for key in list(value)[: 2 if len(value) > 200 else None]:
             yield (*before, key)

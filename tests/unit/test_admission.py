@@ -193,8 +193,9 @@ def steps_alone(owed: float) -> int:
 
 @pytest.mark.parametrize("num_steps", [1, 10, 40])
 def test_a_tenant_is_owed_as_many_steps_as_its_time_is_worth_one_by_one(num_steps: int) -> None:
-    """Of 5 ms a step it has a half and 15 %, and was paid 2 ms: 0.875 ms are left, of 2 ms that a step of its own
-    takes."""
+    """The tenant has a half and 15 % of a step of 5 ms, and was paid 2 ms. So 0.875 ms are left; its own step takes
+    2 ms.
+    """
     shares = make_shares()
     assert set(shares.choose(ALL)) == {"loud", "quiet"}
     assert shares.most_steps is None

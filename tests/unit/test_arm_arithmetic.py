@@ -1,4 +1,4 @@
-"""What ARM's instruction sets compute, on any CPU: their instructions are spelled out, and the tile is run."""
+"""Run the tiles of ARM's instruction sets on any CPU, with functions in the place of their instructions."""
 
 import ctypes
 import re

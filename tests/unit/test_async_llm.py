@@ -47,7 +47,7 @@ def until_idle(llm: LLM) -> None:
 
 
 class Steps:
-    """Those of a model, which may be held; its cache is checked after each."""
+    """The steps of a model. A test can stop them, and the cache is checked after each."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_of_step = list[int]()

@@ -51,7 +51,7 @@ def answered(load: dict[str, Any], num_workers: int) -> list[str]:
 
 
 def test_the_rows_of_a_process_that_died_are_answered_once_by_others(tmp_path: Path) -> None:
-    """Those that it was handed ahead, too."""
+    """This includes the rows that the process had received in advance."""
     load = {"folder": tmp_path, "deaths": {"2": 1, "39": 1}}
     assert answered(load, num_workers=2) == [row.id for row in ROWS]
     assert len(list(tmp_path.iterdir())) == 2

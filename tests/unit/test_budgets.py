@@ -1,4 +1,4 @@
-"""Whatever one request's grammar costs has a budget, and no other request waits for it."""
+"""The cost of a request's grammar has a budget, and no other request waits for it."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def test_plain_requests_are_answered_while_schemas_are_read(served: Served, shor
 
 
 def test_another_key_s_schema_does_not_wait_behind_them(tmp_path: Path) -> None:
-    """Of one tenant a single question is asked at a time; those of the others are not behind it."""
+    """One question of a tenant is tried at a time. Questions of other tenants do not wait for it."""
     program, gate = tmp_path / "echo.py", tmp_path / "gate"
     program.write_text(ECHO)
     lane = Lane(program)

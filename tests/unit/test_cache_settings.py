@@ -61,5 +61,5 @@ def test_a_model_may_not_have_what_its_heads_or_windows_forbid() -> None:
 
 def test_a_threshold_needs_a_system_that_says_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings_module, "available_memory_bytes", lambda: None)
-    with pytest.raises(InvalidRequestError, match="does not say how much memory is available"):
+    with pytest.raises(InvalidRequestError, match="does not report its available memory"):
         CacheSettings(eviction_policy="sliding", memory_threshold_mb=1)

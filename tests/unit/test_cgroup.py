@@ -31,7 +31,7 @@ def test_the_quota_of_a_namespace_of_its_own_is_that_of_the_top(text: str, quota
 
 
 def test_a_quota_counts_wherever_it_is_set(tmp_path: Path) -> None:
-    """As `systemd-run --scope -p CPUQuota=200%` sets it."""
+    """`systemd-run --scope -p CPUQuota=200%` sets it in this way."""
     files = {
         "sys/fs/cgroup/user.slice/cpu.max": "max 100000\n",
         "sys/fs/cgroup/user.slice/run.scope/cpu.max": "200000 100000\n",

@@ -72,7 +72,7 @@ def folder(name: str) -> Path:
 
 
 def expected_text(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-    """What transformers' renderer writes for any template, without a tokenizer."""
+    """Return the text that transformers' renderer writes for a template, without a tokenizer."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]

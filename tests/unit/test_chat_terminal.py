@@ -39,7 +39,7 @@ class Terminal:
         self.unread, self.shown = b"", ""
 
     def until(self, awaited: str) -> str:
-        """What was shown since the last time, up to the text."""
+        """Return the output since the last call, up to the text."""
         ends = time.monotonic() + SECONDS
         while awaited.encode() not in self.unread and time.monotonic() < ends:
             if select.select([self.descriptor], [], [], 0.2)[0]:

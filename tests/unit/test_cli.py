@@ -48,7 +48,7 @@ def run_fake(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str
 
 
 class Screen:
-    """What a terminal shows, read up to each thing that is waited for."""
+    """Output of a terminal, which is read up to each expected text."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -357,7 +357,7 @@ def test_a_long_prompt_shows_its_progress_on_a_terminal_alone(
 
 @pytest.fixture
 def loaded_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `LLM` was made with, by the last command."""
+    """Return the arguments with which the last command made its `LLM`."""
     given: dict[str, Any] = {}
 
     class FakeLLM(FakeModel):

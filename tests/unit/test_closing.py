@@ -1,4 +1,4 @@
-"""What ends early: streams that any thread closes, sessions and models that are closed, contexts that are idle."""
+"""Early ends: streams that any thread closes, sessions and models that are closed, and idle contexts."""
 
 import asyncio
 import copy
@@ -32,13 +32,13 @@ def llm(folder: Path) -> LLM:
 
 
 def is_idle(llm: LLM) -> bool:
-    """Whether no answer goes on, and none holds a slot."""
+    """Return True if no answer is active and none holds a slot."""
     engine = llm._opened.engine
     return not engine.sequences and not list(engine._slots.sequences)
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
-    """What it gives or raises, in another thread."""
+    """Return what the call returns or raises in another thread."""
     found: list[Any] = []
 
     def run() -> None:

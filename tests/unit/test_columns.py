@@ -200,7 +200,7 @@ def assert_same(found: SamplingColumns, expected: SamplingColumns) -> None:
 @few
 @given(st.data())
 def test_what_is_selected_stands_as_if_there_were_no_other_slot(data: st.DataObject) -> None:
-    """Whatever was written before and selected in between; and columns stay where they are."""
+    """Earlier writes and selections have no effect, and the columns keep their addresses."""
     columns = SamplingColumns(5, 10, end_ids=[3, 6])
     held: dict[int, tuple[SamplingParams, int]] = {}
     columns.select(range(5))

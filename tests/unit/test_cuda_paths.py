@@ -149,7 +149,7 @@ def test_a_row_that_fails_ends_a_multi_step_with_its_code(runner: Runner) -> Non
 
 
 def test_log_probabilities_come_with_several_steps_as_one_by_one(device_world: World, runner: Runner) -> None:
-    """Of raw logits and of processed ones."""
+    """This is so for raw logits and for processed ones."""
     params = SamplingParams(temperature=0.8, top_k=9, seed=1, logprobs=2, repetition_penalty=1.2)
     found = []
     for each in (runner, Runner(device_world.model, 64, num_slots=2, step_tokens=16, capture=False)):

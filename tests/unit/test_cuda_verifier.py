@@ -28,7 +28,7 @@ NUM_LINES = (3, 1, 0, 5, 2, 3)  # of each row; none within a prompt
 
 
 class Rows(NamedTuple):
-    """What is sampled: lines of logits, row after row, and where each row's first stands."""
+    """The sampled lines of logits, row after row, and the index of each row's first line."""
 
     logits: Tensor
     positions: list[int]
@@ -44,7 +44,7 @@ def make_rows(seed: int) -> Rows:
 
 
 def first_lines(counts: list[int]) -> list[int]:
-    """Of each row's lines as many as `counts` says."""
+    """Return the first lines of each row, as many as `counts` has for it."""
     starts = np.cumsum([0, *NUM_LINES]).tolist()
     return [start + entry for start, count in zip(starts, counts, strict=False) for entry in range(count)]
 
@@ -65,7 +65,7 @@ def chunks_of(drafts: list[list[int]]) -> list[Chunk]:
 
 
 def right_drafts(rows: Rows) -> list[list[int]]:
-    """What would be sampled; anything after a row that failed."""
+    """Return the tokens that would be sampled. Tokens after a failed row may be anything."""
     drafts = [list[int]() for _ in NUM_LINES]
     for _ in range(max(NUM_LINES) - 1):
         found = one_by_one(rows, drafts, deepcopy(rows.history))

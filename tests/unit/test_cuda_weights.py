@@ -78,7 +78,7 @@ def test_embedded_rows_have_the_bits_of_the_file(type_: str) -> None:
 
 
 def products(type_: str, columns: int, precision: str) -> tuple[Tensor, Tensor, Projection]:
-    """Of 10 tokens by `matmul` or `dense`: activations, products, matrix."""
+    """Return activations, products and matrix of 10 tokens by `matmul` or `dense`."""
     stored = Projection((weight_of(type_, 21, columns),), torch.randn(21))
     prepared, x = cuda.prepare(stored, CPU, precision), activations(10, columns)
     y = cuda.norm_project(x, None, prepared)

@@ -1,4 +1,4 @@
-"""What replicas on any machine share, without Ray: requests as routers see them, rows as tables bring them, cores."""
+"""The parts that replicas on any machine share, without Ray: requests for routers, rows of tables, and cores."""
 
 import json
 import os
@@ -23,7 +23,7 @@ LONG = "once " * 200
 
 
 class Table(NamedTuple):
-    """As much of a `pyarrow.Table` as is asked of one."""
+    """The part of a `pyarrow.Table` that is used."""
 
     rows: list[dict[str, Any]]
 

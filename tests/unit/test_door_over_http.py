@@ -79,7 +79,7 @@ def test_a_body_of_more_answers_than_may_wait_is_refused_and_others_are_not(llm:
 
 
 def test_answers_are_counted_and_not_requests(llm: LLM, slow: None) -> None:
-    """Those too that are not yet in the engine: the second to sixth answer to a prompt wait until it is read."""
+    """This includes answers that wait outside the engine: the second to the sixth wait until the prompt is read."""
     with serving(llm, slots=2, max_queue=4) as served, ThreadPoolExecutor(1) as pool:
         taken = pool.submit(post, served, LONG | {"n": 6})
         until(lambda: bool(llm._opened.engine.sequences))

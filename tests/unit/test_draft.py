@@ -14,7 +14,7 @@ token_ids = st.lists(st.integers(0, 3), max_size=60)
 
 
 def follow(draft: NgramDraft, token_ids: Iterable[int]) -> list[tuple[int, bool]]:
-    """As a sequence does: its ids grow, then the draft looks at them."""
+    """Let the ids grow, then update the draft, as a sequence does."""
     found = []
     for token_id in token_ids:
         draft._ids.append(token_id)

@@ -147,7 +147,7 @@ class Machine:
 
 
 def drafted(prompt: Sequence[int], answer: Sequence[int], machine: Machine, times: StepTimes, fixed: int = -1) -> float:
-    """What an answer takes with drafts of the policy's size, or of a fixed one."""
+    """Return the time of an answer with drafts of the policy's size, or of a fixed size."""
     ids = list(prompt)
     draft, policy, num_said, began = NgramDraft(ids), DraftPolicy(), 0, machine.clock
     while num_said < len(answer):
@@ -180,13 +180,13 @@ class Answer(NamedTuple):
 
 @cache
 def said_answers() -> dict[str, Answer]:
-    """What SmolLM2 said to the tasks of benchmarks/path_prompts.py, as ids."""
+    """Return SmolLM2's answers to the tasks of benchmarks/path_prompts.py, as ids."""
     found = json.loads(Path(__file__).with_name("said_answers.json").read_text(encoding="utf-8"))
     return {each["name"]: Answer(each["prompt"], each["answer"]) for each in found}
 
 
 def speedups(machine: Machine, rounds: int = 4) -> dict[str, float]:
-    """Of each answer, all of them in turns by one machine: the middle of all rounds, with what was learnt before."""
+    """Return the median speedup of each answer. All answers take turns on one machine and keep what they learnt."""
     times, found = StepTimes(), dict[str, list[float]]()
     for _ in range(rounds):
         for name, (prompt, said) in said_answers().items():
@@ -252,7 +252,7 @@ def test_steps_that_are_held_up_now_and_then_cost_little_but_themselves() -> Non
 
 
 def words(rng: random.Random, count: int, num_words: int) -> list[int]:
-    """As often as words of a language: the n-th one time in n. Pairs and triples come back, what follows differs."""
+    """Return words with the frequencies of a language: the n-th word 1/n as often. Pairs repeat in new places."""
     return rng.choices(range(num_words), [1 / (1 + rank) for rank in range(num_words)], k=count)
 
 

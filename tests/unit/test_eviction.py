@@ -1,4 +1,4 @@
-"""What is said over caches that forget: the same by every path, and what a rule of what is seen alone makes of it."""
+"""Answers over caches that evict are the same by every path, and equal a definition by visible tokens."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_a_window_as_long_as_the_text_changes_nothing(folder: Path) -> None:
 
 
 def test_a_text_that_slides_goes_on_beyond_the_context(folder: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"own 160, got 1500: eviction_policy sliding goes on beyond"):
+    with pytest.raises(InvalidRequestError, match=r"own 160, got 1500: only eviction_policy sliding allows more"):
         LLM(folder, max_seq_len=1500)
     llm = LLM(folder, max_seq_len=1500, eviction_policy="sliding", eviction_window=40)
     result = llm.generate(make_ids(100), replace(PLAIN, max_new_tokens=None))

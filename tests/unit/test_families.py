@@ -71,7 +71,7 @@ def make_reserved(model: Transformer, num_rows: int = 1) -> PagedCache:
 
 @torch.inference_mode()
 def chunked_logits(model: Transformer, token_ids: Sequence[int], chunk: int) -> Tensor:
-    """As it runs: recorded once, replayed for every chunk."""
+    """Return logits as a model computes them: recorded once, and replayed for every chunk."""
     cache = make_reserved(model)
     captured = CapturedForward(lambda step: model.forward(step, cache), LENGTH, LENGTH)
     pieces = []

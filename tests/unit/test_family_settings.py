@@ -108,7 +108,7 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
         ("llama", {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "above low_freq_factor=1"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for llama"),
         ("qwen2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
-        ("phi3", {"partial_rotary_factor": 1.5}, "24 elements of a head cannot rotate in pairs where head_dim is 16"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "24 elements of a head cannot rotate in pairs, as head_dim is 16"),
         ("phi3", {"partial_rotary_factor": 0.01}, "0 elements of a head cannot rotate"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' is not supported for phi3"),
         ("phi3", {"rope_scaling": {"type": "longrope", **LONG}}, "short_factor must list 8 numbers"),

@@ -133,7 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_says_the_same_beyond_its_context_by_every_step(folder: Path) -> None:
-    """Whatever the step, and within the context to the bit what a model says that goes no further."""
+    """Any step size gives the same. Within the context the bits are those of a model that ends there."""
     llm = LLM(folder, max_seq_len=600, eviction_policy="sliding", eviction_window=40)
     token_ids = [(7 * index + index // 9) % 250 for index in range(500)]
     found = llm.logits(token_ids)
@@ -145,7 +145,7 @@ def test_a_model_says_the_same_beyond_its_context_by_every_step(folder: Path) ->
 
 
 def test_a_window_that_meets_the_sinks_within_the_context_is_refused(folder: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="eviction_window must be at most 128 where max_seq_len=600"):
+    with pytest.raises(InvalidRequestError, match="eviction_window must be at most 128 if max_seq_len=600"):
         LLM(folder, max_seq_len=600, eviction_policy="sliding", eviction_window=129)
     LLM(folder, max_seq_len=600, eviction_policy="sliding", eviction_window=128)
     LLM(folder, max_seq_len=CONTEXT, eviction_policy="sliding", eviction_window=CONTEXT)

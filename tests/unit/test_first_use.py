@@ -70,7 +70,7 @@ class NoCompilation:
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """What would have been compiled; whatever is asked for is there at once."""
+    """Return the kernels that would have been compiled. Every kernel is available immediately."""
     monkeypatch.setattr(NoCompilation, "begun", [])
     monkeypatch.setattr(compiled, "Compilation", NoCompilation)
     monkeypatch.setattr(compiled, "compiled_address", lambda *named: 1)

@@ -210,7 +210,7 @@ def test_tokens_are_those_of_the_definition(seed: int, vocab_size: int, tiling: 
 @pytest.mark.parametrize("tiling", TILINGS, ids=["small", "wide", "whole"])
 @pytest.mark.parametrize(("seed", "vocab_size"), [(3, 31), (4, 600)])
 def test_log_probabilities_are_those_of_the_definition(seed: int, vocab_size: int, tiling: Tiling) -> None:
-    """Of raw and of processed logits, with as many alternatives as may be asked for or none."""
+    """This is so for raw and processed logits, with the largest number of alternatives and with none."""
     modes: tuple[Any, ...] = ("raw", "processed", "processed")
     logits, drawn, _, positions, allowed = drawn_batch(seed, 9, vocab_size)
     generator = random.Random(seed)

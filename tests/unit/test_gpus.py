@@ -1,4 +1,4 @@
-"""Which GPU a model gets, and what is said where it can get none: torch's answers are faked."""
+"""The choice of a GPU, and the messages if there is none. The answers of torch are faked."""
 
 from types import SimpleNamespace
 

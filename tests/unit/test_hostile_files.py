@@ -61,7 +61,7 @@ FAULTS: dict[str, tuple[Files, str]] = {
     "a billion layers": (config(num_hidden_layers=10**9), "got 1000000000"),
     "layers in words": (config(num_hidden_layers="two"), "got 'two'"),
     "two layers of which one is there": (config(num_hidden_layers=2), "missing model.layers.1.attention_norm.weight"),
-    "more heads than there are": (config(num_attention_heads=8), "the config asks for (128, 64)"),
+    "more heads than there are": (config(num_attention_heads=8), "the config requires (128, 64)"),
     "rope_theta of 0": (config(rope_theta=0), "rope_theta must be a number above 0, got 0"),
     "rope_theta beyond floats": (config(rope_theta=10**400), "rope_theta must be from 1e-32 to 1e+32, got 1000"),
     "rope_theta at the end of floats": (config(rope_theta=1e308), "rope_theta must be from 1e-32 to 1e+32, got 1e+308"),
@@ -180,7 +180,7 @@ KINDS = ("config.json", "tokenizer_config.json", "generation_config.json", "toke
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What became of thousands of files."""
+    """Return the results of reading thousands of files."""
     return in_a_child(tmp_path_factory.mktemp("child"), *KINDS, "truncated", "again", "prompts")
 
 
@@ -242,9 +242,9 @@ TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
 TRAPS: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "a prefix longer than what it is cut off": (("model", "continuing_subword_prefix"), "ab", "expected null"),
     "a prefix of one character": (("model", "continuing_subword_prefix"), "é", "expected null"),
-    "no map of characters": (("normalizer",), {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "no map of"),
-    "a map that is none": (("normalizer",), {"type": "Precompiled", "precompiled_charsmap": None}, "no map of"),
-    "a map of 4 GB": (("normalizer",), {"type": "Precompiled", "precompiled_charsmap": "/P///w=="}, "no map of"),
+    "no map of characters": (("normalizer",), {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "not a map of"),
+    "a map that is none": (("normalizer",), {"type": "Precompiled", "precompiled_charsmap": None}, "not a map of"),
+    "a map of 4 GB": (("normalizer",), {"type": "Precompiled", "precompiled_charsmap": "/P///w=="}, "not a map of"),
     "a map that leads astray": (
         ("normalizer",), {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}, "tokenizer: ",
     ),
@@ -337,7 +337,7 @@ def test_ends_that_the_vocabulary_does_not_have_are_no_ends(tmp_path: Path) -> N
 
 
 def test_bad_files_disturb_no_other_request(tmp_path: Path) -> None:
-    """What one thread says is what it says alone, while another is refused a hundred times; nothing is left behind."""
+    """One thread's answers stay the same while another's files are refused a hundred times. Nothing is left behind."""
     llm = LLM(write_folder(tmp_path / "good"))
     params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=60, ignore_eos=True)
     expected = [llm.generate(text, params).token_ids for text in ("hello", "a")]

@@ -1,4 +1,4 @@
-"""Which test proves which row of what files may do wrong: each row names its tests, and each named test is there."""
+"""The table of hostile files: each row names its tests, and each named test exists."""
 
 import ast
 from pathlib import Path

@@ -53,7 +53,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fill(cache: Path, repo: str, files: dict[str, bytes], revision: str = "main") -> Path:
-    """As the hub's library lays it out: blobs, and links to them in the commit's folder."""
+    """Fill a cache as the hub's library does: blobs, and links to them in the commit's folder."""
     folder = cache / f"models--{repo.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True, exist_ok=True)
     (folder / "blobs").mkdir(exist_ok=True)
@@ -123,7 +123,7 @@ def test_a_quantisation_or_a_file_is_one_model(variant: str, entry: str) -> None
         ("org/quants", "4", "org/quants has no 4: it has"),
         ("org/plain", "Q8_0", r"org/plain has no Q8_0: it has the GGUF files m\.gguf"),
         ("org/pickled", None, r"org/pickled: its weights are pickled \(pytorch_model\.bin\), which can run code"),
-        ("org/adapter", None, "it holds an adapter, not a model"),
+        ("org/adapter", None, "it is an adapter, not a model"),
     ],
 )
 def test_a_choice_that_is_none_lists_what_there_is(repo: str, variant: str | None, reason: str) -> None:
@@ -230,7 +230,7 @@ print(json.dumps(answers))
 
 
 def ask(hub: FakeHub, cache: Path, *names: str, **environment: str) -> dict[str, Any]:
-    """What names come to in a process whose hub is ours."""
+    """Return the models to which names lead in a process with a fake hub."""
     own = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
     inherited = {name: value for name, value in os.environ.items() if name.upper() not in ("HF_TOKEN", "HTTP_PROXY")}
     command = python_command(_ASK, *names)

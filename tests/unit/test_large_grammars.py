@@ -69,7 +69,7 @@ def test_a_pattern_of_hundreds_of_alternatives_is_followed(compiler: Compiler, t
 
 
 def test_the_trial_follows_a_grammar_for_some_bytes(compiler: Compiler) -> None:
-    """What can be begun and not followed is found there, before any request is accepted."""
+    """The trial finds grammars that can be begun but not followed, before a request is accepted."""
     source = json.dumps(
         {"grammars": [{"lark_grammar": 'start: "x" word\nword: ' + " | ".join(map(json.dumps, words(20_001, 7)))}]}
     )

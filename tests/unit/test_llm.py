@@ -272,7 +272,7 @@ def test_tensors_that_do_not_fit_the_config_are_all_named(folder: Path, tmp_path
         LLM(tmp_path)
     message = str(caught.value)
     assert "model.layers.2.self_attn.q_proj.weight" in message
-    assert "model.layers.0.mlp.gate_proj.weight has shape (128, 64), the config asks for (96, 64)" in message
+    assert "model.layers.0.mlp.gate_proj.weight has shape (128, 64), the config requires (96, 64)" in message
     assert "\n" not in message
 
 
@@ -286,7 +286,7 @@ def test_an_unknown_architecture_is_named_with_those_that_are_known(folder: Path
 
 
 def test_ids_that_only_the_embedding_has_are_never_said(folder: Path, tmp_path: Path) -> None:
-    """As in Qwen3, whose embedding is padded: greedy, chained or sampled, the padding's logits count for nothing."""
+    """Qwen3 has such a padded embedding. The padding's logits have no effect, greedy or sampled."""
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(tmp_path / "model.safetensors")

@@ -49,7 +49,7 @@ KINDS = [
 
 @dataclass(frozen=True)
 class Case:
-    """What happens to a session before it is saved, to others meanwhile, and to it afterwards."""
+    """The calls on a session before it is saved, on others meanwhile, and on the loaded session afterwards."""
 
     length: int
     answered: bool
@@ -158,7 +158,7 @@ def test_a_loaded_session_answers_as_the_one_that_was_saved(name: str, base: Pat
 @pytest.mark.parametrize("name", ["windows", "sliding", "sliding and windows"])
 @pytest.mark.parametrize("count", [0, 1, SPARE_TOKENS - 1])
 def test_what_is_taken_back_after_a_load_is_not_read_again(name: str, count: int, base: Path, tmp_path: Path) -> None:
-    """As long as it is no more than is kept for that."""
+    """This is so up to the number of tokens that are kept for it."""
     llm = make_llm(name, base)
     session = llm.session()
     session.append(make_ids(140))

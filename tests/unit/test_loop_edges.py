@@ -140,7 +140,7 @@ def test_a_row_that_is_full_is_refused_before_anything_is_written(world: World) 
     runner.reserve(0, 8)
     runner.sample([Chunk(0, prompt_of(8))], SamplingColumns.of([LONG], VOCAB_SIZE), None)
     runner.commit(0, 8)
-    with pytest.raises(InvalidRequestError, match="a row holds 8 tokens, got 9"):
+    with pytest.raises(InvalidRequestError, match="a row has room for 8 tokens, got 9"):
         runner.reserve(0, 1)
     assert runner.lengths[0] == 8
 
@@ -160,7 +160,7 @@ def test_ids_that_no_token_has_are_refused_before_the_batch_begins(llm: LLM) -> 
 def test_special_tokens_beyond_the_embedding_are_never_said(
     world: World, folder: Path, tmp_path: Path, grammar: dict[str, Any]
 ) -> None:
-    """As in Gemma, whose tokenizer has a token for images that the text model has no row for."""
+    """Gemma's tokenizer has such a token for images, for which the text model has no row."""
     cut = VOCAB_SIZE - 1
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -30,7 +30,7 @@ NUM_CLOSED = usual_or_all(300, 10_000)
 
 @pytest.fixture
 def engine(world: World, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """It has one slot."""
+    """Return an engine with one slot."""
     monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", MOST)
     return Engine(Runner(world.model, CONTEXT, num_slots=1), max_steps=4)
 
@@ -237,7 +237,7 @@ def test_of_several_threads_that_read_a_stream_each_piece_goes_to_one_and_others
 
 
 def test_answers_that_threads_and_tasks_close_at_random_leave_nothing(world: World, engine: Engine, loop: Loop) -> None:
-    """Whoever closes, cancels or drops them, at whatever moment; beside one that is read to its end."""
+    """Answers are closed, cancelled or dropped at any moment, beside one that is read to its end."""
     expected, wrong = by_definition(world, LONG).token_ids, list[BaseException]()
 
     def in_thread(seed: int) -> None:

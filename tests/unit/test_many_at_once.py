@@ -151,7 +151,7 @@ def test_calls_of_several_threads_are_answered_in_steps_of_several_sequences(fol
 
 
 def answers_beside(llm: LLM, *unlucky: Any) -> list[Any]:
-    """What `unlucky` coroutines give or raise, beside answers that are as they are alone."""
+    """Return what coroutines return or raise, beside answers that must be as they are alone."""
     alone = [llm.generate(prompt, LONG).token_ids for prompt in ("hello", "abc abc", "go on")]
 
     async def ask() -> list[Any]:

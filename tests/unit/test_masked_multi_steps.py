@@ -180,7 +180,7 @@ def test_a_constraint_that_runs_an_op_within_a_step_gets_an_error_instead_of_a_d
 
 
 def test_a_grammar_that_forces_or_ends_leaves_its_neighbours_their_steps(world: World) -> None:
-    """What its row samples in vain meanwhile is in no answer and in no count of its penalties."""
+    """Tokens that its row samples in vain meanwhile are in no answer and in no count of its penalties."""
     params = SamplingParams(temperature=0.9, seed=3, frequency_penalty=0.9, max_new_tokens=60)
     forcing = Case("forcing", tuple(b"abc"), replace(params, regex="([ab ]{5}cabcab[ab ]){4}"))
     ending = Case("ending", tuple(b"cba"), replace(params, regex="[ab ]{4}"))

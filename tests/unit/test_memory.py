@@ -68,7 +68,7 @@ def load_tiny(name: str, weights: Any, folder: Path) -> tuple[Checkpoint, Transf
 
 
 def held_bytes(model: Transformer) -> int:
-    """What the matrices, norms and biases of a loaded model really take, each once."""
+    """Return the real bytes of a loaded model's matrices, norms and biases, each counted once."""
     found: dict[int, int] = {}
     members = [member for block in model.blocks for member in vars(block).values()]
     members += [norm for block in model.blocks for norm in (block.heads.q_norm, block.heads.k_norm)]

@@ -120,7 +120,7 @@ def test_a_file_that_is_written_to_while_it_is_loaded_is_refused(model: Path, mo
             file.write(b"\0\0\0\1")
 
     at_read(monkeypatch, 5, write)
-    with pytest.raises(ModelFormatError, match="was written to while it was read; load it again when it is whole"):
+    with pytest.raises(ModelFormatError, match="was written to while it was read; load it again when it is complete"):
         load_model(model)
 
 
@@ -163,7 +163,7 @@ def test_a_saved_session_that_shrinks_while_it_is_read_changes_nothing(
     for number in range(1, len(reads) + 1):
         path.write_bytes(content)
         at_read(monkeypatch, number, lambda: os.truncate(path, 7))
-        with pytest.raises(InvalidRequestError, match="no whole saved session: file: became shorter: 7 of "):
+        with pytest.raises(InvalidRequestError, match="not a whole saved session: file: became shorter: 7 of "):
             read_session(path, {"weights": "a"}, 23_000)
     path.write_bytes(content)
     with pytest.raises(InvalidRequestError, match=r"cache: expected at most 22999 bytes, .* got 23000"):
@@ -182,7 +182,7 @@ def test_reads_that_bring_less_than_was_asked_for_are_gone_on_with(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: a system that tells what a process has mapped")
 def test_no_file_of_a_model_is_mapped_while_it_is_loaded_or_after(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is mapped ends the process when it shrinks."""
+    """A mapped file that shrinks would end the process."""
     maps: list[str] = []
     checkpoint = open_checkpoint(model)
     at_read(monkeypatch, 7, lambda: maps.append(Path("/proc/self/maps").read_text()))

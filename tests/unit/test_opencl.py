@@ -159,7 +159,7 @@ def vector_calls(program: cl.Program) -> set[bytes]:
 @pytest.mark.filterwarnings("ignore:Pre-build attribute access")
 @pytest.mark.skipif(not PLATFORM.startswith("Portable"), reason="hardware: PoCL, whose names these are")
 def test_vectors_are_no_arguments_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may be compiled for other registers than the program. On a GPU it takes them."""
+    """The library may be compiled for other registers than the program. On a GPU it may get vectors."""
     made = runtime.Runtime(devices.choose())
 
     def compiled(program: cl.Program, options: list[str]) -> cl.Program:
@@ -180,7 +180,7 @@ def test_vectors_are_no_arguments_of_the_library(monkeypatch: pytest.MonkeyPatch
 
 @torch.inference_mode()
 def logits_of(folder: Path, backend: str) -> Tensor:
-    """Of a recorded model, in chunks of several sizes."""
+    """Return the logits of a recorded model, in chunks of several sizes."""
     with ops.using(backend):
         model = load(folder)
     cache, pieces, start = make_reserved(model), [], 0
@@ -252,7 +252,7 @@ def test_tokens_sampled_on_the_device_are_those_of_the_cpu(vocab_size: int) -> N
 
 
 def test_several_steps_are_run_without_a_wait_between(tmp_path: Path) -> None:
-    """Where rows are greedy or have noise alone, and as many as are asked for, or up to a stop id or an interrupt."""
+    """Rows are greedy or have only noise. They take the requested steps, or end at a stop id or an interrupt."""
     with ops.using("opencl"):
         model = load(make_model(tmp_path))
     cache = make_reserved(model)
@@ -340,7 +340,7 @@ def test_a_device_that_cannot_be_used_is_refused(
 
 
 def test_a_name_means_a_platform_first_and_then_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which the first that can be used is taken, a GPU before a CPU."""
+    """The first usable device is taken, a GPU before a CPU."""
     found = [
         pretend("Rusticl", available=False),
         pretend("Portable Computing Language", name="pthread-Intel(R) Xeon"),

@@ -30,8 +30,9 @@ FILTERED = SamplingParams(temperature=0.9, top_k=20, repetition_penalty=1.2, see
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    """Of the device, as if it were its own. Tensors that are placed are poisoned on the host, and whatever of them was
-    copied to the device is again."""
+    """Let the device have memory of its own. Placed tensors are poisoned on the host, and again after each copy to the
+    device.
+    """
     memory = ops.backend_named("opencl")._memory
     assert isinstance(memory, Memory)
     make, to_device = memory._make, memory.to_device
@@ -130,5 +131,5 @@ def test_what_the_device_has_no_memory_for_is_refused_before_anything_is_loaded(
         memory.zeros((1_000_000,), torch.uint8)
     monkeypatch.undo()
     monkeypatch.setattr(cl, "Buffer", Mock(side_effect=cl.MemoryError()))
-    with pytest.raises(InvalidRequestError, match=r"has no 1\.0 MB left, for what else runs on it: a smaller"):
+    with pytest.raises(InvalidRequestError, match=r"has no 1\.0 MB free, because other work uses its memory"):
         memory.zeros((1_000_000,), torch.uint8)

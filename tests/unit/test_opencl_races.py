@@ -11,7 +11,7 @@ pytest.importorskip("pyopencl")
 
 
 def checked(*planted: str) -> str:
-    """What Oclgrind reports."""
+    """Return the report of Oclgrind."""
     command = script_command(Path(__file__).with_name("opencl_checked.py"), *planted)
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]

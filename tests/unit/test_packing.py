@@ -1,4 +1,4 @@
-"""What packing keeps: every value to the bit, and the memory that the file's own blocks take."""
+"""Packing keeps every value to the bit, and takes the memory of the file's own blocks."""
 
 import gc
 
@@ -203,7 +203,7 @@ def test_conversion_by_rows_is_conversion_of_the_whole(
 def test_a_thread_packs_the_rows_that_will_be_its_share(
     rows: tuple[int, ...], num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of gate and up, whose rows go in pairs, it has a share of each."""
+    """The rows of gate and up are paired, so a thread has a share of each."""
     weights = [make_weight("Q4_1", count, 256, count, (0.5,)) for count in rows]
     packed_by, command = dict[int, int](), packing_by_rows._command
 

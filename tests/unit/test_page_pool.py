@@ -58,7 +58,7 @@ def parts_of(cache: PagedCache, index: int) -> list[Tensor]:
 
 
 class Model:
-    """What each row should hold: the number that was written for each (layer, position), in a plain dict."""
+    """The expected content of each row: the number written for each (layer, position), in a plain dict."""
 
     def __init__(self, cache: PagedCache, seed: int) -> None:
         self.cache, self.random = cache, random.Random(seed)
@@ -97,7 +97,7 @@ class Model:
         self.token_ids[row] += new[:kept]
 
     def content(self, row: int, new: list[int]) -> int:
-        """Of a token and all those before it: what rows share is equal only if they are."""
+        """Return the content of a token and all earlier ones. Shared content is equal only if these tokens are."""
         return hash((*self.token_ids[row], *new)) % (1 << 20)
 
     def truncate(self, row: int) -> None:
@@ -201,7 +201,7 @@ def test_a_refused_reserve_changes_no_group() -> None:
     before = snapshot(cache)
     assert cache.free_pages == [0, 14 - 5 - 4]
     assert fewest(cache, 1, STEP) == [2, 2]
-    with pytest.raises(OutOfPagesError, match=r"the cache has 0 of its 14 pages left where 1 are needed: wait"):
+    with pytest.raises(OutOfPagesError, match=r"the cache has 0 free pages of 14, and 1 are needed: wait"):
         cache.reserve(1, 1)
     assert snapshot(cache) == before
     cache.check_integrity()

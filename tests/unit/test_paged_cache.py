@@ -30,7 +30,7 @@ def make_cache(cache_settings: CacheSettings) -> PagedCache:
 
 
 def qkv_of(token_ids: list[int], layer: int) -> Tensor:
-    """What the layers below make of a token, were it nothing but the token."""
+    """Return q, k and v as if the lower layers made them from the token alone."""
     table = torch.randn(4, 50, 3 * DIM, generator=torch.manual_seed(3))
     return table[layer, token_ids]
 

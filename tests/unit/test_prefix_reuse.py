@@ -1,4 +1,4 @@
-"""What several prompts begin with is run once, and what is said is the same."""
+"""The common beginning of several prompts is computed once, and the answers are the same."""
 
 from pathlib import Path
 

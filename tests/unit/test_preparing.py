@@ -162,7 +162,7 @@ def test_answers_that_are_prepared_again_are_asked_for_once_and_kept_up_to_so_ma
 
 
 def test_no_cache_keeps_the_text_of_a_schema_as_its_key(compiler: Compiler) -> None:
-    """What asserts nothing is not in the source, by whose length a compiled grammar is weighed."""
+    """Keywords that assert nothing are not in the source, whose length is the size of a compiled grammar."""
     long = {"type": "integer", "description": "x" * 500_000}
     compiler.compile(Grammar("json_schema", json.dumps(long)))
     grammars = AnswerGrammars(compiler)

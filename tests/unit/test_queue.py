@@ -130,7 +130,7 @@ def submit(engine: Engine, sequence: Sequence) -> Sequence:
 
 
 def test_a_tenant_with_one_long_text_has_more_than_one_with_two_short_ones(world: World, engine: Engine) -> None:
-    """Of 20 pages the long text has 8, and each short one as much as a slot is: an eighth."""
+    """The long text has 8 of 20 pages, and each short one counts as one slot: an eighth."""
     params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
     texts = {"first": b"abc", "long": b"abc ab c" * 14, "one": b"cab", "two": b"bac"}
     tenants = {"first": "short", "long": "long", "one": "short", "two": "short"}

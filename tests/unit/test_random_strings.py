@@ -97,7 +97,7 @@ def naughty_strings() -> list[str]:
 
 
 def llama2_metadata() -> dict[str, Any]:
-    """As SentencePiece writes it: the earlier two tokens are merged, the better the score of what they make."""
+    """Return metadata as SentencePiece writes it: two tokens are merged earlier if their result has a better score."""
     metadata = as_gguf("llama2", "")
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = metadata["tokenizer.ggml.merges"]

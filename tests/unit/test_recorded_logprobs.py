@@ -41,7 +41,7 @@ CONTEXT = (1, 2, 2, 6, 1)
 def walked(
     rows: Sequence[Row], end_ids: frozenset[int] = frozenset(), num_threads: int = 2
 ) -> list[list[TokenLogprob]]:
-    """What the commands after a forward find, of a line each."""
+    """Return the results of the commands after a forward, one per line."""
     batch = make_batch(rows, end_ids)
     logits, state, masks = batch.logits.float().clone(), aligned(1, STATE), None
     if batch.allowed is not None:

@@ -58,7 +58,7 @@ def test_a_loop_that_forgets_to_reserve_or_to_commit_is_refused_at_once(world: W
 
 
 def test_more_than_the_capacity_is_refused(world: World, cache: PagedCache) -> None:
-    with pytest.raises(InvalidRequestError, match="a row holds 100 tokens, got 101"):
+    with pytest.raises(InvalidRequestError, match="a row has room for 100 tokens, got 101"):
         cache.reserve(1, 101)
     cache.reserve(1, 100)
     with pytest.raises(InvalidRequestError, match=r"\[0, 100\), got 100"):

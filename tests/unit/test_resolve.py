@@ -62,7 +62,7 @@ def test_links_that_lead_nowhere_are_told_from_names_that_mean_nothing(tmp_path:
     (tmp_path / "dangling.gguf").symlink_to("missing")
     (tmp_path / "loop").symlink_to("other")
     (tmp_path / "other").symlink_to("loop")
-    with pytest.raises(ModelError, match=r"dangling\.gguf is a broken link: what it names is not there"):
+    with pytest.raises(ModelError, match=r"dangling\.gguf is a broken link: its target does not exist"):
         resolve(tmp_path / "dangling.gguf")
     with pytest.raises(ModelError, match="loop is in a loop of links") as caught:
         resolve(str(tmp_path / "loop"))
@@ -80,7 +80,7 @@ def test_a_packaged_file_brings_its_cards_values_wherever_it_lies(tmp_path: Path
 
 
 def test_a_folder_without_a_model_is_a_bad_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"holds no model: there is no config\.json") as caught:
+    with pytest.raises(ModelError, match=r"is not a model folder: it has no config\.json") as caught:
         resolve(tmp_path)
     assert caught.value.exit_status == 3
 

@@ -1,4 +1,4 @@
-"""What one row's grammar, text or drafts raise ends that row alone: the others' tokens are the same."""
+"""An exception of one row's grammar, text or drafts ends only that row. Other rows keep their tokens."""
 
 import threading
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ def plant(running: Answering, place: str, name: str, num_right: int) -> None:
 
 
 def check_failed(running: Answering, expected: Sequence[int]) -> bool:
-    """Whether the fault was met: where the way never comes to it, the answer is whole."""
+    """Return True if the row failed. If the fault was never reached, the answer must be whole."""
     result = running.result()
     assert running.result().text == result.text, "asking again changes nothing"
     if result.error is None:

@@ -19,7 +19,7 @@ def test_a_row_can_be_filled_to_its_last_slot() -> None:
     cache.reserve(0, 2)
     cache.commit(0, 2)
     cache.reserve(0, 0)
-    with pytest.raises(InvalidRequestError, match="a row holds 200 tokens, got 201"):
+    with pytest.raises(InvalidRequestError, match="a row has room for 200 tokens, got 201"):
         cache.reserve(0, 1)
 
 
@@ -70,7 +70,7 @@ def test_the_first_slot_of_a_saved_row_lies_in_the_row(first: int, is_refused: b
     saved: dict[str, Tensor] = {name: tensor.clone() for name, tensor in cache.export_row(0)}
     saved["states"][:, -1] = first
     if is_refused:
-        with pytest.raises(InvalidRequestError, match="does not look like this one's: RowState"):
+        with pytest.raises(InvalidRequestError, match="does not fit this model's cache: RowState"):
             cache.import_row(1, saved, 50)
         assert cache.lengths[1] == 0
     else:

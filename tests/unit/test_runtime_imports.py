@@ -146,7 +146,7 @@ print(json.dumps(phases))
 
 @pytest.fixture(scope="module")
 def phases(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[str, str]]]:
-    """What Python's audit hooks saw of three models that loaded and spoke: a folder, a GGUF file, the folder again."""
+    """Return the events of Python's audit hooks while a folder, a GGUF file and the folder again load and answer."""
     place = tmp_path_factory.mktemp("audited")
     folder = write_folder(place / "a-folder", config_json=CONFIG | {"auto_map": {"AutoModel": "modeling_evil.Evil"}})
     for name in ("modeling_evil.py", "__init__.py", "sitecustomize.py", "tokenizer.py"):

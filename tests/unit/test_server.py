@@ -67,7 +67,7 @@ def ask(served: Served, **asked: Any) -> httpx.Response:
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """What a client is told: never more and never less than OpenAI's four fields."""
+    """Return the error that a client gets. It always has OpenAI's four fields and no other."""
     found: dict[str, Any] = answer.json()
     assert (set(found), set(found["error"])) == ({"error"}, ERROR_KEYS)
     assert answer.headers["content-type"] == "application/json"

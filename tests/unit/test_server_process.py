@@ -103,7 +103,7 @@ class Process(NamedTuple):
         assert self.child.stdout.readline() == "ready\n"
 
     def ends(self) -> str:
-        """What it wrote besides."""
+        """Wait for the end of the process and return its other output."""
         out, error = self.child.communicate(timeout=SECONDS)
         return out + error
 
@@ -131,7 +131,7 @@ class Process(NamedTuple):
         return text
 
     def child_id(self) -> int:
-        """Of the next child that is ready."""
+        """Return the process id of the next child that is ready."""
         assert self.child.stdout is not None
         word, number = self.child.stdout.readline().split()
         assert word == "ready"

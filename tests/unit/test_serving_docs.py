@@ -74,7 +74,7 @@ def test_every_route_is_told() -> None:
 
 
 def _plain(path: str) -> str:
-    """Whatever its variables are called."""
+    """Return the path with every variable under one name."""
     return re.sub(r"{[^}]*}", "{}", path)
 
 

@@ -383,6 +383,6 @@ def test_a_cache_that_is_not_what_the_session_knows_is_an_error(llm: LLM, monkey
     session.send("hello", GREEDY)
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "truncate", lambda self, slot, length: None)
-        with pytest.raises(RuntimeError, match=r"the cache holds \d+ tokens where \d+ are right"):
+        with pytest.raises(RuntimeError, match=r"the cache has \d+ tokens, expected \d+"):
             session.rewind(3)
     session.rewind(3)

@@ -129,7 +129,7 @@ def test_tenants_take_turns_however_many_one_sends(world: World, engine: Engine)
 def test_answers_are_their_own_however_the_tenants_sit_steps_out(
     world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which steps these are depends on the clock: here on chance."""
+    """In production the clock chooses these steps, here chance does."""
     draw, chosen, most_steps = Random(5), list[set[str]](), PropertyMock(return_value=3)
 
     def choose(parts: Iterable[Part]) -> set[str]:

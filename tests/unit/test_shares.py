@@ -47,7 +47,7 @@ class ThreadGroup(Group):
 
 
 def in_ranks(size: int, run: Callable[[Group], Tensor]) -> list[Tensor]:
-    """What each of them returns."""
+    """Return the result of each rank."""
     parts, barrier = [None] * size, Barrier(size)
 
     def call(rank: int) -> Tensor:
@@ -73,7 +73,7 @@ def load(folder: Path, group: Group | None = None, weights: str = "auto") -> Tra
 
 
 def logits_of(model: Transformer, settings: CacheSettings | None = None) -> Tensor:
-    """Of two rows, chunk after chunk."""
+    """Return the logits of two rows, chunk after chunk."""
     ids = torch.randint(3, 96, (2, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
     cache, found, start = make_cache(model, LENGTH, 2, step_tokens=LENGTH, settings=settings), [], 0
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Who gives up slots and pages: paused answers first. A lease is lost only when others need its slot."""
+"""Paused answers lose their slots and pages first. A lease is lost only when others need its slot."""
 
 import pytest
 

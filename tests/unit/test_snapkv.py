@@ -117,7 +117,7 @@ def test_a_window_as_long_as_the_text_changes_nothing(folder: Path) -> None:
 
 
 def test_a_short_prompt_slides_once_it_has_grown(folder: Path, llm: LLM) -> None:
-    """Whatever window the rest of the text has, as long as the prompt was kept whole: as `sliding` does."""
+    """If the prompt was kept whole, the rest of the text has a window, as with `sliding`."""
     prompt = make_ids(40)
     params = replace(PLAIN, max_new_tokens=90)
     sliding = make_llm(folder, eviction_policy="sliding").generate(prompt, params)
@@ -143,7 +143,7 @@ def test_what_cannot_be_asked(folder: Path, llm: LLM) -> None:
         InvalidRequestError, match=r"protected_prefix=3 and the 32 tokens that snapkv looks from.*got 35"
     ):
         make_llm(folder, eviction_window=35)
-    with pytest.raises(InvalidRequestError, match="eviction_policy sliding goes on beyond"):
+    with pytest.raises(InvalidRequestError, match="only eviction_policy sliding allows more"):
         make_llm(folder, max_seq_len=1000)
     with pytest.raises(InvalidRequestError, match="of which snapkv keeps a part"):
         llm.sample_trace(make_ids(4), PLAIN)

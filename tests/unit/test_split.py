@@ -41,7 +41,7 @@ def test_any_part_opens_the_whole_model(parts: list[Path], tmp_path: Path) -> No
 @pytest.mark.parametrize(("missing", "named"), [(0, 1), (1, 0), (2, 1)])
 def test_a_missing_part_is_named(parts: list[Path], missing: int, named: int) -> None:
     parts[missing].unlink()
-    with pytest.raises(ModelError, match=f"one of 3 parts of a model: {parts[missing].name} must lie beside it in"):
+    with pytest.raises(ModelError, match=f"one of 3 parts of a model: {parts[missing].name} must be in "):
         open_checkpoint(parts[named])
 
 

@@ -1,4 +1,4 @@
-"""What steps cost is learnt from steps of every kind, whatever else the machine does."""
+"""The costs of steps are learnt from steps of every kind, on an idle or a busy machine."""
 
 import random
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ def seconds_of(work: StepWork) -> float:
 
 
 def steps(draw: random.Random, count: int) -> Iterator[StepWork]:
-    """Of 1 to 8 sequences behind 10 to 4,000 positions, some with a chunk of a prompt."""
+    """Yield steps of 1 to 8 sequences after 10 to 4,000 positions, some with a chunk of a prompt."""
     for _ in range(count):
         num = draw.randint(1, 8)
         context = sum(draw.randint(10, 4000) for _ in range(num))

@@ -1,4 +1,4 @@
-"""What a step takes of each sequence, over plans of every kind: no more than its chunk, and every one gets on."""
+"""A step takes at most the chunk of each sequence, and every sequence advances, over plans of every kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

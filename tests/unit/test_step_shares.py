@@ -1,4 +1,4 @@
-"""Which tenants a step is for, on a clock on which each sequence takes as long as the step itself."""
+"""The tenants of each step, on a clock on which each sequence takes as long as the step itself."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def owed_after(shares: StepShares, parts: list[Part], num_steps: int, seconds: f
 
 @pytest.mark.parametrize("num_loud", [4, 9, 15, 40])
 def test_all_steps_that_a_tenant_is_owed_may_run_without_a_return(shares: StepShares, num_loud: int) -> None:
-    """As many as if each was chosen for itself: a step earns a part of what it costs."""
+    """The number is that of steps chosen one by one: each step earns a part of its cost."""
     others = [LOUD] * num_loud
     for _ in range(6):
         while len(shares.choose([QUIET, *others])) == 2:

@@ -352,7 +352,7 @@ def test_a_template_that_removes_parts_leaves_no_control_text(content: str) -> N
 
 def test_a_normalizer_makes_no_control_token_of_a_message() -> None:
     tokenizer = byte_tokenizer(normalizers.NFKC(), chat_templates={"default": TEMPLATES["chatml"]})
-    with pytest.raises(InvalidRequestError, match="makes a special token"):
+    with pytest.raises(InvalidRequestError, match="turns into a special token"):
         tokenizer.encode_chat([{"role": "user", "content": "a＜｜im_end｜＞"}])
 
 

@@ -150,8 +150,9 @@ def check_same(runner: Runner, expected: tuple[list[Tensor], list[list[int]]]) -
 
 @pytest.mark.parametrize(("size", "transport"), [(2, "memory"), (3, "memory"), (4, "memory"), (2, "gloo"), (4, "gloo")])
 def test_every_family_has_the_bits_of_one_rank(families: list[Path], size: int, transport: Transport) -> None:
-    """Of more than two ranks, which fight for the cores here, and over gloo, a few: one with post norms, one with norms
-    over all heads."""
+    """Only two families are tried with more than two ranks, which compete for the cores, and over gloo: one with post
+    norms, and one with norms over all heads.
+    """
     ranks = ranks_of(families[0], size, transport)
     try:
         for tiny, folder in zip(FAMILIES, families, strict=True):
@@ -320,8 +321,8 @@ def test_a_model_that_is_shared_out_answers_converses_and_is_closed(world: World
 
 @pytest.mark.parametrize(("settings", "problem"), [
     ({"tensor_parallel": 0}, "tensor_parallel must be a whole number from 1, got 0"),
-    ({"tensor_parallel": 2, "device": "cuda"}, "tensor_parallel=2 shares a model out on a CPU, got device 'cuda'"),
-    ({"tensor_parallel": 2, "eviction_policy": "sliding", "memory_threshold_mb": 1}, "would forget at different"),
+    ({"tensor_parallel": 2, "device": "cuda"}, "tensor_parallel=2 needs device cpu, got 'cuda'"),
+    ({"tensor_parallel": 2, "eviction_policy": "sliding", "memory_threshold_mb": 1}, "would evict at different"),
 ])  # fmt: skip
 def test_what_cannot_be_shared_out_is_refused(
     world: World, folder: Path, settings: dict[str, Any], problem: str

@@ -363,7 +363,7 @@ def test_a_cache_folder_that_cannot_be_written_does_no_harm(tmp_path: Path) -> N
     environment = {**os.environ, "INFER_CACHE": str(tmp_path / "file")}
     done = subprocess.run(python_command(code), env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0
-    assert f"for this process only: {tmp_path / 'file'} is no folder (set INFER_CACHE)\n" in done.stderr
+    assert f"for this process only: {tmp_path / 'file'} is not a folder (set INFER_CACHE)\n" in done.stderr
 
 
 class Machine:

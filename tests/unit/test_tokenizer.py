@@ -318,7 +318,7 @@ def load_gguf(name: str) -> Tokenizer:
 
 
 def as_gguf(name: str, pre: str) -> dict[str, Any]:
-    """What a converter writes for this `tokenizer.json`."""
+    """Return the metadata that a converter writes for this `tokenizer.json`."""
     saved = json.loads((folder(name) / "tokenizer.json").read_text(encoding="utf-8"))
     token_ids = dict(saved["model"]["vocab"])
     types = dict.fromkeys(token_ids.values(), int(TokenType.NORMAL))

@@ -53,7 +53,7 @@ def forecast(
     scale: Annotated[float, "how much"] = 1.0,
     extra: dict[str, bool] | None = None,
 ) -> str:
-    """What the weather will be.
+    """Forecast the weather.
 
     It is a guess.
 
@@ -113,7 +113,7 @@ def test_a_function_becomes_its_schema() -> None:
         "additionalProperties": False,
         "description": "Where, in words.",
     }
-    assert (tool.name, tool.description) == ("forecast", "What the weather will be. It is a guess.")
+    assert (tool.name, tool.description) == ("forecast", "Forecast the weather. It is a guess.")
     assert tool.parameters == {
         "type": "object",
         "properties": {

@@ -306,7 +306,7 @@ MESSAGES = "/v1/messages"
 
 
 def blocks_of(text: str) -> tuple[list[dict[str, Any]], str]:
-    """As Anthropic's client puts events together."""
+    """Return the blocks that Anthropic's client makes from events."""
     blocks, reason = list[dict[str, Any]](), ""
     for event in text.strip().split("\n\n"):
         found = json.loads(event.split("data: ")[1])

@@ -1,4 +1,4 @@
-"""Which tool format a chat template writes, and that conversations with calls are shown to it as it wants them."""
+"""The tool format that a chat template writes, and conversations with calls in the form that it expects."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What lies in the cache is run: who may have written it, and what is refused."""
+"""Code in the cache is executed, so files of other users are refused."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ def test_a_link_below_the_base_is_no_folder(tmp_path: Path) -> None:
     base.mkdir(mode=0o700)
     elsewhere.mkdir(mode=0o700)
     (base / "kernels").symlink_to(elsewhere)
-    assert "is no folder" in str(folder_problem(base / "kernels" / "0", base=base))
+    assert "is not a folder" in str(folder_problem(base / "kernels" / "0", base=base))
     assert list(elsewhere.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""What a verified step does with tensors of two devices: no GPU is at hand, so torch's `meta` stands for one."""
+"""A verified step with tensors of two devices. There is no GPU, so torch's `meta` takes its place."""
 
 from typing import Any
 

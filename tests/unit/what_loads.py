@@ -54,7 +54,7 @@ def table() -> str:
 
 
 def settings(tiny: Tiny) -> Iterator[str]:
-    """What a model has that a plain one has not."""
+    """Yield the settings of a model that a plain one does not have."""
     architecture = make_architecture(tiny.config.to_dict())
     for name, has in _SETTINGS:
         if any(has(layer) for layer in architecture.layers):

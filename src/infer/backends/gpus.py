@@ -43,7 +43,7 @@ def trouble_with(index: int | None) -> str | None:
         return f"there is no cuda:{index}: {names}"
     gpu = gpus[index or 0]
     if gpu.capability < LEAST_CAPABILITY:
-        return f"{gpu} is too old: Volta (sm_70) is the first that there are kernels for, use device='cpu'"
+        return f"{gpu} is too old: the kernels need Volta (sm_70) or newer, use device='cpu'"
     return None
 
 

@@ -141,14 +141,15 @@ def _check_unquantised(folder: Path, config: Mapping[str, Any]) -> None:
     method = found.get("quant_method") if isinstance(found, dict) else None
     raise UnsupportedModelError(
         f"{folder.name}: the weights are quantised by {method or 'a method that config.json does not name'!s:.60}, "
-        f"which we do not run: {_INSTEAD}"
+        f"which is not supported: {_INSTEAD}"
     )
 
 
 def _check_supported(info: TensorInfo) -> None:
     if info.type not in FLOAT_TYPES:
         raise UnsupportedModelError(
-            f"{info.path.name}: tensor {info.name!r:.80} is {info.type}; we read {', '.join(FLOAT_TYPES)}: {_INSTEAD}"
+            f"{info.path.name}: tensor {info.name!r:.80} is {info.type}; supported are "
+            f"{', '.join(FLOAT_TYPES)}: {_INSTEAD}"
         )
 
 

@@ -129,7 +129,7 @@ def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 
 def _check_whole(file: GGUFFile) -> None:
     if not file.tensors:
-        raise ModelFormatError(file.path, "tensor count", "there are no weights, the file holds a vocabulary only")
+        raise ModelFormatError(file.path, "tensor count", "expected weights, the file has only a vocabulary")
 
 
 def _vocab_size(file: GGUFFile, values: "_Values") -> int:

@@ -99,7 +99,7 @@ def _check_link(path: Path) -> None:
     try:
         os.stat(path)
     except FileNotFoundError:
-        raise ModelError(f"{path} is a broken link: what it names is not there") from None
+        raise ModelError(f"{path} is a broken link: its target does not exist") from None
     except OSError as error:
         what = "is in a loop of links" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
         raise ModelError(f"{path} {what}") from None
@@ -109,7 +109,7 @@ def _checked(path: Path) -> Path:
     _check_link(path)
     if path.is_dir():
         if not os.path.isfile(path / "config.json"):
-            raise ModelError(f"{path} holds no model: there is no config.json in it")
+            raise ModelError(f"{path} is not a model folder: it has no config.json")
         return path
     if path.suffix in PICKLE_SUFFIXES:
         raise ModelError(

@@ -161,7 +161,7 @@ class _Header:
             return kind
         if type_id in _OTHER_TYPES:
             raise UnsupportedModelError(
-                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}; we run {', '.join(BLOCK_TYPES)}: "
+                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}; supported are {', '.join(BLOCK_TYPES)}: "
                 "take a file of the model in one of these, such as Q4_K_M"
             )
         return self.fail(where, f"{type_id} is not a tensor type", self.position - 4)

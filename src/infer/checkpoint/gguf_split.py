@@ -43,7 +43,7 @@ def read_whole_gguf(path: Path) -> GGUFFile:
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise ModelError(f"{path.name} is one of {count} parts of a model: {shown} must lie beside it in {path.parent}")
+        raise ModelError(f"{path.name} is one of {count} parts of a model: {shown} must be in {path.parent}, too")
     return _joined([named if part == path else read_gguf(part) for part in paths])
 
 

@@ -172,8 +172,8 @@ def _listed(name: HubName, models: list[list[str]], files: Collection[str]) -> s
             "with safetensors or a GGUF of it"
         )
     if "adapter_config.json" in files:
-        return "it holds an adapter, not a model: merge it into its model first"
-    return f"it holds no weights that we read: expected {SINGLE_NAME}, {INDEX_NAME} or a .gguf file"
+        return "it is an adapter, not a model: merge it into its model first"
+    return f"it has no supported weights: expected {SINGLE_NAME}, {INDEX_NAME} or a .gguf file"
 
 
 def _snapshot(name: HubName) -> Path | None:

@@ -35,10 +35,10 @@ def read_safetensors_folder(folder: Path) -> dict[str, TensorInfo]:
     pickles = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLE_SUFFIXES)
     if pickles:
         raise ModelError(
-            f"{folder} holds its weights as {pickles[0]}, which can run code and is never opened: "
+            f"{folder} has its weights as {pickles[0]}, which can run code and is never opened: "
             "convert it with save_pretrained(..., safe_serialization=True)"
         )
-    raise ModelError(f"{folder} holds no weights: expected {SINGLE_NAME} or {INDEX_NAME}")
+    raise ModelError(f"{folder} has no weights: expected {SINGLE_NAME} or {INDEX_NAME}")
 
 
 def read_safetensors(path: Path) -> dict[str, TensorInfo]:
@@ -123,5 +123,5 @@ def _read_shards(folder: Path) -> dict[str, TensorInfo]:
         shards[shard] = read_safetensors(inside(folder, shard))
     missing = [f"{name!r:.80} in {shard!r:.80}" for name, shard in names.items() if name not in shards[shard]]
     if missing:
-        raise ModelFormatError(index, "weight_map", f"tensors that are not there: {', '.join(missing[:20])}")
+        raise ModelFormatError(index, "weight_map", f"missing tensors: {', '.join(missing[:20])}")
     return {name: shards[shard][name] for name, shard in names.items()}

@@ -19,37 +19,48 @@ ReasoningPlace = Literal["auto", "none"]
 MAX_BUDGET = 1 << 20
 
 
-# Its own checks name the rule: those of the tests' hook come too early.
+# The class's own checks name the rule; those of the tests' import hook would raise before them.
 @no_type_check
 @final
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """`cancel` ends the answer from another thread, and so does closing the model.
+    """Options of a request besides its prompt and its sampling. Calls take them as keywords, too.
 
-    Where more is asked than can run at once, tenants get equal shares of what is computed. Of a tenant's requests one
-    of a higher `priority` enters first, as if it had come 10 seconds earlier for each level. After `timeout` seconds an
-    answer ends with what it has, finish_reason "abort", also while it waits. With `reuse_prefixes` the beginnings of
-    prompts are shared only among requests of the same `cache_salt`. An answer begins with the ids of
-    `answer_prefix` and goes on as if these had been sampled.
+    Args:
+        cancel: Event that ends the answer when another thread sets it.
+        speculation: "ngram" verifies guessed tokens in one step. The tokens of the answer stay the same.
+        num_draft_tokens: Largest number of guessed tokens per step.
+        prefill_chunk: Largest number of tokens of the prompt per step.
+        overflow: "truncate_left" drops the beginning of a prompt that is too long; "error" refuses the prompt.
+        tenant: Name of a user. Under load, tenants get equal shares of the computed work.
+        priority: Each level lets a request pass others of its tenant that were submitted up to 10 seconds earlier.
+        timeout: Seconds after which the answer ends with finish_reason "abort", also while it waits.
+        cache_salt: With `reuse_prefixes`, only requests with the same salt share beginnings of prompts.
+        answer_prefix: Ids with which the answer begins, as if they had been sampled.
+        tools: Functions or schemas that the answer may call.
+        tool_choice: "auto", "none", "required", the name of a tool, or OpenAI's form.
+        parallel_tool_calls: False limits the answer to one call. None: several, but one if a tool is chosen by name.
+        tool_format: Name of the format of calls. None: the format that the chat template shows.
+        reasoning_format: "auto" returns reasoning as `result.reasoning`; "none" leaves it in the text.
+        reasoning_budget: Number of tokens after which the reasoning is closed.
 
-    The others are of conversations. `tools` are functions or schemas; `tool_choice` and `parallel_tool_calls` are
-    OpenAI's; `tool_format` names how calls are written, where the chat template does not tell. Reasoning is the
-    result's `reasoning`, or left in its text with `reasoning_format` "none"; it ends after `reasoning_budget` tokens.
+    Raises:
+        InvalidRequestError: A value breaks its rule.
     """
 
     cancel: threading.Event | None = None
     speculation: Speculation | None = None
     num_draft_tokens: int = NUM_DRAFT_TOKENS
-    prefill_chunk: int = MAX_STEP_TOKENS  # tokens of a prompt in one step
-    overflow: Overflow = "error"  # what happens to a prompt that is too long
+    prefill_chunk: int = MAX_STEP_TOKENS
+    overflow: Overflow = "error"
     tenant: str = ""
     priority: int = 0
     timeout: float | None = None
     cache_salt: str = ""
     answer_prefix: Sequence[int] = ()
     tools: Sequence[ToolLike] | None = None
-    tool_choice: Any = None  # "auto", "none", "required", a name, or as OpenAI has it
-    parallel_tool_calls: bool | None = None  # None: several, but one of a tool that is chosen by its name
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     tool_format: str | None = None
     reasoning_format: ReasoningPlace = "auto"
     reasoning_budget: int | None = None
@@ -106,7 +117,7 @@ class RequestKeywords(SamplingKeywords, total=False):
 
 
 def split_options(options: RequestOptions | None, keywords: Mapping[str, Any]) -> tuple[RequestOptions, dict[str, Any]]:
-    """`options`, or the default ones, changed by the keywords that are theirs; and the other keywords."""
+    """Return the options, changed by the keywords that are fields of them, and the other keywords."""
     if options is not None and not isinstance(options, RequestOptions):
         raise InvalidRequestError(f"options must be RequestOptions or None, got {options!r:.80}")
     own = {name: value for name, value in keywords.items() if name in _NAMES}
@@ -114,24 +125,24 @@ def split_options(options: RequestOptions | None, keywords: Mapping[str, Any]) -
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...], others: str = "") -> None:
-    """Raises InvalidRequestError."""
+    """Raise InvalidRequestError unless the value is one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidRequestError(f"{name} must be {' or '.join(map(repr, choices))}{others}, got {value!r:.80}")
 
 
 def check_count(name: str, value: object, least: int, most: int) -> None:
-    """Raises InvalidRequestError."""
+    """Raise InvalidRequestError unless the value is a whole number in the range."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InvalidRequestError(f"{name} must be a whole number in [{least}, {most}], got {value!r:.80}")
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Raises InvalidRequestError."""
+    """Raise InvalidRequestError unless the value is a positive finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
         raise InvalidRequestError(f"{name} must be a number of seconds above 0 or None, got {value!r:.80}")
 
 
 def check_callback(name: str, value: object) -> None:
-    """Raises InvalidRequestError."""
+    """Raise InvalidRequestError unless the value is a function or None."""
     if value is not None and not callable(value):
         raise InvalidRequestError(f"{name} must be a function or None, got {value!r:.80}")

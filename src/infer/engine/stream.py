@@ -1,4 +1,4 @@
-"""`Stream` and `AsyncStream`: an answer as it comes, for a thread and for a task. Both are views of a `Mailbox`."""
+"""`Stream` and `AsyncStream`: the pieces of an answer, for a thread and for a task. Both are views of a `Mailbox`."""
 
 import threading
 import weakref
@@ -90,9 +90,15 @@ class OpenAnswer:
 
 @final
 class Stream(Iterator[Piece]):
-    """An answer as it comes: iterate for its pieces, then read `result`. `with` closes it at its end.
+    """The pieces of an answer, as they are computed. Iterate over them, then read `result`.
 
-    One thread reads at a time; `cancel` and `close` are for any thread.
+    One thread reads at a time. Any thread may call `cancel` and `close`. The end of `with` closes the stream.
+
+    Example:
+        with llm.stream("Once upon a time") as stream:
+            for piece in stream:
+                print(piece.text, end="", flush=True)
+        print(stream.result.finish_reason)
     """
 
     def __init__(self, answer: OpenAnswer, on_prefill: OnPrefill | None = None) -> None:
@@ -143,28 +149,41 @@ class Stream(Iterator[Piece]):
 
     @property
     def sequence(self) -> Sequence:
+        """The sequence in the engine, for servers."""
         return self.answer.sequence
 
     def cancel(self) -> None:
-        """Give no further token: finish_reason is "abort", unless the answer was read to its end. For any thread."""
+        """End the answer without waiting. Any thread may call it.
+
+        The reader gets no further piece. `finish_reason` is "abort", unless the answer was already read to its end.
+        """
         self.answer.cancel()
 
     def close(self) -> None:
-        """End the answer and free what it held, which also happens at its end and when the stream is dropped.
+        """End the answer, wait for the current step, and free the answer's slot. Any thread may call it.
 
-        For any thread. A step under way ends first; a thread that reads gets no further piece.
+        The reader gets no further piece. The end of the answer, and dropping the stream, close it too.
         """
         self.answer.close()
 
     @property
     def result(self) -> GenerationResult:
-        """The whole answer, "abort" if it was closed before its end. Runs to the end first, also after a `break`:
-        `close()` the stream before for what was read.
+        """The whole answer. Reading it runs the answer to its end first, also after a `break`.
+
+        After `close` it is the part that was read, with finish_reason "abort".
         """
         return self.run()
 
     def run(self, on_token: OnToken | None = None) -> GenerationResult:
-        """Read to the end. `on_token(token_id, text)` sees each token and cancels by returning False."""
+        """Read the stream to its end and return the result.
+
+        Args:
+            on_token: Called as `on_token(token_id, text)` with each token. Returns False to cancel the answer.
+
+        Raises:
+            InvalidRequestError: Another thread is reading the stream.
+            ClosedError: The model is closed.
+        """
         answer = self.answer
         try:
             if on_token is None and self._on_prefill is None and answer.loop.is_open and not answer.is_closed:
@@ -205,10 +224,14 @@ class Stream(Iterator[Piece]):
 
 @final
 class AsyncStream(AsyncIterator[Piece]):
-    """An answer as it comes: `async for` its pieces, then await `result()`. `async with` closes it at its end, and so
-    does dropping it: to leave the loop, or to cancel its task, frees its slot when the step under way has ended.
+    """The pieces of an answer for a task. Iterate with `async for`, then await `result()`.
 
-    One task reads at a time. `cancel` is for any thread.
+    One task reads at a time. Any thread may call `cancel`. The end of `async with`, leaving the loop, and cancelling
+    the task free the slot after the current step.
+
+    Example:
+        async for piece in llm.stream("Once upon a time"):
+            print(piece.text, end="", flush=True)
     """
 
     def __init__(self, prepare: Prepare, open_answer: Callable[[Sequence], OpenAnswer]) -> None:
@@ -219,7 +242,11 @@ class AsyncStream(AsyncIterator[Piece]):
 
     @classmethod
     def of(cls, answer: OpenAnswer) -> Self:
-        """A stream of a sequence that is prepared already."""
+        """Return a stream of an answer that is already prepared.
+
+        Args:
+            answer: The answer.
+        """
 
         async def prepared() -> Sequence:
             return answer.sequence
@@ -229,8 +256,12 @@ class AsyncStream(AsyncIterator[Piece]):
         return stream
 
     async def begin(self) -> Self:
-        """Prepare and submit the request, which reading does by itself. Raises InvalidRequestError if it is refused,
-        ClosedError and InferError if the model takes no requests.
+        """Prepare and submit the request, and return the stream. Reading the stream does it too.
+
+        Raises:
+            InvalidRequestError: The request is refused.
+            ClosedError: The model is closed.
+            InferError: The engine has failed.
         """
         await self._begun()
         return self
@@ -242,7 +273,7 @@ class AsyncStream(AsyncIterator[Piece]):
         return pieces[0]
 
     async def take(self) -> list[Piece]:
-        """Return all the pieces that have come and were not read, at least one; none at the end of the answer."""
+        """Wait for a piece, and return all unread pieces. The list is empty at the end of the answer."""
         return await self._take(None)
 
     async def __aenter__(self) -> Self:
@@ -266,21 +297,19 @@ class AsyncStream(AsyncIterator[Piece]):
         return self._answer.sequence
 
     def cancel(self) -> None:
-        """Give no further piece: finish_reason is "abort", unless the answer was read to its end. For any thread."""
+        """End the answer without waiting, as `Stream.cancel` does. Any thread may call it."""
         self._is_cancelled = True
         if self._answer is not None:
             self._answer.cancel()
 
     async def close(self) -> None:
-        """End the answer, and wait until it has freed what it held."""
+        """End the answer, and wait until its slot is free."""
         self.cancel()
         if self._answer is not None:
             await self._answer.close_as_task()
 
     async def result(self) -> GenerationResult:
-        """Return the whole answer. Runs to the end first, also after a `break`; after `close` or `cancel` it is what
-        was read.
-        """
+        """Run the answer to its end and return it. After `close` or `cancel`, return the part that was read."""
         async with _Reading(self):
             answer = await self._begun(only_end=True)
             mailbox = answer.mailbox

@@ -68,12 +68,11 @@ class CacheSettings:
         _check_count("memory_threshold_mb", threshold, 1)
         if not self.evicts:
             raise InvalidRequestError(
-                f"memory_threshold_mb={threshold} says when to evict, but eviction_policy is none: set it to sliding "
-                "or snapkv"
+                f"memory_threshold_mb={threshold} needs an eviction_policy, which is none: set it to sliding or snapkv"
             )
         if total is None or available_memory_bytes() is None:
             raise InvalidRequestError(
-                f"memory_threshold_mb={threshold}: this system does not say how much memory is available; leave it out "
+                f"memory_threshold_mb={threshold}: this system does not report its available memory; leave it out "
                 "to evict from the start"
             )
         if threshold * 2**20 > total:
@@ -108,11 +107,11 @@ class CacheSettings:
         if num_tokens > most and not self.goes_on:
             raise InvalidRequestError(
                 f"max_seq_len must be from 2 to the model's own {most}, got {num_tokens}: "
-                "eviction_policy sliding goes on beyond"
+                "only eviction_policy sliding allows more"
             )
         if num_tokens > most and self.eviction_window > most - TILE_SLOTS:
             raise InvalidRequestError(
-                f"eviction_window must be at most {most - TILE_SLOTS} where max_seq_len={num_tokens} is beyond the "
+                f"eviction_window must be at most {most - TILE_SLOTS} if max_seq_len={num_tokens} is above the "
                 f"model's own {most}, got {self.eviction_window}"
             )
 
@@ -123,7 +122,7 @@ class CacheSettings:
                 kv_formats.check_kv_type(self.kv_type, head_dim)
         if self.evicts and all(layer.window is not None for layer in layers):
             raise InvalidRequestError(
-                f"eviction_policy {self.eviction_policy} forgets what layers without a window hold, and every layer "
+                f"eviction_policy {self.eviction_policy} evicts tokens of layers without a window, and every layer "
                 "of this model has its own window: use none"
             )
 

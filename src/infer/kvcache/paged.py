@@ -122,7 +122,7 @@ class PagedCache:
         for free, total, count in zip(self.free_pages, self.pool_pages, needed, strict=True):
             if count > free:
                 raise OutOfPagesError(
-                    f"the cache has {free} of its {total} pages left where {count} are needed: "
+                    f"the cache has {free} free pages of {total}, and {count} are needed: "
                     "wait until another answer has ended, or give the cache more pages"
                 )
 
@@ -164,7 +164,7 @@ class PagedCache:
         start = self._lengths[row]
         end = start + num_tokens
         if end > self.capacity:
-            raise InvalidRequestError(f"a row holds {self.capacity} tokens, got {end}")
+            raise InvalidRequestError(f"a row has room for {self.capacity} tokens, got {end}")
         if not all(rows.is_ready(row, rows.slot_of(row, start), num_tokens) for rows in self.groups):
             self.make_own(row, self._next(row, num_tokens))
         self._reserved[row] = max(self._reserved[row], end)
@@ -361,7 +361,7 @@ class PagedCache:
         pools have too few free pages. In both cases nothing is changed.
         """
         if not 0 <= length <= self.capacity:
-            raise InvalidRequestError(f"the cache holds {self.capacity} tokens, got {length}")
+            raise InvalidRequestError(f"a row has room for {self.capacity} tokens, got {length}")
         saved = check_saved(self.groups, self.memory, tensors, length)
         indices = [rows.table.indices(group.slots) for rows, group in zip(self.groups, saved, strict=True)]
         self._check_free(

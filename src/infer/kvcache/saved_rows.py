@@ -77,7 +77,7 @@ def _states(groups: Sequence[GroupRows], tensors: Mapping[str, Tensor], length: 
 
 
 def _unlike(length: int, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the cache of {length} tokens does not look like this one's: {what}")
+    return InvalidRequestError(f"the cache of {length} tokens does not fit this model's cache: {what}")
 
 
 def load_tensors(

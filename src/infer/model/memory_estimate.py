@@ -161,7 +161,7 @@ def check_rows_fit(
     tokens = bisect_right(range(1, num_tokens), available, key=lambda count: needed(count, 1))
     instead = f"max_seq_len={tokens} fits" if tokens > 1 else "free some of it"
     if rows:
-        instead = f"{rows} of them fit"
+        instead = f"{rows} rows fit"
     what = f"{num_rows} x {num_tokens:,} tokens of cache"
     if pool_pages is not None:
         what += f" in {pool_pages:,} pages"

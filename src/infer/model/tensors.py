@@ -57,7 +57,7 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, S
     problems += [f"unexpected {name!r:.80}" for name in found if name not in expected and name not in allowed_extra]
     for name, shape in expected.items():
         if name in found and tuple(found[name].shape) != shape:
-            problems.append(f"{name} has shape {tuple(found[name].shape)}, the config asks for {shape}")
+            problems.append(f"{name} has shape {tuple(found[name].shape)}, the config requires {shape}")
     if problems:
         more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
         raise ModelError(f"config and tensors disagree: {'; '.join(problems[:_MAX_LISTED])}{more}")

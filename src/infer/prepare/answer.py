@@ -103,7 +103,7 @@ def _tool_as_json(index: int, tool: Tool, is_json: bool) -> Tool:
     try:
         json.dumps(tool.parameters)
     except (TypeError, ValueError, RecursionError) as error:
-        problem = f"it is no JSON ({type(error).__name__})"
+        problem = f"it is not JSON ({type(error).__name__})"
         if tool.is_strict:
             raise InvalidRequestError(f"tools[{index}] ({tool.name}): its schema cannot be used: {problem}") from None
         said = f"tool {tool.name!r}: its whole schema is left out, its arguments may be any object: {problem}"

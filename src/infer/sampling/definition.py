@@ -48,10 +48,20 @@ def sample_token(
     eos_token_ids: Collection[int] = frozenset(),
     allowed: Bool[Tensor, "vocab"] | Collection[int] | None = None,
 ) -> int:
-    """Return the next token id after `context_token_ids`, whose first `num_prompt_tokens` are the prompt.
+    """Return the next token id after a context. It is the definition that every faster sampler must equal.
 
-    The noise comes from `generator`, or is the function of (`params.seed`, number of context tokens, token id) in
-    `noise`. Without either, a fresh seed is drawn. Raises LogitsError.
+    Args:
+        logits: The logits of the next token, `[vocab]`.
+        context_token_ids: The prompt and the tokens generated so far.
+        params: The sampling parameters.
+        generator: Source of the noise. None: the noise is a function of the seed, the number of context tokens and the
+            token id (`sampling.noise`). Without a seed, a fresh one is drawn.
+        num_prompt_tokens: Number of the first context tokens that are the prompt.
+        eos_token_ids: Ids that are banned until `min_new_tokens` are generated.
+        allowed: The ids that may be sampled, as a mask or as ids. None: all ids.
+
+    Raises:
+        LogitsError: No token can be sampled from these logits.
     """
     processed = process_logits(
         logits,
@@ -119,7 +129,7 @@ def check_logits(logits: Logits) -> Float[Tensor, "vocab"]:
     # NaN is the maximum of any row that has one.
     largest = float(row.max())
     if math.isnan(largest) or largest == math.inf:
-        raise LogitsError(f"the logits of this row hold {'NaN' if math.isnan(largest) else '+inf'}: nothing is sampled")
+        raise LogitsError(f"the logits of this row have {'NaN' if math.isnan(largest) else '+inf'}: nothing is sampled")
     if largest == -math.inf:
         raise LogitsError("all logits of this row are -inf: no token can be sampled")
     return row

@@ -80,7 +80,7 @@ def params_of(
             raise UnknownParameterError(_unknown(name, _CALLS_TAKE))
     if params is not None and keywords:
         raise InvalidRequestError(
-            f"params and {next(iter(keywords))}= are both given: put all of them into params, or give keywords alone"
+            f"params and {next(iter(keywords))}= are both given: put all of them into params, or give only keywords"
         )
     if isinstance(params, SamplingParams):
         return params
@@ -116,7 +116,7 @@ def refuse_sampling(keywords: Mapping[str, Any], templates: Sequence[str]) -> No
     sampling, _ = split_keywords(keywords, templates)
     for name in sampling:
         if not _mentions(templates, name):
-            raise UnknownParameterError(f"{name} says how an answer is sampled: give it to send() or stream()")
+            raise UnknownParameterError(f"{name} is a sampling parameter: give it to send() or stream()")
 
 
 def _mentions(templates: Sequence[str], name: str) -> bool:

@@ -39,7 +39,7 @@ Masks = Int[Tensor, "rows words"]
 Choose = Callable[[Logits, SamplingColumns, History | None, Int[Tensor, "rows"], Masks | None], Int[Tensor, "rows"]]
 
 _MESSAGES = {
-    NOT_A_NUMBER: "the logits of this row hold NaN or +inf: nothing is sampled",
+    NOT_A_NUMBER: "the logits of this row have NaN or +inf: nothing is sampled",
     NOTHING_ALLOWED: NO_TOKEN_ALLOWED,
 }
 _LARGEST = torch.finfo(torch.float32).max

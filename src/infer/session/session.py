@@ -1,10 +1,10 @@
-"""`Session`: many turns over one cache, of which only what is new is run.
+"""`Session`: many turns over one cache. Each turn computes only its new tokens.
 
-Two lists of ids: the conversation's, and what the cache holds; a turn keeps what its prompt and the cache share. So
-whatever was done before, an answer is the one that a fresh model gives for the same ids.
+A session has two lists of ids: those of the conversation, and those whose keys and values are in the cache. A turn
+keeps the prefix that its prompt and the cache share. So an answer is the one that a fresh model gives for the same ids.
 
-A signal's exception may come between any two lines. The conversation is replaced whole, the cache is changed by the
-engine's loop alone, and a call has ended as soon as its `finally` begins: the next call works.
+The exception of a signal may be raised between any two lines. The conversation is replaced whole, only the loop of the
+engine changes the cache, and a call has ended as soon as its `finally` begins. So the next call works.
 """
 
 import copy
@@ -42,7 +42,7 @@ Messages = list[dict[str, Any]]
 def _exclusively(
     method: "Callable[Concatenate[Session, _Arguments], _Found]",
 ) -> "Callable[Concatenate[Session, _Arguments], _Found]":
-    """One call at a time, and none while a stream is open."""
+    """Let the method run only while no other call runs and no stream is open."""
 
     @wraps(method)
     def call(session: "Session", /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Found:
@@ -60,18 +60,24 @@ def _exclusively(
 
 @final
 class Session:
-    """Made by `LLM.session`. One answer at a time: while a stream is open, every other call is refused.
+    """A conversation whose read tokens stay in the cache. `LLM.session` makes it.
 
-    A turn that fails, or is stopped before its first word, leaves the conversation as it was. `close()`, `with` and
-    being dropped give back what the cache holds.
+    A session gives one answer at a time: while a stream is open, every other call raises InvalidRequestError. A turn
+    that fails, or is stopped before its first word, leaves the conversation as it was. `close()`, the end of `with`,
+    and dropping the session free its slot.
+
+    Example:
+        with llm.session(system="Answer briefly.") as session:
+            session.send("What is the capital of France?")
+            print(session.send("And of Italy?").text)
     """
 
     def __init__(self, host: Host, transcript: Transcript) -> None:
         self._opened_host: Host | None = host
         self._transcript = transcript
         self._cache = SessionCache(host)
-        self._entering = threading.RLock()  # held for moments: a signal's handler may come here again
-        self._caller: object | None = None  # the call, or the answer of the stream, that has the session to itself
+        self._entering = threading.RLock()  # held for moments; the handler of a signal may acquire it again
+        self._caller: object | None = None  # the call, or the stream's answer, that uses the session
         self._last: OpenAnswer | None = None
         self._is_closed = False
         weakref.finalize(self, self._cache.give_back).atexit = False
@@ -91,9 +97,9 @@ class Session:
         return f"Session({len(transcript.messages)} messages, {len(transcript.token_ids)} tokens{state})"
 
     def close(self) -> None:
-        """End the answer under way and give back the cache. For any thread; again does nothing.
+        """End the active answer and free the cache. Any thread may call it; a second call does nothing.
 
-        Every later call but those that read `messages` and `token_ids` raises ClosedError.
+        Later calls raise ClosedError. `messages` and `token_ids` can still be read.
         """
         self._is_closed = True
         if self._last is not None:
@@ -109,18 +115,19 @@ class Session:
 
     @property
     def token_ids(self) -> list[int]:
-        """All messages, in the template's own form."""
+        """Ids of the whole conversation, as the template renders it."""
         self._end_left()
         return list(self._transcript.token_ids)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
+        """Copies of the messages of the conversation."""
         self._end_left()
         return copy.deepcopy(self._transcript.messages)
 
     @property
     def num_cached_tokens(self) -> int:
-        """How many of `token_ids` a next turn need not run again."""
+        """Number of first `token_ids` that the next turn does not compute again."""
         self._end_left()
         return common_length(self._cache.token_ids, self._transcript.token_ids)
 
@@ -134,11 +141,27 @@ class Session:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> GenerationResult:
-        """The answer to a further message; a text is the user's. Both are messages of the session from then on.
+        """Return the answer to a further message. Both become messages of the session.
 
-        `result.reused_tokens` of the prompt were in the cache, `result.dropped_tokens` of the cache are not in the
-        prompt: where the template writes the past in another way than the ids have it, what follows is run again. With
-        `overflow="truncate_left"` the session forgets its oldest turns where they leave no room for the answer.
+        If the template writes past messages in another form than the cached ids, all tokens after the first difference
+        are computed again.
+
+        Args:
+            message: A message. A text is a message of the user.
+            params: As for `LLM.generate`.
+            on_token: As for `LLM.generate`.
+            on_prefill: As for `LLM.stream`.
+            options: As for `LLM.generate`.
+            keywords: As for `LLM.stream`. With `overflow="truncate_left"` the session forgets its oldest turns if they
+                leave no room for the answer.
+
+        Returns:
+            The result. `reused_tokens` of the prompt were in the cache. `dropped_tokens` of the cache are not in the
+            prompt.
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule, the prompt does not fit, or a stream is open.
+            ClosedError: The session or the model is closed.
         """
         check_callback("on_token", on_token)
         check_callback("on_prefill", on_prefill)
@@ -155,7 +178,10 @@ class Session:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> Stream:
-        """`send`, piece by piece. A stream that is closed early keeps what it gave, as a cancelled answer does."""
+        """Return a stream of the answer that `send` returns whole, with the arguments of `send`.
+
+        If the stream is closed early, the session keeps the pieces that were read as its answer.
+        """
         check_callback("on_prefill", on_prefill)
         options, sampling = split_options(options, keywords)
         return self._begin(partial(Transcript.asked, message=message), params, sampling, options, on_prefill)
@@ -170,7 +196,12 @@ class Session:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> GenerationResult:
-        """The answer to a whole conversation in place of the session's own: what both share is not run again."""
+        """Replace the conversation and return the answer to it. The prefix that both share is not computed again.
+
+        Args:
+            messages: The messages of the whole conversation.
+            params: As for `LLM.generate`. The other arguments are those of `send`.
+        """
         check_callback("on_token", on_token)
         check_callback("on_prefill", on_prefill)
         options, sampling = split_options(options, keywords)
@@ -189,7 +220,10 @@ class Session:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> GenerationResult:
-        """Go on from the ids as they stand, without a template; the answer is part of them, but of no message."""
+        """Continue from the current ids without a template, with the arguments of `send`.
+
+        The answer is added to `token_ids`, but to no message.
+        """
         check_callback("on_token", on_token)
         check_callback("on_prefill", on_prefill)
         options, sampling = split_options(options, keywords)
@@ -198,7 +232,15 @@ class Session:
 
     @_exclusively
     def append(self, prompt: str | Sequence[int]) -> None:
-        """Run further ids, so that `generate` begins after them. A text is encoded; BOS stands only at the start."""
+        """Add tokens to the conversation and compute them, so that `generate` continues after them.
+
+        Args:
+            prompt: A text or ids. A text is encoded; BOS is added only at the start of the conversation.
+
+        Raises:
+            InvalidRequestError: The tokens do not fit the context, or a stream is open.
+            ClosedError: The session or the model is closed.
+        """
         before = self._transcript.token_ids
         model, tokenizer = self._host.model, self._host.tokenizer
         new = prompt_ids(prompt, tokenizer, model.max_seq_len, add_special=not before)
@@ -210,7 +252,15 @@ class Session:
 
     @_exclusively
     def rewind(self, count: int) -> None:
-        """Forget the last `count` tokens, and the messages of each turn that they belong to."""
+        """Forget the last tokens, and the messages of each turn that they belong to.
+
+        Args:
+            count: Number of tokens, from 0 to the number of `token_ids`.
+
+        Raises:
+            InvalidRequestError: The count is out of range, or a stream is open.
+            ClosedError: The session or the model is closed.
+        """
         length = len(self._transcript.token_ids)
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= length:
             raise InvalidRequestError(f"rewind takes from 0 to the session's {length} tokens, got {count!r:.80}")
@@ -220,15 +270,27 @@ class Session:
 
     @_exclusively
     def fork(self) -> "Session":
-        """A copy that goes its own way."""
+        """Return a copy that continues independently. Both share the cached tokens until one of them changes them.
+
+        Raises:
+            InvalidRequestError: A stream is open.
+            ClosedError: The session or the model is closed.
+        """
         other = Session(self._host, self._transcript)
         other._cache.copy_of(self._cache)
         return other
 
     @_exclusively
     def save(self, path: str | Path, *, note: Mapping[str, Any] | None = None) -> None:
-        """Write ids, messages and cache to a file, and a note of the caller's own, as JSON has it. The old file or the
-        new one stands there, never half of it.
+        """Write ids, messages and cache to a file, which is replaced as a whole.
+
+        Args:
+            path: The file.
+            note: A mapping that JSON can store. `load` returns it.
+
+        Raises:
+            InvalidRequestError: The file cannot be written, or a message is not JSON.
+            ClosedError: The session or the model is closed.
         """
         transcript, fingerprint = self._transcript, self._host.fingerprint(self._host.runner.cache.kind)
 
@@ -240,8 +302,17 @@ class Session:
 
     @_exclusively
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Become what was saved; returns the note. Raises InvalidRequestError, nothing changed, for a file that is not
-        whole or not of this model.
+        """Replace the conversation and the cache by those of a saved session.
+
+        Args:
+            path: The file that `save` wrote, in this process or another.
+
+        Returns:
+            The note of `save`.
+
+        Raises:
+            InvalidRequestError: The file is damaged or of another model. Nothing is changed.
+            ClosedError: The session or the model is closed.
         """
         cache = self._host.runner.cache
         saved = read_session(Path(path), self._host.fingerprint(cache.kind), cache.num_bytes)
@@ -269,7 +340,7 @@ class Session:
         return keep_spelling(self._transcript.token_ids, rendered, tokenizer.token_bytes, tokenizer.special_token_ids)
 
     def _enter(self, caller: object) -> None:
-        """The session is the caller's now. Raises InvalidRequestError where it is another's, and ClosedError."""
+        """Claim the session for the caller. Raises InvalidRequestError if another has it, and ClosedError."""
         self._end_left()
         with self._entering:
             if self._is_closed or not self._host.loop.is_open:
@@ -285,7 +356,7 @@ class Session:
             self._last.close()
 
     def _end_if_closed(self) -> None:
-        """Asked by each caller that leaves and by `close`: the later of the two finds both done."""
+        """Free the cache if the session is closed. Each caller that leaves and `close` call it; the later one frees."""
         if self._is_closed:
             self._cache.give_back()
             self._opened_host = None
@@ -305,7 +376,7 @@ class Session:
         options: RequestOptions,
         on_prefill: OnPrefill | None = None,
     ) -> Stream:
-        """The answer to the messages that `ask` makes of the conversation, or None: to the ids as they stand."""
+        """Return a stream of the answer to the messages that `ask` makes. If it makes None, continue from the ids."""
         caller = object()
         try:
             self._enter(caller)
@@ -336,7 +407,7 @@ class Session:
         return _Answer(Answering(host.request(fitting, params, options, conversation)), messages)
 
     def _settle(self, answer: "_Answer") -> None:
-        """However the answer ended: what the cache holds, and whether the conversation has it. Again does nothing."""
+        """Add an answer that has ended to the conversation, and release the session. A second call does nothing."""
         transcript = self._transcript
         try:
             if self._caller is answer:
@@ -360,7 +431,7 @@ class Session:
 def begin_session(
     host: Host, system: str | None, tools: Sequence[ToolLike] | None, variables: Mapping[str, Any]
 ) -> Session:
-    """`variables` are the chat template's. Raises InvalidRequestError."""
+    """Return a new session. `variables` are those of the chat template. Raises InvalidRequestError."""
     tokenizer = host.tokenizer
     refuse_sampling(variables, tokenizer.chat_templates)
     messages = [] if system is None else [{"role": "system", "content": system}]
@@ -373,7 +444,7 @@ def begin_session(
 @final
 @dataclass(frozen=True, eq=False)
 class _Answer:
-    """`messages` are what it answers; None where it goes on from the ids as they stood."""
+    """An active answer and the messages that it answers, or None if it continues from the ids."""
 
     sequence: Answering
     messages: Messages | None

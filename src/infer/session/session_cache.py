@@ -26,7 +26,7 @@ class _TakenAwayError(InferError):
 
 @final
 class SessionCache:
-    """For one call at a time; `give_back` is for any thread."""
+    """The slot of a session. One call uses it at a time; any thread may call `give_back`."""
 
     def __init__(self, host: Host) -> None:
         self._open_host: Host | None = host
@@ -34,7 +34,7 @@ class SessionCache:
 
     @property
     def lease(self) -> Lease:
-        """Raises ClosedError after `give_back`."""
+        """The lease of the slot. Raises ClosedError after `give_back`."""
         if (lease := self._lease) is None:
             raise closed("session")
         return lease
@@ -47,21 +47,22 @@ class SessionCache:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """None while an answer uses the slot."""
+        """The ids in the slot; empty while an answer uses it."""
         return () if self._lease is None else self._lease.token_ids
 
     def give_back(self) -> None:
-        """To whom needs a slot next. Again does nothing."""
+        """Free the slot. A second call does nothing."""
         self._lease = self._open_host = None
 
     def keep_common(self, token_ids: Sequence[int]) -> int:
-        """Forget all but what these ids begin with: how many are left. Where the cache has forgotten what the next
-        token must see, nothing is.
+        """Keep the prefix that the slot shares with these ids, and return its length.
+
+        It is 0 if the cache has evicted tokens that the next token must see.
         """
         return self._host.change(self.lease, partial(self._keep_common, token_ids))
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Hold exactly these ids: what is missing is run, a chunk between two steps."""
+        """Make the slot contain exactly these ids. Missing ones are computed, one chunk between two steps."""
         self._host.loop.call(self._extending(token_ids)).get()
 
     def _extending(self, token_ids: Sequence[int]) -> Work[None]:
@@ -85,7 +86,7 @@ class SessionCache:
             yield
 
     def copy_of(self, other: "SessionCache") -> None:
-        """Both share what is stored until one of them writes."""
+        """Take over the content of another slot. Both share the pages until one of them writes."""
         source = other.lease
 
         def copy(slot: int) -> None:
@@ -98,14 +99,14 @@ class SessionCache:
     def export(self, token_ids: Sequence[int], write: Callable[[int, Tensors], None]) -> None:
         """Call `write(number, tensors)` with the keys and values of the first `number` of these ids.
 
-        Steps go on meanwhile. If the engine takes the slot away before all is written, `write` is called again,
-        without any. `tensors` copies anew each time that it is called.
+        Steps continue meanwhile. If the engine takes the slot before everything is written, `write` is called again
+        with 0. Each call of `tensors` copies again.
         """
         lease = self.lease
 
         def keep(slot: int) -> Sequence[int]:
             self._keep_common(token_ids, slot)
-            if self._host.runner.choose_rope(slot, len(lease.token_ids)):  # a load takes those of the length
+            if self._host.runner.choose_rope(slot, len(lease.token_ids)):  # a load chooses the factors by the length
                 lease.token_ids = []
             return lease.token_ids
 
@@ -116,7 +117,7 @@ class SessionCache:
         return write(0, lambda: iter(()))
 
     def _copies(self, held: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """Copy what the slot holds, some of it between two steps. Raises _TakenAwayError."""
+        """Yield copies of the slot's tensors, a part between two steps. Raises _TakenAwayError."""
         lease, cache = self.lease, self._host.runner.cache
         rows: Iterator[tuple[str, Tensor]] | None = None
 
@@ -136,8 +137,9 @@ class SessionCache:
             yield from copies
 
     def load(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> None:
-        """Hold what was exported for these ids, or nothing where that cannot be. Raises InvalidRequestError, nothing
-        changed, for what does not fit.
+        """Fill the slot with the tensors exported for these ids, or leave it empty if that is impossible.
+
+        Raises InvalidRequestError if the tensors do not fit; the slot is then unchanged.
         """
 
         def load(slot: int) -> None:
@@ -156,6 +158,6 @@ class SessionCache:
         self._host.runner.truncate(slot, len(held))
         num_held = self._host.runner.lengths[slot]
         if num_held > len(held):
-            raise RuntimeError(f"the cache holds {num_held} tokens where {len(held)} are right")
+            raise RuntimeError(f"the cache has {num_held} tokens, expected {len(held)}")
         lease.token_ids = held[:num_held]
         return num_held

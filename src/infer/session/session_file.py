@@ -1,8 +1,8 @@
-"""A saved session: a safetensors file of ids, what the cache holds of them, and the messages.
+"""A saved session: a safetensors file with the ids, their cached keys and values, and the messages.
 
 The header's metadata name the format, its version and the fingerprint of the model. The tensors are, in this order,
-`token_ids`, those of the cache, `record` (JSON), and `digests`: a line for the header and one for each tensor before
-it. A file is believed only after all of them fit.
+`token_ids`, those of the cache, `record` (JSON), and `digests`: one line for the header and one for each tensor before
+it. A file is used only if all digests match.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from infer.system.json_file import parse_json
 
 FORMAT, VERSION = "infer-session", "2"
 DIGEST_BYTES = 32
-MAX_OTHER_BYTES = 256 << 20  # of what stands beside the cache's tensors
+MAX_OTHER_BYTES = 256 << 20  # of all tensors except those of the cache
 _CACHE = "cache."
 
 
@@ -45,11 +45,11 @@ def write_session(
     record: Mapping[str, Any],
     cache_tensors: Callable[[], NamedTensors],
 ) -> None:
-    """The old file or the new one, never half of it. Raises InvalidRequestError where it cannot be written."""
+    """Write a session, replacing the file as a whole. Raises InvalidRequestError if it cannot be written."""
     try:
         text = json.dumps(record).encode()
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"a session whose messages are no JSON cannot be saved: {error}") from error
+        raise InvalidRequestError(f"a session can be saved only if its messages are JSON: {error}") from error
     digests: list[bytes] = []
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -71,13 +71,13 @@ def write_session(
 
 
 def read_session(path: Path, fingerprint: Mapping[str, str], max_cache_bytes: int) -> Saved:
-    """Raises InvalidRequestError for whatever is not a whole session of this model, in this version, or holds more than
-    `max_cache_bytes` of a cache.
+    """Return a saved session. Raises InvalidRequestError if the file is damaged, or of another model or version, or has
+    more than `max_cache_bytes` of a cache.
     """
     try:
         return _read(path, fingerprint, max_cache_bytes)
     except ModelFormatError as error:
-        raise InvalidRequestError(f"{path} is no whole saved session: {error.field}: {error.problem}") from error
+        raise InvalidRequestError(f"{path} is not a whole saved session: {error.field}: {error.problem}") from error
     except ModelError as error:
         raise InvalidRequestError(f"the session cannot be loaded: {error}") from error
 
@@ -103,7 +103,7 @@ def _read(path: Path, fingerprint: Mapping[str, str], max_cache_bytes: int) -> S
 
 
 def _check_sizes(path: Path, blocks: Sequence[TensorInfo], max_cache_bytes: int) -> None:
-    """Before anything is allocated."""
+    """Check the sizes before anything is allocated."""
     cache_bytes = sum(block.num_bytes for block in blocks if block.name.startswith(_CACHE))
     other_bytes = sum(block.num_bytes for block in blocks) - cache_bytes
     if cache_bytes > max_cache_bytes:

@@ -1,4 +1,4 @@
-"""The text of a session: ids, messages, and where its turns end. Values only; every change makes a new one."""
+"""The conversation of a session: ids, messages, and the ends of its turns. Every change makes a new value."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -21,7 +21,7 @@ class Turn:
 @final
 @dataclass(frozen=True)
 class Transcript:
-    """Ids after the last turn belong to no message. `template` are further variables of the chat template."""
+    """A conversation. Ids after the last turn belong to no message. `template` has variables of the chat template."""
 
     token_ids: list[int] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -31,31 +31,31 @@ class Transcript:
 
     @property
     def num_raw_tokens(self) -> int:
-        """Tokens after the last turn."""
+        """Number of tokens after the last turn."""
         return len(self.token_ids) - (self.turns[-1].num_tokens if self.turns else 0)
 
     def asked(self, message: str | Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The messages and a further one; a text is the user's. Raises InvalidRequestError after raw tokens."""
+        """Return the messages and a further one; a text is of the user. Raises InvalidRequestError after raw tokens."""
         if num_raw := self.num_raw_tokens:
             raise InvalidRequestError(
-                f"the last {num_raw} tokens belong to no message and would be forgotten: rewind({num_raw}), or go on "
-                "with generate()"
+                f"the last {num_raw} tokens belong to no message and would be forgotten: call rewind({num_raw}), or "
+                "continue with generate()"
             )
         return [*self.messages, {"role": "user", "content": message} if isinstance(message, str) else copied(message)]
 
     def with_tokens(self, token_ids: list[int]) -> Self:
-        """Other ids, which belong to no message from where they differ; a turn that they cut is forgotten."""
+        """Return the conversation with other ids. From the first difference on they belong to no message."""
         num_same = common_length(self.token_ids, token_ids)
         return replace(self.shortened(num_same) if num_same < len(self.token_ids) else self, token_ids=token_ids)
 
     def shortened(self, length: int) -> Self:
-        """The first `length` tokens, and the turns that lie in them whole."""
+        """Return the first `length` tokens, and the turns that end within them."""
         turns = [turn for turn in self.turns if turn.num_tokens <= length]
         num_messages = turns[-1].num_messages if turns else self.num_given
         return replace(self, token_ids=self.token_ids[:length], messages=self.messages[:num_messages], turns=turns)
 
     def answered(self, token_ids: list[int], messages: list[dict[str, Any]]) -> Self:
-        """After a turn that ends in these ids and messages, which may have changed earlier ones."""
+        """Return the conversation after a turn with these ids and messages. Earlier ones may differ."""
         num_same = common_length(self.token_ids, token_ids)
 
         def is_kept(num_messages: int) -> bool:
@@ -67,13 +67,13 @@ class Transcript:
         return replace(self, token_ids=token_ids, messages=messages, turns=turns, num_given=num_given)
 
     def to_record(self) -> dict[str, Any]:
-        """All but the ids, as JSON has it."""
+        """Return everything except the ids, as JSON."""
         turns = [[turn.num_messages, turn.num_tokens] for turn in self.turns]
         return {"messages": self.messages, "turns": turns, "template": self.template, "num_given": self.num_given}
 
     @classmethod
     def from_record(cls, token_ids: list[int], record: Mapping[str, Any]) -> Self:
-        """Raises InvalidRequestError for what `to_record` cannot have given, whoever wrote it."""
+        """Return the conversation of a record. Raises InvalidRequestError if `to_record` cannot have written it."""
         messages, template = _typed(record, "messages", list), _typed(record, "template", dict)
         if not all(isinstance(message, dict) for message in messages):
             raise InvalidRequestError("messages must be objects")
@@ -83,7 +83,7 @@ class Transcript:
                 raise InvalidRequestError("turns must be pairs of counts")
             turns.append(Turn(*pair))
             if pair[0] < turns[-2].num_messages or pair[1] < turns[-2].num_tokens:
-                raise InvalidRequestError("turns must follow one another")
+                raise InvalidRequestError("turns must be in increasing order")
         num_given = _typed(record, "num_given", int)
         if turns[-1].num_messages > len(messages) or turns[-1].num_tokens > len(token_ids):
             raise InvalidRequestError("turns must end within the messages and tokens")
@@ -99,7 +99,7 @@ def _typed(record: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def copied(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of the caller's, who may change it afterwards. Raises InvalidRequestError."""
+    """Return a copy of a message. Raises InvalidRequestError if it is not a mapping."""
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"a message must be a text or a mapping with role and content, got {message!r:.80}")
     return deepcopy(dict(message))

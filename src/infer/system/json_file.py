@@ -73,7 +73,7 @@ def parse_json(path: Path, text: bytes, offset: int = 0) -> dict[str, Any]:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ModelFormatError(path, "JSON", "holds a lone surrogate, which is no text", offset) from error
+            raise ModelFormatError(path, "JSON", "contains a lone surrogate, which is not text", offset) from error
     return value
 
 

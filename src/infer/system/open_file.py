@@ -69,7 +69,7 @@ class OpenFile:
     def _fail_as_changed(self) -> NoReturn:
         size = self._read_status().st_size
         change = f"became shorter: {size} of {self.size} bytes are left" if size < self.size else "was written to"
-        raise ModelFormatError(self.path, "file", f"{change} while it was read; load it again when it is whole")
+        raise ModelFormatError(self.path, "file", f"{change} while it was read; load it again when it is complete")
 
     def _read_status(self) -> os.stat_result:
         try:

@@ -69,7 +69,7 @@ def is_writable(folder: Path) -> bool:
 def _distrust(folder: Path, *, follows: bool) -> str | None:
     found = os.stat(folder) if follows else os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
-        return f"{folder} is no folder"
+        return f"{folder} is not a folder"
     if sys.platform == "win32":
         return None
     if found.st_uid not in (0, os.geteuid()):

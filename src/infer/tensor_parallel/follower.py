@@ -117,7 +117,7 @@ class Follower:
         """End the process with status 1 if its cache has other lengths than rank 0's. Its results would be wrong."""
         own = [self._runner.lengths[chunk.slot] for chunk in chunks]
         if own != list(starts):
-            print(f"infer: rank {self._group.rank} has {own} tokens where rank 0 has {starts}", file=sys.stderr)
+            print(f"infer: rank {self._group.rank} has {own} tokens, and rank 0 has {starts}", file=sys.stderr)
             os._exit(1)
 
 

@@ -35,9 +35,9 @@ class RunnerSettings(NamedTuple):
 def check_shared(num_ranks: int, device: str, cache: CacheSettings) -> None:
     """Raise InvalidRequestError if a model cannot be shared out among `num_ranks` ranks."""
     if device != "cpu":
-        raise InvalidRequestError(f"tensor_parallel={num_ranks} shares a model out on a CPU, got device {device!r:.80}")
+        raise InvalidRequestError(f"tensor_parallel={num_ranks} needs device cpu, got {device!r:.80}")
     if cache.memory_threshold_mb is not None:
         raise InvalidRequestError(
-            f"memory_threshold_mb={cache.memory_threshold_mb}: the ranks of tensor_parallel={num_ranks} would forget "
+            f"memory_threshold_mb={cache.memory_threshold_mb}: the ranks of tensor_parallel={num_ranks} would evict "
             "at different moments; leave it out to evict from the start"
         )

@@ -122,7 +122,7 @@ def _check_for_traps(path: Path, content: bytes) -> None:
         raise ModelFormatError(path, "continuing_subword_prefix", "is not supported: expected null")
     for found in _CHARSMAP.finditer(content):
         if found[1] is None or not _is_charsmap(found[1].replace(rb"\/", b"/")):
-            raise ModelFormatError(path, "precompiled_charsmap", "is no map of characters", found.start())
+            raise ModelFormatError(path, "precompiled_charsmap", "is not a map of characters", found.start())
 
 
 def _is_charsmap(text: bytes) -> bool:

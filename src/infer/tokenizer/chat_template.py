@@ -15,7 +15,7 @@ from infer.tokenizer.template_process import TemplateRefusalError, render
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _PRIVATE_USE_CHARACTERS = range(0xE000, 0xF8FF)
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # Hugging Face's: it tells where the template put the message's end
-_TAKEN_APART = "a message holds the text of a special token where the chat template takes it apart; remove it"
+_TAKEN_APART = "a message contains the text of a special token, which the chat template takes apart; remove it"
 _PROBE = ({"role": "user", "content": "Hello"},)
 _PROBE_TOOL = {
     "type": "function",

@@ -57,7 +57,7 @@ def pre_tokenizer_named(name: str) -> PreTokenizer:
     """
     if name not in PRE_TOKENIZERS:
         warnings.warn(
-            f"pre-tokenizer {name!r} is not known: text is cut by 'default', and answers may be worse for it",
+            f"pre-tokenizer {name!r} is not known: text is cut by 'default', and answers may be worse",
             stacklevel=2,
         )
     return PRE_TOKENIZERS.get(name, PRE_TOKENIZERS["default"])

@@ -36,7 +36,19 @@ _GGUF_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "
 
 @final
 class Tokenizer:
-    """Converter of text ↔ ids, and of conversations → ids."""
+    """Converter between text and ids, and from conversations to ids. `load_tokenizer` makes it.
+
+    Args:
+        backend: The tokenizer of the `tokenizers` package.
+        named_tokens: The template's `bos_token`, `eos_token`, and so on.
+        end_token_ids: Ids that end an answer. Ids outside the vocabulary are ignored.
+        chat_templates: Chat templates by name.
+        vocabulary: The text of each id, if it is already known.
+
+    Example:
+        tokenizer = load_tokenizer("smollm2")
+        tokenizer.decode(tokenizer.encode("Hello"))
+    """
 
     def __init__(
         self,
@@ -47,14 +59,10 @@ class Tokenizer:
         chat_templates: Mapping[str, str] | None = None,
         vocabulary: Sequence[str] | None = None,
     ) -> None:
-        """Make a tokenizer of a backend.
-
-        `named_tokens` are the template's `bos_token`, `eos_token`, …. `vocabulary` is by id, if it is already known.
-        """
         self.backend = backend
         self._named_tokens = dict(named_tokens)
         self._chat_templates = dict(chat_templates or {})
-        self.allow_special = False  # in messages, where a call does not say
+        self.allow_special = False  # in messages, if a call does not choose
         self._text_backend = make_text_backend(backend)  # two, since a flag that changes would need a lock
         added = backend.get_added_tokens_decoder()
         self._added_token_ids = frozenset(added)
@@ -70,7 +78,14 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path) -> Self:
-        """Return the tokenizer of a `tokenizer.json` and, if present, the JSON files around it."""
+        """Return the tokenizer of a folder.
+
+        Args:
+            path: Folder with a `tokenizer.json` and, if present, other JSON files of a tokenizer.
+
+        Raises:
+            ModelError: A file is missing or breaks its format.
+        """
         backend = load_backend(path / "tokenizer.json")
         config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / "tokenizer_config.json")}
         _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
@@ -89,7 +104,14 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
-        """Return the tokenizer of a GGUF file's key-values. Tokens of type control are special."""
+        """Return the tokenizer of a GGUF file. Tokens of type control are special.
+
+        Args:
+            metadata: The key-values of the file.
+
+        Raises:
+            ModelError: A key is missing, or its value breaks the format.
+        """
         backend, vocabulary = make_gguf_backend(metadata)
         named_tokens: dict[str, str] = {}
         for gguf_name, name in _GGUF_NAMES.items():
@@ -133,8 +155,13 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, *, parse_special: bool = True) -> list[int]:
         """Return the ids of a text.
 
-        With `add_special_tokens`, BOS is added in front if the model expects it. Special tokens in the text are
-        control, unless `parse_special` is false. Raises InvalidRequestError for a text that cannot be spelled.
+        Args:
+            text: The text.
+            add_special_tokens: True to add BOS in front if the model expects it.
+            parse_special: True if the text of a special token becomes its control id, not the ids of plain text.
+
+        Raises:
+            InvalidRequestError: The text cannot be spelled.
         """
         if not parse_special:
             added = self.encode("", add_special_tokens)
@@ -143,23 +170,34 @@ class Tokenizer:
         return encode(self.backend, text, add_special_tokens)
 
     def least_num_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of any encoding of the text; 0 if nothing is known.
+        """Return a lower bound of the number of tokens of any encoding. It takes a small part of the time of `encode`.
 
-        It takes a small part of the time of `encode`.
+        Args:
+            text: The text.
+
+        Returns:
+            The bound, 0 if nothing is known.
         """
         return self._length_bound(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return in one piece the text that a detokenizer streams for these ids."""
+        """Return the text of ids, as a detokenizer streams it.
+
+        Args:
+            ids: The ids.
+            skip_special_tokens: True to leave special tokens out.
+        """
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return decode_ids(ids, self.token_bytes, skipped, self._rules.num_stripped_spaces)
 
     def make_detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """Return a converter that makes text from ids one by one. See `decode` for the argument."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return Detokenizer(self.token_bytes, skipped, self._rules.num_stripped_spaces)
 
     @property
     def chat_template_names(self) -> tuple[str, ...]:
+        """Names of all chat templates of the model."""
         return tuple(self._chat_templates)
 
     @property
@@ -173,11 +211,23 @@ class Tokenizer:
         return self._chat_templates.get("default")
 
     def template_source(self, chosen: str | None, *, has_tools: bool) -> str:
-        """Return the source of the template with this name or text, or of the model's for this kind of conversation."""
+        """Return the source of a template.
+
+        Args:
+            chosen: The name of a template, or its text. None: the model's template for this kind of conversation.
+            has_tools: True for a conversation with tools.
+
+        Raises:
+            InvalidRequestError: There is no such template.
+        """
         return self._template(chosen, () if has_tools else None).source
 
     def special_ids_in(self, texts: Iterable[str]) -> dict[str, int]:
-        """Return the special tokens that are written in these texts, with their ids."""
+        """Return the special tokens that are written in some texts, with their ids.
+
+        Args:
+            texts: The texts.
+        """
         found = {name for text in texts for name in self._special_texts.found_in(text)}
         return {name: token_id for name in found if (token_id := self._id_of(name)) is not None}
 
@@ -187,7 +237,15 @@ class Tokenizer:
         return find_marks(self._added_ids)
 
     def encode_infill(self, before: str, after: str) -> list[int]:
-        """Return the prompt for the text between two others. Raises InvalidRequestError for a model without marks."""
+        """Return the prompt for the text between two others.
+
+        Args:
+            before: The text before.
+            after: The text after.
+
+        Raises:
+            InvalidRequestError: The model has no marks for it.
+        """
         if self.infill_marks is None:
             raise InvalidRequestError("the model has no tokens to fill in text: continue a prompt instead")
         first, last = (self.encode(text, False, parse_special=False) if text else [] for text in (before, after))
@@ -195,12 +253,23 @@ class Tokenizer:
         return bos + self.infill_marks.around(first, last)
 
     def replace_chat_template(self, source: str) -> None:
-        """Use this template in place of the model's own. Raises InvalidRequestError if it is broken."""
+        """Use a template in place of the model's own.
+
+        Args:
+            source: The text of the template.
+
+        Raises:
+            InvalidRequestError: The template is broken.
+        """
         ChatTemplate(source, self._named_tokens).check()
         self._chat_templates = {"default": source}
 
     def check_chat_template(self) -> None:
-        """Render a short conversation. Raises InvalidRequestError if the template is missing or broken."""
+        """Render a short conversation.
+
+        Raises:
+            InvalidRequestError: The template is missing or broken.
+        """
         self._template(None, None).check()
 
     def render_chat_template(
@@ -208,9 +277,14 @@ class Tokenizer:
     ) -> str:
         """Return the conversation as the text that the model was trained on.
 
-        `chat_template` is the name of one of the model's templates, or a template itself. `variables` are
-        `add_generation_prompt` (true by default), `continue_final_message`, `tools`, `documents`, and variables of the
-        template itself, such as `enable_thinking`.
+        Args:
+            messages: The messages.
+            chat_template: The name of one of the model's templates, or a template itself. None: the model's own.
+            variables: `add_generation_prompt` (True by default), `continue_final_message`, `tools`, `documents`, and
+                variables of the template, such as `enable_thinking`.
+
+        Raises:
+            InvalidRequestError: The template is missing, or refuses the messages.
         """
         return self._template(chat_template, variables.get("tools")).render(messages, **variables)
 
@@ -222,10 +296,17 @@ class Tokenizer:
         allow_special: bool | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Return the ids of the rendered conversation. For the arguments see `render_chat_template`.
+        """Return the ids of the rendered conversation.
 
-        Special-token text that a message wrote is text, never a control id, unless `allow_special` is true. None means
-        the value of the attribute `allow_special`.
+        Args:
+            messages: The messages.
+            chat_template: As for `render_chat_template`.
+            allow_special: True if the text of a special token in a message becomes its control id. None: the value of
+                the attribute `allow_special`.
+            variables: As for `render_chat_template`.
+
+        Raises:
+            InvalidRequestError: The template is missing or refuses the messages, or a message cannot be spelled.
         """
         template = self._template(chat_template, variables.get("tools"))
         if self.allow_special if allow_special is None else allow_special:
@@ -244,7 +325,7 @@ class Tokenizer:
         own_ids = self.special_token_ids - self._unknown_ids
         if sum(map(own_ids.__contains__, ids)) > len(self._special_texts.found_in(text)):
             raise InvalidRequestError(
-                "a message holds characters that this tokenizer makes a special token; remove them"
+                "a message contains characters that this tokenizer turns into a special token; remove them"
             )
         return ids
 
@@ -306,7 +387,7 @@ class Tokenizer:
     def _named_end_ids(self, added: Mapping[int, AddedToken]) -> frozenset[int]:
         names = {token.content: token_id for token_id, token in added.items() if token.special}
         ends = {token_id for text, token_id in names.items() if text in END_NAMES}
-        # Phi's: gpt-oss ends its analysis with it and goes on.
+        # Phi ends an answer with it. gpt-oss ends its analysis with it and continues.
         if "<|end|>" in names and "<|return|>" not in names:
             ends.add(names["<|end|>"])
         eos = self._id_of(self._named_tokens.get("eos_token"))
@@ -322,12 +403,12 @@ def _check_encodable(text: str) -> None:
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
             f"the text holds a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
-            "which is no Unicode text; decode it with errors='replace'"
+            "which is not Unicode text; decode it with errors='replace'"
         ) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not os.path.lexists(path):  # a broken link is not nothing
+    if not os.path.lexists(path):  # lexists: a broken link must be an error
         return {}
     settings = read_json_file(path)
     check_json(path, settings)

@@ -33,10 +33,10 @@ def past_arguments(text: str | None) -> tuple[dict[str, Any], str | None]:
     except RecursionError:
         problem = f"they are nested more than {_MAX_DEPTH} deep"
     except UnicodeEncodeError:
-        problem = "they hold a lone surrogate"
+        problem = "they contain a lone surrogate"
     except ValueError as error:
         problem = str(error)
-    return {INVALID: text}, f'the arguments are no object of JSON ({problem:.120}): shown as {{"{INVALID}": …}}'
+    return {INVALID: text}, f'the arguments are not a JSON object ({problem:.120}): shown as {{"{INVALID}": …}}'
 
 
 def with_values(messages: Sequence[Any]) -> tuple[list[Any], list[str]]:

@@ -72,7 +72,7 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
         raise InvalidRequestError(f"tools must be a list of functions or schemas, got {given!r:.80}")
     if len(given) > MAX_TOOLS:
-        raise InvalidRequestError(f"tools: there may be {MAX_TOOLS} of them, got {len(given)}")
+        raise InvalidRequestError(f"tools must have at most {MAX_TOOLS} entries, got {len(given)}")
     tools = tuple(_tool(f"tools[{index}]", each) for index, each in enumerate(given))
     found, texts = dict[str, Tool](), dict[str, str]()
     for tool in tools:
@@ -104,7 +104,7 @@ def read_tool_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
     choice = _tool_choice(given)
     known = [tool.name for tool in tools]
     if choice.kind == "required" and not tools:
-        raise InvalidRequestError(f"tool_choice {given!r:.80} needs tools: give some")
+        raise InvalidRequestError(f"tool_choice {given!r:.80} needs tools: add them to the request")
     for name in choice.names or ():
         if name not in known:
             raise InvalidRequestError(f"tool_choice: {name!r:.80} is no tool; there are {', '.join(known) or 'none'}")

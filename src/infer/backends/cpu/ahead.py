@@ -1,6 +1,6 @@
 """Prefetching of memory while something else is computed.
 
-A core's own prefetcher stops at the end of each page, and starts again with each head: docs/log.md.
+A core's own prefetcher stops at the end of each page, and starts again with each head: docs/dev/log.md.
 """
 
 from dataclasses import dataclass

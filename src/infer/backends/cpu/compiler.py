@@ -40,7 +40,7 @@ def compile_command(name: str, make: Callable[[], Callable[..., None]], argument
     signature = types.void(RecordAt(arguments), RecordAt(STATE), types.intp, types.intp)
     if not may_run_code():
         raise InferError(
-            "the system lets no process make memory executable (mprotect fails), which the CPU kernels need: "
+            "the system does not allow executable memory (mprotect fails), which the CPU kernels need: "
             "allow it (SELinux: execmem; systemd: MemoryDenyWriteExecute=no)"
         )
     function = make()

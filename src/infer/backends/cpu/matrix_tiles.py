@@ -8,7 +8,7 @@ the order of `tiles`, so the bits are those of every other instruction set.
 Three records are processed at the same time, so that no instruction waits for another's result. One is unpacked, the
 one before it multiplied, and the one before that added to the running sums; matrix and vector instructions alternate.
 (On a Granite Rapids Xeon the vector unit executes one instruction per cycle beside the matrix unit, two without it:
-docs/log.md.)
+docs/dev/log.md.)
 """
 
 from functools import partial

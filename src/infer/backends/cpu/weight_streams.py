@@ -2,7 +2,7 @@
 bit.
 
 A stream is a group of 16 rows, record by record. Zen's prefetchers follow one stream from page to page, and other
-prefetches delay them; they handle two streams badly. Other cores' prefetchers stop at each page's end: docs/log.md.
+prefetches delay them; they handle two streams badly. Other cores' prefetchers stop at each page's end: docs/dev/log.md.
 """
 
 from functools import cache

@@ -11,7 +11,7 @@ _NO_PLATFORM = (
     "mesa-opencl-icd, pocl-opencl-icd), or use --device cpu"
 )
 _ONLY_SIMULATORS = (
-    "device opencl: only a simulator is installed ({}), which is chosen by name alone: install a device's driver, name "
+    "device opencl: only a simulator is installed ({}), which must be chosen by name: install a device's driver, name "
     "it (--device opencl:{}), or use --device cpu"
 )
 _SIMULATORS = ("oclgrind",)  # parts of the names of platforms that are slow and made to find faults in kernels

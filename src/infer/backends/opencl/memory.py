@@ -84,7 +84,7 @@ class Memory:
             return cl.Buffer(self._queue.context, cl.mem_flags.READ_WRITE | kind, hostbuf=memory)
         except cl.MemoryError as error:
             raise InvalidRequestError(
-                f"device opencl: {self._name} has no {needed} left, for what else runs on it: {_SMALLER}"
+                f"device opencl: {self._name} has no {needed} free, because other work uses its memory: {_SMALLER}"
             ) from error
 
     def available_bytes(self) -> int:

@@ -44,7 +44,7 @@ def make_rope(config: Config, head_dim: int, given: Config) -> Rope:
     partial = positive(given, "partial_rotary_factor", 1.0)
     rope = Rope(theta=positive(given, "rope_theta"), dim=int(head_dim * partial))
     if not 0 < 2 * rope.half <= head_dim:
-        raise ModelError(f"config: {rope.dim} elements of a head cannot rotate in pairs where head_dim is {head_dim}")
+        raise ModelError(f"config: {rope.dim} elements of a head cannot rotate in pairs, as head_dim is {head_dim}")
     if config.get("rope_frequency_factors") is not None:  # a GGUF file stores the factors themselves
         return replace(rope, frequency_factors=positives(config, "rope_frequency_factors", rope.half))
     name = "rope_type" if "rope_type" in given else "type"

@@ -71,7 +71,7 @@ assets: $(VENV)/.models ## fetch the tokenizers that the tests compare with
 
 .PHONY: bench
 bench: $(VENV)/.demo ## the quick benchmark
-	$(BIN)/python benchmarks/bench_generation.py --suite quick
+	$(BIN)/infer bench
 
 .PHONY: clean
 clean: ## remove the environment, caches and build products

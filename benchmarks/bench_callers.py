@@ -1,31 +1,34 @@
-"""What callers get, by how they ask: alone, in batches, threads, tasks, as slow readers, beside busy Python.
+"""Measure what callers get, by how they ask: alone, in batches, threads, tasks, as slow readers, beside busy Python.
 
     python benchmarks/bench_callers.py                               this tree: a minute a round
     python benchmarks/bench_callers.py --sources ../before/src src   two trees in turn, and the ratios to the first
-    python benchmarks/bench_callers.py --only decode "first token"   some of the ways
+    python benchmarks/bench_callers.py --only "slow reader" "first token"   some of the ways
 
-Each source tree is a process of its own. They take turns, and the first of a round is the last of the next.
-Figures are medians of all rounds; a ratio is the median of the rounds' ratios. All trees must give the same tokens.
+Each source tree has a process of its own. Figures are tokens per second; a ratio is the median of the rounds' ratios.
+All trees must give the same tokens.
 """
 
 import argparse
 import asyncio
-import json
-import os
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import blake2b
 from statistics import median
-from typing import Any
 
-from command_line import REPORTS, make_parser
+from harness import (
+    add_code_options,
+    answer_lines,
+    code_workers,
+    compare,
+    make_parser,
+    print_head,
+    write_report,
+)
 from infer import LLM, AsyncLLM, SamplingParams
-from machine import cpu_model, write_report
 
 PROMPTS = [[100 + index] * 10 for index in range(32)]
 PREFILL_TOKENS, FIRST_TOKENS = 512, 16
@@ -121,6 +124,11 @@ class Ways:
     def _one(self) -> Answers:
         return [self.llm.generate(PROMPTS[0], greedy(64)).token_ids]
 
+    def logprobs_in(self, count: int) -> Found:
+        """Eight answers at the same time, of which `count` have 20 log-probabilities per token."""
+        params = [replace(greedy(64), logprobs=20 if row < count else None) for row in range(8)]
+        return _rate(lambda: [each.token_ids for each in self.llm.generate_all(PROMPTS[:8], params, batch_size=8)])
+
     def _batch(self, prompts: list[list[int]], lengths: list[int]) -> Answers:
         results = self.llm.generate_all(prompts, [greedy(length) for length in lengths], batch_size=16)
         return [result.token_ids for result in results]
@@ -131,6 +139,9 @@ MEASURED: dict[str, Callable[[Ways, int], Found]] = {
     f"prefill of {PREFILL_TOKENS}": Ways.prefill,
     "generate_all of 64": Ways.batch_of_64,
     "generate_all of 1,000": Ways.batch_of_1000,
+    "generate_all of 8": lambda ways, number: ways.logprobs_in(0),
+    "8, one with log-probabilities": lambda ways, number: ways.logprobs_in(1),
+    "8, all with log-probabilities": lambda ways, number: ways.logprobs_in(8),
     "8 threads, generate": Ways.threads,
     "8 threads, stream": Ways.streams_of_threads,
     "32 tasks, generate": Ways.tasks_of_32,
@@ -183,75 +194,41 @@ def _switching_each(seconds: float) -> Iterator[None]:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Answer each line of input, a way and a number, with what was measured and a digest of the tokens."""
+    """Answer each request, a way and a number, with what was measured and a digest of the tokens."""
     ways = Ways(options.model, options.threads)
-    print(flush=True)
-    for line in sys.stdin:
-        name, number = json.loads(line)
+
+    def measure(name: str, number: int) -> tuple[float, str]:
         answers, figure = MEASURED[name](ways, number)
-        digest = blake2b(repr(answers).encode(), digest_size=8).hexdigest()
-        print(json.dumps({"figure": figure, "digest": digest, "threads": threading.active_count()}), flush=True)
+        return figure, blake2b(repr(answers).encode(), digest_size=8).hexdigest()
 
-
-def start(source: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": os.path.abspath(source)}
-    command = [sys.executable, __file__, "--work", *sys.argv[1:]]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def ask(worker: subprocess.Popen[str], name: str, number: int) -> dict[str, Any]:
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    print(json.dumps([name, number]), file=worker.stdin, flush=True)
-    found: dict[str, Any] = json.loads(worker.stdout.readline())
-    return found
+    answer_lines(measure=measure)
 
 
 def measure(options: argparse.Namespace) -> None:
-    workers = {source: start(source) for source in options.sources}
-    for worker in workers.values():
-        assert worker.stdout is not None
-        worker.stdout.readline()
-    figures = {name: {source: list[float]() for source in workers} for name in options.only}
-    for name in figures:
-        for number in range(-1, options.rounds):  # the first warms up
-            digests = set[str]()
-            for source in list(workers)[:: 1 if number % 2 else -1]:
-                found = ask(workers[source], name, number)
-                digests.add(found["digest"])
-                if number >= 0:
-                    figures[name][source].append(found["figure"])
-            assert len(digests) == 1, f"{name}: other tokens"
-        show(name, figures[name])
-    for worker in workers.values():
-        worker.communicate()
-    if options.save:
-        settings = {"model": options.model, "threads": options.threads, "rounds": options.rounds}
-        write_report(REPORTS, "callers", settings, {"figures": figures})
+    digests: dict[tuple[str, int], str] = {}
+    with code_workers(options) as workers:
 
+        def rate(name: str, source: str, number: int) -> float:
+            figure, digest = workers[source].ask("measure", name=name, number=number)
+            if digests.setdefault((name, number), digest) != digest:
+                raise SystemExit(f"{name}: {source} gives other tokens")
+            return float(figure)
 
-def show(name: str, found: dict[str, list[float]]) -> None:
-    first, *others = found.values()
-    columns = [f"{median(first):8.1f}"]
-    for each in others:
-        ratios = [now / before for before, now in zip(first, each, strict=True)]
-        columns.append(f"{median(each):8.1f} ({median(ratios):.2f} ×, {min(ratios):.2f} to {max(ratios):.2f})")
-    print(f"{name:26} {'   '.join(columns)}", flush=True)
+        figures = compare(options.only, workers, options.rounds, rate)
+    write_report(options, tokens_per_second=figures.to_json())
 
 
 def main() -> None:
     parser = make_parser(__doc__, model="smollm2", threads=True, rounds=10)
-    parser.add_argument("--sources", nargs="+", default=["src"], help="source trees of infer")
+    add_code_options(parser)
     parser.add_argument("--only", nargs="+", default=list(MEASURED), metavar="WAY", help=", ".join(MEASURED))
-    parser.add_argument("--save", action="store_true", help="write a report")
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := [name for name in options.only if name not in MEASURED]:
         parser.error(f"--only {unknown[0]!r} is none of: {', '.join(MEASURED)}")
     if options.work:
         work(options)
     else:
-        print(f"{options.model}, {options.threads} threads, {cpu_model()}; tokens per second")
+        print_head(options, "tokens per second")
         measure(options)
 
 

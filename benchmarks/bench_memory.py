@@ -1,77 +1,60 @@
-"""Resident memory against `infer estimate`: a process for each context, its cache filled to the last token.
+"""Measure resident memory beside `infer estimate`: one process per context, its cache filled to the last token.
 
 python benchmarks/bench_memory.py --models smollm2 gemma3-270m --tokens 512 2048 8192
 python benchmarks/bench_memory.py --tokens 2048 --kv-type q8
 python benchmarks/bench_memory.py --tokens 8192 --eviction-policy sliding --eviction-window 1024
 """
 
-import argparse
 import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from command_line import make_parser
-from infer import LLM, SamplingParams
-from infer.checkpoint import open_checkpoint
-from infer.kvcache.cache_settings import CacheSettings
-from infer.model.families import make_architecture
-from infer.model.memory_estimate import LoadSettings, estimate
+from harness import make_parser, print_head, write_report
 
-NEW_TOKENS = 2
+CHILD = """
+import json, sys
+from infer import LLM
+
+model, options = sys.argv[1], json.loads(sys.argv[2])
+prompt = [100 + index % 1000 for index in range(options["max_seq_len"] - 2)]
+LLM(model, **options).generate(prompt, temperature=0, max_new_tokens=2)
+lines = [line.split() for line in open("/proc/self/status") if line.startswith(("VmRSS", "VmHWM"))]
+sizes = {name: int(kilobytes) * 1024 for name, kilobytes, _ in lines}
+print(json.dumps({"resident": sizes["VmRSS:"], "peak": sizes["VmHWM:"]}))
+"""
+PARTS = ("weight_bytes", "cache_bytes", "workspace_bytes", "process_bytes", "total_bytes")
+
+
+def output_of(*arguments: str) -> dict[str, int]:
+    done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["smollm2"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
-    parser.add_argument("--threads", type=int, default=2)
-    for name in ("kv_type", "eviction_policy", "eviction_window"):
-        default = getattr(CacheSettings(), name)
-        parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    cache = CacheSettings(
-        kv_type=given.kv_type, eviction_policy=given.eviction_policy, eviction_window=given.eviction_window
-    )
-    if given.child:
-        print(json.dumps(measure(given.models[0], given.tokens[0], given.threads, cache)))
-        return
-    columns = (14, 7, 9, 8, 7, 9, 8, 10, 8, 8)
-    show(columns, "model", "tokens", "weights", "cache", "work", "process", "total", "resident", "peak", "over %")
-    for model, count in itertools.product(given.models, given.tokens):
-        checkpoint = open_checkpoint(model)
-        architecture, load = make_architecture(checkpoint.config), LoadSettings(num_threads=given.threads)
-        said = estimate(architecture, checkpoint.tensors, load, cache, num_tokens=count)
-        command = [sys.executable, *sys.argv, "--child", "--models", model, "--tokens", str(count)]
-        found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        parts = (said.weights, said.cache, said.workspace, said.process, said.total, found["VmRSS"], found["VmHWM"])
-        over = 100 * found["VmHWM"] / said.total - 100
-        show(columns, model, count, *(f"{part / 1e6:.1f}" for part in parts), f"{over:+.1f}")
-
-
-def show(columns: Sequence[int], *values: object) -> None:
-    print("".join(f"{value:>{width}}" for value, width in zip(values, columns, strict=True)), flush=True)
-
-
-def measure(model: str, num_tokens: int, threads: int, cache: CacheSettings) -> dict[str, Any]:
-    """Resident bytes at the end, and the most there were."""
-    llm = LLM(
-        model,
-        max_seq_len=num_tokens,
-        threads=threads,
-        kv_type=cache.kv_type,
-        eviction_policy=cache.eviction_policy,
-        eviction_window=cache.eviction_window,
-    )
-    prompt = [100 + index % 1000 for index in range(num_tokens - NEW_TOKENS)]
-    llm.generate(prompt, SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS))
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    sizes = {line.partition(":")[0]: line.partition(":")[2].split() for line in lines if line.startswith("Vm")}
-    return {name: int(sizes[name][0]) * 1024 for name in ("VmRSS", "VmHWM")}
+    parser.add_argument("--kv-type", default="auto")
+    parser.add_argument("--eviction-policy", default="none")
+    parser.add_argument("--eviction-window", type=int, default=1024)
+    options = parser.parse_args()
+    names = ["kv_type"] + (["eviction_policy", "eviction_window"] if options.eviction_policy != "none" else [])
+    chosen, rows = {name: getattr(options, name) for name in names}, []
+    print_head(options, "MB")
+    columns = ("model", "tokens", "weights", "cache", "workspace", "process", "total", "resident", "peak", "over %")
+    print("".join(f"{name:>13}" for name in columns))
+    for model, count in itertools.product(options.models, options.tokens):
+        asked = {"max_seq_len": count, **chosen}
+        words = [word for name, value in asked.items() for word in ("--" + name.replace("_", "-"), str(value))]
+        said = output_of("-m", "infer", "estimate", model, *words, "--json")
+        found = output_of("-c", CHILD, model, json.dumps(asked))
+        over = 100 * found["peak"] / said["total_bytes"] - 100
+        sizes = [f"{size / 1e6:.1f}" for size in (*(said[part] for part in PARTS), *found.values())]
+        print("".join(f"{value:>13}" for value in (model, count, *sizes, f"{over:+.1f}")), flush=True)
+        rows.append({"model": model, "tokens": count, "over_percent": over, **found, **{p: said[p] for p in PARTS}})
+    write_report(options, bytes=rows)
 
 
 if __name__ == "__main__":

@@ -1,226 +1,237 @@
-"""Many clients at once: `LLM` beside llama.cpp with continuous batching, on the same traces, in turns.
+"""Measure many clients at once: infer as a library, as a server, as replicas and through Ray, beside llama.cpp.
 
-    python benchmarks/bench_serving.py                              all scenarios, three rounds
-    python benchmarks/bench_serving.py --quick                      one round of short traces, no closed-1024
-    python benchmarks/bench_serving.py --scenarios closed poisson --poisson-seconds 60
+    python benchmarks/bench_serving.py                                  `LLM` beside llama.cpp, all traces
+    python benchmarks/bench_serving.py --quick --sides LLM serve        one round of short traces
+    python benchmarks/bench_serving.py --sides serve isolated replicas --scenarios closed start --clients 1 8
+    python benchmarks/bench_serving.py --sides serve ray --threads 1 --scenarios closed start --clients 1
 
-    closed           1, 2, 4, 8 and 16 clients that ask again when answered, 128 tokens in and 128 out
-    closed-1024      1 and 8 clients, 1,024 tokens in
-    shared-prefix    8 clients whose prompts begin with the same 1,024 tokens, after one that was answered
-    long-prompt      a prompt of 8,000 tokens alone; again beside four streams, and a short prompt 200 ms later
-    tenants          two, of whom one sends ten times as much at once, with few pages
-    poisson          prompts and answers of mixed length that come at random, at 0.8 of what 8 clients in a closed loop
-                     get; of ten clients one leaves early, one has a grammar, one asks for log-probabilities (llama.cpp
-                     answers those as plain). Pages are few, so that sequences are preempted.
+    LLM, llama.cpp                  libraries, each in a process of its own
+    serve, isolated, replicas       `infer serve`, with `--isolate`, and with `--replicas 2`
+    ray                             `infer ray deploy`; needs `pip install 'infer-engine[ray]'`
+    llama-server                    llama.cpp's program: $LLAMA_SERVER, or on the path
 
-Both sides wait in processes of their own and sample greedily. A client's times are those at which a token reaches it; a
-gap is the time between deliveries: tokens that arrive within a millisecond are one. Good tokens are those of answers
-whose first token came within a second, and 95 of 100 gaps within 100 ms. A share of the answers under load is asked
-again alone and compared. A table, the goals, and a report in benchmarks/reports/.
+    closed          clients that ask again when they are answered
+    shared-prefix   8 clients whose prompts begin with the same 1,024 tokens, after a client that was answered
+    long-prompt     a prompt of 8,000 tokens alone; then again beside four streams, and a short prompt 200 ms later
+    poisson         mixed requests at random moments, at 0.8 of what 8 clients in a closed loop get
+    start           servers: seconds until the port answers and until the model does, and resident memory
+    pause           isolated and replicas: the longest pause of a stream whose engine is killed
+
+All sides sample greedily. A client's times are those at which a token reaches it. A gap is the time between deliveries.
 """
 
 import argparse
+import os
+import shutil
+import signal
 import sys
+import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_peers import Side, SideError, Worker, find_llama_python, make_peer, requantise_with, say, worker
-from command_line import REPORTS, make_parser
-from infer import __version__
-from machine import cpu_model
-from peer_models import MODELS, MissingModelError, PeerModel, make_model
-from serving_report import OURS, PEER, Report, figures
-from serving_trace import (
-    CONTEXT,
-    LONG_PROMPT,
-    Answer,
-    Ask,
-    Scenario,
-    at_poisson_times,
-    by_clients,
-    closed,
-    long_prompt,
-    mixed,
-    shared_prefix,
-    tenants,
-)
+import load
+from harness import Figures, Worker, WorkerError, find_llama_python, make_parser, print_head, say, turns, write_report
+from load import Answer, Ask
+from server_process import ServerError, ServerProcess, running
 
-WORKER = Path(__file__).with_name("serving_worker.py")
-SCENARIOS = ("closed", "closed-1024", "shared-prefix", "long-prompt", "tenants", "poisson")
-SHARE_OF_CAPACITY = 0.8
-PREFIXES = {"reuse_prefixes": True}
-FEW_PAGES = PREFIXES | {"context": 2048, "pool_pages": 40}  # of 64 tokens: two of the longest requests
+CLIENTS = str(Path(__file__).with_name("serving_worker.py"))
+TRACES = ("closed", "shared-prefix", "long-prompt", "poisson")
+SERVER_MEASURES = ("start", "pause")
+SERVERS = {"serve": [], "isolated": ["--isolate"], "replicas": ["--replicas", "2"]}
+SIDES = ("LLM", "llama.cpp", *SERVERS, "ray", "llama-server")
+CONTEXT, SLOTS = 8192, 16
+FEW_PAGES = {"context": 2048, "pool_pages": 40}  # of 64 tokens: two of the longest requests
+WARM_UP = load.closed(4, 64, 32, 1, seed=1)
 
 
 @dataclass(frozen=True)
-class Extent:
-    """How much is asked."""
-
-    rounds: int
-    clients: tuple[int, ...]
-    each: int  # requests of a client
-    num_sharing: int
-    prefix_tokens: int
-    long_tokens: int
-    poisson_seconds: float
-    num_checked: int  # answers under load that are asked again alone
+class Scenario:
+    name: str
+    asks: list[Ask]
+    options: dict[str, Any] = field(default_factory=dict)  # of a library
 
 
-def scenarios(names: list[str], extent: Extent, turn: int) -> Iterator[Scenario]:
-    """All but poisson, with other prompts in every round."""
-    seed = 100_000 * (turn + 1)
-    if "closed" in names:
-        for count in extent.clients:
-            asks = closed(count, 128, 128, extent.each, seed + 1000 * count)
-            yield Scenario(f"closed {count}", asks, slots=max(8, count), options=PREFIXES)
-    if "closed-1024" in names:
-        for count in (1, 8):
-            yield Scenario(f"closed-1024 {count}", closed(count, 1024, 128, 1, seed + 90 * count), options=PREFIXES)
-    if "shared-prefix" in names:
-        yield Scenario(
-            "shared-prefix",
-            shared_prefix(extent.num_sharing, extent.prefix_tokens, 128, seed + 50_000),
-            options=PREFIXES,
-        )
-    if "long-prompt" in names:
-        yield Scenario("long-prompt", long_prompt(extent.long_tokens, seed + 60_000), options=PREFIXES)
-    if "tenants" in names:
-        yield Scenario("tenants", tenants(seed + 70_000), options=FEW_PAGES)
+class Side(ABC):
+    """One engine that answers traces."""
+
+    @abstractmethod
+    def run(self, scenario: Scenario) -> list[Answer]:
+        """Raise WorkerError if the side has ended."""
+
+    def facts(self, name: str) -> dict[str, float]:
+        """Return what is measured of a server without a trace; nothing of a library."""
+        return {}
 
 
-class Sides:
-    """The processes of both. A model is loaded again where a scenario has other options."""
+class Library(Side):
+    """A model is loaded again if a scenario has other options."""
 
-    def __init__(self, stack: ExitStack, sides: list[Side], model: PeerModel, threads: int, report: Report) -> None:
-        self._model, self._threads, self._report = model, threads, report
-        self._workers = {side.name: stack.enter_context(worker(side)) for side in sides}
-        self._loaded: dict[str, dict[str, Any]] = {}
+    def __init__(self, worker: Worker, path: Path, threads: int) -> None:
+        self._worker = worker
+        self._base = {"path": str(path), "threads": threads, "context": CONTEXT, "slots": SLOTS}
+        self._loaded: dict[str, Any] = {}
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._workers)
-
-    def run(self, name: str, scenario: Scenario) -> tuple[list[Answer], dict[str, Any]]:
-        """Raises SideError."""
-        peer = self._workers[name]
-        self._load(name, peer, scenario)
-        found = peer.ask(do="serve", asks=[asdict(ask) for ask in scenario.asks])
-        return [Answer(**each) for each in found["answers"]], found["state"]
-
-    def drop(self, name: str) -> None:
-        del self._workers[name]
-
-    def _load(self, name: str, peer: Worker, scenario: Scenario) -> None:
-        options = {
-            "path": str(self._model.path), "threads": self._threads, "context": CONTEXT, "slots": scenario.slots,
-        } | scenario.options  # fmt: skip
-        if self._loaded.get(name) != options:
-            self._report.runs_on[name] = peer.ask(do="load", **options)["runs_on"]
-            self._loaded[name] = options
-            peer.ask(do="serve", asks=[asdict(ask) for ask in closed(4, 64, 32, 1, seed=1)])  # warms up
+    def run(self, scenario: Scenario) -> list[Answer]:
+        options = self._base | {"reuse_prefixes": True} | scenario.options
+        if self._loaded != options:
+            self._worker.ask("load", **options)
+            self._loaded = options
+            _serve(self._worker, WARM_UP)
+        return _serve(self._worker, scenario.asks)
 
 
-def measure(sides: Sides, names: list[str], extent: Extent, report: Report) -> None:
-    rate = 0.0
-    for turn in range(extent.rounds):
-        for scenario in scenarios(names, extent, turn):
-            run_sides(sides, scenario, report)
-        for name in ("closed", "closed-1024"):
-            add_ratios(report, name, turn)
-        if "poisson" in names:
-            asks = list(mixed(100_000 if rate else 32, seed=turn + 1))
-            if not rate:
-                rate = SHARE_OF_CAPACITY * capacity(sides, asks)
-                say(f"poisson: {rate:.2f} requests a second")
-                asks = list(mixed(100_000, seed=turn + 1))
-            report.settings["poisson_rate"] = rate
-            arriving = at_poisson_times(asks[: round(rate * extent.poisson_seconds)], rate, seed=turn + 1)
-            scenario = Scenario("poisson", arriving, options=FEW_PAGES)
-            answers = run_sides(sides, scenario, report)
-            if OURS in answers:
-                unlike = count_unlike(sides, scenario, answers[OURS], extent.num_checked)
-                report.add("poisson", OURS, {"answers unlike solo": unlike})
+class Server(Side):
+    """A server, and its clients in another process."""
+
+    def __init__(self, server: ServerProcess, worker: Worker) -> None:
+        self._server, self._worker = server, worker
+        self._worker.ask("load", port=server.port)
+
+    def run(self, scenario: Scenario) -> list[Answer]:
+        return _serve(self._worker, scenario.asks)
+
+    def facts(self, name: str) -> dict[str, float]:
+        server = self._server
+        if name == "start":
+            times = {"port answers (s)": server.answers_after, "ready (s)": server.ready_after}
+            return times | {"resident (MB)": server.resident_bytes() / 1e6}
+        return {"longest gap (s)": self._longest_gap()}
+
+    def _longest_gap(self) -> float:
+        """Return the longest time between two lines of a stream after the kill -9 of the engine that writes it."""
+        time.sleep(5)  # until a spare engine is there
+        asked = {"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        with self._server.post("/v1/completions", asked) as stream:
+            stream.readline()
+            os.kill(self._server.oldest_child(), signal.SIGKILL)
+            last, longest = time.perf_counter(), 0.0
+            for _ in iter(stream.readline, b""):
+                now = time.perf_counter()
+                last, longest = now, max(longest, now - last)
+        return longest
 
 
-def run_sides(sides: Sides, scenario: Scenario, report: Report) -> dict[str, list[Answer]]:
-    found = {}
-    for name in sides.names:
-        started = time.perf_counter()
+def _serve(worker: Worker, asks: list[Ask]) -> list[Answer]:
+    return [Answer(**each) for each in worker.ask("serve", asks=[asdict(ask) for ask in asks])]
+
+
+def make_side(name: str, options: argparse.Namespace, stack: ExitStack, logs: Path) -> Side:
+    """Start a side. Raise WorkerError or ServerError with what it lacks."""
+    from infer.checkpoint import resolve
+
+    path, python, kind = resolve(options.model), sys.executable, name
+    if name == "llama.cpp":
+        found = find_llama_python(options.llama_python)
+        if found is None:
+            raise WorkerError("no environment with llama-cpp-python (--llama-python)")
+        python = found
+    if name in ("LLM", "llama.cpp"):
+        worker = stack.enter_context(Worker([python, CLIENTS, name], is_quiet=name == "llama.cpp"))
+        return Library(worker, path, options.threads)
+    threads = options.threads // 2 or 1 if name == "replicas" else options.threads
+    arguments = ["--port", "PORT", "--model", str(path), "--threads", str(threads)]
+    if name == "llama-server":
+        program = shutil.which(os.environ.get("LLAMA_SERVER", name))
+        if program is None:
+            raise WorkerError("there is no such program ($LLAMA_SERVER)")
+        shape = ["--parallel", str(SLOTS), "--ctx-size", str(CONTEXT + SLOTS * 1536), "--kv-unified"]
+        command = [program, *arguments, *shape, "--threads-batch", str(threads)]
+    elif name == "ray":
+        command, kind = [python, "-m", "infer", "ray", "deploy", *arguments], "http"
+    else:
+        command, kind = [python, "-m", "infer", "serve", *arguments, "--no-access-log", *SERVERS[name]], "http"
+    server = stack.enter_context(running(command, logs / name))
+    return Server(server, stack.enter_context(Worker([python, CLIENTS, kind])))
+
+
+def scenarios(name: str, options: argparse.Namespace, turn: int) -> Iterator[Scenario]:
+    """Yield the traces of a name. Each round has prompts of its own."""
+    seed, is_quick = 100_000 * (turn + 1), options.quick
+    match name:
+        case "closed":
+            for count in options.clients:
+                asks = load.closed(count, options.prompt_tokens, options.new_tokens, 2, seed + 1000 * count)
+                yield Scenario(f"closed {count}", asks)
+        case "shared-prefix":
+            yield Scenario(name, load.shared_prefix(8, 512 if is_quick else 1024, 128, seed + 50_000))
+        case "long-prompt":
+            yield Scenario(name, load.long_prompt(1000 if is_quick else 8000, seed + 60_000))
+        case "poisson":
+            count = max(1, round(options.rate * (10 if is_quick else 60)))
+            arriving = load.at_poisson_times(list(load.mixed(count, seed=turn + 1)), options.rate, seed=turn + 1)
+            yield Scenario(name, arriving, FEW_PAGES)
+
+
+def capacity(side: Side) -> float:
+    """Return the requests per second that a side answers in a closed loop of 8 clients."""
+    asks = load.by_clients(list(load.mixed(32, seed=1)), 8)
+    return len(asks) / max(answer.ended for answer in side.run(Scenario("capacity", asks, FEW_PAGES)))
+
+
+def measure(name: str, sides: dict[str, Side], options: argparse.Namespace, found: Figures) -> None:
+    """Measure a scenario on all sides in turns."""
+    for turn, side in turns(sides, options.rounds):
+        if side not in sides:
+            continue
         try:
-            answers, state = sides.run(name, scenario)
-            say(f"{scenario.name}: {name}, {time.perf_counter() - started:.0f} s")
-            report.add(scenario.name, name, figures(scenario, answers, state), answers)
-            found[name] = answers
-        except (SideError, ValueError) as error:
-            say(f"{name} is left out from {scenario.name} on: {error}")
-            sides.drop(name)
-    return found
-
-
-def capacity(sides: Sides, asks: list[Ask]) -> float:
-    """Requests a second that our side answers in a closed loop of 8 clients."""
-    scenario = Scenario("capacity", by_clients(asks, 8), options=FEW_PAGES)
-    answers, _ = sides.run(OURS if OURS in sides.names else sides.names[0], scenario)
-    return len(answers) / max(answer.ended for answer in answers)
-
-
-def count_unlike(sides: Sides, scenario: Scenario, answers: list[Answer], num_checked: int) -> int:
-    """Of answers under load, how many have other tokens than the request has alone."""
-    step = max(1, len(answers) // num_checked)
-    chosen = range(0, len(answers), step)
-    alone = by_clients([scenario.asks[index] for index in chosen], 1)
-    found, _ = sides.run(OURS, replace(scenario, asks=alone))
-    return sum(answers[index].token_ids != mine.token_ids for index, mine in zip(chosen, found, strict=True))
-
-
-def add_ratios(report: Report, name: str, turn: int) -> None:
-    """Of tokens per second to those of one client in the same round."""
-    base = report.values.get(f"{name} 1", {}).get("tok/s", {})
-    for scenario in [scenario for scenario in report.values if scenario.startswith(f"{name} ")]:
-        for side, rates in report.values[scenario]["tok/s"].items():
-            if len(rates) > turn and len(base.get(side, ())) > turn:
-                report.add(scenario, side, {"× one client": rates[turn] / base[side][turn]})
+            if turn < 0:
+                sides[side].run(Scenario("warm-up", WARM_UP))
+                continue
+            for scenario in scenarios(name, options, turn):
+                started, answers = time.perf_counter(), sides[side].run(scenario)
+                for metric, value in load.figures(scenario.asks, answers).items():
+                    found.add(f"{scenario.name}: {metric}", side, value)
+                errors = {answer.error for answer in answers if answer.error}
+                say(", ".join([f"{scenario.name}: {side}", f"{time.perf_counter() - started:.0f} s", *errors]))
+        except WorkerError as error:
+            say(f"{side} is left out from {name} on: {error}")
+            del sides[side]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__, threads=True, rounds=3)
-    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
-    parser.add_argument("--model", choices=MODELS, default="smollm2-q4_1")
-    parser.add_argument("--poisson-seconds", type=float, default=60.0)
+    parser = make_parser(__doc__, model="smollm2", threads=True, rounds=3)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["LLM", "llama.cpp"])
+    parser.add_argument("--scenarios", nargs="+", choices=(*TRACES, *SERVER_MEASURES), default=list(TRACES))
+    parser.add_argument("--clients", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="of closed")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="of closed")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of closed")
+    parser.add_argument("--rate", type=float, help="requests per second of poisson, in place of a measured rate")
     parser.add_argument("--llama-python", metavar="PATH", help="of an environment with llama-cpp-python")
-    parser.add_argument("--alone", action="store_true", help="without llama.cpp")
     parser.add_argument("--quick", action="store_true", help="one round of short traces")
-    parser.add_argument("--output", type=Path, default=REPORTS, metavar="FOLDER")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.clients = 1, [1, 8]
+    return options
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    extent = Extent(arguments.rounds, (1, 2, 4, 8, 16), 2, 8, 1024, LONG_PROMPT, arguments.poisson_seconds, 60)
-    if arguments.quick:
-        extent = Extent(1, (1, 8), 1, 4, 512, 1000, 10.0, 8)
-        arguments.scenarios = [name for name in arguments.scenarios if name != "closed-1024"]
-    requantise, sides = None, [Side(OURS, (sys.executable, str(WORKER), "infer"))]
-    if not arguments.alone:
-        if llama_python := find_llama_python(arguments.llama_python):
-            sides.insert(0, Side(PEER, (llama_python, str(WORKER), "llama")))
-            requantise = requantise_with(make_peer(llama_python))
-        else:
-            say("no environment with llama-cpp-python (--llama-python): infer is measured alone")
-    try:
-        model = make_model(arguments.model, requantise)
-    except MissingModelError as error:
-        sys.exit(f"{arguments.model}: {error}")
-    report = Report(cpu_model(), arguments.threads, arguments.model)
-    report.settings = asdict(extent) | {"version": __version__}
+    options = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers end too
+    found, sides = Figures(options.sides), dict[str, Side]()
+    print_head(options, f"ratios are to {options.sides[0]}")
     with ExitStack() as stack:
-        measure(Sides(stack, sides, model, arguments.threads, report), arguments.scenarios, extent, report)
-    print(report.table())
-    print(f"\nwritten to {' and '.join(str(path) for path in report.write(arguments.output))}")
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for name in options.sides:
+            try:
+                sides[name] = make_side(name, options, stack, logs)
+            except (WorkerError, ServerError) as error:
+                say(f"{name} is left out: {error}")
+        if "poisson" in options.scenarios and options.rate is None and sides:
+            options.rate = 0.8 * capacity(next(iter(sides.values())))
+        for name in options.scenarios:
+            if name in TRACES:
+                measure(name, sides, options, found)
+                continue
+            for side in sides if name != "pause" else sides.keys() & {"isolated", "replicas"}:
+                for metric, value in sides[side].facts(name).items():
+                    found.add(f"{name}: {metric}", side, value)
+    found.show()
+    write_report(options, figures=found.to_json())
 
 
 if __name__ == "__main__":

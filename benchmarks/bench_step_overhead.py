@@ -1,12 +1,12 @@
-"""What a step costs outside of compiled code, and what a sequence costs that joins or leaves.
+"""Measure what a step costs outside of compiled code, and what a sequence costs that joins or leaves.
 
     python benchmarks/bench_step_overhead.py               smollm2, 1 and 16 sequences
     python benchmarks/bench_step_overhead.py --rounds 500
 
-Milliseconds, medians over rounds, as JSON. `step` is the wall time of `Engine.step` of one token a sequence, sampled,
-less that of the compiled walk: planning, columns, the call, accepting, text, the cache. `multi_step` is the same of
-each step where several run without a return to Python, as many as the engine chooses. `join` and `leave` are what a
-step takes more in which a sequence comes (its prompt of one token is part of the step) or goes.
+Milliseconds, medians over rounds, as JSON. `step` is the wall time of `Engine.step` for one sampled token per
+sequence, less the time of the compiled walk: planning, columns, the call, accepting, text, the cache. `multi_step` is
+the same per step when several steps run without a return to Python, as many as the engine chooses. `join` and `leave`
+are what a step takes more if a sequence joins in it (with a prompt of one token) or leaves.
 """
 
 import json
@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from command_line import make_parser
+from harness import make_parser, write_report
 from infer import SamplingParams, load_model, load_tokenizer
 from infer.backends.cpu.threads import team
 from infer.engine.engine import Engine
@@ -30,7 +30,7 @@ PARAMS = SamplingParams(
 
 
 class Load:
-    """So many sequences that decode."""
+    """An engine with `count` sequences that decode."""
 
     def __init__(self, name: str, count: int, max_steps: int | None = 1) -> None:
         self.model, _ = load_model(name, max_seq_len=2048)
@@ -83,8 +83,11 @@ def main() -> None:
     parser = make_parser(__doc__, model="smollm2", rounds=100)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16])
     options = parser.parse_args()
+    found = []
     for count in options.sequences:
-        print(json.dumps(measure(options.model, count, options.rounds)), flush=True)
+        found.append(measure(options.model, count, options.rounds))
+        print(json.dumps(found[-1]), flush=True)
+    write_report(options, milliseconds=found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A server with replicas, of which one is killed at a random moment of each answer: does the client notice?
+"""Check that no client notices when the replica that answers is killed, at a random moment of each answer.
 
 Every answer must add up to the undisturbed one: tokens, log-probabilities, calls, reasoning, ids and usage. The pause
 is the longest time between two reads of a stream, beside that of undisturbed ones. Ends with 1 where an answer differs.
@@ -20,17 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
-from command_line import make_parser
 from failover_cases import TEMPLATE, cases, merged
-from infer import __version__
-from machine import cpu_model
+from harness import make_parser, say, write_report
 from server_process import ServerProcess, children, running
 
 SECONDS = 120.0
@@ -166,7 +163,7 @@ def check(
             if was_killed:
                 equal = heard.adds_up_to == expected[name].adds_up_to
                 found.append({"case": name, "after_seconds": after, "equal": equal, "gap": heard.longest_gap})
-                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+                say(json.dumps(found[-1]))
     gaps = sorted(each["gap"] for each in found if "stream" in asked[each["case"]][1]) or [0.0]
     undisturbed = max(heard.longest_gap for heard in expected.values())
     return {
@@ -185,7 +182,6 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--end", choices=ENDS, default="kill", help="what becomes of the replica (kill)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--report", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "template.jinja"
@@ -199,19 +195,9 @@ def main() -> int:
         with running(command, Path(folder) / "log") as server:
             asked, most, end = cases(options.tokens), options.seconds, ENDS[options.end]
             found = check(server, asked, options.kills, options.replicas, options.seed, most_seconds=most, end=end)
-    report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "version": __version__,
-        "cpu": cpu_model(),
-        "model": str(options.model),
-        "replicas": options.replicas,
-        "end": options.end,
-        **found,
-    }
-    print(json.dumps({name: value for name, value in report.items() if name != "tries"}))
-    if options.report:
-        options.report.write_text(json.dumps(report, indent=1) + "\n")
-    return int(report["different"] > 0)
+    print(json.dumps({name: value for name, value in found.items() if name != "tries"}))
+    write_report(options, **found)
+    return int(found["different"] > 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One client misbehaves in each of many ways while another streams: what is left of the other's stream?
+"""Check what is left of one client's stream while another client misbehaves, in each of many ways.
 
 The quiet client streams an answer alone and beside each misdeed in turn. The table has the ratio of its tokens per
 second, its first token and its largest gap. Both clients have keys, so each is a tenant. docs/serving.md promises
@@ -16,16 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
-from command_line import make_parser
-from infer import __version__
-from machine import cpu_model
+from harness import make_parser, say, write_report
 from server_process import ServerProcess, running
 
 LEAST_RATE = 0.5  # of the rate alone
@@ -123,7 +120,7 @@ def listen_or_not(client: httpx.Client) -> Heard:
     try:
         return listen(client)
     except (httpx.HTTPError, ValueError) as error:
-        print(f"not answered: {error}", file=sys.stderr)
+        say(f"not answered: {error}")
         return Heard(math.inf, 0.0, math.inf)
 
 
@@ -175,7 +172,7 @@ def measure(server: ServerProcess, names: list[str], rounds: int) -> dict[str, l
                 with misbehaving(misdeed, lambda: client("sk-loud"), numbers):
                     heard = listen_or_not(quiet)
                 found.setdefault(misdeed.name, []).append(heard)
-                print(f"{misdeed.name}: {heard}", file=sys.stderr)
+                say(f"{misdeed.name}: {heard}")
                 _await_idle(quiet)
     return found
 
@@ -202,12 +199,8 @@ def table(found: Mapping[str, list[Heard]]) -> tuple[list[dict[str, Any]], bool]
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--model", default="smollm2", help="a model that `infer serve` takes")
-    parser.add_argument("--threads", type=int, default=1, help="of the engine (1: a core is left for the rest)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each misdeed is tried (3)")
+    parser = make_parser(__doc__, model="smollm2", threads=1, rounds=3)  # a core is left for the clients
     parser.add_argument("--only", action="append", default=[], help="one misdeed by its name; may be repeated")
-    parser.add_argument("--report", type=Path, help="write the figures there as JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         keys, log = Path(folder) / "keys", Path(folder) / "log"
@@ -221,10 +214,7 @@ def main() -> int:
         mark = "" if row["good"] else "  out of bounds"
         times = f"first {row['first']:6.2f} s  largest gap {row['gap']:5.2f} s"
         print(f"{row['misdeed']:28} {times}  {row['rate']:6.1f} tok/s  {row['ratio']:5.2f} of alone{mark}")
-    if options.report:
-        head = {"version": __version__, "cpu": cpu_model(), "threads": options.threads, "rounds": options.rounds}
-        head["time"] = datetime.now(UTC).isoformat(timespec="seconds")
-        options.report.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+    write_report(options, rows=rows)
     return 0 if is_good else 1
 
 

@@ -1,4 +1,4 @@
-"""Clients ask for twice what a server can compute, and come back when they are told to: are they served, and when?
+"""Check that clients are served who ask for twice what a server can compute, and return when they are told to.
 
 The capacity is that of a crowd that asks at once. Then clients come at random, at `--load` times that rate. A client
 that is refused waits as long as it is told, and asks again until it is answered. The goals:
@@ -23,16 +23,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from command_line import make_parser
-from infer import __version__
-from infer.outputs import percentile
-from machine import cpu_model
+from harness import make_parser, say, write_report
+from load import percentile
 from server_process import running
 
 NUM_AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS = 96, 64, 48
@@ -117,14 +114,14 @@ async def measure(port: int, load: float, seconds: float) -> dict[str, float]:
             crowd = Load(http, seed)
             await asyncio.gather(*(crowd.ask() for _ in range(NUM_AT_ONCE)))
             capacity = NUM_AT_ONCE / crowd.now
-        print(f"capacity: {capacity:.2f} requests a second", file=sys.stderr)
+        say(f"capacity: {capacity:.2f} requests a second")
         crowd = Load(http)
         tasks = await crowd.come(load * capacity, seconds)
         served = sum(client.ended_at <= seconds for client in crowd.clients) / (capacity * seconds)
-        print(f"served {served:.2f} of the capacity", file=sys.stderr)
+        say(f"served {served:.2f} of the capacity")
         await asyncio.wait(tasks)
         for error, count in Counter(client.error for client in crowd.clients if client.error).items():
-            print(f"{count} × {error}", file=sys.stderr)
+            say(f"{count} × {error}")
         after = await Load(http, 4).ask()
     return figures(crowd.clients, after) | {
         "capacity": capacity,
@@ -161,12 +158,9 @@ def is_good(found: dict[str, float]) -> bool:
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--model", default="smollm2", help="a model that `infer serve` takes")
-    parser.add_argument("--threads", type=int, default=1, help="of the engine (1: a core is left for the clients)")
+    parser = make_parser(__doc__, model="smollm2", threads=1)  # a core is left for the clients
     parser.add_argument("--load", type=float, default=2.0, help="times the capacity (2)")
     parser.add_argument("--seconds", type=float, default=600.0, help="of the load (600)")
-    parser.add_argument("--report", type=Path, help="write the figures there as JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "infer", "serve", options.model, "--port", "PORT", "--no-access-log"]
@@ -174,10 +168,7 @@ def main() -> int:
             found = asyncio.run(measure(server.port, options.load, options.seconds))
     for name, value in found.items():
         print(f"{name:20} {value:8.2f}")
-    if options.report:
-        head = {"version": __version__, "cpu": cpu_model(), "threads": options.threads, "load": options.load}
-        head |= {"seconds": options.seconds, "time": datetime.now(UTC).isoformat(timespec="seconds")}
-        options.report.write_text(json.dumps(head | found, indent=1) + "\n")
+    write_report(options, **found)
     print("within the goals" if is_good(found) else "out of bounds")
     return 0 if is_good(found) else 1
 

@@ -1,10 +1,9 @@
-"""A file answered by engines of Ray Data, which are killed at random moments, or the program is: are the lines those of
-`infer batch`?
+"""Check that Ray Data answers a file with the lines of `infer batch`, while its engines or the program are killed.
 
-    python benchmarks/check_ray_batch.py --kills 100 --report benchmarks/reports
+    python benchmarks/check_ray_batch.py --kills 100 --report
 
-A killed program is run again, and goes on with what it has written. Ends with 1 where a line differs.
-Needs `pip install 'infer-engine[ray]'`.
+A killed program is run again, and continues after what it has written. Ends with 1 if a line differs. Needs
+`pip install 'infer-engine[ray]'`.
 """
 
 import json
@@ -17,16 +16,15 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
-from command_line import make_parser
-from infer.cli import main as infer
-from machine import write_report
+from harness import make_parser, say, write_report
 from ray_cluster import RayCluster, environment_of, running_cluster, wait_until
 
 ENGINE = "ray::MapWorker(MapBatches(BatchEngine)"
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ray_batch.py"
-MOST_SECONDS_APART = 12.0  # of two kills: an engine is back after some six
+MOST_SECONDS_APART = 12.0  # between two kills: an engine is back after about six
 
 
 def write_rows(path: Path, count: int, num_tokens: int) -> None:
@@ -37,9 +35,7 @@ def write_rows(path: Path, count: int, num_tokens: int) -> None:
 def answer_with_kills(
     cluster: RayCluster, command: Sequence[str], rng: random.Random, most_kills: int, until: float
 ) -> dict[str, int]:
-    """Run the program until it has ended well. How often an engine was killed, and the program itself; none after
-    `until`.
-    """
+    """Run the program until it has ended well. Return how often an engine and the program were killed."""
     kills, environment = {"engine": 0, "program": 0}, environment_of(cluster.folder, cluster.address())
     told = cluster.folder / "told"
     while True:
@@ -53,7 +49,7 @@ def answer_with_kills(
                     with suppress(ProcessLookupError):
                         os.kill(program.pid if name == "program" else rng.choice(engines), signal.SIGKILL)
                         kills[name] += 1
-                        print(f"{name} killed: {sum(kills.values())}", file=sys.stderr, flush=True)
+                        say(f"{name} killed: {sum(kills.values())}")
             program.wait()
         if program.returncode == 0:
             return kills
@@ -68,14 +64,15 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=600)
     parser.add_argument("--tokens", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write a JSON file there")
     options = parser.parse_args()
+    if find_spec("ray") is None:
+        sys.exit("Ray is missing: pip install 'infer-engine[ray]'")
     rng, files, until = random.Random(options.seed), list[dict[str, int]](), time.monotonic() + options.seconds
     with running_cluster(num_cpus=2) as cluster:
         rows, expected = cluster.folder / "in.jsonl", cluster.folder / "expected.jsonl"
         write_rows(rows, options.rows, options.tokens)
-        if infer(["batch", str(rows), str(expected), "-q", "--model", options.model]):
-            return 1
+        batch = [sys.executable, "-m", "infer", "batch", str(rows), str(expected), "-q", "--model", options.model]
+        subprocess.run(batch, check=True)
         lines = sorted(expected.read_text().splitlines())
         while (left := options.kills - sum(each["engine"] + each["program"] for each in files)) > 0:
             if time.monotonic() > until:
@@ -84,11 +81,10 @@ def main() -> int:
             command = [sys.executable, str(EXAMPLE), str(rows), str(output), options.model]
             found = answer_with_kills(cluster, command, rng, left, until)
             files.append({**found, "different": int(sorted(output.read_text().splitlines()) != lines)})
-            print(json.dumps(files[-1]), file=sys.stderr, flush=True)
+            say(json.dumps(files[-1]))
     totals = {name: sum(each[name] for each in files) for name in ("engine", "program", "different")}
     print(json.dumps({"files": len(files), **totals}))
-    if options.report is not None:
-        write_report(options.report, "ray-batch", vars(options) | {"report": None}, {**totals, "files": files})
+    write_report(options, **totals, files=files)
     return int(totals["different"] > 0)
 
 

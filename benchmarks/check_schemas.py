@@ -1,4 +1,6 @@
-"""How many of the JSON schemas of a folder are compiled, and whether their texts are told apart.
+"""Check how many of a folder's JSON schemas are compiled, and whether their valid and invalid texts are told apart.
+
+    python benchmarks/check_schemas.py --folder SCHEMAS --every 10 --report
 
 Reads files of `{"schema": …, "tests": [{"data": …, "valid": …}]}` or lists of such, as public collections have them.
 Plain schemas have their texts in folders of the schema's name, one for valid and one for invalid ones (SchemaStore).
@@ -9,7 +11,6 @@ fault. Milliseconds are CPU time in this process, from the schema's text to a ma
 which compiles it once more, is made here after the clock has stopped.
 """
 
-import argparse
 import json
 import re
 import time
@@ -22,6 +23,7 @@ from typing import Any
 
 import llguidance
 
+from harness import make_parser, write_report
 from infer.errors import InvalidRequestError
 from infer.grammar.grammar import Grammar
 from infer.grammar.libraries import Source, llguidance_limits, schema_source
@@ -235,13 +237,12 @@ class Tally:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--every", type=int, default=1, help="read one file of so many")
     parser.add_argument("--valid-texts", type=Path, help="of plain schemas: a folder for each")
     parser.add_argument("--invalid-texts", type=Path, help="of plain schemas: a folder for each")
     parser.add_argument("--draft", help="what a schema without $schema is read as")
-    parser.add_argument("--json", type=Path, help="write the counts")
     parser.add_argument("-v", action="store_true", help="print what is refused and what is wrong")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -257,8 +258,7 @@ def main() -> None:
     reasons = dict(tally.reasons.most_common(40))
     for reason, count in reasons.items():
         print(f"{count:6}  {reason}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report | {"refused": reasons}, indent=1) + "\n")
+    write_report(arguments, **report, refused=reasons)
 
 
 if __name__ == "__main__":

@@ -1,45 +1,28 @@
-"""Random tools × choices × formats, asked of a model: how many of its calls are malformed, or of no tool.
+"""Check a model's calls for random tools, choices and formats: none may be malformed, and none of an unknown tool.
 
-Sampled at a temperature of 1.5, so that the grammar has work. A call that its answer's length cut is not checked. Half
-of the answers with tool_choice "auto" begin with what begins a call. Ends with 1 where a call is wrong. With --report
-a run goes on where the one that wrote it ended.
+    python benchmarks/check_tool_calls.py --count 1000
+
+The temperature is 1.5, so that the grammar has work. A call that is cut by its answer's length is not checked. Half of
+the answers with tool_choice "auto" begin with the text that begins a call. Ends with 1 if a call is wrong. `--first`
+continues an earlier run.
 """
 
-import itertools
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from command_line import make_parser
+from harness import make_parser, print_head, write_report
 from infer import LLM, GenerationResult, RequestOptions, SamplingParams
 from infer.engine.batch import answer_all
 from infer.engine.sequence import Sequence
 from infer.toolcalls.formats import FORMATS
-from machine import cpu_model
 
 BATCH_SIZE, MAX_TOKENS = 16, 120
-_WORDS = [
-    "get",
-    "set",
-    "city",
-    "user",
-    "date",
-    "price",
-    "items",
-    "mode",
-    "note",
-    "size",
-    "unit",
-    "path",
-    "query",
-    "limit",
-]
+_WORDS = ["get", "set", "city", "user", "date", "price", "items", "mode", "note", "size", "unit", "path", "limit"]
 
 
 def random_schema(rng: random.Random, depth: int) -> dict[str, Any]:
@@ -81,7 +64,7 @@ def random_request(rng: random.Random) -> dict[str, Any]:
 
 
 def problems(request: dict[str, Any], result: GenerationResult) -> list[str]:
-    """What is wrong with the calls of an answer."""
+    """Return what is wrong with the calls of an answer."""
     schemas = {tool["name"]: tool["parameters"] for tool in request["tools"]}
     found = []
     if result.error is not None:
@@ -105,7 +88,7 @@ def problems(request: dict[str, Any], result: GenerationResult) -> list[str]:
 def sequences(
     llm: LLM, numbers: Iterable[int], seed: int, asked: dict[int, dict[str, Any]]
 ) -> Iterator[tuple[int, Sequence]]:
-    """Each with its number. The prompt is the question alone: what holds the calls knows the tools all the same."""
+    """Yield each sequence with its number. The prompt shows no tools: only the grammar of the calls knows them."""
     host = llm._opened
     for number in numbers:
         rng = random.Random(f"{seed} {number}")
@@ -133,34 +116,22 @@ def count(counts: Counter[str], request: dict[str, Any], result: GenerationResul
 
 def main() -> int:
     parser = make_parser(__doc__, model="smollm2", threads=True)
-    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--count", type=int, default=10_000, help="answers")
+    parser.add_argument("--first", type=int, default=0, help="number of the first answer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--report", type=Path, help="a JSON file of the counts, read first where it is there")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="ask nothing more after so many")
-    arguments = parser.parse_args()
-    before = json.loads(arguments.report.read_text()) if arguments.report and arguments.report.exists() else {}
-    print(f"{cpu_model()}, {arguments.threads} threads, {arguments.model}", flush=True)
-    llm, started = LLM(arguments.model, threads=arguments.threads, max_seq_len=1_024), time.perf_counter()
-    counts, wrong, asked = (
-        Counter[str](before.get("counts", {})),
-        list(before.get("wrong", [])),
-        dict[int, dict[str, Any]](),
-    )
-    numbers = itertools.takewhile(
-        lambda _: time.perf_counter() - started < arguments.seconds, range(counts["answers"], arguments.count)
-    )
-    found = sequences(llm, numbers, arguments.seed, asked)
+    options = parser.parse_args()
+    print_head(options, f"{options.count} answers")
+    llm = LLM(options.model, threads=options.threads, max_seq_len=1_024)
+    counts, wrong, asked = Counter[str](), list[dict[str, Any]](), dict[int, dict[str, Any]]()
+    found = sequences(llm, range(options.first, options.first + options.count), options.seed, asked)
     for number, result in answer_all(llm._opened.loop, found, BATCH_SIZE):
         request = asked.pop(number)
         count(counts, request, result)
         if here := problems(request, result):
             wrong.append({"number": number, "request": request, "problems": here})
             print(number, json.dumps(request), *here, sep="\n  ")
-    seconds = before.get("seconds", 0) + round(time.perf_counter() - started)
-    print(f"{', '.join(f'{count:,} {name}' for name, count in counts.items())}, {seconds} s; {len(wrong)} wrong")
-    if arguments.report:
-        report = {"cpu": cpu_model(), "model": arguments.model, "seed": arguments.seed, "seconds": seconds}
-        arguments.report.write_text(json.dumps(report | {"counts": counts, "wrong": wrong}, indent=1) + "\n")
+    print(f"{', '.join(f'{count:,} {name}' for name, count in counts.items())}; {len(wrong)} wrong")
+    write_report(options, counts=counts, wrong=wrong)
     return min(len(wrong), 1)
 
 

@@ -1,7 +1,7 @@
 """Count the files and functions of infer that a request touches, in the server's process and in its children.
 
 Every process of the server starts with a profiler, which notes each function of infer the first time that it is called
-while a file exists. Each case is asked once before it is counted: what happens once a process is left out.
+while a file exists. Each case is asked once before it is counted, so what happens once per process is left out.
 
     python benchmarks/count_flow.py
 """
@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from command_line import make_parser
+from harness import make_parser, write_report
 from server_process import ServerProcess, running
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -64,7 +64,8 @@ def count(server: ServerProcess, folder: Path, body: dict[str, Any]) -> set[tupl
 
 def main() -> None:
     options = make_parser(__doc__, model="smollm2").parse_args()
-    for name, body in CASES.items():  # a server each: a function is noted once a process
+    flows = dict[str, dict[str, Any]]()
+    for name, body in CASES.items():  # a server each: a function is noted once per process
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
             (folder / "sitecustomize.py").write_text(PROFILER)
@@ -72,8 +73,11 @@ def main() -> None:
             command = [sys.executable, "-m", "infer", "serve", options.model, "--port", "PORT", "--threads", "1"]
             with running(command, folder / "server.txt") as server:
                 found = count(server, folder, body)
-        by_package = Counter(file.partition("/")[0] for file in {file for file, _ in found})
-        print(f"{name}: {len({file for file, _ in found})} files, {len(found)} functions", dict(by_package))
+        files = {file for file, _ in found}
+        by_package = Counter(file.partition("/")[0] for file in files)
+        print(f"{name}: {len(files)} files, {len(found)} functions", dict(by_package))
+        flows[name] = {"files": len(files), "functions": len(found), "files_by_package": by_package}
+    write_report(options, flows=flows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Requests of every kind, and what their answers add up to: how tokens are cut into events differs from run to run."""
+"""Requests of every kind, and the sum of their answers' events: the cut of tokens into events differs between runs."""
 
 import json
 import re
@@ -24,7 +24,7 @@ _CHAT, _TEXT, _RESPONSES, _MESSAGES = "/v1/chat/completions", "/v1/completions",
 
 
 def cases(num_tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Route and body by name: of streams, and of answers that are not streamed."""
+    """Return the route and body of each case: streams, and answers that are not streamed."""
     chat = {"messages": _ASKED, "max_tokens": num_tokens, **_SAMPLED}
     response = {"input": "Which colours?", "max_output_tokens": num_tokens, **_SAMPLED}
     message = {"messages": _ASKED, "max_tokens": num_tokens, "seed": 3}
@@ -69,7 +69,7 @@ _CREATED = re.compile(r'"created(?:_at)?":\d+')
 
 
 def merged(text: str) -> dict[str, Any]:
-    """Of the text of an answer. Its number and time are taken out where they are those of its first event."""
+    """Return the sum of an answer's events, without its number and time if they are those of its first event."""
     if number := _NUMBER.search(text):
         text = text.replace(number[1], "N")
     if created := _CREATED.search(text):
@@ -83,7 +83,7 @@ def merged(text: str) -> dict[str, Any]:
 
 
 def _json_events(text: str) -> Iterator[dict[str, Any]]:
-    """An error is one; what ends a stream is none. An answer that is not streamed is one."""
+    """Yield the events of a stream, errors included, or an answer that is not streamed as one event."""
     if text.startswith("{"):
         yield json.loads(text)
     for line in text.splitlines():
@@ -103,7 +103,7 @@ def _merge(name: str, old: Any, new: Any) -> Any:
 
 
 def _merge_lists(old: list[Any], new: list[Any]) -> list[Any]:
-    """Entries with an index are merged with those of the same. A token "index" has a log-probability there."""
+    """Merge entries of the same index. In log-probabilities, an "index" can be a token."""
     if not (new and isinstance(new[0], dict) and isinstance(new[0].get("index"), int)):
         return old + [_merge("", None, each) for each in new]
     by_index = {each["index"]: each for each in old}

@@ -7,7 +7,7 @@ first two sentences must hold the right word; a list must name enough different 
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 REPEATED_WORDS, REPEATED_TIMES = 8, 3
@@ -16,10 +16,6 @@ _FRUITS = (
     "cherry|cherries|lemons?|limes?|melons?|watermelons?|strawberry|strawberries|blueberry|blueberries|raspberry|"
     "raspberries|blackberry|blackberries|cranberry|cranberries|pomegranates?|papayas?|figs?|dates?|apricots?|coconuts?|"
     "avocado(?:e?s)?|guavas?|lychees?|tangerines?|cantaloupes?|nectarines?|passion fruits?"
-)
-_FARM_ANIMALS = (
-    "cows?|cattle|pigs?|horses?|sheep|goats?|chickens?|hens?|roosters?|ducks?|geese|goose|turkeys?|donkeys?|"
-    "dogs?|cats?|rabbits?|llamas?|alpacas?|mules?|bulls?|oxen|calves|lambs?"
 )
 
 
@@ -79,60 +75,31 @@ def code(pattern: str, most_words: int = 250) -> Callable[[str], bool]:
 
 
 _AUTUMN = "autumn|autumnal|fall|falls|falling|leaf|leaves|harvest|golden"
-_RAIN = "rain|rains|rainy|raindrops?|drops?|droplets?|storms?|puddles?|clouds?|pours?|wet"
 _SUM = r"def \w+\(\s*(\w+)[^,)]*,\s*(\w+)[^)]*\).*(?:return|=) *(?:\1 ?\+ ?\2|\2 ?\+ ?\1|sum\()"
-_LARGER = r"def \w+\([^,)]+,[^)]+\).*(?:return\s+max\(|if\s+\w+\s*(?:>|<)).*"
 
-SETS: Mapping[str, Sequence[Question]] = {
-    "first": [
-        Question("What is the capital of France?", fact("Paris")),
-        Question("What is 2 + 2?", fact("4|four")),
-        Question("How many days are in a week?", fact("7|seven")),
-        Question("What color is the sky on a clear day?", fact("blue")),
-        Question("What is the opposite of hot?", fact("cold|cool")),
-        Question('What is the opposite of "big"?', fact("small|little|tiny")),
-        Question('How do you say "hello" in Spanish?', fact("hola")),
-        Question('Translate "thank you" into French.', fact("merci")),
-        Question("Who wrote Romeo and Juliet?", fact("Shakespeare")),
-        Question("What is the largest planet in the solar system?", fact("Jupiter")),
-        Question("How many legs does a spider have?", fact("8|eight")),
-        Question("What is the chemical formula of water?", fact("H2O|H₂O")),
-        Question("What is the boiling point of water in degrees Celsius?", fact("100")),
-        Question("Which ocean is the largest?", fact("Pacific")),
-        Question("How many months are in a year?", fact("12|twelve")),
-        Question("What is the first month of the year?", fact("January")),
-        Question("Which animal says meow?", fact("cats?|kittens?")),
-        Question("Who was the first person to walk on the Moon?", fact("Armstrong")),
-        Question("What language do people speak in Brazil?", fact("Portuguese")),
-        Question("Name the three primary colors.", all_of("red", "blue", "yellow|green")),
-        Question("List five fruits.", names(_FRUITS, 5)),
-        Question("Write a haiku about autumn.", writing(_AUTUMN, 60)),
-        Question("Write two sentences about a cat.", writing("cats?|kittens?|feline", 120)),
-        Question("Write a Python function that adds two numbers.", code(_SUM)),
-    ],
-    "held-out": [
-        Question("What is the capital of Japan?", fact("Tokyo")),
-        Question("What is 10 minus 3?", fact("7|seven")),
-        Question("How many hours are in a day?", fact("24|twenty-four")),
-        Question("What color is grass?", fact("green")),
-        Question("What is the opposite of day?", fact("night")),
-        Question('Translate "good morning" into Spanish.', fact("buenos d[ií]as|buen d[ií]a")),
-        Question("Who painted the Mona Lisa?", fact("Leonardo|Vinci")),
-        Question("What do bees make?", fact("honey")),
-        Question("What is frozen water called?", fact("ice")),
-        Question("List four animals that live on a farm.", names(_FARM_ANIMALS, 4)),
-        Question("Write a haiku about the rain.", writing(_RAIN, 60)),
-        Question("Write a Python function that returns the larger of two numbers.", code(_LARGER)),
-    ],
-}
-
-CONTINUED: Sequence[str] = (  # texts to continue without a chat: none of them may become a loop
-    "Once upon a time",
-    "The capital of France is",
-    "The three primary colors are",
-    "Call me Ishmael.",
-    "def fibonacci(n):",
-    "Dear Sir or Madam,",
-    "To make a good cup of tea,",
-    "The history of Rome began",
-)
+QUESTIONS: Sequence[Question] = [
+    Question("What is the capital of France?", fact("Paris")),
+    Question("What is 2 + 2?", fact("4|four")),
+    Question("How many days are in a week?", fact("7|seven")),
+    Question("What color is the sky on a clear day?", fact("blue")),
+    Question("What is the opposite of hot?", fact("cold|cool")),
+    Question('What is the opposite of "big"?', fact("small|little|tiny")),
+    Question('How do you say "hello" in Spanish?', fact("hola")),
+    Question('Translate "thank you" into French.', fact("merci")),
+    Question("Who wrote Romeo and Juliet?", fact("Shakespeare")),
+    Question("What is the largest planet in the solar system?", fact("Jupiter")),
+    Question("How many legs does a spider have?", fact("8|eight")),
+    Question("What is the chemical formula of water?", fact("H2O|H₂O")),
+    Question("What is the boiling point of water in degrees Celsius?", fact("100")),
+    Question("Which ocean is the largest?", fact("Pacific")),
+    Question("How many months are in a year?", fact("12|twelve")),
+    Question("What is the first month of the year?", fact("January")),
+    Question("Which animal says meow?", fact("cats?|kittens?")),
+    Question("Who was the first person to walk on the Moon?", fact("Armstrong")),
+    Question("What language do people speak in Brazil?", fact("Portuguese")),
+    Question("Name the three primary colors.", all_of("red", "blue", "yellow|green")),
+    Question("List five fruits.", names(_FRUITS, 5)),
+    Question("Write a haiku about autumn.", writing(_AUTUMN, 60)),
+    Question("Write two sentences about a cat.", writing("cats?|kittens?|feline", 120)),
+    Question("Write a Python function that adds two numbers.", code(_SUM)),
+]

@@ -1,4 +1,4 @@
-"""`check_gpu`'s section on attention: values beside the CPU's reference, and bits that depend on no chunk."""
+"""`check_gpu`'s section on attention: values beside the CPU's reference, and the same bits for every chunk."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from infer.quantization.kv_layout import LayerCache, Pages
 TOLERANCE = 1e-4  # of values about 1
 PAGE_TOKENS = 64
 SHAPES = [(32, 8, 64), (16, 8, 128), (9, 3, 64), (8, 4, 256), (12, 1, 96)]
-APART = (0, 2)  # a kv type takes two shapes so far apart: to compile all would take a minute
+APART = (0, 2)  # each KV type takes two of the shapes: compiling all would take a minute
 
 
 def make_heads(num_heads: int, kv_heads: int, dim: int, positions: int, device: torch.device) -> Heads:
@@ -27,7 +27,7 @@ def make_heads(num_heads: int, kv_heads: int, dim: int, positions: int, device: 
 
 
 def make_layer(heads: Heads, capacity: int, kv_type: str, device: torch.device, window: int, sinks: int) -> LayerCache:
-    """One row, every byte of whose pages is NaN."""
+    """Return the cache of one row. Every byte of its pages is 0xFF, so that unwritten values are NaN."""
     count = -(-capacity // PAGE_TOKENS)
     zeros, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int64, device=device)
     pages = Pages(
@@ -52,7 +52,7 @@ def attend(qkv: Tensor, heads: Heads, layer: LayerCache, sizes: Sequence[int], o
 
 
 def check_attention(device: torch.device, is_tiny: bool) -> Iterator[dict[str, Any]]:
-    """Values of every kv type and shape, with and without a window, then trials of other chunks."""
+    """Check the values of every KV type and shape, with and without a window, then the bits of other chunks."""
     length, trials, shapes = (18, 1, [(2, 1, 32)]) if is_tiny else (600, 100, SHAPES)
     generator, host = random.Random(0), torch.device("cpu")
     for index, kv_type in enumerate(KV_TYPES):

@@ -1,6 +1,4 @@
-"""Models of random weights in known shapes, and what they are asked on a device: the same bits on every path, tokens a
-second. No file, no tokenizer: a runner and token ids.
-"""
+"""`check_gpu`'s sections on models of random weights: the same bits on every path, and tokens per second."""
 
 import random
 import statistics
@@ -10,7 +8,6 @@ from typing import Any
 
 import torch
 
-from gpu_weights import make_weight
 from infer import ops
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
@@ -22,6 +19,7 @@ from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling_params import SamplingParams
+from random_weights import make_weight
 
 _LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -72,7 +70,7 @@ def columns_of(model: Transformer, rows: int, **params: Any) -> SamplingColumns:
 def sampling_of(
     model: Transformer, prompts: Sequence[Sequence[int]], count: int, **params: Any
 ) -> tuple[SamplingColumns, History | None]:
-    """Columns, and for penalties a history with room for `count` tokens after each prompt."""
+    """Return columns, and for penalties a history with room for `count` tokens after each prompt."""
     columns = columns_of(model, len(prompts), **params)
     if not columns.has_penalty:
         return columns, None
@@ -91,7 +89,7 @@ def random_ids(count: int, seed: int, vocab_size: int) -> list[int]:
 def generated(
     runner: Runner, prompts: Sequence[Sequence[int]], count: int, steps: int, **params: Any
 ) -> list[list[int]]:
-    """`count` tokens after each prompt, so many steps without a return."""
+    """Return `count` tokens after each prompt, with `steps` steps without a return to Python."""
     columns, history = sampling_of(runner.model, prompts, count, **params)
     found = [list[int]() for _ in prompts]
     for slot, prompt in enumerate(prompts):
@@ -115,8 +113,7 @@ def generated(
 
 
 def verified(runner: Runner, prompt: Sequence[int], expected: Sequence[int], **params: Any) -> list[int]:
-    """As many tokens as are expected after the prompt, with up to three drafts a step: every fifth token is drafted
-    wrong."""
+    """Return the tokens after the prompt with up to three drafts per step. Every fifth token is drafted wrong."""
     vocab_size, found, last = runner.model.architecture.vocab_size, list[int](), prompt[-1]
     columns, history = sampling_of(runner.model, [prompt], len(expected), **params)
     runner.extend(0, prompt[:-1])
@@ -134,7 +131,7 @@ def verified(runner: Runner, prompt: Sequence[int], expected: Sequence[int], **p
 def check_paths(
     device: torch.device, is_tiny: bool, types: Sequence[str] = ("Q4_0", "Q8_0", "Q6_K", "BF16")
 ) -> Iterator[dict[str, Any]]:
-    """Graphs, several steps without a return, company and drafts change no token: all are what ops say one by one."""
+    """Check that graphs, several steps without a return, company and drafts change no token of eager single steps."""
     shape, count, lengths = ("tiny", 3, (2, 3)) if is_tiny else ("two layers", 96, (3, 40, 300, 7))
     context, vocab_size = SHAPES[shape]["max_position_embeddings"], SHAPES[shape]["vocab_size"]
     penalties = {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.4}
@@ -153,7 +150,7 @@ def check_paths(
 def every_path(
     model: Transformer, context: int, prompts: Sequence[Sequence[int]], expected: Sequence[int], **params: Any
 ) -> Iterator[tuple[str, list[int]]]:
-    """What each path generates after the first prompt."""
+    """Yield each path with the tokens that it generates after the first prompt."""
     alone, count = prompts[:1], len(expected)
     yield "graphs", generated(make_runner(model, 1, context), alone, count, 1, **params)[0]
     yield "several steps", generated(make_runner(model, 1, context), alone, count, STEPS, **params)[0]
@@ -162,7 +159,7 @@ def every_path(
 
 
 def time_model(model: Transformer, name: str, rows: int, context: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Tokens a second of decoding after prompts of 16, greedy, and of reading a prompt of 512: medians."""
+    """Return the median tokens per second of greedy decoding after 16 tokens, and of reading a prompt of 512."""
     decode, prefill = [], []
     for _ in range(rounds + 1):
         runner = make_runner(model, rows, context)
@@ -203,8 +200,7 @@ def time_models(device: torch.device, is_tiny: bool) -> Iterator[dict[str, Any]]
 
 
 def time_many(model: Transformer, num_requests: int, context: int) -> dict[str, Any]:
-    """nano-vllm's bench: prompts and answers of 100 to 1,024 random tokens each, 64 at a time; generated tokens a
-    second."""
+    """Run nano-vllm's benchmark: prompts and answers of 100 to 1,024 random tokens each, 64 at the same time."""
     generator = random.Random(0)
     sizes = [(generator.randint(100, 1024), generator.randint(100, 1024)) for _ in range(num_requests)]
     rows = min(64, num_requests)

@@ -7,7 +7,7 @@ which the same device copies memory.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,29 +18,11 @@ from infer.backends.cuda.activations import quantized
 from infer.backends.cuda.layouts import LAYOUTS
 from infer.backends.reference import dense
 from infer.operands.weights import Norm, Projection, StoredWeight
-from infer.quantization.ggml_types import BLOCK_TYPES
+from random_weights import make_weight
 
 TOLERANCE = 1e-5  # of the largest value
 CACHE_BYTES = 1 << 28
 FAST = ("Q8_0", "Q4_1", "Q6_K", "IQ4_NL")  # types that are multiplied with one plane, too
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_HALVES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}  # f16 fields of a block; others begin so
-
-
-def make_weight(type_: str, rows: int, columns: int, seed: int = 0) -> StoredWeight:
-    """Random bits, scales and minima between ± 0.01."""
-    generator = torch.Generator().manual_seed(seed)
-    if type_ in _FLOATS:
-        return StoredWeight(type_, (rows, columns), torch.randn(rows, columns, generator=generator).to(_FLOATS[type_]))
-    kind, layout = BLOCK_TYPES[type_], LAYOUTS[type_]
-    blocks = torch.randint(0, 256, (rows * columns // kind.block_size, kind.block_bytes), generator=generator)
-    blocks = blocks.to(torch.uint8)
-    for at in _HALVES_AT.get(type_, (0, 2) if layout.has_minimum else (0,)):
-        halves = (torch.rand(len(blocks), 1, generator=generator) * 0.02 - 0.01).half()
-        blocks[:, at : at + 2] = halves.view(torch.uint8)
-    if type_ == "MXFP4":
-        blocks[:, 0] = blocks[:, 0] % 8 + 118
-    return StoredWeight(type_, (rows, columns), blocks.reshape(rows, -1))
 
 
 def make_activations(tokens: int, columns: int, seed: int, device: torch.device) -> Tensor:
@@ -48,7 +30,7 @@ def make_activations(tokens: int, columns: int, seed: int, device: torch.device)
 
 
 def meant(x: Tensor, weight: StoredWeight, planes: int) -> Tensor:
-    """float64 values of the activations that the matrix is multiplied with."""
+    """Return the float64 values of the activations that the matrix is multiplied with."""
     if LAYOUTS[weight.type].is_float:
         return x.double()
     codes, scales, _ = quantized(x, None, planes)
@@ -58,7 +40,7 @@ def meant(x: Tensor, weight: StoredWeight, planes: int) -> Tensor:
 
 
 def check_values(device: torch.device, rows: int, columns: int, token_counts: list[int]) -> Iterator[dict[str, Any]]:
-    """The largest error of each type, precision and number of tokens, over the largest value."""
+    """Yield the largest error of each type, precision and number of tokens, relative to the largest value."""
     for type_ in LAYOUTS:
         weight = make_weight(type_, rows, columns)
         table = cuda.prepare(Projection((weight,)), device).parts[0]
@@ -81,7 +63,7 @@ def check_values(device: torch.device, rows: int, columns: int, token_counts: li
 def check_invariance(
     device: torch.device, rows: int, columns: int, most_tokens: int, trials: int
 ) -> Iterator[dict[str, Any]]:
-    """For each type: in how many trials a token's bits depended on the tokens beside it."""
+    """Yield for each type the number of trials in which a token's bits depended on the tokens beside it."""
     generator, norm = random.Random(0), Norm(torch.ones(columns, device=device), 1e-5)
     for type_ in LAYOUTS:
         gate_up = Projection(tuple(make_weight(type_, rows, columns, seed) for seed in (1, 2)))
@@ -98,14 +80,14 @@ def check_invariance(
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes a second that the device reads and writes when it copies memory."""
+    """Return the bytes per second that the device reads and writes when it copies memory."""
     source = torch.zeros(CACHE_BYTES, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     return 2 * 4 * CACHE_BYTES / (_replayed(lambda: target.copy_(source), 1) * 1e-6)
 
 
 def time_products(device: torch.device, rows: int, columns: int, token_counts: list[int]) -> Iterator[dict[str, Any]]:
-    """Microseconds of a product with its quantisation, and its weights' bytes a second over those of a copy."""
+    """Yield the microseconds of a product with its quantisation, and its bandwidth relative to a copy's."""
     rate = copy_rate(device)
     for type_ in LAYOUTS:
         weight = make_weight(type_, rows, columns)
@@ -124,19 +106,28 @@ def time_products(device: torch.device, rows: int, columns: int, token_counts: l
             yield {"type": type_, "tokens": tokens, "microseconds": microseconds, "share_of_copy_rate": share}
 
 
-def _replayed(launch: Any, count: int) -> float:
-    """Microseconds of one of `count` launches in a graph, the least of ten replays."""
-    launch()
+def captured(launch: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    for _ in range(3):
+        launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
-    times = []
-    for _ in range(10):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / count)
-    return min(times)
+    return graph
+
+
+def microseconds(launches: Sequence[Callable[[], Any]]) -> float:
+    """Return the microseconds per launch, of launches one after another between two events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for launch in launches:
+        launch()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000 / len(launches)
+
+
+def _replayed(launch: Callable[[], Any], count: int) -> float:
+    """Return the microseconds of one of `count` launches in a graph, the least of ten replays."""
+    graph = captured(launch)
+    return min(microseconds([graph.replay]) for _ in range(10)) / count

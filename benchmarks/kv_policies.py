@@ -1,54 +1,35 @@
-"""What each way of forgetting costs: needles found at ten depths, and perplexity on the last tokens of a long text.
+"""Measure the cost of forgetting: needles found at ten depths, and perplexity on the last tokens of a long text.
 
     python benchmarks/kv_policies.py                              SmolLM2: about a quarter of an hour alone
     python benchmarks/kv_policies.py --budgets 1024 --needles 10 --only needles
     python benchmarks/kv_policies.py --only stability             four times the context that the model was made for
 
-Every policy sees the same prompts. A needle counts as found if the greedy answer holds its number; `of full` counts
-only those that the whole cache finds. Reports go to benchmarks/reports/.
+Every policy sees the same prompts. A needle counts as found if the greedy answer has its number; `of full` counts only
+the needles that the whole cache finds.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
-from command_line import REPORTS, make_parser
+from harness import make_parser, write_report
 from infer import LLM, ops
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.llm import set_num_threads
 from infer.operands.step import Chunk
 from infer.runner.runner import Runner
-from machine import write_report
 from needles import make_needles, reference_text
 
 POLICIES = ("sliding", "snapkv")
 DEPTHS = [(2 * index + 1) / 20 for index in range(10)]
 ANSWER_TOKENS = 8
 STEP = 1024  # tokens of text per figure of stability
+CHUNK = 64  # tokens whose logits are held at the same time
 
-
-@dataclass(frozen=True)
-class Recall:
-    policy: str
-    budget: int | None
-    found: list[bool]
-    of_full: float  # of those that the whole cache finds
-
-
-@dataclass(frozen=True)
-class Tail:
-    policy: str
-    budget: int | None
-    num_tokens: int
-    perplexity: float
-
-
-def settings(budgets: Sequence[int], longest: int) -> list[tuple[str, int | None]]:
-    """The whole cache first: the others are compared with it."""
-    return [("none", None), *((policy, budget) for policy in POLICIES for budget in budgets if budget < longest)]
+Row = dict[str, Any]
 
 
 def make_context(llm: LLM, policy: str, budget: int | None) -> Runner:
@@ -57,14 +38,15 @@ def make_context(llm: LLM, policy: str, budget: int | None) -> Runner:
 
 
 class Policies:
-    """A prompt behind every policy. Those that see all of it share what reading it made: the whole cache's."""
+    """A prompt in the cache of every policy. Policies that see all of it copy what the whole cache has read."""
 
     def __init__(self, llm: LLM, budgets: Sequence[int], longest: int) -> None:
-        self.all = settings(budgets, longest)
+        forgetting = [(policy, budget) for policy in POLICIES for budget in budgets if budget < longest]
+        self.all: list[tuple[str, int | None]] = [("none", None), *forgetting]
         self._contexts = [make_context(llm, *each) for each in self.all]
 
     def read(self, token_ids: Sequence[int]) -> list[Runner]:
-        """A context for each, that of the whole cache last: none of them may change it."""
+        """Return a context per policy, the whole cache first."""
         whole, *others = self._contexts
         whole.truncate(0, 0)
         whole.extend(0, token_ids)
@@ -77,10 +59,7 @@ class Policies:
         return self._contexts
 
 
-# Needles
-
-
-def measure_recall(name: str, budgets: Sequence[int], num_tokens: int, per_depth: int) -> list[Recall]:
+def measure_recall(name: str, budgets: Sequence[int], num_tokens: int, per_depth: int) -> Iterator[Row]:
     llm = LLM(name, max_seq_len=num_tokens + ANSWER_TOKENS)
     policies = Policies(llm, budgets, num_tokens)
     answers: list[list[bool]] = [[] for _ in policies.all]
@@ -88,17 +67,16 @@ def measure_recall(name: str, budgets: Sequence[int], num_tokens: int, per_depth
         for found, context in zip(answers, policies.read(needle.token_ids[:-1]), strict=True):
             said = greedy_answer(context, needle.token_ids, ANSWER_TOKENS)
             found.append(needle.answer in llm.tokenizer.decode(said))
-        print(f"depth {needle.depth:.2f}: " + " ".join(str(int(found[-1])) for found in answers), flush=True)
-    recalls = []
     for (policy, budget), found in zip(policies.all, answers, strict=True):
         kept = [mine for mine, whole in zip(found, answers[0], strict=True) if whole]
-        recalls.append(Recall(policy, budget, found, sum(kept) / max(1, len(kept))))
-    return recalls
+        by_depth = [sum(found[index :: len(DEPTHS)]) for index in range(len(DEPTHS))]
+        of_full = round(sum(kept) / max(1, len(kept)), 3)
+        yield {"policy": policy, "budget": budget, "found": sum(found), "of_full": of_full, "by_depth": by_depth}
 
 
 @torch.inference_mode()
 def greedy_answer(context: Runner, prompt: list[int], count: int) -> list[int]:
-    """What follows a prompt that is read but for its last token."""
+    """Return the tokens after a prompt of which all but the last token are read."""
     made = prompt[-1:]
     with ops.backend_of(torch.device("cpu")).threads():
         while len(made) <= count:
@@ -111,54 +89,51 @@ def greedy_answer(context: Runner, prompt: list[int], count: int) -> list[int]:
     return made[1:]
 
 
-def recall_lines(found: Sequence[Recall]) -> Iterator[str]:
-    yield "| policy | budget | needles found | of full | by depth, start to end |"
-    yield "|---|---|---|---|---|"
-    for each in found:
-        by_depth = [each.found[index :: len(DEPTHS)] for index in range(len(DEPTHS))]
-        rates = " ".join(f"{sum(answers) / len(answers):.0%}" for answers in by_depth)
-        rate = sum(each.found) / len(each.found)
-        yield f"| {each.policy} | {each.budget or '–'} | {rate:.0%} | {each.of_full:.0%} | {rates} |"
-
-
-# Perplexity
-
-
-def measure_tails(name: str, budgets: Sequence[int], num_tokens: int, num_last: int) -> list[Tail]:
-    """Of the last tokens of a text, behind a prompt of the others."""
+def measure_tails(name: str, budgets: Sequence[int], num_tokens: int, num_last: int) -> Iterator[Row]:
+    """Yield the perplexity of the last tokens of a text, after the other tokens as a prompt."""
     llm = LLM(name, max_seq_len=num_tokens)
     policies, num_known = Policies(llm, budgets, num_tokens), num_tokens - num_last
     token_ids = llm.tokenizer.encode(reference_text())[:num_tokens]
-    found = []
     for (policy, budget), context in zip(policies.all, policies.read(token_ids[: num_known - 1]), strict=True):
         context.after_prompt(0, token_ids[: num_known - 1])
-        scored = context.score(0, token_ids[num_known - 1 :], 0, llm.architecture.vocab_size)
-        found.append(Tail(policy, budget, num_tokens, _perplexity_of([each.logprob for each in scored])))
-        print(f"{policy} {budget or ''}: perplexity {found[-1].perplexity:.3f} on the last {num_last}", flush=True)
+        yield {"policy": policy, "budget": budget, "perplexity": perplexity(score(context, token_ids[num_known - 1 :]))}
+
+
+@torch.inference_mode()
+def score(context: CachedRunner, token_ids: Sequence[int]) -> list[float]:
+    """Read tokens, and return the log-probability of each but the first."""
+    found = list[float]()
+    with ops.backend_of(torch.device("cpu")).threads():
+        for start in range(0, len(token_ids), CHUNK):
+            chunk, following = token_ids[start : start + CHUNK], token_ids[start + 1 : start + CHUNK + 1]
+            context.reserve(0, len(chunk))
+            logs = context.forward([Chunk(0, list(chunk), num_drafts=len(chunk) - 1)]).log_softmax(-1)
+            context.commit(0, len(chunk))
+            found += [float(row[token_id]) for row, token_id in zip(logs, following, strict=False)]
     return found
 
 
-def _perplexity_of(logprobs: Sequence[float]) -> float:
-    return math.exp(-sum(logprobs) / len(logprobs))
+def perplexity(logprobs: Sequence[float]) -> float:
+    return round(math.exp(-sum(logprobs) / len(logprobs)), 3)
 
 
-def measure_stability(name: str, budget: int, num_tokens: int) -> list[Tail]:
-    """Perplexity of stretch after stretch of one text with `sliding`, far behind the context of the training."""
+def measure_stability(name: str, budget: int, num_tokens: int) -> Iterator[Row]:
+    """Yield the perplexity of stretch after stretch of one text with `sliding`, far beyond the training's context."""
     options = {"eviction_policy": "sliding", "eviction_window": budget, "protected_prefix": 4}
     llm = LLM(name, max_seq_len=num_tokens, **options)
     logprobs = llm.prompt_logprobs(llm.tokenizer.encode(reference_text())[:num_tokens])
-    found = []
     for start in range(0, num_tokens, STEP):
         stretch = [each.logprob for each in logprobs[start : start + STEP] if each is not None]
-        found.append(Tail("sliding", budget, start + STEP, _perplexity_of(stretch)))
+        yield {"policy": "sliding", "budget": budget, "up_to": start + STEP, "perplexity": perplexity(stretch)}
+
+
+def shown(rows: Iterator[Row]) -> list[Row]:
+    """Print each row as it is measured, and return all rows."""
+    found = []
+    for row in rows:
+        found.append(row)
+        print(", ".join(f"{name} {value}" for name, value in row.items() if value is not None), flush=True)
     return found
-
-
-def tail_lines(found: Sequence[Tail], what: str) -> Iterator[str]:
-    yield f"| policy | budget | {what} | perplexity |"
-    yield "|---|---|---|---|"
-    for each in found:
-        yield f"| {each.policy} | {each.budget or '–'} | {each.num_tokens} | {each.perplexity:.3f} |"
 
 
 def main() -> None:
@@ -167,26 +142,18 @@ def main() -> None:
     parser.add_argument("--only", choices=("needles", "tails", "stability"))
     parser.add_argument("--length", type=int, default=4096, help="tokens of each prompt")
     parser.add_argument("--needles", type=int, default=2, help="at each depth")
-    parser.add_argument("--last", type=int, default=512, help="tokens that a tail's perplexity is of")
+    parser.add_argument("--last", type=int, default=512, help="tokens of which a tail's perplexity is measured")
     parser.add_argument("--stable-length", type=int, default=32_768, help="tokens of the text that slides")
-    arguments = parser.parse_args()
-    set_num_threads(arguments.threads)
-    recalls, tails, stable = list[Recall](), list[Tail](), list[Tail]()
-    if arguments.only in (None, "needles"):
-        recalls = measure_recall(arguments.model, arguments.budgets, arguments.length, arguments.needles)
-        print("\n".join(recall_lines(recalls)), flush=True)
-    if arguments.only in (None, "tails"):
-        tails = measure_tails(arguments.model, arguments.budgets, arguments.length, arguments.last)
-        print("\n".join(tail_lines(tails, "tokens")), flush=True)
-    if arguments.only in (None, "stability"):
-        stable = measure_stability(arguments.model, max(arguments.budgets), arguments.stable_length)
-        print("\n".join(tail_lines(stable, "up to token")), flush=True)
-    results = {
-        "needles": [asdict(each) for each in recalls],
-        "tails": [asdict(each) for each in tails],
-        "stability": [asdict(each) for each in stable],
+    options = parser.parse_args()
+    set_num_threads(options.threads)
+    name, budgets, length = options.model, options.budgets, options.length
+    measures = {
+        "needles": lambda: measure_recall(name, budgets, length, options.needles),
+        "tails": lambda: measure_tails(name, budgets, length, options.last),
+        "stability": lambda: measure_stability(name, max(budgets), options.stable_length),
     }
-    write_report(REPORTS, "kv-policies", vars(arguments), results)
+    results = {kind: shown(make()) for kind, make in measures.items() if options.only in (None, kind)}
+    write_report(options, **results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A number hidden in a long text and the question for it: what a cache that forgets is asked ("needle in a haystack").
+"""Hide a number in a long text and ask for it ("needle in a haystack"): a test of caches that forget.
 
 The text is the language reference that every CPython carries as `pydoc_data.topics`: 100,000 tokens of prose and code.
 """
@@ -17,18 +17,18 @@ CITIES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tbilisi", "Perth", "Oslo", "Li
 class Needle:
     """`token_ids` end where the answer begins."""
 
-    depth: float  # where the sentence stands: 0 the start of the text, 1 its end
+    depth: float  # place of the sentence: 0 is the start of the text, 1 its end
     token_ids: list[int]
     answer: str
 
 
 def reference_text() -> str:
-    """Topic after topic, in the order of their names."""
+    """Return topic after topic, in the order of their names."""
     return "\n\n".join(" ".join(str(topics[name]).split()) for name in sorted(topics))
 
 
 def make_needles(tokenizer: Tokenizer, num_tokens: int, depths: Sequence[float], *, seed: int = 0) -> list[Needle]:
-    """A prompt of `num_tokens` for each depth: another stretch of the text, another city, another number."""
+    """Return a prompt of `num_tokens` for each depth: another stretch of the text, another city, another number."""
     source = random.Random(seed)
     text, first = tokenizer.encode(reference_text(), add_special_tokens=False), tokenizer.encode("")
     needles = []

@@ -1,4 +1,4 @@
-"""What bench_paths asks: conversations as people have them, from answers that repeat nothing to ones that copy."""
+"""Conversations that bench_paths asks, from answers that repeat nothing to answers that copy."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ LETTER = """From: Maria Lindqvist <maria.lindqvist@example.com>
 Dear team, I would like to book the seminar room on the second floor for 17 people on 23 October, from 9:30 to 12:00. \
 We need a projector, a whiteboard and coffee. My telephone number is +46 8 555 1234. Kind regards, Maria Lindqvist"""
 
-BOOKING = {
+BOOKING: dict[str, Any] = {
     "type": "object",
     "properties": {
         "sender_name": {"type": "string", "maxLength": 40},
@@ -40,18 +40,9 @@ BOOKING = {
         "needs_coffee": {"type": "boolean"},
         "equipment": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 4},
     },
-    "required": [
-        "sender_name",
-        "sender_email",
-        "telephone_number",
-        "number_of_people",
-        "date_of_the_booking",
-        "needs_a_projector",
-        "needs_coffee",
-        "equipment",
-    ],
     "additionalProperties": False,
 }
+BOOKING["required"] = list(BOOKING["properties"])
 
 SYSTEM = "You are a helpful assistant."
 

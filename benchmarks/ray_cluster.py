@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine, which programs join. Its processes are known by the folder that they log into."""
+"""A Ray cluster of this machine, which programs join. The folder of its logs identifies its processes."""
 
 import os
 import re
@@ -26,23 +26,23 @@ _ENVIRONMENT = {
 
 
 def environment_of(folder: Path, address: str | None = None) -> dict[str, str]:
-    """Of programs that start a cluster, or that join it. Quick to count what is asked of it."""
+    """Return the environment of programs that start a cluster, or that join it. Metrics are pushed often."""
     joined = {} if address is None else {"RAY_ADDRESS": address}
     return {**os.environ, **_ENVIRONMENT, "RAY_TMPDIR": str(folder), **joined}
 
 
 @final
 class RayCluster(NamedTuple):
-    """Its name is short: sockets lie in the folder."""
+    """A cluster by its folder. The folder's name is short, because sockets are in it."""
 
     folder: Path
 
     def processes(self, name: str = "") -> list[int]:
-        """Whose command line begins so."""
+        """Return the processes whose command line begins with a name."""
         return [number for number, words in self._commands() if words.startswith(name)]
 
     def address(self) -> str:
-        """For programs that join it."""
+        """Return the address for programs that join the cluster."""
         found = (re.search(r"--gcs[-_]address=([\d.]+:\d+)", words) for _, words in self._commands())
         return next(match[1] for match in found if match)
 
@@ -65,7 +65,7 @@ class RayCluster(NamedTuple):
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Raises TimeoutError."""
+    """Raise TimeoutError if the condition stays false."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > deadline:
@@ -75,19 +75,12 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 @contextmanager
 def running_cluster(num_cpus: int) -> Iterator[RayCluster]:
-    """Nothing of it runs afterwards."""
+    """Run a cluster, of which no process is left afterwards."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as name:
         cluster = RayCluster(Path(name))
-        command = [
-            sys.executable,
-            "-m",
-            "ray.scripts.scripts",
-            "start",
-            "--head",
-            "--include-dashboard=false",
-            "--port=0",
-        ]
-        command += [f"--num-cpus={num_cpus}", f"--temp-dir={name}", f"--object-store-memory={_OBJECT_STORE_BYTES}"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--include-dashboard=false"]
+        command += ["--port=0", f"--num-cpus={num_cpus}", f"--temp-dir={name}"]
+        command += [f"--object-store-memory={_OBJECT_STORE_BYTES}"]
         try:
             subprocess.run(command, env=environment_of(cluster.folder), check=True, capture_output=True)
             yield cluster

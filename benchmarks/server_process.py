@@ -1,12 +1,10 @@
-"""A server that bench_server starts: what it takes of the machine, from /proc."""
+"""A server in a process of its own, and what it takes of the machine, from /proc."""
 
 import http.client
 import json
-import os
 import resource
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -21,7 +19,7 @@ START_SECONDS = 120.0
 
 
 class ServerError(Exception):
-    """It did not start."""
+    """A server did not start."""
 
 
 @dataclass
@@ -36,7 +34,7 @@ class ServerProcess:
             return response.read().decode()
 
     def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
-        """Its lines can be read as they come."""
+        """Return a response whose lines can be read as they arrive."""
         content, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
         asked = urllib.request.Request(f"http://{HOST}:{self.port}{path}", content, headers)
         found: http.client.HTTPResponse = urllib.request.urlopen(asked, timeout=60)
@@ -45,19 +43,6 @@ class ServerProcess:
     def oldest_child(self) -> int:
         return min(children(self.process.pid))
 
-    def metric(self, name: str) -> float:
-        """Of /metrics, summed over labels."""
-        lines = [line for line in self.get("/metrics").splitlines() if line.partition("{")[0].split()[0] == name]
-        return sum(float(line.split()[-1]) for line in lines)
-
-    def cpu_seconds(self) -> float:
-        """Of it and its children."""
-        ticks = 0
-        for pid in _family(self.process.pid):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
-
     def resident_bytes(self) -> int:
         pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in _family(self.process.pid)]
         return sum(pages) * resource.getpagesize()
@@ -65,7 +50,7 @@ class ServerProcess:
 
 @contextmanager
 def running(command: list[str], log: Path) -> Iterator[ServerProcess]:
-    """`command` with a free port put for PORT. Raises ServerError."""
+    """Run a command, with a free port in place of PORT. Raise ServerError if it does not answer."""
     with socket.socket() as free:
         free.bind((HOST, 0))
         port = free.getsockname()[1]
@@ -81,21 +66,6 @@ def running(command: list[str], log: Path) -> Iterator[ServerProcess]:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-def infer_command(path: Path, threads: int, context: int, slots: int, *options: str) -> list[str]:
-    return [
-        sys.executable, "-m", "infer", "serve", "--port", "PORT", "--model", str(path), "--threads", str(threads),
-        "--max-seq-len", str(context), "--slots", str(slots), *options,
-    ]  # fmt: skip
-
-
-def llama_command(program: str, path: Path, threads: int, context: int, slots: int) -> list[str]:
-    """One cache that its slots share, as ours: `context` for the longest, and 1,536 tokens for each slot."""
-    return [
-        program, "--port", "PORT", "--model", str(path), "--threads", str(threads), "--threads-batch", str(threads),
-        "--parallel", str(slots), "--ctx-size", str(context + slots * 1536), "--kv-unified",
-    ]  # fmt: skip
 
 
 def _await(server: ServerProcess, log: Path) -> None:
@@ -117,7 +87,7 @@ def _await(server: ServerProcess, log: Path) -> None:
 
 
 def _family(pid: int) -> list[int]:
-    """It and its children, whichever of its threads started them."""
+    """Return a process and all that descend from it."""
     return [pid, *(each for child in children(pid) for each in _family(child))]
 
 

@@ -1,4 +1,4 @@
-"""Claims about `check_gpu --all`: a section that fails is reported, and the next one begins."""
+"""Claims about `check_gpu`: a section that fails is reported, and the next one begins."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-import gpu_all
+import check_gpu
 
 
 def test_sections_that_fail_or_run_out_of_time_are_reported_with_what_they_found(
@@ -32,10 +32,10 @@ def test_sections_that_fail_or_run_out_of_time_are_reported_with_what_they_found
         return CompletedProcess(command, 0, right, b"")
 
     monkeypatch.setattr(subprocess, "run", run)
-    reports = {report.pop("section"): report for report in gpu_all.run_all(torch.device("cpu"), is_tiny=True)}
-    assert list(reports) == list(gpu_all.SECTIONS)
-    assert set(asked) == gpu_all.SECTIONS.keys() - {"models, sanitized"}
-    timings = [name for name in gpu_all.SECTIONS if gpu_all.is_timing(name)]
+    reports = {report.pop("section"): report for report in check_gpu.run_all(torch.device("cpu"), is_tiny=True)}
+    assert list(reports) == list(check_gpu.SECTIONS)
+    assert set(asked) == check_gpu.SECTIONS.keys() - {"models, sanitized"}
+    timings = [name for name in check_gpu.SECTIONS if check_gpu.is_timing(name)]
     assert asked[-len(timings) :] == timings
     assert reports["attention"]["trouble"] == "ended with 7: CUDA error: misaligned address"
     assert reports["attention"]["wrong"] == 1

@@ -10,7 +10,7 @@ import pytest
 from infer.distributed.router import RoutedPrompt, Router, text_keys
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from router_trace import by_routers, replica_names, simulate
+from bench_router import by_routers, replica_names, simulate
 
 NAMES = replica_names(8)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from infer.cli.model import Model, OnProgress
+import infer
 from infer.cli.permalink import Permalink, body_of
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace
@@ -47,7 +47,7 @@ class Statistics:
 class Opened(NamedTuple):
     """A model and its default parameters."""
 
-    model: Model
+    model: "infer.LLM"
     params: SamplingParams
 
 
@@ -67,7 +67,7 @@ class ChatSession:
 
     def __init__(
         self,
-        model: Model,
+        model: "infer.LLM",
         name: str,
         params: SamplingParams,
         *,
@@ -148,7 +148,7 @@ class ChatSession:
         on_text: Callable[[str], None],
         *,
         params: SamplingParams | None = None,
-        on_prefill: OnProgress | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> GenerationResult:
         """Answer these messages, which become the conversation. The text goes to `on_text` while it is generated.

@@ -231,8 +231,8 @@ def _save(session: ChatSession, argument: str) -> str:
 
 def _load(session: ChatSession, argument: str) -> str:
     session.load(_path(argument, "/load"))
-    asked = [index for index, message in enumerate(session.messages) if message["role"] == "user"]
-    last = session.messages[asked[-TURNS_AFTER_LOAD:][0] :] if asked else []
+    asked = session.question_indices()[-TURNS_AFTER_LOAD:]
+    last = session.messages[asked[0] :] if asked else []
     reminder = [shortened(" ".join(_shown(message).split())[: 2 * SHORT], SHORT) for message in last]
     return "\n".join([f"(loaded {len(session.messages)} messages from {argument})", *reminder])
 

@@ -97,8 +97,7 @@ class ChatSession:
 
     def undo(self) -> bool:
         """Forget the last question and its answer. Return False if there is none."""
-        asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
-        if asked:
+        if asked := self.question_indices():
             self.messages = self.messages[: asked[-1]]
         return bool(asked)
 
@@ -137,10 +136,12 @@ class ChatSession:
 
     def last_question(self) -> Messages:
         """Return the messages that ask the last question again. Raises InvalidRequestError if nothing was asked."""
-        asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
-        if not asked:
+        if not (asked := self.question_indices()):
             raise InvalidRequestError("there is no question to answer again")
         return self.messages[: asked[-1] + 1]
+
+    def question_indices(self) -> list[int]:
+        return [index for index, message in enumerate(self.messages) if message["role"] == "user"]
 
     def ask(
         self,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import click
 
 from infer.cli.option_fields import argument, option
-from infer.cli.option_files import MAX_PROMPT_BYTES, MAX_PROMPTS_BYTES, decode, is_stdin_taken, read_text
+from infer.cli.option_files import MAX_PROMPT_BYTES, MAX_PROMPTS_BYTES, is_stdin_taken, read_stdin, read_text
 from infer.errors import InvalidRequestError
 from infer.sampling_params import ALIASES
 
@@ -133,10 +133,7 @@ def _piped_text(*, is_needed: bool, quiet: bool) -> str | None:
         return ""
     if stat.S_ISFIFO(mode) and not quiet and not select.select([descriptor], [], [], HINT_SECONDS)[0]:
         print("infer: reading the prompt from stdin, a pipe (< /dev/null leaves it out)", file=sys.stderr)
-    content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-    if len(content) > MAX_PROMPT_BYTES:
-        raise InvalidRequestError(f"the text on stdin is too long: {MAX_PROMPT_BYTES >> 20} MiB at most")
-    return decode(content, "the text on stdin").removesuffix("\n").removesuffix("\r")
+    return read_stdin("the text on stdin", MAX_PROMPT_BYTES).removesuffix("\n").removesuffix("\r")
 
 
 def _asked_text() -> str:

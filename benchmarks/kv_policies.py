@@ -100,7 +100,7 @@ def measure_tails(name: str, budgets: Sequence[int], num_tokens: int, num_last: 
 
 
 @torch.inference_mode()
-def score(context: CachedRunner, token_ids: Sequence[int]) -> list[float]:
+def score(context: Runner, token_ids: Sequence[int]) -> list[float]:
     """Read tokens, and return the log-probability of each but the first."""
     found = list[float]()
     with ops.backend_of(torch.device("cpu")).threads():

@@ -58,7 +58,7 @@ def test_a_page_shows_what_the_command_prints(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(commands, "load_model", lambda context, options: llm)
+    monkeypatch.setattr(commands, "load_model", lambda options: llm)
     monkeypatch.chdir(tmp_path)
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -25,7 +25,7 @@ def llm(smollm2_path: Path) -> LLM:
 
 @pytest.fixture(autouse=True)
 def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "load_model", lambda context, options: llm)
+    monkeypatch.setattr(commands, "load_model", lambda options: llm)
 
 
 def answer(capsys: Capture, *options: str) -> str:

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -29,18 +28,16 @@ def llm(smollm2_path: Path) -> LLM:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_step_is_the_one_that_generate_took(
-    name: str, llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "load_model", lambda context, options: llm)
+    monkeypatch.setattr(commands, "load_model", lambda options: llm)
     options = ["--prompt", "Roses are red, violets are", *OPTIONS[name], "--json", "-q"]
     assert main(["generate", "-n", "10", *options]) == 0
     token_ids = json.loads(capsys.readouterr().out)["token_ids"]
-    path = tmp_path / "trace.svg"
     for step in {1, 2, len(token_ids)}:
-        assert main(["sample-trace", "--step", str(step), "--plot", str(path), *options]) == 0
+        assert main(["sample-trace", "--step", str(step), *options]) == 0
         trace = json.loads(capsys.readouterr().out)
         assert trace["token_id"] == token_ids[step - 1]
         for index, stage in enumerate(trace["stages"]):
             listed = sum(candidate["probabilities"][index] for candidate in trace["candidates"])
             assert listed + stage["others"] == pytest.approx(1, abs=1e-9)
-        assert ElementTree.parse(path).getroot().tag.endswith("svg")

@@ -6,16 +6,16 @@ not fit, "broken" fails. The file that $FAKE_BEGUN names appears with the first 
 
 import json
 import os
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from infer.__main__ import run
 from infer.cli import commands
-from infer.cli.model import OnProgress, OnResult, OnToken, Prompt
 from infer.errors import ContextLengthError
 from infer.outputs import (
     GenerationResult,
@@ -29,6 +29,13 @@ from infer.outputs import (
 from infer.sampling.defaults import SamplingDefaults
 from infer.sampling_params import SamplingParams
 
+OnProgress = Callable[[int, int], None]
+OnResult = Callable[[int, GenerationResult], None]
+OnToken = Callable[[int, str], bool | None]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+# Where calls are checked, which is where torch is loaded, the fake passes for the class that annotations name.
+LLM = sys.modules["infer.llm"].LLM if "shapes" in sys.modules and "infer.llm" in sys.modules else None
+
 
 class FakeModel:
     """Says `echo: PROMPT`, a word a token, and shows its parameters where the prompt says "params"."""
@@ -36,6 +43,10 @@ class FakeModel:
     max_seq_len = 100
     can_chat = True
     system_fingerprint = "fp_fake"
+
+    @property
+    def __class__(self) -> Any:
+        return LLM or FakeModel
 
     @property
     def tokenizer(self) -> "FakeModel":
@@ -203,5 +214,5 @@ class FakeSession:
 
 
 if __name__ == "__main__":
-    commands.load_model = lambda context, options: FakeModel()
+    commands.load_model = lambda options: FakeModel()
     run()

@@ -16,7 +16,7 @@ from infer.backends.cpu.isa import instruction_set
 from infer.bench.profile import profile, split_label, summarize
 from infer.bench.speed import MemoryProbe, Workload, kv_bytes, measure, weight_bytes_by_kind
 from infer.cli import main
-from infer.cli.bench import columns, profile_lines, speed_lines
+from infer.cli.bench_command import columns, profile_lines, speed_lines
 from infer.system.status_line import bar
 from tiny import Tiny, make_tiny
 
@@ -106,8 +106,10 @@ def test_a_workload_of_nothing_is_refused(values: dict[str, int]) -> None:
 def test_a_device_with_memory_of_its_own_is_refused_before_loading(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, folder: Path
 ) -> None:
-    monkeypatch.setattr("infer.cli.bench.device_backend", lambda device: SimpleNamespace(computes_on_host=False))
-    monkeypatch.setattr("infer.cli.bench.LLM", None)
+    monkeypatch.setattr(
+        "infer.cli.bench_command.device_backend", lambda device: SimpleNamespace(computes_on_host=False)
+    )
+    monkeypatch.setattr("infer.cli.bench_command.LLM", None)
     monkeypatch.setattr("infer.cli.commands.kernels_ahead", lambda *_: nullcontext())
     assert main(["bench", "--model", str(folder), "--device", "cuda"]) == 2
     assert "bench measures the host's memory, and cuda has its own: use --device cpu" in capsys.readouterr().err

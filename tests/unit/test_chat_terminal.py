@@ -13,7 +13,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,13 @@ PROGRAM = str(Path(__file__).with_name("fake_cli.py"))
 OWN_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 )
+WITHOUT_EXTRA = """
+import runpy, sys
+sys.modules["prompt_toolkit"] = sys.modules["rich"] = None
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 CHAT = [sys.executable, PROGRAM, "chat", "smollm2"]
 SECONDS = 40.0  # for what is awaited to be shown
 UNSEEN = termios.ECHO | termios.ECHOCTL
@@ -42,8 +49,7 @@ class Terminal:
         """Return the output since the last call, up to the text."""
         ends = time.monotonic() + SECONDS
         while awaited.encode() not in self.unread and time.monotonic() < ends:
-            if select.select([self.descriptor], [], [], 0.2)[0]:
-                self.unread += os.read(self.descriptor, 4096)
+            self.read()
         assert awaited.encode() in self.unread, self.shown + self.unread.decode(errors="replace")
         shown, _, self.unread = self.unread.partition(awaited.encode())
         self.shown += (text := shown.decode(errors="replace") + awaited)
@@ -52,16 +58,42 @@ class Terminal:
     def type(self, keys: bytes) -> None:
         os.write(self.descriptor, keys)
 
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
     def local_flags(self) -> int:
         flags: int = termios.tcgetattr(self.descriptor)[3]
         return flags
 
+    def prompt(self) -> str:
+        """Return the output up to the next prompt, which the line editor begins with this mark."""
+        return self.until("\x1b[?2004h")
+
     def leave(self) -> str:
-        """The rest of what was shown; the program has ended well."""
+        """Leave the chat, and return the rest of the output."""
         self.type(b"/quit\r")
-        rest = self.until("/quit\r\n")
-        assert self.process.wait(timeout=20) == 0
+        return self.ended(0)
+
+    def ended(self, status: int) -> str:
+        """Wait until the program has ended with this status, and return the rest of the output."""
+        ends = time.monotonic() + SECONDS
+        while self.process.poll() is None and time.monotonic() < ends:
+            self.read()
+        assert self.process.wait(timeout=20) == status
+        while self.read():
+            pass
+        rest, self.unread = self.unread.decode(errors="replace"), b""
+        self.shown += rest
         return rest
+
+    def read(self) -> bool:
+        """Read output for a moment. Return False if there is none."""
+        if not select.select([self.descriptor], [], [], 0.2)[0]:
+            return False
+        with suppress(OSError):  # the other end has gone
+            self.unread += (taken := os.read(self.descriptor, 4096))
+            return taken != b""
+        return False
 
 
 @contextmanager
@@ -93,9 +125,9 @@ def plain(text: str) -> str:
 
 def test_the_header_says_what_there_is() -> None:
     with terminal(CHAT) as screen:
-        assert "smollm2, context 100 tokens. /help lists commands, Ctrl-D leaves." in screen.until("> ")
+        assert "smollm2, context 100 tokens. /help lists commands, Ctrl-D leaves." in screen.prompt()
         screen.type(CTRL_D)
-        assert screen.process.wait(timeout=20) == 0
+        screen.ended(0)
 
 
 # Pasting
@@ -104,7 +136,7 @@ def test_the_header_says_what_there_is() -> None:
 @pytest.mark.parametrize("pasted", [b"one\rtwo\r three", b"/one\rtwo\r three", b'"""one\\\rtwo\r three'])
 def test_a_pasted_block_is_one_message(pasted: bytes) -> None:
     with terminal(CHAT) as screen:
-        screen.until("\x1b[?2004h")
+        screen.prompt()
         screen.type(b"\x1b[200~" + pasted + b"\x1b[201~")
         screen.until("three")
         screen.type(b"\r")
@@ -115,15 +147,66 @@ def test_a_pasted_block_is_one_message(pasted: bytes) -> None:
         screen.leave()
 
 
-@pytest.mark.parametrize("term", ["dumb", ""])
-def test_where_a_paste_has_no_marks_its_lines_are_still_one_message(term: str) -> None:
-    with terminal(CHAT, TERM=term) as screen:
-        assert "\x1b" not in screen.until("> ")
+@pytest.mark.parametrize("term", ["dumb", "", "without the extra"])
+def test_where_no_editor_is_a_paste_is_still_one_message(term: str) -> None:
+    without = [sys.executable, "-c", WITHOUT_EXTRA, PROGRAM, *CHAT[2:]]
+    command, environment = (without, {"TERM": "xterm"}) if "extra" in term else (CHAT, {"TERM": term})
+    with terminal(command, **environment) as screen:
+        assert ("\x1b" in screen.until("> ")) == ("extra" in term)
         screen.type(b"one\rtwo\r three\r")
         assert "echo: 1 one\ntwo\n three" in plain(screen.until("tokens/sec"))
         screen.until("> ")
         screen.type(b"/undo\r/history\r")
         screen.until("(no messages yet)")
+        screen.until("> ")
+        screen.type(b"one\\\r")
+        screen.until("| ")
+        screen.type(b"two\r")
+        screen.until("echo: 1 one\r\ntwo")
+        screen.until("> ")
+        screen.type(b"half" + CTRL_C)
+        screen.until("(Ctrl-C again, Ctrl-D or /quit leaves)")
+        screen.until("> ")
+        screen.type(b"slow\r")
+        screen.until("echo: 3 slow")
+        screen.type(CTRL_C)
+        screen.until("(stopped)")
+        screen.until("> ")
+        screen.type(CTRL_D)
+        screen.ended(0)
+
+
+# Editing
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [b"one\\\rtwo", b'"""one\rtwo"""', b"one\x1b\rtwo"],
+    ids=["backslash", "block", "Alt-Enter"],
+)
+def test_a_message_of_several_lines_is_edited_as_one(keys: bytes) -> None:
+    with terminal(CHAT) as screen:
+        screen.prompt()
+        screen.type(keys)
+        screen.until("| two")
+        screen.type(b"\x1b[A\x05!\x1b[B\x05\r")  # up, to the first line's end, and back
+        screen.until("echo: 1 one!\r\ntwo")
+        screen.leave()
+
+
+def test_a_window_may_change_its_size_at_the_prompt_and_in_an_answer() -> None:
+    with terminal(CHAT) as screen:
+        screen.prompt()
+        screen.resize(24)
+        screen.type(b"words that fill more than a line\r")
+        screen.until("echo: 1 words that fill\r\nmore than a line\r\n")
+        screen.prompt()
+        screen.type(b"slow\r")
+        screen.until("echo: 3 slow")
+        screen.resize(10)
+        screen.until("\r\nslow echo:\r\n")
+        screen.type(CTRL_C)
+        screen.until("(stopped)")
         screen.leave()
 
 
@@ -132,7 +215,7 @@ def test_where_a_paste_has_no_marks_its_lines_are_still_one_message(term: str) -
 
 def test_words_go_to_the_next_line_whole() -> None:
     with terminal(CHAT, columns=24) as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"words that fill more than a line\r")
         screen.until("\x1b[K\r\x1b[K")
         answer = screen.until("9 tokens")
@@ -147,13 +230,13 @@ def test_a_piped_answer_is_not_wrapped() -> None:
 
 def test_a_sign_stands_until_the_first_word_and_leaves_no_trace() -> None:
     with terminal(CHAT) as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"read\r")
         shown = screen.until("echo: 1 read")
         assert "\r\x1b[2m…\x1b[22m\x1b[K\r\x1b[2m… ██████████           50 %\x1b[22m\x1b[K\r\x1b[Kecho: 1 read" in shown
         assert "…" not in screen.leave()
     with terminal(CHAT, NO_COLOR="1") as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"read\r")
         assert "\r…\x1b[K\r… ██████████           50 %\x1b[K\r\x1b[Kecho: 1 read" in screen.until("echo: 1 read")
         assert "\x1b[2m" not in screen.shown
@@ -161,21 +244,23 @@ def test_a_sign_stands_until_the_first_word_and_leaves_no_trace() -> None:
 
 def test_quiet_shows_nothing_but_text() -> None:
     with terminal([*CHAT, "-q"]) as screen:
-        assert plain(screen.until("> ")) == "> "
+        assert plain(screen.prompt()) == ""
         screen.type(b"one\r")
-        assert plain(screen.until("\x1b[?2004h> ")) == "one\necho: 1 one\n> "
+        screen.until("\x1b[?2004l")
+        assert plain(screen.prompt()) == "echo: 1 one\n"
         screen.leave()
 
 
 def test_markdown_is_styled_and_plain_leaves_it(tmp_path: Path) -> None:
     with terminal(CHAT) as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"some **bold** text\r")
         assert "echo: 1 some \x1b[0;2m**\x1b[0;1mbold\x1b[0;2m**\x1b[0m text" in screen.until("5 tokens")
         screen.leave()
     for command, environment in ([[*CHAT, "--plain"], {}], [CHAT, {"NO_COLOR": "1"}], [CHAT, {"TERM": "dumb"}]):
         with terminal(command, **environment) as screen:
-            screen.until("> ")
+            screen.until("Ctrl-D leaves.")
+            screen.until("> " if "TERM" in environment else "\x1b[?2004h")
             screen.type(b"some **bold** text\r")
             screen.until("echo: 1 some **bold** text")
 
@@ -194,18 +279,18 @@ def test_what_is_no_utf8_is_told_in_every_locale(locale: str) -> None:
 def test_messages_are_found_again_in_the_next_chat(tmp_path: Path) -> None:
     history = tmp_path / "new" / "history"
     with terminal(CHAT, INFER_HISTORY=str(history)) as screen:
-        screen.until("> ")
+        screen.prompt()
         for message in (b"the first\r", b" not kept\r", b"\x1b[200~two\rlines\x1b[201~\r"):
             screen.type(message)
             screen.until("tokens/sec")
-            screen.until("> ")
+            screen.prompt()
         screen.leave()
     assert history.stat().st_mode & 0o777 == 0o600
     with terminal(CHAT, INFER_HISTORY=str(history)) as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"\x1b[A\x1b[A\r")  # up, up: the last is /quit
         assert "echo: 1 two\nlines" in plain(screen.until("tokens/sec"))
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"\x12the f")  # Ctrl-R
         screen.until("irst")
         screen.type(b"\r")
@@ -216,7 +301,7 @@ def test_messages_are_found_again_in_the_next_chat(tmp_path: Path) -> None:
 
 def test_a_history_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     with terminal(CHAT, columns=300, INFER_HISTORY=str(tmp_path)) as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"one\r")
         screen.until(f"infer: {tmp_path} cannot be written: Is a directory (INFER_HISTORY names another file, or none)")
         screen.until("echo: 1 one")
@@ -227,11 +312,29 @@ def test_a_history_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
 def test_tab_completes_commands_and_files(tmp_path: Path) -> None:
     (tmp_path / "two words.json").write_text("{}")
     with terminal(CHAT) as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"/hist\t\r")
         screen.until("(no messages yet)")
+        screen.prompt()
+        screen.type(b"/re\t")
+        assert {"/reasoning", "/regenerate", "/reset", "/result", "/retry"} <= set(plain(screen.prompt()).split())
+        screen.type(CTRL_C)
+        screen.until("leaves)")
         screen.type(f"/load {tmp_path}/two wo\t\r".encode())
         screen.until("no conversation saved by /save")
+        screen.leave()
+
+
+def test_a_long_meaning_in_the_help_is_wrapped_within_its_column() -> None:
+    with terminal(CHAT, columns=46) as screen:
+        screen.prompt()
+        screen.type(b"/help\r")
+        screen.until("this list")
+        lines = plain(screen.prompt()).splitlines()
+        first = next(index for index, line in enumerate(lines) if line.startswith("  /system TEXT"))
+        assert lines[first].rstrip().endswith("set the system message;")
+        assert lines[first + 1].strip() == "none removes it"
+        assert lines[first + 1].index("none") == lines[first].index("set")
         screen.leave()
 
 
@@ -240,10 +343,10 @@ def test_tab_completes_commands_and_files(tmp_path: Path) -> None:
 
 def test_the_last_question_is_edited_at_the_prompt_or_in_an_editor(tmp_path: Path) -> None:
     with terminal(CHAT, EDITOR="", VISUAL="") as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"one\r")
         screen.until("echo: 1 one")
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"/edit\r")
         screen.until("> one")
         screen.type(b" more\r")
@@ -252,34 +355,34 @@ def test_the_last_question_is_edited_at_the_prompt_or_in_an_editor(tmp_path: Pat
     (tmp_path / "editor").write_text('#!/bin/sh\necho "from an editor" > "$1"\n')
     (tmp_path / "editor").chmod(0o755)
     with terminal(CHAT, VISUAL=str(tmp_path / "editor")) as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"one\r")
         screen.until("echo: 1 one")
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"/edit\r")
         screen.until("echo: 1 from an editor")
         screen.leave()
     with terminal(CHAT, VISUAL=str(tmp_path / "none")) as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"one\r")
         screen.until("echo: 1 one")
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"/edit\r")
         screen.until("infer:")
-        screen.until("> ")
+        screen.prompt()
         screen.leave()
 
 
 def test_the_result_of_a_call_is_typed_where_the_prompt_begins_so(tmp_path: Path) -> None:
     (tmp_path / "tools.json").write_text('[{"type": "function", "function": {"name": "add"}}]')
     with terminal(CHAT) as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(f"/tools {tmp_path}/tools.json\r".encode())
         screen.until("(the model may call add)")
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"one\r")
         screen.until('call add {"a": 1}')
-        screen.until("> /result ")
+        screen.until("> /result")
         screen.type(b"7\r")
         screen.until("echo: 3 7")
         screen.leave()
@@ -287,12 +390,12 @@ def test_the_result_of_a_call_is_typed_where_the_prompt_begins_so(tmp_path: Path
 
 def test_reasoning_is_a_sign_while_it_comes_and_a_line_afterwards() -> None:
     with terminal(CHAT) as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"think\r")
         screen.until("\x1b[2m… 3 tokens\x1b[22m\x1b[K")
         screen.until("echo: 1 think")
         screen.until("(thought for 3 tokens: /reasoning shows it)")
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"/reasoning\r")
         screen.until("first this, then that")
         screen.leave()
@@ -310,36 +413,36 @@ def test_without_a_terminal_the_new_words_are_given() -> None:
 
 def test_a_second_ctrl_c_at_an_empty_prompt_leaves() -> None:
     with terminal(CHAT) as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"half" + CTRL_C)
         screen.until("(Ctrl-C again, Ctrl-D or /quit leaves)")
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"other half")
         screen.until("other half")
         screen.type(CTRL_C)
         screen.until("leaves)")
-        screen.until("> ")
+        screen.prompt()
         screen.type(CTRL_C)
-        assert screen.process.wait(timeout=20) == 0
+        screen.ended(0)
 
 
 def test_ctrl_c_stops_the_answer_and_prints_no_sign_of_itself() -> None:
     with terminal(CHAT) as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"slow\r")
         screen.until("echo: 1 slow")
         assert screen.local_flags() & UNSEEN == 0
         screen.type(CTRL_C)
         screen.until("(stopped)")
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"two\r")
         screen.until("echo: 3 two")
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"half a thought")
         screen.until("half a thought")
         screen.type(CTRL_C)
         screen.until("(Ctrl-C again, Ctrl-D or /quit leaves)")
-        screen.until("> ")
+        screen.prompt()
         screen.leave()
         assert "^C" not in screen.shown
         assert screen.local_flags() & UNSEEN == UNSEEN
@@ -347,14 +450,14 @@ def test_ctrl_c_stops_the_answer_and_prints_no_sign_of_itself() -> None:
 
 def test_what_is_typed_during_an_answer_is_the_next_message_and_not_in_the_text() -> None:
     with terminal(CHAT) as screen:
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"slow\r")
         screen.until("echo: 1 slow")
         screen.type(b"typed early")
         assert screen.until("echo: 1 slow echo: 1 slow").count("typed") == 0
         screen.process.send_signal(signal.SIGINT)  # Ctrl-C itself would drop what was typed
         screen.until("(stopped)")
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"\r")
         screen.until("echo: 3 typed early")
         screen.leave()
@@ -363,12 +466,12 @@ def test_what_is_typed_during_an_answer_is_the_next_message_and_not_in_the_text(
 @pytest.mark.parametrize("when", ["at the prompt", "in an answer"])
 def test_sigterm_ends_the_chat_with_the_terminal_as_it_was(when: str) -> None:
     with terminal(CHAT) as screen:
-        screen.until("> ")
+        screen.prompt()
         if when == "in an answer":
             screen.type(b"slow\r")
             screen.until("echo: 1 slow")
         screen.process.send_signal(signal.SIGTERM)
-        assert screen.process.wait(timeout=20) == 143
+        screen.ended(143)
         assert screen.local_flags() & UNSEEN == UNSEEN
 
 
@@ -393,7 +496,7 @@ def test_ctrl_z_gives_the_terminal_back_and_fg_goes_on() -> None:
         screen.until("$ ")
         screen.type(" ".join(CHAT).encode() + b"\r")
         screen.until("Ctrl-D leaves.")
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"slow")
         screen.until("slow")
         screen.type(CTRL_Z)
@@ -414,7 +517,7 @@ def test_ctrl_z_gives_the_terminal_back_and_fg_goes_on() -> None:
         assert screen.local_flags() & UNSEEN == 0
         screen.type(CTRL_C)
         screen.until("(stopped)")
-        screen.until("> ")
+        screen.prompt()
         screen.type(b"/bye\r")
         screen.until("$ ")
         assert "^" not in screen.shown.partition("(stopped)")[0].partition("Stopped")[0]

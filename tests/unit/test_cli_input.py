@@ -12,7 +12,7 @@ import pytest
 
 from fake_cli import FakeModel
 from infer.cli import commands, main
-from infer.cli.spelling import INSTEAD
+from infer.cli.other_programs import INSTEAD
 from infer.sampling_params import SamplingParams
 from test_cli import FAKE, Screen, run_fake
 from watched import python_command
@@ -23,7 +23,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     model = FakeModel()
-    monkeypatch.setattr(commands, "load_model", lambda context, options: model)
+    monkeypatch.setattr(commands, "load_model", lambda options: model)
     return model
 
 

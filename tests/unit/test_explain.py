@@ -12,7 +12,7 @@ import torch
 from gguf_files import write_model
 from infer.catalog.explanation import _kv_types, explain, group_layers
 from infer.cli import main
-from infer.cli.explain import ranges
+from infer.cli.explain_command import ranges
 from infer.model.from_checkpoint import load_tokenizer
 from infer.operands.architecture import Layer, Rope
 from tiny import TINY, Tiny, make_tiny

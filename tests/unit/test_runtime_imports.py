@@ -53,7 +53,7 @@ ALLOWED = {
     ("server/http_server.py", "asyncio"),
     ("server/http_server.py", "socket"),  # a pair of them
     ("distributed/ray_serve.py", "asyncio"),
-    ("cli/serve.py", "socket"),
+    ("cli/serve_command.py", "socket"),
     ("server/limits.py", "asyncio"),
     ("server/state.py", "asyncio"),
     ("server/snapshots.py", "asyncio"),

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from infer import LLM, InvalidRequestError, SamplingParams
-from infer.cli.chat import ChatSession, run_command
+from infer.cli.chat_commands import run_command
+from infer.cli.chat_session import ChatSession
 from infer.engine.stream import Stream
 from infer.session import session_file
 from infer.session.session import Session

@@ -74,7 +74,7 @@ def test_a_missing_stdin_is_empty_and_a_missing_stdout_takes_the_text() -> None:
 def test_no_file_takes_the_place_of_a_missing_stream(tmp_path: Path) -> None:
     program = """
 import os
-from infer.cli.streams import prepare_streams
+from infer.cli.standard_streams import prepare_streams
 prepare_streams()
 first = os.open("file", os.O_CREAT | os.O_WRONLY)
 assert first > 2, first
@@ -88,7 +88,7 @@ print("text")
 def test_a_stdout_that_does_not_block_is_waited_for() -> None:
     program = """
 import os
-from infer.cli.streams import prepare_streams
+from infer.cli.standard_streams import prepare_streams
 os.set_blocking(1, False)
 prepare_streams()
 print("x" * 1_000_000)
@@ -146,7 +146,7 @@ def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
 def test_the_process_ends_without_taking_its_memory_apart() -> None:
     program = """
 import atexit, sys
-from infer.cli.streams import end_process
+from infer.cli.standard_streams import end_process
 class Heavy:
     def __del__(self):
         print("taken apart")
@@ -178,7 +178,7 @@ def test_what_the_machine_refuses_is_no_failure_of_ours(
     def refuse(**options: object) -> None:
         raise error
 
-    monkeypatch.setattr("infer.cli.models.run_models", refuse)
+    monkeypatch.setattr("infer.cli.models_command.run_models", refuse)
     assert main(["models"]) == 1
     told = capsys.readouterr().err
     assert told.startswith(f"infer: {line}")

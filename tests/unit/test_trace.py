@@ -2,11 +2,8 @@
 
 import json
 import math
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import click
 import pytest
@@ -17,9 +14,8 @@ from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from fake_cli import FakeModel
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import commands, main
-from infer.cli.trace import trace_lines
-from infer.cli.trace_picture import make_picture
-from infer.cli.words import display_width
+from infer.cli.trace_command import trace_lines
+from infer.cli.wrapping import display_width
 from infer.outputs import SampleTrace
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.definition import LogitsError, sample_token
@@ -210,7 +206,7 @@ def test_the_last_logits_are_the_last_of_all(llm: LLM) -> None:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     model = FakeModel()
-    monkeypatch.setattr(commands, "load_model", lambda context, options: model)
+    monkeypatch.setattr(commands, "load_model", lambda options: model)
     return model
 
 
@@ -264,59 +260,3 @@ def test_a_terminal_gets_colours_and_no_line_wider_than_itself(fake: FakeModel, 
     lines = list(trace_lines(trace, width))[1:-1]
     assert any("\x1b[" in line for line in lines)
     assert max(display_width(click.unstyle(line)) for line in lines) <= width
-
-
-# The picture
-
-
-def texts_of(picture: str) -> list[tuple[float, float, float, str]]:
-    """Left end, right end (generously estimated), baseline and content of each text but the title's."""
-    found = []
-    for element in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text"):
-        content, anchor = "".join(element.itertext()), element.get("text-anchor", "start")
-        if element.get("font-size") == "17":
-            continue
-        x, width = float(element.attrib["x"]), 0.62 * float(element.attrib["font-size"]) * display_width(content)
-        left = x - {"start": 0, "middle": width / 2, "end": width}[anchor]
-        found.append((left, left + width, float(element.attrib["y"]), content))
-    return found
-
-
-@pytest.mark.parametrize("values", MIXES)
-@pytest.mark.parametrize("count", [1, 10, 40])
-def test_the_picture_is_well_formed_and_its_texts_do_not_overlap(values: dict[str, Any], count: int) -> None:
-    trace = make_trace(SamplingParams(**values), make_logits(3, 2000), num_candidates=count)
-    named = [replace(each, text=f" number {each.token_id} or so") for each in trace.candidates]
-    picture = make_picture(replace(trace, candidates=tuple(named)), "a/long/path/to/a/file/that/is/a/model.gguf")
-    root = ElementTree.fromstring(picture)
-    texts = texts_of(picture)
-    for left, right, y, content in texts:
-        assert left >= 0, content
-        assert right <= float(root.attrib["width"]), content
-        assert y <= float(root.attrib["height"]), content
-        for other_left, other_right, other_y, other in texts:
-            if abs(y - other_y) < 9 and (content, left, y) != (other, other_left, other_y):
-                assert right <= other_left + 6 or other_right <= left + 6, (content, other)
-
-
-def test_the_picture_has_a_band_for_each_probability_and_grey_for_what_was_removed(fake: FakeModel) -> None:
-    picture = make_picture(fake.sample_trace("a", SamplingParams()), "a <model> & more")
-    assert re.findall(r"<title>([^<]*) (\d+\.\d\d%)</title>", picture) == [
-        ("&#x27;&lt;b&gt;&amp;\\n&#x27;", "50.00%"),
-        ("&#x27;é\\x1b[1m&#x27;", "30.00%"),
-        ("&#x27;" + "深い" * 20 + "&#x27;", "20.00%"),
-        ("&#x27;&lt;b&gt;&amp;\\n&#x27;", "62.50%"),
-        ("&#x27;é\\x1b[1m&#x27;", "37.50%"),
-    ]
-    assert "−20.00%" in picture
-    assert "dropped by top-k" in picture
-
-
-def test_plot_writes_the_picture_beside_the_table(fake: FakeModel, capsys: Capture, tmp_path: Path) -> None:
-    path = tmp_path / "trace.svg"
-    assert main(["sample-trace", "hello", "--plot", str(path)]) == 0
-    assert "mass removed" in capsys.readouterr().out
-    assert ElementTree.parse(path).getroot().tag.endswith("svg")
-    (tmp_path / "folder.svg").mkdir()
-    assert main(["sample-trace", "hello", "--plot", str(tmp_path / "folder.svg")]) == 2
-    assert "cannot be written" in capsys.readouterr().err

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import yaml
 
-from infer.cli.client_lines import client_lines
+from infer.cli.serve_command import client_lines
 from test_chat_terminal import plain, terminal
 
 SECONDS = 100.0

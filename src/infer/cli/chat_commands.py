@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from infer.cli.answer_report import rate_text
 from infer.cli.chat_completion import (
     complete_file,
     complete_json,
@@ -18,17 +19,21 @@ from infer.cli.chat_completion import (
 )
 from infer.cli.chat_session import OFF, ChatSession, Messages, is_json_name, params_to_json
 from infer.cli.option_files import MAX_GRAMMAR_BYTES, read_text
-from infer.cli.report import rate_text
 from infer.cli.terminal import columns_of
-from infer.cli.trace import check_plot, trace_lines, write_picture
-from infer.cli.words import shortened
+from infer.cli.trace_command import trace_lines
+from infer.cli.wrapping import shortened
 from infer.errors import InvalidRequestError
 from infer.sampling_params import SamplingParams
 from infer.toolcalls.tools import read_tools
 
 TURNS_AFTER_LOAD = 2
 SHORT = 160  # columns of a message that is shown as a reminder
-USAGE_WIDTH = 21
+KEYS = [
+    ('\\ or """', 'several lines: \\ at a line\'s end, or """ before and after; so is what you paste'),
+    ("//", "begins a message with /"),
+    ("Tab, Ctrl-R", "complete a command, search what was typed before"),
+    ("Ctrl-C, Ctrl-D", "stop an answer, leave"),
+]
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,14 @@ class Table:
     lines: list[str]
 
 
-Told = str | Question | Edit | Table
+@dataclass(frozen=True)
+class Rows:
+    """Names and their meanings or values."""
+
+    rows: list[tuple[str, str]]
+
+
+Told = str | Question | Edit | Table | Rows
 
 
 @dataclass(frozen=True)
@@ -109,15 +121,9 @@ def run_command(session: ChatSession, line: str) -> Told:
     return command.run(session, argument.strip())
 
 
-def _help(session: ChatSession, argument: str) -> str:
-    lines = []
-    for command in COMMANDS:
-        also = f" (also {', '.join(command.aliases)})" if command.aliases else ""
-        lines.append(f"  {command.usage:<{USAGE_WIDTH}} {command.meaning}{also}")
-    lines.append('  \\ at a line\'s end, or """ before and after: several lines; so is what you paste')
-    lines.append("  // begins a message with /; Tab completes commands, Ctrl-R searches what was typed before")
-    lines.append("  Ctrl-C stops an answer, Ctrl-D leaves")
-    return "\n".join(lines)
+def _help(session: ChatSession, argument: str) -> Rows:
+    aliases = [f" (also {', '.join(each.aliases)})" if each.aliases else "" for each in COMMANDS]
+    return Rows([*((each.usage, each.meaning + also) for each, also in zip(COMMANDS, aliases, strict=True)), *KEYS])
 
 
 def _regenerate(session: ChatSession, argument: str) -> Question:
@@ -155,10 +161,10 @@ def _system(session: ChatSession, argument: str) -> str:
     return "(system message set)" if session.messages[:1] and argument.lower() not in OFF else "(no system message)"
 
 
-def _set(session: ChatSession, argument: str) -> str:
+def _set(session: ChatSession, argument: str) -> str | Rows:
     name, _, text = argument.partition(" ")
     if not name:
-        return "\n".join(f"  {name} = {value}" for name, value in params_to_json(session.params).items())
+        return Rows([(name, f"{value}") for name, value in params_to_json(session.params).items()])
     if not text.strip():
         raise InvalidRequestError(f"/set {name} needs a value, as in /set temperature 0.7")
     session.set_parameter(name, text.strip())
@@ -208,15 +214,8 @@ def _reasoning(session: ChatSession, argument: str) -> str:
 
 
 def _trace(session: ChatSession, argument: str) -> Table:
-    """Return the table of `infer sample-trace`. If a file is named, its picture is written, too."""
-    number, _, name = argument.partition(" ")
-    if argument and not number.isdecimal():
-        number, name = "", argument
-    path = _path(name.strip(), "/trace") if name.strip() else None
-    check_plot(path, "/trace")
-    trace = session.trace(_whole_number(number, "/trace N") if number else 1)
-    if path is not None:
-        write_picture(path, trace, session.name, "/trace")
+    """Return the table of `infer sample-trace`."""
+    trace = session.trace(_whole_number(argument, "/trace N") if argument else 1)
     return Table(list(trace_lines(trace, columns_of(sys.stderr) or None)))
 
 
@@ -232,8 +231,8 @@ def _save(session: ChatSession, argument: str) -> str:
 
 def _load(session: ChatSession, argument: str) -> str:
     session.load(_path(argument, "/load"))
-    asked = [index for index, message in enumerate(session.messages) if message["role"] == "user"]
-    last = session.messages[asked[-TURNS_AFTER_LOAD:][0] :] if asked else []
+    asked = session.question_indices()[-TURNS_AFTER_LOAD:]
+    last = session.messages[asked[0] :] if asked else []
     reminder = [shortened(" ".join(_shown(message).split())[: 2 * SHORT], SHORT) for message in last]
     return "\n".join([f"(loaded {len(session.messages)} messages from {argument})", *reminder])
 
@@ -301,7 +300,7 @@ COMMANDS = (
             complete=complete_json),
     Command("/result TEXT", "answer a call: nothing is run", _result),
     Command("/reasoning", "show what the model thought before the last answer", _reasoning),
-    Command("/trace [N] [FILE.svg]", "how the N-th token of the last answer was chosen", _trace),
+    Command("/trace [N]", "how the N-th token of the last answer was chosen", _trace),
     Command("/link", "a permalink of the last answer, for infer replay and the server's page", _link),
     Command("/save FILE", "write the conversation and the model's cache; FILE.json: the messages only", _save,
             complete=complete_file),

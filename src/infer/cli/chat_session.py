@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from infer.cli.model import Model, OnProgress
+import infer
 from infer.cli.permalink import Permalink, body_of
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace
@@ -47,7 +47,7 @@ class Statistics:
 class Opened(NamedTuple):
     """A model and its default parameters."""
 
-    model: Model
+    model: "infer.LLM"
     params: SamplingParams
 
 
@@ -67,7 +67,7 @@ class ChatSession:
 
     def __init__(
         self,
-        model: Model,
+        model: "infer.LLM",
         name: str,
         params: SamplingParams,
         *,
@@ -97,8 +97,7 @@ class ChatSession:
 
     def undo(self) -> bool:
         """Forget the last question and its answer. Return False if there is none."""
-        asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
-        if asked:
+        if asked := self.question_indices():
             self.messages = self.messages[: asked[-1]]
         return bool(asked)
 
@@ -137,10 +136,12 @@ class ChatSession:
 
     def last_question(self) -> Messages:
         """Return the messages that ask the last question again. Raises InvalidRequestError if nothing was asked."""
-        asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
-        if not asked:
+        if not (asked := self.question_indices()):
             raise InvalidRequestError("there is no question to answer again")
         return self.messages[: asked[-1] + 1]
+
+    def question_indices(self) -> list[int]:
+        return [index for index, message in enumerate(self.messages) if message["role"] == "user"]
 
     def ask(
         self,
@@ -148,7 +149,7 @@ class ChatSession:
         on_text: Callable[[str], None],
         *,
         params: SamplingParams | None = None,
-        on_prefill: OnProgress | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> GenerationResult:
         """Answer these messages, which become the conversation. The text goes to `on_text` while it is generated.

@@ -5,17 +5,20 @@ A question is asked only if stdin, stdout and stderr are terminals.
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
+from infer.cli.command_options import BenchOptions, ChatOptions
 from infer.cli.sampling_options import is_given
-from infer.cli.terminal import note
+from infer.cli.server_options import DeployOptions, ServeOptions
+from infer.cli.terminal import columns_of_rows, note
 from infer.errors import InferError, InvalidRequestError
 
+Options = TypeVar("Options", BenchOptions, ChatOptions, DeployOptions, ServeOptions)
 _MOST_LISTED = 20
 
 
@@ -30,40 +33,35 @@ class Offer:
     place: str
 
 
-def model_argument(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add MODEL, another way to give --model."""
-    return click.argument("named", metavar="[MODEL]", required=False)(function)
-
-
-def take_named(context: click.Context, options: dict[str, Any]) -> bool:
-    """Move MODEL into options["model"]. Return True if the command line names a model.
+def take_named(context: click.Context, options: Options) -> Options:
+    """Return the options with MODEL as their model, if it is given.
 
     Raises UsageError if MODEL and --model name different models.
     """
-    named = options.pop("named")
+    named = options.named
     if named is None:
-        return is_given(context, "model")
-    if is_given(context, "model") and options["model"] != named:
-        raise click.UsageError(f"MODEL is {named!r:.200} and --model is {options['model']!r:.200}: give one of them")
-    options["model"] = named
-    return True
+        return options
+    if is_given(context, "model") and options.model != named:
+        raise click.UsageError(f"MODEL is {named!r:.200} and --model is {options.model!r:.200}: give one of them")
+    return replace(options, model=named)
 
 
-def choose_model(context: click.Context, options: dict[str, Any]) -> None:
-    """Set options["model"] to the named model, or to the choice of the person at the terminal.
+def choose_model(context: click.Context, options: Options) -> Options:
+    """Return the options with the named model, or with the choice of the person at the terminal.
 
     Raises InvalidRequestError if no model is named, none can be chosen, and the default is not installed.
     """
-    if take_named(context, options):
-        return
+    if options.named is not None or is_given(context, "model"):
+        return take_named(context, options)
     from infer.checkpoint.find import installed_models
 
-    default = options["model"]
+    default = options.model
     has_default = any(name == default for name, _, _ in installed_models())
     if all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
-        options["model"] = _chosen(default, f"infer {context.info_name}", has_default=has_default)
-    elif not has_default:
+        return replace(options, model=_chosen(default, f"infer {context.info_name}", has_default=has_default))
+    if not has_default:
         raise _no_model(default, "no model is named")
+    return options
 
 
 def _chosen(default: str, command: str, *, has_default: bool) -> str:
@@ -131,16 +129,10 @@ def _ask(offers: Sequence[Offer], *, has_default: bool) -> str:
 
 
 def offer_lines(offers: Sequence[Offer]) -> Iterator[str]:
-    """Yield the lines of the table from which a model is chosen."""
+    """Return the lines of the table from which a model is chosen."""
     rows = [("", "model", "on disk", "in memory", "predicted", "")]
     rows += [_row(number, offer) for number, offer in enumerate(offers, 1)]
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    for row in rows:
-        cells = (
-            f"{x:<{w}}" if column in (1, 5) else f"{x:>{w}}"
-            for column, (x, w) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells).rstrip()
+    return columns_of_rows(rows, "><>>><")
 
 
 def _row(number: int, offer: Offer) -> tuple[str, str, str, str, str, str]:

@@ -26,21 +26,34 @@ def read_text(path: Path, what: str, limit: int = MAX_PROMPT_BYTES) -> str:
     """
     if str(path) == "-":
         _take_stdin(what)
-        return decode(_read_stdin(what, limit), f"{what} {path}")
+        return read_stdin(f"{what} -", limit)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidRequestError(f"{what} {path} cannot be read: {reason}") from error
     try:
-        return decode(_read_checked(descriptor, f"{what} {path}", limit), f"{what} {path}")
+        return _decode(_read_checked(descriptor, f"{what} {path}", limit), f"{what} {path}")
     except OSError as error:
         raise InvalidRequestError(f"{what} {path} cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
 
 
-def decode(content: bytes, what: str) -> str:
+def read_stdin(what: str, limit: int) -> str:
+    """Return all of stdin. Raises InvalidRequestError unless it is UTF-8 text of at most `limit` bytes."""
+    if sys.stdin is None:  # closed before we began
+        return ""
+    try:
+        content = sys.stdin.buffer.read(limit + 1)
+    except OSError as error:
+        raise InvalidRequestError(f"{what} cannot be read: {error.strerror}") from error
+    if len(content) > limit:
+        raise InvalidRequestError(_too_long(what, limit))
+    return _decode(content, what)
+
+
+def _decode(content: bytes, what: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -82,18 +95,6 @@ def _read_up_to(descriptor: int, what: str, limit: int, first: bytes = b"") -> b
     if len(content) > limit:
         raise InvalidRequestError(_too_long(what, limit))
     return bytes(content)
-
-
-def _read_stdin(what: str, limit: int) -> bytes:
-    if sys.stdin is None:  # closed before we began
-        return b""
-    try:
-        content = sys.stdin.buffer.read(limit + 1)
-    except OSError as error:
-        raise InvalidRequestError(f"{what} - cannot be read: {error.strerror}") from error
-    if len(content) > limit:
-        raise InvalidRequestError(_too_long(f"{what} -", limit))
-    return content
 
 
 def _take_stdin(what: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, final, get_args
 
-from infer.cli.model import Prompt
+from infer.cli.prompts import Prompt
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams

@@ -11,9 +11,9 @@ import msgspec
 
 import infer
 from infer.catalog.models_at_hand import models_at_hand
-from infer.cli.answers import PrefillLine
 from infer.cli.permalink import Permalink, sha256_of
-from infer.cli.terminal import TextWriter, cancel_on_signal
+from infer.cli.signals import cancel_on_signal
+from infer.cli.terminal import PrefillLine, TextWriter
 from infer.errors import InvalidRequestError
 from infer.server.chat import ask as ask_chat
 from infer.server.choices import Asked

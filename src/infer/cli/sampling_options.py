@@ -10,8 +10,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from infer.cli.model import Model
-from infer.cli.options import Function, apply_options
+import infer
+from infer.cli.option_fields import Function, apply_options
 from infer.cli.prompts import Asked
 from infer.errors import InvalidRequestError
 from infer.sampling.defaults import (
@@ -92,7 +92,7 @@ def given_values(context: click.Context, options: Mapping[str, Any]) -> dict[str
     return {**PRESETS.get(options["preset"] or "", {}), **given}
 
 
-def model_defaults(model: Model, options: Mapping[str, Any]) -> SamplingDefaults:
+def model_defaults(model: "infer.LLM", options: Mapping[str, Any]) -> SamplingDefaults:
     return SamplingDefaults({}) if options["no_generation_config"] else model.sampling_defaults
 
 

@@ -1,38 +1,24 @@
-"""Terminal functions of the command line: streaming text, bars, a spinner, signals.
+"""Output of the command line: streaming text, notes, tables, bars and a spinner, of which pipes get no signs."""
 
-Bars and spinners are written only to terminals.
-"""
-
-import gc
 import itertools
 import os
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Protocol, Self, TextIO, final, runtime_checkable
 
 import click
 
 from infer.cli.markdown import MarkdownStyle
-from infer.cli.streams import raise_if_reader_has_gone
+from infer.cli.standard_streams import raise_if_reader_has_gone
 from infer.cli.wrapping import WordWrap
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
-
-Handler = Callable[[int, FrameType | None], None]
 
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 # Control characters that a model wrote are shown, not obeyed: they could move the cursor or set the title.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _VISIBLE |= dict.fromkeys(range(128, 160), 65533)
-
-
-@final
-class Terminated(BaseException):
-    """Raised by SIGTERM."""
 
 
 @runtime_checkable
@@ -75,28 +61,29 @@ class TextWriter:
 
 
 @final
-class WaitingSign:
-    """A dim sign on stderr from a question to the first word of its answer.
+class PrefillLine:
+    """A sign on stderr until the first word of an answer: it shows the share of a long prompt that has been read.
 
-    It shows the share of a long prompt that has been read, and the number of reasoning tokens. It disappears without a
-    trace. If stderr is not a terminal, there is none.
+    In a chat it is dim, appears with the question, and counts the tokens of reasoning. It disappears without a trace.
+    If stderr is not a terminal, there is none.
     """
 
-    def __init__(self, *, shown: bool = True) -> None:
-        self._num_tokens = 0
+    def __init__(self, *, shown: bool, is_chat: bool = False) -> None:
+        self._num_tokens, self._sign = 0, "…" if is_chat else "prompt"
+        self._is_dim = is_chat and not os.environ.get("NO_COLOR")
         self._line = StatusLine() if shown and has_cursor(sys.stderr) else None
-        self._show("…")
+        if is_chat:
+            self._show(self._sign)
 
-    def progress(self, done: int, total: int) -> None:
+    def show(self, done: int, total: int) -> None:
         if 0 < done < total:
-            share = done / total
-            self._show(f"… {bar(share, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {int(100 * share)} %")
+            self._show(f"{self._sign} {progress_bar(done, total)}")
 
     def count_token(self) -> None:
         """Count a token that adds nothing to the text."""
         self._num_tokens += 1
         if self._num_tokens > 1:
-            self._show(f"… {self._num_tokens} tokens")
+            self._show(f"{self._sign} {self._num_tokens} tokens")
 
     def close(self) -> None:
         if self._line is not None:
@@ -105,7 +92,7 @@ class WaitingSign:
 
     def _show(self, text: str) -> None:
         if self._line is not None:
-            self._line.show(text if os.environ.get("NO_COLOR") else f"\x1b[2m{text}\x1b[22m")
+            self._line.show(f"\x1b[2m{text}\x1b[22m" if self._is_dim else text)
 
 
 @final
@@ -116,21 +103,16 @@ class Spinner:
     """
 
     def __init__(self, message: str, *, shown: bool = True) -> None:
-        self._message = message
-        self._detail = ""
+        self._message, self._detail = message, ""
         self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-        if shown and has_cursor(sys.stderr):
-            self._thread = threading.Thread(target=self._spin, daemon=True)
+        self._thread = threading.Thread(target=self._spin, daemon=True) if shown and has_cursor(sys.stderr) else None
 
     def __enter__(self) -> Self:
         if self._thread:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stopped.set()
         if self._thread:
             self._thread.join()
@@ -141,8 +123,7 @@ class Spinner:
         Raises BrokenPipeError if nobody reads stdout any more, because the rest would be useless.
         """
         raise_if_reader_has_gone()
-        share = done / max(total, 1)
-        self._detail = f" {bar(share, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {int(100 * share)} %"
+        self._detail = f" {progress_bar(done, total)}"
 
     def _spin(self) -> None:
         line = StatusLine()
@@ -151,6 +132,19 @@ class Spinner:
             if self._stopped.wait(0.1):
                 line.close()
                 return
+
+
+def progress_bar(done: int, total: int) -> str:
+    share = done / max(total, 1)
+    return f"{bar(share, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {int(100 * share)} %"
+
+
+def columns_of_rows(rows: Sequence[Sequence[str]], alignments: str) -> Iterator[str]:
+    """Yield rows as lines whose columns are aligned: `<` to the left, `>` to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True))
+        yield "  ".join(cells).rstrip()
 
 
 def has_cursor(stream: TextStream) -> bool:
@@ -169,97 +163,25 @@ def note(text: str) -> None:
     click.echo(click.style(text, dim=True) if is_dim else text, err=True)
 
 
+def note_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """Write rows of two columns to stderr. On a terminal with rich, long values are wrapped within their column."""
+    if has_cursor(sys.stderr):
+        with suppress(ModuleNotFoundError):
+            from rich.console import Console
+            from rich.table import Table
+
+            table = Table.grid(padding=(0, 2, 0, 0))
+            for name, value in rows:
+                table.add_row(f"  {name}", value)
+            console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+            console.print(table, style=None if os.environ.get("NO_COLOR") else "dim")
+            return
+    note("\n".join(f"  {line}" for line in columns_of_rows(rows, "<<")))
+
+
 def columns_of(stream: TextIO) -> int:
     """Return the current width of a terminal, or 0 if it is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
         return 0
-
-
-@dataclass
-class Cancellation:
-    """A cancellation that the first SIGINT or SIGTERM sets. The second signal raises."""
-
-    event: threading.Event = field(default_factory=threading.Event)
-    signal_number: int | None = None
-
-    @property
-    def exit_status(self) -> int:
-        return 0 if self.signal_number is None else 128 + self.signal_number
-
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.event.is_set():
-            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
-        self.signal_number = number
-        self.event.set()
-
-
-@contextmanager
-def cancel_on_signal() -> Iterator[Cancellation]:
-    """Let Ctrl-C and SIGTERM within the context stop the generation after its current step.
-
-    The text up to there is kept.
-    """
-    cancellation = Cancellation()
-    with _handling(cancellation.on_signal):
-        yield cancellation
-
-
-@contextmanager
-def exit_on_signal() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM within the context end the process immediately.
-
-    An import that is cut short would leave half a module.
-    """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        if sys.stderr.isatty():
-            os.write(sys.stderr.fileno(), b"\r\x1b[K")
-        os._exit(128 + number)
-
-    with _handling(leave):
-        yield
-
-
-@contextmanager
-def _handling(handler: Handler) -> Iterator[None]:
-    """Send both signals to the handler within the context, unless the process was started with a signal ignored."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number, before in previous.items():
-        if before is not signal.SIG_IGN:
-            signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, before in previous.items():
-            signal.signal(number, before)
-
-
-@contextmanager
-def keeping_garbage() -> Iterator[None]:
-    """Disable garbage collection within the context, and keep what was made for as long as the command runs.
-
-    Torch and a vocabulary have half a million objects. To look through them costs 0.15 s while they load, and 50 ms
-    each time in an answer.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def raise_on_sigterm() -> None:
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, stop)
-
-
-def ignore_signals() -> None:
-    """Ignore signals in the last moments, when nothing is left to stop and a traceback could only disturb."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)

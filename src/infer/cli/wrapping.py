@@ -4,15 +4,16 @@ The output depends on the text only, not on its pieces. The model's own line bre
 of tables are not wrapped.
 """
 
+import re
+import unicodedata
 from collections.abc import Callable, Iterable
 from typing import final
-
-from infer.cli.words import display_width
 
 FENCES = ("```", "~~~")
 UNBROKEN = "\xa0\u202f"  # spaces that hold words together
 MIN_WIDTH = 8  # columns; in fewer nothing is wrapped
 TAB = 8
+_STYLE = re.compile(r"\x1b\[[\d;]*m")
 _JOINER = "\u200d"  # makes one sign of the two beside it
 
 
@@ -108,3 +109,25 @@ def _column_after(column: int, text: str) -> int:
     for part in others:
         column += TAB - column % TAB + display_width(part)
     return column
+
+
+def shortened(text: str, width: int) -> str:
+    while display_width(text) > width:
+        text = text.removesuffix("…")[:-1] + "…"
+    return text
+
+
+def display_width(text: str) -> int:
+    """Return the number of terminal columns of a text.
+
+    Wide East Asian characters take two; combining and invisible characters and styles take none.
+    """
+    return sum(map(_columns, _STYLE.sub("", text) if "\x1b" in text else text))
+
+
+def _columns(character: str) -> int:
+    if " " <= character <= "~":
+        return 1
+    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -4,48 +4,31 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
-from infer.cli.model import Model
+import infer
+from infer.cli.answer_report import cut_lines, stats_lines, time_lines, total_line
+from infer.cli.command_options import GenerateOptions
 from infer.cli.permalink import Permalink, body_of
 from infer.cli.prompts import Prompt
-from infer.cli.report import cut_lines, stats_lines, time_lines, total_line
-from infer.cli.terminal import Spinner, TextWriter, cancel_on_signal
+from infer.cli.signals import cancel_on_signal
+from infer.cli.terminal import PrefillLine, Spinner, TextWriter
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams
-from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
 
 
-@final
-class PrefillLine:
-    """The progress of reading a long prompt, if stderr is a terminal. It disappears before the first word."""
-
-    def __init__(self, *, shown: bool) -> None:
-        self._line = StatusLine() if shown and sys.stderr.isatty() else None
-
-    def show(self, done: int, total: int) -> None:
-        if self._line is not None:
-            share = done / max(total, 1)
-            self._line.show(f"prompt {bar(share, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {int(100 * share)} %")
-
-    def close(self) -> None:
-        if self._line is not None:
-            self._line.close()
-            self._line = None
-
-
-def answer_one(model: Model, prompt: Prompt, params: SamplingParams, options: Mapping[str, Any]) -> int:
+def answer_one(model: "infer.LLM", prompt: Prompt, params: SamplingParams, options: GenerateOptions) -> int:
     """Answer one prompt and return the exit status. The text goes to stdout while it is generated."""
-    writer, line = TextWriter(sys.stdout), PrefillLine(shown=not options["quiet"])
-    is_text = not (options["as_json"] or options["as_lines"])
-    body = body_of(prompt, params, options["model"], model.max_seq_len) if options["permalink"] else None
+    writer, line = TextWriter(sys.stdout), PrefillLine(shown=not options.quiet)
+    is_text = not (options.as_json or options.as_lines)
+    body = body_of(prompt, params, options.model, model.max_seq_len) if options.permalink else None
 
     def on_token(token_id: int, text: str) -> None:
         line.close()
         if is_text:
             writer.write(text)
-        elif options["as_lines"]:
+        elif options.as_lines:
             writer.write(_json_line({"token_id": token_id, "text": text}))
 
     with cancel_on_signal() as cancellation:
@@ -60,15 +43,15 @@ def answer_one(model: Model, prompt: Prompt, params: SamplingParams, options: Ma
     writer.end_line()
     _raise_failure([result], "the generation")
     if not cancellation.exit_status:
-        lines = () if options["quiet"] else [*cut_lines([result]), *time_lines(result, verbose=options["verbose"])]
-        _tell(lines, [result], params, options)
+        lines = () if options.quiet else [*cut_lines([result]), *time_lines(result, verbose=options.verbose)]
+        _report(lines, [result], params, options)
         if body is not None:
             print(Permalink.of(body, result, model.system_fingerprint).url, file=sys.stderr)
     return cancellation.exit_status
 
 
 def answer_many(
-    model: Model, prompts: Sequence[Prompt], params: Sequence[SamplingParams], options: Mapping[str, Any]
+    model: "infer.LLM", prompts: Sequence[Prompt], params: Sequence[SamplingParams], options: GenerateOptions
 ) -> int:
     """Answer all prompts and return the exit status.
 
@@ -76,7 +59,7 @@ def answer_many(
     written with its index when it ends.
     """
     writer, started = TextWriter(sys.stdout), time.perf_counter()
-    spinner = Spinner(f"answering {len(prompts)} prompts", shown=not options["quiet"])
+    spinner = Spinner(f"answering {len(prompts)} prompts", shown=not options.quiet)
 
     def on_result(index: int, result: GenerationResult) -> None:
         writer.write(_json_line({"index": index} | _record(result, options)))
@@ -86,42 +69,42 @@ def answer_many(
             results = model.generate_all(
                 prompts,
                 params,
-                batch_size=options["batch_size"],
+                batch_size=options.batch_size,
                 cancel=cancellation.event,
                 on_progress=spinner.progress,
-                on_result=on_result if options["as_lines"] else None,
+                on_result=on_result if options.as_lines else None,
                 **_path(options),
             )
         seconds = time.perf_counter() - started
-        if not options["as_lines"]:
+        if not options.as_lines:
             _write_all(results, writer, options)
     _raise_failure(results, "the answer to prompt")
     if not cancellation.exit_status:
-        lines = () if options["quiet"] else [*cut_lines(results), total_line(results, seconds)]
-        _tell(lines, results, params[0], options)
+        lines = () if options.quiet else [*cut_lines(results), total_line(results, seconds)]
+        _report(lines, results, params[0], options)
     return cancellation.exit_status
 
 
-def _write_all(results: Sequence[GenerationResult], writer: TextWriter, options: Mapping[str, Any]) -> None:
+def _write_all(results: Sequence[GenerationResult], writer: TextWriter, options: GenerateOptions) -> None:
     for index, result in enumerate(results):
-        if options["as_json"]:
+        if options.as_json:
             writer.write(_json_line(_record(result, options)))
         else:
             writer.write("\n" * (index > 0) + result.text)
         writer.end_line()
 
 
-def _path(options: Mapping[str, Any]) -> dict[str, Any]:
+def _path(options: GenerateOptions) -> dict[str, Any]:
     return {
-        "speculation": options["speculation"],
-        "num_draft_tokens": options["draft_tokens"],
-        "prefill_chunk": options["prefill_chunk"],
-        "overflow": options["overflow"],
+        "speculation": options.speculation,
+        "num_draft_tokens": options.num_draft_tokens,
+        "prefill_chunk": options.prefill_chunk,
+        "overflow": options.overflow,
     }
 
 
-def _record(result: GenerationResult, options: Mapping[str, Any]) -> dict[str, Any]:
-    return {"model": options["model"]} | result.to_json()
+def _record(result: GenerationResult, options: GenerateOptions) -> dict[str, Any]:
+    return {"model": options.model} | result.to_json()
 
 
 def _json_line(record: Mapping[str, Any]) -> str:
@@ -134,9 +117,9 @@ def _raise_failure(results: Sequence[GenerationResult], what: str) -> None:
             raise InvalidRequestError(f"{what}{f' {index}' * (len(results) > 1)} ended early: {result.error}")
 
 
-def _tell(
-    lines: Iterable[str], results: Sequence[GenerationResult], params: SamplingParams, options: Mapping[str, Any]
+def _report(
+    lines: Iterable[str], results: Sequence[GenerationResult], params: SamplingParams, options: GenerateOptions
 ) -> None:
-    shown = [*lines, *(stats_lines(results, params, options) if options["stats"] else ())]
+    shown = [*lines, *(stats_lines(results, params, options) if options.stats else ())]
     if shown:
         print("\n".join(shown), file=sys.stderr)

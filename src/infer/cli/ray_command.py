@@ -7,8 +7,9 @@ from typing import Any
 import ray
 from ray import serve
 
-from infer.cli.serve import make_settings, url_of
-from infer.cli.terminal import cancel_on_signal
+from infer.cli.serve_command import make_settings, url_of
+from infer.cli.server_options import DeployOptions
+from infer.cli.signals import cancel_on_signal
 from infer.distributed.ray_serve import Deployed, application
 from infer.errors import InvalidRequestError
 from infer.server.process import bind
@@ -20,16 +21,18 @@ _OBJECT_STORE_BYTES = 100 * 2**20  # answers go through it in small pieces
 _NAME = "infer"
 
 
-def run_deploy(options: Mapping[str, Any], load: Mapping[str, Any]) -> int:
+def run_deploy(options: DeployOptions, load: Mapping[str, Any]) -> int:
     """Deploy the application, and return 0 when it serves.
 
     If a cluster was started for it, return after a signal has ended both.
     """
-    settings = make_settings({**options, "tls_cert": None, "tls_key": None})
-    most = options["max_replicas"] or options["replicas"]
+    settings = make_settings(options)
+    most = options.max_replicas or options.replicas
     threads = load["threads"] or max(1, num_processors() // most)
     names = ("replicas", "fronts", "max_replicas", "upscale_seconds", "downscale_seconds")
-    asked = Deployed(load={**load, "threads": threads}, settings=settings, **{name: options[name] for name in names})
+    asked = Deployed(
+        load={**load, "threads": threads}, settings=settings, **{name: getattr(options, name) for name in names}
+    )
     is_own = _join(num_cpus=threads * most)
     try:
         port = _free_port(settings) if is_own else settings.port

@@ -16,7 +16,9 @@ from infer.batch_file.output_file import OutputFile
 from infer.batch_file.row import Row, read_rows, seed_of
 from infer.batch_file.settings import BatchSettings, Line, Write
 from infer.batch_file.workers import answer_by_workers
-from infer.cli.terminal import cancel_on_signal, has_cursor, note
+from infer.cli.command_options import BatchOptions
+from infer.cli.signals import cancel_on_signal
+from infer.cli.terminal import has_cursor, note
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.system.cores import num_processors
@@ -69,14 +71,12 @@ class Progress:
         return f"{self.rate:.1f} rows/s, {_duration(left)} left{failed}"
 
 
-def run_batch(
-    options: Mapping[str, Any], values: Mapping[str, Any], load: Load, load_arguments: Mapping[str, Any]
-) -> int:
+def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load, load_arguments: Mapping[str, Any]) -> int:
     """Answer the rows and return the exit status: that of a signal, 1 if a row failed, else 0."""
-    source, quiet = options["source"], options["quiet"]
+    source, quiet = options.source, options.quiet
     ids = _ids_of(source)
-    settings = BatchSettings(options["model"], options["seed"] or 0, options["batch_size"], values, RequestOptions())
-    with OutputFile(options["output"], options["model"], retry_errors=options["retry_errors"]) as output:
+    settings = BatchSettings(options.model, options.seed or 0, options.batch_size, values, RequestOptions())
+    with OutputFile(options.output, options.model, retry_errors=options.retry_errors) as output:
         _check_seed(source, output, settings)
         todo = ids - output.finished
         num_failed, progress = output.num_failed, Progress(len(todo), shown=not quiet)
@@ -92,14 +92,14 @@ def run_batch(
             cancellation = stack.enter_context(cancel_on_signal())
             event = cancellation.event
             rows = progress.timed(row for row in _rows(source) if row.id in todo and not event.is_set())
-            if todo and options["workers"] == 1:
+            if todo and options.workers == 1:
                 _answer_here(load, rows, settings, cancel=event, write=write)
             elif todo:
                 threads = load_arguments["threads"] or max(
-                    1, num_processors() // (options["workers"] * options["tensor_parallel"])
+                    1, num_processors() // (options.workers * options.tensor_parallel)
                 )
                 given = {**load_arguments, "threads": threads}
-                answer_by_workers(rows, settings, given, options["workers"], write, event.is_set)
+                answer_by_workers(rows, settings, given, options.workers, write, event.is_set)
         if not quiet:
             note(_summary(progress, len(todo), num_failed))
     return cancellation.exit_status or int(num_failed + progress.num_failed > 0)

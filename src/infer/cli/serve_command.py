@@ -1,18 +1,20 @@
 """`infer serve`: the server of a model. This module does not load torch: the thread that loads the model does."""
 
+import json
 import logging
+import shlex
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import infer
-from infer.cli.client_lines import client_lines, page_url
+from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.distributed.front import run_replicas
 from infer.distributed.replica import await_turn
 from infer.errors import InvalidRequestError, RequestWarning
@@ -28,6 +30,7 @@ from infer.system.status_line import write_notice
 
 Load = Callable[[OnProgress], "infer.LLM"]
 _NO_LIMIT = 1 << 60  # bytes
+NO_KEY, KEY = "none", "YOUR_KEY"  # clients want a key even from a server that takes none
 _AGENT_PROMPT, _AGENT_CONTEXT = "10,000 to 25,000", 32_768  # tokens that agents for programming send, and need
 
 
@@ -41,31 +44,31 @@ class _Lines(logging.Handler):
             sys.stdout.flush()
 
 
-def run_serve(options: Mapping[str, Any], load: Load) -> int:
+def run_serve(options: ServeOptions, load: Load) -> int:
     """Run the server and return its exit status."""
     settings = make_settings(options)
     warnings.simplefilter("ignore", RequestWarning)  # they repeat what a request has
     logging.getLogger("infer.server").addHandler(logging.StreamHandler())
-    if not options["no_access_log"]:
+    if not options.no_access_log:
         log = logging.getLogger("infer.access")
         log.setLevel(logging.INFO)
         log.propagate = False
         log.addHandler(_Lines())
-    if options["listen_fd"] is not None:
-        if options["replicas"] > 1:
-            take_cores(options["threads"])
+    if options.listen_fd is not None:
+        if options.replicas > 1 and options.threads is not None:
+            take_cores(options.threads)
         if not await_turn():
             return 0
         own = replace(settings, api_keys={}, cors_origins=(), tls_cert=None, tls_key=None, is_child=True)
         own = replace(own, max_body_bytes=_NO_LIMIT)  # its parent has one
-        listener = socket.socket(fileno=options["listen_fd"])
+        listener = socket.socket(fileno=options.listen_fd)
         announce = partial(_announce_first, listener, settings)
         return run_server(ServerState(own), listener, partial(_load, load), announce)
     listener = bind(settings)
     port = listener.getsockname()[1]
-    write_notice(f"loading {options['model']}; {url_of(settings, port)} answers meanwhile")
-    if options["isolate"] or options["replicas"] > 1:
-        commands = _commands(options["model"], options["replicas"], port, has_threads=options["threads"] is not None)
+    write_notice(f"loading {options.model}; {url_of(settings, port)} answers meanwhile")
+    if options.isolate or options.replicas > 1:
+        commands = _commands(options.model, options.replicas, port, has_threads=options.threads is not None)
         return run_replicas(ServerState(settings), listener, commands)
     return run_server(ServerState(settings), listener, partial(_load, load), partial(_announce, settings, port))
 
@@ -81,23 +84,29 @@ def _commands(model: str, num_replicas: int, port: int, *, has_threads: bool) ->
     return [[*command, "--listen-fd"]] * num_replicas
 
 
-def make_settings(options: Mapping[str, Any]) -> ServerSettings:
+def make_settings(options: ServeOptions | DeployOptions) -> ServerSettings:
     """Return the server's settings.
 
     Raises InvalidRequestError for options that contradict each other, and for files that cannot be read.
     """
-    if (options["tls_cert"] is None) != (options["tls_key"] is None):
-        raise InvalidRequestError("--tls-cert and --tls-key belong together: give both")
-    if options["tls_cert"] is not None:
-        for path in (options["tls_cert"], options["tls_key"]):
-            if not path.is_file():
-                raise InvalidRequestError(f"{path} is no file")
-        check_certificate(options["tls_cert"], options["tls_key"])
+    if isinstance(options, ServeOptions):
+        _check_tls(options.tls_cert, options.tls_key)
     names = {field.name for field in fields(ServerSettings)}
-    given = {name: value for name, value in options.items() if name in names}
-    keys = read_keys(options["api_key_file"]) if options["api_key_file"] else {}
-    model, *aliases = options["served_names"] or [options["model"]]
+    given = {name: value for name, value in vars(options).items() if name in names}
+    keys = read_keys(options.api_key_file) if options.api_key_file else {}
+    model, *aliases = options.served_names or [options.model]
     return ServerSettings(**given | {"model": model, "aliases": tuple(aliases), "api_keys": keys})
+
+
+def _check_tls(certificate: Path | None, key: Path | None) -> None:
+    if certificate is None and key is None:
+        return
+    if certificate is None or key is None:
+        raise InvalidRequestError("--tls-cert and --tls-key belong together: give both")
+    for path in (certificate, key):
+        if not path.is_file():
+            raise InvalidRequestError(f"{path} is no file")
+    check_certificate(certificate, key)
 
 
 def url_of(settings: ServerSettings, port: int) -> str:
@@ -146,3 +155,31 @@ def _welcome(settings: ServerSettings, url: str, context: int) -> Iterator[str]:
         yield f"  {program:<12}{line}"
     if context < _AGENT_CONTEXT:
         yield f"  (Claude Code and Codex send {_AGENT_PROMPT} tokens with a question; this context holds {context:,})"
+
+
+def page_url(url: str) -> str:
+    """Return the URL for a browser on this machine. A server that listens on all addresses is reached over the
+    loopback.
+    """
+    return url.replace("://0.0.0.0:", "://127.0.0.1:", 1).replace("://[::]:", "://[::1]:", 1)
+
+
+def client_lines(url: str, model: str, *, has_keys: bool) -> Iterator[tuple[str, str]]:
+    """Yield a program's name and its line for each program. `url` has no path.
+
+    Claude Code, Codex and Open WebUI are commands for a shell; Continue's line belongs in its config.yaml.
+    """
+    key = KEY if has_keys else NO_KEY
+    base, name = page_url(url), shlex.quote(model)
+    yield (
+        "Claude Code",
+        f"ANTHROPIC_BASE_URL={base} ANTHROPIC_AUTH_TOKEN={key} ANTHROPIC_MODEL={name} "
+        f"ANTHROPIC_DEFAULT_HAIKU_MODEL={name} claude",
+    )
+    env_key = ', env_key="INFER_API_KEY"' if has_keys else ""
+    provider = f'{{name="infer", base_url="{base}/v1", wire_api="responses"{env_key}}}'
+    given = f"INFER_API_KEY={key} " if has_keys else ""
+    yield "Codex", f"{given}codex -c model_provider=infer -c 'model_providers.infer={provider}' -m {name}"
+    values = {"name": model, "provider": "openai", "model": model, "apiBase": f"{base}/v1", "apiKey": key}
+    yield "Continue", f"models: [{json.dumps(values, ensure_ascii=False)}]"
+    yield "Open WebUI", f"OPENAI_API_BASE_URL={base}/v1 OPENAI_API_KEY={key} open-webui serve"

@@ -12,25 +12,18 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from infer.cli.signals import handling
+
 _LOCAL_FLAGS = 3  # their place in what termios gives
 
 
 @contextmanager
-def keys_unseen(is_terminal: bool) -> Iterator[None]:
-    """Stop the echo of stdin's terminal within the context, even that of Ctrl-C as ^C.
-
-    Without a terminal, do nothing.
-    """
-    try:
-        descriptor = sys.stdin.fileno()
-        before = termios.tcgetattr(descriptor)
-    except (OSError, ValueError, termios.error):
-        is_terminal = False
-    if not is_terminal:
-        yield
-        return
-    unseen = [*before]
-    unseen[_LOCAL_FLAGS] &= ~(termios.ECHO | termios.ECHOCTL)
+def keys_hidden() -> Iterator[None]:
+    """Stop the echo of stdin's terminal within the context, even that of Ctrl-C as ^C."""
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    hidden = [*before]
+    hidden[_LOCAL_FLAGS] &= ~(termios.ECHO | termios.ECHOCTL)
 
     def stop(number: int, frame: FrameType | None) -> None:
         """Handle Ctrl-Z: stop the process with the terminal restored. When it continues, `go_on` runs as well."""
@@ -40,20 +33,14 @@ def keys_unseen(is_terminal: bool) -> Iterator[None]:
         signal.signal(signal.SIGTSTP, stop)
 
     def go_on(number: int, frame: FrameType | None) -> None:
-        _set(descriptor, unseen)
+        _set(descriptor, hidden)
 
-    handlers = {signal.SIGTSTP: stop, signal.SIGCONT: go_on}
-    replaced = {number: signal.getsignal(number) for number in handlers}
-    try:
-        for number, handler in handlers.items():
-            if replaced[number] is not signal.SIG_IGN:
-                signal.signal(number, handler)
-        _set(descriptor, unseen)
-        yield
-    finally:
-        for number, former in replaced.items():
-            signal.signal(number, former)
-        _set(descriptor, before)
+    with handling({signal.SIGTSTP: stop, signal.SIGCONT: go_on}):
+        _set(descriptor, hidden)
+        try:
+            yield
+        finally:
+            _set(descriptor, before)
 
 
 def _set(descriptor: int, attributes: list[Any]) -> None:

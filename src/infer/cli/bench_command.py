@@ -9,7 +9,8 @@ from typing import Any
 from infer import __version__
 from infer.bench.profile import Profile, StepOperation, profile
 from infer.bench.speed import Speed, Workload, measure
-from infer.cli.options import cache_values
+from infer.cli.command_options import BenchOptions
+from infer.cli.model_loading import cache_values
 from infer.cli.terminal import Spinner, TextWriter
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
@@ -19,35 +20,35 @@ from infer.system.status_line import bar
 LEVELS = "▁▂▃▄▅▆▇█"
 
 
-def run_bench(options: Mapping[str, Any]) -> None:
+def run_bench(options: BenchOptions) -> None:
     """Load the model, measure it, and print the results."""
-    workload = Workload(options["prompt_tokens"], options["num_tokens"], options["context"], options["repeats"])
-    name, backend = options["model"], device_backend(options["device"])
+    workload = Workload(options.prompt_tokens, options.num_tokens, options.context, options.repeats)
+    name, backend = options.model, device_backend(options.device)
     if not backend.computes_on_host:
         raise InvalidRequestError(
-            f"bench measures the host's memory, and {options['device']} has its own: use --device cpu"
+            f"bench measures the host's memory, and {options.device} has its own: use --device cpu"
         )
     with Spinner(f"loading {name}") as spinner:
         llm = LLM(
             name,
-            dtype=options["dtype"],
-            weights=options["weights"],
-            precision=options["precision"],
+            dtype=options.dtype,
+            weights=options.weights,
+            precision=options.precision,
             **cache_values(options),
-            device=options["device"],
-            threads=options["threads"],
+            device=options.device,
+            threads=options.threads,
             max_seq_len=workload.max_seq_len,
             on_progress=spinner.progress,
         )
-    setting = {key: options[key] for key in ("model", "device", "dtype", "weights", "precision")}
+    setting = {key: getattr(options, key) for key in ("model", "device", "dtype", "weights", "precision")}
     setting["instruction_set"] = backend.instruction_set()
     writer = TextWriter(sys.stdout)
-    if not (options["profile"] or options["as_json"]):  # at once: whoever reads one line and leaves ends the measuring
+    if not (options.profile or options.as_json):  # at once: whoever reads one line and leaves ends the measuring
         writer.write(model_line(setting, backend.num_threads()) + "\n")
-    with Spinner(f"profiling {name}" if options["profile"] else f"measuring {name}") as spinner:
-        measured = profile(llm, workload, spinner.progress) if options["profile"] else None
+    with Spinner(f"profiling {name}" if options.profile else f"measuring {name}") as spinner:
+        measured = profile(llm, workload, spinner.progress) if options.profile else None
         speed = measure(llm, workload, spinner.progress) if measured is None else None
-    if options["as_json"]:
+    if options.as_json:
         found = {"speed": speed.to_json()} if speed else {"profile": [each.to_json() for each in measured or ()]}
         text = json.dumps({"infer_version": __version__} | setting | found, ensure_ascii=False)
     elif speed is not None:

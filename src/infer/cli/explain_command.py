@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from infer.catalog.explanation import Explanation, LayerGroup, StoredWeights, explain
+from infer.cli.terminal import columns_of_rows
 
 _WORDS = {
     "num_heads": "heads {:,}",
@@ -48,9 +49,7 @@ def lines(found: Explanation) -> Iterator[str]:
         ("in memory", f"{found.weight_bytes / 1e6:,.1f} MB of weights"),
         ("1000 tokens", ", ".join(_cache(found))),
     ]  # fmt: skip
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
-        yield f"{name:<{width}}  {text}"
+    return columns_of_rows(rows, "<<")
 
 
 def _network(network: Mapping[str, Any]) -> Iterator[str]:

@@ -4,11 +4,13 @@ They refuse settings that break a rule, names without a model, and ids and lengt
 allow.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from infer.cli.options import cache_values
+import click
+
+from infer.cli.command_options import BenchOptions, LoadOptions, RunningOptions, ServedOptions
+from infer.cli.model_loading import cache_values
 from infer.engine.model_settings import check_settings
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
@@ -20,25 +22,33 @@ _SETTINGS = ("max_seq_len", "threads", "grammar_backend")
 _OF_EXTRA = {"serve": ("httptools", "msgspec", "starlette", "uvicorn"), "ray": ("ray", "fastapi")}
 
 
-def check_options(options: Mapping[str, Any], params: Collection[SamplingParams]) -> None:
+def check_options(options: LoadOptions | ServedOptions | BenchOptions, params: Collection[SamplingParams]) -> None:
     """Raise InvalidRequestError or ModelError for bad options.
 
     The model's headers are opened only if an option depends on them.
     """
     settings = CacheSettings(**cache_values(options))
-    if options.get("threads") is not None:
-        check_num_threads(options["threads"])
-    length = options.get("max_seq_len")
-    check_settings({name: options[name] for name in _SETTINGS if options.get(name) is not None})
-    if options["dtype"] != "auto" and options["weights"] != "auto":
+    if options.threads is not None:
+        check_num_threads(options.threads)
+    length = options.max_seq_len if isinstance(options, RunningOptions) else None
+    checked = {name: value for name in _SETTINGS if (value := getattr(options, name, None)) is not None}
+    check_settings(checked)
+    if options.dtype != "auto" and options.weights != "auto":
         raise InvalidRequestError("--dtype and --weights contradict each other: give one of them")
     named = _named_ids(params)
     if length is None and settings == _CACHE_DEFAULTS and not named:
         from infer.checkpoint import resolve
 
-        resolve(options["model"])
+        resolve(options.model)
     else:
-        _check_headers(options["model"], length, settings, named)
+        _check_headers(options.model, length, settings, named)
+
+
+def check_constraints(context: click.Context) -> None:
+    """Raise UsageError for two constraints, with the names under which they were given."""
+    given = [f"--{name.replace('_', '-')}" for name in CONSTRAINTS if context.params.get(name) is not None]
+    if len(given) > 1:
+        raise click.UsageError(f"{' and '.join(given)} are both given: give one")
 
 
 @contextmanager

@@ -1,0 +1,273 @@
+"""The options of each command: one frozen dataclass per command, made of groups that commands share.
+
+A field has the name of the argument of `LLM` or the field of `ServerSettings` that it sets, if there is one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import click
+
+from infer.cli.option_fields import argument, option
+from infer.cli.option_files import MAX_GRAMMAR_BYTES, read_text
+from infer.cli.other_programs import Device
+from infer.cli.prompts import PromptOptions
+from infer.cli.sampling_options import logprobs_options, sampling_options
+from infer.engine.model_settings import (
+    DtypeName,
+    EvictionPolicy,
+    GrammarBackend,
+    KVType,
+    Overflow,
+    PrecisionName,
+    Speculation,
+    WeightsType,
+)
+from infer.kvcache.cache_settings import CacheSettings
+from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
+from infer.speculation.ngram import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
+
+Decorators = tuple[Callable[..., Any], ...]
+AT_LEAST_1 = click.IntRange(min=1)
+FILE = click.Path(path_type=Path)
+_CACHE = CacheSettings()
+
+
+def _read_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> str | None:
+    what = f"the file of --{str(parameter.name).replace('_', '-')}"
+    return None if path is None else read_text(path, what, MAX_GRAMMAR_BYTES)
+
+
+def _read_schema(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Return the schema. A value that begins with a brace is the schema itself, any other names a file."""
+    if value is None or value.lstrip().startswith("{"):
+        return value
+    return _read_file(context, parameter, Path(value))
+
+
+def _or_none(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
+    return values or None
+
+
+# fmt: off
+@dataclass(frozen=True)
+class ModelArgument:
+    """MODEL, another way to give --model."""
+
+    named: str | None = argument(metavar="[MODEL]", required=False)
+
+
+@dataclass(frozen=True)
+class ManyPromptsOptions:
+    prompts_file: Path | None = option(
+        metavar="FILE",
+        help="Many prompts at once: one a line, or JSON lines where the name ends in .jsonl, each a string or an "
+             "object of prompt and its own sampling parameters; - is stdin. Answers come in their order, an empty "
+             "line between them, or one JSON object a line with --json.")
+    batch_size: int = option(type=click.IntRange(1, MAX_STEP_LOGITS), default=8,
+                             help="With --prompts-file: how many are answered at a time.")
+    overflow: Overflow = option(default="error", help="truncate_left: a prompt that is too long loses its beginning.")
+
+
+@dataclass(frozen=True)
+class ConstraintOptions:
+    """Constraints, of which at most one may be given. They are fields of `SamplingParams`."""
+
+    json_schema: str | None = option(
+        metavar="FILE", callback=_read_schema,
+        help="The answer must be JSON that this schema describes: a file, or the schema itself, {…}.")
+    regex: str | None = option(metavar="PATTERN", help="The answer must match this pattern as a whole.")
+    grammar: str | None = option(type=FILE, metavar="FILE", callback=_read_file,
+                                 help="The answer must follow this grammar in Lark's notation.")
+    choice: tuple[str, ...] | None = option(metavar="TEXT", callback=_or_none,
+                                            help="The answer must be one of these. Repeatable, or --choice yes no.")
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """All sampling options. `given_values` reads them."""
+
+    decorators: ClassVar[Decorators] = (sampling_options(has_length=True),)
+
+
+@dataclass(frozen=True)
+class PathOptions:
+    """Options that change how fast an answer is generated, but never its tokens."""
+
+    speculation: Speculation | None = option(
+        help="Verify guesses several at a time: faster where the text repeats, with the same tokens.")
+    num_draft_tokens: int = option(
+        "--num-draft-tokens", "--draft-tokens", default=NUM_DRAFT_TOKENS, type=click.IntRange(1, MAX_DRAFT_TOKENS),
+        help="With --speculation: guesses in one step, at most.")
+    prefill_chunk: int = option(type=click.IntRange(1, MAX_STEP_TOKENS), default=MAX_STEP_TOKENS,
+                                help="Tokens of a prompt in one step.")
+    stats: bool = option(help="Which path ran, and what it did, on stderr.")
+
+
+@dataclass(frozen=True)
+class NumberOptions:
+    """Options for threads and for number formats."""
+
+    threads: int | None = option(type=AT_LEAST_1, help="Threads to compute with.  [default: all cores]")
+    precision: PrecisionName = option(default="exact",
+                                      help="Of activations beside quantised weights, on a CPU: 16 bits or 8.")
+    weights: WeightsType = option(default="auto", help="Quantise float weights at load; auto: as the file stores them.")
+    dtype: DtypeName = option(default="auto", help="Dequantise at load; auto: as the file stores it.")
+
+
+@dataclass(frozen=True)
+class WeightOptions(NumberOptions):
+    """Options for the model and its number formats."""
+
+    model: str = option("-m", "--model", default="smollm2", metavar="NAME|PATH",
+                        help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub.")
+
+
+@dataclass(frozen=True)
+class EvictionOptions:
+    """Options for how keys and values are stored, and which of them are evicted: fields of `CacheSettings`."""
+
+    kv_type: KVType = option(default=_CACHE.kv_type,
+                             help="How keys and values are stored; auto: as suits the device and the weights.")
+    eviction_policy: EvictionPolicy = option(
+        default=_CACHE.eviction_policy,
+        help="What is forgotten of a long text; sliding: all but its first and last tokens; snapkv: of the prompt "
+             "what its end does not look at, then as sliding.")
+    eviction_window: int = option(default=_CACHE.eviction_window,
+                                  help="With a policy: tokens that are kept, the protected ones among them.")
+    protected_prefix: int = option(default=_CACHE.protected_prefix,
+                                   help="With a policy: first tokens that are never forgotten.")
+    memory_threshold_mb: int | None = option(
+        metavar="MB", help="With a policy: forget only once the system has less memory than this available.")
+
+
+@dataclass(frozen=True)
+class CacheOptions(EvictionOptions):
+    reuse_prefixes: bool = option(help="What prompts begin with in common is read once; not with a policy.")
+
+
+@dataclass(frozen=True)
+class DeviceOption:
+    device: str = option("--device", "--backend", type=Device(), default="cpu")
+
+
+@dataclass(frozen=True)
+class RunningOptions(DeviceOption):
+    """Options for how a model runs, and for what is reported beside the text."""
+
+    max_seq_len: int | None = option(
+        help="Prompt and answer together, in tokens.  [default: the model's own, at most 8192]")
+    grammar_backend: GrammarBackend = option(default="llguidance",
+                                             help="What holds an answer to a schema, a pattern or a grammar.")
+    tensor_parallel: int = option(type=AT_LEAST_1, default=1,
+                                  help="Processes that share the model out, each with --threads: the same tokens.")
+    no_capture: bool = option(help="Run each operation by itself: slower, with the same tokens.")
+    chat_template: str | None = option(type=FILE, metavar="FILE", callback=_read_file,
+                                       help="A Jinja template for conversations, in place of the model's own.")
+    allow_special: bool = option(help="Control tokens written in a message are control; otherwise they are text.")
+    quiet: bool = option("-q", "--quiet", help="Nothing but the text.")
+    verbose: bool = option("-v", "--verbose", help="Counts, seed and reason; a traceback with an error.")
+
+
+@dataclass(frozen=True)
+class LoadOptions(WeightOptions, CacheOptions, RunningOptions):
+    """The options of a command that loads a model and generates."""
+
+
+@dataclass(frozen=True)
+class ServedOptions(WeightOptions, EvictionOptions, RunningOptions):
+    """The options of a server's model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(PromptOptions, ManyPromptsOptions, ConstraintOptions, SamplingOptions, PathOptions, LoadOptions):
+    decorators: ClassVar[Decorators] = (logprobs_options,)
+    logprobs: int | None
+    as_json: bool = option("--json", help="JSON on stdout instead of text: one object an answer.")
+    as_lines: bool = option(
+        "--json-lines",
+        help="One JSON object a token as it comes, then the result; of many prompts each result as it ends.")
+    permalink: bool = option(help="On stderr a link to this answer, for infer replay and the server's page.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(SamplingOptions, LoadOptions):
+    source: Path = argument(metavar="IN.jsonl")
+    output: Path = argument(metavar="OUT.jsonl")
+    workers: int = option(type=AT_LEAST_1, default=1, help="Processes, each with the model.")
+    batch_size: int = option(type=click.IntRange(1, MAX_STEP_LOGITS), default=16,
+                             help="Rows that a process answers at a time.")
+    retry_errors: bool = option(help="Answer rows again whose line is an error.")
+    seed: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(ModelArgument, SamplingOptions, LoadOptions):
+    system: str | None = option(metavar="TEXT", help="A system message to begin with.")
+    plain: bool = option(help="Answers without styles for their Markdown.")
+    no_generation_config: bool
+
+
+@dataclass(frozen=True)
+class ReplayOptions(LoadOptions):
+    permalink: str = argument()
+
+
+@dataclass(frozen=True)
+class TraceOptions(PromptOptions, LoadOptions):
+    decorators: ClassVar[Decorators] = (sampling_options(has_length=False),)
+    step: int = option(type=AT_LEAST_1, default=1, help="Which token; 1 follows the prompt.")
+    num_candidates: int = option(type=click.IntRange(1, 50), default=10, help="Tokens to show.")
+    as_json: bool = option("--json", help="One JSON object on stdout instead of a table.")
+
+
+@dataclass(frozen=True)
+class InspectionOptions:
+    """The options of a command that reports on a model without generating."""
+
+    as_json: bool = option("--json", help="One JSON object on stdout instead of a table.")
+    verbose: bool = option("-v", "--verbose", help="A traceback with an error.")
+
+
+@dataclass(frozen=True)
+class BenchOptions(ModelArgument, WeightOptions, CacheOptions, DeviceOption, InspectionOptions):
+    prompt_tokens: int = option("-p", "--prompt-tokens", type=AT_LEAST_1, default=512, help="Tokens to prefill.")
+    num_tokens: int = option("-n", "--num-tokens", type=AT_LEAST_1, default=128, help="Tokens to decode.")
+    context: int | None = option(type=AT_LEAST_1, help="Tokens before the decoded ones.  [default: as --prompt-tokens]")
+    repeats: int = option(type=AT_LEAST_1, default=3, help="Measured runs, after a warm-up.")
+    profile: bool = option(help="The time of each operation and layer instead, as a table and bars.")
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    model: str = argument(default="smollm2")
+
+
+@dataclass(frozen=True)
+class ExplainOptions(NamedModel, InspectionOptions):
+    pass
+
+
+@dataclass(frozen=True)
+class EstimateOptions(NamedModel, CacheOptions, NumberOptions, InspectionOptions):
+    max_seq_len: int | None = option(type=AT_LEAST_1, help="Tokens of a row.  [default: the model's own, at most 8192]")
+    batch: int = option(type=AT_LEAST_1, default=1, help="Rows of the cache.")
+    pool_pages: int | None = option(type=AT_LEAST_1,
+                                    help="Pages of 64 tokens that the rows share.  [default: all rows full]")
+    device: Literal["cpu", "cuda"] = option(default="cpu")
+
+
+@dataclass(frozen=True)
+class CompileOptions(NamedModel):
+    is_all: bool = option("--all", help="For every kv type and precision, not just the usual ones.")
+    quiet: bool = option("-q", "--quiet", help="No progress.")
+    verbose: bool = option("-v", "--verbose", help="A traceback with an error.")
+
+
+@dataclass(frozen=True)
+class ModelsOptions:
+    as_json: bool = option("--json", help="One JSON array on stdout instead of a table.")
+    verbose: bool = option("-v", "--verbose", help="What --device may name besides; a traceback with an error.")
+# fmt: on

@@ -1,0 +1,65 @@
+"""Load the model that a command's options describe. Heavy modules are imported by the functions that need them."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from typing import Any
+
+import infer
+from infer.cli.command_options import BenchOptions, CacheOptions, EvictionOptions, LoadOptions, ServedOptions
+from infer.cli.server_options import DeployOptions, ServeOptions
+from infer.cli.signals import exit_on_signal, keeping_garbage
+from infer.cli.terminal import Spinner
+from infer.kvcache.cache_settings import CacheSettings
+
+_SAME_NAMES = (
+    *("model", "device", "dtype", "weights", "precision", "grammar_backend", "max_seq_len", "threads"),
+    *("chat_template", "allow_special", "tensor_parallel"),
+)
+
+
+def load_model(options: LoadOptions) -> "infer.LLM":
+    """Return the LLM that the options describe."""
+    spinner = Spinner(f"loading {options.model}", shown=not options.quiet)
+    with exit_on_signal(), keeping_garbage(), spinner, kernels_ahead(options):
+        from infer.llm import LLM
+
+        return LLM(**load_arguments(options), on_progress=spinner.progress)
+
+
+def load_for_server(options: ServeOptions, on_progress: Callable[[int, int], None]) -> "infer.LLM":
+    """Return the LLM of a server. May be called on any thread."""
+    with keeping_garbage(), kernels_ahead(options):
+        from infer.llm import LLM
+
+        return LLM(**served_arguments(options), on_progress=on_progress)
+
+
+def served_arguments(options: ServeOptions | DeployOptions) -> dict[str, Any]:
+    """Return the arguments of a server's `LLM`.
+
+    Common prefixes of prompts are read once, unless a policy evicts.
+    """
+    reuse_prefixes = options.eviction_policy == "none"
+    return load_arguments(options) | {"reuse_prefixes": reuse_prefixes, "pool_pages": options.pool_pages}
+
+
+def load_arguments(options: LoadOptions | ServedOptions) -> dict[str, Any]:
+    """Return the arguments of `LLM` that the options give."""
+    same = {name: getattr(options, name) for name in _SAME_NAMES}
+    return same | cache_values(options) | {"capture": not options.no_capture}
+
+
+def cache_values(options: EvictionOptions) -> dict[str, Any]:
+    """Return the options that are fields of `CacheSettings`, which are also arguments of `LLM`."""
+    group = CacheOptions if isinstance(options, CacheOptions) else EvictionOptions
+    return {each.name: getattr(options, each.name) for each in fields(group)}
+
+
+def kernels_ahead(options: LoadOptions | ServedOptions | BenchOptions) -> AbstractContextManager[None]:
+    """Return a context in which torch and the model are loaded while kernels are compiled ahead."""
+    from infer.model.compile_ahead import compiling_ahead
+    from infer.model.memory_estimate import LoadSettings
+
+    load = LoadSettings(options.dtype, options.weights, options.precision)
+    return compiling_ahead(options.model, options.device, load, CacheSettings(**cache_values(options)))

@@ -12,8 +12,8 @@ import torch
 from starlette.requests import Request
 
 from infer import LLM
+from infer.protocols.refusals import BodyError
 from infer.server.embeddings import answer_of, texts_of
-from infer.server.errors import ApiError
 from infer.server.events import OTHERS, interval_of, seen_by
 from served import Served, serving
 
@@ -158,7 +158,7 @@ def test_nothing_of_a_vector_that_is_nothing_is_nothing() -> None:
     vector = torch.zeros(1, 4).numpy()
     assert answer_of("m", vector, 2, "float", 1)["data"][0]["embedding"] == [0.0, 0.0]
     assert texts_of([[1, 2], [3]]) == [[1, 2], [3]]
-    with pytest.raises(ApiError, match=r"input\[0\]\[1\]"):
+    with pytest.raises(BodyError, match=r"input\[0\]\[1\]"):
         texts_of([[1, "a"]])
 
 
@@ -307,7 +307,7 @@ def test_who_listens_sees_the_engine_s_steps(served: Served) -> None:
 
 @pytest.mark.parametrize("query", ["interval=0", "interval=x", "interval=nan", "interval=61", "interval="])
 def test_an_interval_is_a_number_of_seconds(served: Served, query: str) -> None:
-    with pytest.raises(ApiError, match="interval must be"):
+    with pytest.raises(BodyError, match="interval must be"):
         interval_of(Request({"type": "http", "query_string": query.encode(), "headers": []}))
 
 

@@ -26,6 +26,7 @@ from infer.sampling.history import History
 from infer.sampling.reference import LogitsError, sample_token
 from infer.sampling.sampler import stages
 from infer.sampling.trace import sample_trace
+from infer.sampling_params import PARAMETERS
 from tiny import Tiny, make_tiny
 
 Capture = pytest.CaptureFixture[str]
@@ -320,3 +321,9 @@ def test_plot_writes_the_picture_beside_the_table(fake: FakeModel, capsys: Captu
     (tmp_path / "folder.svg").mkdir()
     assert main(["sample-trace", "hello", "--plot", str(tmp_path / "folder.svg")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_stages_of_a_trace_are_the_declared_ones() -> None:
+    traces = [make_trace(SamplingParams(**EVERYTHING, temperature_last=last), make_logits(1)) for last in (False, True)]
+    found = {stage.name for trace in traces for stage in trace.stages}
+    assert found - {"raw", "allowed"} == {name for name, declared in PARAMETERS.items() if declared.stage}

@@ -39,7 +39,7 @@ def answer_one(model: Model, prompt: Prompt, params: SamplingParams, options: Ma
     """Answer one prompt and return the exit status. The text goes to stdout while it is generated."""
     writer, line = TextWriter(sys.stdout), PrefillLine(shown=not options["quiet"])
     is_text = not (options["as_json"] or options["as_lines"])
-    body = body_of(prompt, params, options["model"], model.max_seq_len) if options["permalink"] else None
+    body = body_of(prompt, params, options["model"]) if options["permalink"] else None
 
     def on_token(token_id: int, text: str) -> None:
         line.close()

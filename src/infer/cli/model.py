@@ -11,9 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 from infer.engine.model_settings import Overflow, Speculation
 from infer.operands.limits import MAX_STEP_TOKENS
 from infer.outputs import GenerationResult, SampleTrace
+from infer.request_limits import NUM_DRAFT_TOKENS
 from infer.sampling.defaults import SamplingDefaults
 from infer.sampling_params import SamplingParams
-from infer.speculation.ngram import NUM_DRAFT_TOKENS
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, ids, or messages for the chat template
 OnToken = Callable[[int, str], bool | None]

@@ -10,8 +10,8 @@ from infer.cli.option_files import MAX_GRAMMAR_BYTES, read_text
 from infer.engine.model_settings import Overflow
 from infer.kvcache.settings import EVICTION_POLICIES, KV_TYPES, CacheSettings
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
+from infer.request_limits import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 from infer.sampling_params import CONSTRAINTS
-from infer.speculation.ngram import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 BATCH_SIZE = 8

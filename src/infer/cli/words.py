@@ -3,24 +3,14 @@
 import re
 import unicodedata
 
-_HEADINGS = {
-    "logit_bias": "bias",
-    "min_new_tokens": "minimum",
-    "repetition_penalty": "repetition",
-    "frequency_penalty": "frequency",
-    "presence_penalty": "presence",
-    "top_k": "top-k",
-    "top_p": "top-p",
-    "min_p": "min-p",
-    "temperature_last": "temperature",
-}
-
+from infer.sampling_params import PARAMETERS
 
 _STYLE = re.compile(r"\x1b\[[\d;]*m")
 
 
 def heading(stage: str) -> str:
-    return _HEADINGS.get(stage, stage.replace("_", " "))
+    """Return the heading of a stage of the sampler."""
+    return PARAMETERS[stage].stage if stage in PARAMETERS else stage
 
 
 def percent(share: float) -> str:

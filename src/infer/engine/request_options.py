@@ -2,21 +2,40 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from math import inf
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final, get_args, no_type_check
 
-from infer.engine.admission import MAX_PRIORITY
 from infer.engine.model_settings import Overflow, Speculation
-from infer.errors import InvalidRequestError
 from infer.operands.limits import MAX_STEP_TOKENS
+from infer.parameters import (
+    Count,
+    Flag,
+    Number,
+    OneOf,
+    Other,
+    Text,
+    broken,
+    check_fields,
+    parameter,
+    parameters_of,
+)
+from infer.request_limits import MAX_BUDGET, MAX_DRAFT_TOKENS, MAX_PRIORITY, NUM_DRAFT_TOKENS
 from infer.sampling.keywords import SamplingKeywords
-from infer.speculation.ngram import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 from infer.toolcalls.formats import FORMATS
 from infer.toolcalls.tools import ToolLike
 
 ReasoningPlace = Literal["auto", "none"]
-MAX_BUDGET = 1 << 20
+
+
+def _is_event(value: Any) -> bool:
+    return value is None or isinstance(value, threading.Event)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+_ANY = Other("checked with the conversation", lambda value: True)
 
 
 # Its own checks name the rule: those of the tests' hook come too early.
@@ -24,64 +43,85 @@ MAX_BUDGET = 1 << 20
 @final
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """`cancel` ends the answer from another thread, and so does closing the model.
+    """Options of a request besides its prompt and its sampling.
 
-    Where more is asked than can run at once, tenants get equal shares of what is computed. Of a tenant's requests one
-    of a higher `priority` enters first, as if it had come 10 seconds earlier for each level. After `timeout` seconds an
-    answer ends with what it has, finish_reason "abort", also while it waits. With `reuse_prefixes` the beginnings of
-    prompts are shared only among requests of the same `cache_salt`. An answer begins with the ids of
-    `answer_prefix` and goes on as if these had been sampled.
+    If more is asked than can run at the same time, tenants get equal shares of what is computed. Of a tenant's
+    requests, one of a higher `priority` enters first, as if it had arrived 10 seconds earlier for each level.
 
-    The others are of conversations. `tools` are functions or schemas; `tool_choice` and `parallel_tool_calls` are
-    OpenAI's; `tool_format` names how calls are written, where the chat template does not tell. Reasoning is the
-    result's `reasoning`, or left in its text with `reasoning_format` "none"; it ends after `reasoning_budget` tokens.
+    Args:
+        cancel: An event that ends the answer, from any thread. Closing the model ends it too.
+        speculation: "ngram" verifies guesses from the earlier text, several in one step.
+        num_draft_tokens: Guesses in one step, at most.
+        prefill_chunk: Tokens of a prompt in one step.
+        overflow: "truncate_left" cuts the beginning of a prompt that is too long.
+        tenant: The caller with whom others share.
+        priority: From −9 to 9.
+        timeout: Seconds after which an answer ends with what it has, finish_reason "abort", also while it waits.
+        cache_salt: With `reuse_prefixes`, prompts share their beginnings only among requests of the same salt.
+        answer_prefix: Ids with which the answer begins. It continues as if they had been sampled.
+        tools: Functions or their schemas.
+        tool_choice: OpenAI's: "auto", "none", "required", a name, or an object.
+        parallel_tool_calls: None allows several calls, but one of a tool that is chosen by its name.
+        tool_format: How calls are written, if the chat template does not tell.
+        reasoning_format: "none" leaves the reasoning in the answer's text.
+        reasoning_budget: Tokens after which reasoning ends.
+
+    Raises:
+        InvalidRequestError: A value breaks its rule.
+
+    Example:
+        >>> llm.generate("Once", options=RequestOptions(speculation="ngram", timeout=2.5))
     """
 
-    cancel: threading.Event | None = None
-    speculation: Speculation | None = None
-    num_draft_tokens: int = NUM_DRAFT_TOKENS
-    prefill_chunk: int = MAX_STEP_TOKENS  # tokens of a prompt in one step
-    overflow: Overflow = "error"  # what happens to a prompt that is too long
-    tenant: str = ""
-    priority: int = 0
-    timeout: float | None = None
-    cache_salt: str = ""
-    answer_prefix: Sequence[int] = ()
-    tools: Sequence[ToolLike] | None = None
-    tool_choice: Any = None  # "auto", "none", "required", a name, or as OpenAI has it
-    parallel_tool_calls: bool | None = None  # None: several, but one of a tool that is chosen by its name
-    tool_format: str | None = None
-    reasoning_format: ReasoningPlace = "auto"
-    reasoning_budget: int | None = None
+    cancel: threading.Event | None = parameter(
+        None, Other("a threading.Event or None", _is_event), "Ends the answer from another thread."
+    )
+    speculation: Speculation | None = parameter(
+        None, OneOf(get_args(Speculation), is_optional=True), "Verify guesses, several in one step.",
+        bodies="generating",
+    )  # fmt: skip
+    num_draft_tokens: int = parameter(
+        NUM_DRAFT_TOKENS, Count(1, MAX_DRAFT_TOKENS), "Guesses in one step, at most.", bodies="generating"
+    )
+    prefill_chunk: int = parameter(MAX_STEP_TOKENS, Count(1, MAX_STEP_TOKENS), "Tokens of a prompt in one step.")
+    overflow: Overflow = parameter(
+        "error", OneOf(get_args(Overflow)), "What is done with a prompt that is too long.", bodies="generating"
+    )
+    tenant: str = parameter("", Text(may_be_empty=True), "The caller with whom others share.")
+    priority: int = parameter(
+        0, Count(-MAX_PRIORITY, MAX_PRIORITY), "Each level counts like 10 seconds of waiting.", bodies="generating"
+    )
+    timeout: float | None = parameter(
+        None, Number(0, excludes_least=True, unit="seconds", is_optional=True), "The answer ends after these seconds."
+    )
+    cache_salt: str = parameter(
+        "", Text(may_be_empty=True), "Only requests of the same salt share prefixes.", bodies="generating"
+    )
+    answer_prefix: Sequence[int] = parameter(
+        (), Other("a list of token ids", _is_sequence), "Ids with which the answer begins.",
+        body_name="answer_token_ids",
+    )  # fmt: skip
+    tools: Sequence[ToolLike] | None = parameter(None, _ANY, "Functions or their schemas.")
+    tool_choice: Any = parameter(None, _ANY, "OpenAI's choice of a tool.")
+    parallel_tool_calls: bool | None = parameter(
+        None, Flag(is_optional=True), "Whether an answer may have several calls."
+    )
+    tool_format: str | None = parameter(
+        None, OneOf(tuple(FORMATS), is_optional=True), "How calls are written.", bodies="conversations"
+    )
+    reasoning_format: ReasoningPlace = parameter(
+        "auto", OneOf(get_args(ReasoningPlace)), "none leaves the reasoning in the text.", bodies="conversations"
+    )
+    reasoning_budget: int | None = parameter(
+        None, Count(0, MAX_BUDGET, none="no limit"), "Tokens after which reasoning ends.",
+        body_name="thinking_token_budget",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.cancel is not None and not isinstance(self.cancel, threading.Event):
-            raise InvalidRequestError(f"cancel must be a threading.Event or None, got {self.cancel!r:.80}")
-        if self.speculation is not None:
-            check_choice("speculation", self.speculation, get_args(Speculation), " or None")
-        check_count("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
-        check_count("prefill_chunk", self.prefill_chunk, 1, MAX_STEP_TOKENS)
-        check_choice("overflow", self.overflow, get_args(Overflow))
-        for name in ("tenant", "cache_salt"):
-            if not isinstance(value := getattr(self, name), str):
-                raise InvalidRequestError(f"{name} must be a string, got {value!r:.80}")
-        check_count("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
-        if isinstance(self.answer_prefix, str | bytes) or not isinstance(self.answer_prefix, Sequence):
-            raise InvalidRequestError(f"answer_prefix must be a list of token ids, got {self.answer_prefix!r:.80}")
-        if self.timeout is not None:
-            check_seconds("timeout", self.timeout)
-        if not isinstance(self.parallel_tool_calls, bool | None):
-            raise InvalidRequestError(
-                f"parallel_tool_calls must be True, False or None, got {self.parallel_tool_calls!r:.80}"
-            )
-        if self.tool_format is not None:
-            check_choice("tool_format", self.tool_format, tuple(FORMATS), " or None")
-        check_choice("reasoning_format", self.reasoning_format, get_args(ReasoningPlace))
-        if self.reasoning_budget is not None:
-            check_count("reasoning_budget", self.reasoning_budget, 0, MAX_BUDGET)
+        check_fields(self, OPTIONS)
 
 
-_NAMES = frozenset(field.name for field in fields(RequestOptions))
+OPTIONS = parameters_of(RequestOptions)
 
 
 class RequestKeywords(SamplingKeywords, total=False):
@@ -106,32 +146,24 @@ class RequestKeywords(SamplingKeywords, total=False):
 
 
 def split_options(options: RequestOptions | None, keywords: Mapping[str, Any]) -> tuple[RequestOptions, dict[str, Any]]:
-    """`options`, or the default ones, changed by the keywords that are theirs; and the other keywords."""
+    """Return `options`, or the default options, changed by the keywords for options; and the other keywords."""
     if options is not None and not isinstance(options, RequestOptions):
-        raise InvalidRequestError(f"options must be RequestOptions or None, got {options!r:.80}")
-    own = {name: value for name, value in keywords.items() if name in _NAMES}
-    return replace(options or RequestOptions(), **own), {n: v for n, v in keywords.items() if n not in _NAMES}
+        raise broken("options", "RequestOptions or None", options)
+    own = {name: value for name, value in keywords.items() if name in OPTIONS}
+    return replace(options or RequestOptions(), **own), {n: v for n, v in keywords.items() if n not in OPTIONS}
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...], others: str = "") -> None:
-    """Raises InvalidRequestError."""
-    if not isinstance(value, str) or value not in choices:
-        raise InvalidRequestError(f"{name} must be {' or '.join(map(repr, choices))}{others}, got {value!r:.80}")
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise InvalidRequestError for a value that is not one of the choices."""
+    OneOf(choices).check(name, value)
 
 
 def check_count(name: str, value: object, least: int, most: int) -> None:
-    """Raises InvalidRequestError."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InvalidRequestError(f"{name} must be a whole number in [{least}, {most}], got {value!r:.80}")
-
-
-def check_seconds(name: str, value: object) -> None:
-    """Raises InvalidRequestError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-        raise InvalidRequestError(f"{name} must be a number of seconds above 0 or None, got {value!r:.80}")
+    """Raise InvalidRequestError for a value that is not a whole number in these limits."""
+    Count(least, most).check(name, value)
 
 
 def check_callback(name: str, value: object) -> None:
-    """Raises InvalidRequestError."""
+    """Raise InvalidRequestError for a value that is neither a function nor None."""
     if value is not None and not callable(value):
-        raise InvalidRequestError(f"{name} must be a function or None, got {value!r:.80}")
+        raise broken(name, "a function or None", value)

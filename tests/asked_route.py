@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from infer import RequestOptions, SamplingParams
+from infer.protocols.asked import Asked
 from infer.server.app import ROUTES
 from infer.server.asking import while_connected
-from infer.server.choices import Asked, Choices, accept
+from infer.server.choices import Choices, accept
 from infer.server.endpoint import ApiRoute
 from infer.server.sse import DONE, EventStream, event
 from infer.server.state import ServerState

@@ -3,6 +3,8 @@
 `exit_status` is the exit status of the command line: 2 for an invalid request, 3 for the model, 1 for our own failure.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Characters of a file's name or contents that would end a line or control a terminal.
@@ -22,9 +24,13 @@ class InferError(Exception):
 
 
 class InvalidRequestError(InferError, ValueError):
-    """A parameter, a prompt or a file of the user breaks a rule. It is also a `ValueError`."""
+    """A parameter, a prompt or a file named by the user breaks a rule. `param` is the parameter's name, if known."""
 
     exit_status = 2
+
+    def __init__(self, *message: object, param: str | None = None) -> None:
+        self.param = param
+        super().__init__(*message)
 
 
 class ContextLengthError(InvalidRequestError):
@@ -74,9 +80,11 @@ class SchemaError(InvalidRequestError):
     `pointer` is the JSON pointer of that part, or None if it is not known. `problem` is the reason without the place.
     """
 
-    def __init__(self, message: str, pointer: str | None = None, problem: str | None = None) -> None:
+    def __init__(
+        self, message: str, pointer: str | None = None, problem: str | None = None, *, param: str | None = None
+    ) -> None:
         self.pointer, self.problem = pointer, message if problem is None else problem
-        super().__init__(message)
+        super().__init__(message, param=param)
 
 
 class PropertyNameError(SchemaError):
@@ -101,3 +109,13 @@ class MessageWarning(RequestWarning):
 
 class ConstraintError(InvalidRequestError):
     """A compiled grammar cannot be followed further, because it has become too complex."""
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """Name the parameter that an InvalidRequestError of this block is about, unless the error names one."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = error.param or param
+        raise

@@ -11,10 +11,10 @@ import pytest
 
 from idle import until_idle
 from infer import LLM
-from infer.server.message_blocks import messages_of
-from infer.server.message_history import complete_messages
+from infer.protocols.message_blocks import messages_of
+from infer.protocols.message_history import complete_messages
+from infer.protocols.read_body import read_body
 from infer.server.messages import MessagesBody
-from infer.server.read_body import read_body
 from served import Served, serving
 from test_session import make_model
 

@@ -11,15 +11,16 @@ import pytest
 
 from infer import LLM
 from infer.batch_file.answering import answer_rows
-from infer.batch_file.openai_logprobs import Spelling
 from infer.batch_file.output_file import OutputFile
 from infer.batch_file.result_line import error_line, result_line
-from infer.batch_file.row import Row, read_rows, seed_of
+from infer.batch_file.row import Row, read_rows
 from infer.batch_file.settings import BatchSettings, Line
 from infer.cli import main
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, ToolCall
+from infer.protocols.params import seed_of
+from infer.protocols.token_logprobs import Spelling
 
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
 SPELLING = Spelling([str(number).encode() for number in range(6)] + [b"\xc3"], {2})
@@ -74,20 +75,29 @@ def test_a_row_may_have_tools() -> None:
         ({"id": 1.5, "prompt": "a"}, "an id must be a text that is not empty, or a whole number, got 1.5"),
         ({"id": "\ud800", "prompt": "a"}, "an id must be a text that is not empty, or a whole number, got '\\ud800'"),
         ({"id": "a", "messages": []}, "messages must hold at least one message, got none"),
-        (CHAT | {"body": {"messages": []}}, "messages must hold at least one message, got none"),
+        (CHAT | {"body": {"messages": []}}, "messages: expected `array` of length >= 1, got a list of 0"),
         ({"id": "a"}, 'a row needs "prompt", a text or ids, or "messages", a list: one of the two'),
         ({"id": "a", "prompt": "a", "messages": HI}, "one of the two"),
         (CHAT | {"url": "/v1/embeddings"}, "url must be /v1/chat/completions or /v1/completions, got '/v1/embeddings'"),
         (CHAT | {"method": "GET", "body": {}}, "method must be 'POST', got 'GET'"),
         (CHAT | {"body": 5}, "body must be an object, got 5"),
-        (CHAT | {"body": {"prompt": "a"}}, "prompt belongs to another url"),
-        (CHAT | {"body": {"messages": HI, "n": 2}}, "n 2 is not served here: leave it out"),
-        (CHAT | {"body": {"messages": HI, "reasoning_effort": "high"}}, "is not served here: leave it out"),
-        (CHAT | {"body": {"messages": HI, "temprature": 1}}, "temprature is not known here: did you mean temperature?"),
+        (
+            CHAT | {"body": {"prompt": "a"}},
+            "prompt is not known here: use messages here, or",
+        ),
+        (CHAT | {"body": {"messages": HI, "n": 2}}, "n must not be 2 here: leave it out"),
+        (CHAT | {"body": {"messages": HI, "reasoning_effort": "much"}}, "reasoning_effort must be"),
+        (CHAT | {"body": {"messages": HI, "temprature": 1}}, "temprature is not known: did you mean temperature?"),
         (CHAT | {"body": {"messages": HI, "top_logprobs": 2}}, "top_logprobs needs logprobs: true"),
-        (CHAT | {"body": {"messages": HI, "response_format": "json"}}, "response_format must be text, json_object or"),
-        (CHAT | {"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}}, "type text alone"),
-        (CHAT | {"body": {"messages": ["hi"]}}, "a message must be an object with role and content, got 'hi'"),
+        (
+            CHAT | {"body": {"messages": HI, "response_format": "json"}},
+            "response_format: expected `object | null`",
+        ),
+        (
+            CHAT | {"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}},
+            "the model reads only",
+        ),
+        (CHAT | {"body": {"messages": ["hi"]}}, "messages[0]: expected `object`, got 'hi'"),
     ],
 )
 def test_what_a_row_may_not_be(record: Any, problem: str) -> None:
@@ -168,6 +178,21 @@ def test_a_row_that_was_cancelled_gets_no_line_and_is_answered_by_the_next_run(l
     left = [row for row in rows if row.id not in ids]
     answer_rows(llm, left, BatchSettings("m", 0, 2, values, RequestOptions()), write)
     assert sorted(ids) == ["long", "short", "waiting"]
+
+
+def test_a_completion_without_a_limit_has_as_many_tokens_as_over_http(llm: LLM) -> None:
+    lines = dict[str, Any]()
+    values = {"temperature": 0.0, "ignore_eos": True}
+    rows = [row_of({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a"}}),
+            row_of({"custom_id": "d", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 3}})]  # fmt: skip
+
+    def write(line: Line) -> None:
+        lines[line.row_id] = json.loads(line.text)["response"]["body"]["usage"]["completion_tokens"]
+
+    answer_rows(llm, rows, BatchSettings("m", 0, 2, values, RequestOptions()), write)
+    assert lines == {"c": 16, "d": 3}
+    answer_rows(llm, rows, BatchSettings("m", 0, 2, values | {"max_new_tokens": 5}, RequestOptions()), write)
+    assert lines == {"c": 5, "d": 3}
 
 
 def test_a_file_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:

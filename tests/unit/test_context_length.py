@@ -7,7 +7,7 @@ from infer.backends import base
 from infer.checkpoint import open_checkpoint
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
-from infer.model.context_length import DEFAULT_MAX_SEQ_LEN, context_length, fitting_length
+from infer.model.context_length import context_length, fitting_length
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, estimate
 
@@ -16,7 +16,7 @@ SETTINGS, LOAD = CacheSettings(), LoadSettings()
 
 def test_the_default_is_the_models_own_up_to_a_limit() -> None:
     architecture = make_architecture(open_checkpoint("smollm2").config)
-    assert context_length(None, architecture, SETTINGS) == DEFAULT_MAX_SEQ_LEN == 8192
+    assert context_length(None, architecture, SETTINGS) == 8192
     assert context_length(99, architecture, SETTINGS) == 99
     for wrong in (1, 0, -5, 8193):
         with pytest.raises(InvalidRequestError, match="max_seq_len must be"):

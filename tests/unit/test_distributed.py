@@ -12,7 +12,7 @@ import pytest
 from infer import LLM, InvalidRequestError
 from infer.cli import main
 from infer.distributed import BatchEngine
-from infer.distributed.body_prompt import prompt_of_body
+from infer.distributed.asked_body import prompt_of_body
 from infer.server.settings import ServerSettings
 from infer.server.state import ServerState
 from infer.system.core_share import take_cores

@@ -2,8 +2,8 @@
 
 import pytest
 
+from infer.protocols.refusals import BodyError
 from infer.server.door import Arrival, Door
-from infer.server.errors import ApiError
 from infer.server.forecast import Demand, Forecast
 from infer.server.settings import ServerSettings
 from test_door import forecast_of, known_costs
@@ -69,9 +69,9 @@ def test_a_request_may_have_as_many_answers_as_there_are_slots_and_places() -> N
         if is_allowed:
             door.enter(Arrival("a", num_prompts, num_choices), b"", idle).close()
         else:
-            with pytest.raises(ApiError, match="prompts times n must be at most 6 here") as refused:
+            with pytest.raises(BodyError, match="prompts times n must be at most 6 here") as refused:
                 door.enter(Arrival("a", num_prompts, num_choices), b"", idle)
-            assert refused.value.status == 400
+            assert refused.value.param == "n"
 
 
 def test_sequences_too_long_for_the_pages_run_one_at_a_time() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from infer import LLM
-from infer.server.message_blocks import messages_of
+from infer.protocols.message_blocks import messages_of
+from infer.protocols.read_body import read_body
 from infer.server.messages import MessagesBody, variables_of
-from infer.server.read_body import read_body
 from served import Served
 
 ASKED = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "hello"}], "temperature": 0}

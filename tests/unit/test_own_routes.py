@@ -12,8 +12,8 @@ import torch
 from starlette.requests import Request
 
 from infer import LLM
+from infer.protocols.refusals import BodyError
 from infer.server.embeddings import answer_of, texts_of
-from infer.server.errors import ApiError
 from infer.server.events import OTHERS, interval_of, seen_by
 from served import Served, serving
 
@@ -81,7 +81,7 @@ def test_a_conversation_is_rendered_and_tokenised_as_it_is_answered(served: Serv
         ({"content": "a", "prompt": "b"}, "prompt", "give one of"),
         ({"content": "a", "add_special_tokens": True}, "add_special_tokens", "belongs to prompt, not to content"),
         ({"prompt": "a", "with_pieces": False}, "with_pieces", "belongs to content, not to prompt"),
-        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": []}, "messages", "length >= 1"),
         ({"prompt": "a", "model": "other"}, "model", "not served here"),
         ({"contents": "a"}, "contents", "did you mean content?"),
     ],
@@ -132,9 +132,9 @@ def test_fewer_dimensions_are_the_first_ones_at_length_1(served: Served, llm: LL
     [
         ({"input": ["a", ""]}, "input[1]", "must not be empty"),
         ({"input": ""}, "input", "must not be empty"),
-        ({"input": []}, "input", "at least 1"),
+        ({"input": []}, "input", "length >= 1"),
         ({"input": [1, "a"]}, "input[0]", "token ids"),
-        ({"input": ["a"] * 2049}, "input", "at most 2048"),
+        ({"input": ["a"] * 2049}, "input", "length <= 2048"),
         ({"input": "a", "dimensions": 65}, "dimensions", "at most 64"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'base64' or 'float'"),
         ({"input": [[1], [9999]]}, "input", "text 1: the prompt: token ids"),
@@ -158,7 +158,7 @@ def test_nothing_of_a_vector_that_is_nothing_is_nothing() -> None:
     vector = torch.zeros(1, 4).numpy()
     assert answer_of("m", vector, 2, "float", 1)["data"][0]["embedding"] == [0.0, 0.0]
     assert texts_of([[1, 2], [3]]) == [[1, 2], [3]]
-    with pytest.raises(ApiError, match=r"input\[0\]\[1\]"):
+    with pytest.raises(BodyError, match=r"input\[0\]\[1\]"):
         texts_of([[1, "a"]])
 
 
@@ -262,7 +262,7 @@ def test_a_branch_has_the_bits_of_its_answer_up_to_the_other_token(served: Serve
     ("path", "body", "param", "message"),
     [
         ("trace", {"prompt": "a", "max_tokens": 257}, "max_tokens", "at most 256"),
-        ("trace", {"prompt": "a", "num_candidates": 65}, "num_candidates", "at most 64"),
+        ("trace", {"prompt": "a", "num_candidates": 65}, "num_candidates", "`int` <= 64"),
         ("trace", {"prompt": "a", "position": 1}, "position", "belongs to answer_token_ids"),
         ("trace", {"prompt": "a", "answer_token_ids": [97], "position": 1}, "position", "below 1"),
         ("trace", {"prompt": "a", "answer_token_ids": [97] * 300}, "num_tokens", "at most 256 tokens"),
@@ -307,7 +307,7 @@ def test_who_listens_sees_the_engine_s_steps(served: Served) -> None:
 
 @pytest.mark.parametrize("query", ["interval=0", "interval=x", "interval=nan", "interval=61", "interval="])
 def test_an_interval_is_a_number_of_seconds(served: Served, query: str) -> None:
-    with pytest.raises(ApiError, match="interval must be"):
+    with pytest.raises(BodyError, match="interval must be"):
         interval_of(Request({"type": "http", "query_string": query.encode(), "headers": []}))
 
 

@@ -22,6 +22,7 @@ from infer.sampling.definition import LogitsError, sample_token
 from infer.sampling.history import History
 from infer.sampling.sampler import stages
 from infer.sampling.trace import sample_trace
+from infer.sampling_params import PARAMETERS
 from tiny import Tiny, make_tiny
 
 Capture = pytest.CaptureFixture[str]
@@ -260,3 +261,9 @@ def test_a_terminal_gets_colours_and_no_line_wider_than_itself(fake: FakeModel, 
     lines = list(trace_lines(trace, width))[1:-1]
     assert any("\x1b[" in line for line in lines)
     assert max(display_width(click.unstyle(line)) for line in lines) <= width
+
+
+def test_the_stages_of_a_trace_are_the_declared_ones() -> None:
+    traces = [make_trace(SamplingParams(**EVERYTHING, temperature_last=last), make_logits(1)) for last in (False, True)]
+    found = {stage.name for trace in traces for stage in trace.stages}
+    assert found - {"raw", "allowed"} == {name for name, declared in PARAMETERS.items() if declared.stage}

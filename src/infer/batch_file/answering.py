@@ -1,15 +1,21 @@
 """Answer rows with one model in this process: as a batch of the engine, with one line per row, also after a failure."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import tee
+from dataclasses import replace
 from typing import Any
 
-from infer.batch_file.openai_logprobs import Spelling
 from infer.batch_file.result_line import error_line, result_line
-from infer.batch_file.row import Row, seed_of
+from infer.batch_file.row import ENDPOINTS, Row
 from infer.batch_file.settings import BatchSettings, Write
+from infer.engine.batch import answer_all
+from infer.engine.sequence import Sequence
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
+from infer.protocols.params import seed_of
+from infer.protocols.token_logprobs import Spelling
+from infer.protocols.tool_options import effort_variables
+from infer.request_limits import NUM_TOKENS_OF_COMPLETIONS
+from infer.sampling.defaults import default_params
 from infer.sampling_params import values_from
 
 _REFUSED = "invalid_request"
@@ -20,37 +26,37 @@ def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: W
 
     Rows are read when there is room for them. Cancelled rows get no line.
     """
-    under_way = dict[int, Row]()
-    rows_of_prompts, rows_of_params = tee(_askable(rows, settings, write))
+    host, under_way = llm._opened, dict[int, Row]()
 
-    def params() -> Iterator[Mapping[str, Any]]:
-        for number, row in enumerate(rows_of_params):
-            under_way[number] = row
-            yield {**row.values, **row.options}
-
-    def refuse(number: int, error: InvalidRequestError) -> None:
-        row = under_way.pop(number)
-        write(error_line(row, _REFUSED, str(error), settings.model))
+    def sequences() -> Iterator[tuple[int, Sequence]]:
+        for number, row in enumerate(rows):
+            try:
+                sequence = _sequence_of(llm, row, settings)
+            except InvalidRequestError as error:
+                write(error_line(row, _REFUSED, str(error), settings.model))
+            else:
+                under_way[number] = row
+                yield number, sequence
 
     spelling = Spelling.of(llm.tokenizer)
-    prompts = (row.prompt for row in rows_of_prompts)
-    answers = llm.generate_iter(
-        prompts, params(), batch_size=settings.batch_size, on_error=refuse, options=settings.options
-    )
-    for number, result in answers:
+    for number, result in answer_all(host.loop, sequences(), settings.batch_size):
         row = under_way.pop(number)
         if result.finish_reason != "abort":
-            write(result_line(row, result, settings.model, spelling))
+            shown = replace(result, warnings=row.warnings + result.warnings)
+            write(result_line(row, shown, settings.model, spelling))
 
 
-def _askable(rows: Iterable[Row], settings: BatchSettings, write: Write) -> Iterator[Row]:
-    """Yield the rows that can be answered, with all their values. Write an error line for each of the others."""
-    for row in rows:
-        try:
-            if row.problem is not None:
-                raise InvalidRequestError(row.problem)
-            values = {"seed": seed_of(settings.seed, row.id), **settings.values, **values_from(row.values)}
-        except InvalidRequestError as error:
-            write(error_line(row, _REFUSED, str(error), settings.model))
-        else:
-            yield row._replace(values=values)
+def _sequence_of(llm: LLM, row: Row, settings: BatchSettings) -> Sequence:
+    """Return the sequence that answers a row. Raises InvalidRequestError."""
+    if row.problem is not None:
+        raise InvalidRequestError(row.problem)
+    is_chat = not isinstance(row.prompt, str) and any(isinstance(each, Mapping) for each in row.prompt)
+    values: dict[str, Any] = {"seed": seed_of(settings.seed, row.id)}
+    if row.endpoint == ENDPOINTS[1]:
+        values["max_new_tokens"] = NUM_TOKENS_OF_COMPLETIONS
+    values |= {**settings.values, **values_from(row.values)}
+    params = default_params(llm.sampling_defaults, is_chat=is_chat, **values)
+    variables = {**effort_variables(row.effort, llm.tokenizer.chat_template), **row.variables}
+    options = replace(settings.options, **row.options)
+    (sequence,) = llm._opened.choices(row.prompt, [params], options, variables)
+    return sequence

@@ -5,24 +5,11 @@ import json
 import math
 from typing import Any
 
-from infer.batch_file.openai_logprobs import Spelling, chat_entries, completion_columns, without_end
 from infer.batch_file.row import ENDPOINTS, Row
 from infer.batch_file.settings import Line
 from infer.outputs import GenerationResult
-
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "length"}  # aborted: its time was over
-
-
-def finish_reason_of(result: GenerationResult) -> str:
-    """Return the finish reason in OpenAI's words."""
-    reason = FINISH_REASONS[result.finish_reason]
-    return "tool_calls" if reason == "stop" and result.tool_calls else reason
-
-
-def message_of(result: GenerationResult) -> dict[str, Any]:
-    """Return the answer as OpenAI's message. Its content is None if the answer has only calls."""
-    message = result.to_message() | {"refusal": None}
-    return message | {"content": None} if result.tool_calls and not result.text else message
+from infer.protocols.chat_answers import finish_reason_of, message_of
+from infer.protocols.token_logprobs import Spelling, chat_entries, completion_columns, without_end
 
 
 def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelling) -> Line:

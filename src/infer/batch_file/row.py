@@ -7,22 +7,38 @@
 A plain row without an id is named after its line.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from infer.batch_file.openai_body import TOOL_OPTIONS, options_of_body, params_of_body, prompt_of_body
+from infer.engine.request_options import OPTIONS
 from infer.errors import InvalidRequestError
+from infer.protocols.asked import chat_values, completion_values, refuse_unless_neutral
+from infer.protocols.bodies import ChatBody, CompletionBody
+from infer.protocols.chat_messages import complete_chat, messages_of
+from infer.protocols.declared_fields import values_of
+from infer.protocols.params import prompts_of, template_variables
+from infer.protocols.read_body import as_given, body_from
+from infer.protocols.refusals import refuse
+from infer.protocols.tool_options import option_values
+from infer.protocols.unknown_fields import Reading
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 ENDPOINTS: tuple[Endpoint, ...] = ("/v1/chat/completions", "/v1/completions")
+_TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format", "reasoning_format", "reasoning_budget")
+# Fields of a body that a line cannot answer, with the values that ask for nothing.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("stream", "echo", "return_token_ids"), (False,)),
+    "n": (1,),
+    "suffix": ("",),
+    "prompt_logprobs": (),
+}
 
 
 class Row(NamedTuple):
-    """A request. `endpoint` is None for a plain row. `options` are those for tools and reasoning.
+    """A request. `endpoint` is None for a plain row. `options` are fields of RequestOptions.
 
-    `problem` says why the row cannot be answered.
+    `variables` and the `effort` of reasoning are for the chat template. `problem` says why the row cannot be answered.
     """
 
     id: str
@@ -30,6 +46,9 @@ class Row(NamedTuple):
     prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] = ""
     values: Mapping[str, Any] = {}
     options: Mapping[str, Any] = {}
+    variables: Mapping[str, Any] = {}
+    effort: str | None = None
+    warnings: tuple[str, ...] = ()
     problem: str | None = None
 
 
@@ -37,11 +56,6 @@ def read_rows(lines: Iterable[str]) -> Iterator[Row]:
     """Return the rows of the lines, without empty lines and the byte order marks that some editors write."""
     unmarked = (line.removeprefix("\ufeff") for line in lines)
     return (read_row(line, f"line {number}") for number, line in enumerate(unmarked, 1) if line.strip())
-
-
-def seed_of(seed: int, row_id: str) -> int:
-    """Return the seed of a row that has none: 64 bits of a hash, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}\0{row_id}".encode(), digest_size=8).digest(), "little")
 
 
 def read_row(line: str, name: str) -> Row:
@@ -90,9 +104,9 @@ def _is_text(text: str) -> bool:
 
 
 def _plain(row_id: str, record: dict[str, Any]) -> Row:
-    others = ("id", "prompt", "messages", *TOOL_OPTIONS)
+    others = ("id", "prompt", "messages", *_TOOL_OPTIONS)
     values = {name: value for name, value in record.items() if name not in others}
-    options = {name: record[name] for name in TOOL_OPTIONS if name in record}
+    options = {name: record[name] for name in _TOOL_OPTIONS if name in record}
     prompts = [record[name] for name in ("prompt", "messages") if name in record]
     if len(prompts) != 1 or not isinstance(prompts[0], str | list):
         raise InvalidRequestError('a row needs "prompt", a text or ids, or "messages", a list: one of the two')
@@ -114,6 +128,31 @@ def _of_openai(row_id: str, endpoint: Endpoint, record: dict[str, Any]) -> Row:
     body = record.get("body")
     if not isinstance(body, dict):
         raise InvalidRequestError(f"body must be an object, got {body!r:.60}")
-    is_chat = endpoint == ENDPOINTS[0]
-    prompt, values = prompt_of_body(body, is_chat=is_chat), params_of_body(body, is_chat=is_chat)
-    return Row(row_id, endpoint, prompt, values, options_of_body(body) if is_chat else {})
+    reading = Reading()
+    if endpoint == ENDPOINTS[0]:
+        chat = body_from(body, ChatBody, complete_chat, reading)
+        _check(chat)
+        values, options = chat_values(chat), option_values(chat, chat.reasoning_effort)
+        variables = template_variables(
+            chat.chat_template_kwargs, chat.add_generation_prompt, chat.continue_final_message
+        )
+        row = Row(row_id, endpoint, messages_of(chat.messages), values, options, variables, chat.reasoning_effort)
+        seed = chat.seed
+    else:
+        completion = body_from(body, CompletionBody, as_given, reading)
+        _check(completion)
+        prompts = prompts_of(completion.prompt)
+        if len(prompts) != 1:
+            raise refuse(f"prompt must be one prompt in a row, got {len(prompts)}: write a row for each", "prompt")
+        row = Row(row_id, endpoint, prompts[0], completion_values(completion), values_of(completion, OPTIONS))
+        seed = completion.seed
+    values = {**row.values, **({} if seed is None else {"seed": seed % 2**64})}
+    return row._replace(values=values, warnings=tuple(reading.warnings))
+
+
+def _check(body: ChatBody | CompletionBody) -> None:
+    """Raise BodyError for what one line cannot answer."""
+    refuse_unless_neutral(body, _NEUTRAL)
+    for name in ("max_tokens", "max_completion_tokens"):
+        if getattr(body, name, None) == 0:
+            raise refuse(f"{name} must be at least 1 in a row, or -1 for the whole context, got 0", name)

@@ -13,7 +13,7 @@ from threading import Event
 from typing import Any, final
 
 from infer.batch_file.output_file import OutputFile
-from infer.batch_file.row import Row, read_rows, seed_of
+from infer.batch_file.row import Row, read_rows
 from infer.batch_file.settings import BatchSettings, Line, Write
 from infer.batch_file.workers import answer_by_workers
 from infer.cli.command_options import BatchOptions
@@ -21,6 +21,7 @@ from infer.cli.signals import cancel_on_signal
 from infer.cli.terminal import has_cursor, note
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
+from infer.protocols.params import seed_of
 from infer.system.cores import num_processors
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar, write_notice
 

@@ -205,7 +205,7 @@ class ChatSession:
             raise InvalidRequestError("the last answer was stopped: /regenerate gives one that has a permalink")
         is_same = bool(last.tools) or self.model.tokenizer.encode_chat(last.messages) == last.prompt_ids
         prompt = last.messages if is_same else last.prompt_ids
-        body = body_of(prompt, last.params, self.name, self.model.max_seq_len)
+        body = body_of(prompt, last.params, self.name)
         body |= {"tools": last.tools} if last.tools else {}
         return Permalink.of(body, last.result, self.model.system_fingerprint)
 

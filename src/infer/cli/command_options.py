@@ -27,7 +27,7 @@ from infer.engine.model_settings import (
 )
 from infer.kvcache.cache_settings import CacheSettings
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
-from infer.speculation.ngram import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
+from infer.request_limits import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 
 Decorators = tuple[Callable[..., Any], ...]
 AT_LEAST_1 = click.IntRange(min=1)

@@ -22,7 +22,7 @@ def answer_one(model: "infer.LLM", prompt: Prompt, params: SamplingParams, optio
     """Answer one prompt and return the exit status. The text goes to stdout while it is generated."""
     writer, line = TextWriter(sys.stdout), PrefillLine(shown=not options.quiet)
     is_text = not (options.as_json or options.as_lines)
-    body = body_of(prompt, params, options.model, model.max_seq_len) if options.permalink else None
+    body = body_of(prompt, params, options.model) if options.permalink else None
 
     def on_token(token_id: int, text: str) -> None:
         line.close()

@@ -8,7 +8,6 @@ import base64
 import binascii
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -18,15 +17,13 @@ from typing import Any, Literal, Self, final, get_args
 from infer.cli.prompts import Prompt
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
-from infer.sampling_params import SamplingParams
+from infer.parameters import Bias, Number, Texts, TokenIds
+from infer.request_limits import MAX_BIAS, MAX_STOPS
+from infer.sampling_params import PARAMETERS, SamplingParams
 
 Route = Literal["/v1/chat/completions", "/v1/completions"]
 VERSION = 1
 HOST = "http://127.0.0.1:8000/"  # where `infer serve` is unless told otherwise
-_MOST_STOPS, _MOST_BIAS = 4, 100.0  # of the routes
-_ALWAYS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-_IF_GIVEN = ("regex", "grammar", "choice", "stop", "stop_token_ids", "allowed_token_ids")
-_IF_TRUE = ("temperature_last", "ignore_eos", "include_stop_str_in_output")
 
 
 @final
@@ -82,40 +79,44 @@ def sha256_of(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
-def body_of(prompt: Prompt, params: SamplingParams, model: str, max_seq_len: int) -> dict[str, Any]:
+def body_of(prompt: Prompt, params: SamplingParams, model: str) -> dict[str, Any]:
     """Return the route's body for this answer, without its seed.
 
+    Numbers are always in it, since another server's model may have defaults of its own; what is off is left out.
     Raises InvalidRequestError for parameters that no route accepts.
     """
     is_chat = not isinstance(prompt, str) and any(isinstance(each, Mapping) for each in prompt)
     body: dict[str, Any] = {"model": Path(model).name if Path(model).exists() else model}
     body |= {"messages" if is_chat else "prompt": prompt if isinstance(prompt, str) else list(prompt)}
-    body |= {name: getattr(params, name) for name in _ALWAYS}
-    body["top_k"] = -1 if params.top_k is None else params.top_k
-    body["max_tokens"] = max_seq_len if params.max_new_tokens is None else params.max_new_tokens
-    if params.min_new_tokens:
-        body["min_tokens"] = params.min_new_tokens
-    if params.repetition_penalty != 1:
-        body["repetition_window"] = max_seq_len if params.repetition_window is None else params.repetition_window
-    body |= {name: True for name in _IF_TRUE if getattr(params, name)}
-    for name in _IF_GIVEN:
-        if value := getattr(params, name):
-            body[name] = value if isinstance(value, str) else sorted(value) if name.endswith("_ids") else list(value)
-    if isinstance(body.get("stop"), list) and len(body["stop"]) > _MOST_STOPS:
-        raise InvalidRequestError(f"a permalink holds {_MOST_STOPS} stop strings at most, got {len(body['stop'])}")
-    return body | _bias(params) | _schema(params)
+    for name, declared in PARAMETERS.items():
+        if declared.bodies or declared.body_name:
+            value = getattr(params, name)
+            if isinstance(declared.kind, Number) or declared.none or value:
+                body[declared.body_name or name] = _written(name, value)
+    return body | _schema(params)
+
+
+def _written(name: str, value: Any) -> Any:
+    """Return a parameter's value as JSON."""
+    match PARAMETERS[name].kind:
+        case Texts() if name == "stop" and len(value) > MAX_STOPS:
+            raise InvalidRequestError(f"a permalink holds {MAX_STOPS} stop strings at most, got {len(value)}")
+        case Texts():
+            return list(value)
+        case TokenIds():
+            return sorted(value)
+        case Bias():
+            for token_id, bias in value.items():
+                if not abs(bias) <= MAX_BIAS:
+                    rule = f"from -{MAX_BIAS} to {MAX_BIAS}"
+                    raise InvalidRequestError(f"a permalink holds logit_bias {rule}, got {token_id}={bias:g}")
+            return {str(token_id): bias for token_id, bias in value.items()}
+    return PARAMETERS[name].none[-1] if value is None else value
 
 
 def signed(seed: int | None) -> int | None:
     """Return the seed as the routes take it: a signed integer of 64 bits."""
     return seed if seed is None or seed < 2**63 else seed - 2**64
-
-
-def _bias(params: SamplingParams) -> dict[str, Any]:
-    for token_id, value in (params.logit_bias or {}).items():
-        if not math.isfinite(value) or abs(value) > _MOST_BIAS:
-            raise InvalidRequestError(f"a permalink holds logit_bias from -100 to 100, got {token_id}={value:g}")
-    return {"logit_bias": {str(each): value for each, value in params.logit_bias.items()}} if params.logit_bias else {}
 
 
 def _schema(params: SamplingParams) -> dict[str, Any]:

@@ -5,6 +5,8 @@ The body is read as the server's routes read it.
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -15,30 +17,32 @@ from infer.cli.permalink import Permalink, sha256_of
 from infer.cli.signals import cancel_on_signal
 from infer.cli.terminal import PrefillLine, TextWriter
 from infer.errors import InvalidRequestError
-from infer.server.chat import ask as ask_chat
-from infer.server.choices import Asked
-from infer.server.completions import ask as ask_completion
-from infer.server.errors import ApiError
-from infer.server.history import complete_chat
-from infer.server.read_body import read_body
-from infer.server.schema import ChatBody, CompletionBody
+from infer.protocols.asked import Asked, ask_chat, ask_completion, refuse_unless_neutral
+from infer.protocols.bodies import ChatBody, CompletionBody
+from infer.protocols.chat_messages import complete_chat
+from infer.protocols.read_body import read_body
+from infer.protocols.refusals import BodyError
 
 DIFFERENT = 1  # exit status
 
 
 def read_request(link: Permalink) -> ChatBody | CompletionBody:
     """Return the permalink's body, checked as far as possible without the model. Raises InvalidRequestError."""
-    content, is_chat = msgspec.json.encode(link.body), link.route == "/v1/chat/completions"
-    body: ChatBody | CompletionBody
+    content = msgspec.json.encode(link.body)
+    with _naming_the_body():
+        if link.route == "/v1/chat/completions":
+            return read_body(content, ChatBody, complete_chat)
+        body = read_body(content, CompletionBody)
+        refuse_unless_neutral(body, {"echo": (False,)})
+        return body
+
+
+@contextmanager
+def _naming_the_body() -> Iterator[None]:
     try:
-        body = read_body(content, ChatBody, complete_chat) if is_chat else read_body(content, CompletionBody)
-    except ApiError as error:
-        raise InvalidRequestError(f"the permalink's body: {error.message}") from error
-    if isinstance(body, CompletionBody) and body.echo:
-        raise InvalidRequestError(
-            "the permalink's body: echo must not be true, an answer without its prompt is replayed"
-        )
-    return body
+        yield
+    except BodyError as error:
+        raise InvalidRequestError(f"the permalink's body: {error}") from error
 
 
 def model_of(link: Permalink, otherwise: str, *, quiet: bool) -> str:
@@ -91,13 +95,11 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
 
 def _asked(llm: "infer.LLM", body: ChatBody | CompletionBody) -> Asked:
     defaults = llm.sampling_defaults
-    try:
+    with _naming_the_body():
         if isinstance(body, ChatBody):
             asked = ask_chat(body, defaults, llm.tokenizer.chat_template)
         else:
             asked = ask_completion(body, defaults)
-    except ApiError as error:
-        raise InvalidRequestError(f"the permalink's body: {error.message}") from error
     count = len(asked.prompts) * asked.num_choices if asked.is_answered else 0
     if count != 1:
         raise InvalidRequestError(f"the permalink's body must ask for one answer, it asks for {count}")

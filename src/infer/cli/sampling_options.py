@@ -14,18 +14,24 @@ import infer
 from infer.cli.option_fields import Function, apply_options
 from infer.cli.prompts import Asked
 from infer.errors import InvalidRequestError
+from infer.parameters import Bias, Flag, Number, OneOf, Texts, TokenIds
 from infer.sampling.defaults import (
-    MAX_NEW_TOKENS,
+    NEUTRAL,
     NEUTRAL_CHAT,
     PRESETS,
     SamplingDefaults,
     beside,
     neutral_values,
 )
-from infer.sampling_params import CONSTRAINTS, PARAMETER_NAMES, SamplingParams
+from infer.sampling_params import CONSTRAINTS, PARAMETER_NAMES, PARAMETERS, SamplingParams, values_from
 
-_FILTERS = ("top_k", "top_p", "min_p")  # without an effect on a greedy answer
+_FILTERS = tuple(name for name, declared in PARAMETERS.items() if declared.is_filter)
 _PRESET_HELP = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in PRESETS["seed"].items())
+_NOT_HERE = (*CONSTRAINTS, "logprobs", "logprobs_mode")  # options of other groups
+_LENGTHS = ("max_new_tokens", "min_new_tokens")
+_OFF_BY_NAME = {
+    name: PARAMETERS[name].none[0] for name in ("top_k", "repetition_window")
+}  # numbers that stand for None
 
 
 def sampling_options(*, has_length: bool) -> Callable[[Function], Function]:
@@ -33,35 +39,9 @@ def sampling_options(*, has_length: bool) -> Callable[[Function], Function]:
 
     `has_length` is False for commands that fix the number of tokens themselves.
     """
-    chat = f"in a chat {NEUTRAL_CHAT['temperature']:g}"
-    length = [
-        click.option("-n", "--max-new-tokens", type=int, default=MAX_NEW_TOKENS, show_default=True,
-                     help="Tokens to generate at most; -1: to the end of the context."),
-        click.option("--min-new-tokens", type=int, default=0, help="No end before so many tokens."),
-    ]  # fmt: skip
+    names = [name for name in PARAMETERS if name not in _NOT_HERE and (has_length or name not in _LENGTHS)]
     options = [
-        *(length if has_length else ()),
-        click.option("--temperature", type=float, help=f"0 is greedy.  [default: the model's, else 1, {chat}]"),
-        click.option("--top-p", type=float,
-                     help=f"1 is off.  [default: the model's, else 1, in a chat {NEUTRAL_CHAT['top_p']:g}]"),
-        click.option("--top-k", type=int, help="0 is off.  [default: the model's, else 0]"),
-        click.option("--min-p", type=float, help="0 is off.  [default: the model's, else 0]"),
-        click.option("--repetition-penalty", type=float, help="1 is off.  [default: the model's, else 1]"),
-        click.option("--repetition-window", type=int,
-                     help="The last N tokens; -1 is all, 0 none.  [default: the model's, else -1]"),
-        click.option("--frequency-penalty", type=float, default=0.0, show_default=True),
-        click.option("--presence-penalty", type=float, default=0.0, show_default=True),
-        click.option("--logit-bias", callback=_parse_bias, multiple=True, metavar="ID=VALUE",
-                     help="Added to a token's logit; -inf bans, inf forces. Repeatable."),
-        click.option("--allowed-token-ids", callback=_parse_ids, multiple=True, metavar="ID,ID…",
-                     help="All other tokens are impossible."),
-        click.option("--temperature-last", is_flag=True, help="Temperature after the filters, as llama.cpp has it."),
-        click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text. Repeatable."),
-        click.option("--stop-token-ids", callback=_parse_ids, multiple=True, metavar="ID,ID…",
-                     help="Tokens that end the answer, as the model's own do."),
-        click.option("--include-stop-str-in-output", is_flag=True, help="Keep the text that --stop stopped at."),
-        click.option("--ignore-eos", is_flag=True, help="Go on after the end of text."),
-        click.option("--seed", type=int, help="Repeat a run.  [default: random, shown with -v]"),
+        *(_option(name) for name in names),
         click.option("--preset", type=click.Choice(list(PRESETS)), help=f"seed: {_PRESET_HELP}."),
         click.option("--no-generation-config", is_flag=True,
                      help="Ignore the sampling values that the model or its card brings."),
@@ -70,13 +50,45 @@ def sampling_options(*, has_length: bool) -> Callable[[Function], Function]:
 
 
 def logprobs_options(function: Function) -> Function:
-    options = [
-        click.option("--logprobs", type=int, metavar="N",
-                     help="With --json: each token's log-probability, beside the N likeliest."),
-        click.option("--logprobs-mode", type=click.Choice(["raw", "processed"]), default="raw", show_default=True,
-                     help="processed: after mask, bias, penalties and filters."),
-    ]  # fmt: skip
-    return apply_options(options, function)
+    return apply_options([_option("logprobs", before="With --json: "), _option("logprobs_mode")], function)
+
+
+def _option(name: str, before: str = "") -> Callable[[Function], Function]:
+    """Return the option of a parameter, made from its declaration."""
+    declared, flag = PARAMETERS[name], f"--{name.replace('_', '-')}"
+    help = before + declared.help
+    match declared.kind:
+        case Flag():
+            return click.option(flag, is_flag=True, help=help)
+        case OneOf(values=values):
+            return click.option(flag, type=click.Choice(values), default=values[0], show_default=True, help=help)
+        case Texts():
+            return click.option(flag, multiple=True, metavar="TEXT", help=f"{help} Repeatable.")
+        case TokenIds():
+            return click.option(flag, callback=_parse_ids, multiple=True, metavar="ID,ID…", help=help)
+        case Bias():
+            return click.option(
+                flag, callback=_parse_bias, multiple=True, metavar="ID=VALUE", help=f"{help} Repeatable."
+            )
+    flags = ["-n", flag] if name == "max_new_tokens" else [flag]
+    kind, metavar = (float if isinstance(declared.kind, Number) else int), "N" if name == "logprobs" else None
+    return click.option(*flags, type=kind, metavar=metavar, help=help + _default_of(name))
+
+
+def _default_of(name: str) -> str:
+    """Return the end of an option's help: the value that holds without the option."""
+    match name:
+        case "logprobs":
+            return ""
+        case "seed":
+            return "  [default: random, shown with -v]"
+        case "max_new_tokens":
+            return f"  [default: {NEUTRAL[name]}]"
+        case "min_new_tokens":
+            return "  [default: 0]"
+    neutral = _OFF_BY_NAME.get(name, getattr(SamplingParams(), name))
+    in_chats = f", in a chat {NEUTRAL_CHAT[name]:g}" if name in NEUTRAL_CHAT else ""
+    return f"  [default: the model's, else {neutral:g}{in_chats}]"
 
 
 def is_given(context: click.Context, name: str) -> bool:
@@ -86,10 +98,7 @@ def is_given(context: click.Context, name: str) -> bool:
 def given_values(context: click.Context, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that the command line gives, by the names of SamplingParams."""
     given = {name: options[name] for name in PARAMETER_NAMES if name in options and is_given(context, name)}
-    for name in ("repetition_window", "max_new_tokens"):
-        if given.get(name) == -1:
-            given[name] = None
-    return {**PRESETS.get(options["preset"] or "", {}), **given}
+    return {**PRESETS.get(options["preset"] or "", {}), **values_from(given)}
 
 
 def model_defaults(model: "infer.LLM", options: Mapping[str, Any]) -> SamplingDefaults:

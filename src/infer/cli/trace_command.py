@@ -16,24 +16,11 @@ from infer.cli.prompts import Prompt
 from infer.cli.terminal import Spinner, TextWriter
 from infer.cli.wrapping import display_width, shortened
 from infer.outputs import SampleTrace, TraceCandidate
-from infer.sampling_params import SamplingParams
+from infer.sampling_params import PARAMETERS, SamplingParams
 
 LABEL_WIDTH = 18  # of a token's text
 BLUE, ORANGE = 25, 166  # of xterm's 256 colours: bars under the numbers, and those of the chosen token
 DROPPED = "×"
-_HEADINGS = {
-    "logit_bias": "bias",
-    "min_new_tokens": "minimum",
-    "repetition_penalty": "repetition",
-    "frequency_penalty": "frequency",
-    "presence_penalty": "presence",
-    "top_k": "top-k",
-    "top_p": "top-p",
-    "min_p": "min-p",
-    "temperature_last": "temperature",
-}
-
-
 @dataclass(frozen=True)
 class Cell:
     """A number of the table. On a terminal, `share` is the part of its width that is shaded."""
@@ -154,7 +141,8 @@ def _fitting(widths: Sequence[int], room: int | None) -> list[list[int]]:
 
 
 def _heading(stage: str) -> str:
-    return _HEADINGS.get(stage, stage.replace("_", " "))
+    """Return the heading of a stage of the sampler."""
+    return PARAMETERS[stage].stage if stage in PARAMETERS else stage
 
 
 def _percent(share: float) -> str:

@@ -1,14 +1,17 @@
 """A body in the process that clients talk to: its prompt, for the router, and a seed if it has none."""
 
 import secrets
-from typing import NamedTuple
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import msgspec
 
-from infer.distributed.body_prompt import prompt_of_body
-from infer.distributed.router import RoutedPrompt
+from infer.distributed.router import RoutedPrompt, text_keys
 from infer.sampling_params import SEED_BITS
 
+_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input")  # of OpenAI's and Anthropic's bodies
+_BYTES_PER_TOKEN, _KEY_BYTES = 4, 16
+_ANSWER_TOKENS, _ANSWER_COST = 150, 8.0  # of a usual answer; what a token of it costs in tokens of a prompt
 _NULL = msgspec.Raw(b"null")
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -39,3 +42,25 @@ def with_seed(content: bytes) -> bytes:
     if bytes(fields.get("seed", _NULL)) != bytes(_NULL):
         return content
     return msgspec.json.encode({**fields, "seed": secrets.randbits(SEED_BITS)})
+
+
+def prompt_of_body(body: bytes, session: str, tenant: str) -> RoutedPrompt:
+    """Return the prompt for the router. Caches are shared only within one tenant.
+
+    A body without a `session` may name one as its `prompt_cache_key`.
+    """
+    try:
+        fields: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fields = None  # the replica refuses the body
+    if not isinstance(fields, dict):
+        return RoutedPrompt(0)
+    text = msgspec.json.encode([fields.get(name) for name in _FIELDS])
+    named = session or str(fields.get("prompt_cache_key") or "")
+    digest = blake2b(f"{tenant}\0{named}".encode(errors="surrogatepass"), digest_size=_KEY_BYTES)
+    return RoutedPrompt(
+        num_tokens=len(text) // _BYTES_PER_TOKEN,
+        keys=text_keys(text, tenant.encode()),
+        session=digest.hexdigest() if named else "",  # a client's name may be as long as a body
+        answer=_ANSWER_TOKENS * _ANSWER_COST,
+    )

@@ -18,7 +18,6 @@ from typing import NamedTuple, final
 
 EXPECTED_ANSWER = 256  # tokens, of an answer that may have more
 HEAD_START = 10.0  # seconds, for each level of priority
-MAX_PRIORITY = 9
 ANSWER_WORK = 2  # of a token of an answer, in tokens of a prompt
 FEWEST_KEPT = 16  # tokens that a sequence gives before it is preempted again
 PASSING = 4  # times fewer tokens than those that it passes has a sequence that enters before its turn

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from infer.engine.prompt_ids import Prompt, encode_conversation
 from infer.engine.request_options import RequestOptions
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, about
 from infer.system.sized_cache import SizedCache
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat, Calls
@@ -65,15 +65,19 @@ class Conversation:
 
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
-        return read_tools(self.options.tools or ())
+        with about("tools"):
+            return read_tools(self.options.tools or ())
 
     @cached_property
     def choice(self) -> ToolChoice:
-        return read_tool_choice(self.options.tool_choice, self.tools)
+        tools = self.tools
+        with about("tool_choice"):
+            return read_tool_choice(self.options.tool_choice, tools)
 
     @cached_property
     def formats(self) -> TemplateFormats:
-        return self.probes.of(self.variables.get("chat_template"), self.options.tool_format)
+        with about("tools"):
+            return self.probes.of(self.variables.get("chat_template"), self.options.tool_format)
 
     def encode(self, messages: Prompt) -> list[int]:
         """The prompt's ids. Raises InvalidRequestError."""
@@ -101,7 +105,8 @@ class Conversation:
         forms = [form for form in (reasoning, self.formats.calls if self.tools else None) if form is not None]
         if not forms:
             if options.reasoning_budget:
-                raise InvalidRequestError("reasoning_budget: the chat template knows no reasoning: leave it out")
+                message = "reasoning_budget: the chat template knows no reasoning: leave it out"
+                raise InvalidRequestError(message, param="reasoning_budget")
             return None
         ids = self.tokenizer.special_ids_in([text for form in forms for text in literals_of(form)])
         marks = marks_of(ids)

@@ -28,7 +28,7 @@ from infer.engine.request import Request, check_ids, make_request, vocab_size_of
 from infer.engine.request_options import RequestOptions, split_options
 from infer.engine.sequence import Sequence
 from infer.engine.stream import OnPrefill, OpenAnswer, Stream
-from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning, closed
+from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning, about, closed
 from infer.grammar.base import Constraint
 from infer.grammar.budget import Budget, BudgetConstraint
 from infer.grammar.compiler import make_compiler
@@ -178,7 +178,8 @@ class Host:
             return Conversation(self.tokenizer, self._probes, options, variables or {})
         for name in ("tools", "tool_choice", "reasoning_budget"):
             if getattr(options, name):
-                raise InvalidRequestError(f"{name} belongs to a conversation: give a list of messages, to chat()")
+                message = f"{name} belongs to a conversation: give a list of messages, to chat()"
+                raise InvalidRequestError(message, param=name)
         return None
 
     def fit(self, prompt: Prompt, params: SamplingParams, options: RequestOptions, encode: Encode | None) -> PromptIds:
@@ -318,14 +319,16 @@ class Host:
         compiler = self._compiler
         source = None
         if form is not None:
-            form, source = self._answer_grammars.prepare(form, grammar)
+            with about("tools" if form.calls is not None or grammar is None else grammar.kind):
+                form, source = self._answer_grammars.prepare(form, grammar)
         make: Callable[[], Constraint] | None = None
         if form is not None and source is not None:
             make = self._within_budget(form, partial(compiler.compile_answer, source))
         elif grammar is not None:
             make = partial(compiler.compile, grammar)
         if make is not None:
-            make()
+            with about("tools" if grammar is None else grammar.kind):
+                make()
         return form, make
 
     def _within_budget(self, form: AnswerFormat, make: Callable[[], Constraint]) -> Callable[[], Constraint]:

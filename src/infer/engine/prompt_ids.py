@@ -15,7 +15,7 @@ import torch
 
 from infer.engine.model_settings import Overflow
 from infer.errors import ContextLengthError, InvalidRequestError
-from infer.sampling.defaults import MAX_NEW_TOKENS
+from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
@@ -134,7 +134,7 @@ def fitted(
     """
     token_ids = encode(prompt)
     messages: list[Any] = list(prompt) if is_conversation(prompt) else []
-    room = params.max_new_tokens or MAX_NEW_TOKENS
+    room = params.max_new_tokens or NUM_TOKENS_OF_CALLS
     most = max_seq_len - min(room, max_seq_len // 2)
     if overflow == "error" or len(token_ids) <= most:
         return PromptIds(token_ids, 0, messages)

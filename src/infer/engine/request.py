@@ -102,6 +102,8 @@ def check_ids(source: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Raises InvalidRequestError for what is no id of the vocabulary."""
     for token_id in token_ids:
         if type(token_id) is not int and (isinstance(token_id, bool) or not isinstance(token_id, SupportsIndex)):
-            raise InvalidRequestError(f"{source}: token ids must be whole numbers, got {token_id!r:.60}")
+            message = f"{source}: token ids must be whole numbers, got {token_id!r:.60}"
+            raise InvalidRequestError(message, param=source)
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(f"{source}: token ids must be from 0 to {vocab_size - 1}, got {token_id}")
+            message = f"{source}: token ids must be from 0 to {vocab_size - 1}, got {token_id}"
+            raise InvalidRequestError(message, param=source)

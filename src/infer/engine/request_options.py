@@ -2,21 +2,40 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from math import inf
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final, get_args, no_type_check
 
-from infer.engine.admission import MAX_PRIORITY
 from infer.engine.model_settings import Overflow, Speculation
-from infer.errors import InvalidRequestError
 from infer.operands.limits import MAX_STEP_TOKENS
+from infer.parameters import (
+    Count,
+    Flag,
+    Number,
+    OneOf,
+    Other,
+    Text,
+    broken,
+    check_fields,
+    parameter,
+    parameters_of,
+)
+from infer.request_limits import MAX_BUDGET, MAX_DRAFT_TOKENS, MAX_PRIORITY, NUM_DRAFT_TOKENS
 from infer.sampling.keywords import SamplingKeywords
-from infer.speculation.ngram import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 from infer.toolcalls.formats import FORMATS
 from infer.toolcalls.tools import ToolLike
 
 ReasoningPlace = Literal["auto", "none"]
-MAX_BUDGET = 1 << 20
+
+
+def _is_event(value: Any) -> bool:
+    return value is None or isinstance(value, threading.Event)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+_ANY = Other("checked with the conversation", lambda value: True)
 
 
 # The class's own checks name the rule; those of the tests' import hook would raise before them.
@@ -46,53 +65,60 @@ class RequestOptions:
 
     Raises:
         InvalidRequestError: A value breaks its rule.
+
+    Example:
+        >>> llm.generate("Once", options=RequestOptions(speculation="ngram", timeout=2.5))
     """
 
-    cancel: threading.Event | None = None
-    speculation: Speculation | None = None
-    num_draft_tokens: int = NUM_DRAFT_TOKENS
-    prefill_chunk: int = MAX_STEP_TOKENS
-    overflow: Overflow = "error"
-    tenant: str = ""
-    priority: int = 0
-    timeout: float | None = None
-    cache_salt: str = ""
-    answer_prefix: Sequence[int] = ()
-    tools: Sequence[ToolLike] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    tool_format: str | None = None
-    reasoning_format: ReasoningPlace = "auto"
-    reasoning_budget: int | None = None
+    cancel: threading.Event | None = parameter(
+        None, Other("a threading.Event or None", _is_event), "Ends the answer from another thread."
+    )
+    speculation: Speculation | None = parameter(
+        None, OneOf(get_args(Speculation), is_optional=True), "Verify guesses, several in one step.",
+        bodies="generating",
+    )  # fmt: skip
+    num_draft_tokens: int = parameter(
+        NUM_DRAFT_TOKENS, Count(1, MAX_DRAFT_TOKENS), "Guesses in one step, at most.", bodies="generating"
+    )
+    prefill_chunk: int = parameter(MAX_STEP_TOKENS, Count(1, MAX_STEP_TOKENS), "Tokens of a prompt in one step.")
+    overflow: Overflow = parameter(
+        "error", OneOf(get_args(Overflow)), "What is done with a prompt that is too long.", bodies="generating"
+    )
+    tenant: str = parameter("", Text(may_be_empty=True), "The caller with whom others share.")
+    priority: int = parameter(
+        0, Count(-MAX_PRIORITY, MAX_PRIORITY), "Each level counts like 10 seconds of waiting.", bodies="generating"
+    )
+    timeout: float | None = parameter(
+        None, Number(0, excludes_least=True, unit="seconds", is_optional=True), "The answer ends after these seconds."
+    )
+    cache_salt: str = parameter(
+        "", Text(may_be_empty=True), "Only requests of the same salt share prefixes.", bodies="generating"
+    )
+    answer_prefix: Sequence[int] = parameter(
+        (), Other("a list of token ids", _is_sequence), "Ids with which the answer begins.",
+        body_name="answer_token_ids",
+    )  # fmt: skip
+    tools: Sequence[ToolLike] | None = parameter(None, _ANY, "Functions or their schemas.")
+    tool_choice: Any = parameter(None, _ANY, "OpenAI's choice of a tool.")
+    parallel_tool_calls: bool | None = parameter(
+        None, Flag(is_optional=True), "Whether an answer may have several calls."
+    )
+    tool_format: str | None = parameter(
+        None, OneOf(tuple(FORMATS), is_optional=True), "How calls are written.", bodies="conversations"
+    )
+    reasoning_format: ReasoningPlace = parameter(
+        "auto", OneOf(get_args(ReasoningPlace)), "none leaves the reasoning in the text.", bodies="conversations"
+    )
+    reasoning_budget: int | None = parameter(
+        None, Count(0, MAX_BUDGET, none="no limit"), "Tokens after which reasoning ends.",
+        body_name="thinking_token_budget",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.cancel is not None and not isinstance(self.cancel, threading.Event):
-            raise InvalidRequestError(f"cancel must be a threading.Event or None, got {self.cancel!r:.80}")
-        if self.speculation is not None:
-            check_choice("speculation", self.speculation, get_args(Speculation), " or None")
-        check_count("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
-        check_count("prefill_chunk", self.prefill_chunk, 1, MAX_STEP_TOKENS)
-        check_choice("overflow", self.overflow, get_args(Overflow))
-        for name in ("tenant", "cache_salt"):
-            if not isinstance(value := getattr(self, name), str):
-                raise InvalidRequestError(f"{name} must be a string, got {value!r:.80}")
-        check_count("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
-        if isinstance(self.answer_prefix, str | bytes) or not isinstance(self.answer_prefix, Sequence):
-            raise InvalidRequestError(f"answer_prefix must be a list of token ids, got {self.answer_prefix!r:.80}")
-        if self.timeout is not None:
-            check_seconds("timeout", self.timeout)
-        if not isinstance(self.parallel_tool_calls, bool | None):
-            raise InvalidRequestError(
-                f"parallel_tool_calls must be True, False or None, got {self.parallel_tool_calls!r:.80}"
-            )
-        if self.tool_format is not None:
-            check_choice("tool_format", self.tool_format, tuple(FORMATS), " or None")
-        check_choice("reasoning_format", self.reasoning_format, get_args(ReasoningPlace))
-        if self.reasoning_budget is not None:
-            check_count("reasoning_budget", self.reasoning_budget, 0, MAX_BUDGET)
+        check_fields(self, OPTIONS)
 
 
-_NAMES = frozenset(field.name for field in fields(RequestOptions))
+OPTIONS = parameters_of(RequestOptions)
 
 
 class RequestKeywords(SamplingKeywords, total=False):
@@ -117,32 +143,24 @@ class RequestKeywords(SamplingKeywords, total=False):
 
 
 def split_options(options: RequestOptions | None, keywords: Mapping[str, Any]) -> tuple[RequestOptions, dict[str, Any]]:
-    """Return the options, changed by the keywords that are fields of them, and the other keywords."""
+    """Return `options`, or the default options, changed by the keywords for options; and the other keywords."""
     if options is not None and not isinstance(options, RequestOptions):
-        raise InvalidRequestError(f"options must be RequestOptions or None, got {options!r:.80}")
-    own = {name: value for name, value in keywords.items() if name in _NAMES}
-    return replace(options or RequestOptions(), **own), {n: v for n, v in keywords.items() if n not in _NAMES}
+        raise broken("options", "RequestOptions or None", options)
+    own = {name: value for name, value in keywords.items() if name in OPTIONS}
+    return replace(options or RequestOptions(), **own), {n: v for n, v in keywords.items() if n not in OPTIONS}
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...], others: str = "") -> None:
-    """Raise InvalidRequestError unless the value is one of the choices."""
-    if not isinstance(value, str) or value not in choices:
-        raise InvalidRequestError(f"{name} must be {' or '.join(map(repr, choices))}{others}, got {value!r:.80}")
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise InvalidRequestError for a value that is not one of the choices."""
+    OneOf(choices).check(name, value)
 
 
 def check_count(name: str, value: object, least: int, most: int) -> None:
-    """Raise InvalidRequestError unless the value is a whole number in the range."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InvalidRequestError(f"{name} must be a whole number in [{least}, {most}], got {value!r:.80}")
-
-
-def check_seconds(name: str, value: object) -> None:
-    """Raise InvalidRequestError unless the value is a positive finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-        raise InvalidRequestError(f"{name} must be a number of seconds above 0 or None, got {value!r:.80}")
+    """Raise InvalidRequestError for a value that is not a whole number in these limits."""
+    Count(least, most).check(name, value)
 
 
 def check_callback(name: str, value: object) -> None:
-    """Raise InvalidRequestError unless the value is a function or None."""
+    """Raise InvalidRequestError for a value that is neither a function nor None."""
     if value is not None and not callable(value):
-        raise InvalidRequestError(f"{name} must be a function or None, got {value!r:.80}")
+        raise broken(name, "a function or None", value)

@@ -219,10 +219,12 @@ class Sequence:
         for index, token_id in enumerate(token_ids):
             self.accept(token_id, origin="given")
             if self.grammar is not None and self.grammar.constraint.num_accepted != index + 1:
-                raise InvalidRequestError(f"answer_prefix[{index}]: the grammar does not allow token {token_id} there")
+                message = f"answer_prefix[{index}]: the grammar does not allow token {token_id} there"
+                raise InvalidRequestError(message, param="answer_prefix")
             if self.is_finished:
                 why = self.error or f"{self.finish_reason}, {self._text.stop_reason!r}"
-                raise InvalidRequestError(f"answer_prefix[{index}]: the answer ends with this token ({why})")
+                message = f"answer_prefix[{index}]: the answer ends with this token ({why})"
+                raise InvalidRequestError(message, param="answer_prefix")
 
     def _begin_text(self) -> TextOutput:
         room = self.request.max_total_tokens - self.num_prompt_tokens

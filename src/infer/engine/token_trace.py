@@ -20,11 +20,12 @@ from infer.errors import InferError, InvalidRequestError
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.operands.step import Step
 from infer.outputs import SampleTrace, TokenLogprob
+from infer.request_limits import MAX_LOGPROBS
 from infer.runner.caches import make_cache
 from infer.sampling.masks import num_mask_words
 from infer.sampling.sampler import Sampled, log_probabilities
 from infer.sampling.trace import sample_trace
-from infer.sampling_params import MAX_LOGPROBS, SamplingParams
+from infer.sampling_params import SamplingParams
 
 
 def logits_of(

@@ -47,9 +47,9 @@ def ask_trial(backend: str, question: Any, name: str) -> dict[str, Any]:
         problem = "takes too long to compile; make it smaller" if is_slow else "too large or too deep to compile"
         raise InvalidRequestError(f"{name}: {problem}") from None
     if "problem" in answer:
-        raise SchemaError(answer["error"], answer["pointer"], answer["problem"])
+        raise SchemaError(answer["error"], answer["pointer"], answer["problem"], param=answer["param"])
     if "error" in answer:
-        raise InvalidRequestError(answer["error"])
+        raise InvalidRequestError(answer["error"], param=answer.get("param"))
     return answer
 
 

@@ -10,8 +10,8 @@ from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.memory_estimate import LoadSettings, estimate, largest_context
 from infer.operands.architecture import Architecture
+from infer.request_limits import MAX_CONTEXT
 
-DEFAULT_MAX_SEQ_LEN = 8192  # of a model made for more, unless asked for
 _LEAST, _MULTIPLE = 512, 64  # of a context that was cut to the memory
 
 
@@ -21,7 +21,7 @@ def context_length(max_seq_len: int | None, architecture: Architecture, cache: C
     Raises InvalidRequestError if `max_seq_len` is not valid for the model.
     """
     if max_seq_len is None:
-        return min(architecture.max_positions, DEFAULT_MAX_SEQ_LEN)
+        return min(architecture.max_positions, MAX_CONTEXT)
     if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 2:
         raise InvalidRequestError(
             f"max_seq_len must be from 2 to the model's own {architecture.most_positions}, got {max_seq_len!r:.80}"

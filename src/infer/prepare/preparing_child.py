@@ -28,9 +28,9 @@ def answered(prepare: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return prepare()
     except SchemaError as error:
-        return {"error": error.args[0], "pointer": error.pointer, "problem": error.problem}
+        return {"error": error.args[0], "pointer": error.pointer, "problem": error.problem, "param": error.param}
     except InvalidRequestError as error:
-        return {"error": error.args[0]}
+        return {"error": error.args[0], "param": error.param}
     except OverLimitError:
         return {"error": "tools: take too long to compile, even without their schemas; give fewer ones"}
     except MemoryError:

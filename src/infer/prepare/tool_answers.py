@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, final
 
-from infer.errors import AnswerGrammarError, InvalidRequestError
+from infer.errors import AnswerGrammarError, InvalidRequestError, about
 from infer.grammar.grammar import Grammar
 from infer.grammar.libraries import Source
 from infer.grammar.library_trials import Try, llguidance_try
@@ -78,7 +78,8 @@ class ToolAnswers:
         lark = answer_lark(form, self._rules, is_held=answer is not None)
         parts: list[Mapping[str, Any]] = [{"lark_grammar": lark}]
         if answer is not None:
-            parts.append({**self._rules.part(answer), "name": "answer"})
+            with about(answer.kind):
+                parts.append({**self._rules.part(answer), "name": "answer"})
         return json.dumps({"grammars": parts})
 
 

@@ -7,11 +7,11 @@ Each value comes from the first source in this list that names it: the request, 
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
+from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import SamplingParams, without_aliases
 
-MAX_NEW_TOKENS = 512  # of an answer that does not end by itself
 _GUARD = frozenset({"repetition_penalty", "repetition_window"})
-NEUTRAL: Mapping[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS}
+NEUTRAL: Mapping[str, Any] = {"max_new_tokens": NUM_TOKENS_OF_CALLS}
 NEUTRAL_CHAT: Mapping[str, Any] = {**NEUTRAL, "temperature": 0.7, "top_p": 0.95}
 PRESETS: Mapping[str, Mapping[str, Any]] = {  # --preset NAME
     "seed": {

@@ -1,8 +1,8 @@
 """The sampling arguments of a call: `SamplingParams`, a mapping of its fields, or keywords. Loads no torch."""
 
-import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, Literal, TypedDict
 
 from infer.errors import InvalidRequestError
@@ -13,6 +13,7 @@ from infer.sampling_params import (
     HasJsonSchema,
     SamplingParams,
     UnknownParameterError,
+    unknown_parameter,
     values_from,
 )
 
@@ -77,7 +78,7 @@ def params_of(
     """
     for name in keywords:
         if name not in PARAMETER_NAMES and name not in ALIASES:
-            raise UnknownParameterError(_unknown(name, _CALLS_TAKE))
+            raise UnknownParameterError(unknown_parameter(name, "keyword", _CALLS_TAKE))
     if params is not None and keywords:
         raise InvalidRequestError(
             f"params and {next(iter(keywords))}= are both given: put all of them into params, or give only keywords"
@@ -102,8 +103,8 @@ def split_keywords(keywords: Mapping[str, Any], templates: Sequence[str]) -> tup
             continue
         if name not in _TEMPLATE_TAKES and not _mentions(templates, name):
             known = (*PARAMETER_NAMES, *ALIASES, *_CALLS_TAKE, *_TEMPLATE_TAKES)
-            if difflib.get_close_matches(name, known, n=1, cutoff=0.8):
-                raise UnknownParameterError(_unknown(name, (*_CALLS_TAKE, *_TEMPLATE_TAKES)))
+            if get_close_matches(name, known, n=1, cutoff=0.8):
+                raise UnknownParameterError(unknown_parameter(name, "keyword", (*_CALLS_TAKE, *_TEMPLATE_TAKES)))
         variables[name] = value
     return sampling, variables
 
@@ -121,11 +122,3 @@ def refuse_sampling(keywords: Mapping[str, Any], templates: Sequence[str]) -> No
 
 def _mentions(templates: Sequence[str], name: str) -> bool:
     return any(re.search(rf"\b{re.escape(name)}\b", template) for template in templates)
-
-
-def _unknown(name: str, others: Sequence[str]) -> str:
-    known = [*PARAMETER_NAMES, *ALIASES, *others]
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f"unknown keyword {name!r}: did you mean {ALIASES.get(near[0], near[0])}?"
-    return f"unknown keyword {name!r}: known are {', '.join((*others, *PARAMETER_NAMES))}"

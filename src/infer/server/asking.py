@@ -10,13 +10,13 @@ from starlette.requests import Request
 
 from infer.engine.request_options import RequestOptions
 from infer.outputs import GenerationResult
+from infer.protocols.read_body import Complete, as_given, read_body
+from infer.protocols.unknown_fields import Reading
 from infer.server.call import call_of
 from infer.server.door import Arrival
 from infer.server.endpoint import ClientGoneError
 from infer.server.errors import ENGINE_FAILED, ApiError
-from infer.server.read_body import Complete, as_given, read_body
 from infer.server.state import ServerState
-from infer.server.unknown_fields import Reading
 
 _BYTES_PER_TOKEN = 3  # before a prompt is tokenised
 _Found = TypeVar("_Found")

@@ -1,23 +1,22 @@
 """`/v1/chat/completions`: answer conversations, whole or in chunks."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.batch_file.openai_logprobs import Spelling, chat_entries, without_end
-from infer.batch_file.result_line import finish_reason_of, message_of
 from infer.outputs import FinishReason, GenerationResult, TokenLogprob
-from infer.server.asked import make_params, messages_of, sampling_values, seeds_of
+from infer.protocols.asked import ask_chat
+from infer.protocols.bodies import ChatBody
+from infer.protocols.chat_answers import delta_fields, finish_reason_of, message_of
+from infer.protocols.chat_messages import complete_chat
+from infer.protocols.token_logprobs import Spelling, chat_entries, without_end
 from infer.server.asking import read_request
-from infer.server.choices import Asked, Part, accept
+from infer.server.choices import Part, accept
 from infer.server.endpoint import ApiRoute
-from infer.server.history import complete_chat
 from infer.server.models import answer_any_model
-from infer.server.refusals import refuse
 from infer.server.replies import Scores, StreamUsage, json_response, make_head, reply, score_prompts
-from infer.server.schema import ChatBody
 from infer.server.shapes import (
     Head,
     Json,
@@ -28,35 +27,17 @@ from infer.server.shapes import (
     usage_of_choices,
 )
 from infer.server.state import ServerState
-from infer.server.tool_fields import conversation_options, conversation_variables, delta_fields
 
 
 async def chat(request: Request, state: ServerState) -> Response:
     llm = state.llm().llm
     body = await read_request(request, state, ChatBody, complete_chat)
     answer_any_model(request, state, body.model)
-    choices = await accept(request, state, ask(body, llm.sampling_defaults, llm.tokenizer.chat_template))
+    choices = await accept(request, state, ask_chat(body, llm.sampling_defaults, llm.tokenizer.chat_template))
     scores = await score_prompts(request, state, choices.prompt_ids, body.prompt_logprobs)
     head = make_head("chatcmpl-", request, state)
     shape = ChatShape(head, body, Spelling.of(llm.tokenizer), choices.prompt_ids[0], scores[0])
     return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
-
-
-def ask(body: ChatBody, defaults: Mapping[str, Any], template: str | None = None) -> Asked:
-    """Return what the body asks for, over the model's own `defaults` and for its chat template. Raises ApiError."""
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        message = f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}: give one"
-        raise refuse(message, "max_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise refuse("top_logprobs needs logprobs: true", "top_logprobs")
-    values = sampling_values(body)
-    if body.logprobs:
-        values["logprobs"] = body.top_logprobs or 0
-    params = make_params(values, defaults, seeds_of(body.seed, body.n or 1), "messages")
-    variables = conversation_variables(body, template)
-    is_answered = 0 not in (body.max_tokens, body.max_completion_tokens)
-    options = conversation_options(body)
-    return Asked([messages_of(body.messages)], params, options, "messages", variables, is_answered=is_answered)
 
 
 @final

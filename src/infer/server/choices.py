@@ -5,47 +5,26 @@ begin after its first piece, and find the prompt in the cache.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from dataclasses import replace
+from typing import NamedTuple, final
 
 from starlette.requests import Request
 
 import infer
-from infer.engine.admission import MAX_PRIORITY
 from infer.engine.request_options import RequestOptions
 from infer.errors import ClosedError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, ToolCallDelta, assembled
-from infer.sampling_params import SamplingParams
-from infer.server.asked import refusal
+from infer.protocols.asked import Asked
+from infer.protocols.params import refusal
+from infer.request_limits import MAX_PRIORITY
 from infer.server.asking import check_result, enter, of_tenant, text_tokens, while_connected
 from infer.server.call import Call, call_of
 from infer.server.door import Arrival
 from infer.server.errors import ApiError
 from infer.server.resumption import given_to, note_of
 from infer.server.state import ServerState
-
-
-@final
-@dataclass(frozen=True)
-class Asked:
-    """The prompts of a body and their parameters. `params` has one entry per choice of a prompt.
-
-    `variables` are those of the template; `prompt_name` is the body's field. Unless `is_answered`, prompts are only
-    checked.
-    """
-
-    prompts: Sequence[Any]
-    params: Sequence[SamplingParams]
-    options: RequestOptions
-    prompt_name: str
-    variables: Mapping[str, Any]
-    is_answered: bool = True
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.params)
 
 
 class Part(NamedTuple):

@@ -1,6 +1,6 @@
 """`/v1/completions`: continue texts or ids, with n choices each. With `echo`, the prompt is part of the answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
@@ -8,19 +8,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import infer
-from infer.batch_file.openai_logprobs import Spelling, completion_columns
-from infer.batch_file.result_line import FINISH_REASONS
 from infer.outputs import GenerationResult, TokenLogprob
-from infer.server.asked import make_options, make_params, sampling_values, seeds_of, token_limit
+from infer.protocols.asked import Asked, ask_completion
+from infer.protocols.bodies import CompletionBody
+from infer.protocols.chat_answers import FINISH_REASONS
+from infer.protocols.refusals import refuse
+from infer.protocols.token_logprobs import Spelling, completion_columns
+from infer.protocols.unknown_fields import Reading
 from infer.server.asking import read_request
 from infer.server.call import call_of
-from infer.server.choices import Asked, Part, accept
+from infer.server.choices import Part, accept
 from infer.server.endpoint import ApiRoute
-from infer.server.errors import ApiError
 from infer.server.models import answer_any_model
-from infer.server.refusals import refuse, shown
 from infer.server.replies import Scores, StreamUsage, make_head, reply, score_prompts
-from infer.server.schema import CompletionBody
 from infer.server.shapes import (
     Head,
     Json,
@@ -32,17 +32,13 @@ from infer.server.shapes import (
 )
 from infer.server.state import ServerState
 from infer.server.tokens import prepared
-from infer.server.unknown_fields import Reading
-
-_MAX_TOKENS = 16
-_MAX_ANSWERS = 1024  # of a body
 
 
 async def complete(request: Request, state: ServerState) -> Response:
     llm = state.llm().llm
     body = await read_request(request, state, CompletionBody)
     answer_any_model(request, state, body.model)
-    asked = ask(body, llm.sampling_defaults)
+    asked = ask_completion(body, llm.sampling_defaults)
     if body.suffix:
         asked = await _filling_in(request, state, body, asked)
     choices = await accept(request, state, asked)
@@ -53,36 +49,6 @@ async def complete(request: Request, state: ServerState) -> Response:
     head = make_head("cmpl-", request, state)
     shape = CompletionShape(head, body, llm.tokenizer, prompts)
     return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
-
-
-def ask(body: CompletionBody, defaults: Mapping[str, Any]) -> Asked:
-    """Return what the body asks for, over the model's own `defaults`. Raises ApiError."""
-    prompts, num_choices = prompts_of(body.prompt), body.n or 1
-    if len(prompts) * num_choices > _MAX_ANSWERS:
-        message = f"prompts times n must be at most {_MAX_ANSWERS}, got {len(prompts)} times {num_choices}: ask twice"
-        raise refuse(message, "prompt")
-    most = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    values = sampling_values(body) | {"max_new_tokens": token_limit(most), "logprobs": body.logprobs}
-    params = make_params(values, defaults, seeds_of(body.seed, num_choices), "prompt")
-    return Asked(prompts, params, make_options(body), "prompt", {}, is_answered=most != 0)
-
-
-def prompts_of(prompt: str | Sequence[Any]) -> list[Any]:
-    """Return the prompts as texts or lists of ids. Raises ApiError."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if prompt and all(type(each) is int for each in prompt):
-        return [prompt]
-    for index, each in enumerate(prompt):
-        if not isinstance(each, type(prompt[0])) or not isinstance(each, str | list) or each == []:
-            raise _no_prompt(f"prompt[{index}]", each)
-        if isinstance(each, list):
-            for place, token_id in enumerate(each):
-                if type(token_id) is not int:
-                    raise _no_prompt(f"prompt[{index}][{place}]", token_id)
-    if not prompt:
-        raise _no_prompt("prompt", prompt)
-    return list(prompt)
 
 
 async def _filling_in(request: Request, state: ServerState, body: CompletionBody, asked: Asked) -> Asked:
@@ -107,11 +73,6 @@ async def _filling_in(request: Request, state: ServerState, body: CompletionBody
     )
     params = [replace(each, stop_token_ids=[*(each.stop_token_ids or ()), *marks.ends]) for each in asked.params]
     return replace(asked, prompts=prompts, params=params)
-
-
-def _no_prompt(path: str, value: object) -> ApiError:
-    message = f"prompt must be a text, token ids, or a list of texts or of token ids: {path} is {shown(value)}"
-    return refuse(message, path, "invalid_type")
 
 
 class Prompt(NamedTuple):

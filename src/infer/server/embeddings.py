@@ -10,20 +10,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.errors import InvalidRequestError
-from infer.server.asked import refusal
+from infer.protocols.bodies import Body
+from infer.protocols.params import prompts_of, refusal
+from infer.protocols.refusals import refuse
+from infer.request_limits import MAX_TEXTS
 from infer.server.asking import enter, read_request, text_tokens, while_connected
 from infer.server.call import call_of
-from infer.server.completions import prompts_of
 from infer.server.door import Arrival
 from infer.server.endpoint import ApiRoute
-from infer.server.errors import ApiError
 from infer.server.models import check_model
-from infer.server.refusals import refuse
-from infer.server.schema import Body
 from infer.server.shapes import Json
 from infer.server.state import ServerState
 
-_MAX_TEXTS = 2048
 Encoding = Literal["float", "base64"]
 
 
@@ -33,7 +31,7 @@ class EmbeddingsBody(Body, kw_only=True):
     length 1.
     """
 
-    input: str | Annotated[list[Any], Meta(min_length=1, max_length=_MAX_TEXTS)]
+    input: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_TEXTS)]
     encoding_format: Encoding | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     pooling: Literal["mean", "last"] | None = None  # the model's own unless given, else the mean
@@ -71,11 +69,7 @@ async def embeddings(request: Request, state: ServerState) -> Response:
 
 def texts_of(given: str | Sequence[Any]) -> list[Any]:
     """Return the inputs as texts or lists of ids. Raises ApiError."""
-    try:
-        texts = prompts_of(given)
-    except ApiError as error:
-        message, param = (each.replace("prompt", "input") for each in (error.message, str(error.param)))
-        raise refuse(message, param, "invalid_type") from None
+    texts = prompts_of(given, "input")
     for index, text in enumerate(texts):
         if len(text) == 0:
             path = "input" if isinstance(given, str) else f"input[{index}]"

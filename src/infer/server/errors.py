@@ -13,6 +13,7 @@ from infer.errors import (
     InvalidRequestError,
     OutOfPagesError,
 )
+from infer.protocols.refusals import BodyError
 
 _TYPE_BY_STATUS = {429: "rate_limit_error"}
 ENGINE_FAILED = "engine_failed"  # the code of an error that is the engine's: another process can answer
@@ -57,6 +58,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(503, "the model is closed", headers={"Retry-After": "1"})
         case ContextLengthError():
             return ApiError(400, str(error), param=None, code="context_length_exceeded")
+        case BodyError():
+            return ApiError(400, str(error), param=error.param, code=error.code)
         case InvalidRequestError():
             return ApiError(400, str(error))
         case OutOfPagesError():

@@ -9,9 +9,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from infer.protocols.refusals import refuse
 from infer.server.call import call_of
 from infer.server.endpoint import ApiRoute
-from infer.server.refusals import refuse
 from infer.server.shapes import Json
 from infer.server.sse import EventStream, event
 from infer.server.state import ServerState

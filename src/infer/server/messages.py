@@ -1,41 +1,33 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API, with its events and its errors."""
 
-from typing import Annotated, Any, Literal, Self, final
+from typing import Any, Self
 
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
-from infer.server.asked import make_params, refusal, seeds_of, stops_of
-from infer.server.asking import read_request, while_connected
-from infer.server.call import call_of
-from infer.server.choices import Asked, accept
-from infer.server.endpoint import ApiRoute
-from infer.server.errors import ApiError, api_error
-from infer.server.foreign import Foreign
-from infer.server.message_blocks import (
-    CacheControl,
-    Choice,
-    MessagesTools,
-    TextBlock,
-    Thinking,
+from infer.protocols.asked import Asked
+from infer.protocols.message_blocks import (
     ThinkingOff,
-    Turn,
     budget_of,
     messages_of,
     tool_fields,
 )
+from infer.protocols.message_bodies import CountTokensBody, MessagesBody, PromptBody
+from infer.protocols.message_history import complete_messages
+from infer.protocols.params import make_params, refusal, seeds_of, stops_of
+from infer.server.asking import read_request, while_connected
+from infer.server.call import call_of
+from infer.server.choices import accept
+from infer.server.endpoint import ApiRoute
+from infer.server.errors import ApiError, api_error
 from infer.server.message_events import Message, MessageEvents
-from infer.server.message_history import complete_messages
 from infer.server.models import answer_any_model
 from infer.server.replies import json_response, make_head
-from infer.server.schema import MOST_TOKENS
 from infer.server.sse import EventStream, event
 from infer.server.state import ServerState
 from infer.server.tokens import count_prompt
-from infer.server.unknown_fields import Parameters
 from infer.toolcalls.template_formats import reasoning_of
 
 _TYPE_BY_STATUS = {
@@ -55,95 +47,16 @@ _EFFORTS = {"max": "xhigh"}  # OpenAI's name, which templates know
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}  # then clients send all messages
 
 
-_FOREIGN = {
-    "thread": Foreign("answers are not kept: send all messages"),
-    "container": Foreign("no code is run here: leave it out"),
-    "mcp_servers": Foreign("no tools are run here: leave it out", ([],)),
-    "context_management": Foreign(is_hint=True),
-    "speed": Foreign(is_hint=True),
-    "inference_geo": Foreign(is_hint=True),
-    "betas": Foreign(is_hint=True),
-    "max_completion_tokens": Foreign("use max_tokens", same_as=("max_tokens",)),
-    "output_format": Foreign("use output_config.format", becomes=lambda value: {"output_config": {"format": value}}),
-    "reasoning_effort": Foreign("use output_config.effort", becomes=lambda value: {"output_config": {"effort": value}}),
-    "response_format": Foreign("use output_config.format", ({"type": "text"},)),
-    "stop": Foreign("use stop_sequences", same_as=("stop_sequences",)),
-}
-_FOREIGN_OUTPUT = {"task_budget": Foreign(is_hint=True)}
-_MOST_STOPS = 64
-_OF_ANSWERS = (
-    *("max_tokens", "metadata", "service_tier", "stop_sequences", "stream"),
-    *("temperature", "top_k", "top_p", "seed"),
-)
-
-
-class _Part(Parameters):
-    pass
-
-
-@final
-class JsonOutput(_Part, kw_only=True):
-    type: Literal["json_schema"]
-    schema: dict[str, Any]
-
-
-@final
-class OutputConfig(_Part, kw_only=True):
-    """The format of an answer. `effort` is a hint."""
-
-    foreign = _FOREIGN_OUTPUT
-
-    effort: str | None = None
-    format: JsonOutput | None = None
-
-
-class PromptBody(_Part, kw_only=True):
-    """The fields of both routes."""
-
-    foreign = _FOREIGN
-
-    model: str | None = None
-    messages: Annotated[list[Turn], Meta(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    thinking: Thinking | None = None
-    cache_control: CacheControl | None = None
-    output_config: OutputConfig | None = None
-    tools: MessagesTools | None = None
-    tool_choice: Choice | None = None
-
-
-@final
-class CountTokensBody(PromptBody, kw_only=True):
-    """The prompt to count. The fields of an answer's request are accepted, because clients send them too."""
-
-    foreign = _FOREIGN | dict.fromkeys(_OF_ANSWERS, Foreign(is_hint=True))
-
-
-@final
-class MessagesBody(PromptBody, kw_only=True):
-    """A request for an answer. `seed` is not in Anthropic's API. The default of `max_tokens` is the rest of the
-    context.
-    """
-
-    max_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    stop_sequences: Annotated[list[str], Meta(max_length=_MOST_STOPS)] | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-
-
 class MessagesError(ApiError):
     """An error in Anthropic's format, which contains OpenAI's error."""
 
     @classmethod
     def of(cls, error: ApiError) -> Self:
         type_ = _TYPE_BY_STATUS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        message = error.message.replace("thinking_token_budget", _ITS_NAMES["thinking_token_budget"])
-        param = _ITS_NAMES.get(error.param or "", error.param)
+        message, param = error.message, error.param
+        if param in _ITS_NAMES:
+            given, param = param, _ITS_NAMES[param]
+            message = param + message[len(given) :] if message.startswith(given) else message
         return cls(error.status, message, type_, param, error.code, error.headers)
 
     def to_json(self) -> dict[str, Any]:

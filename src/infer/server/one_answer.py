@@ -1,19 +1,19 @@
 """The body of our own routes: one answer to a text, ids or messages, with the fields of OpenAI's completions."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 from msgspec import Meta
 
-from infer.server.asked import make_params, messages_of, sampling_values, seeds_of
-from infer.server.choices import Asked
-from infer.server.refusals import refuse, shown
-from infer.server.schema import CompletingBody, ConversationBody, Message
+from infer.protocols.asked import Asked, refuse_unless_neutral
+from infer.protocols.bodies import CompletingBody, ConversationBody, Message
+from infer.protocols.chat_messages import messages_of
+from infer.protocols.params import make_params, sampling_values, seeds_of
+from infer.protocols.refusals import refuse
+from infer.protocols.tool_options import conversation_options, conversation_variables
+from infer.request_limits import NUM_TOKENS_OF_COMPLETIONS
 from infer.server.tokens import TokenId
-from infer.server.tool_fields import conversation_options, conversation_variables
 
-MAX_TOKENS = 16  # unless asked for others
 # Fields of the completions that make no sense here, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
@@ -37,12 +37,10 @@ def ask_one(
     body: OneAnswerBody, defaults: Mapping[str, Any], template: str | None, answer_prefix: Sequence[int] = ()
 ) -> Asked:
     """Return what the body asks for, over the model's own `defaults` and for its chat template. Raises ApiError."""
-    for name, neutral in _NEUTRAL.items():
-        if (value := getattr(body, name)) is not None and value not in neutral:
-            raise refuse(f"{name} must not be {shown(value)} here: leave it out", name, "unsupported_value")
-    values = {"max_new_tokens": MAX_TOKENS} | sampling_values(body)
+    refuse_unless_neutral(body, _NEUTRAL)
+    values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | sampling_values(body)
     (params,) = make_params(values, defaults, seeds_of(body.seed, 1), "prompt" if body.messages is None else "messages")
-    options = replace(conversation_options(body), answer_prefix=tuple(answer_prefix))
+    options = conversation_options(body, body.reasoning_effort, answer_prefix=tuple(answer_prefix))
     if (body.prompt is None) == (body.messages is None):
         code = "missing_required_parameter" if body.prompt is None else "invalid_value"
         raise refuse("give one of prompt and messages", "prompt", code)

@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 import infer
+from infer.protocols.bodies import ChatBody, CompletionBody, ResponseBody
+from infer.protocols.message_bodies import CountTokensBody, MessagesBody
 from infer.server.answer_schemas import ANSWER_SCHEMAS, COUNT, NUMBER, TEXT, Schema, listed, ref
 from infer.server.branch import BranchBody
 from infer.server.docs_page import PAGE_HEADERS, docs_page
 from infer.server.embeddings import EmbeddingsBody
 from infer.server.endpoint import ApiRoute
-from infer.server.messages import CountTokensBody, MessagesBody
-from infer.server.schema import ChatBody, CompletionBody, ResponseBody
 from infer.server.shapes import Json
 from infer.server.state import ServerState
 from infer.server.tokens import ApplyTemplateBody, DetokenizeBody, TokenizeBody

@@ -1,19 +1,22 @@
-"""Serve the page at `/`: unchanged files of this package. They need no key and ask no other host."""
+"""Serve the page at `/`: files of this package, and the declared parameters. They need no key and ask no other host."""
 
 import hashlib
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError
+from infer.server.page_parameters import page_parameters
 from infer.server.state import ServerState
 
 _FOLDER = Path(__file__).parent / "page"
-_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml",
+                ".json": "application/json"}  # fmt: skip
 _HEADERS = {
     "Cache-Control": "no-cache",  # revalidated each time, answered with 304
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -32,12 +35,13 @@ class PageFile(NamedTuple):
 @cache
 def page_files() -> dict[str, PageFile]:
     """Return the files of the page by name."""
-    return {path.name: _read(path) for path in sorted(_FOLDER.iterdir()) if path.suffix in _MEDIA_TYPES}
+    found = {path.name: path.read_bytes() for path in sorted(_FOLDER.iterdir()) if path.suffix in _MEDIA_TYPES}
+    found["parameters.json"] = msgspec.json.encode(page_parameters())
+    return {name: _file(name, content) for name, content in found.items()}
 
 
-def _read(path: Path) -> PageFile:
-    content = path.read_bytes()
-    return PageFile(content, _MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:24]}"')
+def _file(name: str, content: bytes) -> PageFile:
+    return PageFile(content, _MEDIA_TYPES[Path(name).suffix], f'"{hashlib.sha256(content).hexdigest()[:24]}"')
 
 
 async def page(request: Request, state: ServerState) -> Response:

@@ -7,14 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import infer
-from infer.sampling_params import SamplingParams
+from infer.sampling_params import PARAMETERS, SamplingParams
 from infer.server.endpoint import ApiRoute
 from infer.server.replies import json_response
 from infer.server.shapes import Json
 from infer.server.state import ServerState
 
 _NEUTRAL = SamplingParams()
-_SHOWN = ("temperature", "top_k", "top_p", "min_p")  # whatever they are
+_SHOWN = ("temperature", *(name for name, declared in PARAMETERS.items() if declared.is_filter))  # with any value
 
 
 async def props(request: Request, state: ServerState) -> Response:

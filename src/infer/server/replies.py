@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.outputs import GenerationResult, TokenLogprob
+from infer.protocols.bodies import CompletingBody
 from infer.server.asking import while_connected
 from infer.server.call import Call, call_of
 from infer.server.choices import Choices, Part
-from infer.server.schema import CompletingBody
 from infer.server.shapes import Head, Json
 from infer.server.sse import DONE, EventStream, event
 from infer.server.state import ServerState

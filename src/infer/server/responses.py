@@ -7,33 +7,25 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.batch_file.openai_logprobs import Spelling
-from infer.errors import InvalidRequestError
-from infer.server.asked import (
-    call_of_message,
-    constraint_of,
-    make_options,
-    make_params,
-    refusal,
-    sampling_values,
-    seeds_of,
-    text_of,
-)
+from infer.protocols.asked import Asked
+from infer.protocols.bodies import ResponseBody
+from infer.protocols.chat_messages import call_of_message, text_of
+from infer.protocols.params import constraint_of, make_params, sampling_values, seeds_of
+from infer.protocols.refusals import refuse
+from infer.protocols.response_history import complete_response
+from infer.protocols.response_items import CallItem, InputItem, InputMessage, ReasoningItem, ResultItem
+from infer.protocols.token_logprobs import Spelling
+from infer.protocols.tool_options import conversation_options, effort_variables
 from infer.server.asking import read_request, while_connected
 from infer.server.call import call_of
-from infer.server.choices import Asked, accept
+from infer.server.choices import accept
 from infer.server.endpoint import ApiRoute
 from infer.server.models import answer_any_model
-from infer.server.refusals import refuse
 from infer.server.replies import json_response, make_head
 from infer.server.response_events import ResponseEvents, ResponseShape
-from infer.server.response_history import complete_response
-from infer.server.response_items import CallItem, InputItem, InputMessage, ReasoningItem, ResultItem
-from infer.server.schema import ResponseBody
 from infer.server.sse import EventStream
 from infer.server.state import ServerState
 from infer.server.tokens import count_prompt
-from infer.server.tool_fields import effort_variables, tool_options
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -77,10 +69,7 @@ def ask(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -
     effort = None if body.reasoning is None else body.reasoning.effort
     variables = effort_variables(effort, template)
     params = make_params(values, defaults, seeds_of(body.seed, 1), "input")
-    try:
-        options = replace(make_options(body), **tool_options(body, effort))
-    except InvalidRequestError as error:
-        raise refusal(error, "input") from error
+    options = conversation_options(body, effort, "input")
     if body.truncation == "auto":
         options = replace(options, overflow="truncate_left")
     return Asked([messages_of(body)], params, options, "input", variables)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import final
 
 from infer.engine.scheduler import GAP_SECONDS
-from infer.server.agent_prompts import AgentPrompts
-from infer.server.unknown_fields import UnknownFields
+from infer.protocols.agent_prompts import AgentPrompts
+from infer.protocols.unknown_fields import UnknownFields
 
 
 @final

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from infer.batch_file.openai_logprobs import Spelling
 from infer.outputs import GenerationResult, Piece, TokenLogprob
+from infer.protocols.token_logprobs import Spelling
 
 Json = dict[str, Any]
 

@@ -8,26 +8,24 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.batch_file.result_line import finish_reason_of
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace
-from infer.server.asked import refusal
+from infer.protocols.asked import Asked
+from infer.protocols.chat_answers import finish_reason_of, reasoning_and_calls
+from infer.protocols.chat_messages import complete_chat
+from infer.protocols.params import refusal
+from infer.protocols.refusals import refuse
+from infer.request_limits import MAX_CANDIDATES, MAX_TRACED, NUM_CANDIDATES
 from infer.server.asking import read_request, while_connected
 from infer.server.call import call_of
-from infer.server.choices import Asked, accept
+from infer.server.choices import accept
 from infer.server.endpoint import ApiRoute
-from infer.server.history import complete_chat
 from infer.server.models import answer_any_model
 from infer.server.one_answer import OneAnswerBody, ask_one
-from infer.server.refusals import refuse
 from infer.server.replies import json_response
 from infer.server.shapes import Json, usage_of_choices
 from infer.server.state import ServerState
 from infer.server.tokens import TokenId
-from infer.server.tool_fields import reasoning_and_calls
-
-_MAX_TOKENS, _MAX_CANDIDATES = 256, 64
-_NUM_CANDIDATES = 10  # unless asked for others
 
 
 @final
@@ -39,10 +37,10 @@ class TraceBody(OneAnswerBody, kw_only=True):
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    num_candidates: Annotated[int, Meta(ge=1, le=_MAX_CANDIDATES)] | None = None  # 10 unless given
+    num_candidates: Annotated[int, Meta(ge=1, le=MAX_CANDIDATES)] | None = None  # 10 unless given
     answer_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     position: Annotated[int, Meta(ge=0)] | None = None  # 0 unless given
-    num_tokens: Annotated[int, Meta(ge=1, le=_MAX_TOKENS)] | None = None  # all unless given
+    num_tokens: Annotated[int, Meta(ge=1, le=MAX_TRACED)] | None = None  # all unless given
 
 
 async def trace(request: Request, state: ServerState) -> Response:
@@ -60,11 +58,11 @@ async def _trace_generated(request: Request, state: ServerState, asked: Asked, b
     for name in ("position", "num_tokens"):
         if getattr(body, name) is not None:
             raise refuse(f"{name} belongs to answer_token_ids: leave it out", name)
-    if (body.max_tokens or 0) > _MAX_TOKENS:
-        raise refuse(f"max_tokens must be at most {_MAX_TOKENS}, got {body.max_tokens}", "max_tokens")
+    if (body.max_tokens or 0) > MAX_TRACED:
+        raise refuse(f"max_tokens must be at most {MAX_TRACED}, got {body.max_tokens}", "max_tokens")
     llm, choices = state.llm(), await accept(request, state, asked)
     (result,), (prompt_ids,) = await while_connected(request, choices.results()), choices.prompt_ids
-    num = body.num_candidates or _NUM_CANDIDATES
+    num = body.num_candidates or NUM_CANDIDATES
     tracing = llm.trace_answer(choices.first.sequence.request, result.token_ids, num_candidates=num)
     traces = await while_connected(request, tracing)
     found = trace_object(call_of(request).model, prompt_ids, traces, llm.llm.tokenizer.token_bytes)
@@ -79,8 +77,8 @@ async def _trace_given(
         rule = f"below {len(answer)}, the length of answer_token_ids"
         raise refuse(f"position must be {rule}, got {position}", "position")
     last = min(position + (body.num_tokens or len(answer)), len(answer))
-    if last - position > _MAX_TOKENS:
-        raise refuse(f"at most {_MAX_TOKENS} tokens are traced at once: give num_tokens", "num_tokens")
+    if last - position > MAX_TRACED:
+        raise refuse(f"at most {MAX_TRACED} tokens are traced at once: give num_tokens", "num_tokens")
     choices = await accept(request, state, replace(asked, is_answered=False))
     (prompt_ids,) = choices.prompt_ids
     _check_answer(answer, len(prompt_ids), llm.host.vocab_size, llm.host.model.max_seq_len)
@@ -89,7 +87,7 @@ async def _trace_given(
         answer,
         first=position + 1,
         last=last,
-        num_candidates=body.num_candidates or _NUM_CANDIDATES,
+        num_candidates=body.num_candidates or NUM_CANDIDATES,
         is_given=True,
     )
     try:

@@ -6,8 +6,6 @@ Every guess is compared with the actual token, whether it was verified or not.
 
 from typing import NamedTuple, final
 
-NUM_DRAFT_TOKENS = 15  # in one step, unless asked otherwise
-MAX_DRAFT_TOKENS = 32
 MAX_NGRAM = 4
 MIN_NGRAM = 2
 MAX_MATCH = 32

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 from infer.errors import InvalidRequestError
+from infer.request_limits import MAX_TOOLS
 from infer.toolcalls.nesting import is_deeper
 from infer.toolcalls.signature import tool_of_function
 
-MAX_TOOLS = 128
 MAX_NAME = 128
 _NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}")
 ToolLike = Mapping[str, Any] | Callable[..., Any]

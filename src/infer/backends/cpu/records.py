@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infer.sampling_params import MAX_LOGPROBS
+from infer.request_limits import MAX_LOGPROBS
 
 
 def pointer(element: npt.DTypeLike) -> np.dtype[Any]:

@@ -1,17 +1,11 @@
 // One answer: a seeded request, its stream, and its continuation from any token with the same bits.
 
 import { isExpected, LostError, post, stream } from "./api.js";
+import { SHARED } from "./parameters.js";
 import { TokenText } from "./tokens.js";
 
 let count = 0;
 export const randomSeed = () => Math.floor(Math.random() * 2 ** 53);
-
-// Fields that /v1/trace and /v1/branch share with the completions.
-const SHARED = `messages prompt temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty repetition_window
-	temperature_last logit_bias stop stop_token_ids min_tokens max_tokens ignore_eos allowed_token_ids regex grammar choice
-	response_format chat_template_kwargs add_generation_prompt continue_final_message include_stop_str_in_output overflow
-	cache_salt speculation tools tool_choice parallel_tool_calls tool_format reasoning_effort reasoning_format
-	thinking_token_budget`.split(/\s+/);
 
 export class Answer extends EventTarget {
 	constructor(route, body) {

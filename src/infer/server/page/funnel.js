@@ -2,10 +2,8 @@
 
 import { isExpected } from "./api.js";
 import { $, button, grouped, h, percent, plainButton, shown, svg } from "./dom.js";
+import { HEADINGS } from "./parameters.js";
 
-const NAMES = { raw: "raw", allowed: "grammar", logit_bias: "bias", min_new_tokens: "min tokens", repetition_penalty: "repetition",
-	frequency_penalty: "frequency", presence_penalty: "presence", temperature: "temperature", top_k: "top-k", top_p: "top-p", min_p: "min-p",
-	temperature_last: "temperature" };
 const ORIGINS = { sampled: "sampled", draft: "drafted: guessed from the earlier text and confirmed", forced: "forced: the grammar allows no other",
 	given: "given: part of the branch's beginning" };
 const [LEFT, WIDTH, BAR, GAP] = [124, 226, 18, 26];
@@ -122,7 +120,7 @@ export function picture({ stages, candidates: all, token_id }) {
 			}
 		});
 		const value = stage.value === null ? "" : svg("tspan.value", ` ${+stage.value.toFixed(3)}`);
-		root.append(svg("text.stage", { x: 0, y: y + 8 }, NAMES[stage.name] ?? stage.name, value),
+		root.append(svg("text.stage", { x: 0, y: y + 8 }, HEADINGS[stage.name] ?? stage.name, value),
 			svg("text.left", { x: 0, y: y + 20 }, `${grouped(stage.num_kept)} left`));
 		const note = stage.removed > 0 ? `−${percent(stage.removed)}`.replace("−<", "<") : stage.moved >= 0.0005 ? `moved ${percent(stage.moved)}` : "";
 		if (note && i) root.append(svg("text.removed", { x: LEFT + WIDTH, y: y - 6 }, note));
@@ -131,7 +129,7 @@ export function picture({ stages, candidates: all, token_id }) {
 }
 
 const described = ({ name, value, num_kept, removed }) =>
-	`${NAMES[name] ?? name}${value === null ? "" : ` ${value}`}, ${num_kept} left${removed > 0 ? `, ${percent(removed)} removed` : ""}`;
+	`${HEADINGS[name] ?? name}${value === null ? "" : ` ${value}`}, ${num_kept} left${removed > 0 ? `, ${percent(removed)} removed` : ""}`;
 
 function spansOf(bands, stage) {
 	let x = LEFT;
@@ -167,7 +165,7 @@ function candidates(answer, index, token, trace) {
 	const rows = trace.candidates.map((each) => {
 		const isChosen = each.token_id === trace.token_id;
 		const isHere = each.token_id === token.id;
-		const race = each.score === null ? h("span.faint", NAMES[each.dropped_by] ?? each.dropped_by)
+		const race = each.score === null ? h("span.faint", HEADINGS[each.dropped_by] ?? each.dropped_by)
 			: svg("svg", { viewBox: "0 0 68 14", class: `race ${isChosen ? "chosen" : ""}`, role: "img" },
 					svg("title", `logit ${each.logits.at(-1).toFixed(2)}${each.noise === null ? "" : `, noise ${each.noise.toFixed(2)}, sum ${each.score.toFixed(2)}`}`),
 					svg("line", { x1: place(each.logits.at(-1)), x2: place(each.score), y1: 7, y2: 7 }),

@@ -70,7 +70,7 @@ export class Noise {
 	}
 }
 
-const FILTERS = ["temperature", "top_k", "top_p", "min_p", "temperature_last"];
+export const FILTERS = ["temperature", "top_k", "top_p", "min_p", "temperature_last"];
 
 // Returns the sampler's settings of a trace.
 export function settingsOf({ stages, seed }) {

@@ -4,19 +4,10 @@ import { randomSeed } from "./answer.js";
 import { ApiError, connection } from "./api.js";
 import { $, button, h, notify, on } from "./dom.js";
 import { JsonEditor, JsonFault } from "./json.js";
+import { NUMBERS } from "./parameters.js";
 import { isSystem, textOf } from "./permalink.js";
 import { BUILT_IN, presets, savePresets, saveSettings, settings } from "./state.js";
 
-const NUMBERS = [
-	["temperature", "Temperature", 0, 2, 0.05, 1, "0 takes the likeliest token"],
-	["top_k", "Top-k", 0, 200, 1, 0, "keep this many candidates; 0 keeps all"],
-	["top_p", "Top-p", 0.01, 1, 0.01, 1, "keep the likeliest candidates, up to this total probability"],
-	["min_p", "Min-p", 0, 0.99, 0.01, 0, "drop candidates below this share of the likeliest"],
-	["repetition_penalty", "Repetition penalty", 0.5, 2, 0.05, 1],
-	["frequency_penalty", "Frequency penalty", -2, 2, 0.1, 0],
-	["presence_penalty", "Presence penalty", -2, 2, 0.1, 0],
-	["max_tokens", "Longest answer, in tokens", 1, 4096, 1, 512],
-].map(([name, label, min, max, step, off, hint]) => ({ name, label, min, max, step, off, hint }));
 const FORMATS = [["", "Any text"], ["json_object", "A JSON object"], ["json_schema", "JSON by a schema"], ["regex", "A regular expression"],
 	["grammar", "A grammar (Lark)"], ["choice", "One of these lines"]];
 const JSON_FIELDS = { schema: "response_format.json_schema.schema", tools: "tools", other: "" };
@@ -56,7 +47,7 @@ export function makeBody(values, conversation, message) {
 	const body = conversation.mode === "text" ? { prompt: message.content } : { messages: conversation.messagesTo(message, values.system) };
 	if (connection.model) body.model = connection.model.model;
 	for (const { name } of NUMBERS) if (values[name] !== undefined) body[name] = values[name];
-	body.max_tokens ??= 512;
+	body.max_tokens ??= NUMBERS.find((each) => each.name === "max_tokens").off;
 	body.seed = values.seed ?? randomSeed();
 	if (values.stop) body.stop = values.stop.split("\n").filter(Boolean);
 	if (values.speculation) body.speculation = "ngram";
@@ -153,7 +144,7 @@ export function renderSettings() {
 			})]
 			: [h("label.check", checkbox("isCompared", settings, renderSettings), "Compare two settings side by side"), settings.isCompared ? which : ""]),
 		presetRow(),
-		h("fieldset", h("legend", "Sampling"), NUMBERS.map(numberField), seedField(), textField("stop", "Stop at", "one text per line, at most four", 2)),
+		h("fieldset", h("legend", "Sampling"), NUMBERS.map(numberField), seedField(), textField("stop", "Stop at", "one text per line", 2)),
 		h("details", { open: Boolean(shownSet().format) }, h("summary", "Output format"), formatFields()),
 		h("details", { open: Boolean(shownSet().tools) }, h("summary", "Tools"),
 			jsonField("tools", "Tools in OpenAI's format", '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]')),

@@ -2,13 +2,14 @@
 
 import { connection, isExpected, post } from "./api.js";
 import { $, button, h, on, perFrame, plainButton, shown } from "./dom.js";
-import { chosenWith, settingsOf } from "./noise.js";
+import { chosenWith, FILTERS, settingsOf } from "./noise.js";
+import { NUMBERS } from "./parameters.js";
 
 const NUM_CANDIDATES = 40;
 const AT_ONCE = 16; // tokens per request
 const REST = 500; // milliseconds
 const MOST = 256;
-const SLIDERS = [["temperature", "Temperature", 0, 2, 0.05], ["top_k", "Top-k", 0, 100, 1], ["top_p", "Top-p", 0.01, 1, 0.01], ["min_p", "Min-p", 0, 0.5, 0.01]];
+const SLIDERS = NUMBERS.filter(({ name }) => FILTERS.includes(name));
 
 export class WhatIf {
 	constructor({ remark, go, branch }) {
@@ -55,7 +56,7 @@ export class WhatIf {
 		const own = settingsOf(answer.traces.get(0));
 		this.values = { ...own, seed: own.seed ?? answer.body.seed };
 		this.exact = new Map();
-		const fields = SLIDERS.map(([name, label, min, max, step]) => {
+		const fields = SLIDERS.map(({ name, label, min, max, step }) => {
 			const output = h("output", String(+this.values[name].toFixed(3)));
 			const input = h("input", { type: "range", id: `what-${name}`, min: String(min), max: String(max), step: String(step) });
 			input.value = this.values[name];

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from infer.engine.request_options import OPTIONS
+from infer.sampling_params import PARAMETERS
+
 
 class Foreign(NamedTuple):
     """A parameter of another server. `fix` says what to do instead. A null value counts as absent."""
@@ -71,10 +74,6 @@ def _reasoning(given: Any) -> dict[str, Any]:
     return {names[name]: value for name, value in given.items() if name in names and value is not None}
 
 
-def _window(given: Any) -> dict[str, Any]:
-    return {} if given == -1 else {"repetition_window": given}
-
-
 _TEXT_ONLY = "only text is served: leave it out"
 _NOT_STORED = "answers are not kept: send the earlier messages"
 _OTHER_ROUTE = "it is not built for this route: use /v1/chat/completions"
@@ -123,24 +122,21 @@ FOREIGN: Mapping[str, Foreign] = {
     "suffix": Foreign("use /v1/completions", ("",)),
     "system": Foreign("use a message with role system", ("",)),
     "web_search_options": Foreign(warning="nothing is searched"),
-    # Other names for what is here.
+    # Other names for what is here; a parameter declares those that mean the same.
+    **{
+        other: Foreign(f"use {name}", same_as=_LENGTHS if name == "max_tokens" else (name,))
+        for own, declared in {**PARAMETERS, **OPTIONS}.items()
+        for name in [declared.body_name or own]
+        for other in declared.other_names
+    },
     "enable_thinking": Foreign(
         "use reasoning_effort", becomes=lambda value: {"chat_template_kwargs": {"enable_thinking": value}}
     ),
-    "guided_choice": Foreign("use choice", same_as=("choice",)),
     "guided_json": _SCHEMA,
-    "guided_regex": Foreign("use regex", same_as=("regex",)),
     "json_schema": _SCHEMA,
-    "max_new_tokens": _LENGTH,
-    "min_new_tokens": Foreign("use min_tokens", same_as=("min_tokens",)),
-    "n_predict": _LENGTH,
-    "num_predict": _LENGTH,
     "num_return_sequences": Foreign("use n", same_as=("n",)),
     "reasoning": Foreign("use reasoning_effort", becomes=_reasoning),
-    "repeat_last_n": Foreign("use repetition_window", becomes=_window),
-    "repeat_penalty": Foreign("use repetition_penalty", same_as=("repetition_penalty",)),
     "response_schema": _SCHEMA,
-    "stop_sequences": Foreign("use stop", same_as=("stop",)),
     "structured_outputs": Foreign("use response_format, regex, choice or grammar", becomes=_structured),
     "thinking": Foreign("use reasoning_effort, or thinking_token_budget", becomes=_thinking),
     # Parameters of other routes here, which would change the answer.

@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
-from infer.server.history import last_user, past_arguments, placeholder
-from infer.server.refusals import refuse
-from infer.server.unknown_fields import Reading
+from infer.protocols.chat_messages import last_user, past_arguments, placeholder
+from infer.protocols.refusals import refuse
+from infer.protocols.unknown_fields import Reading
 
 _KNOWN = ("text", "tool_use", "tool_result", "thinking")
 
@@ -14,7 +14,7 @@ _KNOWN = ("text", "tool_use", "tool_result", "thinking")
 def complete_messages(given: Any, reading: Reading) -> Any:
     """Return the body whose messages and tools have only known kinds of blocks and tools.
 
-    Raises ApiError 400 for an image or a file in the user's last message, unless it answers a tool's call.
+    Raises BodyError for an image or a file in the user's last message, unless it answers a tool's call.
     """
     if not isinstance(given, dict):
         return given
@@ -68,7 +68,7 @@ def _blocks(given: list[Any], path: str, reading: Reading, *, is_refused: bool) 
 
 
 def _block(block: dict[str, Any], kind: str, path: str, reading: Reading, *, is_refused: bool) -> dict[str, Any] | None:
-    """Return the block in a known kind, or None if it is left out. Raises ApiError."""
+    """Return the block in a known kind, or None if it is left out. Raises BodyError."""
     match kind:
         case "text" if block.get("text") is None and "text" in block:
             return {**block, "text": ""}

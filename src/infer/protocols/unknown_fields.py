@@ -4,23 +4,22 @@ The caller chose the keys of `Parameters`, so each unknown key there is checked.
 messages, calls and tools, so unknown keys there are ignored.
 """
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, ClassVar, Literal, final
 
 import msgspec
 from msgspec import Struct, inspect
 
-from infer.server.errors import ApiError
-from infer.server.foreign import Foreign
-from infer.server.refusals import refuse, shown
+from infer.protocols.foreign import Foreign
+from infer.protocols.refusals import BodyError, refuse, shown
+from infer.request_limits import MAX_WARNINGS
 
 UnknownFields = Literal["warn", "refuse", "ignore"]
 Step = str | int  # of a path
-_MOST_WARNINGS = 32  # of an answer
-_NEAR = 0.82  # of difflib's ratio: "temprature" is near, "top_k" and "top_n" are not
+_NEAR = 0.82  # of difflib's ratio: "temprature" is near to "temperature", "top_n" is not near to "top_k"
 
 
 class Parameters(Struct, kw_only=True):
@@ -49,14 +48,15 @@ class Reading:
     given_names: dict[str, str] = field(default_factory=dict)  # of fields that were given by another server's name
 
     def warn(self, message: str) -> None:
-        if self.policy != "ignore" and message not in self.warnings and len(self.warnings) < _MOST_WARNINGS:
+        if self.policy != "ignore" and message not in self.warnings and len(self.warnings) < MAX_WARNINGS:
             self.warnings.append(message)
 
 
 def settle(given: Any, kind: type[Struct], reading: Reading) -> Any:
     """Return the body with only the keys of `kind`, and whole floats as integers if integers are expected.
 
-    Raises ApiError 400 for a misspelled key, and for a parameter that would change the answer but is not built.
+    Raises BodyError for a misspelled key, for a string that is none of those allowed, and for a parameter that would
+    change the answer but is not built.
     """
     return _settled(given, tuple(flat(type_info(kind))), [], reading)
 
@@ -68,10 +68,8 @@ def path_of(steps: list[Step]) -> str:
 def near_of(name: str, known: list[str]) -> str | None:
     """Return the known name that `name` misspells, or None."""
     plain = {_plain(each): each for each in known}
-    if found := plain.get(_plain(name)):
-        return found
-    near = difflib.get_close_matches(name[:64], known, n=1, cutoff=_NEAR)
-    return near[0] if near else None
+    near = get_close_matches(_plain(name)[:64], plain, n=1, cutoff=_NEAR)
+    return plain[near[0]] if near else None
 
 
 def _plain(name: str) -> str:
@@ -94,32 +92,47 @@ def flat(found: inspect.Type) -> Iterator[inspect.Type]:
         yield found
 
 
-def struct_of(given: Any, types: tuple[inspect.Type, ...]) -> inspect.StructType | None:
-    """Return the struct as which an object is read. Of tagged structs, it is the one with the given tag."""
-    structs = [each for each in types if isinstance(each, inspect.StructType)]
-    for each in structs:
-        if each.tag_field is None or given.get(each.tag_field) == each.tag:
-            return each
-    return structs[0] if len(structs) == 1 else None
-
-
 # What is done with each value
 
 
 def _settled(given: Any, types: tuple[inspect.Type, ...], steps: list[Step], reading: Reading) -> Any:
     if isinstance(given, dict):
-        found = struct_of(given, types)
-        return given if found is None else _settled_object(given, found, steps, reading)
+        structs = [each for each in types if isinstance(each, inspect.StructType)]
+        for each in structs:
+            if each.tag_field is None or given.get(each.tag_field) == each.tag:
+                return _settled_object(given, each, steps, reading)
+        _check_tag(given, structs, steps)
+        return given
     if isinstance(given, list):
         inner = tuple(one for each in types if isinstance(each, inspect.ListType) for one in flat(each.item_type))
         if not any(isinstance(each, inspect.StructType | inspect.IntType) for each in inner):
             return given
         return [_settled(each, inner, [*steps, index], reading) for index, each in enumerate(given)]
+    if isinstance(given, str) and not any(isinstance(each, inspect.StrType) for each in types):
+        values = [value for each in types if isinstance(each, inspect.LiteralType) for value in each.values]
+        if values and given not in values:
+            raise _none_of(values, given, steps)
     if type(given) is float and given.is_integer():
         is_integer = any(isinstance(each, inspect.IntType) for each in types)
         if is_integer and not any(isinstance(each, inspect.FloatType) for each in types):
             return int(given)
     return given
+
+
+def _check_tag(given: dict[str, Any], tagged: list[inspect.StructType], steps: list[Step]) -> None:
+    """Raise BodyError for an object whose tag is missing or unknown."""
+    for each in tagged:
+        place = [*steps, str(each.tag_field)]
+        if each.tag_field not in given:
+            path = path_of(place)
+            raise refuse(f"{path} is missing: it is required", path, "missing_required_parameter")
+        if isinstance(value := given[each.tag_field], str):
+            raise _none_of([one.tag for one in tagged], value, place)
+
+
+def _none_of(values: list[Any], given: str, steps: list[Step]) -> BodyError:
+    path = path_of(steps)
+    return refuse(f"{path} must be {' or '.join(map(repr, values))}, got {shown(given)}", path)
 
 
 def _settled_object(given: Any, found: inspect.StructType, steps: list[Step], reading: Reading) -> Any:
@@ -140,7 +153,7 @@ def _settled_object(given: Any, found: inspect.StructType, steps: list[Step], re
 def _taken(
     given: dict[str, Any], known: list[str], foreign: Mapping[str, Foreign], steps: list[Step], reading: Reading
 ) -> dict[str, Any]:
-    """Return the known keys, including those that foreign keys become. Raises ApiError."""
+    """Return the known keys, including those that foreign keys become. Raises BodyError."""
     found = {name: value for name, value in given.items() if name in known}
     for name, value in given.items():
         if name in known or value is None:
@@ -164,7 +177,7 @@ def _taken(
 
 
 def _meant(foreign: Foreign, value: Any, known: list[str], place: list[Step]) -> dict[str, Any]:
-    """Return our fields for a foreign parameter. Raises ApiError if its value has no equivalent."""
+    """Return our fields for a foreign parameter. Raises BodyError if its value has no equivalent."""
     if foreign.is_neutral(value):
         return {}
     if ours := next((each for each in foreign.same_as if each in known), None):
@@ -179,7 +192,7 @@ def _meant(foreign: Foreign, value: Any, known: list[str], place: list[Step]) ->
     raise _unbuilt(foreign, value, place)
 
 
-def _unbuilt(foreign: Foreign, value: Any, place: list[Step]) -> ApiError:
+def _unbuilt(foreign: Foreign, value: Any, place: list[Step]) -> BodyError:
     path = path_of(place)
     if foreign.neutral:
         return refuse(f"{path} must not be {shown(value)}: {foreign.fix}", path, "unsupported_value")

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from infer.server.history import function_tools, last_user, past_arguments, text_parts
-from infer.server.unknown_fields import Reading
+from infer.protocols.chat_messages import function_tools, last_user, past_arguments, text_parts
+from infer.protocols.unknown_fields import Reading
 
 _SEPARATOR = "__"  # between a namespace and a tool's name
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
@@ -24,7 +24,7 @@ _CALLS = {
 def complete_response(given: Any, reading: Reading) -> Any:
     """Return the body whose items, tools and tool choice have only known kinds.
 
-    Raises ApiError 400 for an image or a file in the user's last message, unless it has already been answered.
+    Raises BodyError for an image or a file in the user's last message, unless it has already been answered.
     """
     if not isinstance(given, dict):
         return given
@@ -64,7 +64,7 @@ def _is_answer(item: Any) -> bool:
 
 
 def _items(item: Any, path: str, reading: Reading, *, is_last: bool) -> list[Any]:
-    """Return the items that replace one item: none if the model can read nothing in it. Raises ApiError."""
+    """Return the items that replace one item: none if the model can read nothing in it. Raises BodyError."""
     if not isinstance(item, dict):
         return [item]
     kind = item.get("type", "message")
@@ -89,8 +89,7 @@ def _items(item: Any, path: str, reading: Reading, *, is_last: bool) -> list[Any
 def _message(item: dict[str, Any], path: str, reading: Reading, *, is_last: bool) -> dict[str, Any]:
     content = item.get("content")
     if isinstance(content, list):
-        parts = text_parts(content, f"{path}.content", reading, is_last=is_last, make=_input_text)
-        return {**item, "content": [_as_input(part) for part in parts]}
+        return {**item, "content": text_parts(content, f"{path}.content", reading, "input_text", is_last=is_last)}
     return {**item, "content": ""} if content is None and "content" in item else item
 
 
@@ -123,8 +122,7 @@ def _output(given: Any, path: str, reading: Reading) -> Any:
         case str():
             return given
         case [*parts] if all(isinstance(part, dict) and "type" in part for part in parts):
-            found = text_parts(parts, path, reading, is_last=False, make=_input_text)
-            return [_as_text(part) for part in found]
+            return text_parts(parts, path, reading, "input_text", is_last=False)
     return msgspec.json.encode(given).decode()
 
 
@@ -169,19 +167,3 @@ def _choice(choice: dict[str, Any], reading: Reading) -> dict[str, Any]:
     if choice.get("type") != "allowed_tools" or not isinstance(tools, list):
         return choice
     return {**choice, "tools": [_choice(each, reading) for each in function_tools(tools, reading)]}
-
-
-def _input_text(text: str) -> dict[str, Any]:
-    return {"type": "input_text", "text": text}
-
-
-def _as_input(part: Any) -> Any:
-    """Return a text part of a chat as a part of /v1/responses."""
-    return part | {"type": "input_text"} if isinstance(part, dict) and part.get("type") == "text" else part
-
-
-def _as_text(part: Any) -> Any:
-    """Return a part of a result as an input text."""
-    if isinstance(part, dict) and part.get("type") in ("text", "output_text"):
-        return part | {"type": "input_text"}
-    return part

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal, final
 
 from msgspec import Meta, Struct
 
-from infer.server.agent_prompts import AgentPrompts, TokenBudgets, is_billing
-from infer.server.unknown_fields import Parameters, ToolKeys
-from infer.toolcalls.tools import MAX_TOOLS
+from infer.protocols.agent_prompts import AgentPrompts, TokenBudgets, is_billing
+from infer.protocols.unknown_fields import Parameters, ToolKeys
+from infer.request_limits import MAX_TOOLS
 
 
 @final

@@ -1,27 +1,29 @@
-"""Convert conversations of other programs to the messages and tools that this server reads.
+"""Convert conversations of other programs to messages and tools that are read here, and these to a template's.
 
 Clients send back the answers of any server, and their users cannot change them. So a history is never refused, except
 for an image or a file in the user's last message, which the answer would need.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from infer.server.refusals import refuse
-from infer.server.unknown_fields import Reading
+from infer.protocols.bodies import AssistantMessage, DeveloperMessage, Message, RefusalPart, ToolMessage
+from infer.protocols.refusals import refuse
+from infer.protocols.response_items import OutputRefusal
+from infer.protocols.unknown_fields import Reading
 from infer.toolcalls import past_calls
 
 _WORDS = ("image", "audio", "video", "file", "document")
-_TEXT_TYPES = frozenset({"text", "input_text", "output_text", "refusal"})
+_TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 
 
 def complete_chat(given: Any, reading: Reading) -> Any:
     """Return a chat's body whose messages and tools have only known kinds of parts and tools.
 
-    Raises ApiError 400 for an image, audio or a file in the user's last message.
+    Raises BodyError for an image, audio or a file in the user's last message.
     """
     if not isinstance(given, dict):
         return given
@@ -61,27 +63,29 @@ def function_tools(
     return found
 
 
-def text_parts(
-    parts: list[Any], path: str, reading: Reading, *, is_last: bool, make: Callable[[str], dict[str, Any]]
-) -> list[Any]:
-    """Return the parts, with a placeholder for each part without text. Raises ApiError 400 for such a part if
-    `is_last`.
+def text_parts(parts: list[Any], path: str, reading: Reading, text_type: str, *, is_last: bool) -> list[Any]:
+    """Return the parts with this type for texts, and with a placeholder for each part without text.
+
+    Raises BodyError for a part without text if `is_last`.
     """
     found = list[Any]()
     for index, part in enumerate(parts):
         if isinstance(part, str):
-            found.append(make(part))
+            found.append({"type": text_type, "text": part})
         elif not isinstance(part, dict) or not isinstance(kind := part.get("type", "text"), str):
             found.append(part)
         elif kind in _TEXT_TYPES:
-            found.append({"type": kind, **part} if "type" in part else make(part["text"]) if "text" in part else part)
+            found.append({**part, "type": text_type} if "type" in part or "text" in part else part)
+        elif kind == "refusal":
+            found.append(part)
         else:
-            found.append(make(placeholder(kind, f"{path}[{index}]", reading, is_refused=is_last)))
+            text = placeholder(kind, f"{path}[{index}]", reading, is_refused=is_last)
+            found.append({"type": text_type, "text": text})
     return found
 
 
 def placeholder(kind: str, path: str, reading: Reading, *, is_refused: bool) -> str:
-    """Return the text that replaces a part without text, and warn about it. Raises ApiError 400 if `is_refused`."""
+    """Return the text that replaces a part without text, and warn about it. Raises BodyError if `is_refused`."""
     word = next((each for each in _WORDS if each in kind), "part")
     if is_refused:
         raise refuse(f"{path} is of type {kind!r:.40}: the model reads only text, so leave the {word} out", path)
@@ -105,8 +109,7 @@ def _message(message: dict[str, Any], path: str, reading: Reading, *, is_last: b
     if found.get("role") == "function":  # OpenAI's, before tools
         found["role"] = "tool"
     if isinstance(content := found.get("content"), list):
-        parts = text_parts(content, f"{path}.content", reading, is_last=is_last, make=_text_part)
-        found["content"] = [_without_input(part) for part in parts]
+        found["content"] = text_parts(content, f"{path}.content", reading, "text", is_last=is_last)
     calls = found.get("tool_calls")
     if isinstance(call := found.get("function_call"), dict) and not calls:  # OpenAI's, before tools
         calls = [{"function": call}]
@@ -116,17 +119,6 @@ def _message(message: dict[str, Any], path: str, reading: Reading, *, is_last: b
             for index, each in enumerate(calls)
         ]
     return found
-
-
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
-def _without_input(part: Any) -> Any:
-    """Return a part of /v1/responses as one of a chat."""
-    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
-        return part | {"type": "text"}
-    return part
 
 
 def _call(call: dict[str, Any], path: str, reading: Reading) -> dict[str, Any]:
@@ -144,3 +136,49 @@ def _call(call: dict[str, Any], path: str, reading: Reading) -> dict[str, Any]:
 def _with_type(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool of a chat with the type that some clients leave out."""
     return {"type": "function", **tool} if "function" in tool else dict(tool)
+
+
+# Messages for templates
+
+
+def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages as chat templates expect them.
+
+    Each message has one text. The developer's role becomes system, and the arguments of calls become objects.
+    """
+    return [_as_shown(message) for message in messages]
+
+
+def _as_shown(message: Message) -> dict[str, Any]:
+    role = "system" if isinstance(message, DeveloperMessage) else message.__struct_config__.tag
+    found: dict[str, Any] = {"role": role, "content": text_of(message.content)}
+    if message.name is not None:
+        found["name"] = message.name
+    if isinstance(message, ToolMessage) and message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AssistantMessage):
+        if message.content is None:
+            found["content"] = message.refusal or ""
+        if (reasoning := message.reasoning_content or message.reasoning) is not None:
+            found["reasoning_content"] = reasoning
+        if message.tool_calls:
+            found["tool_calls"] = [
+                call_of_message(call.id, call.function.name, call.function.arguments) for call in message.tool_calls
+            ]
+    return found
+
+
+def call_of_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a past call with its arguments as values, because templates serialize them themselves.
+
+    `arguments` is a JSON object.
+    """
+    values = msgspec.json.decode(arguments, type=dict[str, Any])
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": values}}
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a content. The texts of parts are joined; no content is an empty text."""
+    if not isinstance(content, list):
+        return content or ""
+    return "".join(part.refusal if isinstance(part, RefusalPart | OutputRefusal) else part.text for part in content)

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, final
 
 from msgspec import Meta, Struct
 
-from infer.server.unknown_fields import Parameters, ToolKeys
-from infer.toolcalls.tools import MAX_TOOLS
+from infer.protocols.unknown_fields import Parameters, ToolKeys
+from infer.request_limits import MAX_TOOLS
 
 
 class _Part(Struct, tag_field="type", kw_only=True):

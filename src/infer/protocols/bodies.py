@@ -6,25 +6,16 @@ from typing import Annotated, Any, Literal, final
 
 from msgspec import Meta, Struct
 
-from infer.engine.admission import MAX_PRIORITY
-from infer.engine.model_settings import Overflow, Speculation
-from infer.engine.request_options import MAX_BUDGET, ReasoningPlace
-from infer.sampling_params import MAX_LOGPROBS
-from infer.server.foreign import FOREIGN
-from infer.server.response_items import InputItem, ReasoningSettings, ResponseToolChoice, ResponseTools
-from infer.server.unknown_fields import Parameters, ToolKeys
-from infer.speculation.ngram import MAX_DRAFT_TOKENS
-from infer.toolcalls.tools import MAX_TOOLS
+from infer.protocols.declared_fields import declares
+from infer.protocols.foreign import FOREIGN
+from infer.protocols.response_items import InputItem, ReasoningSettings, ResponseToolChoice, ResponseTools
+from infer.protocols.unknown_fields import Parameters, ToolKeys
+from infer.request_limits import MAX_BUDGET, MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS, MAX_TOOLS
 
-MOST_TOKENS = 2**31 - 1
-_MOST_STOPS = 64
-_Text = Annotated[str, Meta(min_length=1)]
-_Count = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
-_Limit = Annotated[int, Meta(ge=-1, le=MOST_TOKENS)]  # of an answer's tokens: -1 is the end of the context, 0 none
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_Choices = Annotated[int, Meta(ge=1, le=128)]
-_Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-_TokenIds = list[Annotated[int, Meta(ge=0)]]
+_Limit = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]  # of an answer's tokens: -1 is the end of the context, 0 none
+_Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+_Budget = Annotated[int, Meta(ge=0, le=MAX_BUDGET)]
+Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(Parameters, kw_only=True):
@@ -221,49 +212,28 @@ class StreamOptions(Parameters):
     include_obfuscation: bool | None = None
 
 
+@declares("generating")
 class GeneratingBody(Body, kw_only=True):
-    """The parameters of all routes that generate: OpenAI's names first, then vLLM's and our own."""
+    """The parameters of all routes that generate: OpenAI's, vLLM's and our own."""
 
     foreign = FOREIGN
 
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     stream: bool | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    repetition_window: Annotated[int, Meta(ge=0)] | None = None
-    temperature_last: bool | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: _TokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    allowed_token_ids: Annotated[_TokenIds, Meta(min_length=1)] | None = None
-    regex: _Text | None = None
-    grammar: _Text | None = None
-    choice: Annotated[list[_Text], Meta(min_length=1)] | None = None
-    cache_salt: str | None = None
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    overflow: Overflow | None = None
-    speculation: Speculation | None = None
-    num_draft_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
 
 
+@declares("completions")
 class CompletingBody(GeneratingBody, kw_only=True):
     """The parameters of both completion routes."""
 
     n: _Choices | None = None
-    stop: str | Annotated[list[str], Meta(max_length=_MOST_STOPS)] | None = None
-    frequency_penalty: _Penalty | None = None
-    presence_penalty: _Penalty | None = None
-    logit_bias: dict[str, float] | None = None
     response_format: Format | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: _Alternatives | None = None
+    prompt_logprobs: Alternatives | None = None
     return_token_ids: bool | None = None
 
 
+@declares("conversations")
 class ConversationBody(CompletingBody, kw_only=True):
     """The parameters that belong to messages: variables of the template, tools and reasoning."""
 
@@ -273,10 +243,8 @@ class ConversationBody(CompletingBody, kw_only=True):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
-    tool_format: str | None = None
+    thinking_token_budget: _Budget | None = None
     reasoning_effort: Effort | None = None
-    reasoning_format: ReasoningPlace | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_BUDGET)] | None = None
 
 
 @final
@@ -285,7 +253,7 @@ class ChatBody(ConversationBody, kw_only=True):
     max_tokens: _Limit | None = None
     max_completion_tokens: _Limit | None = None
     logprobs: bool | None = None
-    top_logprobs: _Alternatives | None = None
+    top_logprobs: Alternatives | None = None
 
 
 @final
@@ -295,7 +263,7 @@ class CompletionBody(CompletingBody, kw_only=True):
     prompt: str | list[Any]
     suffix: str | None = None
     max_tokens: _Limit | None = None
-    logprobs: _Alternatives | None = None
+    logprobs: Alternatives | None = None
     echo: bool | None = None
 
 
@@ -329,7 +297,7 @@ class ResponseStreamOptions(Parameters):
     include_obfuscation: bool | None = None
 
 
-@final
+@declares("conversations")
 class ResponseBody(GeneratingBody, kw_only=True):
     """A request for a response. Nothing is stored, whatever `store` says.
 
@@ -341,7 +309,7 @@ class ResponseBody(GeneratingBody, kw_only=True):
     max_output_tokens: _Limit | None = None
     text: TextSettings | None = None
     include: list[str] | None = None
-    top_logprobs: _Alternatives | None = None
+    top_logprobs: Alternatives | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, Any] | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -349,9 +317,7 @@ class ResponseBody(GeneratingBody, kw_only=True):
     tools: ResponseTools | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    tool_format: str | None = None
+    thinking_token_budget: _Budget | None = None
     reasoning: ReasoningSettings | None = None
-    reasoning_format: ReasoningPlace | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_BUDGET)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

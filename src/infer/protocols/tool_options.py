@@ -1,0 +1,77 @@
+"""Tools and reasoning: the fields of a body as options of the library and as variables of a chat template."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from infer.engine.request_options import OPTIONS, RequestOptions
+from infer.errors import InvalidRequestError
+from infer.protocols.bodies import ConversationBody, ResponseBody
+from infer.protocols.declared_fields import values_of
+from infer.protocols.params import refusal, template_variables
+from infer.protocols.refusals import refuse
+from infer.toolcalls.template_formats import reasoning_of
+
+
+def conversation_options(
+    body: ConversationBody | ResponseBody, effort: str | None, prompt_name: str = "messages", **others: Any
+) -> RequestOptions:
+    """Return the options of a body, with its tools and the budget of its reasoning. Raises BodyError."""
+    try:
+        return RequestOptions(**option_values(body, effort), **others)
+    except InvalidRequestError as error:
+        raise refusal(error, prompt_name) from error
+
+
+def option_values(body: ConversationBody | ResponseBody, effort: str | None) -> dict[str, Any]:
+    """Return the fields of RequestOptions that a body names. Raises BodyError."""
+    given = {
+        "tools": plain(body.tools) or None,
+        "tool_choice": plain(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_budget": budget_of(body.thinking_token_budget, effort),
+    }
+    return values_of(body, OPTIONS) | {name: value for name, value in given.items() if value is not None}
+
+
+def conversation_variables(body: ConversationBody, template: str | None) -> dict[str, Any]:
+    """Return the variables of the model's chat template. Raises BodyError."""
+    given = template_variables(body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message)
+    return effort_variables(body.reasoning_effort, template) | given
+
+
+def budget_of(budget: int | None, effort: str | None) -> int | None:
+    """Return the budget of reasoning: 0 for the effort "none". Raises BodyError if both are given and differ."""
+    if effort != "none":
+        return budget
+    if budget:
+        name = "thinking_token_budget"
+        raise refuse(f"{name} is {budget} and the effort of reasoning none: give one", name)
+    return 0
+
+
+def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]:
+    """Return the template's variables for an effort, which is a hint.
+
+    A template without reasoning gets none, unless the effort is "none".
+    """
+    if effort is None or (effort != "none" and reasoning_of(template or "") is None):
+        return {}
+    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
+
+
+def plain(value: Any) -> Any:
+    """Return the value as plain objects, without fields that are null."""
+    return _without_nulls(msgspec.to_builtins(value))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a tool without its null fields. Its schema stays unchanged."""
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: each if key == "parameters" else _without_nulls(each) for key, each in value.items() if each is not None
+    }

@@ -1,0 +1,116 @@
+"""Tables of the docs and TypedDicts of keywords, which are written from the declarations of parameters.
+
+As a program it writes them.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import infer.engine.request_options as request_options
+import infer.sampling_params as sampling_params
+from infer.engine.request_options import OPTIONS, RequestOptions
+from infer.protocols.foreign import FOREIGN
+from infer.sampling_params import ALIASES, PARAMETERS, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "infer"
+_COUNT = re.compile(r"(?P<name>[A-Z_]+): Final = (?P<value>[^#\n]+?)(?:  # (?P<words>.*))?")
+
+
+def written() -> dict[Path, str]:
+    """Return the whole text of each file that has a written part."""
+    parts = {
+        ROOT / "docs" / "semantics.md": [
+            ("names of SamplingParams", _names(SamplingParams)),
+            ("names of RequestOptions", _names(RequestOptions)),
+        ],
+        ROOT / "docs" / "serving.md": [("limits", _limits())],
+    }
+    found = {path: _with_parts(path.read_text(encoding="utf-8"), each) for path, each in parts.items()}
+    for path, name, lines in (
+        (
+            SOURCE / "sampling" / "keywords.py",
+            "SamplingKeywords",
+            _keywords(sampling_params, "SamplingParams", ALIASES),
+        ),
+        (SOURCE / "engine" / "request_options.py", "RequestKeywords", _keywords(request_options, "RequestOptions", {})),
+    ):
+        found[path] = _with_fields(path.read_text(encoding="utf-8"), name, lines)
+    return found
+
+
+def _with_parts(text: str, parts: list[tuple[str, str]]) -> str:
+    for name, table in parts:
+        begin, end = f"<!-- {name}: written by tests/unit/parameter_tables.py -->\n", f"<!-- end of {name} -->\n"
+        before, _, rest = text.partition(begin)
+        text = before + begin + table + end + rest.partition(end)[2]
+    return text
+
+
+def _with_fields(text: str, name: str, lines: list[str]) -> str:
+    """Return the source with these fields in a TypedDict, after its docstring."""
+    return re.sub(
+        rf'(class {name}\(.*\n    """[^"]*"""\n\n)(?:    \w+: .*\n)+',
+        lambda found: found[1] + "".join(f"    {line}\n" for line in lines),
+        text,
+    )
+
+
+def _keywords(module: object, name: str, aliases: dict[str, str]) -> list[str]:
+    """Return the fields of a dataclass with their annotations, and aliases behind the field that they stand for."""
+    tree = ast.parse(Path(str(vars(module)["__file__"])).read_text(encoding="utf-8"))
+    (found,) = (each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name)
+    lines = list[str]()
+    for field in found.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            annotation = ast.unparse(field.annotation).replace("'", '"')
+            names = [field.target.id, *(alias for alias, meant in aliases.items() if meant == field.target.id)]
+            lines += [f"{each}: {annotation}" for each in names]
+    return lines
+
+
+def _names(cls: type) -> str:
+    declared = PARAMETERS if cls is SamplingParams else OPTIONS
+    lines = ["| field | default | valid | in bodies | other names there |", "|---|---|---|---|---|"]
+    for field in fields(cls):
+        own = declared[field.name]
+        in_body = own.body_name or (field.name if own.bodies else "")
+        others = (
+            sorted(each for each, foreign in FOREIGN.items() if in_body in foreign.same_as and each != in_body)
+            if in_body
+            else []
+        )
+        assert field.default is not MISSING
+        rule = own.kind.rule.replace("|", "\\|")
+        lines.append(
+            f"| `{field.name}` | {field.default!r} | {rule} | {_code([in_body] if in_body else [])} | {_code(others)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _limits() -> str:
+    lines = ["| `infer.request_limits` | | |", "|---|---|---|"]
+    for name, value, words in _counts():
+        lines.append(f"| `{name}` | {value:,} | {words} |")
+    return "\n".join(lines) + "\n"
+
+
+def _counts() -> Iterator[tuple[str, int, str]]:
+    values: dict[str, int] = {}
+    text = (SOURCE / "request_limits.py").read_text(encoding="utf-8")
+    exec(compile(text, "request_limits", "exec"), values)
+    for line in text.splitlines():
+        if found := _COUNT.fullmatch(line):
+            yield found["name"], values[found["name"]], found["words"] or ""
+
+
+if __name__ == "__main__":
+    for path, text in written().items():
+        path.write_text(text, encoding="utf-8")

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infer.errors import InvalidRequestError
+from infer.grammar.grammar import not_strict
 from infer.sampling_params import ALIASES, PARAMETER_NAMES
 
 # Fields that ask for nothing: any value, or the one that says so.
@@ -93,8 +94,8 @@ def _format(asked: Any) -> dict[str, Any]:
             return {}
         case {"type": "json_object"}:
             return {"json_schema": {"type": "object"}}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return {"json_schema": schema}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)} as given}:
+            return {"json_schema": schema if given.get("strict") is True else not_strict(schema)}
     raise InvalidRequestError(f"response_format must be text, json_object or json_schema, got {asked!r:.80}")
 
 

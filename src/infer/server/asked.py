@@ -11,6 +11,7 @@ import msgspec
 from infer.batch_file.row import seed_of
 from infer.engine.request_options import RequestOptions
 from infer.errors import ContextLengthError, InvalidRequestError
+from infer.grammar.grammar import not_strict
 from infer.sampling.defaults import default_params
 from infer.sampling_params import ALIASES, PARAMETER_NAMES, SEED_BITS, SamplingParams
 from infer.server.errors import ApiError
@@ -92,9 +93,15 @@ def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
     match asked:
         case JsonObjectFormat(schema=schema):
             return {"json_schema": {"type": "object"} if schema is None else schema}
-        case JsonSchemaFormat(json_schema=JsonSchema(schema=schema)) | NamedSchemaFormat(schema=schema):
-            return {"json_schema": {"type": "object"} if schema is None else schema}
+        case JsonSchemaFormat(json_schema=JsonSchema(schema=schema, strict=strict)):
+            return _schema({"type": "object"} if schema is None else schema, strict)
+        case NamedSchemaFormat(schema=schema, strict=strict):
+            return _schema(schema, strict)
     return {}
+
+
+def _schema(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    return {"json_schema": schema if strict else not_strict(schema)}
 
 
 def make_params(

@@ -17,6 +17,7 @@ from infer.grammar.schema_shortest import empty_definitions, nodes_of
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 64
+MAX_OPTIONAL = 256
 MAX_ASKED = 40
 ASKING_SECONDS = 1.0
 _MAX_WARNINGS = 10
@@ -120,6 +121,15 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
     for node in nodes if keywords is not None else ():
         for word in node.keys() - (keywords or ()):
             refuse(where, node.pointer, f"the keyword {word!r} is not supported by this grammar backend")
+    for node in nodes:
+        optional = len(node.get("properties", {}).keys() - set(node.get("required", ())))
+        if optional > MAX_OPTIONAL:
+            problem = f"{MAX_OPTIONAL} properties may be optional, got {optional}"
+            if is_strict:
+                refuse(where, node.pointer, problem)
+            leave_out(f"{node.pointer}/properties", problem)
+            for word in node.keys() & {"properties", "additionalProperties"}:
+                del node[word]
     definitions = rewriter.definitions
     empty = empty_definitions(root, nodes, definitions, where)
     for node in nodes:

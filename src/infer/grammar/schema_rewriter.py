@@ -23,7 +23,6 @@ from infer.grammar.schema_values import (
     read_types,
 )
 
-MAX_OPTIONAL = 256
 _MAX_EXCLUSIVE = 16  # branches of a `oneOf`
 _SILENT = frozenset(
     {
@@ -121,7 +120,6 @@ class Rewriter:
                     place.dropped.add(_COMPANIONS[word])
             elif word not in _SILENT:
                 self.ignored.setdefault(word)
-        self._attempt(f"{pointer}/properties", partial(self._check_optional, place))
         for word in place.dropped:
             place.part.pop(word, None)
         for part in filter(None, place.more):
@@ -137,13 +135,6 @@ class Rewriter:
         if not isinstance(value, shape):
             refuse(self._where, place.pointer, f"{word!r} must be {name}, got {value!r:.40}")
         _RULES[word](self, place, word, value)
-
-    def _check_optional(self, place: _Place) -> None:
-        optional = len(place.part.get("properties", {}).keys() - set(place.part.get("required", ())))
-        if optional > MAX_OPTIONAL:
-            del place.part["properties"]
-            place.dropped.add("additionalProperties")
-            refuse(self._where, place.pointer, f"{MAX_OPTIONAL} properties may be optional, got {optional}")
 
     def _check_apart(self, beside: Part, branches: list[Part]) -> None:
         """Raise SchemaError unless no value fulfils two of the branches of a `oneOf`."""
@@ -307,7 +298,7 @@ class Rewriter:
             refuse(self._where, at, f"{word!r} is enforced only if it is constants, a 'pattern' or lengths")
 
     def _refused(self, place: _Place, word: str, value: Any) -> None:
-        if value is not True:  # which asserts nothing
+        if value is not True or word == "contains":  # the others assert nothing then
             refuse(self._where, place.pointer, f"{word!r} cannot be enforced by a grammar")
 
 

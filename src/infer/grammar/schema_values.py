@@ -25,11 +25,15 @@ _TIME = (
     f"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{_FRACTION}(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
     f"|23:59:60{_FRACTION}(?:[zZ]|[+-]00:00))"
 )
-FORMATS: dict[str, dict[str, Any]] = {  # llguidance's own dates and times allow days and leap seconds that do not exist
+_L = "[a-zA-Z0-9]"
+_LABEL = (
+    f"{_L}(?:{_L}|[a-zA-Z0-9-]{_L}|[a-zA-Z0-9-](?:{_L}{_L}|-{_L}|(?:{_L}[a-zA-Z0-9-]|-{_L})[a-zA-Z0-9-]{{0,58}}{_L}))?"
+)
+FORMATS: dict[str, dict[str, Any]] = {  # llguidance's own dates, times and host names are too wide
     "date": {"pattern": f"^(?:{_DATE})$"},
     "time": {"pattern": f"^{_TIME}$"},
     "date-time": {"pattern": f"^{_DATE}[tT]{_TIME}$"},
-    "hostname": {"format": "hostname", "maxLength": 253},
+    "hostname": {"pattern": rf"^{_LABEL}(?:\.{_LABEL})*$", "maxLength": 253},
     **{name: {"format": name} for name in ("duration", "email", "ipv4", "ipv6", "uuid", "uri")},
 }
 

@@ -441,8 +441,9 @@ def test_a_schema_says_in_one_way_only_that_it_is_not_strict(compiler: Compiler)
 
 
 def test_what_no_value_fulfils_is_refused_in_a_schema_that_is_not_strict(compiler: Compiler) -> None:
-    with pytest.raises(InvalidRequestError, match="nothing can fulfil it"):
-        compiler.compile(Grammar("json_schema", '{"x-strict": false, "enum": []}'))
+    for words in ('"enum": []', '"type": "string", "minLength": 5, "maxLength": 2'):
+        with pytest.raises(InvalidRequestError, match=r"nothing can fulfil it|nsatisfiable"):
+            compiler.compile(Grammar("json_schema", f'{{"x-strict": false, {words}}}'))
 
 
 def test_a_name_of_two_places_is_refused(compiler: Compiler) -> None:

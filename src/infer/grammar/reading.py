@@ -20,6 +20,7 @@ MAX_LEFT_OUT = 8  # parts of a schema that the library refuses
 
 _LARK_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _SOURCE_PLACE = re.compile(r"\A\[[\d:]+\] \S+:\d+: ")  # of a library's own code
+_IS_EMPTY = re.compile("nsatisfiable|NoExtension")  # nothing fulfils it, whatever can be enforced
 _COLUMN = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^.*\nerror: ([^\n]*)")
 
 
@@ -63,7 +64,7 @@ def read_grammar(
     while problem and schema is not None:
         part, problem = schema.place_of(problem, problem_of)
         said = pointed(problem, "")[2:]
-        if schema.is_strict or num_left_out == MAX_LEFT_OUT:
+        if schema.is_strict or num_left_out == MAX_LEFT_OUT or _IS_EMPTY.search(problem):
             raise SchemaError(pointed(problem, f"{where} at {part.pointer or '/'}"), part.pointer, said)
         schema = schema.without(part, said)
         num_left_out += 1

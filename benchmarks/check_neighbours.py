@@ -49,12 +49,9 @@ def _schema(schema: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {"messages": HELLO, "max_tokens": 20, "response_format": {"type": "json_schema", "json_schema": named}}
 
 
-def _many_lists(number: int) -> dict[str, Any]:
-    items = [
-        {"type": "array", "items": {"enum": [number, index, "a", "b", "c", "d"]}, "uniqueItems": True}
-        for index in range(300)
-    ]
-    return _schema({"type": "array", "prefixItems": items, "minItems": 300, "items": False}, number)
+def _many_exclusions(number: int) -> dict[str, Any]:
+    items = [{"not": {"enum": [number, index, "a", "b", "c", "d"]}} for index in range(10_000)]
+    return _schema({"type": "array", "prefixItems": items, "minItems": 10_000, "items": False}, number)
 
 
 def _many_properties(number: int) -> dict[str, Any]:
@@ -75,7 +72,7 @@ def _ambiguous(number: int) -> dict[str, Any]:
 
 MISDEEDS = [
     Misdeed("nothing", "", 0, None),
-    Misdeed("schema of many lists", CHAT, 2, _many_lists),
+    Misdeed("schema of many exclusions", CHAT, 2, _many_exclusions),
     Misdeed("schema of many properties", CHAT, 2, _many_properties),
     Misdeed("many large tools", CHAT, 2, _tools),
     Misdeed("ambiguous grammar", CHAT, 1, _ambiguous),

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ import llguidance
 
 from harness import make_parser, write_report
 from infer.errors import InvalidRequestError
-from infer.grammar.grammar import Grammar
-from infer.grammar.libraries import Source, llguidance_limits, schema_source
+from infer.grammar.grammar import Grammar, Source, not_strict
+from infer.grammar.libraries import llguidance_limits, llguidance_source
 from infer.grammar.library_trials import llguidance_follow
-from infer.grammar.reading import check
-from infer.grammar.schema_places import draft_of
+from infer.grammar.reading import read_grammar
+from infer.grammar.schema_references import draft_of
 
 _MAX_TRIES = 6_000
 _CAUTIOUS_TRIES = 1_000
@@ -131,16 +132,19 @@ def spellings(value: Any, *, is_free: bool) -> list[str]:
 
 def compile_schema(text: str, tokenizer: Any) -> tuple[Any, Source]:
     """A matcher, and what it was compiled from. Raises InvalidRequestError."""
-    checked = check(Grammar("json_schema", text))
-    for is_short in (True, False):
-        written = checked.grammar.text if is_short or checked.schema is None else checked.schema.text
-        source: Source = schema_source(llguidance, written)
-        limits = llguidance_limits(llguidance, source.text)
-        matcher = llguidance.LLMatcher(tokenizer, source.text, log_level=0, limits=limits)
+
+    def problem_of(source: Source) -> str:
+        matcher = matcher_of(source, tokenizer)
         matcher.compute_bitmask()
-        if not matcher.is_error():
-            return matcher, source
-    raise InvalidRequestError(matcher.get_error().splitlines()[0])
+        return str(matcher.get_error()) if matcher.is_error() else ""
+
+    read = read_grammar(Grammar("json_schema", text), None, partial(llguidance_source, llguidance), problem_of)
+    return matcher_of(read.source, tokenizer), read.source
+
+
+def matcher_of(source: Source, tokenizer: Any) -> Any:
+    limits = llguidance_limits(llguidance, source.text)
+    return llguidance.LLMatcher(tokenizer, source.text, log_level=0, limits=limits)
 
 
 def orders_in(schema: Any) -> list[dict[str, int]]:
@@ -181,8 +185,8 @@ def read_json(path: Path) -> Any:
 
 
 class Tally:
-    def __init__(self, *, is_verbose: bool) -> None:
-        self._is_verbose = is_verbose
+    def __init__(self, *, is_strict: bool, is_verbose: bool) -> None:
+        self._is_strict, self._is_verbose = is_strict, is_verbose
         self._tokenizer = llguidance.LLTokenizer("byte")
         self._trial = llguidance_follow(llguidance)
         self.counts: Counter[str] = Counter()
@@ -193,7 +197,8 @@ class Tally:
         self.counts["schemas"] += 1
         start = time.process_time()
         try:
-            matcher, source = compile_schema(json.dumps(schema), self._tokenizer)
+            asked = schema if self._is_strict or not isinstance(schema, dict) else not_strict(schema)
+            matcher, source = compile_schema(json.dumps(asked), self._tokenizer)
         except InvalidRequestError as error:
             self._count_refusal(name, str(error), tests)
             return
@@ -243,10 +248,11 @@ def main() -> None:
     parser.add_argument("--valid-texts", type=Path, help="of plain schemas: a folder for each")
     parser.add_argument("--invalid-texts", type=Path, help="of plain schemas: a folder for each")
     parser.add_argument("--draft", help="what a schema without $schema is read as")
+    parser.add_argument("--not-strict", action="store_true", help="leave out what cannot be enforced")
     parser.add_argument("-v", action="store_true", help="print what is refused and what is wrong")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    tally = Tally(is_verbose=arguments.v)
+    tally = Tally(is_strict=not arguments.not_strict, is_verbose=arguments.v)
     folders = [(arguments.valid_texts, True), (arguments.invalid_texts, False)]
     texts = [(folder, is_valid) for folder, is_valid in folders if folder is not None]
     for name, schema, tests in cases(arguments.folder, arguments.every, texts):

@@ -50,8 +50,10 @@ def test_plain_rows_and_openai_rows() -> None:
         "max_completion_tokens": 5, "logprobs": True, "top_logprobs": 2, "n": 1, "stop": None,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string"}}},
     }  # fmt: skip
-    values = {"max_new_tokens": 5, "logprobs": 2, "json_schema": {"type": "string"}}
+    values = {"max_new_tokens": 5, "logprobs": 2, "json_schema": {"x-strict": False, "type": "string"}}
     assert row_of(CHAT | {"body": body}) == Row("c", "/v1/chat/completions", HI, values)
+    body["response_format"]["json_schema"]["strict"] = True
+    assert row_of(CHAT | {"body": body}).values["json_schema"] == {"type": "string"}
 
 
 def test_a_row_may_have_tools() -> None:

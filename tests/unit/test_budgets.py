@@ -59,12 +59,9 @@ def short_of_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     trial_lane.cache_clear()
 
 
-def lists_schema(count: int) -> dict[str, Any]:
-    """A schema that stands for 1,957 lists at each of `count` places."""
-    items = [
-        {"type": "array", "items": {"enum": [index, "a", "b", "c", "d", "e"]}, "uniqueItems": True}
-        for index in range(count)
-    ]
+def long_schema(count: int) -> dict[str, Any]:
+    """A schema of `count` places. At each of them some constants are excluded."""
+    items = [{"not": {"enum": [index, "a", "b", "c", "d", "e"]}} for index in range(count)]
     return {"type": "array", "prefixItems": items, "minItems": count, "items": False}
 
 
@@ -76,13 +73,13 @@ def test_a_schema_that_stands_for_too_much_is_refused_in_a_process_of_its_own(
 ) -> None:
     before = time.process_time()
     with pytest.raises(InvalidRequestError, match=r"json_schema: takes .* make it smaller"):
-        compiler.compile(Grammar("json_schema", json.dumps(lists_schema(600))))
+        compiler.compile(Grammar("json_schema", json.dumps(long_schema(15_000))))
     assert time.process_time() - before < 2  # of this process; it took over ten
 
 
 def test_plain_requests_are_answered_while_schemas_are_read(served: Served, short_of_time: None) -> None:
     """All threads that prepare plain requests would be taken by these, and Python's lock with them."""
-    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": lists_schema(600)}}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": long_schema(15_000)}}
     statuses = list[int]()
 
     def ask_for_much() -> None:
@@ -134,7 +131,7 @@ def test_a_process_that_gets_no_core_does_not_blame_the_grammar() -> None:
 
     def read() -> None:
         with pytest.raises(InvalidRequestError) as error:
-            try_grammar("llguidance", Grammar("json_schema", json.dumps(lists_schema(12))))
+            try_grammar("llguidance", Grammar("json_schema", json.dumps(long_schema(15_000))))
         found.append(str(error.value))
 
     thread = threading.Thread(target=read)
@@ -150,7 +147,7 @@ def test_a_process_that_gets_no_core_does_not_blame_the_grammar() -> None:
     assert found == [], "the schema was read before the process could be stopped"
     os.kill(process.pid, signal.SIGCONT)
     thread.join()
-    assert found == ["json_schema at /prefixItems/0: schema too large"]
+    assert found == ["json_schema at /: schema too large"]
 
 
 # Masks

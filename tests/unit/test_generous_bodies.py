@@ -302,6 +302,18 @@ def test_a_name_of_a_schema_that_openai_refuses_is_taken_with_a_warning(served: 
         assert len(warnings_of(chat(served, response_format=asked, max_tokens=20))) == 1
 
 
+def test_a_schema_that_is_not_strict_leaves_out_what_cannot_be_enforced(served: Served) -> None:
+    schema = {"type": "array", "items": {"type": "null"}, "maxItems": 2, "uniqueItems": True}
+    for strict in (None, False):
+        asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": strict}}
+        found = chat(served, response_format=asked, max_tokens=40)
+        assert "at /uniqueItems: left out: 'uniqueItems' cannot be enforced" in " ".join(warnings_of(found))
+        assert set(json.loads(text_of(found))) <= {None}
+    asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    error = error_of(served, CHAT, {"messages": [USER], "response_format": asked})
+    assert "at /: 'uniqueItems' cannot be enforced" in error["message"]
+
+
 # Values
 
 

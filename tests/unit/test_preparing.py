@@ -11,7 +11,6 @@ import pytest
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import LLM, InvalidRequestError
-from infer.grammar import schema_places
 from infer.grammar.compiler import Compiler, make_compiler
 from infer.grammar.grammar import Grammar
 from infer.grammar.trial import trial_lane
@@ -186,13 +185,6 @@ def test_what_the_preparing_process_keeps_is_bounded_by_bytes(monkeypatch: pytes
     assert schemas._known._num_bytes <= 200_000
     assert 1 <= len(rules._parts._kept) <= 6
     assert rules._parts._num_bytes <= 20_000
-
-
-def test_long_references_are_not_kept() -> None:
-    before = schema_places._kept_joined.cache_info().currsize
-    base = "http://a/" + "x" * 1_000
-    assert schema_places._joined(base, "b") == "http://a/b"
-    assert schema_places._kept_joined.cache_info().currsize == before
 
 
 def test_templates_are_kept_up_to_so_many_characters() -> None:

@@ -29,7 +29,7 @@ ALLOWED = {
     ("batch_file/workers.py", "multiprocessing.connection"),
     ("batch_file/workers.py", "multiprocessing.process"),
     ("system/child_process.py", "subprocess"),  # grammars and templates of strangers, in a process that may die
-    ("grammar/schema_places.py", "urllib.parse"),  # joins the names inside a schema
+    ("grammar/schema_references.py", "urllib.parse"),  # decodes the pointers inside a schema
     ("checkpoint/hub_download.py", "huggingface_hub"),  # asked for by the user
     ("async_llm.py", "asyncio"),  # answers for programs that use it: threads, no network
     ("engine/mailbox.py", "asyncio"),

@@ -125,4 +125,5 @@ def _schema(params: SamplingParams) -> dict[str, Any]:
     schema = json.loads(str(params.json_schema))
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"a permalink holds a json_schema that is an object, got {params.json_schema!r:.80}")
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
+    named = {"name": "answer", "schema": schema, "strict": True}  # a schema that is not strict says so itself
+    return {"response_format": {"type": "json_schema", "json_schema": named}}

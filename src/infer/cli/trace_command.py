@@ -21,6 +21,8 @@ from infer.sampling_params import PARAMETERS, SamplingParams
 LABEL_WIDTH = 18  # of a token's text
 BLUE, ORANGE = 25, 166  # of xterm's 256 colours: bars under the numbers, and those of the chosen token
 DROPPED = "×"
+
+
 @dataclass(frozen=True)
 class Cell:
     """A number of the table. On a terminal, `share` is the part of its width that is shaded."""

@@ -199,8 +199,10 @@ class Host:
     ) -> Request:
         """Raises InvalidRequestError for parameters, tools or a grammar that cannot be served."""
         answer_format = None if conversation is None else conversation.answer_format(prompt.token_ids)
-        answer_format, make_constraint = self._constrained(grammar_of(params), answer_format)
-        schema_warnings = () if answer_format is None else answer_format.warnings
+        grammar = grammar_of(params)
+        answer_format, make_constraint = self._constrained(grammar, answer_format)
+        schema_warnings = self._compiler.warnings_of(grammar)
+        schema_warnings += () if answer_format is None else answer_format.warnings
         message_warnings = () if conversation is None else tuple(with_values(prompt.messages)[1])
         self._warn(SchemaWarning, schema_warnings)
         self._warn(MessageWarning, message_warnings)

@@ -5,18 +5,15 @@ Every grammar is compiled within its budget, or refused with one InvalidRequestE
 
 import importlib.util
 import threading
-import warnings
 from collections.abc import Callable, Hashable
 from hashlib import blake2b
 from typing import Any, NamedTuple, final
 
-from infer.errors import InvalidRequestError, SchemaWarning
-from infer.grammar.backend import Backend
+from infer.errors import InvalidRequestError
 from infer.grammar.base import Constraint
-from infer.grammar.grammar import Grammar
-from infer.grammar.libraries import Source
+from infer.grammar.grammar import Grammar, Source
 from infer.grammar.llguidance import LlguidanceBackend
-from infer.grammar.matcher import StepwiseConstraint
+from infer.grammar.matcher import Backend, StepwiseConstraint
 from infer.grammar.reading import pointed
 from infer.grammar.trial import try_grammar
 from infer.grammar.vocabulary import Vocabulary
@@ -34,10 +31,11 @@ BACKENDS: dict[str, type[LlguidanceBackend] | type[XgrammarBackend]] = {
 
 
 class _Compiled(NamedTuple):
-    """A grammar as compiled by a library, and its size in bytes."""
+    """A grammar as compiled by a library, its size in bytes, and warnings about words that are not enforced."""
 
     grammar: Any
     num_bytes: int
+    warnings: tuple[str, ...] = ()
 
 
 @final
@@ -60,7 +58,18 @@ class Compiler:
 
         Raises InvalidRequestError if the grammar is not well-formed, unsupported, unsatisfiable, or over the budget.
         """
-        return self._constraint(grammar, lambda backend: _compiled(backend, _read(backend, grammar)))
+
+        def compile_(backend: Backend) -> _Compiled:
+            read = try_grammar(backend.name, grammar)  # compiled in another process first
+            return _compiled(backend, read.source, read.warnings)
+
+        return self._constraint(grammar, compile_)
+
+    def warnings_of(self, grammar: Grammar | None) -> tuple[str, ...]:
+        """Return a line for each part of a compiled grammar's schemas that is not enforced."""
+        with self._lock:
+            found = self._compiled.get(_key(grammar))
+        return () if found is None else found.warnings
 
     def spell(self, text: str) -> list[int]:
         """Return the tokenizer's own ids for a text."""
@@ -87,7 +96,7 @@ class Compiler:
             raise InvalidRequestError(f"tools and reasoning need grammar_backend 'llguidance', got {self.backend!r}")
 
     def _constraint(self, asked: Hashable, compile_: Callable[[Backend], _Compiled]) -> Constraint:
-        key = blake2b(repr(asked).encode(), digest_size=32).digest()  # a schema may be longer than its source
+        key = _key(asked)
         with self._lock:
             backend, vocabulary = self._load()
             compiled = self._compiled.get(key)
@@ -117,14 +126,12 @@ def make_compiler(tokenizer: Tokenizer, vocab_size: int | None = None, *, backen
     return Compiler(tokenizer, vocab_size, backend)
 
 
-def _compiled(backend: Backend, source: Source) -> _Compiled:
+def _key(asked: Hashable) -> bytes:
+    """Return a key of a grammar. A schema may be longer than its source."""
+    return blake2b(repr(asked).encode(), digest_size=32).digest()
+
+
+def _compiled(backend: Backend, source: Source, warnings: tuple[str, ...] = ()) -> _Compiled:
     compiled = backend.compile(source)
-    return _Compiled(compiled, _LEAST_BYTES + backend.num_bytes(compiled, source))
-
-
-def _read(backend: Backend, grammar: Grammar) -> Source:
-    """Return the source, which was compiled in another process. Raises InvalidRequestError if it was refused."""
-    read = try_grammar(backend.name, grammar)
-    if read.ignored:
-        warnings.warn(read.ignored, SchemaWarning, stacklevel=2)
-    return read.source
+    num_bytes = _LEAST_BYTES + backend.num_bytes(compiled, source) + sum(map(len, warnings))
+    return _Compiled(compiled, num_bytes, warnings)

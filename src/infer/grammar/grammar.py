@@ -1,10 +1,12 @@
-"""A grammar as a request gives it."""
+"""A grammar as a request gives it, and as a library's compiler takes it."""
 
 import json
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 from infer.sampling_params import SamplingParams
 
+STRICT = "x-strict"  # a word at the top of a schema; true by default: what cannot be enforced is refused
 GrammarKind = Literal["json_schema", "regex", "grammar", "choice"]
 
 
@@ -13,6 +15,18 @@ class Grammar(NamedTuple):
 
     kind: GrammarKind
     text: str
+
+
+class Source(NamedTuple):
+    """A grammar in the notation of a library's compiler. `kind` chooses the compiler."""
+
+    kind: str
+    text: str
+
+
+def not_strict(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema, of which parts that cannot be enforced are left out with a warning."""
+    return {STRICT: False, **schema}
 
 
 def grammar_of(params: SamplingParams) -> Grammar | None:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from infer.errors import InvalidRequestError
 from infer.grammar.horn import Clause, shortest
+from infer.grammar.json_schema import build_schema
 from infer.grammar.pattern import check_pattern, encoded
-from infer.grammar.schema import build_schema
 from infer.grammar.schema_shortest import MAX_SHORTEST
 
 MAX_BYTES = 65_536
@@ -51,11 +51,11 @@ class _Rule(NamedTuple):
 class CheckedGrammar(NamedTuple):
     """A checked grammar. In `text`, schemas after %json are in the compiler's form.
 
-    `ignored` lists the schema words that are ignored, "" if there are none.
+    `warnings` name the words of these schemas that are not enforced.
     """
 
     text: str
-    ignored: str
+    warnings: tuple[str, ...]
 
 
 def check_grammar(text: str, keywords: Set[str] | None = None, where: str = "grammar") -> CheckedGrammar:
@@ -69,7 +69,7 @@ def check_grammar(text: str, keywords: Set[str] | None = None, where: str = "gra
     for start, end, schema in checker.schemas:
         parts += [text[at:start], " ", schema]
         at = end
-    return CheckedGrammar("".join([*parts, text[at:]]), "; ".join(checker.ignored))
+    return CheckedGrammar("".join([*parts, text[at:]]), tuple(checker.warnings))
 
 
 class _Checker:
@@ -78,7 +78,7 @@ class _Checker:
         self._keywords = keywords
         self._where = where
         self.schemas: list[tuple[int, int, str]] = []  # where they stand, and what is to stand there
-        self.ignored: list[str] = []
+        self.warnings: list[str] = []
         self._lines = [0, *(match.end() for match in re.finditer("\n", text))]
 
     def check(self) -> None:
@@ -114,7 +114,7 @@ class _Checker:
                     place = f"{self._where}, line {line}, column {column}: %json"
                     built = build_schema(self._text[start + 5 : at], self._keywords, place)
                     self.schemas.append((start + 5, at, built.text))
-                    self.ignored += [built.ignored] if built.ignored else []
+                    self.warnings += built.warnings
                 kind = "string"
             elif kind == "directive" and text not in ("%import", "%ignore"):
                 raise self._error(start, f"{text} is not supported")

@@ -5,17 +5,9 @@ This module loads no library itself, so that the process that tries grammars sta
 
 import json
 from collections.abc import Set
-from typing import Any, NamedTuple
+from typing import Any
 
-from infer.grammar.grammar import Grammar
-
-
-class Source(NamedTuple):
-    """A grammar in the notation of a library's compiler. `kind` chooses the compiler."""
-
-    kind: str
-    text: str
-
+from infer.grammar.grammar import Grammar, Source
 
 ENFORCED: dict[str, Set[str] | None] = {
     "llguidance": None,

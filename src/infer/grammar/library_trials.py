@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from infer.errors import InvalidRequestError
-from infer.grammar.grammar import Grammar
-from infer.grammar.libraries import ENFORCED, Source, compile_with_xgrammar, llguidance_limits, source_of
+from infer.grammar.grammar import Grammar, Source
+from infer.grammar.libraries import ENFORCED, compile_with_xgrammar, llguidance_limits, source_of
 from infer.grammar.reading import Read, read_grammar
 from infer.system.processor_limit import OverLimitError, limited
 

@@ -11,10 +11,10 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from infer.errors import ConstraintError
-from infer.grammar.backend import Backend
 from infer.grammar.base import Mask
-from infer.grammar.libraries import Source, llguidance_limits
-from infer.grammar.matcher import Matcher
+from infer.grammar.grammar import Source
+from infer.grammar.libraries import llguidance_limits
+from infer.grammar.matcher import Backend, Matcher
 from infer.grammar.vocabulary import Vocabulary
 
 SLOW_SECONDS = 0.02  # of a mask, from where it is counted

@@ -1,12 +1,13 @@
-"""A constraint over any backend: plans of forced tokens, end ids, and a lock that makes it safe to share."""
+"""A constraint over any grammar library: plans of forced tokens, end ids, and a lock that makes it safe to share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from threading import Lock
-from typing import final
+from typing import Any, ClassVar, final
 
 from infer.errors import ConstraintError
 from infer.grammar.base import Constraint, Mask, keep_only
+from infer.grammar.grammar import Source
 from infer.grammar.vocabulary import Vocabulary
 
 MAX_FORCED = 64  # tokens in one plan; what follows them is planned when they are written
@@ -53,6 +54,23 @@ class Matcher(ABC):
         except ConstraintError:
             return False
         return True
+
+
+class Backend(ABC):
+    """A grammar library for one vocabulary. Sequences share compiled grammars; each sequence has its own matcher."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def compile(self, source: Source) -> Any:
+        """Return a compiled grammar. Call only after a trial of the same source in another process."""
+
+    @abstractmethod
+    def make_matcher(self, compiled: Any) -> Matcher: ...
+
+    @abstractmethod
+    def num_bytes(self, compiled: Any, source: Source) -> int:
+        """Return the memory of a compiled grammar in bytes, measured or estimated."""
 
 
 @final

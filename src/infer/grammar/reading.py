@@ -9,33 +9,34 @@ from collections.abc import Callable, Set
 from typing import NamedTuple
 
 from infer.errors import InvalidRequestError, SchemaError
-from infer.grammar.grammar import Grammar
+from infer.grammar.grammar import Grammar, Source
+from infer.grammar.json_schema import BuiltSchema, build_schema
 from infer.grammar.lark import check_grammar
-from infer.grammar.libraries import Source
 from infer.grammar.pattern import check_pattern, encoded, without_anchors
-from infer.grammar.schema import BuiltSchema, build_schema
 
 MAX_CHOICES = 10_000
 MAX_CHOICE_BYTES = 65_536
+MAX_LEFT_OUT = 8  # parts of a schema that the library refuses
 
 _LARK_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _SOURCE_PLACE = re.compile(r"\A\[[\d:]+\] \S+:\d+: ")  # of a library's own code
+_IS_EMPTY = re.compile("nsatisfiable|NoExtension")  # nothing fulfils it, whatever can be enforced
 _COLUMN = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^.*\nerror: ([^\n]*)")
 
 
 class Checked(NamedTuple):
-    """A grammar in its compiler's form. `ignored` names in one line the words that assert nothing, or is ""."""
+    """A grammar in its compiler's form. `warnings` name words of schemas that are not enforced."""
 
     grammar: Grammar
-    ignored: str = ""
+    warnings: tuple[str, ...] = ()
     schema: BuiltSchema | None = None
 
 
 class Read(NamedTuple):
-    """The source of a grammar that a library compiled once. `ignored` names the ignored words in one line, or is ""."""
+    """The source of a grammar that a library compiled once. `warnings` name words of schemas that are not enforced."""
 
     source: Source
-    ignored: str
+    warnings: tuple[str, ...]
 
 
 def read_grammar(
@@ -57,17 +58,21 @@ def read_grammar(
         except ValueError as error:  # the library's, of what it reads before it compiles
             return str(error)
 
-    text, schema = checked.grammar.text, checked.schema
+    text, warnings, schema = checked.grammar.text, checked.warnings, checked.schema
     problem = problem_of(text)
-    if problem and schema is not None and schema.text != text:
-        text = schema.text
+    num_left_out = 0
+    while problem and schema is not None:
+        part, problem = schema.place_of(problem, problem_of)
+        said = pointed(problem, "")[2:]
+        if schema.is_strict or num_left_out == MAX_LEFT_OUT or _IS_EMPTY.search(problem):
+            raise SchemaError(pointed(problem, f"{where} at {part.pointer or '/'}"), part.pointer, said)
+        schema = schema.without(part, said)
+        num_left_out += 1
+        text, warnings = schema.text, schema.warnings
         problem = problem_of(text)
-    if problem and schema is not None:
-        place, problem = schema.place_of(problem, problem_of)
-        raise SchemaError(pointed(problem, f"{where} at {place or '/'}"), place, pointed(problem, "")[2:])
     if problem:
         raise InvalidRequestError(pointed(problem, where))
-    return Read(source_of(Grammar(kind, text)), checked.ignored)
+    return Read(source_of(Grammar(kind, text)), warnings)
 
 
 def check(grammar: Grammar, keywords: Set[str] | None = None) -> Checked:
@@ -75,10 +80,10 @@ def check(grammar: Grammar, keywords: Set[str] | None = None) -> Checked:
     kind, text = grammar
     if kind == "json_schema":
         built = build_schema(text, keywords)
-        return Checked(Grammar(kind, built.short_text if keywords is None else built.text), built.ignored, built)
+        return Checked(Grammar(kind, built.text), built.warnings, built)
     if kind == "grammar":
         found = check_grammar(text, keywords)
-        return Checked(Grammar(kind, found.text), found.ignored)
+        return Checked(Grammar(kind, found.text), found.warnings)
     if kind == "regex":
         check_pattern(text, "regex")  # first, so that columns are those of the text as given
         check_pattern(without_anchors(text), "regex", allows_anchors=False)

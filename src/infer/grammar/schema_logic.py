@@ -1,241 +1,168 @@
-"""Relations of two schemas: the types that both allow, and whether no value can fulfil both.
+"""Negations of schemas, and a check that no value fulfils two of them. Both are exact or give up."""
 
-All answers are conservative: schemas called disjoint are disjoint, and a value that may hold is never ruled out.
-"""
-
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
-from infer.grammar.schema_facts import (
-    are_numbers_apart,
-    are_strings_apart,
-    is_within,
-    item_node,
-    key_of,
-    kind_of,
-    matches,
-    property_nodes,
-    same,
-    values_of,
-)
-from infer.grammar.schema_node import Node
+from infer.grammar.schema_part import TYPES, Part, all_of, any_of, false_part, lacks, refuse
+from infer.grammar.schema_pattern import pattern_without
 
-KINDS = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
-_KINDS_OF = {name: frozenset({name}) for name in KINDS} | {"number": frozenset({"integer", "fraction"})}
-_MAX_DEPTH = 8
-_MAX_PARTS = 200
+STEPS = 300_000  # of one schema
+_MAX_DEPTH = 20
+_KINDS = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
+_KINDS_OF = {name: frozenset({name}) for name in TYPES} | {"number": frozenset({"integer", "fraction"})}
 
 
 @final
 class Logic:
-    """Facts about nodes whose references lead to `definitions`. `steps_left` limits the work for one schema."""
+    """Facts about the parts of one schema. `definitions` are the targets of references, by reference."""
 
-    def __init__(self, definitions: Mapping[str, Node], steps: int) -> None:
-        self._definitions = dict(definitions)
-        self.steps_left = steps
-        self._flat: dict[int, tuple[Node, list[Node]]] = {}  # by id, with the node so that the id stays its own
-        self._kinds: dict[int, tuple[Node, frozenset[str]]] = {}
-        self._constants: dict[int, dict[str, frozenset[str]]] = {}
-        self._rests: dict[tuple[int, str], Node] = {}
-        self._disjoint: dict[tuple[int, frozenset[int]], bool] = {}
+    def __init__(self, definitions: Mapping[str, Part], where: str, *, are_exact: bool) -> None:
+        """`are_exact` is False if some of the definitions allow more than the user's schema does."""
+        self._definitions, self._are_exact = definitions, are_exact
+        self._where = where
+        self._steps_left = STEPS
 
-    def define(self, pointer: str, node: Node) -> None:
-        """Add a definition of our own, under a name that no pointer has."""
-        self._definitions[pointer] = node
+    def negated(self, part: Part, pointer: str, depth: int = 0) -> Part:
+        """Return a schema for exactly the values that do not fulfil `part`.
 
-    def target(self, pointer: str) -> Node:
-        return self._definitions[pointer]
-
-    def flat(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return the parts that must all hold: the nodes, the parts of their `allOf`, and the targets of their
-        references.
+        Raises SchemaError at `pointer` if there is none of the keywords that a grammar library enforces.
         """
-        return [part for node in nodes for part in self._flat_of(node)]
+        self._steps_left -= 1
+        if depth > _MAX_DEPTH or self._steps_left < 0:
+            refuse(self._where, pointer, "what a large schema excludes cannot be built")
+        found: list[Part] = []
+        for word, value in part.items():
+            if word == "type":
+                found.append(self._other_types(part.types, pointer))
+            elif word in ("const", "enum"):
+                found += self._other_values([value] if word == "const" else value, pointer)
+            elif word == "required":
+                found += [all_of(pointer, [Part(pointer, {"type": "object"}), lacks(pointer, name)]) for name in value]
+            elif word == "properties":
+                inner = {name: self.negated(item, pointer, depth + 1) for name, item in value.items()}
+                found += [
+                    Part(pointer, {"type": "object", "properties": {name: item}, "required": [name]})
+                    for name, item in inner.items()
+                    if not item.is_false
+                ]
+            elif word == "allOf":
+                found += [self.negated(inner, pointer, depth + 1) for inner in value]
+            elif word == "anyOf":
+                found.append(all_of(pointer, [self.negated(inner, pointer, depth + 1) for inner in value]))
+            elif word == "$ref" and self._are_exact and value in self._definitions:
+                found.append(self.negated(self._definitions[value], pointer, depth + 1))
+            else:
+                refuse(self._where, pointer, f"what {word!r} excludes cannot be built here")
+        return any_of(pointer, found)
 
-    def _flat_of(self, node: Node) -> list[Node]:
-        known = self._flat.get(id(node))
-        if known is not None:
-            return known[1]
-        found: list[Node] = []
-        seen: set[str] = set()
-        pending = [node]
-        while pending and len(found) < _MAX_PARTS:
-            part = pending.pop()
-            pointer = part.get("$ref")
-            pending += part.get("allOf", ())
-            if pointer is not None and pointer not in seen:
-                seen.add(pointer)
-                pending.append(self._definitions[pointer])
-            own = part.without("$ref", "allOf") if "$ref" in part or "allOf" in part else part
-            if own or part is node:
-                found.append(own)
-        self._flat[id(node)] = node, found
-        return found
+    def _other_types(self, types: Sequence[str], pointer: str) -> Part:
+        if "integer" in types and "number" not in types:
+            refuse(self._where, pointer, "what the type 'integer' excludes cannot be built here")
+        names = [name for name in TYPES if name not in types and name != "integer"]
+        return Part(pointer, {"type": names}) if names else false_part(pointer)
 
-    def kinds(self, nodes: Sequence[Node]) -> frozenset[str]:
-        """Return the `KINDS` whose values may fulfil all nodes."""
-        return KINDS.intersection(*map(self._kinds_of, nodes))
+    def _other_values(self, values: Sequence[Any], pointer: str) -> Iterator[Part]:
+        kinds = set(map(_kind_of, values))
+        if kinds & {"array", "object"}:
+            refuse(self._where, pointer, "what an 'enum' of lists and objects excludes cannot be built here")
+        if "fraction" in kinds or "integer" in kinds:
+            kinds |= {"number", "integer"}
+        yield Part(pointer, {"type": [name for name in TYPES if name not in kinds and name != "integer"]})
+        if "boolean" in kinds and (others := [value for value in (True, False) if not _is_in(value, values)]):
+            yield Part(pointer, {"enum": others})
+        if "string" in kinds:
+            pattern = pattern_without([value for value in values if isinstance(value, str)])
+            if pattern is None:
+                refuse(self._where, pointer, "the strings that are excluded are too many or too long")
+            yield Part(pointer, {"type": "string", "pattern": pattern})
+        if "number" in kinds:
+            numbers = sorted({value for value in values if _kind_of(value) in ("integer", "fraction")})
+            for low, high in zip([None, *numbers], [*numbers, None], strict=True):
+                bounds = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+                yield Part(pointer, {"type": "number"} | {word: at for word, at in bounds.items() if at is not None})
 
-    def _kinds_of(self, node: Node) -> frozenset[str]:
-        known = self._kinds.get(id(node))
-        if known is not None:
-            return known[1]
-        self._kinds[id(node)] = node, KINDS  # of one that needs itself
-        found = KINDS
-        for part in self._flat_of(node):
-            self.steps_left -= 1
-            if part.is_false:
-                found = frozenset()
-            values = values_of(part)
-            if values is not None:
-                found &= frozenset(map(kind_of, values))
-            if "type" in part:
-                found &= frozenset().union(*(_KINDS_OF[name] for name in part["type"]))
-            for word in ("anyOf", "oneOf"):
-                if word in part and self.steps_left > 0:
-                    found &= frozenset().union(*map(self._kinds_of, part[word]))
-        self._kinds[id(node)] = node, found
-        return found
+    def are_apart(self, a: Sequence[Part], b: Sequence[Part], depth: int = 0) -> bool:
+        """Return True if it is simple to see that no value fulfils all of `a` and all of `b`.
 
-    def are_disjoint(self, a: Sequence[Node], b: Sequence[Node], depth: int = 0) -> bool:
-        """Return True if no value fulfils all of `a` and all of `b`."""
-        if depth > _MAX_DEPTH or self.steps_left < 0:
+        It follows from types, from constants, or from a required property for which it is simple to see.
+        """
+        if depth > _MAX_DEPTH:
             return False
-        a, b = self.flat(a), self.flat(b)
-        if not depth:
-            return self._are_disjoint(a, b, depth)
-        key = depth, frozenset(map(id, (*a, *b)))  # choices are taken in every order, and lead to the same parts
-        known = self._disjoint.get(key)
-        if known is None:
-            known = self._disjoint[key] = self._are_disjoint(a, b, depth)
-        return known
-
-    def _are_disjoint(self, a: list[Node], b: list[Node], depth: int) -> bool:
-        self.steps_left -= 1 + len(a) + len(b)
-        kinds = self.kinds(a) & self.kinds(b)
+        a, b = self._flat(a), self._flat(b)
+        self._steps_left -= 1 + len(a) + len(b)
+        if self._steps_left < 0:
+            return False
+        kinds = self._kinds(a) & self._kinds(b)
         if not kinds:
             return True
-        every = [*a, *b]
-        values = self._values(every)
-        if values is not None:
-            return not any(all(self.may_hold(part, value) for part in every) for value in values)
-        if all(self._are_apart(kind, a, b, depth) for kind in kinds):
+        known = [frozenset(map(key_of, part.constants)) for part in (*a, *b) if part.constants is not None]
+        if len(known) > 1 and not frozenset.intersection(*known):
             return True
-        for own, other in ((a, b), (b, a)):
-            for part in own:
-                rest = [*other, *(each for each in own if each is not part)]
-                for word in ("anyOf", "oneOf"):
-                    others = [*rest, self._rest(part, word)] if word in part else []
-                    if others and all(self.are_disjoint([branch], others, depth + 1) for branch in part[word]):
-                        return True
+        if kinds == {"object"}:
+            for name in {name: None for part in (*a, *b) for name in part.get("required", ())}:
+                if self.are_apart(_of_property(a, name), _of_property(b, name), depth + 2):
+                    return True
+        for own, others in ((a, b), (b, a)):
+            for branches in [part["anyOf"] for part in own if "anyOf" in part]:
+                rest = [Part("", {word: each for word, each in part.items() if word != "anyOf"}) for part in own]
+                if all(self.are_apart([branch, *rest], others, depth + 4) for branch in branches):
+                    return True
         return False
 
-    def _rest(self, part: Node, word: str) -> Node:
-        key = id(part), word
-        if key not in self._rests:
-            self._rests[key] = part.without(word)
-        return self._rests[key]
+    def _flat(self, parts: Sequence[Part]) -> list[Part]:
+        """Return the parts that must hold, with those of their `allOf` and the targets of their references."""
+        found: dict[int, Part] = {}
+        pending = list(parts)
+        while pending:
+            part = pending.pop()
+            if id(part) not in found:
+                found[id(part)] = part
+                pending += part.get("allOf", ())
+                pending += [self._definitions[part["$ref"]]] if part.get("$ref") in self._definitions else []
+        return list(found.values())
 
-    @staticmethod
-    def _values(nodes: Sequence[Node]) -> list[Any] | None:
-        known = [values for node in nodes if (values := values_of(node)) is not None]
-        return min(known, key=len) if known else None
-
-    def may_hold(self, node: Node, value: Any, depth: int = 0) -> bool:
-        """Return False only if the value does not fulfil the node."""
-        self.steps_left -= 1
-        if depth > _MAX_DEPTH or self.steps_left < 0:
-            return True
-        for part in self._flat_of(node):
-            values = values_of(part)
-            kind = kind_of(value)
-            if part.is_false or (values is not None and not any(same(value, known) for known in values)):
-                return False
-            if "type" in part and not any(kind in _KINDS_OF[name] for name in part["type"]):
-                return False
-            for word in ("anyOf", "oneOf"):
-                if word in part and not any(self.may_hold(branch, value, depth + 1) for branch in part[word]):
-                    return False
-            if not self._may_hold_kind(part, value, kind, depth):
-                return False
-        return True
-
-    def _may_hold_kind(self, part: Node, value: Any, kind: str, depth: int) -> bool:
-        if kind in ("integer", "fraction"):
-            return is_within(part, value)
-        if kind == "string":
-            if value in part.get("notEnum", ()) or matches(part.get("pattern", ""), value) is False:
-                return False
-            return bool(part.get("minLength", 0) <= len(value) <= part.get("maxLength", math.inf))
-        if kind == "array":
-            first = part.get("prefixItems", [])
-            rest = part.get("items", Node("", {}))
-            if not part.get("minItems", 0) <= len(value) <= part.get("maxItems", math.inf):
-                return False
-            return all(
-                self.may_hold(first[index] if index < len(first) else rest, item, depth + 1)
-                for index, item in enumerate(value)
-            )
-        if kind == "object":
-            if not set(part.get("required", ())) <= value.keys():
-                return False
-            return all(
-                self.may_hold(of_name, item, depth + 1)
-                for name, item in value.items()
-                for of_name in property_nodes(part, name)
-            )
-        return True
-
-    def _are_apart(self, kind: str, a: list[Node], b: list[Node], depth: int) -> bool:
-        if kind == "object":
-            return self._are_objects_apart(a, b, depth)
-        if kind == "array":
-            return self._are_arrays_apart(a, b, depth)
-        if kind == "string":
-            return are_strings_apart(a, b)
-        if kind in ("integer", "fraction"):
-            return are_numbers_apart([*a, *b])
-        return False
-
-    def _are_objects_apart(self, a: list[Node], b: list[Node], depth: int) -> bool:
-        every = [*a, *b]
-        required = dict.fromkeys(name for part in every for name in part.get("required", ()))
-        least = max([len(required), *(part.get("minProperties", 0) for part in every)])
-        if least > min((part.get("maxProperties", math.inf) for part in every), default=math.inf):
-            return True
-        of_a_by_name, of_b_by_name = self._constants_by_name(a), self._constants_by_name(b)
-        for name in required:
-            if name in of_a_by_name and of_a_by_name[name].isdisjoint(of_b_by_name.get(name, of_a_by_name[name])):
-                return True
-        for name in required:
-            of_a = [node for part in a for node in property_nodes(part, name)]
-            of_b = [node for part in b for node in property_nodes(part, name)]
-            if self.are_disjoint(of_a, of_b, depth + 1):
-                return True
-        return False
-
-    def _constants_by_name(self, parts: list[Node]) -> dict[str, frozenset[str]]:
-        """Return the keys of the allowed values of each property that must be one of some constants."""
-        found: dict[str, frozenset[str]] = {}
+    def _kinds(self, parts: Sequence[Part]) -> frozenset[str]:
+        found = _KINDS
         for part in parts:
-            if id(part) not in self._constants:
-                known = {name: values_of(node) for name, node in part.get("properties", {}).items()}
-                self._constants[id(part)] = {
-                    name: frozenset(map(key_of, values)) for name, values in known.items() if values is not None
-                }
-            for name, keys in self._constants[id(part)].items():
-                found[name] = found[name] & keys if name in found else keys
+            if "type" in part:
+                found &= frozenset().union(*(_KINDS_OF[name] for name in part.types))
+            if part.constants is not None:
+                found &= frozenset(map(_kind_of, part.constants))
         return found
 
-    def _are_arrays_apart(self, a: list[Node], b: list[Node], depth: int) -> bool:
-        every = [*a, *b]
-        if not every:
-            return False
-        least = max(part.get("minItems", 0) for part in every)
-        if least > min(part.get("maxItems", math.inf) for part in every):
-            return True
-        return any(
-            self.are_disjoint([item_node(part, index) for part in a], [item_node(part, index) for part in b], depth + 1)
-            for index in range(min(least, 1 + max(len(part.get("prefixItems", ())) for part in every)))
-        )
+
+def key_of(value: Any) -> str:
+    """Return a key that is equal for equal values: 1 and 1.0 are equal, and so are objects in any order."""
+    if isinstance(value, float) and value == math.floor(value):
+        value = int(value)
+    if isinstance(value, list):
+        return "[" + ",".join(map(key_of, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(sorted(f"{json.dumps(name)}:{key_of(item)}" for name, item in value.items())) + "}"
+    return json.dumps(value)
+
+
+def _kind_of(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "integer" if value == math.floor(value) else "fraction"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def _is_in(value: bool, values: Sequence[Any]) -> bool:
+    return any(value is each for each in values)
+
+
+def _of_property(parts: Sequence[Part], name: str) -> list[Part]:
+    """Return the schemas that a property of this name must fulfil, as far as they are known."""
+    found = [part["properties"][name] for part in parts if name in part.get("properties", ())]
+    return found + [
+        part["additionalProperties"]
+        for part in parts
+        if "additionalProperties" in part
+        and name not in part.get("properties", ())
+        and not part.get("patternProperties")
+    ]

@@ -1,11 +1,15 @@
 """A schema's pattern (ECMA-262) in llguidance's notation (Rust's)."""
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 _PUNCTUATION_KEPT = frozenset("\\.+*?()|[]{}^$#&-~/")
 _COUNT = re.compile(r"\{\d+(?:,\d*)?\}")
 _BRACED = re.compile(r"\\(?:[xu]\{[0-9a-fA-F]+\}|[pP]\{[\w=]+\})")
 _LOOK = re.compile(r"\(\?(?:<?[=!])")
+_MAX_EXCLUDED = 4_000  # characters of strings that a pattern leaves out
+_MAX_GROUPS = 60  # nested as deep as the longest of these strings
 _NUL = re.compile(r"\\x00-|\\u0000-|\\0-|\x00-")
 
 
@@ -83,3 +87,32 @@ def _in_class(pattern: str, at: int) -> tuple[str, int, int]:
     if character in "[&~" or (character == "-" and pattern.startswith("--", at)):
         return "\\" + character, at + 1, 1
     return character, at + 1, 1
+
+
+def pattern_without(texts: Sequence[str]) -> str | None:
+    """Return a pattern that matches every string except `texts`, or None if these are too long for a pattern.
+
+    A match leaves the tree of their prefixes at some node.
+    """
+    if sum(map(len, texts)) > _MAX_EXCLUDED or max(map(len, texts), default=0) > _MAX_GROUPS:
+        return None
+    root: dict[str, Any] = {}
+    for text in texts:
+        node = root
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = True
+    return f"^(?:{_leaving(root)})$"
+
+
+def _leaving(node: dict[str, Any]) -> str:
+    characters = [character for character in node if character]
+    options = [] if "" in node else ["()"]
+    others = f"[^\\x00{''.join(map(_spelt, characters))}]" if characters else "(?s:.)"
+    options.append(f"{others}(?s:.)*")
+    options += [f"{_spelt(character)}(?:{_leaving(node[character])})" for character in characters]
+    return "|".join(options)
+
+
+def _spelt(character: str) -> str:
+    return f"\\x{{{ord(character):x}}}"

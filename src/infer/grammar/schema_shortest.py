@@ -7,45 +7,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from infer.grammar.horn import Clause, shortest
-from infer.grammar.schema_node import Node, refuse
+from infer.grammar.schema_part import Part, refuse
 
 MAX_SHORTEST = 100_000  # bytes: no context holds more
-_LISTS = ("anyOf", "allOf", "prefixItems")
-_MAPS = ("properties", "patternProperties")
 
 
-def nodes_of(roots: Sequence[Node]) -> list[Node]:
+def nodes_of(roots: Sequence[Part]) -> list[Part]:
     """Return all nodes of the roots, including nested nodes, each once."""
-    found: dict[int, Node] = {}
+    found: dict[int, Part] = {}
     pending = list(roots)
     while pending:
         node = pending.pop()
         if id(node) not in found:
             found[id(node)] = node
-            pending += children_of(node)
+            pending += node.children()
     return list(found.values())
 
 
-def children_of(node: Node) -> list[Node]:
-    found: list[Node] = []
-    for word, value in node.items():
-        if word in _LISTS:
-            found += value
-        elif word in _MAPS:
-            found += value.values()
-        elif isinstance(value, Node):
-            found.append(value)
-    return found
-
-
-def empty_definitions(root: Node, nodes: Sequence[Node], built: Mapping[str, Node], where: str) -> frozenset[str]:
+def empty_definitions(root: Part, nodes: Sequence[Part], built: Mapping[str, Part], where: str) -> frozenset[str]:
     """Return the definitions that no value fulfils.
 
     Raises InvalidRequestError with the deepest such place if no value fulfils the root.
     """
     lengths = shortest([clause for node in nodes for clause in _clauses(node, built)])
     if id(root) not in lengths:
-        impossible = [node.pointer for node in nodes if id(node) not in lengths and not _is_plainly_false(node)]
+        impossible = [
+            node.pointer for node in nodes if id(node) not in lengths and not (node.is_false and node.pointer)
+        ]
         deepest = max(impossible or [root.pointer], key=lambda pointer: (pointer.count("/"), pointer))
         refuse(where, deepest, "nothing can fulfil it")
     if lengths[id(root)] > MAX_SHORTEST:
@@ -53,11 +41,7 @@ def empty_definitions(root: Node, nodes: Sequence[Node], built: Mapping[str, Nod
     return frozenset(pointer for pointer, node in built.items() if id(node) not in lengths)
 
 
-def _is_plainly_false(node: Node) -> bool:
-    return node.is_false and bool(node.pointer)
-
-
-def _clauses(node: Node, built: Mapping[str, Node]) -> Iterator[Clause]:
+def _clauses(node: Part, built: Mapping[str, Part]) -> Iterator[Clause]:
     if node.is_false:
         return
     needed: list[Any] = []
@@ -68,11 +52,11 @@ def _clauses(node: Node, built: Mapping[str, Node]) -> Iterator[Clause]:
         of_part = (id(node), "allOf", index)
         yield Clause(of_part, (id(part),), times=0)
         needed.append(of_part)
-    types = node.get("type")
-    if types == ["object"]:
+    kind = node.get("type")
+    if kind == "object":
         length, needs = _of_object(node)
         needed += needs
-    elif types == ["array"]:
+    elif kind == "array":
         least, first = node.get("minItems", 0), node.get("prefixItems", [])
         length = least
         needed += [id(item) for item in first[:least]]
@@ -80,7 +64,7 @@ def _clauses(node: Node, built: Mapping[str, Node]) -> Iterator[Clause]:
             of_items = (id(node), "items")
             yield Clause(of_items, (id(node["items"]),), times=least - len(first))
             needed.append(of_items)
-    elif types == ["string"]:
+    elif kind == "string":
         length = node.get("minLength", 0)
     for word in ("anyOf", "enum"):
         if word in node:
@@ -91,7 +75,7 @@ def _clauses(node: Node, built: Mapping[str, Node]) -> Iterator[Clause]:
     yield Clause(id(node), needed, length)
 
 
-def _of_object(node: Node) -> tuple[int, list[int]]:
+def _of_object(node: Part) -> tuple[int, list[int]]:
     properties = node.get("properties", {})
     needed = []
     for name in node.get("required", ()):

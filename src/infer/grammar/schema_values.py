@@ -1,18 +1,41 @@
-"""The values of a schema's words that contain no schema: checked, and limited to values that a grammar represents."""
+"""Checks of a schema's keywords that contain no schema, and their values as a grammar represents them."""
 
 import math
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from infer.errors import InvalidRequestError, SchemaError
+from infer.errors import InvalidRequestError
 from infer.grammar.pattern import check_pattern, encoded
-from infer.grammar.schema_node import refuse
+from infer.grammar.schema_part import TYPES, refuse
 from infer.grammar.schema_pattern import PatternNotationError, translated
 
 MAX_ENUM = 10_000
 LARGEST = 10**18  # an upper bound above it is this
 MAX_COUNT = 1_000_000  # a larger upper bound of a length or count bounds nothing that is ever written
+
+_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_OF_FOUR = "(?:0[48]|[2468][048]|[13579][26])"
+_DATE = (
+    f"(?:{_YEAR}-(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|{_YEAR}-(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|{_YEAR}-02-(?:0[1-9]|1[0-9]|2[0-8])|(?:[0-9]{{2}}{_OF_FOUR}|{_OF_FOUR}00)-02-29)"
+)
+_FRACTION = r"(?:\.[0-9]+)?"
+_TIME = (
+    f"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{_FRACTION}(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+    f"|23:59:60{_FRACTION}(?:[zZ]|[+-]00:00))"
+)
+_L = "[a-zA-Z0-9]"
+_LABEL = (
+    f"{_L}(?:{_L}|[a-zA-Z0-9-]{_L}|[a-zA-Z0-9-](?:{_L}{_L}|-{_L}|(?:{_L}[a-zA-Z0-9-]|-{_L})[a-zA-Z0-9-]{{0,58}}{_L}))?"
+)
+FORMATS: dict[str, dict[str, Any]] = {  # llguidance's own dates, times and host names are too wide
+    "date": {"pattern": f"^(?:{_DATE})$"},
+    "time": {"pattern": f"^{_TIME}$"},
+    "date-time": {"pattern": f"^{_DATE}[tT]{_TIME}$"},
+    "hostname": {"pattern": rf"^{_LABEL}(?:\.{_LABEL})*$", "maxLength": 253},
+    **{name: {"format": name} for name in ("duration", "email", "ipv4", "ipv6", "uuid", "uri")},
+}
 
 
 def read_count(where: str, word: str, value: Any, pointer: str) -> int | None:
@@ -29,15 +52,32 @@ def read_number(where: str, word: str, value: Any, pointer: str) -> int | float:
     return _within(value, word)
 
 
-def read_constants(where: str, word: str, value: Any, pointer: str) -> Any:
-    """Return the values of `enum` or `const` unchanged, after a check."""
-    values = value if word == "enum" else [value]
-    if not isinstance(values, list):
-        refuse(where, pointer, f"'enum' must be a list, got {value!r:.40}")
+def read_types(where: str, value: Any, pointer: str) -> list[str]:
+    """Return the names in `type`, each once."""
+    names = value if isinstance(value, list) else [value]
+    for name in names:
+        if name not in TYPES:
+            refuse(where, pointer, f"'type' must be one of {', '.join(TYPES)}, got {name!r:.40}")
+    return list(dict.fromkeys(names))
+
+
+def check_constants(where: str, values: list[Any], pointer: str) -> None:
+    """Raise SchemaError for lone surrogates, which JSON may spell, and for numbers that no float represents."""
     if len(values) > MAX_ENUM:
         refuse(where, pointer, f"'enum' may have {MAX_ENUM} values, got {len(values)}")
-    _check_exact(where, values, pointer)
-    return value
+    pending = list(values)
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            check_texts(where, [value], pointer)
+        elif isinstance(value, Mapping):
+            pending += [*value, *value.values()]
+        elif isinstance(value, list):
+            pending += value
+        elif isinstance(value, float) and not math.isfinite(value):
+            refuse(where, pointer, "a number is larger than a float can be")
+        elif isinstance(value, int) and abs(value) > 1 << 53 and (abs(value) >= 1e300 or int(float(value)) != value):
+            refuse(where, pointer, f"the number {value} has more digits than a grammar can hold")
 
 
 def read_names(where: str, word: str, value: Any, pointer: str) -> list[str]:
@@ -50,44 +90,23 @@ def read_names(where: str, word: str, value: Any, pointer: str) -> list[str]:
     return list(dict.fromkeys(value))
 
 
-def check_texts(where: str, texts: Iterable[str], pointer: str) -> None:
-    for text in texts:
-        if not text.isascii():
-            _check_text(where, text, pointer)
-
-
-def _check_text(where: str, text: str, pointer: str) -> None:
-    place = f"{where} at {pointer or '/'}"
-    try:
-        encoded(text, place)
-    except InvalidRequestError as error:
-        raise SchemaError(str(error), pointer, str(error).removeprefix(f"{place}: ")) from None
-
-
-def check_schema_pattern(where: str, pattern: str, pointer: str) -> None:
+def read_pattern(where: str, pattern: str, pointer: str) -> str:
+    """Return the pattern in the library's notation."""
     try:
         check_pattern(pattern, "pattern")
+        return translated(pattern)
     except InvalidRequestError as error:
         refuse(where, pointer, str(error))
-    try:
-        translated(pattern)
     except PatternNotationError as error:
         refuse(where, pointer, f"pattern, column {error.column}: {error}")
 
 
-def _check_exact(where: str, values: list[Any], pointer: str) -> None:
-    """Raise InvalidRequestError for lone surrogates, which JSON may spell, and for numbers that no float represents."""
-    pending = list(values)
-    while pending:
-        value = pending.pop()
-        if isinstance(value, str):
-            check_texts(where, [value], pointer)
-        elif isinstance(value, Mapping):
-            pending += [*value, *value.values()]
-        elif isinstance(value, list):
-            pending += value
-        elif isinstance(value, int) and abs(value) > 1 << 53 and (abs(value) >= 1e300 or int(float(value)) != value):
-            refuse(where, pointer, f"the number {value} has more digits than a grammar can hold")
+def check_texts(where: str, texts: Iterable[str], pointer: str) -> None:
+    for text in texts:
+        try:
+            encoded(text, "a text")
+        except InvalidRequestError as error:
+            refuse(where, pointer, str(error))
 
 
 def _within(value: int | float, word: str) -> int | float:

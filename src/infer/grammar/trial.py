@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.errors import InvalidRequestError, SchemaError
-from infer.grammar.grammar import Grammar
-from infer.grammar.libraries import Source
+from infer.grammar.grammar import Grammar, Source
 from infer.grammar.reading import Read
 from infer.system.child_process import ChildError
 from infer.system.lane import Lane
@@ -56,4 +55,4 @@ def ask_trial(backend: str, question: Any, name: str) -> dict[str, Any]:
 def try_grammar(backend: str, grammar: Grammar) -> Read:
     """Return the source that the library compiled. Raises InvalidRequestError that points into the grammar."""
     answer = ask_trial(backend, [grammar.kind, grammar.text], grammar.kind)
-    return Read(Source(*answer["source"]), answer["ignored"])
+    return Read(Source(*answer["source"]), tuple(answer["warnings"]))

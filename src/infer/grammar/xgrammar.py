@@ -12,10 +12,10 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from infer.grammar.backend import Backend
 from infer.grammar.base import Mask
-from infer.grammar.libraries import Source, compile_with_xgrammar
-from infer.grammar.matcher import Matcher
+from infer.grammar.grammar import Source
+from infer.grammar.libraries import compile_with_xgrammar
+from infer.grammar.matcher import Backend, Matcher
 from infer.grammar.vocabulary import Vocabulary
 
 

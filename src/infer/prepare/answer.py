@@ -6,13 +6,12 @@ part of a schema.
 
 import json
 import threading
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, NamedTuple, final
 
-from infer.errors import InvalidRequestError, SchemaWarning
+from infer.errors import InvalidRequestError
 from infer.grammar.compiler import Compiler
 from infer.grammar.grammar import Grammar
 from infer.grammar.trial import ask_trial
@@ -72,15 +71,13 @@ class AnswerGrammars:
 
 def _asked(backend: str, question: Mapping[str, Any]) -> _Prepared:
     answer = ask_trial(backend, question, "tools" if question["format"]["calls"] else "the grammar of the answer")
-    for line in answer["ignored"]:
-        warnings.warn(line, SchemaWarning, stacklevel=2)
     return _Prepared(answer["source"], dict(answer["tools"]), tuple(answer["warnings"]))
 
 
 def _with(form: AnswerFormat, found: _Prepared) -> AnswerFormat:
     """Return the format with the tools that were changed, and the warnings."""
     if form.calls is None:
-        return form
+        return replace(form, warnings=found.warnings)
     tools = tuple(
         replace(tool, parameters=found.parameters[index]) if index in found.parameters else tool
         for index, tool in enumerate(form.calls.tools)

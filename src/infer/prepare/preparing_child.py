@@ -54,7 +54,7 @@ class Program:
 
     def _read(self, grammar: Grammar) -> dict[str, Any]:
         read = read_within(self._library, self._name, self._try, grammar, self._read_seconds)
-        return {"source": read.source, "ignored": read.ignored}
+        return {"source": read.source, "warnings": read.warnings}
 
     def _prepare(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._tools is not None

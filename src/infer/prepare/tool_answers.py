@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from infer.errors import AnswerGrammarError, InvalidRequestError, about
-from infer.grammar.grammar import Grammar
-from infer.grammar.libraries import Source
+from infer.grammar.grammar import Grammar, Source
 from infer.grammar.library_trials import Try, llguidance_try
 from infer.grammar.reading import pointed
 from infer.prepare.answer_text import format_of_json
@@ -64,11 +63,11 @@ class ToolAnswers:
         if given.calls is not None and found.calls is not None:
             pairs = zip(given.calls.tools, found.calls.tools, strict=True)
             changed = [(index, now.parameters) for index, (then, now) in enumerate(pairs) if now != then]
-        return {"source": source, "tools": changed, "warnings": found.warnings, "ignored": list(self._rules.ignored)}
+        return {"source": source, "tools": changed, "warnings": [*found.warnings, *self._rules.warnings]}
 
     def _source(self, form: AnswerFormat, answer: Grammar | None) -> str:
         """Return the source, tried with other ids of control tokens, since the vocabulary is not known here."""
-        self._rules.ignored.clear()
+        self._rules.warnings.clear()
         marks = {_NUM_BYTES + 1 + index: mark for index, mark in enumerate(form.marks.values())}
         if problem := self._try(Source("", self._text(replace(form, marks=marks), answer))):
             raise AnswerGrammarError(f"the grammar of the answer cannot be compiled: {pointed(problem, 'tools')}")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 from infer.grammar.grammar import Grammar
+from infer.grammar.json_schema import unreadable_parts
 from infer.grammar.library_trials import Try, read_within
 from infer.grammar.pattern import check_pattern, without_anchors
-from infer.grammar.schema import unreadable_parts
 from infer.grammar.schema_pattern import translated
 from infer.system.processor_limit import LateError, processor_seconds
 from infer.system.sized_cache import SizedCache
@@ -18,10 +18,10 @@ _LIBRARY = "llguidance"
 
 
 class _Part(NamedTuple):
-    """One grammar of several, as llguidance has them, and the words of it that assert nothing, in one line."""
+    """One grammar of several, as llguidance has them. `warnings` name words of schemas that are not enforced."""
 
     grammar: Mapping[str, Any]
-    ignored: str
+    warnings: tuple[str, ...]
 
 
 @final
@@ -33,7 +33,7 @@ class ToolRules:
         self._library, self._try, self._read_seconds = library, try_, read_seconds
         self._parts = SizedCache[_Part](MAX_RULE_BYTES)
         self._ends_at = 0.0
-        self.ignored: dict[str, None] = {}  # words that assert nothing, one line for each grammar
+        self.warnings: dict[str, None] = {}  # of all grammars
 
     def begin(self, seconds: float) -> None:
         """Raise LateError from the first trial after so many seconds of the processor, its forks' among them."""
@@ -43,10 +43,9 @@ class ToolRules:
         """Return a grammar that was checked and tried. Raises InvalidRequestError."""
         if (found := self._parts.get(grammar)) is None:
             found = self._read(grammar)
-            num_bytes = len(grammar.text) + len(json.dumps(found.grammar)) + len(found.ignored)
+            num_bytes = len(grammar.text) + len(json.dumps(found.grammar)) + sum(map(len, found.warnings))
             self._parts.put(grammar, found, num_bytes)
-        if found.ignored:
-            self.ignored[found.ignored] = None
+        self.warnings |= dict.fromkeys(found.warnings)
         return found.grammar
 
     def json_rule(self, schema: Mapping[str, Any]) -> str:
@@ -76,4 +75,4 @@ class ToolRules:
         read = read_within(self._library, _LIBRARY, self._try, grammar, self._read_seconds)
         text = read.source.text
         part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
-        return _Part(part, read.ignored)
+        return _Part(part, read.warnings)

@@ -8,6 +8,7 @@ from typing import Any
 
 from infer.engine.request_options import OPTIONS, RequestOptions
 from infer.errors import ContextLengthError, InvalidRequestError
+from infer.grammar.grammar import not_strict
 from infer.protocols.bodies import (
     CompletingBody,
     Format,
@@ -71,9 +72,15 @@ def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
     match asked:
         case JsonObjectFormat(schema=schema):
             return {"json_schema": {"type": "object"} if schema is None else schema}
-        case JsonSchemaFormat(json_schema=JsonSchema(schema=schema)) | NamedSchemaFormat(schema=schema):
-            return {"json_schema": {"type": "object"} if schema is None else schema}
+        case JsonSchemaFormat(json_schema=JsonSchema(schema=schema, strict=strict)):
+            return _schema({"type": "object"} if schema is None else schema, strict)
+        case NamedSchemaFormat(schema=schema, strict=strict):
+            return _schema(schema, strict)
     return {}
+
+
+def _schema(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    return {"json_schema": schema if strict else not_strict(schema)}
 
 
 def make_params(

@@ -173,7 +173,9 @@ def _with_references_in(schema: Schema) -> list[list[Step]]:
 
 def _cut_at(schema: Schema, steps: Sequence[Step], value: Schema | None) -> None:
     step = steps[-1]
-    if step.is_word and value is None:
+    if step.is_word and step.word == "oneOf":
+        _take_any(step.holder)
+    elif step.is_word and value is None:
         step.holder.pop(step.key, None)
         _remove(step.holder, _COMPANIONS.get(step.word, ()))
         if step.holder is schema and step.word not in ("required", "type"):

@@ -80,7 +80,7 @@ function formatOf(values) {
 		case "json_object":
 			return { response_format: { type: "json_object" } };
 		case "json_schema":
-			return { response_format: { type: "json_schema", json_schema: { name: "answer", schema: parsed("schema", values.schema || "{}") } } };
+			return { response_format: { type: "json_schema", json_schema: { name: "answer", schema: parsed("schema", values.schema || "{}"), strict: true } } };
 		case "regex":
 		case "grammar":
 			return text ? { [values.format]: text } : {};

@@ -1,0 +1,198 @@
+"""Read a JSON schema and write the one that a grammar library compiles. Messages name a place as a JSON pointer."""
+
+import difflib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from infer.errors import InvalidRequestError
+from infer.grammar.grammar import STRICT
+from infer.grammar.pattern import encoded
+from infer.grammar.schema_part import Part, refuse
+from infer.grammar.schema_rewriter import ASSERTIONS, Rewriter
+from infer.grammar.schema_shortest import empty_definitions, nodes_of
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 64
+MAX_OPTIONAL = 256
+MAX_ASKED = 40
+ASKING_SECONDS = 1.0
+_MAX_WARNINGS = 10
+_LEFT_OUT = (  # words that a compiler may refuse, and those that forbid more without them
+    frozenset({"minProperties", "maxProperties"}),
+    frozenset({"pattern"}),
+    frozenset({"patternProperties", "additionalProperties"}),
+)
+
+
+@dataclass(frozen=True)
+class BuiltSchema:
+    """A schema in the compiler's form.
+
+    `warnings` name the words that assert nothing, and what was left out of a schema that is not strict.
+    """
+
+    root: Part
+    definitions: Mapping[str, Part]
+    where: str
+    is_strict: bool
+    warnings: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """Text for the compiler."""
+        return self.text_of(self.root)
+
+    def text_of(self, part: Part) -> str:
+        found = part.written()
+        if self.definitions:
+            found = {"allOf": [found]} if isinstance(found, bool) else found
+            found["$defs"] = {name.rpartition("/")[2]: each.written() for name, each in self.definitions.items()}
+        return json.dumps(found)
+
+    def place_of(self, problem: str, problem_of: Callable[[str], str]) -> tuple[Part, str]:
+        """Return the deepest part whose text has a problem, and the problem.
+
+        Calls `problem_of` at most `MAX_ASKED` times, and not after `ASKING_SECONDS`, because a part may need its whole
+        budget to fail.
+        """
+        found, seen, num_asked = self.root, {id(self.root)}, 0
+        end = time.monotonic() + ASKING_SECONDS
+        while True:
+            inner = found.children() + ([self.definitions[found["$ref"]]] if "$ref" in found else [])
+            for part in inner:
+                if id(part) in seen or part.is_false or num_asked >= MAX_ASKED or time.monotonic() >= end:
+                    continue
+                seen.add(id(part))
+                num_asked += 1
+                if inner_problem := problem_of(self.text_of(part)):
+                    found, problem = part, inner_problem
+                    break
+            else:
+                return found, problem
+
+    def without(self, part: Part, problem: str) -> "BuiltSchema":
+        """Leave out of `part` what the compiler may have a problem with, and add a warning."""
+        words = next((words for words in _LEFT_OUT if words & part.keys()), part.keys() - {"type"} or {"type"})
+        words = words & part.keys()
+        for word in words:
+            del part[word]
+        warning = f"{self.where} at {part.pointer or '/'}: {', '.join(sorted(words))} left out: {problem}"
+        return replace(self, warnings=(*self.warnings, f"{warning:.300}"))
+
+
+def unreadable_parts(schema: Any, where: str = "json_schema") -> list[tuple[str, str]]:
+    """Return the pointers of words and schemas that `build_schema` refuses, each with the reason.
+
+    A schema that is too deep to be read has none.
+    """
+    found = list[tuple[str, str]]()
+    if not _is_too_deep(schema):
+        Rewriter(schema, where, on_problem=lambda pointer, problem: found.append((pointer, problem))).rewrite()
+    return found
+
+
+def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json_schema") -> BuiltSchema:
+    """Return the built schema. `keywords` are the words that the backend enforces, None for all.
+
+    Raises InvalidRequestError if the schema is malformed, unsupported or too large, or no value fulfils it.
+    """
+    size = len(encoded(text, where))
+    if size > MAX_BYTES:
+        raise InvalidRequestError(f"{where}: a schema may have {MAX_BYTES} bytes, got {size}")
+    raw = _read(text, where)
+    if not isinstance(raw, dict | bool):
+        refuse(where, "", f"a schema must be an object, true or false, got {json.dumps(raw):.40}")
+    left_out = list[str]()
+
+    def leave_out(pointer: str, problem: str) -> None:
+        left_out.append(f"{where} at {pointer}: left out: {problem}")
+
+    is_strict = _is_strict(raw, where)
+    try:
+        rewriter = Rewriter(raw, where, None if is_strict else leave_out)
+        root = rewriter.rewrite()
+    except RecursionError:
+        raise InvalidRequestError(f"{where} at /: nested too deep when its choices are written out") from None
+    nodes = nodes_of([root, *rewriter.definitions.values()])
+    for node in nodes if keywords is not None else ():
+        for word in node.keys() - (keywords or ()):
+            refuse(where, node.pointer, f"the keyword {word!r} is not supported by this grammar backend")
+    for node in nodes:
+        optional = len(node.get("properties", {}).keys() - set(node.get("required", ())))
+        if optional > MAX_OPTIONAL:
+            problem = f"{MAX_OPTIONAL} properties may be optional, got {optional}"
+            if is_strict:
+                refuse(where, node.pointer, problem)
+            leave_out(f"{node.pointer}/properties", problem)
+            for word in node.keys() & {"properties", "additionalProperties"}:
+                del node[word]
+    definitions = rewriter.definitions
+    empty = empty_definitions(root, nodes, definitions, where)
+    for node in nodes:
+        if node.get("$ref") in empty:
+            node.clear()
+            node["enum"] = []
+    definitions = {name: part for name, part in definitions.items() if name not in empty}
+    warnings = (*_ignored(rewriter.ignored, where), *_shortened(left_out, where))
+    return BuiltSchema(root, definitions, where, is_strict, warnings)
+
+
+def _is_strict(raw: Any, where: str) -> bool:
+    """Remove the word `x-strict` from the schema, and return its value."""
+    strict = raw.pop(STRICT, True) if isinstance(raw, dict) else True
+    if not isinstance(strict, bool):
+        refuse(where, f"/{STRICT}", f"must be true or false, got {strict!r:.40}")
+    return strict
+
+
+def _shortened(lines: list[str], where: str) -> list[str]:
+    more = [f"{where}: {len(lines) - _MAX_WARNINGS} more parts are left out"] if len(lines) > _MAX_WARNINGS else []
+    return [f"{line:.300}" for line in lines[:_MAX_WARNINGS]] + more
+
+
+def _ignored(words: Iterable[str], where: str) -> list[str]:
+    words = list(words)
+    if not words:
+        return []
+    named = []
+    for word in words[:10]:
+        near = difflib.get_close_matches(word, ASSERTIONS, n=1, cutoff=0.8) if len(word) <= 40 else []
+        named.append(f"{word:.40}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    more = f" and {len(words) - 10} more" if len(words) > 10 else ""
+    return [f"{where}: ignored, as they assert nothing: {', '.join(named)}{more}"]
+
+
+def _read(text: str, where: str) -> Any:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r:.80} is there twice")
+        return found
+
+    try:
+        raw = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+    except ValueError as error:
+        raise InvalidRequestError(f"{where} is not JSON: {error}") from None
+    except RecursionError:
+        raw = None
+    if raw is None or _is_too_deep(raw):
+        raise InvalidRequestError(f"{where}: brackets may be nested {MAX_DEPTH} deep")
+    return raw
+
+
+def _is_too_deep(raw: Any) -> bool:
+    level = [raw]
+    for _ in range(MAX_DEPTH + 1):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        if not inner:
+            return False
+        level = list(chain.from_iterable(inner))
+    return True

@@ -11,7 +11,7 @@ from typing import Any
 
 from command_line import make_parser
 from infer import LLM, RequestOptions
-from infer.engine.conversation import Conversation
+from infer.engine.request_maker import Ask
 from infer.engine.sequence import Sequence
 from infer.sampling_params import SamplingParams
 from machine import cpu_model
@@ -36,10 +36,9 @@ def seconds_of(llm: LLM, name: str, tool_format: str, params: SamplingParams) ->
     """A token, without the first, and how many there were."""
     host = llm._opened
     options = RequestOptions(tools=TOOLS, tool_format=tool_format, parallel_tool_calls=False, **CASES[name])
-    conversation: Conversation | None = host.conversation(MESSAGES, options)
-    assert conversation is not None
-    fitting = host.fit(MESSAGES, params, options, conversation.encode)
-    request = host.request(fitting, params, options, conversation if name != "free" else None)
+    prompt = host.requests.read(Ask(MESSAGES, params, options))
+    prompt = prompt if name != "free" else prompt._replace(conversation=None)
+    request = host.requests.complete(prompt, params, options)
     result = host.stream(Sequence(request)).run(None)
     times = result.timing.arrival_times_s
     return (times[-1] - times[0]) / (len(times) - 1), len(times)

@@ -19,6 +19,7 @@ from jsonschema import Draft202012Validator
 from command_line import make_parser
 from infer import LLM, GenerationResult, RequestOptions, SamplingParams
 from infer.engine.batch import answer_all
+from infer.engine.request_maker import Ask
 from infer.engine.sequence import Sequence
 from infer.toolcalls.formats import FORMATS
 from machine import cpu_model
@@ -117,9 +118,9 @@ def sequences(
         options = RequestOptions(answer_prefix=prefix, **request)
         question = f"Do something with {rng.choice(_WORDS)} and {rng.choice(_WORDS)}."
         messages = [{"role": "user", "content": question}]
-        conversation = host.conversation(messages, options)
-        prompt = host.fit(messages, params, options, host.encode)
-        yield number, Sequence(host.request(prompt, params, options, conversation))
+        prompt = host.requests.read(Ask(messages, params))
+        prompt = prompt._replace(conversation=host.requests.conversation(messages, options))
+        yield number, Sequence(host.requests.complete(prompt, params, options))
 
 
 def count(counts: Counter[str], request: dict[str, Any], result: GenerationResult) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from infer.engine.engine import Engine
-from infer.engine.request import make_request
+from infer.engine.request import limits_of, make_request
 from infer.engine.sequence import Sequence as Answer
 from infer.llm import LLM
 from infer.outputs import GenerationResult
@@ -20,7 +20,7 @@ def generate_recomputed(llm: LLM, prompt_token_ids: Sequence[int], params: Sampl
     """
     engine, answer = (
         Engine(RecomputeRunner(llm.model)),
-        Answer(make_request(llm.model, llm.tokenizer, prompt_token_ids, params)),
+        Answer(make_request(limits_of(llm.model, llm.tokenizer), llm.tokenizer, prompt_token_ids, params)),
     )
     engine.submit(answer)
     with llm.model.backend.threads(), torch.inference_mode():

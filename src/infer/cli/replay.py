@@ -14,6 +14,7 @@ from infer.catalog.models import models_at_hand
 from infer.cli.answers import PrefillLine
 from infer.cli.permalink import Permalink, sha256_of
 from infer.cli.terminal import TextWriter, cancel_on_signal
+from infer.engine.request_maker import Ask
 from infer.errors import InvalidRequestError
 from infer.server.chat import ask as ask_chat
 from infer.server.choices import Asked
@@ -70,7 +71,8 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
     with cancel_on_signal() as cancellation:
         options = replace(asked.options, cancel=cancellation.event)
         try:
-            (sequence,) = host.choices(asked.prompts[0], asked.params, options, asked.variables)
+            ask = Ask(asked.prompts[0], None, options, variables=asked.variables)
+            (sequence,) = host.requests.choices(ask, asked.params)
             result = host.stream(sequence, line.show).run(on_token)
         finally:
             line.close()

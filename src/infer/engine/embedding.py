@@ -31,7 +31,7 @@ def texts_to_embed(host: Host, texts: Sequence[Prompt], pooling: Pooling | None)
     found = list[list[int]]()
     for index, (prompt, _) in enumerate(pairs_of(texts, None)):
         try:
-            found.append(check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0))
+            found.append(check_prompt(host.requests.limits, host.requests.encode(prompt), room=0))
         except InvalidRequestError as error:
             raise type(error)(f"text {index}: {error}") from error
     return found

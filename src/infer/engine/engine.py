@@ -14,11 +14,12 @@ from typing import NamedTuple, TypeVar, final
 from infer.engine.grammar_masks import MaskFiller
 from infer.engine.lease import Lease
 from infer.engine.queue import Queue
-from infer.engine.scheduler import NO_PLAN, Kind, Plan, Scheduler
+from infer.engine.scheduler import NO_PLAN, Plan, Scheduler
 from infer.engine.sequence import Sequence
 from infer.engine.slot_params import SlotParams
 from infer.engine.slots import Slots
 from infer.engine.snapshot import EngineSnapshot, take_snapshot
+from infer.engine.step_costs import Kind
 from infer.engine.step_shares import Part, StepShares
 from infer.errors import InferError, OutOfPagesError
 from infer.operands.limits import MAX_STEP_LOGITS
@@ -332,7 +333,7 @@ class Engine:
             return None
         num_constrained = sum(sequence.grammar is not None for sequence in active)
         num_greedy = sum(sequence.params.temperature == 0 for sequence in active)
-        return self.scheduler.step_times[Kind(len(active), num_constrained, num_greedy)]
+        return self.scheduler.costs.by_kind[Kind(len(active), num_constrained, num_greedy)]
 
     def _rope_room(self, sequence: Sequence) -> int:
         """How many tokens may follow with the same rope factors. If its length needs others, all is computed again."""

@@ -26,7 +26,6 @@ from infer.engine.messages import (
     Refill,
     Reply,
     Submit,
-    Watch,
     end,
     refuse_all,
 )
@@ -123,9 +122,8 @@ class _EngineThread:
                 else:
                     end(sequence, mailbox)
             case Continue(sequence) if sequence in self._readers:
+                sequence.watch(is_streamed=not self._readers[sequence].only_end)
                 self._open_engine.proceed(sequence)
-            case Watch(sequence, is_streamed):
-                sequence.watch(is_streamed=is_streamed)
             case Call():
                 self._calls.append(message)
             case Drain(reply):

@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 
 from command_line import make_parser
 from infer import LLM, GenerationResult, RequestOptions, SamplingParams
-from infer.engine.batch import answer_all
+from infer.engine.prompt_batch import answer_all
 from infer.engine.request_maker import Ask
 from infer.engine.sequence import Sequence
 from infer.toolcalls.formats import FORMATS

@@ -11,12 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.checkpoint.pooling import Pooling
-from infer.engine.batch import BATCH_SIZE, OnResult, answer_all_as_task, check_batch_size
 from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host
-from infer.engine.messages import once
+from infer.engine.loop_messages import once
 from infer.engine.preparing import Check
-from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_of
+from infer.engine.prompt_batch import BATCH_SIZE, OnResult, answer_all_as_task, check_batch_size
+from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_of
 from infer.engine.request import Request
 from infer.engine.request_maker import Ask
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options

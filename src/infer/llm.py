@@ -15,7 +15,6 @@ from infer.catalog.models import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
 from infer.checkpoint.pooling import Pooling
-from infer.engine.batch import BATCH_SIZE, Ended, OnResult, answer_all, begun, check_batch_size, results_of
 from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host, HostSettings
 from infer.engine.loop import Loop
@@ -29,7 +28,8 @@ from infer.engine.model_settings import (
     WeightsType,
     checks_settings,
 )
-from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
+from infer.engine.prompt_batch import BATCH_SIZE, Ended, OnResult, answer_all, begun, check_batch_size, results_of
+from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
 from infer.engine.request_maker import Ask, OnError
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
 from infer.engine.stream import AsyncStream, OnPrefill, OnToken, Stream
@@ -312,7 +312,7 @@ class LLM:
             keywords: Fields of `SamplingParams` and of `RequestOptions`. `speculation="ngram"` verifies guesses of up
                 to `num_draft_tokens` tokens in one step. The tokens are the same, and arrive sooner if the text
                 repeats. With `overflow="truncate_left"`, a prompt that is too long loses its beginning, so that the
-                answer has its room (`prompt_ids.fitted`).
+                answer has its room (`prompt_encoding.fitted`).
 
         Returns:
             The stream. Its `.result` is available after the last piece.

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from infer import LLM, InvalidRequestError, SamplingParams, load_tokenizer
-from infer.engine.prompt_ids import fitted
+from infer.engine.prompt_encoding import fitted
 from infer.errors import ContextLengthError
 from infer.sampling.keywords import SamplingKeywords, params_of, split_keywords
 from infer.sampling_params import UnknownParameterError

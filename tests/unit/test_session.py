@@ -18,7 +18,7 @@ from infer.errors import ContextLengthError
 from infer.operands.step import Chunk
 from infer.outputs import GenerationResult
 from infer.runner.runner import CachedRunner
-from infer.session.spelling import keep_spelling
+from infer.session.token_spelling import keep_spelling
 from tiny import Tiny, make_tiny
 
 CONTEXT = 400

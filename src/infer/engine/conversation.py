@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
-from infer.engine.prompt_ids import Prompt
+from infer.engine.prompt_encoding import Prompt
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.system.sized_cache import SizedCache

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from infer.checkpoint.pooling import Pooling
 from infer.engine.host import Host
-from infer.engine.prompt_ids import Prompt, pairs_of
+from infer.engine.prompt_encoding import Prompt, pairs_of
 from infer.engine.request import check_prompt
 from infer.engine.request_options import check_choice
 from infer.engine.scheduler import STREAM_SECONDS

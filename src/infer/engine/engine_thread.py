@@ -11,8 +11,7 @@ from typing import NamedTuple, final
 import torch
 
 from infer.engine.engine import Engine
-from infer.engine.mailbox import Mailbox, Relay
-from infer.engine.messages import (
+from infer.engine.loop_messages import (
     Backlog,
     Call,
     Cancel,
@@ -29,6 +28,7 @@ from infer.engine.messages import (
     end,
     refuse_all,
 )
+from infer.engine.mailbox import Mailbox, Relay
 from infer.engine.sequence import Sequence
 from infer.errors import EngineFailedError, InferError
 from infer.runner.closing import closed

@@ -20,8 +20,7 @@ from typing import Any, TypeVar, final
 from infer.engine.engine import Engine
 from infer.engine.engine_thread import Heartbeat, Status, serve
 from infer.engine.lease import Lease
-from infer.engine.mailbox import Mailbox, Relay
-from infer.engine.messages import (
+from infer.engine.loop_messages import (
     Backlog,
     Call,
     Cancel,
@@ -39,6 +38,7 @@ from infer.engine.messages import (
     once,
     refuse_all,
 )
+from infer.engine.mailbox import Mailbox, Relay
 from infer.engine.sequence import Sequence
 from infer.errors import ClosedError, EngineFailedError, InferError
 from infer.model.load import OnProgress

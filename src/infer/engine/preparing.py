@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, TypeVar, final
 
 from infer.engine.loop import Loop
+from infer.engine.loop_messages import Work, once
 from infer.engine.mailbox import Mailbox, Relay, Waiters
-from infer.engine.messages import Work, once
 from infer.engine.sequence import Sequence
 from infer.engine.stream import AsyncStream, OpenAnswer
 from infer.outputs import GenerationResult

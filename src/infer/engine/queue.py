@@ -7,7 +7,7 @@ from itertools import count
 from math import ceil
 from typing import final
 
-from infer.engine.admission import (
+from infer.engine.fair_queueing import (
     EXPECTED_ANSWER,
     AnswerLengths,
     Blocked,

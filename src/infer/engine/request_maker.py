@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, final
 
 from infer.engine.conversation import Conversation, TemplateProbes
 from infer.engine.preparing import Check
-from infer.engine.prompt_ids import Prompt, PromptIds, fitted, is_conversation, prompt_ids
+from infer.engine.prompt_encoding import Prompt, PromptIds, fitted, is_conversation, prompt_ids
 from infer.engine.request import Limits, Request, check_ids, make_request
 from infer.engine.request_options import RequestOptions, split_options
 from infer.engine.sequence import Sequence

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, Literal, final, get_args, no_type_check
 
-from infer.engine.admission import MAX_PRIORITY
+from infer.engine.fair_queueing import MAX_PRIORITY
 from infer.engine.model_settings import Overflow, Speculation
 from infer.errors import InvalidRequestError
 from infer.operands.limits import MAX_STEP_TOKENS

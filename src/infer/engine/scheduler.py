@@ -11,7 +11,7 @@ from math import inf
 from operator import add
 from typing import NamedTuple, Self, final
 
-from infer.engine.admission import ANSWER_WORK
+from infer.engine.fair_queueing import ANSWER_WORK
 from infer.engine.step_costs import StepCosts, StepWork, context_of
 from infer.operands.limits import MAX_STEP_TOKENS
 from infer.speculation.policy import StepTimes
@@ -147,7 +147,7 @@ class Scheduler:
             times.learn(plan.work.num_tokens - plan.work.num_sequences + 1, seconds / num_steps)
 
     def most_seconds(self, work: float, num_sequences: int, longest: int) -> float:
-        """Return an upper bound, in seconds, for `work` (`admission.work_of`) while so many sequences of that length
+        """Return an upper bound, in seconds, for `work` (`fair_queueing.work_of`) while so many sequences of that length
         run.
 
         Each step gives one sequence a token that counts, or reads `LEAST_PROMPT_TOKENS`, or as many as `STREAM_SECONDS`

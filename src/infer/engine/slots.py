@@ -7,7 +7,7 @@ from itertools import count
 from operator import neg, sub
 from typing import final
 
-from infer.engine.admission import has_pages
+from infer.engine.fair_queueing import has_pages
 from infer.engine.lease import Lease, common_length
 from infer.engine.queue import Queue
 from infer.engine.sequence import Sequence

@@ -12,7 +12,7 @@ from torch import Tensor
 from infer.engine.embedding import step_tokens
 from infer.engine.host import Host
 from infer.engine.lease import Lease
-from infer.engine.prompt_ids import Prompt
+from infer.engine.prompt_encoding import Prompt
 from infer.engine.request import Request, check_prompt
 from infer.engine.request_maker import Ask
 from infer.engine.request_options import check_count

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 from starlette.requests import Request
 
 import infer
-from infer.engine.admission import MAX_PRIORITY
+from infer.engine.fair_queueing import MAX_PRIORITY
 from infer.engine.request_options import RequestOptions
 from infer.errors import ClosedError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, ToolCallDelta, assembled

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, final
 
 from msgspec import Meta, Struct
 
-from infer.engine.admission import MAX_PRIORITY
+from infer.engine.fair_queueing import MAX_PRIORITY
 from infer.engine.model_settings import Overflow, Speculation
 from infer.engine.request_options import MAX_BUDGET, ReasoningPlace
 from infer.sampling_params import MAX_LOGPROBS

@@ -18,7 +18,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, T
 
 from infer.engine.host import Host
 from infer.engine.lease import common_length
-from infer.engine.prompt_ids import Message, prompt_ids
+from infer.engine.prompt_encoding import Message, prompt_ids
 from infer.engine.request import check_prompt
 from infer.engine.request_maker import Ask
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback
@@ -30,7 +30,7 @@ from infer.runner.closing import closed
 from infer.sampling.keywords import Params, refuse_sampling
 from infer.session.session_cache import SessionCache, Tensors
 from infer.session.session_file import read_session, write_session
-from infer.session.spelling import keep_spelling
+from infer.session.token_spelling import keep_spelling
 from infer.session.transcript import Transcript, copied
 from infer.toolcalls.tools import ToolLike, read_tools
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from infer.engine.embedding import step_tokens
 from infer.engine.host import Host
 from infer.engine.lease import Lease, common_length
-from infer.engine.messages import Work
+from infer.engine.loop_messages import Work
 from infer.errors import InferError, OutOfPagesError
 from infer.runner.closing import closed
 

@@ -19,7 +19,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 from byte_tokenizer import write_byte_tokenizer
 from infer import load_model, load_tokenizer
 from infer.engine.engine import Engine
-from infer.engine.lease import Lease
+from infer.engine.place import Lease
 from infer.engine.prompt_batch import answer_all
 from infer.engine.request import limits_of, make_request
 from infer.engine.sequence import Sequence as Answering

@@ -10,7 +10,7 @@ import pytest
 
 from extent import usual_or_all
 from infer.engine.engine import Engine
-from infer.engine.lease import Lease
+from infer.engine.place import Lease
 from infer.engine.sequence import Sequence
 from infer.engine.slots import Slots
 from infer.kvcache.settings import CacheSettings

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar, final
 
 from infer.engine.grammar_masks import MaskFiller
-from infer.engine.lease import Lease
+from infer.engine.place import Lease
 from infer.engine.queue import Queue
 from infer.engine.scheduler import NO_PLAN, Plan, Scheduler
 from infer.engine.sequence import Sequence
@@ -186,7 +186,7 @@ class Engine:
         self._slots.reset()
         for sequence in self._sequences:
             sequence.restart()
-        self._slots.waiting.update((each, None) for each in self._sequences if each.wants_tokens)
+        self._slots.waiting.update((each, None) for each in self._sequences if not each.is_paused)
         self._slot_params = SlotParams(self.runner)
         self._filler = MaskFiller(self.runner.model.backend)
 
@@ -202,7 +202,7 @@ class Engine:
         """Begin a step: who takes part, what is computed of each, and the forward. None if nobody wants anything."""
         self._drop_finished()
         self._admit()
-        active = self._take_turns([each for each in self._slots.sequences if each.wants_tokens])
+        active = self._take_turns([each for each in self._slots.sequences if not each.is_paused])
         self._taking_part.update(dict.fromkeys(active))
         self._leaving.update(dict.fromkeys(active))
         for sequence in active:

@@ -19,7 +19,6 @@ from typing import Any, TypeVar, final
 
 from infer.engine.engine import Engine
 from infer.engine.engine_thread import Heartbeat, Status, serve
-from infer.engine.lease import Lease
 from infer.engine.loop_messages import (
     Backlog,
     Call,
@@ -39,6 +38,7 @@ from infer.engine.loop_messages import (
     refuse_all,
 )
 from infer.engine.mailbox import Mailbox, Relay
+from infer.engine.place import Lease
 from infer.engine.sequence import Sequence
 from infer.errors import ClosedError, EngineFailedError, InferError
 from infer.model.load import OnProgress

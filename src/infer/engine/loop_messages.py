@@ -9,8 +9,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from infer.engine.engine import Engine
-from infer.engine.lease import Lease
 from infer.engine.mailbox import Mailbox, Relay, Waiters
+from infer.engine.place import Lease
 from infer.engine.sequence import Sequence
 from infer.runner.closing import closed
 

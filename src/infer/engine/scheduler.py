@@ -147,7 +147,7 @@ class Scheduler:
             times.learn(plan.work.num_tokens - plan.work.num_sequences + 1, seconds / num_steps)
 
     def most_seconds(self, work: float, num_sequences: int, longest: int) -> float:
-        """Return an upper bound, in seconds, for `work` (`fair_queueing.work_of`) while so many sequences of that length
+        """Return an upper bound, in seconds, for `work` (`work_of`) while so many sequences of that length
         run.
 
         Each step gives one sequence a token that counts, or reads `LEAST_PROMPT_TOKENS`, or as many as `STREAM_SECONDS`

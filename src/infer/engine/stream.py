@@ -5,9 +5,9 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import NoReturn, Self, SupportsIndex, final
 
-from infer.engine.lease import Lease
 from infer.engine.loop import Loop
 from infer.engine.mailbox import Mailbox
+from infer.engine.place import Lease
 from infer.engine.sequence import Sequence
 from infer.errors import InferError, InvalidRequestError
 from infer.outputs import GenerationResult, Piece

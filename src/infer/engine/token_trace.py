@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infer.engine.embedding import step_tokens
 from infer.engine.host import Host
-from infer.engine.lease import Lease
+from infer.engine.place import Lease
 from infer.engine.prompt_encoding import Prompt
 from infer.engine.request import Request, check_prompt
 from infer.engine.request_maker import Ask

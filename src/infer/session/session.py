@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, Unpack, final
 
 from infer.engine.host import Host
-from infer.engine.lease import common_length
+from infer.engine.place import common_length
 from infer.engine.prompt_encoding import Message, prompt_ids
 from infer.engine.request import check_prompt
 from infer.engine.request_maker import Ask

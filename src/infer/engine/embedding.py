@@ -63,10 +63,10 @@ def embed(
 
 def step_tokens(host: Host) -> int:
     """Return how many tokens a step may have without keeping others waiting for longer than their own steps do."""
-    if not host.loop.num_sequences:
+    costs = host.engine.scheduler.costs
+    if not host.loop.num_sequences or not costs.costs.per_token:
         return STEP_TOKENS
-    per_token = host.engine.scheduler.costs.costs.per_token
-    return max(_LEAST_TOKENS, min(STEP_TOKENS, int(STREAM_SECONDS / per_token))) if per_token > 0 else STEP_TOKENS
+    return max(_LEAST_TOKENS, min(STEP_TOKENS, costs.tokens_in(STREAM_SECONDS, 0)))
 
 
 def _batches(texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:

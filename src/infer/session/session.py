@@ -141,9 +141,8 @@ class Session:
         `overflow="truncate_left"` the session forgets its oldest turns where they leave no room for the answer.
         """
         check_callback("on_token", on_token)
-        check_callback("on_prefill", on_prefill)
-        ask = Ask.of((), params, options, keywords)
-        return self._run(partial(self._begin, partial(Transcript.asked, message=message), ask, on_prefill), on_token)
+        stream = self.stream(message, params, on_prefill=on_prefill, options=options, **keywords)
+        return _run(stream, on_token)
 
     def stream(
         self,
@@ -177,7 +176,7 @@ class Session:
         def given(transcript: Transcript) -> Messages:
             return [copied(message) for message in messages]
 
-        return self._run(partial(self._begin, given, ask, on_prefill), on_token)
+        return _run(self._begin(given, ask, on_prefill), on_token)
 
     def generate(
         self,
@@ -192,7 +191,7 @@ class Session:
         check_callback("on_token", on_token)
         check_callback("on_prefill", on_prefill)
         ask = Ask.of((), params, options, keywords)
-        return self._run(partial(self._begin, lambda transcript: None, ask, on_prefill), on_token)
+        return _run(self._begin(lambda transcript: None, ask, on_prefill), on_token)
 
     @_exclusively
     def append(self, prompt: str | Sequence[int]) -> None:
@@ -288,13 +287,6 @@ class Session:
             self._cache.give_back()
             self._opened_host = None
 
-    def _run(self, begin: Callable[[], Stream], on_token: OnToken | None) -> GenerationResult:
-        stream = begin()
-        try:
-            return stream.run(on_token)
-        finally:
-            stream.close()
-
     def _begin(
         self, next_messages: Callable[[Transcript], Messages | None], ask: Ask, on_prefill: OnPrefill | None
     ) -> Stream:
@@ -359,6 +351,13 @@ def begin_session(
     if (messages or template) and tokenizer.chat_template is None:
         raise InvalidRequestError("the model has no chat template: use append() and generate() with plain text")
     return Session(host, Transcript(messages=messages, template=template, num_given=len(messages)))
+
+
+def _run(stream: Stream, on_token: OnToken | None) -> GenerationResult:
+    try:
+        return stream.run(on_token)
+    finally:
+        stream.close()
 
 
 @final

@@ -1,6 +1,5 @@
 """How the messages of a request become a prompt, and what its answer is read and held by."""
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,25 +27,21 @@ class TemplateProbes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.RLock()  # guards what is below
         self._found = SizedCache[TemplateFormats](MAX_TEMPLATE_BYTES)  # requests bring templates
 
     def of(self, chat_template: str | None, tool_format: str | None) -> TemplateFormats:
         """Raises InvalidRequestError."""
-        key = chat_template, tool_format
-        with self._lock:
-            found = self._found.get(key)
-        if found is None:
-            tokenizer = self._tokenizer
+        tokenizer = self._tokenizer
 
-            def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
-                variables = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": False}
-                return tokenizer.render_chat_template(messages, **variables)
+        def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+            variables = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": False}
+            return tokenizer.render_chat_template(messages, **variables)
 
-            found = probe_template(render, tokenizer.template_source(chat_template, has_tools=True), tool_format)
-            with self._lock:
-                self._found.put(key, found, _LEAST_BYTES + _BYTES_PER_CHARACTER * len(chat_template or ""))
-        return found
+        def probe() -> TemplateFormats:
+            return probe_template(render, tokenizer.template_source(chat_template, has_tools=True), tool_format)
+
+        num_bytes = _LEAST_BYTES + _BYTES_PER_CHARACTER * len(chat_template or "")
+        return self._found.get_or_make((chat_template, tool_format), probe, lambda found: num_bytes)
 
 
 @final

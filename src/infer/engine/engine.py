@@ -175,7 +175,6 @@ class Engine:
     def abandon(self) -> None:
         """End all sequences without a further step."""
         for sequence in self._sequences:
-            sequence.abort()
             sequence.end()
         for group in (self._sequences, self._slots.waiting, self._watched, self._leaving, self._taking_part):
             group.clear()

@@ -279,7 +279,6 @@ class _EngineThread:
                 self._engine.abandon()
         ended = list(self._readers)
         for sequence in ended:
-            sequence.abort()
             sequence.end()
         self._deliver(ended)
 

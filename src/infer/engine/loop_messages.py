@@ -155,7 +155,6 @@ def end(sequence: Sequence, mailbox: Mailbox) -> None:
     """End a sequence that never entered, and let its reader know. Again does nothing."""
     if sequence.has_ended:
         return
-    sequence.abort()
     sequence.end()
     mailbox.put([], 0, has_ended=True)
     mailbox.wake()

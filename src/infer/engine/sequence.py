@@ -175,6 +175,8 @@ class Sequence:
         self.slot, self._draft = NO_SLOT, None
 
     def end(self) -> None:
+        """Leave the engine for good, as cancelled if it is not finished."""
+        self.abort()
         self.leave()
         self.has_ended = True
 

@@ -14,7 +14,6 @@ from infer.checkpoint.pooling import Pooling
 from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host
 from infer.engine.loop_messages import once
-from infer.engine.preparing import Check
 from infer.engine.prompt_batch import BATCH_SIZE, OnResult, answer_all_as_task, check_batch_size
 from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_of
 from infer.engine.request import Request
@@ -176,15 +175,9 @@ class AsyncLLM:
         check_batch_size(batch_size)
         host, (options, sampling) = self.host, split_options(options, keywords)
         pairs = pairs_of(prompts, params)
-
-        def check_all(check: Check) -> list[tuple[int, Request]]:
-            found = list[tuple[int, Request]]()
-            for each in host.requests.numbered(pairs, options, sampling):
-                check()
-                found.append(each)
-            return found
-
-        requests = await host.answers.prepare(check_all)
+        requests = await host.answers.prepare(
+            lambda check: list(host.requests.numbered(pairs, options, sampling, check=check))
+        )
         results: dict[int, GenerationResult] = {}
         async with aclosing(answer_all_as_task(host.answers, requests, batch_size)) as answers:
             async for number, result in answers:

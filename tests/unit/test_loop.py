@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from infer.engine.async_answers import AsyncAnswers
 from infer.engine.engine import Engine
 from infer.engine.engine_thread import Heartbeat
 from infer.engine.loop import Loop
 from infer.engine.loop_messages import Work
 from infer.engine.mailbox import Mailbox
-from infer.engine.preparing import AsyncAnswers
 from infer.engine.sequence import Sequence
 from infer.engine.stream import AsyncStream, Stream
 from infer.errors import ClosedError, EngineFailedError, InferError

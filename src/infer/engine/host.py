@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any, TypeVar, final
 
 from infer.checkpoint.pooling import Pooling
+from infer.engine.async_answers import AsyncAnswers
 from infer.engine.engine import Engine
 from infer.engine.loop import Loop
 from infer.engine.loop_messages import once
 from infer.engine.mailbox import Mailbox
 from infer.engine.place import Lease
-from infer.engine.preparing import AsyncAnswers
 from infer.engine.request import limits_of
 from infer.engine.request_maker import RequestMaker
 from infer.engine.sequence import Sequence

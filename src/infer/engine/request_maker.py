@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Self, final
 
+from infer.engine.async_answers import Check
 from infer.engine.conversation import Conversation, TemplateProbes
-from infer.engine.preparing import Check
 from infer.engine.prompt_encoding import Prompt, PromptIds, fitted, is_conversation, prompt_ids
 from infer.engine.request import Limits, Request, check_ids, make_request
 from infer.engine.request_options import RequestOptions, split_options
@@ -127,6 +127,7 @@ class RequestMaker:
         options: RequestOptions,
         sampling: Mapping[str, Any],
         on_error: OnError | None = None,
+        check: Check = lambda: None,
     ) -> Iterator[tuple[int, Request]]:
         """Yield the request of each prompt with its number.
 
@@ -136,7 +137,7 @@ class RequestMaker:
         for index, (prompt, given) in enumerate(prompts):
             try:
                 own, params = split_options(options, given) if isinstance(given, Mapping) else (options, given)
-                request = self.request(Ask(prompt, params, own, sampling))
+                request = self.request(Ask(prompt, params, own, sampling), check)
             except InvalidRequestError as error:
                 if on_error is None:
                     raise type(error)(f"prompt {index}: {error}") from error

@@ -1,4 +1,4 @@
-"""Threads that prepare requests for event loops, and the relays that wake their tasks."""
+"""Answers for event loops, the threads that prepare their requests, and the relays that wake their tasks."""
 
 import asyncio
 import threading

@@ -17,11 +17,9 @@ from infer.engine.host import Host
 from infer.engine.prompt_encoding import Prompt, pairs_of
 from infer.engine.request import check_prompt
 from infer.engine.request_options import check_choice
-from infer.engine.scheduler import STREAM_SECONDS
+from infer.engine.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
 from infer.errors import InvalidRequestError
 from infer.runner.hidden_states import MAX_TEXTS, STEP_TOKENS
-
-_LEAST_TOKENS = 16  # of a step: fewer cost nearly as much
 
 
 def texts_to_embed(host: Host, texts: Sequence[Prompt], pooling: Pooling | None) -> list[list[int]]:
@@ -66,7 +64,7 @@ def step_tokens(host: Host) -> int:
     costs = host.engine.scheduler.costs
     if not host.loop.num_sequences or not costs.costs.per_token:
         return STEP_TOKENS
-    return max(_LEAST_TOKENS, min(STEP_TOKENS, costs.tokens_in(STREAM_SECONDS, 0)))
+    return max(LEAST_PROMPT_TOKENS, min(STEP_TOKENS, costs.tokens_in(STREAM_SECONDS, 0)))
 
 
 def _batches(texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -20,7 +20,7 @@ from harness import make_parser, write_report
 from infer import SamplingParams, load_model, load_tokenizer
 from infer.backends.cpu.threads import team
 from infer.engine.engine import Engine
-from infer.engine.request import make_request
+from infer.engine.request import limits_of, make_request
 from infer.engine.sequence import Sequence
 from infer.runner.runner import Runner
 
@@ -45,7 +45,9 @@ class Load:
 
     def submit(self) -> Sequence:
         self.num_asked += 1
-        request = make_request(self.model, self.tokenizer, [5], replace(PARAMS, seed=self.num_asked))
+        request = make_request(
+            limits_of(self.model, self.tokenizer), self.tokenizer, [5], replace(PARAMS, seed=self.num_asked)
+        )
         return self.engine.submit(Sequence(request))
 
     def overhead(self) -> float:

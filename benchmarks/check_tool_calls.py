@@ -17,7 +17,8 @@ from jsonschema import Draft202012Validator
 
 from harness import make_parser, print_head, write_report
 from infer import LLM, GenerationResult, RequestOptions, SamplingParams
-from infer.engine.batch import answer_all
+from infer.engine.prompt_batch import answer_all
+from infer.engine.request_maker import Ask
 from infer.engine.sequence import Sequence
 from infer.toolcalls.formats import FORMATS
 
@@ -100,9 +101,9 @@ def sequences(
         options = RequestOptions(answer_prefix=prefix, **request)
         question = f"Do something with {rng.choice(_WORDS)} and {rng.choice(_WORDS)}."
         messages = [{"role": "user", "content": question}]
-        conversation = host.conversation(messages, options)
-        prompt = host.fit(messages, params, options, host.encode)
-        yield number, Sequence(host.request(prompt, params, options, conversation))
+        prompt = host.requests.read(Ask(messages, params))
+        prompt = prompt._replace(conversation=host.requests.conversation(messages, options))
+        yield number, Sequence(host.requests.complete(prompt, params, options))
 
 
 def count(counts: Counter[str], request: dict[str, Any], result: GenerationResult) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from infer.engine import loop as loop_module
 from infer.engine.engine import Engine
-from infer.engine.lease import Lease
 from infer.engine.loop import Loop
 from infer.engine.mailbox import Mailbox
+from infer.engine.place import Lease
 from infer.engine.sequence import Sequence
 from infer.engine.stream import OpenAnswer, Stream
 

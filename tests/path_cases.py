@@ -18,10 +18,10 @@ from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import load_model, load_tokenizer
-from infer.engine.batch import answer_all
 from infer.engine.engine import Engine
-from infer.engine.lease import Lease
-from infer.engine.request import make_request
+from infer.engine.place import Lease
+from infer.engine.prompt_batch import answer_all
+from infer.engine.request import limits_of, make_request
 from infer.engine.sequence import Sequence as Answering
 from infer.engine.stream import Stream
 from infer.engine.text_output import TextOutput
@@ -339,7 +339,7 @@ class Way:
 
 def make_sequence(world: World, case: Case, way: Way, expected: Sequence[int] = (), **options: Any) -> Answering:
     """`options` are a request's."""
-    request = make_request(world.model, world.tokenizer, list(case.prompt), case.params)
+    request = make_request(limits_of(world.model, world.tokenizer), world.tokenizer, list(case.prompt), case.params)
     grammar = grammar_of(case.params)
     made = {
         "make_constraint": None if grammar is None else partial(world.compiler.compile, grammar),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import final
 
-from infer.engine.admission import (
+from infer.engine.fair_queueing import (
     ANSWER_WORK,
     EXPECTED_ANSWER,
     AnswerLengths,

@@ -11,20 +11,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.checkpoint.pooling import Pooling
-from infer.engine.batch import BATCH_SIZE, OnResult, answer_all_as_task
 from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host
-from infer.engine.messages import once
-from infer.engine.preparing import Check
-from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_of
+from infer.engine.loop_messages import once
+from infer.engine.prompt_batch import BATCH_SIZE, OnResult, answer_all_as_task, check_batch_size
+from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_of
 from infer.engine.request import Request
+from infer.engine.request_maker import Ask
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
 from infer.engine.scheduler import MAX_SECONDS
 from infer.engine.stream import AsyncStream
 from infer.engine.token_trace import check_traceable, ids_to_score, score_prompt, trace_answer
 from infer.grammar.grammar import grammar_of
 from infer.llm import LLM
-from infer.operands.limits import MAX_STEP_LOGITS
 from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
 from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams
@@ -101,9 +100,7 @@ class AsyncLLM:
         """Return the whole answer, or a list of answers for a list of texts. See `LLM.generate`."""
         if is_list_of_texts(prompt):
             return await self.generate_all(prompt, params, options=options, **keywords)
-        host, (options, sampling) = self.host, split_options(options, keywords)
-        prepared = await host.answers.prepare(partial(host.sequence, prompt, params, options, sampling))
-        return await host.answers.answer(prepared)
+        return await self._answered(Ask.of(prompt, params, options, keywords))
 
     def stream(
         self,
@@ -114,8 +111,8 @@ class AsyncLLM:
         **keywords: Unpack[RequestKeywords],
     ) -> AsyncStream:
         """Return a stream that yields pieces as they arrive. See `LLM.stream` for the arguments."""
-        host, (options, sampling) = self.host, split_options(options, keywords)
-        return host.answers.stream(partial(host.sequence, prompt, params, options, sampling))
+        ask = Ask.of(prompt, params, options, keywords)
+        return self.host.answers.stream(partial(self.host.requests.sequence, ask))
 
     async def chat(
         self,
@@ -126,9 +123,7 @@ class AsyncLLM:
         **keywords: Any,
     ) -> GenerationResult:
         """Return the answer to a conversation. See `LLM.chat`."""
-        host, (options, others) = self.host, split_options(options, keywords)
-        prepared = await host.answers.prepare(partial(host.chat_sequence, messages, params, options, others))
-        return await host.answers.answer(prepared)
+        return await self._answered(Ask.of(messages, params, options, keywords, has_variables=True))
 
     def stream_chat(
         self,
@@ -139,8 +134,8 @@ class AsyncLLM:
         **keywords: Any,
     ) -> AsyncStream:
         """Return a stream of the answer that `chat` returns whole. See `LLM.chat` for the arguments."""
-        host, (options, others) = self.host, split_options(options, keywords)
-        return host.answers.stream(partial(host.chat_sequence, messages, params, options, others))
+        ask = Ask.of(messages, params, options, keywords, has_variables=True)
+        return self.host.answers.stream(partial(self.host.requests.sequence, ask))
 
     async def choices(
         self,
@@ -165,7 +160,7 @@ class AsyncLLM:
             ClosedError: The model is closed.
         """
         answers, options = self.host.answers, options or RequestOptions()
-        asked = partial(self.host.choices, prompt, params, options, variables)
+        asked = partial(self.host.requests.choices, Ask(prompt, None, options, variables=variables), params)
         is_constrained = bool(options.tools) or any(grammar_of(each) for each in params)
         sequences = await (answers.constrain(asked) if is_constrained else answers.prepare(asked))
         return [answers.stream(sequence) for sequence in sequences]
@@ -192,18 +187,12 @@ class AsyncLLM:
         The callbacks are called on the event loop.
         """
         check_callback("on_result", on_result)
-        check_count("batch_size", batch_size, 1, MAX_STEP_LOGITS)
+        check_batch_size(batch_size)
         host, (options, sampling) = self.host, split_options(options, keywords)
         pairs = pairs_of(prompts, params)
-
-        def check_all(check: Check) -> list[tuple[int, Request]]:
-            found = list[tuple[int, Request]]()
-            for each in host.requests(pairs, options, sampling):
-                check()
-                found.append(each)
-            return found
-
-        requests = await host.answers.prepare(check_all)
+        requests = await host.answers.prepare(
+            lambda check: list(host.requests.numbered(pairs, options, sampling, check=check))
+        )
         results: dict[int, GenerationResult] = {}
         async with aclosing(answer_all_as_task(host.answers, requests, batch_size)) as answers:
             async for number, result in answers:
@@ -235,12 +224,12 @@ class AsyncLLM:
         Returns:
             The result, and one trace per token. A trace has no `text_before`.
         """
-        host, (options, sampling) = self.host, split_options(options, keywords)
-        check_count("num_candidates", num_candidates, 1, host.vocab_size)
+        host, ask = self.host, Ask.of(prompt, params, options, keywords)
+        check_count("num_candidates", num_candidates, 1, host.requests.limits.vocab_size)
         check_traceable(host)
-        sequence = await host.answers.prepare(partial(host.sequence, prompt, params, options, sampling))
+        sequence = await host.answers.prepare(partial(host.requests.sequence, ask))
         result = await host.answers.answer(sequence)
-        first = 1 + len(options.answer_prefix)
+        first = 1 + len(ask.options.answer_prefix)
         traces = await self.trace_answer(sequence.request, result.token_ids, first=first, num_candidates=num_candidates)
         return result, traces
 
@@ -274,6 +263,10 @@ class AsyncLLM:
             host, request, answer, first=first, last=last, num_candidates=num_candidates, is_given=is_given
         )
         return await host.answers.call(work)
+
+    async def _answered(self, ask: Ask) -> GenerationResult:
+        answers = self.host.answers
+        return await answers.answer(await answers.prepare(partial(self.host.requests.sequence, ask)))
 
     @property
     def host(self) -> Host:

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, SupportsIndex, Unpack, final, overload
@@ -14,9 +15,8 @@ from infer.catalog.models_at_hand import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
 from infer.checkpoint.pooling import Pooling
-from infer.engine.batch import BATCH_SIZE, Ended, OnResult, answer_all, begun, check_batch_size, results_of
 from infer.engine.embedding import embed, texts_to_embed
-from infer.engine.host import Host, HostSettings, OnError
+from infer.engine.host import Host, HostSettings
 from infer.engine.loop import Loop
 from infer.engine.model_settings import (
     DeviceName,
@@ -28,7 +28,9 @@ from infer.engine.model_settings import (
     WeightsType,
     checks_settings,
 )
-from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
+from infer.engine.prompt_batch import BATCH_SIZE, Ended, OnResult, answer_all, begun, check_batch_size, results_of
+from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
+from infer.engine.request_maker import Ask, OnError
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
 from infer.engine.stream import AsyncStream, OnPrefill, OnToken, Stream
 from infer.engine.token_trace import ids_to_score, logits_of, score_prompt, trace_token
@@ -312,7 +314,7 @@ class LLM:
             keywords: Fields of `SamplingParams` and of `RequestOptions`. `speculation="ngram"` verifies guesses of up
                 to `num_draft_tokens` tokens in one step. The tokens are the same, and arrive sooner if the text
                 repeats. With `overflow="truncate_left"`, a prompt that is too long loses its beginning, so that the
-                answer has its room (`prompt_ids.fitted`).
+                answer has its room (`prompt_encoding.fitted`).
 
         Returns:
             The stream. Its `.result` is available after the last piece.
@@ -323,8 +325,8 @@ class LLM:
         """
         host = self._opened
         check_callback("on_prefill", on_prefill)
-        options, sampling = split_options(options, keywords)
-        return host.stream(host.sequence(prompt, params, options, sampling), on_prefill)
+        ask = Ask.of(prompt, params, options, keywords)
+        return host.stream(host.requests.sequence(ask), on_prefill)
 
     def astream(self, prompt: Prompt, params: Params | None = None, **keywords: Any) -> AsyncStream:
         """Return a stream for `async for`, as `AsyncLLM.stream` does.
@@ -337,8 +339,8 @@ class LLM:
         Raises:
             ClosedError: The model is closed.
         """
-        host, (options, sampling) = self._opened, split_options(keywords.pop("options", None), keywords)
-        return host.answers.stream(partial(host.sequence, prompt, params, options, sampling))
+        host, ask = self._opened, Ask.of(prompt, params, keywords.pop("options", None), keywords)
+        return host.answers.stream(partial(host.requests.sequence, ask))
 
     def generate_all(
         self,
@@ -371,7 +373,7 @@ class LLM:
         host = self._opened
         check_batch_size(batch_size)
         options, sampling = split_options(options, keywords)
-        requests = list(host.requests(pairs_of(prompts, params), options, sampling))
+        requests = list(host.requests.numbered(pairs_of(prompts, params), options, sampling))
         return results_of(host.loop, requests, batch_size, on_progress, on_result)
 
     def generate_iter(
@@ -405,7 +407,7 @@ class LLM:
         host = self._opened
         check_batch_size(batch_size)
         options, sampling = split_options(options, keywords)
-        requests = host.requests(pairs_as_needed(prompts, params), options, sampling, on_error)
+        requests = host.requests.numbered(pairs_as_needed(prompts, params), options, sampling, on_error)
         return answer_all(host.loop, begun(requests), batch_size)
 
     def chat(
@@ -447,8 +449,8 @@ class LLM:
         """Return a stream of the answer that `chat` returns whole. See `chat` for the arguments."""
         host = self._opened
         check_callback("on_prefill", on_prefill)
-        options, others = split_options(options, keywords)
-        return host.stream(host.chat_sequence(messages, params, options, others), on_prefill)
+        ask = Ask.of(messages, params, options, keywords, has_variables=True)
+        return host.stream(host.requests.sequence(ask), on_prefill)
 
     def session(
         self, *, system: str | None = None, tools: Sequence[ToolLike] | None = None, **template_variables: Any
@@ -523,9 +525,8 @@ class LLM:
             InvalidRequestError: An argument breaks a rule, or the answer ends before the step.
             ClosedError: The model is closed.
         """
-        host, (options, sampling) = self._opened, split_options(options, keywords)
-        params = host.sampled_by(prompt, params, sampling)
-        return trace_token(host, prompt, params, options, step, num_candidates, prompt_ids)
+        host, ask = self._opened, Ask.of(prompt, params, options, keywords)
+        return trace_token(host, replace(ask, token_ids=prompt_ids), step, num_candidates)
 
     def embed(
         self, texts: Sequence[Prompt], pooling: Pooling | None = None, *, normalize: bool = True

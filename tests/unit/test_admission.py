@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from infer.engine.admission import (
+from infer.engine.fair_queueing import (
     KEPT_SECONDS,
     AnswerLengths,
     Blocked,

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from infer import LLM, AsyncLLM, AsyncStream, InvalidRequestError, SamplingParams
-from infer.engine.host import Host
 from infer.engine.mailbox import Relay
+from infer.engine.request_maker import RequestMaker
 from infer.errors import ClosedError, InferError
 from infer.outputs import GenerationResult, Piece
 
@@ -230,8 +230,8 @@ def test_nothing_is_prepared_on_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPat
 
         return call
 
-    monkeypatch.setattr(Host, "fit", noted(Host.fit))
-    monkeypatch.setattr(Host, "request", noted(Host.request))
+    monkeypatch.setattr(RequestMaker, "read", noted(RequestMaker.read))
+    monkeypatch.setattr(RequestMaker, "complete", noted(RequestMaker.complete))
     same = AsyncLLM(llm)
 
     async def ask() -> None:
@@ -410,20 +410,20 @@ PHASES = ("in the pool's queue", "being prepared", "without a slot", "in its pro
 def test_a_task_is_cancelled_in_every_phase(
     llm: LLM, steps: Steps, phase: str, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, may_prepare, fit, request = llm._opened, threading.Event(), Host.fit, Host.request
+    host, may_prepare, read, complete = llm._opened, threading.Event(), RequestMaker.read, RequestMaker.complete
     preparing, compiled = list[None](), list[None]()
 
-    def held_fit(*arguments: Any) -> Any:
+    def held_read(*arguments: Any) -> Any:
         preparing.append(None)
         may_prepare.wait()
-        return fit(*arguments)
+        return read(*arguments)
 
-    def noted_request(*arguments: Any) -> Any:
+    def noted_complete(*arguments: Any) -> Any:
         compiled.append(None)
-        return request(*arguments)
+        return complete(*arguments)
 
-    monkeypatch.setattr(Host, "fit", held_fit)
-    monkeypatch.setattr(Host, "request", noted_request)
+    monkeypatch.setattr(RequestMaker, "read", held_read)
+    monkeypatch.setattr(RequestMaker, "complete", noted_complete)
     if phase not in PHASES[:2]:
         may_prepare.set()
     others, same = {PHASES[0]: 4, PHASES[2]: 64}.get(phase, 0), AsyncLLM(llm)

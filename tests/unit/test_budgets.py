@@ -192,6 +192,21 @@ def test_what_is_kept_is_bounded_by_bytes_and_the_last_used_stays() -> None:
     assert (cache.get("a"), cache.get("c")) == ("A", "C")
 
 
+def test_a_value_is_made_once_and_other_threads_use_the_cache_meanwhile() -> None:
+    cache = SizedCache[str](100)
+
+    def make() -> str:
+        other = threading.Thread(target=cache.get_or_make, args=("b", lambda: "B", len))
+        other.start()
+        other.join(60)
+        assert not other.is_alive()
+        return "A"
+
+    assert cache.get_or_make("a", make, len) == "A"
+    assert cache.get_or_make("a", lambda: "again", len) == "A"
+    assert cache.get("b") == "B"
+
+
 def test_a_compiler_forgets_the_grammar_that_was_not_used_for_longest(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from infer.engine.batch import answer_all
 from infer.engine.engine import Engine
 from infer.engine.loop import Backlog, once
+from infer.engine.prompt_batch import answer_all
 from infer.engine.sequence import Sequence
 from infer.errors import ConstraintError
 from infer.grammar.base import Constraint
@@ -62,7 +62,7 @@ def test_a_slot_that_an_answer_frees_is_filled_before_the_next_step(
             taken.append(make_sequence(world, case, Way()))
             yield number, taken[-1]
 
-    monkeypatch.setattr("infer.engine.batch.Backlog", make_backlog)
+    monkeypatch.setattr("infer.engine.prompt_batch.Backlog", make_backlog)
     monkeypatch.setattr(engine, "step", step_when_filled)
     for ended in answer_all(loop_of(engine), sequences(), NUM_SLOTS):
         assert Outcome.of(ended.result) == by_definition(world, cases[ended.number])

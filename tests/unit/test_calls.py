@@ -47,7 +47,7 @@ def test_a_prompt_that_cannot_be_answered_is_named_when_its_turn_comes(llm: LLM)
     with pytest.raises(InvalidRequestError, match="prompt 1: "):
         list(llm.generate_iter(iter(["a", [10**6]]), GREEDY, batch_size=1))
     assert not llm._opened.engine.sequences
-    with pytest.raises(InvalidRequestError, match="prompts must be an iterable"):
+    with pytest.raises(InvalidRequestError, match="prompts must be a list or an iterable"):
         llm.generate_iter("abc", GREEDY)
     with pytest.raises(InvalidRequestError, match="batch_size must be"):
         llm.generate_iter(["a"], GREEDY, batch_size=65)

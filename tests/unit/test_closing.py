@@ -110,7 +110,7 @@ def test_a_stream_that_another_thread_closes_ends_for_its_reader_and_frees_the_s
     assert session.messages[-1] == {"role": "assistant", "content": stream.result.text}
     messages = [*session.messages, {"role": "user", "content": "go on"}]
     conversation = Conversation(llm.tokenizer, TemplateProbes(llm.tokenizer), RequestOptions(), {})
-    expected = llm.generate(session._render(conversation, messages), SHORT)
+    expected = llm.generate(session._respell(conversation.encode(messages)), SHORT)
     assert session.send("go on", SHORT).token_ids == expected.token_ids
 
 

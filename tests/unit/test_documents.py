@@ -91,6 +91,8 @@ def test_every_public_function_describes_its_arguments() -> None:
         arguments = inspect.signature(function).parameters.keys() - {"self", "cls"}
         missing = [argument for argument in arguments if f"    {argument}: " not in text]
         assert not missing or re.search(r"See `|arguments of|other arguments", text), f"{name} does not say {missing}"
+
+
 # The benchmarks: docs/benchmarks.md is their index, and a command on a page must work.
 
 BENCHMARKS = ROOT / "benchmarks"

@@ -10,7 +10,7 @@ import pytest
 
 from extent import usual_or_all
 from infer.engine.engine import Engine
-from infer.engine.lease import Lease
+from infer.engine.place import Lease
 from infer.engine.sequence import Sequence
 from infer.engine.slots import Slots
 from infer.kvcache.cache_settings import CacheSettings
@@ -225,7 +225,7 @@ def test_a_pool_that_is_too_small_for_two_answers_gives_both(world: World, monke
 
     monkeypatch.setattr(Slots, "preempt", note)
     monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 8)  # so all may enter, and have longer answers
-    monkeypatch.setattr("infer.engine.admission.LEARNT", 0.0)
+    monkeypatch.setattr("infer.engine.fair_queueing.LEARNT", 0.0)
     runner = Runner(world.model, CONTEXT, num_slots=3, pool_pages=PAGES_EACH, settings=world.settings)
     engine, long = Engine(runner), SamplingParams(temperature=0.7, seed=5, max_new_tokens=100, ignore_eos=True)
     cases = [Case(str(index), tuple(b"abc ab" * (3 + index)), replace(long, seed=index)) for index in range(3)]

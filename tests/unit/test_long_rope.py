@@ -12,8 +12,8 @@ from transformers import LlamaConfig, Phi3Config
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, SamplingParams
 from infer.errors import InvalidRequestError
-from infer.kvcache.paged import PagedCache
 from infer.kvcache.cache_settings import CacheSettings
+from infer.kvcache.paged import PagedCache
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Step
 from infer.runner.runner import Runner

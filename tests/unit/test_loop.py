@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from infer.engine.async_answers import AsyncAnswers
 from infer.engine.engine import Engine
 from infer.engine.engine_thread import Heartbeat
 from infer.engine.loop import Loop
+from infer.engine.loop_messages import Work
 from infer.engine.mailbox import Mailbox
-from infer.engine.messages import Work
-from infer.engine.preparing import AsyncAnswers
 from infer.engine.sequence import Sequence
 from infer.engine.stream import AsyncStream, Stream
 from infer.errors import ClosedError, EngineFailedError, InferError
@@ -135,7 +135,7 @@ def test_every_answer_under_load_is_that_of_the_sequence_alone(
 ) -> None:
     """Every sampler with every grammar, from four threads that cancel some of them midway."""
     monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 8)  # so more may enter than the pages hold
-    monkeypatch.setattr("infer.engine.admission.LEARNT", 0.0)
+    monkeypatch.setattr("infer.engine.fair_queueing.LEARNT", 0.0)
     place = Place(world, 6, pool_pages=pool_pages)
 
     def ask(part: int) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from extent import usual_or_all
+from infer.engine.async_answers import AsyncAnswers
 from infer.engine.engine import Engine
 from infer.engine.loop import Loop
 from infer.engine.mailbox import Mailbox, Relay, Waiters
-from infer.engine.preparing import AsyncAnswers
 from infer.errors import InvalidRequestError
 from infer.outputs import Piece
 from infer.runner.runner import Runner

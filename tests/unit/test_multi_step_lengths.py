@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from infer.engine.scheduler import FIRST_STEPS, MAX_STEPS, Kind
+from infer.engine.scheduler import FIRST_STEPS, MAX_STEPS
+from infer.engine.step_costs import Kind
 from infer.outputs import GenerationResult
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
@@ -64,7 +65,7 @@ def test_what_a_draft_costs_is_learnt_from_steps_like_it(world: World) -> None:
     """Tokens that were forced have no logits of their own, and sequences with other samplers take other times."""
     place, sequence = Place(world, Way(chain=1)), make_sequence(world, CASE, Way("adaptive"))
     place.engine.submit(sequence)
-    times = place.engine.scheduler.step_times
+    times = place.engine.scheduler.costs.by_kind
     place.engine.step()
     sequence.token_ids += [98, 99]
     place.engine.step()

@@ -204,4 +204,4 @@ def test_a_tokenizer_forgets_the_templates_that_were_not_used_for_longest(
             template = "{# " + "x" * 2_000 + f" #}}{index}"
             asked: dict[str, Any] = {"tools": [{"name": "f"}], "chat_template": template}
             llm.chat([{"role": "user", "content": "a"}], max_new_tokens=1, **asked)
-        assert 1 <= len(llm._host._probes._found._kept) <= 2
+        assert 1 <= len(llm._host.requests._probes._found._kept) <= 2

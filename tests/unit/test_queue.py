@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from infer.engine.admission import FEWEST_KEPT, work_of
 from infer.engine.engine import Engine
+from infer.engine.fair_queueing import FEWEST_KEPT, work_of
 from infer.engine.queue import Queue
 from infer.engine.sequence import Sequence
 from infer.kvcache.cache_settings import CacheSettings

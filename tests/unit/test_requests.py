@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from infer import LLM, InvalidRequestError, SamplingParams, load_tokenizer
-from infer.engine.prompt_ids import fitted
+from infer.engine.prompt_encoding import fitted
 from infer.errors import ContextLengthError
 from infer.sampling.keywords import SamplingKeywords, params_of, split_keywords
 from infer.sampling_params import UnknownParameterError
@@ -269,7 +269,7 @@ def test_either_grammar_backend_holds_answers_and_sessions(folder: Path, backend
         for result in (llm.generate("ab", **values), llm.session().send("ab", **values)):
             assert isinstance(json.loads(result.text)["a"], bool)
     assert llm.generate("ab", choice=["yes", "no"], max_tokens=9).text in ("yes", "no")
-    assert llm._opened._compiler.backend == backend
+    assert llm._opened.requests._compiler.backend == backend
 
 
 # What is refused: the call, in a process without the tests' hook, and what its one line says
@@ -299,8 +299,8 @@ REFUSED = {
     "llm.generate(['a', 5])": r"got a list with 'a': generate_all\(\) answers several",
     "llm.generate(['a', 'b'], on_token=print)": "on_token and on_prefill are for one prompt, got a list",
     "llm.generate('a', options={'prefill_chunk': 3})": "options must be RequestOptions or None, got",
-    "llm.generate_iter(b'abc')": "prompts must be an iterable of prompts, got bytes",
-    "llm.generate_iter(5)": "prompts must be an iterable of prompts, got int",
+    "llm.generate_iter(b'abc')": "prompts must be a list or an iterable of prompts, got bytes",
+    "llm.generate_iter(5)": "prompts must be a list or an iterable of prompts, got int",
     "llm.generate(message)": "got one message: put it into a list",
     "llm.generate(5)": "got int",
     "llm.generate(None)": "got NoneType",
@@ -322,9 +322,9 @@ REFUSED = {
     "llm.generate('a', cancel=5)": "cancel must be a threading.Event",
     "llm.generate('a', on_token=5)": "on_token must be a function",
     "llm.stream('a', on_prefill=5)": "on_prefill must be a function",
-    "llm.generate_all('abc')": r"must be a list of prompts, got str: generate\(\) answers one",
-    "llm.generate_all(b'abc')": "must be a list of prompts, got bytes",
-    "llm.generate_all(5)": "must be a list of prompts, got int",
+    "llm.generate_all('abc')": r"must be a list or an iterable of prompts, got str: generate\(\) answers one",
+    "llm.generate_all(b'abc')": "must be a list or an iterable of prompts, got bytes",
+    "llm.generate_all(5)": "must be a list or an iterable of prompts, got int",
     "llm.generate_all([b'abc'])": "prompt 0: .*got bytes",
     "llm.generate_all(['a'], batch_size=65)": r"batch_size must be a whole number in \[1, 64\], got 65",
     "llm.generate_all(['a'], batch_size='2')": "batch_size must be a whole number",

@@ -8,9 +8,9 @@ import pytest
 
 from extent import usual_or_all
 from infer import LLM
-from infer.request_limits import MAX_PRIORITY
-from infer.engine.lease import Lease
+from infer.engine.place import Lease
 from infer.engine.sequence import Sequence
+from infer.request_limits import MAX_PRIORITY
 from infer.server.resumption import NOTE, SentPart, pack, read_note
 from served import Served, serving
 from shapes import SOURCE

@@ -10,7 +10,7 @@ import pytest
 
 from infer import LLM, SamplingParams
 from infer.engine.engine import Engine
-from infer.engine.messages import Reply, once
+from infer.engine.loop_messages import Reply, once
 from infer.engine.sequence import Sequence as Answering
 from infer.errors import EngineFailedError
 from infer.kvcache.cache_settings import CacheSettings

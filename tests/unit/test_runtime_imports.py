@@ -33,7 +33,7 @@ ALLOWED = {
     ("checkpoint/hub_download.py", "huggingface_hub"),  # asked for by the user
     ("async_llm.py", "asyncio"),  # answers for programs that use it: threads, no network
     ("engine/mailbox.py", "asyncio"),
-    ("engine/preparing.py", "asyncio"),
+    ("engine/async_answers.py", "asyncio"),
     ("server/asking.py", "asyncio"),  # the server: what `infer serve` is asked for
     ("server/choices.py", "asyncio"),
     ("server/connection.py", "http"),

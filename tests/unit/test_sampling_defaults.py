@@ -83,11 +83,11 @@ def test_a_call_without_parameters_takes_the_table(folder: Path, monkeypatch: py
     llm = LLM(folder, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     seen: list[SamplingParams] = []
 
-    def watch(model: Any, tokenizer: Any, prompt: Any, params: SamplingParams, *others: Any, **named: Any) -> Any:
+    def watch(limits: Any, tokenizer: Any, prompt: Any, params: SamplingParams, *others: Any, **named: Any) -> Any:
         seen.append(params)
-        return make_request(model, tokenizer, prompt, params, *others, **named)
+        return make_request(limits, tokenizer, prompt, params, *others, **named)
 
-    monkeypatch.setattr("infer.engine.host.make_request", watch)
+    monkeypatch.setattr("infer.engine.request_maker.make_request", watch)
     message = {"role": "user", "content": "ab"}
     llm.generate("ab")
     llm.generate([message])

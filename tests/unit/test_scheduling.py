@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from extent import IS_WHOLE, usual_or_all
-from infer.engine.admission import EXPECTED_ANSWER, FEWEST_KEPT, HEAD_START, Running, Tenants, Waiting, victim
+from infer.engine.fair_queueing import EXPECTED_ANSWER, FEWEST_KEPT, HEAD_START, Running, Tenants, Waiting, victim
 from infer.engine.scheduler import (
     FIRST_PROMPT_TOKENS,
     LEAST_PROMPT_TOKENS,

@@ -14,8 +14,8 @@ from unittest.mock import PropertyMock
 import pytest
 
 from infer import LLM
-from infer.engine.admission import work_of
 from infer.engine.engine import Engine
+from infer.engine.fair_queueing import work_of
 from infer.engine.loop import Loop
 from infer.engine.request_options import RequestOptions
 from infer.engine.scheduler import Demand, Plan

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from infer.engine.admission import AnswerLengths, Running, Tenants, Waiting, victim, work_of
 from infer.engine.engine import Engine
+from infer.engine.fair_queueing import AnswerLengths, Running, Tenants, Waiting, victim, work_of
 from infer.outputs import percentile
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams

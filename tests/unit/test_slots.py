@@ -3,7 +3,7 @@
 import pytest
 
 from infer.engine.engine import Engine
-from infer.engine.lease import Lease
+from infer.engine.place import Lease
 from infer.engine.sequence import Sequence
 from infer.kvcache.cache_settings import CacheSettings
 from infer.runner.runner import Runner

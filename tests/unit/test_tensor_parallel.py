@@ -17,8 +17,8 @@ from extent import IS_WHOLE
 from infer import LLM
 from infer.backends.cpu.threads import set_num_threads
 from infer.checkpoint import open_checkpoint
-from infer.engine.batch import answer_all
 from infer.engine.engine import Engine
+from infer.engine.prompt_batch import answer_all
 from infer.errors import InferError, InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture

@@ -12,6 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from infer import LLM, AsyncLLM, InvalidRequestError, RequestOptions
+from infer.engine.request_maker import Ask
 from infer.engine.sequence import Sequence
 from infer.outputs import GenerationResult, Piece, ToolCallDelta, assembled
 from infer.toolcalls.formats import FORMATS
@@ -215,7 +216,7 @@ def test_an_answer_that_is_cut_has_the_beginning_of_its_call(llm: LLM) -> None:
 
 def test_what_is_made_again_from_the_ids_is_the_same(llm: LLM) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "tool_format": "hermes"}
-    sequence = llm._opened.sequence(ASKED, SAMPLED, RequestOptions(**asked), {})
+    sequence = llm._opened.requests.sequence(Ask(ASKED, SAMPLED, RequestOptions(**asked)))
     llm._opened.stream(sequence).run(None)
     before: list[Piece] = list(sequence.pieces)
     again = Sequence(sequence.request)
@@ -238,6 +239,8 @@ def test_async_answers_are_the_same(llm: LLM) -> None:
 def test_tools_belong_to_conversations(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="tools belongs to a conversation"):
         llm.generate("Once", options=RequestOptions(tools=TOOLS))
+    with pytest.raises(InvalidRequestError, match="tools belongs to a conversation"):
+        llm.session().generate(tools=TOOLS)
     with pytest.raises(InvalidRequestError, match="tool_format must be"):
         llm.chat(ASKED, tools=TOOLS, tool_format="x")
     with pytest.raises(InvalidRequestError, match="knows no reasoning"):

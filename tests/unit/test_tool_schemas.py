@@ -93,7 +93,7 @@ def test_several_calls_of_a_named_tool_are_made_when_they_are_asked_for(llm: LLM
 def test_a_part_of_a_schema_that_cannot_be_built_is_left_out_and_said(llm: LLM, name: str, form: str) -> None:
     parameters, place, reason = BAD[name]
     asked: dict[str, Any] = {"tool_choice": "f", "tool_format": form, "chat_template": NAMES_TOOLS, "seed": 1}
-    llm._opened._warned.clear()
+    llm._opened.requests._warned.clear()
     with pytest.warns(SchemaWarning, match="tool 'f'"):
         result = llm.chat(ASKED, tools=[tool(parameters)], **asked, **SAMPLED)
     assert [call.name for call in result.tool_calls] == ["f"]
@@ -142,7 +142,7 @@ def test_a_tool_that_is_never_called_refuses_nothing(llm: LLM) -> None:
 
 
 def test_the_template_is_shown_the_schema_as_it_was_given(llm: LLM) -> None:
-    llm._opened._warned.clear()
+    llm._opened.requests._warned.clear()
     session = llm.session(tools=[tool(BAD["look-around"][0])], chat_template=SHOWS_TOOLS)
     with session:
         with pytest.warns(SchemaWarning, match="look-around"):
@@ -214,7 +214,7 @@ def test_a_call_that_was_cut_can_be_sent_back(llm: LLM, form: str) -> None:
         "seed": 1,
         "max_new_tokens": 1,
     }
-    llm._opened._warned.clear()
+    llm._opened.requests._warned.clear()
     with pytest.warns(MessageWarning, match=r"messages\[1\].tool_calls\[0\].*INVALID_JSON"):
         result = llm.chat(past('{"a": "Pa'), **asked)
     assert len(result.warnings) == 1
@@ -275,9 +275,9 @@ def test_random_cuts_never_forbid_more(seed: int) -> None:
 def test_a_batch_takes_such_tools_and_such_calls(llm: LLM) -> None:
     asked: dict[str, Any] = {"tools": [tool(BAD["uniqueItems"][0])], "tool_choice": "f", "tool_format": "hermes"}
     asked |= {"seed": 1, **SAMPLED}
-    llm._opened.warns = False
+    llm._opened.requests.warns = False
     first, second = llm.generate_all([ASKED, past('{"a": ')], [asked, asked])
-    llm._opened.warns = True
+    llm._opened.requests.warns = True
     assert (len(first.tool_calls), len(second.tool_calls)) == (1, 1)
     assert ["uniqueItems" in said for said in first.warnings] == [True]
     assert ["INVALID_JSON" in said for said in second.warnings] == [False, True]

@@ -67,7 +67,7 @@ def test_an_answer_under_load_is_the_one_that_it_has_alone(
     world: World, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 1)  # so more enter than there are pages for
-    monkeypatch.setattr("infer.engine.admission.LEARNT", 0.0)
+    monkeypatch.setattr("infer.engine.fair_queueing.LEARNT", 0.0)
     draw = random.Random(num_threads)
     cases = [random_case(draw, number) for number in range(NUM_REQUESTS)]
     runner = Runner(world.model, CONTEXT, num_slots=7, settings=world.settings, pool_pages=12)
@@ -117,7 +117,7 @@ def test_an_answer_under_load_is_the_one_that_it_has_alone(
 def test_preempted_without_end_all_answer_and_nothing_is_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five sequences of whom two or three have pages: pages and threads as before, memory within one percent."""
     monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 1)
-    monkeypatch.setattr("infer.engine.admission.LEARNT", 0.0)
+    monkeypatch.setattr("infer.engine.fair_queueing.LEARNT", 0.0)
     draw, cases = random.Random(3), list(SEEDED)
     expected = {case.name: alone(world, case) for case in cases}
     runner = Runner(world.model, CONTEXT, num_slots=5, settings=world.settings, pool_pages=12)

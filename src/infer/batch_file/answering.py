@@ -7,7 +7,8 @@ from typing import Any
 from infer.batch_file.result_line import error_line, result_line
 from infer.batch_file.row import ENDPOINTS, Row
 from infer.batch_file.settings import BatchSettings, Write
-from infer.engine.batch import answer_all
+from infer.engine.prompt_batch import answer_all
+from infer.engine.request_maker import Ask
 from infer.engine.sequence import Sequence
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
@@ -58,5 +59,5 @@ def _sequence_of(llm: LLM, row: Row, settings: BatchSettings) -> Sequence:
     params = default_params(llm.sampling_defaults, is_chat=is_chat, **values)
     variables = {**effort_variables(row.effort, llm.tokenizer.chat_template), **row.variables}
     options = replace(settings.options, **row.options)
-    (sequence,) = llm._opened.choices(row.prompt, [params], options, variables)
+    (sequence,) = llm._opened.requests.choices(Ask(row.prompt, options=options, variables=variables), [params])
     return sequence

@@ -16,6 +16,7 @@ from infer.catalog.models_at_hand import models_at_hand
 from infer.cli.permalink import Permalink, sha256_of
 from infer.cli.signals import cancel_on_signal
 from infer.cli.terminal import PrefillLine, TextWriter
+from infer.engine.request_maker import Ask
 from infer.errors import InvalidRequestError
 from infer.protocols.asked import Asked, ask_chat, ask_completion, refuse_unless_neutral
 from infer.protocols.bodies import ChatBody, CompletionBody
@@ -74,7 +75,8 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
     with cancel_on_signal() as cancellation:
         options = replace(asked.options, cancel=cancellation.event)
         try:
-            (sequence,) = host.choices(asked.prompts[0], asked.params, options, asked.variables)
+            ask = Ask(asked.prompts[0], None, options, variables=asked.variables)
+            (sequence,) = host.requests.choices(ask, asked.params)
             result = host.stream(sequence, line.show).run(on_token)
         finally:
             line.close()

@@ -15,7 +15,7 @@ from typing import Any, final
 from infer.batch_file.answering import answer_rows
 from infer.batch_file.row import Row, read_row, row_of
 from infer.batch_file.settings import BatchSettings, Line
-from infer.engine.batch import BATCH_SIZE
+from infer.engine.prompt_batch import BATCH_SIZE
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.llm import LLM

@@ -1,12 +1,11 @@
 """How the messages of a request become a prompt, and what its answer is read and held by."""
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
-from infer.engine.prompt_ids import Prompt, encode_conversation
+from infer.engine.prompt_encoding import Prompt
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError, about
 from infer.system.sized_cache import SizedCache
@@ -28,25 +27,21 @@ class TemplateProbes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.RLock()  # guards what is below
         self._found = SizedCache[TemplateFormats](MAX_TEMPLATE_BYTES)  # requests bring templates
 
     def of(self, chat_template: str | None, tool_format: str | None) -> TemplateFormats:
         """Raises InvalidRequestError."""
-        key = chat_template, tool_format
-        with self._lock:
-            found = self._found.get(key)
-        if found is None:
-            tokenizer = self._tokenizer
+        tokenizer = self._tokenizer
 
-            def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
-                variables = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": False}
-                return tokenizer.render_chat_template(messages, **variables)
+        def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+            variables = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": False}
+            return tokenizer.render_chat_template(messages, **variables)
 
-            found = probe_template(render, tokenizer.template_source(chat_template, has_tools=True), tool_format)
-            with self._lock:
-                self._found.put(key, found, _LEAST_BYTES + _BYTES_PER_CHARACTER * len(chat_template or ""))
-        return found
+        def probe() -> TemplateFormats:
+            return probe_template(render, tokenizer.template_source(chat_template, has_tools=True), tool_format)
+
+        num_bytes = _LEAST_BYTES + _BYTES_PER_CHARACTER * len(chat_template or "")
+        return self._found.get_or_make((chat_template, tool_format), probe, lambda found: num_bytes)
 
 
 @final
@@ -81,20 +76,20 @@ class Conversation:
 
     def encode(self, messages: Prompt) -> list[int]:
         """The prompt's ids. Raises InvalidRequestError."""
-        if not self.tools and not _has_calls(messages):
-            return encode_conversation(self.tokenizer, self.variables, messages)
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise InvalidRequestError(f"a conversation must be a list of messages, got {messages!r:.60}")
-        shown, variables = self.shown(messages)
-        return encode_conversation(self.tokenizer, variables, shown)
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+            raise InvalidRequestError(
+                f"a conversation must be a list of messages, got {messages!r:.60}: [{{'role': 'user', 'content': ...}}]"
+            )
+        shown, variables = self.shown(list(messages))
+        return self.tokenizer.encode_chat(shown, **variables)
 
-    def shown(self, messages: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Messages and variables as the template takes them."""
+    def shown(self, messages: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return messages and variables as the template takes them."""
         if not self.tools and not _has_calls(messages):
-            return list(messages), dict(self.variables)
+            return messages, dict(self.variables)
         tools = {"tools": [tool.to_json() for tool in self.tools]} if self.tools else {}
         is_offered = self.choice.kind != "none" or self.formats.shows_tools
-        shown = shown_messages(list(messages), self.tools if is_offered else (), self.formats)
+        shown = shown_messages(messages, self.tools if is_offered else (), self.formats)
         return list(shown), {**self.variables, **tools}
 
     def answer_format(self, prompt_ids: Sequence[int]) -> AnswerFormat | None:
@@ -133,6 +128,6 @@ class Conversation:
         return self.tokenizer.decode(prompt_ids[-_END_LENGTH:], skip_special_tokens=False).rstrip().endswith(text)
 
 
-def _has_calls(messages: Prompt) -> bool:
-    given = messages if isinstance(messages, list | tuple) else ()
-    return any(isinstance(each, Mapping) and (each.get("tool_calls") or each.get("role") == "tool") for each in given)
+def _has_calls(messages: Iterable[Any]) -> bool:
+    called = (each.get("tool_calls") or each.get("role") == "tool" for each in messages if isinstance(each, Mapping))
+    return any(called)

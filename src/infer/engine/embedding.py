@@ -14,14 +14,12 @@ from torch import Tensor
 
 from infer.checkpoint.pooling import Pooling
 from infer.engine.host import Host
-from infer.engine.prompt_ids import Prompt, pairs_of
+from infer.engine.prompt_encoding import Prompt, pairs_of
 from infer.engine.request import check_prompt
 from infer.engine.request_options import check_choice
-from infer.engine.scheduler import STREAM_SECONDS
+from infer.engine.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
 from infer.errors import InvalidRequestError
 from infer.runner.hidden_states import MAX_TEXTS, STEP_TOKENS
-
-_LEAST_TOKENS = 16  # of a step: fewer cost nearly as much
 
 
 def texts_to_embed(host: Host, texts: Sequence[Prompt], pooling: Pooling | None) -> list[list[int]]:
@@ -31,7 +29,7 @@ def texts_to_embed(host: Host, texts: Sequence[Prompt], pooling: Pooling | None)
     found = list[list[int]]()
     for index, (prompt, _) in enumerate(pairs_of(texts, None)):
         try:
-            found.append(check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0))
+            found.append(check_prompt(host.requests.limits, host.requests.encode(prompt), room=0))
         except InvalidRequestError as error:
             raise type(error)(f"text {index}: {error}") from error
     return found
@@ -63,10 +61,10 @@ def embed(
 
 def step_tokens(host: Host) -> int:
     """Return how many tokens a step may have without keeping others waiting for longer than their own steps do."""
-    if not host.loop.num_sequences:
+    costs = host.engine.scheduler.costs
+    if not host.loop.num_sequences or not costs.costs.per_token:
         return STEP_TOKENS
-    per_token = host.engine.scheduler.costs.costs.per_token
-    return max(_LEAST_TOKENS, min(STEP_TOKENS, int(STREAM_SECONDS / per_token))) if per_token > 0 else STEP_TOKENS
+    return max(LEAST_PROMPT_TOKENS, min(STEP_TOKENS, costs.tokens_in(STREAM_SECONDS, 0)))
 
 
 def _batches(texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:

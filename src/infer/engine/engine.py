@@ -12,13 +12,14 @@ from functools import partial
 from typing import NamedTuple, TypeVar, final
 
 from infer.engine.grammar_masks import MaskFiller
-from infer.engine.lease import Lease
+from infer.engine.place import Lease
 from infer.engine.queue import Queue
-from infer.engine.scheduler import NO_PLAN, Kind, Plan, Scheduler
+from infer.engine.scheduler import NO_PLAN, Plan, Scheduler
 from infer.engine.sequence import Sequence
 from infer.engine.slot_params import SlotParams
 from infer.engine.slots import Slots
 from infer.engine.snapshot import EngineSnapshot, take_snapshot
+from infer.engine.step_costs import Kind
 from infer.engine.step_shares import Part, StepShares
 from infer.errors import InferError, OutOfPagesError, closed
 from infer.operands.limits import MAX_STEP_LOGITS
@@ -173,7 +174,6 @@ class Engine:
     def abandon(self) -> None:
         """End all sequences without a further step."""
         for sequence in self._sequences:
-            sequence.abort()
             sequence.end()
         for group in (self._sequences, self._slots.waiting, self._watched, self._leaving, self._taking_part):
             group.clear()
@@ -184,7 +184,7 @@ class Engine:
         self._slots.reset()
         for sequence in self._sequences:
             sequence.restart()
-        self._slots.waiting.update((each, None) for each in self._sequences if each.wants_tokens)
+        self._slots.waiting.update((each, None) for each in self._sequences if not each.is_paused)
         self._slot_params = SlotParams(self.runner)
         self._filler = MaskFiller(self.runner.model.backend)
 
@@ -200,7 +200,7 @@ class Engine:
         """Begin a step: who takes part, what is computed of each, and the forward. None if nobody wants anything."""
         self._drop_finished()
         self._admit()
-        active = self._take_turns([each for each in self._slots.sequences if each.wants_tokens])
+        active = self._take_turns([each for each in self._slots.sequences if not each.is_paused])
         self._taking_part.update(dict.fromkeys(active))
         self._leaving.update(dict.fromkeys(active))
         for sequence in active:
@@ -331,7 +331,7 @@ class Engine:
             return None
         num_constrained = sum(sequence.grammar is not None for sequence in active)
         num_greedy = sum(sequence.params.temperature == 0 for sequence in active)
-        return self.scheduler.step_times[Kind(len(active), num_constrained, num_greedy)]
+        return self.scheduler.costs.by_kind[Kind(len(active), num_constrained, num_greedy)]
 
     def _rope_room(self, sequence: Sequence) -> int:
         """How many tokens may follow with the same rope factors. If its length needs others, all is computed again."""

@@ -11,8 +11,7 @@ from typing import NamedTuple, final
 import torch
 
 from infer.engine.engine import Engine
-from infer.engine.mailbox import Mailbox, Relay
-from infer.engine.messages import (
+from infer.engine.loop_messages import (
     Backlog,
     Call,
     Cancel,
@@ -26,10 +25,10 @@ from infer.engine.messages import (
     Refill,
     Reply,
     Submit,
-    Watch,
     end,
     refuse_all,
 )
+from infer.engine.mailbox import Mailbox, Relay
 from infer.engine.sequence import Sequence
 from infer.errors import EngineFailedError, InferError, closed
 
@@ -122,9 +121,8 @@ class _EngineThread:
                 else:
                     end(sequence, mailbox)
             case Continue(sequence) if sequence in self._readers:
+                sequence.watch(is_streamed=not self._readers[sequence].only_end)
                 self._open_engine.proceed(sequence)
-            case Watch(sequence, is_streamed):
-                sequence.watch(is_streamed=is_streamed)
             case Call():
                 self._calls.append(message)
             case Drain(reply):
@@ -280,7 +278,6 @@ class _EngineThread:
                 self._engine.abandon()
         ended = list(self._readers)
         for sequence in ended:
-            sequence.abort()
             sequence.end()
         self._deliver(ended)
 

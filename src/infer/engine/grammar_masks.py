@@ -1,7 +1,6 @@
 """The grammars' masks of a step: filled at once, by another thread while it runs, or between two steps of several."""
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
@@ -33,7 +32,6 @@ class MaskFiller:
     def __init__(self, backend: ops.Backend) -> None:
         self.backend = backend
         self._executor: ThreadPoolExecutor | None = None
-        self._owner = 0  # the process that has its thread
         self._seconds_per_line = math.inf  # as last measured
         self._filling: _Filling | None = None  # the last one
 
@@ -68,8 +66,7 @@ class MaskFiller:
         if self.backend.computes_on_host and self._seconds_per_line * num_logits < HAND_OVER_SECONDS:
             self._measure(fill, num_logits)
             return None
-        if self._executor is None or self._owner != os.getpid():
-            self._owner = os.getpid()
+        if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "infer-masks", self.backend.forbid_forwards)
         try:
             return self._executor.submit(self._measure, fill, num_logits)
@@ -78,7 +75,7 @@ class MaskFiller:
             return None
 
     def close(self) -> None:
-        if self._executor is not None and self._owner == os.getpid():  # a forked child has no such thread
+        if self._executor is not None:
             self._executor.shutdown()
 
     def _measure(self, fill: Callable[[], None], num_logits: int) -> None:

@@ -2,58 +2,35 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar, final
 
 from infer.checkpoint.pooling import Pooling
-from infer.engine.conversation import Conversation, TemplateProbes
+from infer.engine.async_answers import AsyncAnswers
 from infer.engine.engine import Engine
-from infer.engine.lease import Lease
 from infer.engine.loop import Loop
+from infer.engine.loop_messages import once
 from infer.engine.mailbox import Mailbox
-from infer.engine.messages import once
-from infer.engine.preparing import AsyncAnswers, Check
-from infer.engine.prompt_ids import (
-    Message,
-    Prompt,
-    PromptIds,
-    fitted,
-    is_conversation,
-    prompt_ids,
-)
-from infer.engine.request import Request, check_ids, make_request, vocab_size_of
-from infer.engine.request_options import RequestOptions, split_options
+from infer.engine.place import Lease
+from infer.engine.request import limits_of
+from infer.engine.request_maker import RequestMaker
 from infer.engine.sequence import Sequence
 from infer.engine.stream import OnPrefill, OpenAnswer, Stream
-from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning, about, closed
-from infer.grammar.base import Constraint
-from infer.grammar.budget import Budget, BudgetConstraint
-from infer.grammar.compiler import make_compiler
-from infer.grammar.grammar import Grammar, grammar_of
+from infer.errors import InvalidRequestError, closed
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
-from infer.prepare.answer import AnswerGrammars
 from infer.runner.caches import default_pool_pages
 from infer.runner.hidden_states import HiddenStates
 from infer.runner.runner import Runner
-from infer.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
-from infer.sampling_params import SamplingParams
-from infer.system.lane import asking_for
 from infer.tensor_parallel.leading import LeadingRunner
 from infer.tensor_parallel.rank_settings import RunnerSettings
 from infer.tensor_parallel.ranks import Ranks
 from infer.tokenizer import Tokenizer
-from infer.toolcalls.answer_format import AnswerFormat
-from infer.toolcalls.past_calls import with_values
 
-_MAX_WARNED = 1_000
 _Found = TypeVar("_Found")
-Encode = Callable[[Prompt], list[int]]
-OnError = Callable[[int, InvalidRequestError], None]
 
 
 @final
@@ -77,26 +54,21 @@ class Host:
     def __init__(
         self, loop: Loop, model: Transformer, tokenizer: Tokenizer, settings: HostSettings, ranks: Ranks | None = None
     ) -> None:
-        """Give the loop, which loaded the model, an engine. `ranks` are the others of a model that is shared out: they
-        load their shares.
+        """Give an engine to the loop, which loaded the model. `ranks` are the other processes of a model that is shared
+        out. They load their shares.
         """
-        self.loop, self.tokenizer, self.settings = loop, tokenizer, settings
+        self.loop, self.tokenizer, self.settings, self._ranks = loop, tokenizer, settings, ranks
         self._open_model: Transformer | None = model
-        self.vocab_size = vocab_size_of(model, tokenizer)
-        self._ranks = ranks
         self._open_runner: Runner | None = loop.run(_make_runner, model, settings, ranks)
         self._hidden_states: HiddenStates | None = None
         self.engine = Engine(self.runner)
         loop.own(self.engine)
         self.answers = AsyncAnswers(loop)
-        self._compiler = make_compiler(tokenizer, self.vocab_size, backend=settings.grammar_backend)
-        self._answer_grammars = AnswerGrammars(self._compiler)
-        self._probes = TemplateProbes(tokenizer)
-        self.warns = True  # a server says them in its answers instead
-        self._warned: set[str] = set()
+        limits = limits_of(model, tokenizer)
+        self.requests = RequestMaker(limits, tokenizer, settings.sampling_defaults, settings.grammar_backend)
 
     def close(self) -> None:
-        """End all answers, and free the caches and the weights. Again does nothing."""
+        """End all answers, and free the caches and the weights. A second call does nothing."""
         self.loop.close()
         self.answers.close()
         self._open_model = self._open_runner = self._hidden_states = None
@@ -159,199 +131,6 @@ class Host:
         """
         model = self.fingerprint(self.runner.cache.kind), self.tokenizer.chat_templates
         return f"fp_{_digest(repr((*model, sorted(self.settings.sampling_defaults.items()))))[:16]}"
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        return prompt_ids(prompt, self.tokenizer, self.model.max_seq_len)
-
-    def sampled_by(self, prompt: Prompt, params: Params | None, keywords: Mapping[str, Any]) -> SamplingParams:
-        """A conversation has other neutral values than a text."""
-        return params_of(params, keywords, self.settings.sampling_defaults, is_chat=is_conversation(prompt))
-
-    def conversation(
-        self, prompt: Prompt, options: RequestOptions, variables: Mapping[str, Any] | None = None
-    ) -> Conversation | None:
-        """Return the conversation of a prompt of messages; None for a text or ids.
-
-        Raises InvalidRequestError for options that need messages.
-        """
-        if variables is not None or is_conversation(prompt):
-            return Conversation(self.tokenizer, self._probes, options, variables or {})
-        for name in ("tools", "tool_choice", "reasoning_budget"):
-            if getattr(options, name):
-                message = f"{name} belongs to a conversation: give a list of messages, to chat()"
-                raise InvalidRequestError(message, param=name)
-        return None
-
-    def fit(self, prompt: Prompt, params: SamplingParams, options: RequestOptions, encode: Encode | None) -> PromptIds:
-        """`encode` None is `self.encode`."""
-        bos, most = self.tokenizer.bos_token_id, self.model.max_seq_len
-        if encode is None:
-            longest = most if options.overflow == "error" else None
-            encode = partial(prompt_ids, tokenizer=self.tokenizer, max_seq_len=longest)
-        return fitted(prompt, encode, bos, most, params, options.overflow)
-
-    def request(
-        self,
-        prompt: PromptIds,
-        params: SamplingParams,
-        options: RequestOptions,
-        conversation: Conversation | None = None,
-    ) -> Request:
-        """Raises InvalidRequestError for parameters, tools or a grammar that cannot be served."""
-        answer_format = None if conversation is None else conversation.answer_format(prompt.token_ids)
-        grammar = grammar_of(params)
-        answer_format, make_constraint = self._constrained(grammar, answer_format)
-        schema_warnings = self._compiler.warnings_of(grammar)
-        schema_warnings += () if answer_format is None else answer_format.warnings
-        message_warnings = () if conversation is None else tuple(with_values(prompt.messages)[1])
-        self._warn(SchemaWarning, schema_warnings)
-        self._warn(MessageWarning, message_warnings)
-        check_ids("answer_prefix", options.answer_prefix, self.vocab_size)
-        return replace(
-            make_request(self.model, self.tokenizer, prompt.token_ids, params),
-            make_constraint=make_constraint,
-            answer_format=answer_format,
-            warnings=schema_warnings + message_warnings,
-            num_draft_tokens=options.num_draft_tokens if options.speculation else 0,
-            prefill_chunk=options.prefill_chunk,
-            cancel=options.cancel,
-            num_truncated=prompt.truncated_tokens,
-            tenant=options.tenant,
-            priority=options.priority,
-            timeout=options.timeout,
-            cache_salt=options.cache_salt,
-            answer_prefix=tuple(options.answer_prefix),
-        )
-
-    def requests(
-        self,
-        prompts: Iterable[tuple[Prompt, Params | None]],
-        options: RequestOptions,
-        keywords: Mapping[str, Any],
-        on_error: OnError | None = None,
-    ) -> Iterator[tuple[int, Request]]:
-        """One after the other, each with its number, which an error names; with `on_error` the others go on. A mapping
-        of parameters may hold options too.
-        """
-        for index, (prompt, given) in enumerate(prompts):
-            try:
-                own, params = split_options(options, given) if isinstance(given, Mapping) else (options, given)
-                asked = self.sampled_by(prompt, params, keywords)
-                conversation = self.conversation(prompt, own)
-                fitting = self.fit(prompt, asked, own, None if conversation is None else conversation.encode)
-                request = self.request(fitting, asked, own, conversation)
-            except InvalidRequestError as error:
-                if on_error is None:
-                    raise type(error)(f"prompt {index}: {error}") from error
-                on_error(index, error)
-            else:
-                yield index, request
-
-    def sequence(
-        self,
-        prompt: Prompt,
-        params: Params | None,
-        options: RequestOptions,
-        keywords: Mapping[str, Any],
-        check: Check = lambda: None,
-        *,
-        variables: Mapping[str, Any] | None = None,
-    ) -> Sequence:
-        """Make the sequence that answers a prompt, in stages. `check` is called between them and may raise.
-
-        `variables` are of the template, if the prompt must be messages.
-        """
-        asked = self.sampled_by(prompt, params, keywords)
-        conversation = self.conversation(prompt, options, variables)
-        with asking_for(options.tenant):
-            fitting = self.fit(prompt, asked, options, None if conversation is None else conversation.encode)
-            check()
-            request = self.request(fitting, asked, options, conversation)
-        check()
-        return Sequence(request)
-
-    def chat_sequence(
-        self,
-        messages: Items[Message],
-        params: Params | None,
-        options: RequestOptions,
-        keywords: Mapping[str, Any],
-        check: Check = lambda: None,
-    ) -> Sequence:
-        """The same for a conversation; `keywords` may also be variables of the template."""
-        sampling, variables = split_keywords(keywords, self.tokenizer.chat_templates)
-        return self.sequence(messages, params, options, sampling, check, variables=variables)
-
-    def choices(
-        self,
-        prompt: Prompt,
-        params: Items[SamplingParams],
-        options: RequestOptions,
-        variables: Mapping[str, Any],
-        check: Check = lambda: None,
-    ) -> list[Sequence]:
-        """An answer for each of `params` to a prompt that is read once; `variables` are of the template of messages."""
-        refuse_sampling(variables, self.tokenizer.chat_templates)
-        conversation = self.conversation(prompt, options, variables if is_conversation(prompt) else None)
-        sequences = list[Sequence]()
-        with asking_for(options.tenant):
-            fitting = self.fit(prompt, params[0], options, None if conversation is None else conversation.encode)
-            for each in params:
-                check()
-                sequences.append(Sequence(self.request(fitting, each, options, conversation)))
-        return sequences
-
-    def _warn(self, category: type[RequestWarning], messages: Iterable[str]) -> None:
-        """Warn of each once."""
-        for message in messages:
-            if not self.warns or message in self._warned:
-                continue
-            if len(self._warned) >= _MAX_WARNED:
-                self._warned.clear()
-            self._warned.add(message)
-            warnings.warn(message, category, stacklevel=3)
-
-    def _constrained(
-        self, grammar: Grammar | None, form: AnswerFormat | None
-    ) -> tuple[AnswerFormat | None, Callable[[], Constraint] | None]:
-        """Return the format with tools that can be enforced, and what makes a constraint, which was made once.
-
-        Raises InvalidRequestError for a grammar or tools that cannot be compiled.
-        """
-        compiler = self._compiler
-        source = None
-        if form is not None:
-            with about("tools" if form.calls is not None or grammar is None else grammar.kind):
-                form, source = self._answer_grammars.prepare(form, grammar)
-        make: Callable[[], Constraint] | None = None
-        if form is not None and source is not None:
-            make = self._within_budget(form, partial(compiler.compile_answer, source))
-        elif grammar is not None:
-            make = partial(compiler.compile, grammar)
-        if make is not None:
-            with about("tools" if grammar is None else grammar.kind):
-                make()
-        return form, make
-
-    def _within_budget(self, form: AnswerFormat, make: Callable[[], Constraint]) -> Callable[[], Constraint]:
-        """Return what closes the reasoning when its budget is used up."""
-        budget = self._budget(form)
-        return make if budget is None else lambda: BudgetConstraint(make(), budget)
-
-    def _budget(self, form: AnswerFormat) -> Budget | None:
-        reasoning = form.reasoning
-        if reasoning is None or form.budget is None:
-            return None
-        closing_ids = {mark: token_id for token_id, mark in form.marks.items()}.get(reasoning.closing)
-        ids = self._compiler.spell(reasoning.closing) if closing_ids is None else [closing_ids]
-        opening, closing = (text.encode(errors="surrogatepass") for text in (reasoning.opening, reasoning.closing))
-        spelling = self.tokenizer.token_bytes
-
-        def bytes_of(token_id: int) -> bytes:
-            mark = form.marks.get(token_id)
-            return spelling[token_id] if mark is None else mark.encode(errors="surrogatepass")
-
-        return Budget(form.budget, opening, closing, tuple(ids), bytes_of, form.is_open)
 
     def stream(
         self,

@@ -19,9 +19,7 @@ from typing import Any, TypeVar, final
 
 from infer.engine.engine import Engine
 from infer.engine.engine_thread import Heartbeat, Status, serve
-from infer.engine.lease import Lease
-from infer.engine.mailbox import Mailbox
-from infer.engine.messages import (
+from infer.engine.loop_messages import (
     Backlog,
     Call,
     Cancel,
@@ -35,11 +33,12 @@ from infer.engine.messages import (
     Refill,
     Reply,
     Submit,
-    Watch,
     Work,
     once,
     refuse_all,
 )
+from infer.engine.mailbox import Mailbox, Relay
+from infer.engine.place import Lease
 from infer.engine.sequence import Sequence
 from infer.errors import ClosedError, EngineFailedError, InferError, closed
 from infer.model.load import OnProgress
@@ -145,14 +144,12 @@ class Loop:
         sequence.cancel()
         self._send(Cancel(sequence, mailbox))
 
-    def watch(self, sequence: Sequence, *, is_streamed: bool) -> None:
-        """Say whether somebody reads the tokens of a sequence as they come."""
-        self._send(Watch(sequence, is_streamed))
-
     # Calls
 
-    def call(self, work: Work[_Found], on_done: Callable[[], None] = lambda: None) -> Reply[_Found]:
-        """Run work on the loop's thread, up to its next `yield` between two steps. `on_done` is called there.
+    def call(self, work: Work[_Found], relay: Relay | None = None) -> Reply[_Found]:
+        """Run work on the loop's thread, up to its next `yield` between two steps.
+
+        `relay` is that of the event loop whose task waits for the reply.
 
         Work begins as soon as it comes. After its first `yield` it goes on when all that came before it has ended.
 
@@ -161,7 +158,7 @@ class Loop:
         self.check_open()
         if self.is_current:
             raise InferError("the engine's own thread cannot wait for a call: a callback or finalizer must not ask")
-        reply = Reply[_Found](on_done)
+        reply = Reply[_Found](relay)
         self._send(Call(work, reply))
         return reply
 
@@ -229,7 +226,7 @@ class Loop:
                 return self.num_sequences < engine.max_running
             case Refill(backlog):
                 return backlog.num_running < backlog.most_running and self.num_sequences < engine.max_running
-        return not isinstance(message, Watch)
+        return True
 
 
 def _drained() -> InferError:

@@ -61,6 +61,13 @@ class Waiters:
         if self.relay is not None:
             self.relay.note(self)
 
+    def wake(self) -> None:
+        """Wake the threads and the tasks now, outside of the hand-over that follows a step. For any thread."""
+        self.notify()
+        if self.relay is not None:
+            with suppress(RuntimeError):  # a closed event loop has no tasks that wait
+                self.relay.call()
+
     def wake_tasks(self) -> None:
         """For the event loop of the relay."""
         for future in self._tasks:
@@ -110,7 +117,7 @@ class Mailbox:
         self.only_end = only_end
         self.num_put = self.num_taken = self.num_prefilled = 0
         self.has_ended = self.is_closed = self.is_paused = False
-        self.on_room: Callable[[], None] = lambda: None  # called when a paused answer may continue
+        self.on_room: Callable[[], None] = lambda: None  # called when a paused answer may continue, or is not streamed
         self._shows_prefill = shows_prefill
         self._unread = deque[Piece]()
         self._waiters = waiters or Waiters()
@@ -160,8 +167,8 @@ class Mailbox:
 
     def skip_to_end(self) -> None:
         """Wait for the whole answer from now on: it pauses no more."""
-        self.only_end = True
-        self._continue()
+        self.only_end, self.is_paused = True, False
+        self.on_room()
 
     def _continue(self) -> None:
         if self.is_paused and self._has_room:
@@ -183,12 +190,12 @@ class Mailbox:
     def close(self) -> None:
         """Let the reader get nothing more."""
         self.is_closed = True
-        if self.has_ended:  # whoever waited is awake
-            return
-        self._waiters.notify()
-        if self.relay is not None:
-            with suppress(RuntimeError):  # a closed event loop has no tasks that wait
-                self.relay.call()
+        if not self.has_ended:  # otherwise all readers are awake
+            self.wake()
+
+    def wake(self) -> None:
+        """Wake all readers now. For any thread."""
+        self._waiters.wake()
 
     def wait_for_end(self) -> None:
         """Wait until the answer has ended. For any thread but the loop's."""

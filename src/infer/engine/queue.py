@@ -7,7 +7,7 @@ from itertools import count
 from math import ceil
 from typing import final
 
-from infer.engine.admission import (
+from infer.engine.fair_queueing import (
     EXPECTED_ANSWER,
     AnswerLengths,
     Blocked,
@@ -20,7 +20,7 @@ from infer.engine.admission import (
     victim,
     work_of,
 )
-from infer.engine.lease import Lease
+from infer.engine.place import Lease, Place
 from infer.engine.sequence import Sequence
 
 
@@ -32,34 +32,31 @@ class Queue:
         self.lengths, self._kept = AnswerLengths(EXPECTED_ANSWER), KeptSlots()
         self._numbers, self._entries = count(1), count(1)
         self._num_ended_tokens = 0
-        self._charged: dict[Sequence, int] = {}  # work, of those that have entered
-        self._given: dict[Sequence, int] = {}  # tokens that they had given when they last entered
-        self._passed: dict[Sequence, int] = {}  # work of those that entered before, while these waited for pages
+        self._entered = set[Sequence]()
         self.num_preemptions, self.reused_tokens = 0, 0  # of those that have ended
 
     def join(self, sequence: Sequence, lease: Lease | None) -> None:
         """Count a sequence that was submitted."""
-        sequence.join(next(self._numbers), time.perf_counter(), lease)
+        sequence.join(Place(next(self._numbers), time.perf_counter(), lease))
         self.tenants.come(sequence.request.tenant)
 
     def leave(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended, and refund the work that it did not use to its tenant."""
         tenant = sequence.request.tenant
-        if (charged := self._charged.pop(sequence, None)) is not None:
+        if (paid := sequence.place.paid) is not None:
+            self._entered.remove(sequence)
             num_read = max(0, sequence.num_prompt_tokens - sequence.num_reused)
-            self.tenants.charge(tenant, work_of(num_read, len(sequence.pieces)) - charged)
+            self.tenants.charge(tenant, work_of(num_read, len(sequence.pieces)) - paid)
             self.lengths.learn(tenant, len(sequence.pieces))
             self._num_ended_tokens += len(sequence.pieces)
-        self._kept.left(tenant, sequence.number, time.perf_counter())
-        self._given.pop(sequence, None)
-        self._passed.pop(sequence, None)
+        self._kept.left(tenant, sequence.place.number, time.perf_counter())
         self.tenants.go(tenant)
         self.num_preemptions += sequence.stats.preemptions
         self.reused_tokens += sequence.num_reused
 
     def next_of(self, waiting: Iterable[Sequence]) -> Sequence:
         """Return which of one or more sequences enters next."""
-        by_number = {sequence.number: sequence for sequence in waiting}
+        by_number = {sequence.place.number: sequence for sequence in waiting}
         return by_number[self.tenants.first(map(self._waiting, waiting)).number]
 
     def passing(
@@ -79,7 +76,7 @@ class Queue:
         """A sequence enters before these."""
         work = self._waiting(sequence).work
         for each in blocked:
-            self._passed[each] = self._passed.get(each, 0) + work
+            each.place.passed += work
 
     def idle(self, waiting: Iterable[Sequence], running: Items[Sequence]) -> Items[Sequence]:
         """Return the sequences whose tenants have nothing running."""
@@ -92,7 +89,7 @@ class Queue:
         self, sequence: Sequence, running: Items[Sequence], size: Callable[[Sequence], float]
     ) -> Sequence | None:
         """Return who gives its slot and pages to a sequence that waits, if anybody does."""
-        by_number = {each.number: each for each in running}
+        by_number = {each.place.number: each for each in running}
         found = self.tenants.giver(
             self._waiting(sequence),
             size(sequence),
@@ -104,7 +101,7 @@ class Queue:
     def gave(self, sequence: Sequence, to: Sequence) -> None:
         """Count a sequence that gave its slot to one of another tenant."""
         self.tenants.gave(self._running(sequence, 0.0), self._num_given)
-        self._kept.got(to.number)
+        self._kept.got(to.place.number)
 
     def num_kept(self, running: Items[Sequence], num_slots: int) -> int:
         """Return how many free slots wait for a tenant that has nothing running."""
@@ -113,7 +110,7 @@ class Queue:
     @property
     def _num_given(self) -> int:
         """Tokens that all sequences gave since the engine began."""
-        return self._num_ended_tokens + sum(len(each.pieces) for each in self._charged)
+        return self._num_ended_tokens + sum(len(each.pieces) for each in self._entered)
 
     def expected_room(self, sequence: Sequence) -> int:
         """Return how many tokens are expected to follow."""
@@ -121,30 +118,31 @@ class Queue:
         return min(sequence.room, ceil(expected))
 
     def entered(self, sequence: Sequence) -> None:
-        self._given[sequence] = len(sequence.pieces)
-        self._kept.entered(sequence.request.tenant, sequence.number)
-        if sequence not in self._charged:
-            self._charged[sequence] = self._waiting(sequence).work
-            sequence.number_entry(next(self._entries))
-            self.tenants.charge(sequence.request.tenant, self._charged[sequence])
+        """Count a sequence that has got a slot. Its tenant pays for it once."""
+        place, tenant = sequence.place, sequence.request.tenant
+        place.num_given = len(sequence.pieces)
+        self._kept.entered(tenant, place.number)
+        if place.paid is None:
+            place.paid, place.entry = self._waiting(sequence).work, next(self._entries)
+            self._entered.add(sequence)
+            self.tenants.charge(tenant, place.paid)
 
     def victim_of(self, running: Items[Sequence], size: Callable[[Sequence], float]) -> Sequence | None:
         """Return who of those that run gives its slot up; None of one or none."""
-        by_number = {sequence.number: sequence for sequence in running}
+        by_number = {sequence.place.number: sequence for sequence in running}
         found = victim([self._running(sequence, size(sequence)) for sequence in running], self.tenants.weight)
         return None if found is None else by_number[found.number]
 
     def _waiting(self, sequence: Sequence) -> Waiting:
-        request = sequence.request
+        request, place = sequence.request, sequence.place
         work = work_of(sequence.num_prompt_tokens, self.expected_room(sequence))
-        rank = rank_of(sequence.submitted_at, request.priority)
-        return Waiting(sequence.number, request.tenant, rank, work, sequence in self._charged)
+        rank = rank_of(place.submitted_at, request.priority)
+        return Waiting(place.number, request.tenant, rank, work, place.paid is not None)
 
     def _running(self, sequence: Sequence, size: float) -> Running:
-        request, num_given = sequence.request, len(sequence.pieces) - self._given.get(sequence, 0)
-        was_preempted, num_tokens = sequence.stats.preemptions > 0, len(sequence.token_ids)
-        return Running(sequence.number, num_given, was_preempted, request.tenant, request.priority, size, num_tokens)
+        request, place, num_tokens = sequence.request, sequence.place, len(sequence.token_ids)
+        num_given, was_preempted = len(sequence.pieces) - place.num_given, sequence.stats.preemptions > 0
+        return Running(place.number, num_given, was_preempted, request.tenant, request.priority, size, num_tokens)
 
     def _blocked(self, sequence: Sequence) -> Blocked:
-        work = self._waiting(sequence).work
-        return Blocked(len(sequence.token_ids), work, self._passed.get(sequence, 0))
+        return Blocked(len(sequence.token_ids), self._waiting(sequence).work, sequence.place.passed)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import SupportsIndex, final
+from typing import NamedTuple, SupportsIndex, final
 
 from infer.errors import ContextLengthError, InvalidRequestError
 from infer.grammar.base import Constraint
@@ -56,43 +56,51 @@ class Request:
         return blake2b(repr((self.prompt_token_ids, self.params.seed)).encode(), digest_size=16).digest()
 
 
-def make_request(
-    model: Transformer, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
-) -> Request:
-    """Check a request against the model and draw a seed where none was given.
+class Limits(NamedTuple):
+    """The ids and the number of tokens that a model and its tokenizer take together."""
 
-    Raises InvalidRequestError for what `check_prompt` refuses and for parameters that name ids outside the vocabulary.
+    vocab_size: int
+    max_seq_len: int
+    bos_token_id: int | None
+
+
+def limits_of(model: Transformer, tokenizer: Tokenizer) -> Limits:
+    """Return the limits of a model. Either it or the tokenizer may have more ids than the other."""
+    vocab_size = min(model.architecture.vocab_size, tokenizer.vocab_size)
+    return Limits(vocab_size, model.max_seq_len, tokenizer.bos_token_id)
+
+
+def make_request(
+    limits: Limits, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
+) -> Request:
+    """Check a request against the model, and draw a seed if none was given.
+
+    Raises InvalidRequestError as `check_prompt` does, and for parameters that name ids outside the vocabulary.
     """
-    token_ids = check_prompt(model, tokenizer, prompt_token_ids, room=1)
-    vocab_size = vocab_size_of(model, tokenizer)
+    token_ids = check_prompt(limits, prompt_token_ids, room=1)
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        check_ids(name, getattr(params, name) or (), vocab_size)
+        check_ids(name, getattr(params, name) or (), limits.vocab_size)
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(SEED_BITS))
-    return Request(tokenizer, tuple(token_ids), params, model.max_seq_len, vocab_size)
+    return Request(tokenizer, tuple(token_ids), params, limits.max_seq_len, limits.vocab_size)
 
 
-def vocab_size_of(model: Transformer, tokenizer: Tokenizer) -> int:
-    """The ids that both the model and the tokenizer have: either may have more."""
-    return min(model.architecture.vocab_size, tokenizer.vocab_size)
+def check_prompt(limits: Limits, token_ids: Sequence[int], *, room: int) -> list[int]:
+    """Return the prompt, or only BOS if it is empty and the model has one.
 
-
-def check_prompt(model: Transformer, tokenizer: Tokenizer, token_ids: Sequence[int], *, room: int) -> list[int]:
-    """The prompt, or BOS alone where it is empty and the model has one.
-
-    Raises InvalidRequestError for an empty prompt without BOS or an id outside the vocabulary, ContextLengthError where
-    the context does not hold it and `room` tokens more.
+    Raises InvalidRequestError for an empty prompt without BOS or an id outside the vocabulary, and ContextLengthError
+    if the context is too short for the prompt and `room` further tokens.
     """
     token_ids = list(token_ids)
     if not token_ids:
-        if tokenizer.bos_token_id is None:
+        if limits.bos_token_id is None:
             raise InvalidRequestError("the prompt is empty and the model has no BOS token to begin with: give it text")
-        token_ids = [tokenizer.bos_token_id]
-    check_ids("the prompt", token_ids, vocab_size_of(model, tokenizer))
-    if len(token_ids) + room > model.max_seq_len:
+        token_ids = [limits.bos_token_id]
+    check_ids("the prompt", token_ids, limits.vocab_size)
+    if len(token_ids) + room > limits.max_seq_len:
         answer = ", the answer included" if room else ""
         raise ContextLengthError(
-            f"the prompt has {len(token_ids)} tokens and the context holds {model.max_seq_len}{answer}: "
+            f"the prompt has {len(token_ids)} tokens and the context holds {limits.max_seq_len}{answer}: "
             "shorten the prompt, raise max_seq_len or pass overflow='truncate_left'"
         )
     return token_ids

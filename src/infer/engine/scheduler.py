@@ -5,9 +5,10 @@ quarters to the prompt with the fewest tokens left, and a quarter to the oldest.
 and none waits for ever. While an answer is streamed, 98 of 100 steps with prompts take at most `gap_seconds`.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from math import inf
+from operator import add
 from typing import NamedTuple, Self, final
 
 from infer.engine.step_costs import StepCosts, StepWork, context_of
@@ -23,14 +24,6 @@ FIRST_PROMPT_TOKENS = 64  # while it is not known how long they take
 PLAIN_STEPS = 8  # between two steps with drafts, where most sequences have none
 MAX_TAKEN = 2048
 _RETURN = 0.2  # steps: what a return to Python takes
-
-
-class Kind(NamedTuple):
-    """The properties that a step's time depends on, besides its number of tokens."""
-
-    num_sequences: int
-    num_constrained: int
-    num_greedy: int
 
 
 class Demand(NamedTuple):
@@ -86,7 +79,6 @@ class Scheduler:
         self._has_decoded = False  # so that it is known how long such steps take
         self.costs = StepCosts()
         self.taken = deque[StepTaken](maxlen=MAX_TAKEN)  # of the last steps, for whoever counts them
-        self.step_times = defaultdict[Kind, StepTimes](StepTimes)
 
     def max_drafts(self, num_sequences: int) -> int:
         """Return the largest number of drafts per sequence."""
@@ -243,6 +235,5 @@ class Scheduler:
 
 
 def _work(demands: Sequence[Demand], num_tokens: Sequence[int], num_drafts: Sequence[int]) -> StepWork:
-    counts = [tokens + drafts for tokens, drafts in zip(num_tokens, num_drafts, strict=True)]
-    contexts = [context_of(count, demand.num_computed) for count, demand in zip(counts, demands, strict=True)]
-    return StepWork(sum(count > 0 for count in counts), sum(counts), sum(contexts))
+    counts = map(add, num_tokens, num_drafts)
+    return StepWork.of([(count, demand.num_computed) for count, demand in zip(counts, demands, strict=True)])

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain, repeat
 from typing import TypeVar, final
 
-from infer.engine.lease import Lease
+from infer.engine.place import Place
 from infer.engine.request import Request
 from infer.engine.scheduler import MAX_STEPS, Demand
 from infer.engine.sequence_grammar import SequenceGrammar
@@ -23,7 +23,6 @@ from infer.operands.step import Chunk, Clock
 from infer.outputs import FinishReason, GenerationResult, GenerationStats, Origin, Piece, TokenLogprob, assembled
 from infer.runner.sample_loop import SampledTokens
 from infer.sampling.sampler import message_of
-from infer.sampling_params import SamplingParams
 from infer.speculation.ngram import NgramDraft
 from infer.speculation.policy import DraftPolicy, StepTimes
 from infer.toolcalls.parser import AnswerParser, Parsed
@@ -40,7 +39,7 @@ class Sequence:
     """
 
     def __init__(self, request: Request) -> None:
-        self.request = request
+        self.request, self.params = request, request.params
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0
@@ -48,9 +47,7 @@ class Sequence:
         self.pieces: list[Piece] = []
         self.is_paused = False  # its reader lags behind
         self.is_streamed = True  # somebody reads the tokens as they come
-        self.number, self.submitted_at = 0, 0.0  # in the engine: its place among all, and when by time.perf_counter
-        self.entry = 0  # its place among those that have entered
-        self.lease: Lease | None = None  # a slot that it leaves to the next sequence of its kind
+        self.place = Place()
         self.must_end_prompt = False  # its prompt is yet to be compressed, before anything is forced or drafted
         self.has_ended = False  # it has left the engine: nothing of it changes any more but `keep`
         self.has_fault = False  # its grammar, its text or its drafts raised what they should not
@@ -72,10 +69,6 @@ class Sequence:
     @property
     def has_slot(self) -> bool:
         return self.slot != NO_SLOT
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
 
     @property
     def num_pending(self) -> int:
@@ -108,11 +101,6 @@ class Sequence:
         return self.num_pending == 1
 
     @property
-    def wants_tokens(self) -> bool:
-        """True if the next step may be for it."""
-        return not self.is_paused
-
-    @property
     def num_schedulable(self) -> int:
         """Pending tokens that the next steps may compute: while the prompt is yet to be compressed, only its own."""
         return self.num_prompt_tokens - self.num_computed if self.must_end_prompt else self.num_pending
@@ -127,7 +115,7 @@ class Sequence:
         event, timeout = self.request.cancel, self.request.timeout
         if self._is_cancelled or (event is not None and event.is_set()):
             self.abort()
-        elif timeout is not None and now - self.submitted_at >= timeout:
+        elif timeout is not None and now - self.place.submitted_at >= timeout:
             self.abort("timeout")
 
     def abort(self, reason: str = "cancelled") -> None:
@@ -152,9 +140,14 @@ class Sequence:
 
     # Its place in the engine
 
-    def join(self, number: int, now: float, lease: Lease | None) -> None:
-        """Begin to wait for a slot, or for that of the lease."""
-        self.number, self.submitted_at, self.lease = number, now, lease
+    @property
+    def submitted_at(self) -> float:
+        """Time of its submission, by time.perf_counter."""
+        return self.place.submitted_at
+
+    def join(self, place: Place) -> None:
+        """Begin to wait for a slot, or for that of the place's lease."""
+        self.place = place
 
     def watch(self, *, is_streamed: bool) -> None:
         """Note whether somebody reads the tokens as they come."""
@@ -163,10 +156,6 @@ class Sequence:
     def set_paused(self, *, is_paused: bool) -> None:
         self.is_paused = is_paused
 
-    def number_entry(self, entry: int) -> None:
-        """Note its place among the sequences that have entered."""
-        self.entry = entry
-
     def compress_prompt(self, *, must: bool) -> None:
         """Note whether the prompt is yet to be compressed, once it is complete."""
         self.must_end_prompt = must
@@ -174,7 +163,7 @@ class Sequence:
     def enter(self, slot: int, num_computed: int, num_dropped: int = 0) -> None:
         """Take a slot, whose cache holds the first `num_computed` tokens and has dropped some of its lease's."""
         self.slot, self.num_computed = slot, num_computed
-        if self.lease is not None:
+        if self.place.lease is not None:
             self.num_dropped = num_dropped
         if not self.pieces:
             self.num_reused = num_computed
@@ -186,6 +175,8 @@ class Sequence:
         self.slot, self._draft = NO_SLOT, None
 
     def end(self) -> None:
+        """Leave the engine for good, as cancelled if it is not finished."""
+        self.abort()
         self.leave()
         self.has_ended = True
 
@@ -288,7 +279,7 @@ class Sequence:
             min(self.room, _STOP_STRING_STEPS if self.params.stop else MAX_STEPS),
             to_draft,
             self.num_computed,
-            self.entry,
+            self.place.entry,
             self.is_streamed,
         )
 

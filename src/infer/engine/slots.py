@@ -7,8 +7,8 @@ from itertools import count
 from operator import neg, sub
 from typing import final
 
-from infer.engine.admission import has_pages
-from infer.engine.lease import Lease, common_length
+from infer.engine.fair_queueing import has_pages
+from infer.engine.place import Lease, common_length
 from infer.engine.queue import Queue
 from infer.engine.sequence import Sequence
 from infer.errors import InferError, OutOfPagesError
@@ -44,7 +44,7 @@ class Slots:
         waits for that, and finds it in the cache."""
         if not self.waiting:
             return
-        running, blocked = [each for each in self.sequences if each.wants_tokens], list[Sequence]()
+        running, blocked = [each for each in self.sequences if not each.is_paused], list[Sequence]()
         waiting: Collection[Sequence] = self.waiting.keys()
         num_held_back = 0
         while waiting:
@@ -76,7 +76,7 @@ class Slots:
 
     def _is_being_read(self, sequence: Sequence, running: Items[Sequence]) -> bool:
         """Return whether one that runs is about to compute the next tokens of what a prompt begins with."""
-        if sequence.lease is not None or not self.runner.shares_prefixes:
+        if sequence.place.lease is not None or not self.runner.shares_prefixes:
             return False
         token_ids, salt = sequence.token_ids, sequence.request.salt
         for other in running:
@@ -94,7 +94,7 @@ class Slots:
     def enter(self, sequence: Sequence) -> bool:
         """Give it a slot, with what is stored there of its first tokens; False if there is none. `_givers` has
         checked that there are pages."""
-        lease, runner = sequence.lease, self.runner
+        lease, runner = sequence.place.lease, self.runner
         slot = self._free_slot() if lease is None else self.hold(lease)
         if slot is None:
             return False
@@ -140,7 +140,7 @@ class Slots:
     def _has_pages_for(self, sequence: Sequence, givers: Items[Sequence]) -> bool:
         """Return whether the pages are enough for a sequence and for all that run, if the givers give theirs up. A
         sequence that is alone may always try."""
-        if self._is_full and not givers and any(each.wants_tokens for each in self.sequences):
+        if self._is_full and not givers and any(not each.is_paused for each in self.sequences):
             return False
         if len(self._sequence_by_slot) <= len(givers):
             return True
@@ -157,7 +157,7 @@ class Slots:
 
     def leave(self, sequence: Sequence) -> None:
         """Free the slot of a sequence that has ended. Its lease keeps the computed tokens."""
-        slot, lease = sequence.slot, sequence.lease
+        slot, lease = sequence.slot, sequence.place.lease
         self.waiting.pop(sequence, None)
         if not sequence.has_slot:
             return
@@ -179,11 +179,11 @@ class Slots:
         sequence.stats.preemptions += 1
         self.runner.truncate(sequence.slot, 0)
         del self._sequence_by_slot[sequence.slot]
-        if sequence.lease is not None:
+        if (lease := sequence.place.lease) is not None:
             self._lease_by_slot.pop(sequence.slot, None)
-            sequence.lease.lose()
+            lease.lose()
         sequence.restart()
-        if sequence.wants_tokens:
+        if not sequence.is_paused:
             self.waiting[sequence] = None
 
     def preempt_one(self) -> bool:
@@ -225,7 +225,7 @@ class Slots:
             self._lease_by_slot.pop(slot, None)
             self.runner.truncate(slot, 0)
             return True
-        paused = [each for each in self.sequences if not each.wants_tokens]
+        paused = [each for each in self.sequences if each.is_paused]
         if paused:
             self._preempt_for_pages(paused[-1])
         return bool(paused)

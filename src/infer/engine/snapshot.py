@@ -33,7 +33,7 @@ class SequenceState:
     def of(cls, sequence: Sequence, now: float) -> Self:
         request = sequence.request
         return cls(
-            number=sequence.number,
+            number=sequence.place.number,
             tenant=request.tenant,
             priority=request.priority,
             slot=sequence.slot if sequence.has_slot else None,
@@ -42,7 +42,7 @@ class SequenceState:
             num_computed=sequence.num_computed,
             num_reused=sequence.num_reused,
             num_preemptions=sequence.stats.preemptions,
-            seconds=now - sequence.submitted_at,
+            seconds=now - sequence.place.submitted_at,
         )
 
 

@@ -8,12 +8,13 @@ others, does not tell the costs apart, and what those before it told must last. 
 for a moment, as with a busy neighbour, is a factor apart.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Sequence
 from math import exp, isfinite, log, sqrt
-from typing import NamedTuple, final
+from typing import NamedTuple, Self, final
 
 from infer.outputs import percentile
+from infer.speculation.policy import StepTimes
 
 KEPT = 0.98  # what a step still weighs after the next one of its kind
 MAX_SURPRISE = 4.0  # times what was predicted: a step that took longer was held up, unless the next one was too
@@ -33,6 +34,12 @@ class StepWork(NamedTuple):
     num_tokens: int
     context: int  # Σ over its tokens of the positions before each
 
+    @classmethod
+    def of(cls, chunks: Collection[tuple[int, int]]) -> Self:
+        """Return the work of a step with these chunks: number of tokens, and positions before them, per sequence."""
+        num_sequences = sum(count > 0 for count, _ in chunks)
+        return cls(num_sequences, sum(count for count, _ in chunks), sum(context_of(*chunk) for chunk in chunks))
+
     @property
     def features(self) -> tuple[float, ...]:
         num_further = self.num_tokens - self.num_sequences
@@ -42,6 +49,14 @@ class StepWork(NamedTuple):
 def context_of(num_tokens: int, start: int) -> int:
     """Return the sum of the positions before each token of a chunk that starts at `start`."""
     return num_tokens * start + num_tokens * (num_tokens - 1) // 2
+
+
+class Kind(NamedTuple):
+    """The properties that the time of a step of an exact size depends on, besides the size."""
+
+    num_sequences: int
+    num_constrained: int
+    num_greedy: int
 
 
 class Costs(NamedTuple):
@@ -74,6 +89,7 @@ class StepCosts:
         self._was_held_up = False
         self.num_steps = 0
         self._ratios = deque[float](maxlen=NUM_RATIOS)
+        self.by_kind = defaultdict[Kind, StepTimes](StepTimes)  # of exact sizes, for drafts
 
     @property
     def is_known(self) -> bool:

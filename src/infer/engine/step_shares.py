@@ -15,7 +15,7 @@ All wait while a grammar's masks are filled. That delay is exact, so a tenant ma
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, final
 
-from infer.engine.step_costs import StepCosts, StepWork, context_of
+from infer.engine.step_costs import StepCosts, StepWork
 
 MARGIN = 0.3  # of its share leaves the costliest tenant to the others, for the time that no cost model knows
 MOST_OWED = 1.0  # seconds: a tenant that waited long does not make the others wait as long
@@ -104,6 +104,5 @@ class StepShares:
         return {tenant: self._costs.predict(_work(each)) for tenant, each in own.items()}
 
 
-def _work(parts: Collection[Part]) -> StepWork:
-    contexts = (context_of(part.num_tokens, part.start) for part in parts)
-    return StepWork(len(parts), sum(part.num_tokens for part in parts), sum(contexts))
+def _work(parts: Iterable[Part]) -> StepWork:
+    return StepWork.of([(part.num_tokens, part.start) for part in parts])

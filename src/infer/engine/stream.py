@@ -5,9 +5,9 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import NoReturn, Self, SupportsIndex, final
 
-from infer.engine.lease import Lease
 from infer.engine.loop import Loop
 from infer.engine.mailbox import Mailbox
+from infer.engine.place import Lease
 from infer.engine.sequence import Sequence
 from infer.errors import InferError, InvalidRequestError
 from infer.outputs import GenerationResult, Piece
@@ -68,6 +68,13 @@ class OpenAnswer:
         event = self.sequence.request.cancel
         if event is not None and event.is_set():
             self.cancel()
+
+    def take(self, most: int | None) -> list[Piece] | None:
+        """Return up to `most` pieces that have come, none at the end of the answer, or None if there may be more."""
+        self.poll_cancel()
+        has_ended = self.mailbox.has_ended  # before the pieces are looked at: after it no more come
+        found = self.mailbox.take(most)
+        return found if found or has_ended or self.mailbox.is_closed else None
 
     def close(self) -> None:
         """Cancel, and wait until the sequence has ended. On the loop's own thread, or in a fork, do not wait."""
@@ -203,15 +210,12 @@ class Stream(Iterator[Piece]):
             answer.close()  # the model was closed: an answer that has not begun ends as if it had
         elif not mailbox.is_closed:
             answer.begin()
-        while True:
-            answer.poll_cancel()
-            has_ended = mailbox.has_ended  # before the pieces are looked at: after it no more come
-            if found := mailbox.take(1):
-                return found[0]
-            if has_ended or mailbox.is_closed:
-                raise StopIteration
+        while (found := answer.take(1)) is None:
             mailbox.wait(self._num_shown)
             self._show_prefill()
+        if not found:
+            raise StopIteration
+        return found[0]
 
     def _show_prefill(self) -> None:
         sequence, num_prefilled = self.answer.sequence, self.answer.mailbox.num_prefilled
@@ -316,7 +320,6 @@ class AsyncStream(AsyncIterator[Piece]):
             answer.poll_cancel()
             if not mailbox.only_end and not mailbox.is_closed:
                 mailbox.skip_to_end()
-                answer.loop.watch(answer.sequence, is_streamed=False)
             await mailbox.wait_for_end_or_close()
             answer.poll_cancel()
             mailbox.take()
@@ -341,15 +344,9 @@ class AsyncStream(AsyncIterator[Piece]):
     async def _take(self, most: int | None) -> list[Piece]:
         async with _Reading(self):
             answer = await self._begun()
-            mailbox = answer.mailbox
-            while True:
-                answer.poll_cancel()
-                has_ended = mailbox.has_ended  # before the pieces are looked at: after it no more come
-                if found := mailbox.take(most):
-                    return found
-                if has_ended or mailbox.is_closed:
-                    return []
-                await mailbox.wait_as_task()
+            while (found := answer.take(most)) is None:
+                await answer.mailbox.wait_as_task()
+            return found
 
 
 @final

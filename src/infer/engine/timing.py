@@ -1,7 +1,6 @@
 """When an answer's tokens were computed and handed over, in seconds."""
 
 import time
-from collections.abc import Sequence
 from typing import final
 
 from infer.operands.step import Clock
@@ -13,29 +12,20 @@ class AnswerTimer:
     """Collects what `GenerationTiming` reports of one answer."""
 
     def __init__(self) -> None:
-        self._began: float | None = None  # by time.perf_counter
+        self.began: float | None = None  # when somebody began to wait for the tokens, by time.perf_counter
+        self.arrivals = list[float]()  # when each token came, by the same clock
         self._waited = 0.0
         self._prefill_s: float | None = None
-        self._decode_times_s, self._sampling_times_s, self._arrivals = list[float](), list[float](), list[float]()
-
-    @property
-    def began(self) -> float | None:
-        """When somebody began to wait for the tokens, by time.perf_counter."""
-        return self._began
-
-    @property
-    def arrivals(self) -> Sequence[float]:
-        """When each token came, by the same clock."""
-        return self._arrivals
+        self._decode_times_s, self._sampling_times_s = list[float](), list[float]()
 
     def begin(self) -> None:
         """From the first call on, somebody waits for the tokens."""
-        if self._began is None:
-            self._began = time.perf_counter()
+        if self.began is None:
+            self.began = time.perf_counter()
 
     def arrived(self) -> None:
         """One more token, forced or sampled."""
-        self._arrivals.append(time.perf_counter())
+        self.arrivals.append(time.perf_counter())
 
     def waited(self, seconds: float) -> None:
         """Time that gave no token: it counts with the next forward."""
@@ -60,10 +50,10 @@ class AnswerTimer:
 
     def keep(self, num_tokens: int) -> None:
         """Forget what came after the first so many tokens. Forced tokens have no step times: too many may be kept."""
-        del self._arrivals[num_tokens:]
+        del self.arrivals[num_tokens:]
         del self._decode_times_s[max(0, num_tokens - 1) :]
         del self._sampling_times_s[max(0, num_tokens - 1) :]
 
     def result(self) -> GenerationTiming:
-        arrivals = [at - (self._began or 0.0) for at in self._arrivals]
+        arrivals = [at - (self.began or 0.0) for at in self.arrivals]
         return GenerationTiming(self._prefill_s or 0.0, self._decode_times_s, self._sampling_times_s, arrivals)

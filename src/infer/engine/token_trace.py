@@ -11,45 +11,30 @@ from torch import Tensor
 
 from infer.engine.embedding import step_tokens
 from infer.engine.host import Host
-from infer.engine.lease import Lease
-from infer.engine.prompt_ids import Prompt
+from infer.engine.place import Lease
+from infer.engine.prompt_encoding import Prompt
 from infer.engine.request import Request, check_prompt
-from infer.engine.request_options import RequestOptions, check_count
-from infer.engine.sequence import Sequence as QueuedSequence
+from infer.engine.request_maker import Ask
+from infer.engine.request_options import check_count
 from infer.errors import InferError, InvalidRequestError
-from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
-from infer.operands.step import Step
+from infer.operands.limits import MAX_STEP_LOGITS
 from infer.outputs import SampleTrace, TokenLogprob
 from infer.request_limits import MAX_LOGPROBS
-from infer.runner.caches import make_cache
 from infer.sampling.masks import num_mask_words
 from infer.sampling.sampler import Sampled, log_probabilities
 from infer.sampling.trace import sample_trace
-from infer.sampling_params import SamplingParams
 
 
 def logits_of(
     host: Host, token_ids: Sequence[int], last: int | None
 ) -> Generator[None, None, Float[Tensor, "tokens vocab"]]:
     """Return the float32 logits after every token, or after the last few. Work for the loop."""
-    first = 0 if last is None else max(len(token_ids) - last, 0)
-    found = list[Tensor]()
-    if not host.runner.has_whole_slots:  # ranks share it out, and take part in what its runner does
-        for logits in logits_beside(host, token_ids, first):
-            found += [] if logits is None else [logits]
-            yield
-        return torch.cat(found)
-    model = host.model
-    cache = make_cache(model, len(token_ids), settings=host.settings.cache)
-    cache.set_rope(0, is_long=model.is_long(len(token_ids)))
-    for start in range(0, len(token_ids), MAX_STEP_TOKENS):
-        chunk = token_ids[start : start + MAX_STEP_TOKENS]
-        indices = range(min(max(first - start, 0), len(chunk)), len(chunk))
-        cache.reserve(0, len(chunk))
-        found.append(model.forward(Step.of(chunk, start, logit_indices=indices).to(model.device), cache))
-        cache.commit(0, len(chunk))
+    num_logits = len(token_ids) if last is None else min(last, len(token_ids))
+    first, found = len(token_ids) - max(1, num_logits), list[Tensor]()
+    for logits in logits_beside(host, token_ids, first):
+        found += [] if logits is None else [logits]
         yield
-    return torch.cat(found)
+    return torch.cat(found)[len(token_ids) - first - num_logits :]
 
 
 def logits_beside(host: Host, token_ids: Sequence[int], first: int) -> Iterator[Float[Tensor, "tokens vocab"] | None]:
@@ -71,12 +56,12 @@ def logits_beside(host: Host, token_ids: Sequence[int], first: int) -> Iterator[
             runner.extend(slot, again)
             num_held += len(again)
         if num_held == num_done:
-            chunk = token_ids[num_held : num_held + min(most, MAX_STEP_LOGITS)]
-            num_logits = min(len(chunk), num_held + len(chunk) - first)
-            if num_logits > 0:
-                logits = runner.append(slot, chunk, num_logits)
-            else:
+            if num_held < first:
+                chunk = token_ids[num_held : min(num_held + most, first)]
                 runner.extend(slot, chunk)
+            else:
+                chunk = token_ids[num_held : num_held + min(most, MAX_STEP_LOGITS)]
+                logits = runner.append(slot, chunk, len(chunk))
             num_held = num_done = num_held + len(chunk)
         lease.token_ids = list(token_ids[:num_held])
         return logits
@@ -94,7 +79,7 @@ def score_prompt(
         yield
         if logits is None:
             continue
-        logits[:, host.vocab_size :] = -torch.inf
+        logits[:, host.requests.limits.vocab_size :] = -torch.inf
         next_ids = token_ids[len(found) : len(found) + len(logits)]
         following = torch.tensor(next_ids, dtype=torch.int64, device=logits.device)
         scored = Sampled(following, *log_probabilities(logits[: len(following)], following, num_top))
@@ -105,27 +90,20 @@ def score_prompt(
 def ids_to_score(host: Host, prompt: Prompt, num_top: int = 0) -> list[int]:
     """Return the ids of a prompt without an answer. Raises InvalidRequestError."""
     check_count("num", num_top, 0, MAX_LOGPROBS)
-    return check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
+    return check_prompt(host.requests.limits, host.requests.encode(prompt), room=0)
 
 
-def trace_token(
-    host: Host,
-    prompt: Prompt,
-    params: SamplingParams,
-    options: RequestOptions,
-    step: int,
-    num_candidates: int,
-    prompt_ids: Sequence[int] | None = None,
-) -> SampleTrace:
-    """Raises InvalidRequestError where the answer ends before `step`, and as `check_traceable` does."""
-    check_count("step", step, 1, host.model.max_seq_len)
-    check_count("num_candidates", num_candidates, 1, host.vocab_size)
+def trace_token(host: Host, ask: Ask, step: int, num_candidates: int) -> SampleTrace:
+    """Return the trace of one step of an answer.
+
+    Raises InvalidRequestError if the answer ends before `step`, and as `check_traceable` does.
+    """
+    check_count("step", step, 1, host.requests.limits.max_seq_len)
+    check_count("num_candidates", num_candidates, 1, host.requests.limits.vocab_size)
     check_traceable(host)
+    params = host.requests.params_of(ask)
     asked = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))
-    conversation = host.conversation(prompt, options)
-    encode = conversation.encode if conversation is not None and prompt_ids is None else None
-    fitting = host.fit(prompt if prompt_ids is None else prompt_ids, asked, options, encode)
-    sequence = QueuedSequence(host.request(fitting, asked, options, conversation))
+    sequence = host.requests.sequence(replace(ask, params=asked, sampling={}))
     result = host.stream(sequence).run()
     if result.error is not None:
         raise InvalidRequestError(f"the generation ended early: {result.error}")
@@ -168,7 +146,7 @@ def trace_answer(
         yield
         for row in () if logits is None else logits:
             trace = sample_trace(
-                row[: host.vocab_size],
+                row[: host.requests.limits.vocab_size],
                 request.params,
                 context[:place],
                 num_prompt_tokens=num_prompt_tokens,
@@ -193,7 +171,7 @@ class _Masks:
         """Raises InvalidRequestError where the grammar does not allow the tokens `before`."""
         self._constraint = None if request.make_constraint is None else request.make_constraint()
         self._has_ended = False
-        self._words, self._device = num_mask_words(host.vocab_size), host.model.device
+        self._words, self._device = num_mask_words(host.requests.limits.vocab_size), host.model.device
         if self._constraint is not None and (count := self._constraint.accept(before)) < len(before):
             raise InvalidRequestError(f"the grammar does not allow token {before[count]}, number {count} of the answer")
 

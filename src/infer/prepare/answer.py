@@ -5,7 +5,6 @@ part of a schema.
 """
 
 import json
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
@@ -45,7 +44,6 @@ class AnswerGrammars:
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        self._lock = threading.RLock()  # guards what is below
         self._kept = SizedCache[_Prepared](MAX_PREPARED_BYTES)
 
     def prepare(self, form: AnswerFormat, answer: Grammar | None) -> PreparedAnswer:
@@ -56,17 +54,14 @@ class AnswerGrammars:
         self._compiler.check_answers()
         form = _as_json(form)
         question = {"format": format_to_json(form), "answer": answer}
-        line = json.dumps(question).encode()
-        key = blake2b(line, digest_size=32).digest()
-        with self._lock:
-            found = self._kept.get(key)
-        if found is None:
-            found = _asked(self._compiler.backend, question)
-            size = len(json.dumps([*found.parameters.values(), *found.warnings]))
-            with self._lock:
-                num_bytes = _LEAST_BYTES + len(found.source.encode()) + _BYTES_PER_CHARACTER * size
-                self._kept.put(key, found, num_bytes)
+        key = blake2b(json.dumps(question).encode(), digest_size=32).digest()
+        found = self._kept.get_or_make(key, lambda: _asked(self._compiler.backend, question), _num_bytes)
         return PreparedAnswer(_with(form, found), found.source)
+
+
+def _num_bytes(found: _Prepared) -> int:
+    size = len(json.dumps([*found.parameters.values(), *found.warnings]))
+    return _LEAST_BYTES + len(found.source.encode()) + _BYTES_PER_CHARACTER * size
 
 
 def _asked(backend: str, question: Mapping[str, Any]) -> _Prepared:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple, final
 
-from infer.engine.admission import AnswerLengths
+from infer.engine.fair_queueing import AnswerLengths
 from infer.protocols.refusals import refuse
 from infer.server.errors import ApiError
 from infer.server.forecast import Demand, Forecast

@@ -51,7 +51,7 @@ async def embeddings(request: Request, state: ServerState) -> Response:
     await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
 
     async def embed() -> bytes:
-        ids = await host.answers.prepare(lambda check: [host.encode(text) for text in texts])
+        ids = await host.answers.prepare(lambda check: [host.requests.encode(text) for text in texts])
         found = await llm.embed(ids, body.pooling)
         num_tokens = sum(map(len, ids))
         # Vectors become text in a thread: 2,048 of them take the loop's time.

@@ -1,6 +1,6 @@
 """Forecast how long a tenant's next request would wait, from the engine's sequences and from its cost model.
 
-Tenants share the computation (`engine.admission.Tenants`). While a tenant gets the work that is ahead of a request,
+Tenants share the computation (`engine.fair_queueing.Tenants`). While a tenant gets the work that is ahead of a request,
 every other tenant gets as much, or all that it asks for. So one tenant's flood does not lengthen another's wait without
 bound. Weights of tenants are left out, because a server has none.
 """

@@ -30,7 +30,7 @@ def props_of(state: ServerState) -> Json:
         "system_fingerprint": host.system_fingerprint,
         "can_chat": llm.can_chat,
         "max_model_len": llm.max_seq_len,
-        "vocab_size": host.vocab_size,
+        "vocab_size": host.requests.limits.vocab_size,
         "num_layers": len(llm.architecture.layers),
         "total_slots": state.settings.slots,
         "kv_type": host.runner.cache.kind,

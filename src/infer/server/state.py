@@ -93,7 +93,7 @@ class ServerState:
     def become_ready(self, llm: "infer.AsyncLLM") -> None:
         """Serve this model unless the server is shutting down."""
         self._llm = llm
-        llm.host.warns = False  # answers hold their own warnings
+        llm.host.requests.warns = False  # answers hold their own warnings
         self._apply_limits()
         if self.phase == "loading":
             self.phase = "ready"

@@ -51,7 +51,7 @@ class _TemplateBody(Body, kw_only=True):
         Raises the errors of what the template refuses.
         """
         given, options = messages_of(messages), RequestOptions(tools=plain(self.tools))
-        conversation = llm.host.conversation(given, options, self.variables)
+        conversation = llm.host.requests.conversation(given, options, self.variables)
         assert conversation is not None
         return conversation.shown(given)
 
@@ -158,7 +158,7 @@ async def count_prompt(
     host = state.llm().host
 
     def encode() -> list[int]:
-        conversation = host.conversation(messages, options, variables)
+        conversation = host.requests.conversation(messages, options, variables)
         assert conversation is not None
         return conversation.encode(messages)
 

@@ -81,7 +81,7 @@ async def _trace_given(
         raise refuse(f"at most {MAX_TRACED} tokens are traced at once: give num_tokens", "num_tokens")
     choices = await accept(request, state, replace(asked, is_answered=False))
     (prompt_ids,) = choices.prompt_ids
-    _check_answer(answer, len(prompt_ids), llm.host.vocab_size, llm.host.model.max_seq_len)
+    _check_answer(answer, len(prompt_ids), llm.host.requests.limits.vocab_size, llm.host.model.max_seq_len)
     tracing = llm.trace_answer(
         choices.first.sequence.request,
         answer,

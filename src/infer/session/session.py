@@ -16,18 +16,17 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, Unpack, final
 
-from infer.engine.conversation import Conversation
 from infer.engine.host import Host
-from infer.engine.lease import common_length
-from infer.engine.prompt_ids import Message, prompt_ids
+from infer.engine.place import common_length
+from infer.engine.prompt_encoding import Message, prompt_ids
 from infer.engine.request import check_prompt
-from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
+from infer.engine.request_maker import Ask
+from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback
 from infer.engine.sequence import Sequence as Answering
 from infer.engine.stream import OnPrefill, OnToken, OpenAnswer, Stream
 from infer.errors import InvalidRequestError, closed
 from infer.outputs import GenerationResult
 from infer.sampling.keywords import Params, refuse_sampling
-from infer.sampling_params import SamplingParams
 from infer.session.session_cache import SessionCache, Tensors
 from infer.session.session_file import read_session, write_session
 from infer.session.token_spelling import keep_spelling
@@ -164,10 +163,8 @@ class Session:
             ClosedError: The session or the model is closed.
         """
         check_callback("on_token", on_token)
-        check_callback("on_prefill", on_prefill)
-        options, sampling = split_options(options, keywords)
-        begin = partial(self._begin, partial(Transcript.asked, message=message), params, sampling, options, on_prefill)
-        return self._run(begin, on_token)
+        stream = self.stream(message, params, on_prefill=on_prefill, options=options, **keywords)
+        return _run(stream, on_token)
 
     def stream(
         self,
@@ -183,8 +180,8 @@ class Session:
         If the stream is closed early, the session keeps the pieces that were read as its answer.
         """
         check_callback("on_prefill", on_prefill)
-        options, sampling = split_options(options, keywords)
-        return self._begin(partial(Transcript.asked, message=message), params, sampling, options, on_prefill)
+        ask = Ask.of((), params, options, keywords)
+        return self._begin(partial(Transcript.asked, message=message), ask, on_prefill)
 
     def answer(
         self,
@@ -204,12 +201,12 @@ class Session:
         """
         check_callback("on_token", on_token)
         check_callback("on_prefill", on_prefill)
-        options, sampling = split_options(options, keywords)
+        ask = Ask.of((), params, options, keywords)
 
-        def ask(transcript: Transcript) -> Messages:
+        def given(transcript: Transcript) -> Messages:
             return [copied(message) for message in messages]
 
-        return self._run(partial(self._begin, ask, params, sampling, options, on_prefill), on_token)
+        return _run(self._begin(given, ask, on_prefill), on_token)
 
     def generate(
         self,
@@ -226,9 +223,8 @@ class Session:
         """
         check_callback("on_token", on_token)
         check_callback("on_prefill", on_prefill)
-        options, sampling = split_options(options, keywords)
-        begin = partial(self._begin, lambda transcript: None, params, sampling, options, on_prefill)
-        return self._run(begin, on_token)
+        ask = Ask.of((), params, options, keywords)
+        return _run(self._begin(lambda transcript: None, ask, on_prefill), on_token)
 
     @_exclusively
     def append(self, prompt: str | Sequence[int]) -> None:
@@ -242,11 +238,11 @@ class Session:
             ClosedError: The session or the model is closed.
         """
         before = self._transcript.token_ids
-        model, tokenizer = self._host.model, self._host.tokenizer
-        new = prompt_ids(prompt, tokenizer, model.max_seq_len, add_special=not before)
+        tokenizer, limits = self._host.tokenizer, self._host.requests.limits
+        new = prompt_ids(prompt, tokenizer, limits.max_seq_len, add_special=not before)
         if not new:
             return
-        token_ids = check_prompt(model, tokenizer, [*before, *new], room=0)
+        token_ids = check_prompt(limits, [*before, *new], room=0)
         self._cache.extend(token_ids)
         self._transcript = self._transcript.with_tokens(token_ids)
 
@@ -319,7 +315,7 @@ class Session:
         try:
             transcript = Transcript.from_record(saved.token_ids, saved.record)
             if transcript.token_ids:
-                check_prompt(self._host.model, self._host.tokenizer, transcript.token_ids, room=0)
+                check_prompt(self._host.requests.limits, transcript.token_ids, room=0)
             num_cached = saved.record.get("num_cached")
             if type(num_cached) is not int or not 0 <= num_cached <= len(transcript.token_ids):
                 raise InvalidRequestError(
@@ -334,9 +330,9 @@ class Session:
         self._transcript = transcript
         return note
 
-    def _render(self, conversation: Conversation, messages: Any) -> list[int]:
-        """Render messages with the template, in the spelling of the conversation's ids, which the cache holds."""
-        tokenizer, rendered = self._host.tokenizer, conversation.encode(messages)
+    def _respell(self, rendered: list[int]) -> list[int]:
+        """Return rendered messages in the spelling of the conversation's ids, which the cache holds."""
+        tokenizer = self._host.tokenizer
         return keep_spelling(self._transcript.token_ids, rendered, tokenizer.token_bytes, tokenizer.special_token_ids)
 
     def _enter(self, caller: object) -> None:
@@ -361,27 +357,14 @@ class Session:
             self._cache.give_back()
             self._opened_host = None
 
-    def _run(self, begin: Callable[[], Stream], on_token: OnToken | None) -> GenerationResult:
-        stream = begin()
-        try:
-            return stream.run(on_token)
-        finally:
-            stream.close()
-
     def _begin(
-        self,
-        ask: Callable[[Transcript], Messages | None],
-        params: Params | None,
-        sampling: Mapping[str, Any],
-        options: RequestOptions,
-        on_prefill: OnPrefill | None = None,
+        self, next_messages: Callable[[Transcript], Messages | None], ask: Ask, on_prefill: OnPrefill | None
     ) -> Stream:
-        """Return a stream of the answer to the messages that `ask` makes. If it makes None, continue from the ids."""
+        """Answer the messages that `next_messages` makes of the conversation, or continue its ids if there are none."""
         caller = object()
         try:
             self._enter(caller)
-            messages = ask(self._transcript)
-            answer = self._prepare(messages, self._host.sampled_by(messages or (), params, sampling), options)
+            answer = self._prepare(next_messages(self._transcript), ask)
             on_end = partial(self._settle, answer)
             stream = self._host.stream(answer.sequence, on_prefill, self._cache.lease, on_end)
             self._last, self._caller = stream.answer, answer
@@ -391,20 +374,19 @@ class Session:
                 self._caller = None
                 self._end_if_closed()
 
-    def _prepare(self, messages: Messages | None, params: SamplingParams, options: RequestOptions) -> "_Answer":
-        host = self._host
-        conversation = None
+    def _prepare(self, messages: Messages | None, ask: Ask) -> "_Answer":
+        requests = self._host.requests
         if messages is None:
-            fitting = host.fit(self._transcript.token_ids, params, options, _unchanged)
+            ask = replace(ask, prompt=self._transcript.token_ids)
         else:
             variables = dict(self._transcript.template)
-            tools = variables.pop("tools", None)
+            tools, options = variables.pop("tools", None), ask.options
             options = options if options.tools is not None else replace(options, tools=tools)
-            conversation = host.conversation(messages, options, variables)
-            assert conversation is not None
-            fitting = host.fit(messages, params, options, partial(self._render, conversation))
-            messages = [dict(message) for message in fitting.messages]
-        return _Answer(Answering(host.request(fitting, params, options, conversation)), messages)
+            ask = replace(ask, prompt=messages, options=options, variables=variables, respell=self._respell)
+        prompt = requests.read(ask)
+        if messages is not None:
+            messages = [dict(message) for message in prompt.ids.messages]
+        return _Answer(Answering(requests.complete(prompt, prompt.params, ask.options)), messages)
 
     def _settle(self, answer: "_Answer") -> None:
         """Add an answer that has ended to the conversation, and release the session. A second call does nothing."""
@@ -441,6 +423,13 @@ def begin_session(
     return Session(host, Transcript(messages=messages, template=template, num_given=len(messages)))
 
 
+def _run(stream: Stream, on_token: OnToken | None) -> GenerationResult:
+    try:
+        return stream.run(on_token)
+    finally:
+        stream.close()
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class _Answer:
@@ -448,7 +437,3 @@ class _Answer:
 
     sequence: Answering
     messages: Messages | None
-
-
-def _unchanged(prompt: Any) -> list[int]:
-    return list(prompt)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from infer.engine.embedding import step_tokens
 from infer.engine.host import Host
-from infer.engine.lease import Lease, common_length
-from infer.engine.messages import Work
+from infer.engine.loop_messages import Work
+from infer.engine.place import Lease, common_length
 from infer.errors import InferError, OutOfPagesError, closed
 
 Tensors = Callable[[], Iterator[tuple[str, Tensor]]]

@@ -5,7 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, final
 
-from infer.engine.lease import common_length
+from infer.engine.place import common_length
 from infer.errors import InvalidRequestError
 
 

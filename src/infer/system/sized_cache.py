@@ -1,7 +1,8 @@
 """A cache of the most recently used values, limited in bytes."""
 
+import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar, final
 
 _Value = TypeVar("_Value")
@@ -9,11 +10,28 @@ _Value = TypeVar("_Value")
 
 @final
 class SizedCache(Generic[_Value]):
-    """Keeps the most recently used values, up to `most_bytes` in total. The caller must hold its lock."""
+    """Keeps the most recently used values, up to `most_bytes` in total.
+
+    `get_or_make` is for any thread. A caller of `get` and `put` must hold a lock of its own.
+    """
 
     def __init__(self, most_bytes: int) -> None:
+        self._lock = threading.RLock()  # guards what is below, for `get_or_make`
         self._most_bytes, self._num_bytes = most_bytes, 0
         self._kept: OrderedDict[Hashable, tuple[_Value, int]] = OrderedDict()
+
+    def get_or_make(self, key: Hashable, make: Callable[[], _Value], size: Callable[[_Value], int]) -> _Value:
+        """Return the value of a key, and make it if it is not kept. Other threads use the cache meanwhile.
+
+        `size` returns the number of bytes of a value.
+        """
+        with self._lock:
+            found = self.get(key)
+        if found is None:
+            found = make()
+            with self._lock:
+                self.put(key, found, size(found))
+        return found
 
     def get(self, key: Hashable) -> _Value | None:
         found = self._kept.get(key)

@@ -3,10 +3,10 @@
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import NamedTuple, final
 
+from infer.engine.async_answers import AsyncAnswers
 from infer.engine.loop import Loop
+from infer.engine.loop_messages import Backlog
 from infer.engine.mailbox import Mailbox, Waiters
-from infer.engine.messages import Backlog
-from infer.engine.preparing import AsyncAnswers
 from infer.engine.request import Request
 from infer.engine.request_options import check_count
 from infer.engine.sequence import Sequence

@@ -61,43 +61,29 @@ def prompt_ids(prompt: Any, tokenizer: Tokenizer, max_seq_len: int | None, *, ad
     return [_id_of(each) for each in given]
 
 
-def encode_conversation(tokenizer: Tokenizer, variables: Mapping[str, Any], messages: Prompt) -> list[int]:
-    """Messages rendered with these variables of the template. InvalidRequestError for what is no conversation."""
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
-        raise InvalidRequestError(
-            f"a conversation must be a list of messages, got {messages!r:.60}: [{{'role': 'user', 'content': ...}}]"
-        )
-    given: list[Any] = list(messages)
-    return tokenizer.encode_chat(given, **variables)
-
-
-def pairs_of(prompts: Sequence[Prompt], params: Any) -> Sequence[tuple[Prompt, Params | None]]:
-    """Each prompt with its parameters: one set for all, or one a prompt. Raises InvalidRequestError."""
-    if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping) or not isinstance(prompts, Iterable):
-        raise InvalidRequestError(
-            f"prompts must be a list of prompts, got {type(prompts).__name__}: generate() answers one prompt"
-        )
+def pairs_of(prompts: Iterable[Prompt], params: Any) -> list[tuple[Prompt, Params | None]]:
+    """Return each prompt with its parameters: one set for all, or one per prompt. Raises InvalidRequestError."""
+    pairs_as_needed(prompts, params)  # checks both
     given = list(prompts)
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [(prompt, params) for prompt in given]
-    if isinstance(params, str | bytes) or not isinstance(params, Iterable):
-        raise InvalidRequestError(f"params must be one or a list of one a prompt, got {params!r:.80}")
     each = list(params)
     if len(each) != len(given):
-        raise InvalidRequestError(f"params must be one or one a prompt: {len(given)} prompts, {len(each)} params")
+        raise InvalidRequestError(f"params must be one or one per prompt: {len(given)} prompts, {len(each)} params")
     return list(zip(given, each, strict=True))
 
 
 def pairs_as_needed(prompts: Iterable[Prompt], params: Any) -> Iterator[tuple[Prompt, Params | None]]:
-    """`pairs_of` for prompts of which nobody knows how many there are. Raises InvalidRequestError."""
+    """Return an iterator of the same pairs, for any number of prompts. Raises InvalidRequestError."""
     if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError(
-            f"prompts must be an iterable of prompts, got {type(prompts).__name__}: generate() answers one prompt"
+            f"prompts must be a list or an iterable of prompts, got {type(prompts).__name__}: generate() answers one "
+            "prompt"
         )
     if params is None or isinstance(params, SamplingParams | Mapping):
         return zip(prompts, repeat(params))
     if isinstance(params, str | bytes) or not isinstance(params, Iterable):
-        raise InvalidRequestError(f"params must be one or an iterable of one a prompt, got {params!r:.80}")
+        raise InvalidRequestError(f"params must be one or a list of one per prompt, got {params!r:.80}")
     return zip(prompts, params, strict=True)
 
 

@@ -1,4 +1,4 @@
-"""Threads that prepare requests for event loops, and the relays that wake their tasks."""
+"""Answers for event loops, the threads that prepare their requests, and the relays that wake their tasks."""
 
 import asyncio
 import threading
@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, TypeVar, final
 
 from infer.engine.loop import Loop
+from infer.engine.loop_messages import Work, once
 from infer.engine.mailbox import Mailbox, Relay, Waiters
-from infer.engine.messages import Work, once
 from infer.engine.sequence import Sequence
 from infer.engine.stream import AsyncStream, OpenAnswer
 from infer.errors import closed
@@ -87,20 +87,9 @@ class AsyncAnswers:
         return await self._constraining.run(work)
 
     async def call(self, work: Work[_Found]) -> _Found:
-        """Return what work finds that runs on the loop's thread, as `Loop.call`. Cancelled, it ends at its `yield`."""
-        event_loop = asyncio.get_running_loop()
-        is_done = event_loop.create_future()
-
-        def notify() -> None:
-            if not is_done.done():
-                is_done.set_result(None)
-
-        reply = self.loop.call(work, partial(_call_soon, event_loop, notify))
-        try:
-            await is_done
-        except BaseException:
-            reply.cancel()
-            raise
+        """Return the result of work on the loop's thread, as `Loop.call`. Cancelled, it ends at its next `yield`."""
+        reply = self.loop.call(work, self.relay())
+        await reply.wait_as_task()
         return reply.found
 
     async def run(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
@@ -131,10 +120,3 @@ class AsyncAnswers:
         if (relay := self._relays.get(running)) is None:
             relay = self._relays[running] = Relay(running)
         return relay
-
-
-def _call_soon(event_loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    try:
-        event_loop.call_soon_threadsafe(callback)
-    except RuntimeError:  # it is closed: nobody waits
-        return

@@ -9,8 +9,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from infer.engine.engine import Engine
-from infer.engine.lease import Lease
-from infer.engine.mailbox import Mailbox, Waiters
+from infer.engine.mailbox import Mailbox, Relay, Waiters
+from infer.engine.place import Lease
 from infer.engine.sequence import Sequence
 from infer.errors import closed
 
@@ -22,16 +22,16 @@ Work = Generator[None, None, _Found]  # runs to its next `yield` between two ste
 class Reply(Generic[_Found]):
     """The result of a call. For any thread; `cancel` is for its caller."""
 
-    def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
-        self._waiters, self._on_done = Waiters(), on_done
+    def __init__(self, relay: Relay | None = None) -> None:
+        """`relay` is that of the event loop whose task waits for the result."""
+        self._waiters = Waiters(relay)
         self._found: list[_Found] = []
         self._error: BaseException | None = None
         self.is_done = self.is_cancelled = False
 
     def set(self, *found: _Found, error: BaseException | None = None) -> None:
         self._found, self._error, self.is_done = list(found), error, True
-        self._waiters.notify()
-        self._on_done()
+        self._waiters.wake()
 
     def get(self) -> _Found:
         """Wait for the result. An exception that interrupts the wait, such as Ctrl-C, cancels the call."""
@@ -45,6 +45,14 @@ class Reply(Generic[_Found]):
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until the call is done; False at the timeout."""
         return self._waiters.wait(lambda: self.is_done, timeout_seconds)
+
+    async def wait_as_task(self) -> None:
+        """Wait until the call is done. If the task is cancelled, the call is, too."""
+        try:
+            await self._waiters.wait_as_task(lambda: self.is_done)
+        except BaseException:
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         """Let the work end at its next `yield`."""
@@ -106,16 +114,9 @@ class Cancel(NamedTuple):
 
 
 class Continue(NamedTuple):
-    """The reader of a paused answer has room again."""
+    """The reader of an answer has room again, or waits for its end only."""
 
     sequence: Sequence
-
-
-class Watch(NamedTuple):
-    """Somebody reads the tokens as they come, or nobody does any more."""
-
-    sequence: Sequence
-    is_streamed: bool
 
 
 @dataclass(eq=False)
@@ -135,7 +136,7 @@ class Close(NamedTuple):
     """End the sequences, and the thread."""
 
 
-Message = Own | Submit | Refill | Drop | Cancel | Continue | Watch | Call | Drain | Close
+Message = Own | Submit | Refill | Drop | Cancel | Continue | Call | Drain | Close
 Inbox = SimpleQueue[Message]
 
 
@@ -154,12 +155,9 @@ def end(sequence: Sequence, mailbox: Mailbox) -> None:
     """End a sequence that never entered, and let its reader know. Again does nothing."""
     if sequence.has_ended:
         return
-    sequence.abort()
     sequence.end()
     mailbox.put([], 0, has_ended=True)
-    if mailbox.relay is not None:
-        with suppress(RuntimeError):  # its event loop is closed
-            mailbox.relay.call()
+    mailbox.wake()
 
 
 def refuse_all(inbox: Inbox) -> None:

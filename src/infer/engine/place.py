@@ -1,0 +1,43 @@
+"""The place of a sequence among the others of its engine, and a slot that is kept between the answers of a session."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
+from typing import final
+
+
+@final
+class Lease:
+    """`token_ids` are those that the slot's cache holds; none while an answer uses it.
+
+    The engine takes the slot away where others need it: then it is None, and nothing is held.
+    """
+
+    def __init__(self) -> None:
+        self.slot: int | None = None
+        self.token_ids: list[int] = []
+        self.last_used = 0
+
+    def lose(self) -> None:
+        self.token_ids = []
+        self.slot = None
+
+
+@final
+@dataclass(slots=True)
+class Place:
+    """Counts of one sequence, which its engine's queue keeps."""
+
+    number: int = 0  # in the order of submission
+    submitted_at: float = 0.0  # by time.perf_counter
+    lease: Lease | None = None  # a slot that the sequence leaves to the next one of its session
+    entry: int = 0  # in the order in which sequences first got a slot
+    paid: int | None = None  # work, by its tenant; None before it has entered
+    num_given: int = 0  # tokens before it last got a slot
+    passed: int = 0  # work of those that entered before, while it waited for pages
+
+
+def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    return sum(1 for _ in takewhile(bool, map(eq, left, right)))

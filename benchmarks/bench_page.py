@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from command_line import make_parser
-from infer.server import health, page
 from infer.server.endpoint import ApiRoute
 from infer.server.replies import json_response
+from infer.server.routes import health, web_files
+from infer.server.server_state import ServerState
 from infer.server.sse import DONE, EventStream, event
-from infer.server.state import ServerState
 from machine import cpu_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -105,7 +105,7 @@ def table(rate: float, num_tokens: int) -> list[ApiRoute]:
         ApiRoute("GET", "/empty", empty, is_open=True),
         ApiRoute("POST", "/v1/chat/completions", chat),
     ]
-    return [*page.ROUTES, *health.ROUTES, *own]
+    return [*web_files.ROUTES, *health.ROUTES, *own]
 
 
 def chunk(index: int, num_tokens: int) -> dict[str, object]:

@@ -13,8 +13,8 @@ from idle import until_idle
 from infer import LLM
 from infer.server.message_blocks import messages_of
 from infer.server.message_history import complete_messages
-from infer.server.messages import MessagesBody
 from infer.server.read_body import read_body
+from infer.server.routes.anthropic_messages import MessagesBody
 from served import Served, serving
 from test_session import make_model
 

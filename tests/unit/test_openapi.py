@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 
 from infer import LLM
 from infer.server.app import ROUTES
-from infer.server.openapi import OPERATIONS, document
+from infer.server.routes.openapi import OPERATIONS, document
 from served import Served, serving
 from test_session import make_model
 

@@ -12,9 +12,9 @@ import torch
 from starlette.requests import Request
 
 from infer import LLM
-from infer.server.embeddings import answer_of, texts_of
 from infer.server.errors import ApiError
-from infer.server.events import OTHERS, interval_of, seen_by
+from infer.server.routes.embeddings import answer_of, texts_of
+from infer.server.routes.engine_events import OTHERS, interval_of, seen_by
 from served import Served, serving
 
 MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-import infer.server.page as page
+import infer.server.routes.web_files as page
 from served import Served, serving
 
-FOLDER = Path(page.__file__).parent / "page"
-FILES = sorted(FOLDER.iterdir())
+FOLDER = Path(page.__file__).parents[2] / "web_ui"
+FILES = sorted(path for path in FOLDER.iterdir() if path.suffix != ".py" and path.is_file())
 LARGEST = 150_000
 
 

@@ -11,9 +11,9 @@ import pytest
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import commands, main
 from infer.cli.permalink import HOST, Permalink, body_of, read_permalink, sha256_of
-from infer.server.chat import ask as ask_chat
-from infer.server.completions import ask as ask_completion
 from infer.server.read_body import read_body
+from infer.server.routes.chat_completions import ask as ask_chat
+from infer.server.routes.completions import ask as ask_completion
 from infer.server.schema import ChatBody, CompletionBody
 from served import Served, serving
 from test_session import TEXT_IDS, make_model

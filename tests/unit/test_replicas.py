@@ -34,9 +34,9 @@ from infer.server.call import Call, call_of, put_call
 from infer.server.errors import ApiError
 from infer.server.exposition import labelled, merged
 from infer.server.resumption import SentPart, note_of, unpack
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 from infer.server.sse import failure_events
-from infer.server.state import ServerState
 from shapes import SOURCE
 from test_server_process import CHILD, SECONDS
 from test_session import make_model
@@ -52,8 +52,8 @@ import sys
 from infer.distributed.front import run_replicas
 from infer.server.process import bind
 from infer.server.resumption import SentPart, note_of, unpack
-from infer.server.settings import ServerSettings
-from infer.server.state import ServerState
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 settings = ServerSettings(port=int(sys.argv[2]))
 command = [sys.executable, "-c", {CHILD!r}, sys.argv[1]]
 sys.exit(run_replicas(ServerState(settings), bind(settings), [command] * 2))

@@ -21,7 +21,7 @@ from asked_route import PATH, TABLE
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.server.auth import read_keys
 from infer.server.process import bind
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
 from infer.server.tls import check_certificate
 from served import SECONDS, Served, serving
 

@@ -15,12 +15,12 @@ from infer.cli.answers import PrefillLine
 from infer.cli.permalink import Permalink, sha256_of
 from infer.cli.terminal import TextWriter, cancel_on_signal
 from infer.errors import InvalidRequestError
-from infer.server.chat import ask as ask_chat
+from infer.server.chat_history import complete_chat
 from infer.server.choices import Asked
-from infer.server.completions import ask as ask_completion
 from infer.server.errors import ApiError
-from infer.server.history import complete_chat
 from infer.server.read_body import read_body
+from infer.server.routes.chat_completions import ask as ask_chat
+from infer.server.routes.completions import ask as ask_completion
 from infer.server.schema import ChatBody, CompletionBody
 
 DIFFERENT = 1  # exit status

@@ -17,12 +17,12 @@ from infer.server.app import ROUTES
 from infer.server.call import call_of
 from infer.server.endpoint import ApiRoute
 from infer.server.exposition import labelled, merged, text_of
-from infer.server.health import health, ready
-from infer.server.messages import failure_event
-from infer.server.metrics_page import metrics_response
 from infer.server.process import Life, run_process
+from infer.server.routes.anthropic_messages import failure_event
+from infer.server.routes.health import health, ready
+from infer.server.routes.prometheus import metrics_response
+from infer.server.server_state import ServerState
 from infer.server.sse import failure_events
-from infer.server.state import ServerState
 from infer.system.locked_folder import locked_folder
 
 _REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", "embeddings")}

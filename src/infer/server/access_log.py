@@ -10,7 +10,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.server.call import Call, call_of
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 log, server_log = logging.getLogger("infer.access"), logging.getLogger("infer.server")
 

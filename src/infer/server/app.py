@@ -10,23 +10,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from infer.server import (
-    branch,
-    chat,
-    completions,
-    embeddings,
-    events,
-    health,
-    messages,
-    metrics_page,
-    models,
-    openapi,
-    page,
-    props,
-    responses,
-    tokens,
-    trace,
-)
 from infer.server.access_log import with_access_log
 from infer.server.auth import with_keys
 from infer.server.call import call_of
@@ -36,11 +19,28 @@ from infer.server.errors import ApiError
 from infer.server.local_names import with_local_names
 from infer.server.paths import no_route, with_known_paths
 from infer.server.request_ids import with_request_ids
-from infer.server.state import ServerState
+from infer.server.routes import (
+    answer_trace,
+    anthropic_messages,
+    branch,
+    chat_completions,
+    completions,
+    embeddings,
+    engine_events,
+    health,
+    openapi,
+    prometheus,
+    props,
+    responses,
+    served_models,
+    tokens,
+    web_files,
+)
+from infer.server.server_state import ServerState
 
 _MODULES = (
-    *(health, metrics_page, models, chat, completions, responses, embeddings, messages),
-    *(tokens, trace, branch, events, props, openapi, page),
+    *(health, prometheus, served_models, chat_completions, completions, responses, embeddings, anthropic_messages),
+    *(tokens, answer_trace, branch, engine_events, props, openapi, web_files),
 )
 ROUTES = [route for module in _MODULES for route in module.ROUTES]
 

@@ -15,7 +15,7 @@ from infer.server.door import Arrival
 from infer.server.endpoint import ClientGoneError
 from infer.server.errors import ENGINE_FAILED, ApiError
 from infer.server.read_body import Complete, as_given, read_body
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 from infer.server.unknown_fields import Reading
 
 _BYTES_PER_TOKEN = 3  # before a prompt is tokenised

@@ -24,7 +24,7 @@ from infer.server.call import Call, call_of
 from infer.server.door import Arrival
 from infer.server.errors import ApiError
 from infer.server.resumption import given_to, note_of
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 
 @final

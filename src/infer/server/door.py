@@ -13,9 +13,9 @@ from typing import NamedTuple, final
 
 from infer.engine.admission import AnswerLengths
 from infer.server.errors import ApiError
-from infer.server.forecast import Demand, Forecast
 from infer.server.refusals import refuse
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
+from infer.server.wait_forecast import Demand, Forecast
 from infer.server.wait_ratio import WaitRatio
 from infer.server.waiting_line import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, WaitingLine
 

@@ -9,11 +9,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from infer.errors import InferError
+from infer.server.body_limits import read_body
 from infer.server.call import Call, call_of
 from infer.server.errors import ApiError, api_error
-from infer.server.limits import read_body
 from infer.server.resumption import unpack
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 log = logging.getLogger("infer.server")
 Handler = Callable[[Request, ServerState], Awaitable[Response]]

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from infer.server.call import call_of
 from infer.server.endpoint import refusal_of
 from infer.server.errors import ApiError
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
 
 
 def with_local_names(app: ASGIApp, settings: ServerSettings) -> ASGIApp:

@@ -9,8 +9,8 @@ from typing import Any, final
 import msgspec
 
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCall, ToolCallDelta
+from infer.server.answer_types import Head, Json
 from infer.server.choices import Choices, Part
-from infer.server.shapes import Head, Json
 from infer.server.sse import event
 
 _STOP_REASONS = {"eos": "end_turn", "stop": "end_turn", "length": "max_tokens", "abort": "max_tokens"}

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from infer.server.history import last_user, past_arguments, placeholder
+from infer.server.chat_history import last_user, past_arguments, placeholder
 from infer.server.refusals import refuse
 from infer.server.unknown_fields import Reading
 

@@ -17,8 +17,8 @@ from infer.server.app import ROUTES
 from infer.server.endpoint import ApiRoute
 from infer.server.http_server import HttpServer, make_http_server
 from infer.server.loading import Load, load_model
-from infer.server.settings import ServerSettings
-from infer.server.state import ServerState
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 from infer.server.watchdog import start_watchdog
 
 _BACKLOG = 2048

@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.outputs import GenerationResult, TokenLogprob
+from infer.server.answer_types import Head, Json
 from infer.server.asking import while_connected
 from infer.server.call import Call, call_of
 from infer.server.choices import Choices, Part
 from infer.server.schema import CompletingBody
-from infer.server.shapes import Head, Json
+from infer.server.server_state import ServerState
 from infer.server.sse import DONE, EventStream, event
-from infer.server.state import ServerState
 
 Scores = Sequence[TokenLogprob | None]  # of a prompt's tokens
 

@@ -10,13 +10,13 @@ from infer.batch_file.openai_logprobs import Spelling, chat_entries, without_end
 from infer.batch_file.result_line import FINISH_REASONS
 from infer.outputs import FinishReason, GenerationResult, ReasoningDelta, TokenLogprob, ToolCall, ToolCallDelta
 from infer.sampling_params import SamplingParams
+from infer.server.answer_types import Head, Json, extension, logprobs_of
 from infer.server.call import Call
 from infer.server.choices import Choices, Part
 from infer.server.errors import ApiError
 from infer.server.replies import with_warnings
 from infer.server.response_history import name_apart
 from infer.server.schema import ResponseBody
-from infer.server.shapes import Head, Json, extension, logprobs_of
 from infer.server.sse import event
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from infer.server.history import function_tools, last_user, past_arguments, text_parts
+from infer.server.chat_history import function_tools, last_user, past_arguments, text_parts
 from infer.server.unknown_fields import Reading
 
 _SEPARATOR = "__"  # between a namespace and a tool's name

@@ -9,10 +9,10 @@ import msgspec
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
+from infer.server.answer_types import Json
 from infer.server.asked import make_options, refusal, template_variables
 from infer.server.refusals import refuse
 from infer.server.schema import ConversationBody, ResponseBody
-from infer.server.shapes import Json
 from infer.toolcalls.template_formats import reasoning_of
 
 Delta = ReasoningDelta | ToolCallDelta

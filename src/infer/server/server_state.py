@@ -17,11 +17,11 @@ from infer.operands.limits import MAX_STEP_LOGITS
 from infer.server.call import Call
 from infer.server.door import Door
 from infer.server.errors import ApiError
-from infer.server.forecast import Demand, Forecast
 from infer.server.metrics import Metrics
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
 from infer.server.snapshots import Snapshots
 from infer.server.turns import Turns
+from infer.server.wait_forecast import Demand, Forecast
 
 # What may change while requests are served: its type, and the most that it may be.
 CHANGEABLE: dict[str, tuple[Any, float]] = {

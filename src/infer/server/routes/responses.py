@@ -23,16 +23,16 @@ from infer.server.asking import read_request, while_connected
 from infer.server.call import call_of
 from infer.server.choices import Asked, accept
 from infer.server.endpoint import ApiRoute
-from infer.server.models import answer_any_model
 from infer.server.refusals import refuse
 from infer.server.replies import json_response, make_head
 from infer.server.response_events import ResponseEvents, ResponseShape
 from infer.server.response_history import complete_response
 from infer.server.response_items import CallItem, InputItem, InputMessage, ReasoningItem, ResultItem
+from infer.server.routes.served_models import answer_any_model
+from infer.server.routes.tokens import count_prompt
 from infer.server.schema import ResponseBody
+from infer.server.server_state import ServerState
 from infer.server.sse import EventStream
-from infer.server.state import ServerState
-from infer.server.tokens import count_prompt
 from infer.server.tool_fields import effort_variables, tool_options
 
 _LOGPROBS = "message.output_text.logprobs"

@@ -15,17 +15,17 @@ from starlette.responses import Response
 import infer
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
+from infer.server.answer_types import Json
 from infer.server.asked import messages_of, refusal, template_variables
 from infer.server.asking import read_request, while_connected
 from infer.server.call import call_of
+from infer.server.chat_history import complete_chat
 from infer.server.endpoint import ApiRoute
-from infer.server.history import complete_chat
-from infer.server.models import check_model
 from infer.server.refusals import refuse
 from infer.server.replies import json_response
+from infer.server.routes.served_models import check_model
 from infer.server.schema import Body, Message, Tools
-from infer.server.shapes import Json
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 from infer.server.tool_fields import plain
 
 _Found = TypeVar("_Found")

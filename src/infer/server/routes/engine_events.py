@@ -9,12 +9,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from infer.server.answer_types import Json
 from infer.server.call import call_of
 from infer.server.endpoint import ApiRoute
 from infer.server.refusals import refuse
-from infer.server.shapes import Json
+from infer.server.server_state import ServerState
 from infer.server.sse import EventStream, event
-from infer.server.state import ServerState
 
 _SECONDS, _LEAST, _MOST = 0.25, 0.1, 10.0  # a drain is seen at the next snapshot
 OTHERS = "(other)"

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from infer.server.endpoint import ApiRoute
 from infer.server.exposition import Counter, Family, gauge, text_of
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

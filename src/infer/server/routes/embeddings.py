@@ -10,18 +10,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.errors import InvalidRequestError
+from infer.server.answer_types import Json
 from infer.server.asked import refusal
 from infer.server.asking import enter, read_request, text_tokens, while_connected
 from infer.server.call import call_of
-from infer.server.completions import prompts_of
 from infer.server.door import Arrival
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError
-from infer.server.models import check_model
 from infer.server.refusals import refuse
+from infer.server.routes.completions import prompts_of
+from infer.server.routes.served_models import check_model
 from infer.server.schema import Body
-from infer.server.shapes import Json
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 _MAX_TEXTS = 2048
 Encoding = Literal["float", "base64"]

@@ -29,12 +29,12 @@ from infer.server.message_blocks import (
 )
 from infer.server.message_events import Message, MessageEvents
 from infer.server.message_history import complete_messages
-from infer.server.models import answer_any_model
 from infer.server.replies import json_response, make_head
+from infer.server.routes.served_models import answer_any_model
+from infer.server.routes.tokens import count_prompt
 from infer.server.schema import MOST_TOKENS
+from infer.server.server_state import ServerState
 from infer.server.sse import EventStream, event
-from infer.server.state import ServerState
-from infer.server.tokens import count_prompt
 from infer.server.unknown_fields import Parameters
 from infer.toolcalls.template_formats import reasoning_of
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from infer.server.shapes import Json
+from infer.server.answer_types import Json
 
 _STYLE = """
 :root{color-scheme:light dark;--line:#8884;--soft:#8882}

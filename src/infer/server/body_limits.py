@@ -5,7 +5,7 @@ import asyncio
 from starlette.requests import Request
 
 from infer.server.errors import ApiError
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
 
 _DRAINED = 8  # bodies: what is dropped of one that is too large, so that its sender sees the answer
 _MOST_DIGITS = 20  # of a Content-Length: one that has more is over every limit

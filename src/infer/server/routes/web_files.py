@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
-_FOLDER = Path(__file__).parent / "page"
+_FOLDER = Path(__file__).parents[2] / "web_ui"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
     "Cache-Control": "no-cache",  # revalidated each time, answered with 304

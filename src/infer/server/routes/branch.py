@@ -13,17 +13,17 @@ from starlette.responses import Response
 
 from infer.batch_file.result_line import finish_reason_of
 from infer.outputs import GenerationResult
+from infer.server.answer_types import Head, Json, token_columns, usage_of_choices
 from infer.server.asking import read_request
+from infer.server.chat_history import complete_chat
 from infer.server.choices import Part, accept
 from infer.server.endpoint import ApiRoute
-from infer.server.history import complete_chat
-from infer.server.models import answer_any_model
-from infer.server.one_answer import OneAnswerBody, ask_one
 from infer.server.refusals import refuse
 from infer.server.replies import make_head, reply
-from infer.server.shapes import Head, Json, token_columns, usage_of_choices
-from infer.server.state import ServerState
-from infer.server.tokens import TokenId
+from infer.server.routes.one_answer import OneAnswerBody, ask_one
+from infer.server.routes.served_models import answer_any_model
+from infer.server.routes.tokens import TokenId
+from infer.server.server_state import ServerState
 from infer.server.tool_fields import delta_fields, reasoning_and_calls
 
 

@@ -9,16 +9,7 @@ from starlette.responses import Response
 from infer.batch_file.openai_logprobs import Spelling, chat_entries, without_end
 from infer.batch_file.result_line import finish_reason_of, message_of
 from infer.outputs import FinishReason, GenerationResult, TokenLogprob
-from infer.server.asked import make_params, messages_of, sampling_values, seeds_of
-from infer.server.asking import read_request
-from infer.server.choices import Asked, Part, accept
-from infer.server.endpoint import ApiRoute
-from infer.server.history import complete_chat
-from infer.server.models import answer_any_model
-from infer.server.refusals import refuse
-from infer.server.replies import Scores, StreamUsage, json_response, make_head, reply, score_prompts
-from infer.server.schema import ChatBody
-from infer.server.shapes import (
+from infer.server.answer_types import (
     Head,
     Json,
     extension,
@@ -27,7 +18,16 @@ from infer.server.shapes import (
     token_columns,
     usage_of_choices,
 )
-from infer.server.state import ServerState
+from infer.server.asked import make_params, messages_of, sampling_values, seeds_of
+from infer.server.asking import read_request
+from infer.server.chat_history import complete_chat
+from infer.server.choices import Asked, Part, accept
+from infer.server.endpoint import ApiRoute
+from infer.server.refusals import refuse
+from infer.server.replies import Scores, StreamUsage, json_response, make_head, reply, score_prompts
+from infer.server.routes.served_models import answer_any_model
+from infer.server.schema import ChatBody
+from infer.server.server_state import ServerState
 from infer.server.tool_fields import conversation_options, conversation_variables, delta_fields
 
 

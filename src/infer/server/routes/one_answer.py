@@ -9,8 +9,8 @@ from msgspec import Meta
 from infer.server.asked import make_params, messages_of, sampling_values, seeds_of
 from infer.server.choices import Asked
 from infer.server.refusals import refuse, shown
+from infer.server.routes.tokens import TokenId
 from infer.server.schema import CompletingBody, ConversationBody, Message
-from infer.server.tokens import TokenId
 from infer.server.tool_fields import conversation_options, conversation_variables
 
 MAX_TOKENS = 16  # unless asked for others

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from infer.server.endpoint import ApiRoute
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 _STUCK = 4  # times sooner than the watchdog ends the process, its health is bad
 

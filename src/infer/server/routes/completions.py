@@ -11,17 +11,7 @@ import infer
 from infer.batch_file.openai_logprobs import Spelling, completion_columns
 from infer.batch_file.result_line import FINISH_REASONS
 from infer.outputs import GenerationResult, TokenLogprob
-from infer.server.asked import make_options, make_params, sampling_values, seeds_of, token_limit
-from infer.server.asking import read_request
-from infer.server.call import call_of
-from infer.server.choices import Asked, Part, accept
-from infer.server.endpoint import ApiRoute
-from infer.server.errors import ApiError
-from infer.server.models import answer_any_model
-from infer.server.refusals import refuse, shown
-from infer.server.replies import Scores, StreamUsage, make_head, reply, score_prompts
-from infer.server.schema import CompletionBody
-from infer.server.shapes import (
+from infer.server.answer_types import (
     Head,
     Json,
     extension,
@@ -30,8 +20,18 @@ from infer.server.shapes import (
     token_columns,
     usage_of_choices,
 )
-from infer.server.state import ServerState
-from infer.server.tokens import prepared
+from infer.server.asked import make_options, make_params, sampling_values, seeds_of, token_limit
+from infer.server.asking import read_request
+from infer.server.call import call_of
+from infer.server.choices import Asked, Part, accept
+from infer.server.endpoint import ApiRoute
+from infer.server.errors import ApiError
+from infer.server.refusals import refuse, shown
+from infer.server.replies import Scores, StreamUsage, make_head, reply, score_prompts
+from infer.server.routes.served_models import answer_any_model
+from infer.server.routes.tokens import prepared
+from infer.server.schema import CompletionBody
+from infer.server.server_state import ServerState
 from infer.server.unknown_fields import Reading
 
 _MAX_TOKENS = 16

@@ -11,19 +11,19 @@ from starlette.responses import Response
 from infer.batch_file.result_line import finish_reason_of
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace
+from infer.server.answer_types import Json, usage_of_choices
 from infer.server.asked import refusal
 from infer.server.asking import read_request, while_connected
 from infer.server.call import call_of
+from infer.server.chat_history import complete_chat
 from infer.server.choices import Asked, accept
 from infer.server.endpoint import ApiRoute
-from infer.server.history import complete_chat
-from infer.server.models import answer_any_model
-from infer.server.one_answer import OneAnswerBody, ask_one
 from infer.server.refusals import refuse
 from infer.server.replies import json_response
-from infer.server.shapes import Json, usage_of_choices
-from infer.server.state import ServerState
-from infer.server.tokens import TokenId
+from infer.server.routes.one_answer import OneAnswerBody, ask_one
+from infer.server.routes.served_models import answer_any_model
+from infer.server.routes.tokens import TokenId
+from infer.server.server_state import ServerState
 from infer.server.tool_fields import reasoning_and_calls
 
 _MAX_TOKENS, _MAX_CANDIDATES = 256, 64

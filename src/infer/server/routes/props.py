@@ -8,10 +8,10 @@ from starlette.responses import Response
 
 import infer
 from infer.sampling_params import SamplingParams
+from infer.server.answer_types import Json
 from infer.server.endpoint import ApiRoute
 from infer.server.replies import json_response
-from infer.server.shapes import Json
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 _NEUTRAL = SamplingParams()
 _SHOWN = ("temperature", "top_k", "top_p", "min_p")  # whatever they are

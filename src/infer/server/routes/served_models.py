@@ -6,7 +6,7 @@ from starlette.responses import JSONResponse, Response
 from infer.server.call import call_of
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 
 async def list_models(request: Request, state: ServerState) -> Response:

@@ -10,16 +10,16 @@ from starlette.responses import HTMLResponse, Response
 
 import infer
 from infer.server.answer_schemas import ANSWER_SCHEMAS, COUNT, NUMBER, TEXT, Schema, listed, ref
-from infer.server.branch import BranchBody
-from infer.server.docs_page import PAGE_HEADERS, docs_page
-from infer.server.embeddings import EmbeddingsBody
+from infer.server.answer_types import Json
 from infer.server.endpoint import ApiRoute
-from infer.server.messages import CountTokensBody, MessagesBody
+from infer.server.routes.answer_trace import TraceBody
+from infer.server.routes.anthropic_messages import CountTokensBody, MessagesBody
+from infer.server.routes.branch import BranchBody
+from infer.server.routes.docs_page import PAGE_HEADERS, docs_page
+from infer.server.routes.embeddings import EmbeddingsBody
+from infer.server.routes.tokens import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from infer.server.schema import ChatBody, CompletionBody, ResponseBody
-from infer.server.shapes import Json
-from infer.server.state import ServerState
-from infer.server.tokens import ApplyTemplateBody, DetokenizeBody, TokenizeBody
-from infer.server.trace import TraceBody
+from infer.server.server_state import ServerState
 
 _STATUSES = {
     400: "The request breaks a rule, which the message names.",

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from command_line import make_parser
 from infer.server.endpoint import ApiRoute
 from infer.server.replies import json_response
-from infer.server.routes import health, web_files
+from infer.server.routes import health
 from infer.server.server_state import ServerState
 from infer.server.sse import DONE, EventStream, event
 from machine import cpu_model

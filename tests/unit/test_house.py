@@ -26,6 +26,7 @@ LAZY_DEPENDENCIES = {
     "huggingface_hub",
     "importlib",
     "llguidance",
+    "prometheus_client",
     "readline",
     "rich",
     "torch",

@@ -156,7 +156,7 @@ def test_a_model_that_is_not_for_embeddings_says_what_to_do(llm: LLM) -> None:
 
 def test_nothing_of_a_vector_that_is_nothing_is_nothing() -> None:
     vector = torch.zeros(1, 4).numpy()
-    assert answer_of("m", vector, 2, "float", 1)["data"][0]["embedding"] == [0.0, 0.0]
+    assert answer_of("m", vector, 2, "float", 1).data[0].embedding == [0.0, 0.0]
     assert texts_of([[1, 2], [3]]) == [[1, 2], [3]]
     with pytest.raises(ApiError, match=r"input\[0\]\[1\]"):
         texts_of([[1, "a"]])

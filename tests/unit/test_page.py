@@ -2,14 +2,12 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import infer.server.routes.web_files as page
+from infer.web_ui.files import FOLDER, page_files
 from served import Served, serving
 
-FOLDER = Path(page.__file__).parents[2] / "web_ui"
 FILES = sorted(path for path in FOLDER.iterdir() if path.suffix != ".py" and path.is_file())
 LARGEST = 150_000
 
@@ -21,7 +19,7 @@ def served() -> Iterator[Served]:
 
 
 def test_all_files_together_are_small_and_known() -> None:
-    assert {path.name for path in FILES} == set(page.page_files())
+    assert {path.name for path in FILES} == set(page_files())
     assert sum(path.stat().st_size for path in FILES) <= LARGEST
 
 
@@ -43,7 +41,9 @@ def test_what_has_not_changed_is_not_sent_again(served: Served) -> None:
     assert served.client.get("/", headers={"If-None-Match": '"x"'}).status_code == 200
 
 
-@pytest.mark.parametrize("name", ["x.js", "..%2fpage.py", "%2e%2e/page.py", "main.js/", "MAIN.JS", ""])
+@pytest.mark.parametrize(
+    "name", ["x.js", "..%2fweb_ui%2ffiles.py", "%2e%2e/files.py", "files.py", "main.js/", "MAIN.JS", ""]
+)
 def test_nothing_else_of_the_disk_is_served(served: Served, name: str) -> None:
     answer = served.client.get(f"/page/{name}")
     assert answer.status_code in (401, 404)

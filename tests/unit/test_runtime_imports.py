@@ -56,10 +56,9 @@ ALLOWED = {
     ("cli/serve.py", "socket"),
     ("server/body_limits.py", "asyncio"),
     ("server/server_state.py", "asyncio"),
-    ("server/snapshots.py", "asyncio"),
     ("server/turns.py", "asyncio"),
-    ("server/local_names.py", "socket"),  # asks what address a name of this machine has
-    ("server/tls.py", "ssl"),
+    ("server/auth.py", "socket"),  # asks what address a name of this machine has
+    ("server/process.py", "ssl"),
     ("tensor_parallel/follower.py", "multiprocessing.connection"),  # calls, from the process that started this one
     ("tensor_parallel/ranks.py", "multiprocessing.connection"),
     ("tensor_parallel/ranks.py", "socket"),  # pairs of them, of no address

@@ -159,7 +159,7 @@ def until_running(process: Process, num_waiting: int) -> None:
     """One answer runs, and so many wait."""
     while True:
         lines = process.get("/metrics").text.splitlines()
-        if {"infer:num_requests_running 1", f"infer:num_requests_waiting {num_waiting}"} <= set(lines):
+        if {"infer:num_requests_running 1.0", f"infer:num_requests_waiting {num_waiting:.1f}"} <= set(lines):
             return
         time.sleep(0.02)
 

@@ -1,68 +1,142 @@
-"""Fields that the answers of several of OpenAI's routes share."""
+"""Structs that the answers of several routes share. Encoder and openapi.json read the same Structs.
+
+A Struct of an answer that only one route gives is beside the handler of that route.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from infer.batch_file.openai_logprobs import Spelling
 from infer.outputs import GenerationResult, Piece, TokenLogprob
 
 Json = dict[str, Any]
+Count = Annotated[int, Meta(ge=0)]
+Bytes = list[Annotated[int, Meta(ge=0, le=255)]]
+FinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length"]})]
+ChatFinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls"]})]
+StopReason = str | int | None
+
+
+class ChoiceFacts(Struct):
+    """Our own facts about a choice: its seed, its stop reason and its times."""
+
+    index: Count
+    seed: int | None
+    stop_reason: StopReason
+    ttft_seconds: float | None
+    decode_seconds: float | None
+    decode_tokens_per_second: float | None
+
+
+class Extension(Struct, kw_only=True):
+    """The value of our own key `infer`. `warnings` are about the request's body."""
+
+    choices: list[ChoiceFacts] | UnsetType = UNSET
+    warnings: Sequence[str] | UnsetType = UNSET
+
+
+class Answer(Struct, kw_only=True):
+    """An answer or a chunk of one. A Struct of an answer adds its fields before `infer`."""
+
+    infer: Extension | UnsetType = UNSET
+
+
+class ErrorFields(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Struct, kw_only=True):
+    """An error, as every route answers with it. `type` is in the errors of Anthropic's routes."""
+
+    type: Literal["error"] | UnsetType = UNSET
+    error: ErrorFields
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: Count
+
+
+class CompletionTokensDetails(Struct):
+    """Accepted and rejected predictions are the tokens of the server's own drafts."""
+
+    reasoning_tokens: Count
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
+
+
+class Usage(Struct):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: str
+
+
+class CalledTool(Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
 
 
 class Head(NamedTuple):
-    """Fields that an answer and all its chunks share."""
+    """The fields that an answer and all its chunks begin with."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str
 
-    def to_json(self, kind: str) -> Json:
-        return {"id": self.id, "object": kind, **self._asdict()}
+
+class HeadedAnswer(Answer):
+    """An answer that begins with the fields of `Head`."""
+
+    id: str
+    created: Count
+    model: str
+    system_fingerprint: str
 
 
-def usage_of(num_prompt_tokens: int, results: Sequence[GenerationResult], num_cached: int) -> Json:
-    """Return the usage. A prompt counts once, however many choices it has.
-
-    Accepted and rejected predictions are the tokens of our own drafts.
-    """
+def usage_of(results: Sequence[GenerationResult], num_choices: int) -> Usage:
+    """Return the usage. A prompt counts once, however many choices it has."""
+    firsts = results[::num_choices]  # of each prompt: the one that read it
+    num_prompt_tokens = sum(result.prompt_tokens for result in firsts)
     num_completion = sum(result.generated_tokens for result in results)
     proposed = sum(result.stats.drafts_proposed for result in results)
     accepted = sum(result.stats.drafts_accepted for result in results)
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt_tokens + num_completion,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-        "completion_tokens_details": {
-            "reasoning_tokens": sum(result.reasoning_tokens for result in results),
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": proposed - accepted,
-        },
-    }
+    num_reasoning = sum(result.reasoning_tokens for result in results)
+    return Usage(
+        num_prompt_tokens,
+        num_completion,
+        num_prompt_tokens + num_completion,
+        PromptTokensDetails(sum(result.reused_tokens for result in firsts)),
+        CompletionTokensDetails(num_reasoning, accepted, proposed - accepted),
+    )
 
 
-def usage_of_choices(results: Sequence[GenerationResult], num_choices: int) -> Json:
-    firsts = results[::num_choices]  # of each prompt: the one that read it
-    num_prompt_tokens = sum(result.prompt_tokens for result in firsts)
-    return usage_of(num_prompt_tokens, results, sum(result.reused_tokens for result in firsts))
-
-
-def extension(results: Mapping[int, GenerationResult]) -> Json:
-    """Return the value of our own key `infer`: each choice's seed, stop reason and times."""
-    return {
-        "choices": [
-            {
-                "index": index,
-                "seed": result.seed,
-                "stop_reason": result.stop_reason,
-                "ttft_seconds": result.timing.ttft_s,
-                "decode_seconds": result.timing.decode_time_s,
-                "decode_tokens_per_second": result.timing.decode_tokens_per_second,
-            }
-            for index, result in results.items()
-        ]
-    }
+def extension(results: Mapping[int, GenerationResult]) -> Extension:
+    """Return our own facts about the choices with these indices."""
+    facts = [
+        ChoiceFacts(
+            index,
+            result.seed,
+            result.stop_reason,
+            result.timing.ttft_s,
+            result.timing.decode_time_s,
+            result.timing.decode_tokens_per_second,
+        )
+        for index, result in results.items()
+    ]
+    return Extension(choices=facts)
 
 
 def token_columns(pieces: Sequence[Piece], token_bytes: Sequence[bytes]) -> Json:

@@ -13,7 +13,7 @@ _CHARSETS = {"utf-8", "utf8", "us-ascii", "ascii"}
 _CLOSE = {"Connection": "close"}
 
 
-async def read_body(request: Request, settings: ServerSettings) -> bytes:
+async def receive_body(request: Request, settings: ServerSettings) -> bytes:
     """Return the request's body. Raises ApiError 408, 413 or 415, and ClientDisconnect."""
     if request.method == "POST":
         _check_type(request)

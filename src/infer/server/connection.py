@@ -12,9 +12,9 @@ from typing import Any, final
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from infer.server.access_log import new_id
 from infer.server.call import Call
 from infer.server.errors import ApiError
-from infer.server.request_ids import new_id
 from infer.server.server_settings import ServerSettings
 
 _KEY = "infer.connection"

@@ -15,8 +15,7 @@ from infer.engine.admission import AnswerLengths
 from infer.server.errors import ApiError
 from infer.server.refusals import refuse
 from infer.server.server_settings import ServerSettings
-from infer.server.wait_forecast import Demand, Forecast
-from infer.server.wait_ratio import WaitRatio
+from infer.server.wait_forecast import Demand, Forecast, WaitRatio
 from infer.server.waiting_line import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, WaitingLine
 
 _JITTER = 0.05

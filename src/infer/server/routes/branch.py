@@ -5,22 +5,32 @@ token, it equals the whole answer.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, final
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.batch_file.result_line import finish_reason_of
 from infer.outputs import GenerationResult
-from infer.server.answer_types import Head, Json, token_columns, usage_of_choices
-from infer.server.asking import read_request
+from infer.server.answer_types import (
+    Bytes,
+    CalledTool,
+    ChatFinishReason,
+    Count,
+    Head,
+    HeadedAnswer,
+    Json,
+    StopReason,
+    Usage,
+    token_columns,
+)
 from infer.server.chat_history import complete_chat
 from infer.server.choices import Part, accept
-from infer.server.endpoint import ApiRoute
+from infer.server.endpoint import post
 from infer.server.refusals import refuse
-from infer.server.replies import make_head, reply
-from infer.server.routes.one_answer import OneAnswerBody, ask_one
+from infer.server.replies import Shape, make_head, reply
+from infer.server.routes.one_answer import OneAnswerBody, ask_one, end_of
 from infer.server.routes.served_models import answer_any_model
 from infer.server.routes.tokens import TokenId
 from infer.server.server_state import ServerState
@@ -36,14 +46,14 @@ class BranchBody(OneAnswerBody, kw_only=True):
     token_id: TokenId | None = None
 
 
-async def branch(request: Request, state: ServerState) -> Response:
-    body, llm = await read_request(request, state, BranchBody, complete_chat), state.llm().llm
+async def branch(request: Request, state: ServerState, body: BranchBody) -> Response:
+    llm = state.llm().llm
     answer_any_model(request, state, body.model)
     prefix = prefix_of(body)
     asked = ask_one(body, llm.sampling_defaults, llm.tokenizer.chat_template, prefix)
     choices = await accept(request, state, asked)
     shape = BranchShape(make_head("branch-", request, state), len(prefix), llm.tokenizer.token_bytes)
-    return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
+    return await reply(request, state, choices, shape, is_streamed=body.stream)
 
 
 def prefix_of(body: BranchBody) -> list[int]:
@@ -54,49 +64,59 @@ def prefix_of(body: BranchBody) -> list[int]:
     return body.answer_token_ids[: body.position] + ([] if body.token_id is None else [body.token_id])
 
 
+class BranchFields(HeadedAnswer, kw_only=True):
+    """The fields of a branch and of its chunks. `num_given` of its tokens were not sampled."""
+
+    text: str
+    reasoning_content: str | UnsetType = UNSET
+    token_ids: list[Count]
+    token_bytes: list[Bytes]
+    num_given: Count
+
+
+class Branch(BranchFields, kw_only=True, tag_field="object", tag="branch"):
+    """The whole branch."""
+
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+    finish_reason: ChatFinishReason
+    stop_reason: StopReason
+    seed: int | None
+    usage: Usage
+
+
+class BranchChunk(BranchFields, kw_only=True, tag_field="object", tag="branch.chunk"):
+    tool_calls: list[Json] | UnsetType = UNSET
+    token_origins: list[str]
+    finish_reason: ChatFinishReason | None = None
+    stop_reason: StopReason | UnsetType = UNSET
+    seed: int | UnsetType | None = UNSET
+    usage: Usage | UnsetType = UNSET
+
+
 @final
-class BranchShape:
+class BranchShape(Shape):
     """The text and the tokens of the whole branch; `num_given` of its tokens were not sampled."""
 
     def __init__(self, head: Head, num_given: int, spelling: Sequence[bytes]) -> None:
-        self._head, self._num_given, self._spelling = head, num_given, spelling
+        self._fields = head._asdict() | {"num_given": num_given}
+        self._spelling = spelling
 
-    def whole(self, results: Sequence[GenerationResult]) -> Json:
+    def whole(self, results: Sequence[GenerationResult]) -> Branch:
         (result,) = results
-        return {
-            **self._head.to_json("branch"),
-            "text": result.text,
+        return Branch(
+            **self._fields,
+            text=result.text,
             **reasoning_and_calls(result),
-            "token_ids": result.token_ids,
-            "token_bytes": [list(self._spelling[each]) for each in result.token_ids],
-            "num_given": self._num_given,
-            **_end(result),
-        }
+            token_ids=result.token_ids,
+            token_bytes=[list(self._spelling[each]) for each in result.token_ids],
+            **end_of(result),
+        )
 
-    def opening(self) -> list[Json]:
-        return []
-
-    def chunk(self, part: Part) -> Json | None:
-        chunk = {
-            **self._head.to_json("branch.chunk"),
-            "text": part.text,
-            **delta_fields(part.deltas),
-            **token_columns(part.pieces, self._spelling),
-            "num_given": self._num_given,
-        }
-        return chunk | ({"finish_reason": None} if part.result is None else _end(part.result))
-
-    def closing(self, results: Sequence[GenerationResult]) -> list[Json]:
-        return []
+    def chunks(self, part: Part) -> list[BranchChunk]:
+        columns = token_columns(part.pieces, self._spelling)
+        end = {} if part.result is None else end_of(part.result)
+        return [BranchChunk(**self._fields, text=part.text, **delta_fields(part.deltas), **columns, **end)]
 
 
-def _end(result: GenerationResult) -> Json:
-    return {
-        "finish_reason": finish_reason_of(result),
-        "stop_reason": result.stop_reason,
-        "seed": result.seed,
-        "usage": usage_of_choices([result], 1),
-    }
-
-
-ROUTES = [ApiRoute("POST", "/v1/branch", branch, operation="branch")]
+_of_chat = partial(post, complete=complete_chat)
+ROUTES = [_of_chat("/v1/branch", branch, "Continue an answer from a token", BranchBody, Branch, "branch", streams=True)]

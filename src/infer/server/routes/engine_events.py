@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from infer.server.answer_types import Json
 from infer.server.call import call_of
-from infer.server.endpoint import ApiRoute
+from infer.server.endpoint import get
 from infer.server.refusals import refuse
 from infer.server.server_state import ServerState
 from infer.server.sse import EventStream, event
@@ -60,4 +60,17 @@ async def _snapshots(state: ServerState, tenant: str, seconds: float) -> AsyncGe
         await asyncio.sleep(seconds)
 
 
-ROUTES = [ApiRoute("GET", "/v1/engine/events", engine_events)]
+_INTERVAL: Json = {
+    "name": "interval",
+    "in": "query",
+    "schema": {"type": "number", "minimum": _LEAST, "maximum": _MOST},
+}
+ROUTES = [
+    get(
+        "/v1/engine/events",
+        engine_events,
+        "Snapshots of the engine's work",
+        answer="text/event-stream",
+        parameters=[_INTERVAL],
+    )
+]

@@ -6,6 +6,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from infer.batch_file.result_line import finish_reason_of
+from infer.outputs import GenerationResult
+from infer.server.answer_types import Json, usage_of
 from infer.server.asked import make_params, messages_of, sampling_values, seeds_of
 from infer.server.choices import Asked
 from infer.server.refusals import refuse, shown
@@ -53,3 +56,13 @@ def ask_one(
         if getattr(body, name) is not None:
             raise refuse(f"{name} belongs to messages: leave it out", name)
     return Asked([body.prompt], [params], options, "prompt", {})
+
+
+def end_of(result: GenerationResult) -> Json:
+    """Return the fields of an answer, or of its last chunk, that are known at its end."""
+    return {
+        "finish_reason": finish_reason_of(result),
+        "stop_reason": result.stop_reason,
+        "seed": result.seed,
+        "usage": usage_of([result], 1),
+    }

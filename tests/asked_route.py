@@ -15,8 +15,8 @@ from infer.server.app import ROUTES
 from infer.server.asking import while_connected
 from infer.server.choices import Choices, accept
 from infer.server.endpoint import ApiRoute
+from infer.server.server_state import ServerState
 from infer.server.sse import DONE, EventStream, event
-from infer.server.state import ServerState
 
 PATH = "/test/ask"
 

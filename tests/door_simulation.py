@@ -8,8 +8,8 @@ from typing import final
 
 from infer.server.door import Arrival, Door, Entry
 from infer.server.errors import ApiError
-from infer.server.forecast import Demand, Forecast
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
+from infer.server.wait_forecast import Demand, Forecast
 from simulation import Machine, Request, Simulation
 
 

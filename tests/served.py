@@ -13,8 +13,8 @@ from infer.server.app import ROUTES
 from infer.server.endpoint import ApiRoute
 from infer.server.http_server import make_http_server
 from infer.server.process import bind
-from infer.server.settings import ServerSettings
-from infer.server.state import ServerState
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 
 SECONDS = 60.0
 

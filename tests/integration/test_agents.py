@@ -19,7 +19,7 @@ from idle import until_idle
 from infer import LLM
 from infer.server.app import ROUTES
 from infer.server.endpoint import ApiRoute
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 from served import Served, serving
 
 CONTEXT = 16384

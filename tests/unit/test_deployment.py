@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 
 from infer.cli.commands import infer
 from infer.server.app import ROUTES
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = ROOT / "tests" / "data"

@@ -13,8 +13,8 @@ from infer import LLM, InvalidRequestError
 from infer.cli import main
 from infer.distributed import BatchEngine
 from infer.distributed.asked_body import prompt_of_body
-from infer.server.settings import ServerSettings
-from infer.server.state import ServerState
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 from infer.system.core_share import take_cores
 from served import serving
 from test_session import make_model

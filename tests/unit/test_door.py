@@ -14,8 +14,8 @@ from infer.outputs import percentile
 from infer.server.asking import text_tokens
 from infer.server.door import Arrival, Door, retry_headers
 from infer.server.errors import ApiError
-from infer.server.forecast import Demand, Forecast
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
+from infer.server.wait_forecast import Demand, Forecast
 from simulation import Machine, Request
 
 SERVER = Machine(16, 1024, (5e-3, 7e-4, 7e-4, 4e-4))  # 6.07 requests of 128 tokens in, 64 out in a second

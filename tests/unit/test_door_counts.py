@@ -4,8 +4,8 @@ import pytest
 
 from infer.protocols.refusals import BodyError
 from infer.server.door import Arrival, Door
-from infer.server.forecast import Demand, Forecast
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
+from infer.server.wait_forecast import Demand, Forecast
 from test_door import forecast_of, known_costs
 
 TWO_PROMPTS = Arrival("a", num_prompts=2, num_choices=3, num_prompt_tokens=200, num_answer_tokens=10)

@@ -23,9 +23,9 @@ from infer.server.app import make_app
 from infer.server.call import Call, put_call
 from infer.server.errors import ENGINE_FAILED
 from infer.server.resumption import FAILED
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 from infer.server.sse import failure_events
-from infer.server.state import ServerState
 
 EVENTS = [b"data: %d\n\n" % number for number in range(4)]
 STREAM, JSON = ([(b"content-type", kind)] for kind in (b"text/event-stream; charset=utf-8", b"application/json"))

@@ -27,6 +27,7 @@ LAZY_DEPENDENCIES = {
     "importlib",
     "llguidance",
     "prompt_toolkit",
+    "prometheus_client",
     "rich",
     "torch",
     "triton",

@@ -7,8 +7,9 @@ import pytest
 
 from infer import LLM
 from infer.protocols.message_blocks import messages_of
+from infer.protocols.message_bodies import MessagesBody
 from infer.protocols.read_body import read_body
-from infer.server.messages import MessagesBody, variables_of
+from infer.server.routes.anthropic_messages import variables_of
 from served import Served
 
 ASKED = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "hello"}], "temperature": 0}

@@ -10,10 +10,11 @@ from jsonschema import Draft202012Validator
 
 from infer import LLM
 from infer.server.app import ROUTES
-from infer.server.openapi import OPERATIONS, document
+from infer.server.routes.openapi import document
 from served import Served, serving
 from test_session import make_model
 
+DOCUMENT = document(ROUTES)
 MESSAGES = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2},
@@ -38,7 +39,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def validator(pointer: str) -> Draft202012Validator:
-    return Draft202012Validator({**document(), "$ref": f"#{pointer}"})
+    return Draft202012Validator({**DOCUMENT, "$ref": f"#{pointer}"})
 
 
 def answer_of(path: str, method: str, status: int) -> Draft202012Validator:
@@ -46,17 +47,23 @@ def answer_of(path: str, method: str, status: int) -> Draft202012Validator:
     return validator(f"/paths/{place}/{method}/responses/{status}/content/application~1json/schema")
 
 
-def test_every_route_is_described_once() -> None:
-    described = [(each.method, each.path) for each in OPERATIONS]
-    assert sorted(described) == sorted((each.method, each.path.replace(":path", "")) for each in ROUTES)
-    for each in OPERATIONS:
-        (route,) = [r for r in ROUTES if (r.method, r.path.replace(":path", "")) == (each.method, each.path)]
-        assert route.is_open == each.is_open, each.path
+def test_every_route_is_described_with_its_summary_and_its_answer() -> None:
+    paths = DOCUMENT["paths"]
+    described = {(method.upper(), path) for path, operations in paths.items() for method in operations}
+    assert described == {(each.method, each.path.replace(":path", "")) for each in ROUTES}
+    for each in ROUTES:
+        operation = paths[each.path.replace(":path", "")][each.method.lower()]
+        assert each.summary
+        assert operation["summary"] == each.summary
+        assert ("security" in operation) == each.is_open, each.path
+        assert ("requestBody" in operation) == (each.method == "POST"), each.path
+        assert operation["responses"]["200"]["content"], each.path
 
 
 def test_every_name_in_it_is_there() -> None:
-    schemas = document()["components"]["schemas"]
-    assert set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document()))) <= set(schemas)
+    schemas = DOCUMENT["components"]["schemas"]
+    assert set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(DOCUMENT))) <= set(schemas)
+    assert all(name.isidentifier() for name in schemas)  # two Structs of one name would have their modules' names
     for schema in schemas.values():
         Draft202012Validator.check_schema(schema)
 
@@ -85,13 +92,13 @@ def test_what_is_got_is_as_described(served: Served, path: str) -> None:
 
 
 def test_the_document_and_its_page_are_served_without_a_key(served: Served) -> None:
-    assert served.client.get("/openapi.json").json() == document()
+    assert served.client.get("/openapi.json").json() == DOCUMENT
     page = served.client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert not re.search(r"https?://|<script|javascript:|@import", page.text)
-    for each in OPERATIONS:
-        assert f"<b>{each.method} {each.path}</b>" in page.text
+    for each in ROUTES:
+        assert f"<b>{each.method} {each.path.replace(':path', '')}</b>" in page.text
     targets = set(re.findall(r'href="#([^"]*)"', page.text))
     assert targets <= set(re.findall(r'id="([^"]*)"', page.text))
 

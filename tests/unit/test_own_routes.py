@@ -13,8 +13,8 @@ from starlette.requests import Request
 
 from infer import LLM
 from infer.protocols.refusals import BodyError
-from infer.server.embeddings import answer_of, texts_of
-from infer.server.events import OTHERS, interval_of, seen_by
+from infer.server.routes.embeddings import answer_of, texts_of
+from infer.server.routes.engine_events import OTHERS, interval_of, seen_by
 from served import Served, serving
 
 MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]
@@ -156,7 +156,7 @@ def test_a_model_that_is_not_for_embeddings_says_what_to_do(llm: LLM) -> None:
 
 def test_nothing_of_a_vector_that_is_nothing_is_nothing() -> None:
     vector = torch.zeros(1, 4).numpy()
-    assert answer_of("m", vector, 2, "float", 1)["data"][0]["embedding"] == [0.0, 0.0]
+    assert answer_of("m", vector, 2, "float", 1).data[0].embedding == [0.0, 0.0]
     assert texts_of([[1, 2], [3]]) == [[1, 2], [3]]
     with pytest.raises(BodyError, match=r"input\[0\]\[1\]"):
         texts_of([[1, "a"]])

@@ -2,15 +2,14 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import infer.server.page as page
+from infer.server.routes.web_files import served_files
+from infer.web_ui.files import FOLDER
 from served import Served, serving
 
-FOLDER = Path(page.__file__).parent / "page"
-FILES = sorted(FOLDER.iterdir())
+FILES = sorted(path for path in FOLDER.iterdir() if path.suffix != ".py" and path.is_file())
 LARGEST = 150_000
 
 
@@ -21,12 +20,12 @@ def served() -> Iterator[Served]:
 
 
 def test_all_files_together_are_small_and_known() -> None:
-    assert {path.name for path in FILES} | {"parameters.json"} == set(page.page_files())
+    assert {path.name for path in FILES} | {"parameters.json"} == set(served_files())
     assert sum(path.stat().st_size for path in FILES) <= LARGEST
 
 
 def test_the_page_is_there_without_a_key_and_while_the_model_loads(served: Served) -> None:
-    for path in ["/", *(f"/page/{name}" for name in page.page_files())]:
+    for path in ["/", *(f"/page/{name}" for name in served_files())]:
         answer = served.client.get(path)
         assert answer.status_code == 200, path
         assert answer.headers["x-content-type-options"] == "nosniff"
@@ -43,7 +42,9 @@ def test_what_has_not_changed_is_not_sent_again(served: Served) -> None:
     assert served.client.get("/", headers={"If-None-Match": '"x"'}).status_code == 200
 
 
-@pytest.mark.parametrize("name", ["x.js", "..%2fpage.py", "%2e%2e/page.py", "main.js/", "MAIN.JS", ""])
+@pytest.mark.parametrize(
+    "name", ["x.js", "..%2fweb_ui%2ffiles.py", "%2e%2e/files.py", "files.py", "main.js/", "MAIN.JS", ""]
+)
 def test_nothing_else_of_the_disk_is_served(served: Served, name: str) -> None:
     answer = served.client.get(f"/page/{name}")
     assert answer.status_code in (401, 404)

@@ -21,7 +21,7 @@ from infer.protocols.refusals import refuse
 from infer.request_limits import MAX_STOPS
 from infer.sampling.keywords import SamplingKeywords
 from infer.sampling_params import ALIASES, PARAMETERS, SamplingParams
-from infer.server.page_parameters import page_parameters
+from infer.server.routes.page_parameters import page_parameters
 from parameter_tables import written
 from watched import python_command
 

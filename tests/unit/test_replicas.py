@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.types import Message
 
@@ -32,11 +33,11 @@ from infer.outputs import Piece
 from infer.server.app import make_app
 from infer.server.call import Call, call_of, put_call
 from infer.server.errors import ApiError
-from infer.server.exposition import labelled, merged
+from infer.server.metrics import Metrics
 from infer.server.resumption import SentPart, note_of, unpack
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 from infer.server.sse import failure_events
-from infer.server.state import ServerState
 from shapes import SOURCE
 from test_server_process import CHILD, SECONDS
 from test_session import make_model
@@ -52,8 +53,8 @@ import sys
 from infer.distributed.front import run_replicas
 from infer.server.process import bind
 from infer.server.resumption import SentPart, note_of, unpack
-from infer.server.settings import ServerSettings
-from infer.server.state import ServerState
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 settings = ServerSettings(port=int(sys.argv[2]))
 command = [sys.executable, "-c", {CHILD!r}, sys.argv[1]]
 sys.exit(run_replicas(ServerState(settings), bind(settings), [command] * 2))
@@ -325,7 +326,11 @@ def test_a_request_without_a_seed_gets_one_and_any_other_body_stays_as_it_is() -
 
 
 def test_samples_of_several_processes_stand_together() -> None:
-    head = "# HELP a A.\n# TYPE a counter\n"
-    texts = [labelled(head + 'a 1\na{x="y"} 2\n', replica=name) for name in "01"]
-    samples = [f'a{{replica="{name}"}} 1\na{{replica="{name}",x="y"}} 2\n' for name in "01"]
-    assert merged(texts) == head + "".join(samples)
+    head = "# HELP a_total A.\n# TYPE a_total counter\n"
+    texts = [(head + 'a_total 1\na_total{x="y"} 2\n', {"replica": name}) for name in "01"]
+    merged = Metrics().merged(texts)
+    assert merged.count("# TYPE a_total counter\n") == 1
+    family = next(each for each in text_string_to_metric_families(merged) if each.name == "a")
+    expected = [({"replica": name, **labels}, value) for name in "01" for labels, value in (({}, 1), ({"x": "y"}, 2))]
+    assert [(each.labels, each.value) for each in family.samples] == expected
+    assert 'infer_build_info{process="front",' in merged

@@ -37,7 +37,7 @@ ALLOWED = {
     ("server/asking.py", "asyncio"),  # the server: what `infer serve` is asked for
     ("server/choices.py", "asyncio"),
     ("server/connection.py", "http"),
-    ("server/events.py", "asyncio"),
+    ("server/routes/engine_events.py", "asyncio"),
     ("server/loading.py", "asyncio"),
     ("server/process.py", "asyncio"),
     ("server/process.py", "socket"),
@@ -54,12 +54,11 @@ ALLOWED = {
     ("server/http_server.py", "socket"),  # a pair of them
     ("distributed/ray_serve.py", "asyncio"),
     ("cli/serve_command.py", "socket"),
-    ("server/limits.py", "asyncio"),
-    ("server/state.py", "asyncio"),
-    ("server/snapshots.py", "asyncio"),
+    ("server/body_limits.py", "asyncio"),
+    ("server/server_state.py", "asyncio"),
     ("server/turns.py", "asyncio"),
-    ("server/local_names.py", "socket"),  # asks what address a name of this machine has
-    ("server/tls.py", "ssl"),
+    ("server/auth.py", "socket"),  # asks what address a name of this machine has
+    ("server/process.py", "ssl"),
     ("tensor_parallel/follower.py", "multiprocessing.connection"),  # calls, from the process that started this one
     ("tensor_parallel/ranks.py", "multiprocessing.connection"),
     ("tensor_parallel/ranks.py", "socket"),  # pairs of them, of no address

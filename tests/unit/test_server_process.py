@@ -25,8 +25,8 @@ SECONDS = 100.0
 SERVER = """
 import asyncio, os, socket, sys, threading, time
 from infer.server.process import bind, run_server
-from infer.server.settings import ServerSettings
-from infer.server.state import ServerState
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 folder, drain_seconds, hangs = sys.argv[1], float(sys.argv[2]), sys.argv[3]
 settings = ServerSettings(port=0, slots=1, drain_seconds=drain_seconds, watchdog_seconds=1.0 if hangs else 60.0)
 listener = bind(settings)
@@ -57,8 +57,8 @@ CHILD = """
 import os, socket, sys, time
 from infer.distributed.replica import await_turn
 from infer.server.process import run_server
-from infer.server.settings import ServerSettings
-from infer.server.state import ServerState
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 settings = ServerSettings(is_child=True)
 await_turn() or sys.exit(0)
 def load(on_progress):
@@ -79,8 +79,8 @@ ISOLATED = f"""
 import sys
 from infer.distributed.front import run_replicas
 from infer.server.process import bind
-from infer.server.settings import ServerSettings
-from infer.server.state import ServerState
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 settings = ServerSettings(port=0, api_keys={{"secret": "ann"}})
 listener = bind(settings)
 print(listener.getsockname()[1], not {{"torch", "numpy"}}.isdisjoint(sys.modules), flush=True)
@@ -159,7 +159,7 @@ def until_running(process: Process, num_waiting: int) -> None:
     """One answer runs, and so many wait."""
     while True:
         lines = process.get("/metrics").text.splitlines()
-        if {"infer:num_requests_running 1", f"infer:num_requests_waiting {num_waiting}"} <= set(lines):
+        if {"infer:num_requests_running 1.0", f"infer:num_requests_waiting {num_waiting:.1f}"} <= set(lines):
             return
         time.sleep(0.02)
 

@@ -16,7 +16,7 @@ from infer import LLM
 from infer.cli.commands import infer
 from infer.cli.serve_command import client_lines
 from infer.server.app import ROUTES
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
 from served import Served, serving
 from test_session import make_model
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.server.wait_ratio import WaitRatio
+from infer.server.wait_forecast import WaitRatio
 from infer.server.waiting_line import MAX_RETRY_SECONDS, WaitingLine
 
 

@@ -19,7 +19,7 @@ from infer.system.cores import check_num_threads
 
 _CACHE_DEFAULTS = CacheSettings()
 _SETTINGS = ("max_seq_len", "threads", "grammar_backend")
-_OF_EXTRA = {"serve": ("httptools", "msgspec", "starlette", "uvicorn"), "ray": ("ray", "fastapi")}
+_OF_EXTRA = {"serve": ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn"), "ray": ("ray", "fastapi")}
 
 
 def check_options(options: LoadOptions | ServedOptions | BenchOptions, params: Collection[SamplingParams]) -> None:

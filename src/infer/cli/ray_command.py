@@ -13,7 +13,7 @@ from infer.cli.signals import cancel_on_signal
 from infer.distributed.ray_serve import Deployed, application
 from infer.errors import InvalidRequestError
 from infer.server.process import bind
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
 from infer.system.cores import num_processors
 from infer.system.status_line import write_notice
 

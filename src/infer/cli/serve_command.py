@@ -20,10 +20,9 @@ from infer.distributed.replica import await_turn
 from infer.errors import InvalidRequestError, RequestWarning
 from infer.server.auth import read_keys
 from infer.server.loading import OnProgress, warmed
-from infer.server.process import bind, run_server
-from infer.server.settings import ServerSettings
-from infer.server.state import ServerState
-from infer.server.tls import check_certificate
+from infer.server.process import bind, check_certificate, run_server
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 from infer.system.core_share import take_cores
 from infer.system.cores import default_num_threads
 from infer.system.status_line import write_notice

@@ -16,13 +16,12 @@ from infer.distributed.replicas import Replicas
 from infer.server.app import ROUTES
 from infer.server.call import call_of
 from infer.server.endpoint import ApiRoute
-from infer.server.exposition import labelled, merged, text_of
-from infer.server.health import health, ready
-from infer.server.messages import failure_event
-from infer.server.metrics_page import metrics_response
+from infer.server.message_events import failure_event
 from infer.server.process import Life, run_process
+from infer.server.routes.health import health, ready
+from infer.server.routes.prometheus import metrics_response
+from infer.server.server_state import ServerState
 from infer.server.sse import failure_events
-from infer.server.state import ServerState
 from infer.system.locked_folder import locked_folder
 
 _REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", "embeddings")}
@@ -61,7 +60,7 @@ class Front:
     def table(self) -> list[ApiRoute]:
         """The routes. All requests are forwarded, except those to /health, /ready and /metrics."""
         own = {"/health": health, "/ready": self._ready, "/metrics": self._read_metrics}
-        return [each._replace(handler=own.get(each.path, self._hand_on), operation="") for each in ROUTES]
+        return [each._replace(handler=own.get(each.path, self._hand_on), body=None, operation="") for each in ROUTES]
 
     async def _hand_on(self, request: Request, state: ServerState) -> Response:
         state.check_ready()
@@ -84,7 +83,7 @@ class Front:
 
         If there are several replicas, the metrics of each have its name.
         """
-        own = labelled(text_of(state.metrics.families_of_http()), process="front")
         found = {name: body.decode() for name, (_, body) in (await self._replicas.get(b"/metrics")).items()}
-        texts = [labelled(text, replica=name) for name, text in found.items()]
-        return metrics_response(merged([*(texts if self._replicas.are_several else found.values()), own]))
+        are_several = self._replicas.are_several
+        texts = [(text, {"replica": name} if are_several else {}) for name, text in found.items()]
+        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts))

@@ -28,11 +28,11 @@ from infer.errors import InferError, InvalidRequestError
 from infer.server.app import make_app
 from infer.server.auth import read_keys
 from infer.server.errors import ApiError
-from infer.server.health import is_alive
 from infer.server.http_server import make_http_server
 from infer.server.loading import OnProgress, load_model, warmed
-from infer.server.settings import ServerSettings
-from infer.server.state import ServerState
+from infer.server.routes.health import is_alive
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 from infer.system.core_share import take_cores
 
 _READ_BYTES, _NO_LIMIT = 2**16, 1 << 60

@@ -11,7 +11,7 @@ from infer.distributed.exchange import Exchange
 from infer.distributed.replica import Replica
 from infer.distributed.router import NUM_PAGES, RoutedPrompt, Router
 from infer.errors import InferError
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 log = logging.getLogger("infer.server")
 _PAUSE_SECONDS = 10.0  # before one is tried again

@@ -1,37 +1,87 @@
-"""One JSON line per request, at its end, with OpenTelemetry's names. It never has the text of a prompt or an answer."""
+"""The first layer of the app: every request has a `Call`, whose ids its answer has, and which is logged and counted.
 
+Every request has an id of the server's own. A valid id from the client is echoed, and logged beside it. The log has one
+JSON line per request, at its end, with OpenTelemetry's names. It never has the text of a prompt or an answer.
+"""
+
+import json
 import logging
+import re
+import secrets
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.server.call import Call, call_of
-from infer.server.state import ServerState
+from infer.server.call import CREATED_HEADER, ID_HEADER, KEY_NAME_HEADER, SENT_HEADER, Call, put_call
+from infer.server.server_state import ServerState
 
 log, server_log = logging.getLogger("infer.access"), logging.getLogger("infer.server")
+_MOST_HEADER = 2048  # characters
+_CLEAN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-def with_access_log(app: ASGIApp, state: ServerState) -> ASGIApp:
-    """Return the app with an access log. The layer also counts requests and lists the calls in progress."""
+def with_calls(app: ASGIApp, state: ServerState) -> ASGIApp:
+    """Return the app with a call per request. A child process receives ids and names of keys from its parent."""
 
     async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        call = call_of(HTTPConnection(scope))
+        headers = Headers(scope=scope)
+        asked = headers.get("x-request-id", "")
+        call = Call(new_id(), asked if _CLEAN.fullmatch(asked) else None, scope["method"])
+        if state.settings.is_child:
+            _be_handed(call, headers)
+        put_call(scope, call)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = call.shown_id
+                if call.warnings:
+                    headers["x-infer-warnings"] = _as_header(call.warnings)
+            await send(message)
+
         state.calls.add(call)
         try:
-            await app(scope, receive, send)
+            await app(scope, receive, send_with_id)
         finally:
             state.calls.discard(call)
             if not (call.is_forwarded or call.is_probe):
                 count_call(state, call)
 
     return call_app
+
+
+def new_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+def _as_header(warnings: Sequence[str]) -> str:
+    """Return the first warnings as a JSON list in ASCII, short enough for every proxy."""
+    for count in range(len(warnings), 0, -1):
+        if len(found := json.dumps(warnings[:count])) <= _MOST_HEADER:
+            return found
+    return "[]"
+
+
+def _be_handed(call: Call, headers: Headers) -> None:
+    """Set the call's fields from the headers of the process that clients talk to.
+
+    Its own request, a readiness probe, has no id.
+    """
+    call.key_name = headers.get(KEY_NAME_HEADER.decode(), "")
+    if call_id := headers.get(ID_HEADER.decode()):
+        call.id, call.created, call.is_noted = call_id, int(headers[CREATED_HEADER.decode()]), True
+        call.num_sent_bytes = int(headers[SENT_HEADER.decode()])
+    else:
+        call.is_probe = True
 
 
 def count_call(state: ServerState, call: Call) -> None:
@@ -75,7 +125,7 @@ def entry_of(call: Call) -> dict[str, Any]:
 
 
 def _answers(call: Call) -> dict[str, Any]:
-    results = [sequence.result() for sequence in call.sequences]
+    results = call.results
     arrivals = [arrivals[0] for sequence in call.sequences if (arrivals := sequence.timer.arrivals)]
     began = [sequence.timer.began for sequence in call.sequences if sequence.timer.began is not None]
     entry = {

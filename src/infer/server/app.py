@@ -5,44 +5,44 @@ from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from infer.server import (
-    branch,
-    chat,
-    completions,
-    embeddings,
-    events,
-    health,
-    messages,
-    metrics_page,
-    models,
-    openapi,
-    page,
-    props,
-    responses,
-    tokens,
-    trace,
-)
-from infer.server.access_log import with_access_log
-from infer.server.auth import with_keys
+from infer.server.access_log import with_calls
+from infer.server.auth import guarded
 from infer.server.call import call_of
-from infer.server.cors import with_cors
 from infer.server.endpoint import ApiRoute, Endpoint
 from infer.server.errors import ApiError
-from infer.server.local_names import with_local_names
-from infer.server.paths import no_route, with_known_paths
-from infer.server.request_ids import with_request_ids
-from infer.server.state import ServerState
+from infer.server.paths import no_route
+from infer.server.routes import (
+    answer_trace,
+    anthropic_messages,
+    branch,
+    chat_completions,
+    completions,
+    embeddings,
+    engine_events,
+    health,
+    prometheus,
+    props,
+    responses,
+    served_models,
+    tokens,
+    web_files,
+)
+from infer.server.routes.openapi import description_routes
+from infer.server.server_state import ServerState
 
 _MODULES = (
-    *(health, metrics_page, models, chat, completions, responses, embeddings, messages),
-    *(tokens, trace, branch, events, props, openapi, page),
+    *(health, prometheus, served_models, chat_completions, completions, responses, embeddings, anthropic_messages),
+    *(tokens, answer_trace, branch, engine_events, props, web_files),
 )
 ROUTES = [route for module in _MODULES for route in module.ROUTES]
+ROUTES += description_routes(ROUTES)
+_ANSWER_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
 
 
 def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
@@ -51,10 +51,10 @@ def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
     refuse = partial(_refuse, known=[each.path for each in table if "{" not in each.path])
     routed = Starlette(routes=routes, exception_handlers={HTTPException: refuse})
     routed.router.redirect_slashes = False
-    app = with_keys(routed, settings.api_keys, table)
-    app = with_known_paths(app, [each.path for each in table])
-    app = with_local_names(with_cors(app, settings.cors_origins), settings)
-    return with_request_ids(with_access_log(app, state), is_child=settings.is_child)
+    app = guarded(routed, settings, table)
+    if settings.cors_origins:  # pages of these origins may call, and never with a browser's credentials
+        app = CORSMiddleware(app, settings.cors_origins, ["GET", "POST"], ["*"], expose_headers=_ANSWER_HEADERS)
+    return with_calls(app, state)
 
 
 def _refuse(request: Request, error: Exception, known: Sequence[str]) -> Response:

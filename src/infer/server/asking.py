@@ -1,32 +1,22 @@
-"""Read a handler's request and ask the model, for a client that may disconnect and in the name of its key."""
+"""Ask the model, for a client that may disconnect and in the name of its key."""
 
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from msgspec import Struct
 from starlette.requests import Request
 
 from infer.engine.request_options import RequestOptions
 from infer.outputs import GenerationResult
-from infer.protocols.read_body import Complete, as_given, read_body
-from infer.protocols.unknown_fields import Reading
 from infer.server.call import call_of
 from infer.server.door import Arrival
 from infer.server.endpoint import ClientGoneError
 from infer.server.errors import ENGINE_FAILED, ApiError
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 _BYTES_PER_TOKEN = 3  # before a prompt is tokenised
 _Found = TypeVar("_Found")
-_Body = TypeVar("_Body", bound=Struct)
-
-
-async def read_request(request: Request, state: ServerState, kind: type[_Body], complete: Complete = as_given) -> _Body:
-    """Return the request's body. Warnings are kept in its call, and the answer shows them. Raises ApiError 400."""
-    reading = Reading(state.settings.unknown_fields, call_of(request).warnings)
-    return read_body(await request.body(), kind, complete, reading)
 
 
 def check_result(result: GenerationResult, state: ServerState) -> None:

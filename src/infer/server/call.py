@@ -3,11 +3,13 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
+from infer.outputs import GenerationResult
 from infer.server.door import Entry
 from infer.server.resumption import SentPart
 
@@ -39,6 +41,7 @@ class Call:
     left_in: str = ""  # the phase in which the client went away
     warnings: list[str] = field(default_factory=list)  # about its body: the answer shows them
     streams: list[Any] = field(default_factory=list)  # `engine.stream.AsyncStream`
+    result_by_stream: dict[Any, GenerationResult] = field(default_factory=dict)  # of those that were answered
     is_forwarded: bool = False  # to the engine's process, which counts and logs it
     is_probe: bool = False  # a question of the process that clients talk to: neither counted nor logged
     is_noted: bool = False  # its stream notes its parts, for who may have to ask again
@@ -55,6 +58,11 @@ class Call:
     def sequences(self) -> list[Any]:
         """The `engine.sequence.Sequence` of each answer."""
         return [stream.sequence for stream in self.streams]
+
+    @cached_property
+    def results(self) -> list[GenerationResult]:
+        """The results of the answers, also of cancelled ones. To be asked for when the call has ended."""
+        return [self.result_by_stream.get(each) or each.sequence.result() for each in self.streams]
 
     def add(self, stream: Any) -> None:
         """Note one more answer, which is in the queue now."""

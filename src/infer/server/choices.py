@@ -24,7 +24,7 @@ from infer.server.call import Call, call_of
 from infer.server.door import Arrival
 from infer.server.errors import ApiError
 from infer.server.resumption import given_to, note_of
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 
 class Part(NamedTuple):
@@ -87,6 +87,7 @@ class Choices:
             self.cancel()
             raise
         results = [result for group in found for result in group]
+        self._call.result_by_stream.update(zip(self._streams, results, strict=True))
         for result in results:
             check_result(result, self._state)
         return results
@@ -118,29 +119,19 @@ class Choices:
     async def _read_all(self) -> AsyncGenerator[tuple[int, list[Piece]], None]:
         """Yield the pieces of each choice, and an empty list at its end.
 
-        The parts that the client already has come first, divided as they were sent.
+        The parts that the client already has come first, divided as they were sent. The other choices of a prompt begin
+        when its first choice has given something.
         """
-        for sent in self._call.sent:
-            await self._begin(sent.choice)
-            yield sent.choice, [await anext(self._streams[sent.choice]) for _ in sent.token_ids]
-        async with aclosing(self._read_further()) as read:
-            async for index, pieces in read:
-                if self._call.is_noted:
-                    self._call.notes.append(note_of(index, pieces))
-                yield index, pieces
-
-    async def _read_further(self) -> AsyncGenerator[tuple[int, list[Piece]], None]:
-        """Yield further pieces. The other choices of a prompt begin when its first choice has given something."""
         sent, size = self._call.sent, self._size
+        for part in sent:
+            await self._begin(part.choice)
+            yield part.choice, [await anext(self._streams[part.choice]) for _ in part.token_ids]
         has_given = {part.choice // size for part in sent}
         has_ended = {part.choice for part in sent if not part.token_ids}
-        if len(self._streams) == 1:
-            while 0 not in has_ended:
-                pieces = await self._streams[0].take()
-                yield 0, pieces
-                if not pieces:
-                    has_ended.add(0)
-            return
+        while len(self._streams) == 1 and 0 not in has_ended:  # one choice needs no tasks
+            pieces = await self._streams[0].take()
+            yield self._noted(0, pieces)
+            has_ended |= set() if pieces else {0}
         open_ones = [index for index in range(len(self._streams)) if index not in has_ended]
         reading = {self._read(index): index for index in open_ones if index % size == 0 or index // size in has_given}
         try:
@@ -151,7 +142,7 @@ class Choices:
                     if index // size not in has_given:
                         has_given.add(index // size)
                         reading |= {self._read(other): other for other in range(index + 1, index + size)}
-                    yield index, pieces
+                    yield self._noted(index, pieces)
                     if pieces:
                         reading[self._read(index)] = index
         finally:
@@ -159,9 +150,15 @@ class Choices:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
 
+    def _noted(self, index: int, pieces: list[Piece]) -> tuple[int, list[Piece]]:
+        """Return the part, after it was noted if another process may have to continue the stream."""
+        if self._call.is_noted:
+            self._call.notes.append(note_of(index, pieces))
+        return index, pieces
+
     async def _end(self, index: int) -> Part:
         stream = self._streams[index]
-        result = await stream.result()
+        result = self._call.result_by_stream[stream] = await stream.result()
         check_result(result, self._state)
         pieces = stream.sequence.pieces
         tail = result.text[sum(len(piece.text) for piece in pieces) :]

@@ -12,10 +12,10 @@ from typing import Any, final
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from infer.server.access_log import new_id
 from infer.server.call import Call
 from infer.server.errors import ApiError
-from infer.server.request_ids import new_id
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
 
 _KEY = "infer.connection"
 _LINGER_SECONDS = 1.0  # what still arrives after a refusal is dropped: closed at once, the client might not see it

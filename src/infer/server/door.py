@@ -14,9 +14,8 @@ from typing import NamedTuple, final
 from infer.engine.fair_queueing import AnswerLengths
 from infer.protocols.refusals import refuse
 from infer.server.errors import ApiError
-from infer.server.forecast import Demand, Forecast
-from infer.server.settings import ServerSettings
-from infer.server.wait_ratio import WaitRatio
+from infer.server.server_settings import ServerSettings
+from infer.server.wait_forecast import Demand, Forecast, WaitRatio
 from infer.server.waiting_line import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, WaitingLine
 
 _JITTER = 0.05

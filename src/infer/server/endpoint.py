@@ -1,37 +1,56 @@
 """A route: its handler, and how the handler is called. Every exception is answered in OpenAI's error format."""
 
 import logging
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple, final
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, final
 
+from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from infer.errors import InferError
+from infer.protocols.read_body import Complete, as_given, read_body
+from infer.protocols.unknown_fields import Reading
+from infer.server.answer_types import Json
+from infer.server.body_limits import receive_body
 from infer.server.call import Call, call_of
 from infer.server.errors import ApiError, api_error
-from infer.server.limits import read_body
 from infer.server.resumption import unpack
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 log = logging.getLogger("infer.server")
-Handler = Callable[[Request, ServerState], Awaitable[Response]]
+JSON = "application/json"
+Handler = Callable[..., Awaitable[Response]]  # of the request, the state and, if the route has one, the body
 
 
 class ApiRoute(NamedTuple):
-    """A route of the server. `path` is in Starlette's notation. If `is_open`, no key is needed.
+    """A route of the server. The routing table and openapi.json are derived from it.
 
-    `operation` is the task of the model, in OpenTelemetry's words; the handler of such a request asks the door
-    (`asking.enter`). `shape` converts an exception to the error that a client receives.
+    `path` is in Starlette's notation. The body of a request is read as a `body`, after `complete` has converted what
+    other programs send. Warnings about it are kept in the call, and the answer shows them. `answer` is a type that
+    msgspec describes, or the media type of another answer. If the route `streams`, it can answer with events, too.
+    `parameters` are those of the query, in OpenAPI's notation. If `is_open`, no key is needed. `operation` is the task
+    of the model, in OpenTelemetry's words; the handler of such a request asks the door (`asking.enter`). `shape`
+    converts an exception to the error that a client receives.
     """
 
     method: str
     path: str
     handler: Handler
+    summary: str = ""
+    body: type[Struct] | None = None
+    answer: Any = JSON
     operation: str = ""
+    streams: bool = False
+    parameters: Sequence[Json] = ()
+    complete: Complete = as_given
     is_open: bool = False
     shape: Callable[[Exception], ApiError] = api_error
+
+
+get, post = partial(ApiRoute, "GET"), partial(ApiRoute, "POST")
 
 
 class ClientGoneError(Exception):
@@ -57,17 +76,25 @@ class Endpoint:
         request = Request(scope, receive)
         call.route, call.operation = self._route.path, self._route.operation
         try:
-            body = await read_body(request, self._state.settings)
+            body = await receive_body(request, self._state.settings)
             if call.num_sent_bytes:
                 call.sent = unpack(body[: call.num_sent_bytes])
             request._body = body[call.num_sent_bytes :]
-            response = await self._route.handler(request, self._state)
+            response = await self._handle(request, call)
         except (ClientDisconnect, ClientGoneError):
             call.leave()
             return
         except Exception as error:
             response = refusal_of(error, call, self._route.shape).response
         await response(scope, receive, send)
+
+    async def _handle(self, request: Request, call: Call) -> Response:
+        route, state = self._route, self._state
+        if route.body is None:
+            return await route.handler(request, state)
+        state.check_ready()
+        reading = Reading(state.settings.unknown_fields, call.warnings)
+        return await route.handler(request, state, read_body(request._body, route.body, route.complete, reading))
 
 
 def refusal_of(error: Exception, call: Call, shape: Callable[[Exception], ApiError] = api_error) -> ApiError:

@@ -14,7 +14,7 @@ from infer.server.access_log import count_call
 from infer.server.app import ROUTES, make_app
 from infer.server.connection import Connection
 from infer.server.endpoint import ApiRoute
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 _TICK_SECONDS = 1.0  # at most: a process that nobody asks should hardly wake
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import infer
 from infer.errors import InferError
 from infer.grammar.trial import trial_lane
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 log = logging.getLogger("infer.server")
 OnProgress = Callable[[int, int], None]

@@ -1,139 +1,203 @@
 """The answer of `/v1/messages`: its blocks, whole or as Anthropic's events."""
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Self, final
 
-import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCall, ToolCallDelta
-from infer.server.choices import Choices, Part
-from infer.server.shapes import Head, Json
+from infer.server.answer_types import Answer, Count, Head, Json
+from infer.server.choices import Part
+from infer.server.errors import ApiError
+from infer.server.replies import Shape
 from infer.server.sse import event
 
-_STOP_REASONS = {"eos": "end_turn", "stop": "end_turn", "length": "max_tokens", "abort": "max_tokens"}
+_TYPE_BY_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_ITS_NAMES = {
+    "thinking_token_budget": "thinking.budget_tokens",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "stop": "stop_sequences",
+}
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}  # then clients send all messages
+EndReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+_STOP_REASONS: dict[str, EndReason] = {
+    "eos": "end_turn",
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "abort": "max_tokens",
+}
+
+
+class MessageText(Struct, tag_field="type", tag="text"):
+    text: str
+    citations: None = None
+
+
+class MessageThinking(Struct, tag_field="type", tag="thinking"):
+    """A block of reasoning. Nothing is signed: a block that a client sends back is read as it is."""
+
+    thinking: str
+    signature: str
+
+
+class MessageToolUse(Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: Json
+
+
+MessageBlock = MessageText | MessageThinking | MessageToolUse
+
+
+class MessagesUsage(Struct, kw_only=True):
+    """The numbers of tokens. Cached prompt tokens are counted separately from the prompt's other tokens."""
+
+    input_tokens: Count
+    cache_creation_input_tokens: Count | UnsetType = UNSET
+    cache_read_input_tokens: Count | UnsetType = UNSET
+    output_tokens: Count
+
+
+class Stop(NamedTuple):
+    """Why and where the answer ended. Both are null before its end."""
+
+    stop_reason: EndReason | None = None
+    stop_sequence: str | None = None
+
+
+class AnthropicMessage(Answer, tag_field="type", tag="message"):
+    id: str
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageBlock]
+    stop_reason: EndReason | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class MessagesError(ApiError):
+    """An error in Anthropic's format, which contains OpenAI's error."""
+
+    @classmethod
+    def of(cls, error: ApiError) -> Self:
+        type_ = _TYPE_BY_STATUS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        message, param = error.message, error.param
+        if param in _ITS_NAMES:
+            given, param = param, _ITS_NAMES[param]
+            message = param + message[len(given) :] if message.startswith(given) else message
+        return cls(error.status, message, type_, param, error.code, error.headers)
+
+    def to_json(self) -> dict[str, Any]:
+        error: dict[str, Any] = dict(super().to_json()["error"])
+        return {"type": "error", "error": error | ({"details": _NO_THREADS} if self.param == "thread" else {})}
+
+
+def failure_event(error: ApiError) -> bytes:
+    return event(MessagesError.of(error).body, "error")
 
 
 @final
-@dataclass(frozen=True)
-class Message:
-    """The answer, whole or as the objects of its events.
+class MessageShape(Shape):
+    """The answer, whole or as events. At most one block of a stream is open at a time.
 
     `stops` are the request's stop sequences. `warnings` are about its body.
     """
 
-    head: Head
-    stops: frozenset[str] = frozenset()
-    warnings: Sequence[str] = ()
+    last = b""
 
-    def whole(self, result: GenerationResult) -> Json:
-        blocks = list[Json]()
+    def __init__(self, head: Head, stops: frozenset[str], warnings: Sequence[str], num_prompt_tokens: int) -> None:
+        self._head, self._stops, self._warnings, self._num_prompt_tokens = head, stops, warnings, num_prompt_tokens
+        self._index = -1  # of the open block
+        self._open: str | None = None  # what it is
+
+    def whole(self, results: Sequence[GenerationResult]) -> AnthropicMessage:
+        (result,) = results
+        blocks = list[MessageBlock]()
         if result.reasoning is not None:
-            blocks.append(thinking_block(result.reasoning))
+            blocks.append(MessageThinking(result.reasoning, ""))
         if result.text or not (result.reasoning or result.tool_calls):
-            blocks.append(text_block(result.text))
-        blocks += [tool_block(call, _values(call)) for call in result.tool_calls]
-        return self._object(blocks, _usage(result), self._stop(result))
+            blocks.append(MessageText(result.text))
+        blocks += [MessageToolUse(call.id, call.name, _values(call)) for call in result.tool_calls]
+        return self._message(blocks, self._stop(result), _usage(result))
 
-    def start(self, num_prompt_tokens: int) -> Json:
-        usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
-        stop = {"stop_reason": None, "stop_sequence": None}
-        return {"type": "message_start", "message": self._object([], usage, stop)}
+    def opening(self) -> list[Json]:
+        usage = MessagesUsage(input_tokens=self._num_prompt_tokens, output_tokens=0)
+        return [{"type": "message_start", "message": self._message([], Stop(), usage)}]
 
-    def end(self, result: GenerationResult) -> Json:
-        found: Json = {"type": "message_delta", "delta": self._stop(result), "usage": _usage(result)}
-        return found | ({"infer": {"warnings": list(self.warnings)}} if self.warnings else {})
+    def chunks(self, part: Part) -> list[Json]:
+        found = self._deltas(part)
+        if (result := part.result) is not None:
+            if self._index < 0:
+                found += self._begin("text", MessageText(""))
+            end: Json = {"type": "message_delta", "delta": self._stop(result)._asdict(), "usage": _usage(result)}
+            if self._warnings:
+                end["infer"] = {"warnings": self._warnings}
+            found += [*self._close(), end]
+        return found
 
-    def _object(self, content: list[Any], usage: Mapping[str, int], stop: Mapping[str, Any]) -> Json:
-        named = {"id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model}
-        return {**named, "content": content, **stop, "usage": usage}
+    def closing(self, results: Sequence[GenerationResult]) -> list[Json]:
+        return [{"type": "message_stop"}]
 
-    def _stop(self, result: GenerationResult) -> Json:
+    def fail(self, error: ApiError) -> bytes:
+        return failure_event(error)
+
+    def _message(self, content: list[MessageBlock], stop: Stop, usage: MessagesUsage) -> AnthropicMessage:
+        return AnthropicMessage(self._head.id, "assistant", self._head.model, content, *stop, usage)
+
+    def _stop(self, result: GenerationResult) -> Stop:
         reason = _STOP_REASONS[result.finish_reason]
-        sequence = result.stop_reason if result.finish_reason == "stop" and result.stop_reason in self.stops else None
-        if sequence is not None:
-            reason = "stop_sequence"
-        elif result.finish_reason == "length" and result.stop_reason == "context":
+        if result.finish_reason == "stop" and result.stop_reason in self._stops:
+            return Stop("stop_sequence", str(result.stop_reason))
+        if result.finish_reason == "length" and result.stop_reason == "context":
             reason = "model_context_window_exceeded"
         elif reason == "end_turn" and result.tool_calls:
             reason = "tool_use"
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        return Stop(reason, None)
 
-
-@final
-class MessageEvents:
-    """The events of a stream. At most one block is open at a time."""
-
-    def __init__(self, answer: Message) -> None:
-        self._answer = answer
-        self._index = -1  # of the open block
-        self._open: str | None = None  # what it is
-        self._has_begun = False
-
-    async def of(self, choices: Choices) -> AsyncGenerator[bytes, None]:
-        yield _event(self._answer.start(len(choices.prompt_ids[0])))
-        async with aclosing(choices.parts()) as parts:
-            async for part in parts:
-                for each in self._deltas(part):
-                    yield each
-                if part.result is not None:
-                    begun = b"" if self._index >= 0 else self._begin("text", text_block(""))
-                    yield begun + self._close() + _event(self._answer.end(part.result))
-        yield _event({"type": "message_stop"})
-
-    def _deltas(self, part: Part) -> list[bytes]:
+    def _deltas(self, part: Part) -> list[Json]:
         """Return the events of a part: reasoning first, then text, then calls."""
-        found = list[bytes]()
+        found = list[Json]()
         for delta in part.deltas:
             if isinstance(delta, ReasoningDelta):
-                found.append(self._begin("thinking", thinking_block("")))
+                found += self._begin("thinking", MessageThinking("", ""))
                 found.append(self._delta({"type": "thinking_delta", "thinking": delta.text}))
         if part.text:
-            found.append(self._begin("text", text_block("")))
+            found += self._begin("text", MessageText(""))
             found.append(self._delta({"type": "text_delta", "text": part.text}))
         for delta in part.deltas:
             if isinstance(delta, ToolCallDelta):
                 if delta.id is not None:
-                    block = tool_block(ToolCall(delta.id, delta.name or "", ""), {})
-                    found.append(self._begin(delta.id, block))
+                    found += self._begin(delta.id, MessageToolUse(delta.id, delta.name or "", {}))
                 if delta.arguments:
                     found.append(self._delta({"type": "input_json_delta", "partial_json": delta.arguments}))
         return found
 
-    def _begin(self, what: str, block: Json) -> bytes:
+    def _begin(self, what: str, block: MessageBlock) -> list[Json]:
         """Return the events that close the open block and begin another, or none if it is already open."""
         if self._open == what:
-            return b""
+            return []
+        ping: list[Json] = [{"type": "ping"}] if self._index < 0 else []
         closed = self._close()
         self._index += 1
         self._open = what
-        ping = b"" if self._has_begun else _event({"type": "ping"})
-        self._has_begun = True
-        return closed + _event({"type": "content_block_start", "index": self._index, "content_block": block}) + ping
+        return [*closed, {"type": "content_block_start", "index": self._index, "content_block": block}, *ping]
 
-    def _close(self) -> bytes:
+    def _close(self) -> list[Json]:
         if self._open is None:
-            return b""
+            return []
         self._open = None
-        return _event({"type": "content_block_stop", "index": self._index})
+        return [{"type": "content_block_stop", "index": self._index}]
 
-    def _delta(self, delta: Json) -> bytes:
-        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
-
-
-def text_block(text: str) -> Json:
-    return {"type": "text", "text": text, "citations": None}
-
-
-def thinking_block(text: str) -> Json:
-    """Return a block of reasoning. Nothing is signed: a block that a client sends back is read as it is."""
-    return {"type": "thinking", "thinking": text, "signature": ""}
-
-
-def tool_block(call: ToolCall, values: Json) -> Json:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": values}
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
 def _values(call: ToolCall) -> Json:
@@ -144,15 +208,10 @@ def _values(call: ToolCall) -> Json:
         return {}
 
 
-def _usage(result: GenerationResult) -> dict[str, int]:
-    """Return the numbers of tokens. Cached prompt tokens are counted separately from the prompt's other tokens."""
-    return {
-        "input_tokens": result.prompt_tokens - result.reused_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": result.reused_tokens,
-        "output_tokens": result.generated_tokens,
-    }
-
-
-def _event(found: Json) -> bytes:
-    return event(msgspec.json.encode(found), found["type"])
+def _usage(result: GenerationResult) -> MessagesUsage:
+    return MessagesUsage(
+        input_tokens=result.prompt_tokens - result.reused_tokens,
+        cache_creation_input_tokens=0,
+        cache_read_input_tokens=result.reused_tokens,
+        output_tokens=result.generated_tokens,
+    )

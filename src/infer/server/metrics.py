@@ -1,16 +1,21 @@
 """Counters and histograms under vLLM's names after `infer:`, of requests when they end, and of steps from the engine's
 log.
+
+`prometheus_client` takes 0.08 s to import, so functions import it: the server listens before.
 """
 
+import platform
 import time
-from collections.abc import Iterable, Iterator
-from itertools import chain, pairwise
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, final
 
+import infer
 from infer.engine.scheduler import StepTaken
+from infer.outputs import GenerationResult
 from infer.server.call import Call
-from infer.server.exposition import Counter, Family, Histogram
-from infer.server.process_metrics import process_families
 
 _GAPS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _WAITS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 30, 60)
@@ -24,68 +29,102 @@ class Metrics:
     """All counters and histograms of the server. For the event loop only."""
 
     def __init__(self) -> None:
-        self._http = Counter("infer:http_requests_total", "Requests by route and status.", "path", "status")
-        self._successes = Counter("infer:request_success_total", "Answers by how they ended.", "finished_reason")
-        self._failures = Counter("infer:row_failures_total", "Answers that failed, by why.", "code")
-        self._refusals = Counter("infer:refusals_total", "Requests refused, by the error's code.", "reason")
-        self._disconnects = Counter("infer:disconnects_total", "Clients that went away, by phase.", "phase")
-        self._prompt_tokens = Counter("infer:prompt_tokens_total", "Tokens of prompts.")
-        self._queried = Counter("infer:prefix_cache_queries_total", "Tokens of prompts looked for in the cache.")
-        self._hits = Counter("infer:prefix_cache_hits_total", "Tokens of prompts found in the cache.")
-        self._answer_tokens = Counter("infer:generation_tokens_total", "Tokens generated.")
-        self._drafted = Counter("infer:spec_decode_num_draft_tokens_total", "Tokens guessed.")
-        self._accepted = Counter("infer:spec_decode_num_accepted_tokens_total", "Tokens guessed right.")
-        self._first = Histogram("infer:time_to_first_token_seconds", "From request to first token, seconds.", _WAITS)
-        self._gaps = Histogram("infer:inter_token_latency_seconds", "Between two tokens, seconds.", _GAPS)
-        self._per_token = Histogram("infer:request_time_per_output_token_seconds", "Mean of an answer, seconds.", _GAPS)
-        self._latency = Histogram("infer:e2e_request_latency_seconds", "From request to end, seconds.", _LATENCIES)
-        self._queue = Histogram("infer:request_queue_time_seconds", "Waiting for a slot, seconds.", _WAITS)
-        self._prefill = Histogram("infer:request_prefill_time_seconds", "From slot to first token, seconds.", _WAITS)
-        self._decode = Histogram("infer:request_decode_time_seconds", "From first to last token, seconds.", _LATENCIES)
-        self._handover = Histogram("infer:handover_seconds", "From the last token to the answer's end, seconds.", _GAPS)
-        self._prompt_length = Histogram("infer:request_prompt_tokens", "Tokens of a prompt.", _COUNTS)
-        self._answer_length = Histogram("infer:request_generation_tokens", "Tokens of an answer.", _COUNTS)
-        self._most_tokens = Histogram("infer:request_params_max_tokens", "Tokens that an answer may have.", _COUNTS)
-        self._choices = Histogram("infer:request_params_n", "Answers of a request.", _COUNTS[:8])
-        self._step_seconds = Histogram("infer:step_seconds", "A step of the engine, seconds.", _GAPS, "kind")
-        self._step_tokens = Histogram("infer:iteration_tokens", "Tokens of a step.", _COUNTS)
-        self._step_rows = Histogram("infer:rows_per_step", "Sequences of a step.", _SLOTS)
-        self._lag = Histogram("infer:event_loop_lag_seconds", "How late the loop was, seconds.", _GAPS)
+        from prometheus_client import (
+            CollectorRegistry,
+            Counter,
+            Gauge,
+            Histogram,
+            ProcessCollector,
+            disable_created_metrics,
+        )
 
-    def families(self) -> Iterator[Family]:
-        return chain((each.family() for each in vars(self).values()), process_families())
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._http, self._engine = CollectorRegistry(), CollectorRegistry()
+        labels = {"version": infer.__version__, "python": platform.python_version()}
+        Gauge("infer_build_info", "Version.", [*labels], registry=self._http).labels(**labels).set(1)
+        ProcessCollector(registry=self._http)
+        count = partial(Counter, registry=self._http)
+        self._requests = count("infer:http_requests_total", "Requests by route and status.", ["path", "status"])
+        self._refusals = count("infer:refusals_total", "Requests refused, by the error's code.", ["reason"])
+        self._disconnects = count("infer:disconnects_total", "Clients that went away, by phase.", ["phase"])
+        gaps = partial(Histogram, buckets=_GAPS)
+        self._lag = gaps("infer:event_loop_lag_seconds", "How late the loop was, seconds.", registry=self._http)
+        count, gaps = partial(Counter, registry=self._engine), partial(gaps, registry=self._engine)
+        waits, counts, latencies, slots = (
+            partial(Histogram, buckets=buckets, registry=self._engine)
+            for buckets in (_WAITS, _COUNTS, _LATENCIES, _SLOTS)
+        )
+        self._successes = count("infer:request_success_total", "Answers by how they ended.", ["finished_reason"])
+        self._failures = count("infer:row_failures_total", "Answers that failed, by why.", ["code"])
+        self._prompt_tokens = count("infer:prompt_tokens_total", "Tokens of prompts.")
+        self._queried = count("infer:prefix_cache_queries_total", "Tokens of prompts looked for in the cache.")
+        self._hits = count("infer:prefix_cache_hits_total", "Tokens of prompts found in the cache.")
+        self._answer_tokens = count("infer:generation_tokens_total", "Tokens generated.")
+        self._drafted = count("infer:spec_decode_num_draft_tokens_total", "Tokens guessed.")
+        self._accepted = count("infer:spec_decode_num_accepted_tokens_total", "Tokens guessed right.")
+        self._first = waits("infer:time_to_first_token_seconds", "From request to first token, seconds.")
+        self._gaps = gaps("infer:inter_token_latency_seconds", "Between two tokens, seconds.")
+        self._per_token = gaps("infer:request_time_per_output_token_seconds", "Mean of an answer, seconds.")
+        self._latency = latencies("infer:e2e_request_latency_seconds", "From request to end, seconds.")
+        self._queue = waits("infer:request_queue_time_seconds", "Waiting for a slot, seconds.")
+        self._prefill = waits("infer:request_prefill_time_seconds", "From slot to first token, seconds.")
+        self._decode = latencies("infer:request_decode_time_seconds", "From first to last token, seconds.")
+        self._handover = gaps("infer:handover_seconds", "From the last token to the answer's end, seconds.")
+        self._prompt_length = counts("infer:request_prompt_tokens", "Tokens of a prompt.")
+        self._answer_length = counts("infer:request_generation_tokens", "Tokens of an answer.")
+        self._most_tokens = counts("infer:request_params_max_tokens", "Tokens that an answer may have.")
+        self._choices = partial(counts, buckets=_COUNTS[:8])("infer:request_params_n", "Answers of a request.")
+        self._step_seconds = gaps("infer:step_seconds", "A step of the engine, seconds.", ["kind"])
+        self._step_tokens = counts("infer:iteration_tokens", "Tokens of a step.")
+        self._step_rows = slots("infer:rows_per_step", "Sequences of a step.")
 
-    def families_of_http(self) -> list[Family]:
-        """Return the families of HTTP and of the process, without those that need the engine."""
-        counted = (self._http, self._refusals, self._disconnects, self._lag)
-        return [*(each.family() for each in counted), *process_families()]
+    def text(self, host: Any = None, snapshot: Any = None) -> str:
+        """Return all metrics. The engine's current work needs its `Host` and an `EngineSnapshot`."""
+        current = [] if host is None else [*_engine_families(snapshot), *_settings_families(host)]
+        return _text_of([*self._engine.collect(), *self._http.collect(), *current])
+
+    def merged(self, texts: Iterable[tuple[str, Mapping[str, str]]]) -> str:
+        """Return the metrics of other processes and those of HTTP in this one, with each family's samples together.
+
+        Each text's samples get its labels.
+        """
+        from prometheus_client import Metric
+        from prometheus_client.parser import text_string_to_metric_families
+
+        families: dict[str, Metric] = {}
+        for text, labels in [*texts, (_text_of(self._http.collect()), {"process": "front"})]:
+            for found in text_string_to_metric_families(text):
+                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+                for sample in found.samples:
+                    family.add_sample(sample.name, {**labels, **sample.labels}, sample.value)
+        return _text_of(families.values())
 
     def count_call(self, call: Call) -> None:
         """Count a request that has ended."""
         now = time.perf_counter()
         if call.left_in:
-            self._disconnects.add(1, call.left_in)
-        self._http.add(1, call.route, str(call.status or 499))
+            self._disconnects.labels(call.left_in).inc()
+        self._requests.labels(call.route, str(call.status or 499)).inc()
         if call.status >= 400:
-            self._refusals.add(1, call.error_code or str(call.status))
+            self._refusals.labels(call.error_code or str(call.status)).inc()
         if call.sequences:
             self._latency.observe(now - call.received_at)
             self._choices.observe(len(call.sequences))
-        for sequence in call.sequences:
-            self._count_answer(sequence, call.received_at, now)
+        for sequence, result in zip(call.sequences, call.results, strict=True):
+            self._count_answer(sequence, result, call.received_at, now)
 
-    def _count_answer(self, sequence: Any, received_at: float, now: float) -> None:
-        result, arrivals = sequence.result(), sequence.timer.arrivals
+    def _count_answer(self, sequence: Any, result: GenerationResult, received_at: float, now: float) -> None:
+        arrivals = sequence.timer.arrivals
         if result.finish_reason == "error":
-            self._failures.add(1, str(result.stop_reason))
+            self._failures.labels(str(result.stop_reason)).inc()
         elif result.finish_reason != "abort":
-            self._successes.add(1, result.finish_reason)
-        self._prompt_tokens.add(result.prompt_tokens)
-        self._queried.add(result.prompt_tokens)
-        self._hits.add(result.reused_tokens)
-        self._answer_tokens.add(result.generated_tokens)
-        self._drafted.add(result.stats.drafts_proposed)
-        self._accepted.add(result.stats.drafts_accepted)
+            self._successes.labels(result.finish_reason).inc()
+        self._prompt_tokens.inc(result.prompt_tokens)
+        self._queried.inc(result.prompt_tokens)
+        self._hits.inc(result.reused_tokens)
+        self._answer_tokens.inc(result.generated_tokens)
+        self._drafted.inc(result.stats.drafts_proposed)
+        self._accepted.inc(result.stats.drafts_accepted)
         self._prompt_length.observe(result.prompt_tokens)
         self._answer_length.observe(result.generated_tokens)
         if sequence.params.max_new_tokens is not None:
@@ -98,15 +137,58 @@ class Metrics:
         self._prefill.observe(max(0.0, arrivals[0] - began))
         self._decode.observe(arrivals[-1] - arrivals[0])
         self._handover.observe(now - arrivals[-1])
-        self._gaps.observe_all([after - before for before, after in pairwise(arrivals)])
+        for before, after in pairwise(arrivals):
+            self._gaps.observe(after - before)
         if len(arrivals) > 1:
             self._per_token.observe((arrivals[-1] - arrivals[0]) / (len(arrivals) - 1))
 
     def count_steps(self, steps: Iterable[StepTaken]) -> None:
         for step in steps:
-            self._step_seconds.observe(step.seconds, step.kind)
+            self._step_seconds.labels(step.kind).observe(step.seconds)
             self._step_tokens.observe(step.num_tokens)
             self._step_rows.observe(step.num_sequences)
 
     def count_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)
+
+
+def _text_of(families: Iterable[Any]) -> str:
+    """Return the families in version 0.0.4 of Prometheus' text format."""
+    from prometheus_client import generate_latest
+
+    registry: Any = SimpleNamespace(collect=lambda: families)
+    return generate_latest(registry).decode()
+
+
+def _engine_families(now: Any) -> Iterator[Any]:
+    """Yield the families of an `engine.snapshot.EngineSnapshot`."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    pages = sum(pool.num_pages for pool in now.pools)
+    free = sum(pool.num_free for pool in now.pools)
+    used, preempted = 1 - free / max(pages, 1), "Answers that gave their pages up and were computed again."
+    yield GaugeMetricFamily("infer:num_requests_running", "Answers that have a slot.", len(now.running))
+    yield GaugeMetricFamily("infer:num_requests_waiting", "Answers that wait for a slot.", len(now.waiting))
+    yield GaugeMetricFamily("infer:kv_cache_usage_perc", "Share of the cache's pages in use, 1 is all.", used)
+    yield GaugeMetricFamily("infer:max_num_requests_running", "Slots.", now.max_running)
+    yield CounterMetricFamily("infer:num_preemptions_total", preempted, now.num_preemptions)
+
+
+def _settings_families(host: Any) -> Iterator[Any]:
+    """Yield the families of an `engine.host.Host` that do not change."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    cache = host.settings.cache
+    labels = {
+        "page_tokens": str(cache.page_tokens),
+        "num_pages": str(sum(host.runner.pool_pages)),
+        "kv_type": host.model.kv_type if cache.kv_type == "auto" else cache.kv_type,
+        "eviction_policy": cache.eviction_policy,
+        "reuse_prefixes": str(cache.reuse_prefixes).lower(),
+    }
+    yield GaugeMetricFamily("infer:threads", "Threads to compute with.", host.num_threads)
+    stored = GaugeMetricFamily(
+        "infer:cache_config_info", "How keys and values are stored, as labels.", labels=[*labels]
+    )
+    stored.add_metric([*labels.values()], 1)
+    yield stored

@@ -4,9 +4,6 @@ import difflib
 import re
 from collections.abc import Iterable
 
-from starlette.routing import compile_path
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 # The first word of other servers' paths, and what to use here.
 _ELSEWHERE = {
     "api": "Ollama's API is not built: use /v1/chat/completions, or set the client to an OpenAI-compatible server",
@@ -26,23 +23,13 @@ _ELSEWHERE = {
 }
 
 
-def with_known_paths(app: ASGIApp, paths: Iterable[str]) -> ASGIApp:
-    """Accept paths without /v1, with /openai before them, or with a slash at their end, because many base URLs cause
-    them.
+def known_path(path: str, patterns: Iterable[re.Pattern[str]]) -> str:
+    """Return the path of a route that this path means, or the path itself.
+
+    Paths may be without /v1, with /openai before them, or with a slash at their end, because many base URLs cause them.
     """
-    patterns = [compile_path(path)[0] for path in paths]
-
-    async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (path := known_path(scope["path"])) != scope["path"]:
-            scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "surrogateescape")}
-        await app(scope, receive, send)
-
-    def known_path(path: str) -> str:
-        path = path.replace("\n", "%0A")  # `$` of a route's pattern stands before a newline, too
-        candidates = _candidates(path)
-        return next((each for each in candidates if any(known.match(each) for known in patterns)), path)
-
-    return call_app
+    path = path.replace("\n", "%0A")  # `$` of a route's pattern stands before a newline, too
+    return next((each for each in _candidates(path) if any(known.match(each) for known in patterns)), path)
 
 
 def no_route(method: str, path: str, known: Iterable[str]) -> str:

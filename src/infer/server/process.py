@@ -7,9 +7,11 @@ server; the second ends it immediately.
 import asyncio
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError
@@ -17,8 +19,8 @@ from infer.server.app import ROUTES
 from infer.server.endpoint import ApiRoute
 from infer.server.http_server import HttpServer, make_http_server
 from infer.server.loading import Load, load_model
-from infer.server.settings import ServerSettings
-from infer.server.state import ServerState
+from infer.server.server_settings import ServerSettings
+from infer.server.server_state import ServerState
 from infer.server.watchdog import start_watchdog
 
 _BACKLOG = 2048
@@ -38,6 +40,22 @@ def bind(settings: ServerSettings) -> socket.socket:
     # Connections inherit it. asyncio sets it only where the protocol is named; without it a small write waits 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def check_certificate(cert: Path, key: Path) -> None:
+    """Raise InvalidRequestError unless the certificate and the key can be read and belong together."""
+
+    def refuse_passphrase() -> str:
+        raise InvalidRequestError(f"the key {key} is encrypted: write it without a passphrase (openssl pkey -in FILE)")
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, refuse_passphrase)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise InvalidRequestError(f"the key {key} is not that of the certificate {cert}: give its own") from error
+        raise InvalidRequestError(f"{cert} and {key} must be a certificate and its key in PEM: {error}") from error
+    except OSError as error:
+        raise InvalidRequestError(f"{cert} or {key} cannot be read: {error.strerror}") from error
 
 
 def run_server(

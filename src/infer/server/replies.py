@@ -1,22 +1,26 @@
 """Answers on OpenAI's routes: whole at the end, or as a stream of chunks. A `Shape` defines their format."""
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.protocols.bodies import CompletingBody
+from infer.server.answer_types import Answer, Extension, Head, Json, Usage
 from infer.server.asking import while_connected
 from infer.server.call import Call, call_of
 from infer.server.choices import Choices, Part
-from infer.server.shapes import Head, Json
-from infer.server.sse import DONE, EventStream, event
-from infer.server.state import ServerState
+from infer.server.errors import ApiError
+from infer.server.server_state import ServerState
+from infer.server.sse import DONE, EventStream, event, failure_events
 
+_Answer = TypeVar("_Answer", bound=Answer)
 Scores = Sequence[TokenLogprob | None]  # of a prompt's tokens
 
 
@@ -32,34 +36,48 @@ class StreamUsage(NamedTuple):
             return cls()
         return cls(bool(options.include_usage), bool(options.continuous_usage_stats))
 
-    def field(self, num_prompt_tokens: int, num_completion_tokens: int) -> Json:
+    def after(self, num_prompt_tokens: int, num_completion_tokens: int) -> Usage | UnsetType | None:
         """Return the usage field of a chunk after this many tokens."""
         if not self.is_in_each:
-            return {"usage": None} if self.is_last else {}
-        total = num_prompt_tokens + num_completion_tokens
-        counts = {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_completion_tokens}
-        return {"usage": counts | {"total_tokens": total}}
+            return None if self.is_last else UNSET
+        return Usage(num_prompt_tokens, num_completion_tokens, num_prompt_tokens + num_completion_tokens)
 
 
-class Shape(Protocol):
-    """The format of an answer. Its methods have no side effects, except that `chunk` counts the tokens of its parts."""
+Chunk = Answer | Json  # a dict is an event whose `type` is also its name
 
-    def whole(self, results: Sequence[GenerationResult]) -> Json: ...
 
-    def opening(self) -> list[Json]:
+class Shape(ABC):
+    """The format of an answer and of its stream. `last` ends a stream."""
+
+    last = DONE
+
+    @abstractmethod
+    def whole(self, results: Sequence[GenerationResult]) -> Answer: ...
+
+    @abstractmethod
+    def chunks(self, part: Part) -> Sequence[Chunk]:
+        """Return the chunks of a part. They may depend on the parts before it."""
+
+    def opening(self) -> Sequence[Chunk]:
         """Return the chunks that precede all generated parts."""
+        return ()
 
-    def chunk(self, part: Part) -> Json | None:
-        """Return the chunk of a part, or None if there is nothing to send yet."""
-
-    def closing(self, results: Sequence[GenerationResult]) -> list[Json]:
+    def closing(self, results: Sequence[GenerationResult]) -> Sequence[Chunk]:
         """Return the chunks that follow after all choices have ended."""
+        return ()
+
+    def fail(self, error: ApiError) -> bytes:
+        """Return the events with which a stream fails."""
+        return failure_events(error)
 
 
-async def reply(request: Request, state: ServerState, choices: Choices, shape: Shape, *, is_streamed: bool) -> Response:
+async def reply(
+    request: Request, state: ServerState, choices: Choices, shape: Shape, *, is_streamed: bool | None
+) -> Response:
     call = call_of(request)
     if is_streamed:
-        return EventStream(_events(choices, shape, call), comment_seconds=state.settings.comment_seconds)
+        events = _events(choices, shape, call)
+        return EventStream(events, comment_seconds=state.settings.comment_seconds, fail=shape.fail)
     results = await while_connected(request, choices.results())
     return json_response(shape.whole(results), call)
 
@@ -72,16 +90,18 @@ def make_head(prefix: str, request: Request, state: ServerState) -> Head:
     return Head(prefix + number, call.created, call.model, fingerprint)
 
 
-def json_response(body: Json, call: Call | None = None) -> Response:
-    """Return the body as JSON, with the warnings of its call."""
-    return Response(msgspec.json.encode(with_warnings(body, call)), media_type="application/json")
+def json_response(answer: Any, call: Call | None = None, status: int = 200) -> Response:
+    """Return the answer as JSON. With a call, it must be an `Answer`, which gets the call's warnings."""
+    found = answer if call is None else with_warnings(answer, call)
+    return Response(msgspec.json.encode(found), status, media_type="application/json")
 
 
-def with_warnings(body: Json, call: Call | None) -> Json:
-    """Return the body with the call's warnings, if any, under `infer`."""
-    if call is None or not call.warnings:
-        return body
-    return body | {"infer": {**body.get("infer", {}), "warnings": call.warnings}}
+def with_warnings(answer: _Answer, call: Call) -> _Answer:
+    """Add the call's warnings, if any, to the answer, and return it."""
+    if call.warnings:
+        answer.infer = Extension() if answer.infer is UNSET else answer.infer
+        answer.infer.warnings = call.warnings
+    return answer
 
 
 async def score_prompts(
@@ -103,14 +123,18 @@ async def _events(choices: Choices, shape: Shape, call: Call) -> AsyncGenerator[
         yield _event(chunk)
     async with aclosing(choices.parts()) as parts:
         async for part in parts:
+            for chunk in shape.chunks(part):
+                yield _event(chunk, None if part.result is None else call)
             if part.result is not None:
                 results[part.choice] = part.result
-            if (found := shape.chunk(part)) is not None:
-                yield _event(found if part.result is None else with_warnings(found, call))
     for chunk in shape.closing([results[index] for index in sorted(results)]):
-        yield _event(with_warnings(chunk, call))
-    yield DONE
+        yield _event(chunk, call)
+    if shape.last:
+        yield shape.last
 
 
-def _event(chunk: Any) -> bytes:
-    return event(msgspec.json.encode(chunk))
+def _event(chunk: Chunk, call: Call | None = None) -> bytes:
+    """Return the chunk as an event, with the warnings of `call`."""
+    if isinstance(chunk, dict):
+        return event(msgspec.json.encode(chunk), chunk["type"])
+    return event(msgspec.json.encode(chunk if call is None else with_warnings(chunk, call)))

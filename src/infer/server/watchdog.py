@@ -6,7 +6,7 @@ import threading
 import time
 from typing import final
 
-from infer.server.state import ServerState
+from infer.server.server_state import ServerState
 
 STATUS = 3  # of the process
 _NUM_CHECKS = 8  # in the time that a step has

@@ -1,22 +1,44 @@
 """`/v1/models`: the served model, under each of its names."""
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from typing import Literal
 
+from msgspec import UNSET, Struct, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.server.answer_types import Count
 from infer.server.call import call_of
-from infer.server.endpoint import ApiRoute
+from infer.server.endpoint import get
 from infer.server.errors import ApiError
-from infer.server.state import ServerState
+from infer.server.replies import json_response
+from infer.server.server_state import ServerState
+
+
+class ServedModel(Struct, kw_only=True):
+    """A name of the model. The length of the context is known when the model is loaded."""
+
+    id: str
+    object: Literal["model"]
+    created: Count
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: Count | UnsetType = UNSET  # vLLM's name
+    context_length: Count | UnsetType = UNSET  # OpenRouter's name
+
+
+class ServedModels(Struct, tag_field="object", tag="list"):
+    data: list[ServedModel]
 
 
 async def list_models(request: Request, state: ServerState) -> Response:
-    return JSONResponse({"object": "list", "data": [_model(state, name) for name in _names(state)]})
+    return json_response(ServedModels([_model(state, name) for name in _names(state)]))
 
 
 async def get_model(request: Request, state: ServerState) -> Response:
     name = request.path_params["id"]
     check_model(request, state, name)
-    return JSONResponse(_model(state, name))
+    return json_response(_model(state, name))
 
 
 def check_model(request: Request, state: ServerState, name: str | None) -> None:
@@ -44,17 +66,21 @@ def _names(state: ServerState) -> tuple[str, ...]:
     return (state.settings.model, *state.settings.aliases)
 
 
-def _model(state: ServerState, name: str) -> dict[str, str | int | None]:
-    """Return a model's entry.
+def _model(state: ServerState, name: str) -> ServedModel:
+    length = UNSET if (loaded := state.loaded) is None else loaded.host.model.max_seq_len
+    return ServedModel(
+        id=name,
+        object="model",
+        created=int(state.started_at),
+        owned_by="infer",
+        root=state.settings.model,
+        parent=None,
+        max_model_len=length,
+        context_length=length,
+    )
 
-    Once the model is loaded, the entry has the context's length under vLLM's name and OpenRouter's.
-    """
-    found: dict[str, str | int | None] = {"id": name, "object": "model", "created": int(state.started_at)}
-    found |= {"owned_by": "infer", "root": state.settings.model, "parent": None}
-    if (loaded := state.loaded) is not None:
-        length = loaded.host.model.max_seq_len
-        found |= {"max_model_len": length, "context_length": length}
-    return found
 
-
-ROUTES = [ApiRoute("GET", "/v1/models", list_models), ApiRoute("GET", "/v1/models/{id:path}", get_model)]
+ROUTES = [
+    get("/v1/models", list_models, "The served model, under each of its names", answer=ServedModels),
+    get("/v1/models/{id:path}", get_model, "The served model by a name", answer=ServedModel),
+]

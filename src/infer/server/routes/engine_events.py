@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.protocols.refusals import refuse
+from infer.server.answer_types import Json
 from infer.server.call import call_of
-from infer.server.endpoint import ApiRoute
-from infer.server.shapes import Json
+from infer.server.endpoint import get
+from infer.server.server_state import ServerState
 from infer.server.sse import EventStream, event
-from infer.server.state import ServerState
 
 _SECONDS, _LEAST, _MOST = 0.25, 0.1, 10.0  # a drain is seen at the next snapshot
 OTHERS = "(other)"
@@ -60,4 +60,17 @@ async def _snapshots(state: ServerState, tenant: str, seconds: float) -> AsyncGe
         await asyncio.sleep(seconds)
 
 
-ROUTES = [ApiRoute("GET", "/v1/engine/events", engine_events)]
+_INTERVAL: Json = {
+    "name": "interval",
+    "in": "query",
+    "schema": {"type": "number", "minimum": _LEAST, "maximum": _MOST},
+}
+ROUTES = [
+    get(
+        "/v1/engine/events",
+        engine_events,
+        "Snapshots of the engine's work",
+        answer="text/event-stream",
+        parameters=[_INTERVAL],
+    )
+]

@@ -4,7 +4,7 @@ from typing import Any
 
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import PARAMETERS, SamplingParams
-from infer.server.one_answer import OneAnswerBody
+from infer.server.routes.one_answer import OneAnswerBody
 
 _NOT_SHARED = frozenset({"model", "user", "stream", "stream_options", "n", "prompt_logprobs", "return_token_ids"})
 

@@ -4,10 +4,10 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, final
 
 import infer
@@ -17,11 +17,10 @@ from infer.operands.limits import MAX_STEP_LOGITS
 from infer.server.call import Call
 from infer.server.door import Door
 from infer.server.errors import ApiError
-from infer.server.forecast import Demand, Forecast
 from infer.server.metrics import Metrics
-from infer.server.settings import ServerSettings
-from infer.server.snapshots import Snapshots
+from infer.server.server_settings import ServerSettings
 from infer.server.turns import Turns
+from infer.server.wait_forecast import Demand, Forecast
 
 # What may change while requests are served: its type, and the most that it may be.
 CHANGEABLE: dict[str, tuple[Any, float]] = {
@@ -31,6 +30,24 @@ CHANGEABLE: dict[str, tuple[Any, float]] = {
     "max_ttft": (int | float, math.inf),
 }
 Phase = Literal["loading", "ready", "draining", "failed"]
+_SNAPSHOT_SECONDS = 0.1  # in which nobody looks again
+
+
+@final
+class Snapshots:
+    """Snapshots of type `EngineSnapshot`, for the event loop only. Each waits for the current step to end."""
+
+    def __init__(self) -> None:
+        self._taken_at = -math.inf
+        self._taking: asyncio.Task[Any] | None = None
+
+    async def latest(self, take: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Return a snapshot that is at most a tenth of a second old. All callers in that time get the same one."""
+        now, taking = time.monotonic(), self._taking
+        if taking is None or (taking.done() and now - self._taken_at >= _SNAPSHOT_SECONDS):
+            taking = self._taking = asyncio.create_task(take())
+            self._taken_at = now
+        return await asyncio.shield(taking)
 
 
 @final
@@ -49,9 +66,13 @@ class ServerState:
         self.has_failed = asyncio.Event()
         self.ticked_at: float | None = None  # the event loop; None while it is not asked to
         self.calls = set[Call]()  # under way
-        self.door, self.metrics = Door(settings), Metrics()
-        self.turns, self.snapshots = Turns(), Snapshots()
+        self.door, self.turns, self.snapshots = Door(settings), Turns(), Snapshots()
         self._llm: infer.AsyncLLM | None = None
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """The counters. They are made at their first use, because `prometheus_client` takes some time to import."""
+        return Metrics()
 
     def llm(self) -> "infer.AsyncLLM":
         """Return the model. Raises ApiError 503 unless requests are served."""

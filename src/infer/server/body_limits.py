@@ -5,7 +5,7 @@ import asyncio
 from starlette.requests import Request
 
 from infer.server.errors import ApiError
-from infer.server.settings import ServerSettings
+from infer.server.server_settings import ServerSettings
 
 _DRAINED = 8  # bodies: what is dropped of one that is too large, so that its sender sees the answer
 _MOST_DIGITS = 20  # of a Content-Length: one that has more is over every limit
@@ -13,7 +13,7 @@ _CHARSETS = {"utf-8", "utf8", "us-ascii", "ascii"}
 _CLOSE = {"Connection": "close"}
 
 
-async def read_body(request: Request, settings: ServerSettings) -> bytes:
+async def receive_body(request: Request, settings: ServerSettings) -> bytes:
     """Return the request's body. Raises ApiError 408, 413 or 415, and ClientDisconnect."""
     if request.method == "POST":
         _check_type(request)

@@ -1,19 +1,29 @@
 """`/health` reports if the process is alive, and `/ready` if it accepts requests."""
 
 import time
+from typing import Literal
 
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from infer.server.endpoint import ApiRoute
-from infer.server.state import ServerState
+from infer.server.endpoint import get
+from infer.server.replies import json_response
+from infer.server.server_state import ServerState
 
 _STUCK = 4  # times sooner than the watchdog ends the process, its health is bad
 
 
+class Health(Struct):
+    """State of the server. `progress` is the loaded share of a model that is loading."""
+
+    status: Literal["ok", "loading", "draining", "failed", "hung"]
+    progress: float | UnsetType = UNSET
+
+
 async def health(request: Request, state: ServerState) -> Response:
     """Answer 503 while the model is loading, and if the engine hangs or has failed: a supervisor may restart it."""
-    return JSONResponse(_report(state), 200 if is_alive(state) else 503)
+    return json_response(_report(state), status=200 if is_alive(state) else 503)
 
 
 async def ready(request: Request, state: ServerState) -> Response:
@@ -22,7 +32,7 @@ async def ready(request: Request, state: ServerState) -> Response:
     A busy server is ready: the door refuses requests that are too much, with the time to retry.
     """
     is_ready = state.phase == "ready" and not _is_hung(state)
-    return JSONResponse(_report(state), 200 if is_ready else 503)
+    return json_response(_report(state), status=200 if is_ready else 503)
 
 
 def is_alive(state: ServerState) -> bool:
@@ -38,13 +48,12 @@ def _is_hung(state: ServerState) -> bool:
     return began is not None and time.monotonic() - began > state.settings.watchdog_seconds / _STUCK
 
 
-def _report(state: ServerState) -> dict[str, object]:
-    status = "ok" if state.phase == "ready" else state.phase
-    report: dict[str, object] = {"status": "hung" if _is_hung(state) else status}
-    return report | ({"progress": round(state.progress, 3)} if state.phase == "loading" else {})
+def _report(state: ServerState) -> Health:
+    progress = round(state.progress, 3) if state.phase == "loading" else UNSET
+    return Health("hung" if _is_hung(state) else "ok" if state.phase == "ready" else state.phase, progress)
 
 
 ROUTES = [
-    ApiRoute("GET", "/health", health, is_open=True),
-    ApiRoute("GET", "/ready", ready, is_open=True),
+    get("/health", health, "200 while the model can answer", answer=Health, is_open=True),
+    get("/ready", ready, "200 while requests are accepted", answer=Health, is_open=True),
 ]

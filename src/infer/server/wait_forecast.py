@@ -13,6 +13,10 @@ from typing import NamedTuple, final
 from infer.engine.scheduler import STREAM_SECONDS
 from infer.engine.step_costs import StepCosts, StepWork, context_of
 
+_LEAST_SECONDS = 1.0  # of a prediction: chance has a large share in shorter waits
+_STEP = 1.01  # by which one request changes the ratio
+_LEAST, _MOST = 0.5, 3.0
+
 
 class Demand(NamedTuple):
     """The remaining work of one sequence, in tokens."""
@@ -202,3 +206,21 @@ class Forecast:
     def _decoding(self, num_sequences: int) -> StepWork:
         mean = self._num_tokens / self._count if self._count else 0.0
         return StepWork(num_sequences, num_sequences, round(num_sequences * mean))
+
+
+@final
+class WaitRatio:
+    """The ratio of measured to predicted waits for a first token, learnt from the accepted requests.
+
+    The forecast knows the time of steps. It knows neither the time between two steps nor later arrivals. The ratio
+    stays near the median of the last requests, so a few outliers change little.
+    """
+
+    def __init__(self) -> None:
+        self.value = 1.0  # measured over predicted seconds
+
+    def learn(self, predicted: float, measured: float) -> None:
+        """Learn from a request that waited for `measured` seconds. `predicted` is in seconds, without this ratio."""
+        if predicted >= _LEAST_SECONDS:
+            changed = self.value * _STEP if measured > predicted * self.value else self.value / _STEP
+            self.value = max(_LEAST, min(changed, _MOST))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, final
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,14 +13,13 @@ from infer.errors import InvalidRequestError
 from infer.protocols.bodies import Body
 from infer.protocols.params import prompts_of, refusal
 from infer.protocols.refusals import refuse
-from infer.request_limits import MAX_TEXTS
-from infer.server.asking import enter, read_request, text_tokens, while_connected
+from infer.server.answer_types import Count
+from infer.server.asking import enter, text_tokens, while_connected
 from infer.server.call import call_of
 from infer.server.door import Arrival
-from infer.server.endpoint import ApiRoute
-from infer.server.models import check_model
-from infer.server.shapes import Json
-from infer.server.state import ServerState
+from infer.server.endpoint import post
+from infer.server.routes.served_models import check_model
+from infer.server.server_state import ServerState
 
 Encoding = Literal["float", "base64"]
 
@@ -37,8 +36,8 @@ class EmbeddingsBody(Body, kw_only=True):
     pooling: Literal["mean", "last"] | None = None  # the model's own unless given, else the mean
 
 
-async def embeddings(request: Request, state: ServerState) -> Response:
-    body, llm = await read_request(request, state, EmbeddingsBody), state.llm()
+async def embeddings(request: Request, state: ServerState, body: EmbeddingsBody) -> Response:
+    llm = state.llm()
     check_model(request, state, body.model)
     host, texts = llm.host, texts_of(body.input)
     if not (state.settings.allow_embeddings or host.settings.pooling):
@@ -77,17 +76,26 @@ def texts_of(given: str | Sequence[Any]) -> list[Any]:
     return texts
 
 
-def answer_of(model: str, vectors: Any, dimensions: int, encoding: Encoding | None, num_tokens: int) -> Json:
+class Embedding(Struct, tag_field="object", tag="embedding"):
+    index: Count
+    embedding: list[float] | str
+
+
+class EmbeddingsUsage(Struct):
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class Embeddings(Struct, tag_field="object", tag="list"):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
+
+
+def answer_of(model: str, vectors: Any, dimensions: int, encoding: Encoding | None, num_tokens: int) -> Embeddings:
     """Return the answer. `vectors` is an array `[texts, hidden]` of float32, whose vectors have length 1."""
-    return {
-        "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _written(_first(vector, dimensions), encoding)}
-            for index, vector in enumerate(vectors)
-        ],
-        "model": model,
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-    }
+    data = [Embedding(index, _written(_first(each, dimensions), encoding)) for index, each in enumerate(vectors)]
+    return Embeddings(data, model, EmbeddingsUsage(num_tokens, num_tokens))
 
 
 def _first(vector: Any, dimensions: int) -> Any:
@@ -105,4 +113,4 @@ def _written(vector: Any, encoding: Encoding | None) -> str | list[float]:
     return found
 
 
-ROUTES = [ApiRoute("POST", "/v1/embeddings", embeddings, operation="embeddings")]
+ROUTES = [post("/v1/embeddings", embeddings, "Convert texts to vectors", EmbeddingsBody, Embeddings, "embeddings")]

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import astuple
+from msgspec.structs import replace as replace_fields
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,28 +18,31 @@ from infer.protocols.chat_answers import FINISH_REASONS
 from infer.protocols.refusals import refuse
 from infer.protocols.token_logprobs import Spelling, completion_columns
 from infer.protocols.unknown_fields import Reading
-from infer.server.asking import read_request
-from infer.server.call import call_of
-from infer.server.choices import Part, accept
-from infer.server.endpoint import ApiRoute
-from infer.server.models import answer_any_model
-from infer.server.replies import Scores, StreamUsage, make_head, reply, score_prompts
-from infer.server.shapes import (
+from infer.server.answer_types import (
+    Bytes,
+    Count,
+    FinishReason,
     Head,
+    HeadedAnswer,
     Json,
+    Usage,
     extension,
     logprobs_of,
     prompt_logprobs_of,
     token_columns,
-    usage_of_choices,
+    usage_of,
 )
-from infer.server.state import ServerState
-from infer.server.tokens import prepared
+from infer.server.call import call_of
+from infer.server.choices import Part, accept
+from infer.server.endpoint import post
+from infer.server.replies import Scores, Shape, StreamUsage, make_head, reply, score_prompts
+from infer.server.routes.served_models import answer_any_model
+from infer.server.routes.tokens import prepared
+from infer.server.server_state import ServerState
 
 
-async def complete(request: Request, state: ServerState) -> Response:
+async def complete(request: Request, state: ServerState, body: CompletionBody) -> Response:
     llm = state.llm().llm
-    body = await read_request(request, state, CompletionBody)
     answer_any_model(request, state, body.model)
     asked = ask_completion(body, llm.sampling_defaults)
     if body.suffix:
@@ -48,7 +54,7 @@ async def complete(request: Request, state: ServerState) -> Response:
     prompts = [Prompt(*each) for each in zip(asked.prompts, ids, echoed, scored, strict=True)]
     head = make_head("cmpl-", request, state)
     shape = CompletionShape(head, body, llm.tokenizer, prompts)
-    return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
+    return await reply(request, state, choices, shape, is_streamed=body.stream)
 
 
 async def _filling_in(request: Request, state: ServerState, body: CompletionBody, asked: Asked) -> Asked:
@@ -75,6 +81,39 @@ async def _filling_in(request: Request, state: ServerState, body: CompletionBody
     return replace(asked, prompts=prompts, params=params)
 
 
+class CompletionLogprobs(Struct):
+    """Log-probabilities by columns, with one entry per token. An entry is null for a token that is not scored."""
+
+    tokens: list[str | None]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[Count]
+
+    def __add__(self, other: "CompletionLogprobs") -> "CompletionLogprobs":
+        return CompletionLogprobs(
+            *(first + second for first, second in zip(astuple(self), astuple(other), strict=True))
+        )
+
+
+class CompletionChoice(Struct):
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    token_bytes: list[Bytes] | UnsetType = UNSET
+    token_origins: list[str] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[Json | None] | UnsetType = UNSET
+
+
+class Completion(HeadedAnswer, tag_field="object", tag="text_completion"):
+    """The answer, or a chunk of it: the usage and the reasons that choices have ended come with the last chunks."""
+
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
 class Prompt(NamedTuple):
     given: Any
     ids: Sequence[int]
@@ -83,7 +122,7 @@ class Prompt(NamedTuple):
 
 
 @final
-class CompletionShape:
+class CompletionShape(Shape):
     def __init__(
         self,
         head: Head,
@@ -95,77 +134,76 @@ class CompletionShape:
         self._num_prompt_tokens, self._num_tokens = sum(len(prompt.ids) for prompt in prompts), 0
         self._spelling, self._num_choices = Spelling.of(tokenizer), body.n or 1
         self._openings = [self._opening(prompt) for prompt in prompts]
-        starts = [len(opening["text"]) for opening in self._openings]
+        starts = [len(opening.text) for opening in self._openings]
         self._offsets = [_Offsets(tokenizer, start, skips_special=True) for start in starts for _ in range(body.n or 1)]
 
-    def whole(self, results: Sequence[GenerationResult]) -> Json:
-        choices = list[Json]()
+    def whole(self, results: Sequence[GenerationResult]) -> Completion:
+        choices = list[CompletionChoice]()
         for index, result in enumerate(results):
-            begun = self._openings[index // self._num_choices]
+            choice = self._begun(index)
             columns = self._columns(index, result.token_ids, result.logprobs or ())
-            choice = begun | {
-                "index": index,
-                "text": begun["text"] + result.text,
-                "logprobs": _joined(begun["logprobs"], columns),
-                "finish_reason": FINISH_REASONS[result.finish_reason],
-            }
-            choices.append(choice | self._token_ids(result.token_ids))
-        return {
-            **self._head.to_json("text_completion"),
-            "choices": choices,
-            "usage": usage_of_choices(results, self._num_choices),
-            "infer": extension(dict(enumerate(results))),
-        }
+            choice.text += result.text
+            choice.logprobs = choice.logprobs + columns if choice.logprobs and columns else columns
+            choice.finish_reason = FINISH_REASONS[result.finish_reason]
+            if self._body.return_token_ids:
+                choice.token_ids = list(result.token_ids)
+            choices.append(choice)
+        usage, facts = usage_of(results, self._num_choices), extension(dict(enumerate(results)))
+        return Completion(*self._head, choices, usage, infer=facts)
 
-    def opening(self) -> list[Json]:
+    def opening(self) -> list[Completion]:
         """Return one chunk per choice if something of its prompt is to be sent, else none."""
         if not (self._body.echo or self._body.return_token_ids or self._body.prompt_logprobs is not None):
             return []
-        indices = range(len(self._openings) * self._num_choices)
-        return [self._chunk([{"index": index, **self._openings[index // self._num_choices]}]) for index in indices]
+        return [self._chunk(self._begun(index)) for index in range(len(self._openings) * self._num_choices)]
 
-    def chunk(self, part: Part) -> Json | None:
+    def chunks(self, part: Part) -> list[Completion]:
         self._num_tokens += len(part.pieces)
-        choice: Json = {"index": part.choice, "text": part.text, "logprobs": None, "finish_reason": None}
         if part.result is not None:
-            choice["finish_reason"] = FINISH_REASONS[part.result.finish_reason]
-            return self._chunk([choice]) | {"infer": extension({part.choice: part.result})}
-        ids = [piece.token_id for piece in part.pieces]
-        choice["logprobs"] = self._columns(part.choice, ids, logprobs_of(part.pieces))
-        if self._body.return_token_ids:
-            choice |= token_columns(part.pieces, self._spelling.token_bytes)
-        return self._chunk([choice]) if part.text or choice["logprobs"] or "token_ids" in choice else None
-
-    def closing(self, results: Sequence[GenerationResult]) -> list[Json]:
-        if not self._usage.is_last:
+            reason = FINISH_REASONS[part.result.finish_reason]
+            chunk = self._chunk(CompletionChoice(part.choice, part.text, finish_reason=reason))
+            chunk.infer = extension({part.choice: part.result})
+            return [chunk]
+        columns = self._columns(part.choice, [piece.token_id for piece in part.pieces], logprobs_of(part.pieces))
+        ids = token_columns(part.pieces, self._spelling.token_bytes) if self._body.return_token_ids else {}
+        if not (part.text or columns or ids):
             return []
-        return [self._chunk([]) | {"usage": usage_of_choices(results, self._num_choices)}]
+        return [self._chunk(CompletionChoice(part.choice, part.text, columns, **ids))]
 
-    def _opening(self, prompt: Prompt) -> Json:
+    def closing(self, results: Sequence[GenerationResult]) -> list[Completion]:
+        return [Completion(*self._head, [], usage_of(results, self._num_choices))] if self._usage.is_last else []
+
+    def _opening(self, prompt: Prompt) -> CompletionChoice:
         """Return the fields of a choice that come from its prompt.
 
         They are its text and log-probabilities if the prompt is echoed, and its ids and scores if they were requested.
         """
-        begun: Json = {"text": "", "logprobs": None, "finish_reason": None}
+        begun = CompletionChoice(0, "")
         if self._body.echo:
             is_text = isinstance(prompt.given, str)
-            begun["text"] = prompt.given if is_text else self._tokenizer.decode(prompt.ids, skip_special_tokens=False)
+            begun.text = prompt.given if is_text else self._tokenizer.decode(prompt.ids, skip_special_tokens=False)
             if self._body.logprobs is not None:
-                begun["logprobs"] = self._prompt_columns(prompt, adds_bos=is_text and self._tokenizer.adds_bos)
+                begun.logprobs = self._prompt_columns(prompt, adds_bos=is_text and self._tokenizer.adds_bos)
         if self._body.return_token_ids:
-            begun["prompt_token_ids"] = list(prompt.ids)
+            begun.prompt_token_ids = list(prompt.ids)
         if prompt.scored:
-            begun["prompt_logprobs"] = prompt_logprobs_of(prompt.scored, self._spelling)
+            begun.prompt_logprobs = prompt_logprobs_of(prompt.scored, self._spelling)
         return begun
 
-    def _prompt_columns(self, prompt: Prompt, *, adds_bos: bool) -> Json:
+    def _begun(self, index: int) -> CompletionChoice:
+        """Return the choice with this index before its first token."""
+        return replace_fields(self._openings[index // self._num_choices], index=index)
+
+    def _prompt_columns(self, prompt: Prompt, *, adds_bos: bool) -> CompletionLogprobs:
         columns = completion_columns(prompt.echoed, self._spelling)
         columns["tokens"][0] = self._spelling.text(prompt.ids[0])
         offsets = _Offsets(self._tokenizer, 0, skips_special=False)
         before = [0] if adds_bos else []  # it is no part of the text
-        return {**columns, "text_offset": before + offsets.of(prompt.ids[len(before) :])}
+        return CompletionLogprobs(**columns, text_offset=before + offsets.of(prompt.ids[len(before) :]))
 
-    def _columns(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Json | None:
+    def _columns(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> CompletionLogprobs | None:
         """Return the log-probabilities of a choice's next tokens, including the one that ends it.
 
         None if no log-probabilities were requested.
@@ -173,14 +211,10 @@ class CompletionShape:
         if self._body.logprobs is None:
             return None
         columns = completion_columns(logprobs, self._spelling)
-        return {**columns, "text_offset": self._offsets[index].of(token_ids)}
+        return CompletionLogprobs(**columns, text_offset=self._offsets[index].of(token_ids))
 
-    def _chunk(self, choices: list[Json]) -> Json:
-        usage = self._usage.field(self._num_prompt_tokens, self._num_tokens)
-        return {**self._head.to_json("text_completion"), "choices": choices, **usage}
-
-    def _token_ids(self, token_ids: Sequence[int]) -> Json:
-        return {"token_ids": list(token_ids)} if self._body.return_token_ids else {}
+    def _chunk(self, choice: CompletionChoice) -> Completion:
+        return Completion(*self._head, [choice], self._usage.after(self._num_prompt_tokens, self._num_tokens))
 
 
 @final
@@ -200,10 +234,6 @@ class _Offsets:
         return found
 
 
-def _joined(first: Json | None, second: Json | None) -> Json | None:
-    if first is None or second is None:
-        return second
-    return {name: first[name] + second[name] for name in second}
-
-
-ROUTES = [ApiRoute("POST", "/v1/completions", complete, operation="text_completion")]
+ROUTES = [
+    post("/v1/completions", complete, "Continue a text", CompletionBody, Completion, "text_completion", streams=True)
+]

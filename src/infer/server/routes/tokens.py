@@ -6,9 +6,10 @@ If both have a field, its name shows the format: `add_special` and `with_pieces`
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, TypeVar, final
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,13 +21,13 @@ from infer.protocols.chat_messages import complete_chat, messages_of
 from infer.protocols.params import refusal, template_variables
 from infer.protocols.refusals import refuse
 from infer.protocols.tool_options import plain
-from infer.server.asking import read_request, while_connected
+from infer.server.answer_types import Answer, Bytes, Count, Json
+from infer.server.asking import while_connected
 from infer.server.call import call_of
-from infer.server.endpoint import ApiRoute
-from infer.server.models import check_model
+from infer.server.endpoint import post
 from infer.server.replies import json_response
-from infer.server.shapes import Json
-from infer.server.state import ServerState
+from infer.server.routes.served_models import check_model
+from infer.server.server_state import ServerState
 
 _Found = TypeVar("_Found")
 TokenId = Annotated[int, Meta(ge=0)]
@@ -85,8 +86,37 @@ class ApplyTemplateBody(_TemplateBody, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
 
 
-async def tokenize(request: Request, state: ServerState) -> Response:
-    body = await read_request(request, state, TokenizeBody, complete_chat)
+class TokenPiece(Struct):
+    """A token and its text. A piece that is not valid UTF-8 by itself is given as its bytes."""
+
+    id: Count
+    piece: str | Bytes
+
+
+class Tokens(Answer, kw_only=True):
+    """The ids of a text or a conversation, with their texts if these were requested.
+
+    An answer in llama.cpp's format has only `tokens`. An answer in vLLM's format has the counts, too.
+    """
+
+    count: Count | UnsetType = UNSET
+    max_model_len: Count | UnsetType = UNSET
+    tokens: list[Count | TokenPiece]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizedText(Answer):
+    """The text under both names, llama.cpp's and vLLM's."""
+
+    content: str
+    prompt: str
+
+
+class RenderedTemplate(Answer):
+    prompt: str
+
+
+async def tokenize(request: Request, state: ServerState, body: TokenizeBody) -> Response:
     check_model(request, state, body.model)
     kind, host = _kind_of(body), state.llm().host
     tokenizer = host.tokenizer
@@ -105,38 +135,39 @@ async def tokenize(request: Request, state: ServerState) -> Response:
     def answer() -> Response:
         ids = encode()
         if kind == "content":
-            tokens = _with_pieces(ids, tokenizer.token_bytes) if body.with_pieces else ids
-            return json_response({"tokens": tokens}, call_of(request))
-        found = {"count": len(ids), "max_model_len": host.model.max_seq_len, "tokens": ids}
+            pieces = [TokenPiece(each, _piece(tokenizer.token_bytes[each])) for each in ids if body.with_pieces]
+            return json_response(Tokens(tokens=[*(pieces or ids)]), call_of(request))
+        found = Tokens(count=len(ids), max_model_len=host.model.max_seq_len, tokens=[*ids])
         if body.return_token_strs:
-            found["token_strs"] = [_shown(tokenizer.token_bytes[each]) for each in ids]
+            found.token_strs = [tokenizer.token_bytes[each].decode(errors="backslashreplace") for each in ids]
         return json_response(found, call_of(request))
 
     return await prepared(request, state, answer, kind)
 
 
-async def detokenize(request: Request, state: ServerState) -> Response:
-    """Answer with the text under both names, llama.cpp's and vLLM's. The text includes special tokens."""
-    body, host = await read_request(request, state, DetokenizeBody), state.llm().host
+async def detokenize(request: Request, state: ServerState, body: DetokenizeBody) -> Response:
+    """Answer with the text, which includes special tokens."""
+    host = state.llm().host
     check_model(request, state, body.model)
     for index, token_id in enumerate(body.tokens):
         if token_id >= host.tokenizer.vocab_size:
             rule = f"from 0 to {host.tokenizer.vocab_size - 1}"
             raise refuse(f"tokens[{index}] must be an id {rule}, got {token_id}", f"tokens[{index}]")
     text = await prepared(request, state, lambda: host.tokenizer.decode(body.tokens, False), "tokens")
-    return json_response({"content": text, "prompt": text}, call_of(request))
+    return json_response(DetokenizedText(text, text), call_of(request))
 
 
-async def apply_template(request: Request, state: ServerState) -> Response:
+async def apply_template(request: Request, state: ServerState, body: ApplyTemplateBody) -> Response:
     """Answer with the text from which a chat completion of these messages is computed."""
-    body, llm = await read_request(request, state, ApplyTemplateBody, complete_chat), state.llm()
+    llm = state.llm()
     check_model(request, state, body.model)
 
     def render() -> str:
         messages, variables = body.shown(llm, body.messages)
         return str(llm.host.tokenizer.render_chat_template(messages, **variables))
 
-    return json_response({"prompt": await prepared(request, state, render, "messages")}, call_of(request))
+    text = await prepared(request, state, render, "messages")
+    return json_response(RenderedTemplate(text), call_of(request))
 
 
 async def prepared(request: Request, state: ServerState, prepare: Callable[[], _Found], param: str) -> _Found:
@@ -178,11 +209,6 @@ def _kind_of(body: TokenizeBody) -> str:
     return kinds[0]
 
 
-def _with_pieces(ids: Sequence[int], token_bytes: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return ids with their pieces. A piece that is not valid UTF-8 by itself is given as its bytes."""
-    return [{"id": each, "piece": _piece(token_bytes[each])} for each in ids]
-
-
 def _piece(spelling: bytes) -> str | list[int]:
     try:
         return spelling.decode()
@@ -190,12 +216,9 @@ def _piece(spelling: bytes) -> str | list[int]:
         return list(spelling)
 
 
-def _shown(spelling: bytes) -> str:
-    return spelling.decode("utf-8", errors="backslashreplace")
-
-
+_of_chat = partial(post, complete=complete_chat)
 ROUTES = [
-    ApiRoute("POST", "/tokenize", tokenize),
-    ApiRoute("POST", "/detokenize", detokenize),
-    ApiRoute("POST", "/apply-template", apply_template),
+    _of_chat("/tokenize", tokenize, "Convert a text or a conversation to token ids", TokenizeBody, Tokens),
+    _of_chat("/apply-template", apply_template, "Render a conversation", ApplyTemplateBody, RenderedTemplate),
+    post("/detokenize", detokenize, "Convert token ids to a text", DetokenizeBody, DetokenizedText),
 ]

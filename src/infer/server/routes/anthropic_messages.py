@@ -1,6 +1,7 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API, with its events and its errors."""
 
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,82 +18,53 @@ from infer.protocols.message_blocks import (
 from infer.protocols.message_bodies import CountTokensBody, MessagesBody, PromptBody
 from infer.protocols.message_history import complete_messages
 from infer.protocols.params import make_params, refusal, seeds_of, stops_of
-from infer.server.asking import read_request, while_connected
+from infer.server.answer_types import Answer, Count
 from infer.server.call import call_of
 from infer.server.choices import accept
-from infer.server.endpoint import ApiRoute
+from infer.server.endpoint import post
 from infer.server.errors import ApiError, api_error
-from infer.server.message_events import Message, MessageEvents
-from infer.server.models import answer_any_model
-from infer.server.replies import json_response, make_head
-from infer.server.sse import EventStream, event
-from infer.server.state import ServerState
-from infer.server.tokens import count_prompt
+from infer.server.message_events import AnthropicMessage, MessagesError, MessageShape
+from infer.server.replies import json_response, make_head, reply
+from infer.server.routes.served_models import answer_any_model
+from infer.server.routes.tokens import count_prompt
+from infer.server.server_state import ServerState
 from infer.toolcalls.template_formats import reasoning_of
 
-_TYPE_BY_STATUS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-_ITS_NAMES = {
-    "thinking_token_budget": "thinking.budget_tokens",
-    "response_format.json_schema.schema": "output_config.format.schema",
-    "stop": "stop_sequences",
-}
 _EFFORTS = {"max": "xhigh"}  # OpenAI's name, which templates know
-_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}  # then clients send all messages
 
 
-class MessagesError(ApiError):
-    """An error in Anthropic's format, which contains OpenAI's error."""
-
-    @classmethod
-    def of(cls, error: ApiError) -> Self:
-        type_ = _TYPE_BY_STATUS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        message, param = error.message, error.param
-        if param in _ITS_NAMES:
-            given, param = param, _ITS_NAMES[param]
-            message = param + message[len(given) :] if message.startswith(given) else message
-        return cls(error.status, message, type_, param, error.code, error.headers)
-
-    def to_json(self) -> dict[str, Any]:
-        error: dict[str, Any] = dict(super().to_json()["error"])
-        return {"type": "error", "error": error | ({"details": _NO_THREADS} if self.param == "thread" else {})}
+class InputTokens(Answer):
+    input_tokens: Count
 
 
 def _its_error(error: Exception) -> ApiError:
     return MessagesError.of(api_error(error))
 
 
-async def create_message(request: Request, state: ServerState) -> Response:
-    body, llm = await read_request(request, state, MessagesBody, complete_messages), state.llm().llm
+async def create_message(request: Request, state: ServerState, body: MessagesBody) -> Response:
+    llm = state.llm().llm
     answer_any_model(request, state, body.model)
     params = make_params(sampling_of(body), llm.sampling_defaults, seeds_of(body.seed, 1), "messages")
     messages = messages_of(body.messages, body.system, state.settings.agent_prompts)
     template = llm.tokenizer.chat_template
     asked = Asked([messages], params, options_of(body, template), "messages", variables_of(body, messages, template))
     choices = await accept(request, state, asked)
-    call = call_of(request)
-    answer = Message(make_head("msg_", request, state), frozenset(body.stop_sequences or ()), call.warnings)
-    if body.stream:
-        seconds = state.settings.comment_seconds
-        return EventStream(MessageEvents(answer).of(choices), comment_seconds=seconds, fail=failure_event)
-    (result,) = await while_connected(request, choices.results())
-    return json_response(answer.whole(result), call)
+    head, stops, warnings = (
+        make_head("msg_", request, state),
+        frozenset(body.stop_sequences or ()),
+        call_of(request).warnings,
+    )
+    shape = MessageShape(head, stops, warnings, len(choices.prompt_ids[0]))
+    return await reply(request, state, choices, shape, is_streamed=body.stream)
 
 
-async def count_tokens(request: Request, state: ServerState) -> Response:
-    body = await read_request(request, state, CountTokensBody, complete_messages)
+async def count_tokens(request: Request, state: ServerState, body: CountTokensBody) -> Response:
     answer_any_model(request, state, body.model)
     template = state.llm().host.tokenizer.chat_template
     messages = messages_of(body.messages, body.system, state.settings.agent_prompts)
     options, variables = options_of(body, template), variables_of(body, messages, template)
     count = await count_prompt(request, state, messages, options, variables, "messages")
-    return json_response({"input_tokens": count}, call_of(request))
+    return json_response(InputTokens(count), call_of(request))
 
 
 def options_of(body: PromptBody, template: str | None) -> RequestOptions:
@@ -126,11 +98,16 @@ def sampling_of(body: MessagesBody) -> dict[str, Any]:
     return values
 
 
-def failure_event(error: ApiError) -> bytes:
-    return event(MessagesError.of(error).body, "error")
-
-
+_post = partial(post, complete=complete_messages, shape=_its_error)
 ROUTES = [
-    ApiRoute("POST", "/v1/messages", create_message, operation="messages", shape=_its_error),
-    ApiRoute("POST", "/v1/messages/count_tokens", count_tokens, shape=_its_error),
+    _post(
+        "/v1/messages",
+        create_message,
+        "Answer a conversation",
+        MessagesBody,
+        AnthropicMessage,
+        "messages",
+        streams=True,
+    ),
+    _post("/v1/messages/count_tokens", count_tokens, "Count its tokens", CountTokensBody, InputTokens),
 ]

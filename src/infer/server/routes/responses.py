@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -16,43 +17,39 @@ from infer.protocols.response_history import complete_response
 from infer.protocols.response_items import CallItem, InputItem, InputMessage, ReasoningItem, ResultItem
 from infer.protocols.token_logprobs import Spelling
 from infer.protocols.tool_options import conversation_options, effort_variables
-from infer.server.asking import read_request, while_connected
+from infer.server.answer_types import Answer, Count
 from infer.server.call import call_of
 from infer.server.choices import accept
-from infer.server.endpoint import ApiRoute
-from infer.server.models import answer_any_model
-from infer.server.replies import json_response, make_head
-from infer.server.response_events import ResponseEvents, ResponseShape
-from infer.server.sse import EventStream
-from infer.server.state import ServerState
-from infer.server.tokens import count_prompt
+from infer.server.endpoint import post
+from infer.server.replies import json_response, make_head, reply
+from infer.server.response_events import ResponseAnswer, ResponseItems, ResponseShape
+from infer.server.routes.served_models import answer_any_model
+from infer.server.routes.tokens import count_prompt
+from infer.server.server_state import ServerState
 
 _LOGPROBS = "message.output_text.logprobs"
 
 
-async def respond(request: Request, state: ServerState) -> Response:
+class ResponseInputTokens(Answer, tag_field="object", tag="response.input_tokens"):
+    input_tokens: Count
+
+
+async def respond(request: Request, state: ServerState, body: ResponseBody) -> Response:
     llm = state.llm().llm
-    body = await read_request(request, state, ResponseBody, complete_response)
     answer_any_model(request, state, body.model)
     asked = ask(body, llm.sampling_defaults, llm.tokenizer.chat_template)
     choices = await accept(request, state, asked)
     head = make_head("resp_", request, state)
-    call = call_of(request)
-    shape = ResponseShape(head, body, asked.params[0], Spelling.of(llm.tokenizer))
-    if not body.stream:
-        (result,) = await while_connected(request, choices.results())
-        return json_response(shape.whole(result), call)
-    events = ResponseEvents(shape, call)
-    return EventStream(events.of(choices), comment_seconds=state.settings.comment_seconds, fail=events.fail)
+    items = ResponseItems(head, body, asked.params[0], Spelling.of(llm.tokenizer))
+    return await reply(request, state, choices, ResponseShape(items, call_of(request)), is_streamed=body.stream)
 
 
-async def count_input_tokens(request: Request, state: ServerState) -> Response:
+async def count_input_tokens(request: Request, state: ServerState, body: ResponseBody) -> Response:
     llm = state.llm().llm
-    body = await read_request(request, state, ResponseBody, complete_response)
     answer_any_model(request, state, body.model)
     asked = ask(body, llm.sampling_defaults, llm.tokenizer.chat_template)
     count = await count_prompt(request, state, asked.prompts[0], asked.options, dict(asked.variables), "input")
-    return json_response({"object": "response.input_tokens", "input_tokens": count}, call_of(request))
+    return json_response(ResponseInputTokens(count), call_of(request))
 
 
 def ask(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -> Asked:
@@ -119,7 +116,8 @@ def _add_answer(found: list[dict[str, Any]], item: InputItem) -> None:
             last["reasoning_content"] = "".join(part.text for part in parts)
 
 
+_post = partial(post, complete=complete_response)
 ROUTES = [
-    ApiRoute("POST", "/v1/responses", respond, operation="chat"),
-    ApiRoute("POST", "/v1/responses/input_tokens", count_input_tokens),
+    _post("/v1/responses", respond, "Answer a conversation", ResponseBody, ResponseAnswer, "chat", streams=True),
+    _post("/v1/responses/input_tokens", count_input_tokens, "Count its tokens", ResponseBody, ResponseInputTokens),
 ]

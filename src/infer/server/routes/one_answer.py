@@ -5,14 +5,17 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from infer.outputs import GenerationResult
 from infer.protocols.asked import Asked, refuse_unless_neutral
 from infer.protocols.bodies import CompletingBody, ConversationBody, Message
+from infer.protocols.chat_answers import finish_reason_of
 from infer.protocols.chat_messages import messages_of
 from infer.protocols.params import make_params, sampling_values, seeds_of
 from infer.protocols.refusals import refuse
 from infer.protocols.tool_options import conversation_options, conversation_variables
 from infer.request_limits import NUM_TOKENS_OF_COMPLETIONS
-from infer.server.tokens import TokenId
+from infer.server.answer_types import Json, usage_of
+from infer.server.routes.tokens import TokenId
 
 # Fields of the completions that make no sense here, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -51,3 +54,13 @@ def ask_one(
         if getattr(body, name) is not None:
             raise refuse(f"{name} belongs to messages: leave it out", name)
     return Asked([body.prompt], [params], options, "prompt", {})
+
+
+def end_of(result: GenerationResult) -> Json:
+    """Return the fields of an answer, or of its last chunk, that are known at its end."""
+    return {
+        "finish_reason": finish_reason_of(result),
+        "stop_reason": result.stop_reason,
+        "seed": result.seed,
+        "usage": usage_of([result], 1),
+    }

@@ -1,0 +1,1 @@
+"""The page that `infer serve` shows at `/`: its scripts, its style and its icon."""

@@ -34,7 +34,11 @@ test: lint assets ## set up, then every check and every test
 
 .PHONY: unit
 unit: $(VENV)/.dev ## the tests that need no weights, some minutes
-	$(PYTEST) tests/unit -m "not slow"
+	$(PYTEST) tests --ignore tests/integration -m "not slow"
+
+.PHONY: quick
+quick: $(VENV)/.dev ## the tests of files that load no torch, about a minute
+	$(PYTEST) $$($(BIN)/python scripts/quick_tests.py)
 
 .PHONY: fuzz
 fuzz: $(VENV)/.fuzz ## fuzz what reads files, FUZZ_SECONDS (60) for each reader
@@ -46,7 +50,7 @@ ray: $(VENV)/.ray ## install Ray (660 MB), then a model served and a file answer
 
 .PHONY: intel
 intel: $(VENV)/.intel ## OpenCL's kernels on Intel's CPU runtime (installs 300 MB): the same bits
-	INFER_OPENCL=intel $(BIN)/python -m pytest tests/unit/test_opencl.py tests/unit/test_opencl_copied.py
+	INFER_OPENCL=intel $(BIN)/python -m pytest tests/gpu/test_opencl.py tests/gpu/test_opencl_copied.py
 
 .PHONY: emulate
 emulate: $(VENV)/.demo ## the CPU kernels on an emulated Haswell, Nehalem, Neoverse N1 and one with i8mm: the same bits (needs qemu-user)

@@ -4,19 +4,27 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import _lru_cache_wrapper
+from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
 
 import shapes
+
+if TYPE_CHECKING:  # a file of pure tests must not load torch
+    from infer import LLM
+    from path_cases import World
+    from served import Served
 
 HARDWARE = "hardware: "  # a skip whose reason begins so is allowed in CI
 
 _limited = set[ModuleType]()  # the modules whose tests have one thread
 
 shapes.install()
+sys.path += [str(path) for path in Path(__file__).parent.iterdir() if path.is_dir()]  # for parts of other tests
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported: the kernels for GPUs run on the CPU
 os.environ["INFER_POISON"] = "1"  # pages of a cache that are handed out hold NaN: what was never written is never read
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a run in the background; processes of tests would inherit it
@@ -95,3 +103,45 @@ def _fail_unless_hardware(report: pytest.TestReport | pytest.CollectReport, skip
     if not reason.startswith(HARDWARE):
         report.outcome = "failed"
         report.longrepr = f"{report.nodeid} was skipped, which CI does not allow: {reason}"
+
+
+# What many tests begin with. A module that needs another one of the same name defines it.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights, with bytes as tokens."""
+    from test_session import make_model
+
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> "LLM":
+    from infer import LLM
+
+    return LLM(folder)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> "World":
+    """Engines of a model of random weights, and what the definition answers."""
+    from path_cases import make_world
+
+    return make_world("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def served(llm: "LLM") -> "Iterator[Served]":
+    from served import serving
+
+    with serving(llm, model="tiny") as served:
+        yield served
+
+
+@pytest.fixture
+def quick_interpreter() -> Iterator[None]:
+    from quick_interpreter import quick_interpreter  # loads Triton, which there may not be
+
+    with quick_interpreter():
+        yield

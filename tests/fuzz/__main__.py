@@ -66,7 +66,7 @@ def alone(name: str, seconds: str) -> int:
 
 
 def main(name: str, what: str) -> int:
-    sys.path[1:1] = [str(ROOT / "tests" / "unit"), str(ROOT / "tests"), str(ROOT / "src")]
+    sys.path[1:1] = [str(ROOT / "tests"), str(ROOT / "src")]
     if name == "all":
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return max(pool.map(lambda each: alone(each, what), NAMES))

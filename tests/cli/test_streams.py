@@ -12,7 +12,7 @@ from infer.cli import main
 from infer.cli.terminal import Spinner
 from shapes import SOURCE
 
-FAKE = [sys.executable, str(Path(__file__).with_name("fake_cli.py"))]
+FAKE = [sys.executable, str(Path(__file__).parents[1] / "fake_cli.py")]
 COMMANDS = (["generate", "-q", "--prompt", "a"], ["--help"], ["models"], ["chat"], ["sample-trace", "a"])
 # Where a module of this name is looked for, the process gets a signal, as from a keyboard at that moment.
 INTERRUPTED = """

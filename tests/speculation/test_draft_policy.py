@@ -181,7 +181,7 @@ class Answer(NamedTuple):
 @cache
 def said_answers() -> dict[str, Answer]:
     """Return SmolLM2's answers to the tasks of benchmarks/path_prompts.py, as ids."""
-    found = json.loads(Path(__file__).with_name("said_answers.json").read_text(encoding="utf-8"))
+    found = json.loads((Path(__file__).parents[1] / "data" / "said_answers.json").read_text(encoding="utf-8"))
     return {each["name"]: Answer(each["prompt"], each["answer"]) for each in found}
 
 

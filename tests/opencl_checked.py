@@ -1,7 +1,7 @@
 """Every OpenCL kernel once in Oclgrind, which reports each access out of bounds and each race: a process of its own.
 
-python tests/unit/opencl_checked.py            nothing is reported
-python tests/unit/opencl_checked.py bounds     a kernel that writes past its buffer is added; `race` adds a race
+python tests/opencl_checked.py            nothing is reported
+python tests/opencl_checked.py bounds     a kernel that writes past its buffer is added; `race` adds a race
 """
 
 # ruff: noqa: E402  # the platform is chosen before pyopencl is imported
@@ -9,12 +9,10 @@ python tests/unit/opencl_checked.py bounds     a kernel that writes past its buf
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"OCLGRIND_DATA_RACES": "1", "OCLGRIND_MAX_ERRORS": "10", "PYOPENCL_NO_CACHE": "1"}
 
 import opencl_platform

@@ -15,7 +15,7 @@ from infer.engine.request_options import OPTIONS, RequestOptions
 from infer.protocols.foreign import FOREIGN
 from infer.sampling_params import ALIASES, PARAMETERS, SamplingParams
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "infer"
 _COUNT = re.compile(r"(?P<name>[A-Z_]+): Final = (?P<value>[^#\n]+?)(?:  # (?P<words>.*))?")
 
@@ -44,7 +44,7 @@ def written() -> dict[Path, str]:
 
 def _with_parts(text: str, parts: list[tuple[str, str]]) -> str:
     for name, table in parts:
-        begin, end = f"<!-- {name}: written by tests/unit/parameter_tables.py -->\n", f"<!-- end of {name} -->\n"
+        begin, end = f"<!-- {name}: written by tests/parameter_tables.py -->\n", f"<!-- end of {name} -->\n"
         before, _, rest = text.partition(begin)
         text = before + begin + table + end + rest.partition(end)[2]
     return text

@@ -29,7 +29,7 @@ from test_chat_terminal import CTRL_C, CTRL_D, plain, terminal
 # `infer` with a model of a few lines, on a machine that has the packaged models named first, and so much memory.
 PROGRAM = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 import fake_cli
 from infer.checkpoint.find import INSTALLED_MODELS
 from infer.cli import commands

@@ -9,8 +9,8 @@ from infer.quantization.ggml_types import BLOCK_TYPES
 from test_converted_families import CONVERTED
 from tiny import LONGROPE, TINY, Tiny
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-BEGIN, END = "<!-- what loads: written by tests/unit/what_loads.py -->\n", "<!-- end of what loads -->\n"
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- what loads: written by tests/what_loads.py -->\n", "<!-- end of what loads -->\n"
 
 _MODELS = {
     "llama": "Llama 2 and 3, SmolLM2",

@@ -1,0 +1,82 @@
+"""Print the test files that load neither torch nor Numba when they are imported: `make quick` runs them.
+
+    python scripts/quick_tests.py            a line per file
+    python scripts/quick_tests.py --why test_door   why a file is not among them
+
+Only imports at the top of a module count, of the module itself and of all that it imports.
+"""
+
+import argparse
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+HEAVY = {"torch", "numba", "transformers", "xgrammar", "triton", "pyopencl", "gguf", "ray", "scipy"}
+
+
+def imported_names(body: list[ast.stmt]) -> Iterator[str]:
+    """Yield the modules that these statements import, without functions and without what only type checkers read."""
+    for statement in body:
+        match statement:
+            case ast.Import(names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                yield module
+                yield from (f"{module}.{alias.name}" for alias in names)
+            case ast.If(test=ast.Name("TYPE_CHECKING")):
+                continue
+            case ast.If(body=inner, orelse=other) | ast.Try(body=inner, orelse=other):
+                yield from imported_names(inner + other)
+            case ast.With(body=inner) | ast.ClassDef(body=inner):
+                yield from imported_names(inner)
+
+
+@cache
+def files_by_module() -> dict[str, Path]:
+    """Return the files of the package and of the tests' helpers, by the names under which tests import them."""
+    found = {path.stem: path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    for path in (ROOT / "src").rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def reached(path: Path) -> dict[str, Path]:
+    """Return the modules that the file imports at its top, with the files of those that are ours."""
+    found = dict[str, Path]()
+    for name in imported_names(ast.parse(path.read_text(encoding="utf-8")).body):
+        for end in range(1, name.count(".") + 2):  # a package is imported before its module
+            part = ".".join(name.split(".")[:end])
+            if part in HEAVY or part in files_by_module():
+                found[part] = files_by_module().get(part, Path())
+    return found
+
+
+def heavy_path(path: Path, seen: set[Path]) -> list[str] | None:
+    """Return the chain of imports from the file to a heavy module, or None if there is none."""
+    seen.add(path)
+    for name, file in reached(path).items():
+        if name in HEAVY:
+            return [name]
+        if file not in seen and (chain := heavy_path(file, seen)) is not None:
+            return [name, *chain]
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--why", metavar="TEST", help="print the chain of imports of one file, by its name")
+    why = parser.parse_args().why
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        chain = heavy_path(path, set())
+        if why == path.stem:
+            print(" -> ".join(chain or ["nothing heavy"]))
+        elif why is None and chain is None and "integration" not in path.parts:
+            print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

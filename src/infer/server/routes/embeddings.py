@@ -13,6 +13,7 @@ from infer.errors import InvalidRequestError
 from infer.protocols.bodies import Body
 from infer.protocols.params import prompts_of, refusal
 from infer.protocols.refusals import refuse
+from infer.request_limits import MAX_TEXTS
 from infer.server.answer_types import Count
 from infer.server.asking import enter, text_tokens, while_connected
 from infer.server.call import call_of

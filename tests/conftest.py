@@ -7,7 +7,6 @@ import sys
 from collections.abc import Generator, Iterator
 from functools import _lru_cache_wrapper
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,8 +19,6 @@ if TYPE_CHECKING:  # a file of pure tests must not load torch
     from served import Served
 
 HARDWARE = "hardware: "  # a skip whose reason begins so is allowed in CI
-
-_limited = set[ModuleType]()  # the modules whose tests have one thread
 
 shapes.install()
 sys.path += [str(path) for path in Path(__file__).parent.iterdir() if path.is_dir()]  # for parts of other tests
@@ -37,15 +34,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ("integration" not in item.path.parts, item.path not in slow))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_per_worker(request: pytest.FixtureRequest) -> None:
-    """Give each worker one thread, once per module that has loaded torch. A test about threads sets its own number."""
-    if "PYTEST_XDIST_WORKER" in os.environ and "torch" in sys.modules and request.module not in _limited:
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_per_worker() -> None:
+    """Give each worker one thread, if the module has loaded torch. A test about threads sets its own number."""
+    if "PYTEST_XDIST_WORKER" in os.environ and "torch" in sys.modules:
         import torch
 
         from infer.backends.cpu.threads import set_num_threads
 
-        _limited.add(request.module)
         torch.set_num_threads(1)
         set_num_threads(1)
 

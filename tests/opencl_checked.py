@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+sys.path.append(str(Path(__file__).parent / "backends"))
 os.environ |= {"OCLGRIND_DATA_RACES": "1", "OCLGRIND_MAX_ERRORS": "10", "PYOPENCL_NO_CACHE": "1"}
 
 import opencl_platform

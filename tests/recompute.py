@@ -8,7 +8,7 @@ from torch import Tensor
 
 from infer import LLM, GenerationResult, SamplingParams
 from infer.engine.engine import Engine
-from infer.engine.request import make_request
+from infer.engine.request import limits_of, make_request
 from infer.engine.sequence import Sequence as Answering
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.transformer import Transformer
@@ -86,7 +86,9 @@ class RecomputeRunner(CachelessRunner):
 def generate_recomputed(llm: LLM, prompt_token_ids: Sequence[int], params: SamplingParams) -> GenerationResult:
     """Return the result of `LLM.generate`, computed slowly."""
     engine = Engine(RecomputeRunner(llm.model))
-    answer = engine.submit(Answering(make_request(llm.model, llm.tokenizer, prompt_token_ids, params)))
+    answer = engine.submit(
+        Answering(make_request(limits_of(llm.model, llm.tokenizer), llm.tokenizer, prompt_token_ids, params))
+    )
     with llm.model.backend.threads(), torch.inference_mode():
         while not answer.has_ended:
             engine.step()

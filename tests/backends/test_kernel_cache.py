@@ -22,7 +22,7 @@ from infer.errors import InferError
 from infer.system.status_line import StatusLine
 from watched import python_command
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 SUM = np.dtype([("values", np.int64), ("count", np.int64), ("total", np.int64)])
 is_image_machine = sys.platform == "linux" and os.uname().machine == "x86_64"
 needs_images = pytest.mark.skipif(not is_image_machine, reason="hardware: Linux on x86-64 only")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 # Of a file that breaks its format (GGUF, safetensors), of a model whose parts disagree, of code, and of saved sessions.
 ROWS: dict[str, tuple[str, ...]] = {
     "bad magic, version or byte order": ("gguf_faults: bad magic", "gguf_faults: version 4", "gguf_faults: big-endian"),
@@ -96,7 +96,8 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 def proofs(module: str) -> set[str]:
     """The tests of a module, and the names of the faults in its tables."""
-    tree = ast.parse((HERE / f"test_{module}.py").read_text(encoding="utf-8"))
+    (path,) = TESTS.rglob(f"test_{module}.py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     tables = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)]
     keys = [key for table in tables if isinstance(table.value, ast.Dict) for key in table.value.keys]

@@ -106,12 +106,12 @@ FAULTS: dict[str, tuple[Files, str]] = {
     "a number of 5,000 digits": ({"config_json": b'{"a": ' + b"1" * 5000 + b"}"}, "JSON at byte 0: cannot be read"),
     "65 lists in one another": ({"config_json": b'{"a": ' + b"[" * 65 + b"]" * 65 + b"}"}, "more than 64 deep"),
     "a million lists in one another": ({"config_json": b"[" * 10**6}, "nested more than 64 deep"),
-    "a lone surrogate": ({"config_json": b'{"model_type": "\\ud800"}'}, "holds a lone surrogate"),
+    "a lone surrogate": ({"config_json": b'{"model_type": "\\ud800"}'}, "contains a lone surrogate"),
     "17 MB of spaces": ({"config_json": b" " * (17 << 20)}, "expected at most 16777216 bytes, got 17825792"),
     "tokenizer.json that is missing": ({"tokenizer_json": None}, "tokenizer.json: file: is missing"),
     "tokenizer.json that is no JSON": ({"tokenizer_json": b"{"}, "tokenizer: Cannot instantiate Tokenizer"),
     "tokenizer.json of a million lists": ({"tokenizer_json": b"[" * 10**6}, "tokenizer.json: tokenizer: "),
-    "a token that is an odd name": ({"tokenizer_config_json": b'{"eos_token": "\\udfff"}'}, "holds a lone surrogate"),
+    "a token that is an odd name": ({"tokenizer_config_json": b'{"eos_token": "\\udfff"}'}, "contains a lone surrogate"),
     "a BOS that no token is": (
         {"tokenizer_config_json": {"bos_token": "<none>", "add_bos_token": True}},
         "'<none>' is not in the vocabulary",
@@ -135,7 +135,7 @@ FAULTS: dict[str, tuple[Files, str]] = {
     "a template file of 2 MB": ({"chat_template_jinja": b"x" * (2 << 20)}, "expected at most 1048576 bytes"),
     "an end that is a fraction": ({"generation_config_json": {"eos_token_id": 1.5}}, "eos_token_id: expected an id or"),
     "ends that are lists": ({"generation_config_json": {"eos_token_id": [[1]]}}, "eos_token_id: expected an id or"),
-    "a config that is a device": ({"config_json": Path("/dev/zero")}, "there is no config.json in it"),
+    "a config that is a device": ({"config_json": Path("/dev/zero")}, "it has no config.json"),
     "a generation config that is a device": ({"generation_config_json": Path("/dev/zero")}, "lies outside the model's"),
     "a tokenizer that is a device": ({"tokenizer_json": Path("/dev/zero")}, "tokenizer.json: file: is not a regular"),
 }  # fmt: skip

@@ -59,7 +59,7 @@ def test_models_lists_every_gpu_as_device_may_name_it(machine, capsys: pytest.Ca
 
 def test_a_gpu_before_volta_is_refused_by_its_name(machine) -> None:
     machine(PASCAL)
-    assert "GTX 1080, sm_61, 80 GiB is too old: Volta" in str(gpus.trouble_with(None))
+    assert "GTX 1080, sm_61, 80 GiB is too old: the kernels need Volta" in str(gpus.trouble_with(None))
     assert not ops.is_gpu_of_use()
 
 

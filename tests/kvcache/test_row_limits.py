@@ -14,7 +14,7 @@ FIRST, OTHER = [1] * PAGE, [2] * PAGE
 def test_a_row_can_be_filled_to_its_last_slot() -> None:
     cache = make(layers=(WHOLE,))
     grow(cache, 0, CAPACITY - 2)
-    with pytest.raises(InvalidRequestError, match="a row holds 200 tokens, got 201"):
+    with pytest.raises(InvalidRequestError, match="a row has room for 200 tokens, got 201"):
         cache.reserve(0, 3)
     cache.reserve(0, 2)
     cache.commit(0, 2)

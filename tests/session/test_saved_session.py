@@ -300,7 +300,7 @@ def test_a_disk_that_is_full_keeps_the_old_file(talk: Session, tmp_path: Path) -
 def test_messages_that_are_no_json_are_not_saved(llm: LLM, tmp_path: Path) -> None:
     session = llm.session()
     session.answer([{"role": "user", "content": "hello", "when": {1, 2}}], GREEDY)
-    with pytest.raises(InvalidRequestError, match="no JSON"):
+    with pytest.raises(InvalidRequestError, match="only if its messages are JSON"):
         session.save(tmp_path / "talk")
     assert list(tmp_path.iterdir()) == []
 

@@ -88,15 +88,6 @@ def lacks(pointer: str, name: str) -> Part:
     return Part(pointer, {"properties": {name: false_part(pointer)}})
 
 
-class MalformedSchemaError(SchemaError):
-    """A word has a value that JSON Schema does not allow. Such a word is never left out."""
-
-
-def refuse_malformed(where: str, pointer: str, problem: str) -> NoReturn:
-    """Raise MalformedSchemaError for the part at `pointer`."""
-    raise MalformedSchemaError(f"{where} at {pointer or '/'}: {problem}", pointer, problem)
-
-
 def refuse(where: str, pointer: str, problem: str) -> NoReturn:
-    """Raise SchemaError for the part at `pointer`, which no grammar enforces."""
+    """Raise SchemaError for the part at `pointer`."""
     raise SchemaError(f"{where} at {pointer or '/'}: {problem}", pointer, problem)

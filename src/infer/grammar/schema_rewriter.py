@@ -10,16 +10,7 @@ from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError, SchemaError
 from infer.grammar.schema_logic import Logic
-from infer.grammar.schema_part import (
-    MalformedSchemaError,
-    Part,
-    all_of,
-    any_of,
-    false_part,
-    lacks,
-    refuse,
-    refuse_malformed,
-)
+from infer.grammar.schema_part import Part, all_of, any_of, false_part, lacks, refuse
 from infer.grammar.schema_references import References, escaped
 from infer.grammar.schema_values import (
     FORMATS,
@@ -102,11 +93,9 @@ class Rewriter:
                 self.definitions[name] = self._part(raw, base, pointer)
 
     def _attempt(self, pointer: str, run: Callable[[], None]) -> bool:
-        """Report a SchemaError of `run` and return False. Raise it if nobody listens, or if a word is malformed."""
+        """Report a SchemaError of `run` and return False, or raise the error if nobody listens."""
         try:
             run()
-        except MalformedSchemaError:
-            raise
         except InvalidRequestError as error:
             if self._on_problem is None:
                 raise
@@ -144,7 +133,7 @@ class Rewriter:
         """Add what a word asserts to the place. Raises SchemaError."""
         shape, name = _SHAPES.get(word, (object, ""))
         if not isinstance(value, shape):
-            refuse_malformed(self._where, place.pointer, f"{word!r} must be {name}, got {value!r:.40}")
+            refuse(self._where, place.pointer, f"{word!r} must be {name}, got {value!r:.40}")
         _RULES[word](self, place, word, value)
 
     def _check_apart(self, beside: Part, branches: list[Part]) -> None:
@@ -172,7 +161,7 @@ class Rewriter:
 
     def _listed(self, place: _Place, word: str, value: Any) -> list[Part]:
         if not value and word not in ("prefixItems", "items"):
-            refuse_malformed(self._where, place.pointer, f"{word!r} must not be empty")
+            refuse(self._where, place.pointer, f"{word!r} must not be empty")
         return [self._inner(place, item, f"{word}/{index}") for index, item in enumerate(value)]
 
     def _mapped(self, place: _Place, word: str, value: Any) -> dict[str, Part]:

@@ -9,6 +9,7 @@ python tests/opencl_checked.py bounds     a kernel that writes past its buffer i
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch

@@ -22,7 +22,8 @@ from infer.errors import InferError
 from infer.system.status_line import StatusLine
 from watched import python_command
 
-FOLDER = Path(__file__).parents[1]
+FOLDER = Path(__file__).parent
+PATHS = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
 SUM = np.dtype([("values", np.int64), ("count", np.int64), ("total", np.int64)])
 is_image_machine = sys.platform == "linux" and os.uname().machine == "x86_64"
 needs_images = pytest.mark.skipif(not is_image_machine, reason="hardware: Linux on x86-64 only")
@@ -43,7 +44,7 @@ print(sorted({"numba", "llvmlite"} & set(sys.modules)))
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         python_command(code),
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": PATHS, **environment},
         cwd=FOLDER,
         capture_output=True,
         text=True,
@@ -250,7 +251,7 @@ with compiled._lock:
 
 def stderr_on_a_terminal(code: str, **environment: str) -> str:
     parent, child = pty.openpty()
-    with subprocess.Popen(python_command(code), env={**os.environ, **environment}, cwd=FOLDER, stderr=child):
+    with subprocess.Popen(python_command(code), env={**os.environ, "PYTHONPATH": PATHS, **environment}, cwd=FOLDER, stderr=child):
         os.close(child)
         shown = b""
         try:

@@ -173,7 +173,7 @@ def note_rows(rows: Sequence[tuple[str, str]]) -> None:
             table = Table.grid(padding=(0, 2, 0, 0))
             for name, value in rows:
                 table.add_row(f"  {name}", value)
-            console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+            console = Console(stderr=True, width=columns_of(sys.stderr), highlight=False, markup=False, emoji=False)
             console.print(table, style=None if os.environ.get("NO_COLOR") else "dim")
             return
     note("\n".join(f"  {line}" for line in columns_of_rows(rows, "<<")))

@@ -251,7 +251,8 @@ with compiled._lock:
 
 def stderr_on_a_terminal(code: str, **environment: str) -> str:
     parent, child = pty.openpty()
-    with subprocess.Popen(python_command(code), env={**os.environ, "PYTHONPATH": PATHS, **environment}, cwd=FOLDER, stderr=child):
+    env = {**os.environ, "PYTHONPATH": PATHS, **environment}
+    with subprocess.Popen(python_command(code), env=env, cwd=FOLDER, stderr=child):
         os.close(child)
         shown = b""
         try:

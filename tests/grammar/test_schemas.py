@@ -440,6 +440,21 @@ def test_a_schema_says_in_one_way_only_that_it_is_not_strict(compiler: Compiler)
         compiler.compile(Grammar("json_schema", json.dumps({"x-strict": True, **OVERLAPPING})))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"type": "strin"},
+        {"type": "object", "properties": {"a": {"minLength": "3"}}},
+        {"required": "a"},
+        {"anyOf": []},
+        {"$ref": "#/$defs/a"},
+    ],
+)
+def test_a_malformed_word_is_refused_in_a_schema_that_is_not_strict(compiler: Compiler, words: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"must be|must not be empty|leads to no schema"):
+        compiler.compile(Grammar("json_schema", json.dumps({"x-strict": False, **words})))
+
+
 def test_what_no_value_fulfils_is_refused_in_a_schema_that_is_not_strict(compiler: Compiler) -> None:
     for words in ('"enum": []', '"type": "string", "minLength": 5, "maxLength": 2'):
         with pytest.raises(InvalidRequestError, match=r"nothing can fulfil it|nsatisfiable"):

@@ -11,7 +11,7 @@ from typing import Any
 from infer.errors import InvalidRequestError
 from infer.grammar.grammar import STRICT
 from infer.grammar.pattern import encoded
-from infer.grammar.schema_part import Part, refuse
+from infer.grammar.schema_part import MalformedSchemaError, Part, problem_of, refuse
 from infer.grammar.schema_rewriter import ASSERTIONS, Rewriter
 from infer.grammar.schema_shortest import empty_definitions, nodes_of
 
@@ -91,7 +91,7 @@ def unreadable_parts(schema: Any, where: str = "json_schema") -> list[tuple[str,
     """
     found = list[tuple[str, str]]()
     if not _is_too_deep(schema):
-        Rewriter(schema, where, on_problem=lambda pointer, problem: found.append((pointer, problem))).rewrite()
+        Rewriter(schema, where, on_problem=lambda pointer, error: found.append((pointer, problem_of(error)))).rewrite()
     return found
 
 
@@ -111,9 +111,14 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
     def leave_out(pointer: str, problem: str) -> None:
         left_out.append(f"{where} at {pointer}: left out: {problem}")
 
+    def report(pointer: str, error: InvalidRequestError) -> None:
+        if isinstance(error, MalformedSchemaError):
+            raise error
+        leave_out(pointer, problem_of(error))
+
     is_strict = _is_strict(raw, where)
     try:
-        rewriter = Rewriter(raw, where, None if is_strict else leave_out)
+        rewriter = Rewriter(raw, where, None if is_strict else report)
         root = rewriter.rewrite()
     except RecursionError:
         raise InvalidRequestError(f"{where} at /: nested too deep when its choices are written out") from None

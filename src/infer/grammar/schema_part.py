@@ -5,7 +5,7 @@ schema.
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
-from infer.errors import SchemaError
+from infer.errors import InvalidRequestError, SchemaError
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _LISTS = frozenset({"anyOf", "allOf", "prefixItems"})
@@ -88,6 +88,20 @@ def lacks(pointer: str, name: str) -> Part:
     return Part(pointer, {"properties": {name: false_part(pointer)}})
 
 
+class MalformedSchemaError(SchemaError):
+    """A word has a value that JSON Schema does not allow. Such a word is never left out."""
+
+
+def problem_of(error: InvalidRequestError) -> str:
+    """Return the reason of an error of a schema, without the place if that is known."""
+    return error.problem if isinstance(error, SchemaError) else str(error)
+
+
+def refuse_malformed(where: str, pointer: str, problem: str) -> NoReturn:
+    """Raise MalformedSchemaError for the part at `pointer`."""
+    raise MalformedSchemaError(f"{where} at {pointer or '/'}: {problem}", pointer, problem)
+
+
 def refuse(where: str, pointer: str, problem: str) -> NoReturn:
-    """Raise SchemaError for the part at `pointer`."""
+    """Raise SchemaError for the part at `pointer`, which no grammar enforces."""
     raise SchemaError(f"{where} at {pointer or '/'}: {problem}", pointer, problem)

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any, final
 from urllib.parse import unquote
 
-from infer.grammar.schema_part import refuse
+from infer.grammar.schema_part import refuse, refuse_malformed
 
 _DATA = ("enum", "const", "default", "examples")  # keywords whose values are no schemas
 
@@ -52,7 +52,7 @@ class References:
                 raw = raw[int(name)] if is_place else None
             passed = f"{passed}/{step}"
         if not isinstance(raw, Mapping | bool):
-            refuse(self._where, asked_at, f"'$ref' leads to no schema: {'#' + pointer!r:.80}")
+            refuse_malformed(self._where, asked_at, f"'$ref' leads to no schema: {'#' + pointer!r:.80}")
         return raw, base
 
     @cached_property

@@ -8,9 +8,17 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, final
 
-from infer.errors import InvalidRequestError, SchemaError
+from infer.errors import InvalidRequestError
 from infer.grammar.schema_logic import Logic
-from infer.grammar.schema_part import Part, all_of, any_of, false_part, lacks, refuse
+from infer.grammar.schema_part import (
+    Part,
+    all_of,
+    any_of,
+    false_part,
+    lacks,
+    refuse,
+    refuse_malformed,
+)
 from infer.grammar.schema_references import References, escaped
 from infer.grammar.schema_values import (
     FORMATS,
@@ -37,7 +45,7 @@ _COMPANIONS = {  # words that forbid more once a word beside them is left out
     **dict.fromkeys(("prefixItems", "items"), "items"),
 }
 
-OnProblem = Callable[[str, str], None]  # the pointer of a word, or of a schema that is none, and the reason
+OnProblem = Callable[[str, InvalidRequestError], None]  # with the pointer of a word, or of a schema that is none
 
 
 class _Place(NamedTuple):
@@ -93,13 +101,13 @@ class Rewriter:
                 self.definitions[name] = self._part(raw, base, pointer)
 
     def _attempt(self, pointer: str, run: Callable[[], None]) -> bool:
-        """Report a SchemaError of `run` and return False, or raise the error if nobody listens."""
+        """Report an error of `run` and return False, or raise the error if nobody listens."""
         try:
             run()
         except InvalidRequestError as error:
             if self._on_problem is None:
                 raise
-            self._on_problem(pointer, error.problem if isinstance(error, SchemaError) else str(error))
+            self._on_problem(pointer, error)
             return False
         return True
 
@@ -133,7 +141,7 @@ class Rewriter:
         """Add what a word asserts to the place. Raises SchemaError."""
         shape, name = _SHAPES.get(word, (object, ""))
         if not isinstance(value, shape):
-            refuse(self._where, place.pointer, f"{word!r} must be {name}, got {value!r:.40}")
+            refuse_malformed(self._where, place.pointer, f"{word!r} must be {name}, got {value!r:.40}")
         _RULES[word](self, place, word, value)
 
     def _check_apart(self, beside: Part, branches: list[Part]) -> None:
@@ -161,7 +169,7 @@ class Rewriter:
 
     def _listed(self, place: _Place, word: str, value: Any) -> list[Part]:
         if not value and word not in ("prefixItems", "items"):
-            refuse(self._where, place.pointer, f"{word!r} must not be empty")
+            refuse_malformed(self._where, place.pointer, f"{word!r} must not be empty")
         return [self._inner(place, item, f"{word}/{index}") for index, item in enumerate(value)]
 
     def _mapped(self, place: _Place, word: str, value: Any) -> dict[str, Part]:

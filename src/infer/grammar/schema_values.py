@@ -7,7 +7,7 @@ from typing import Any
 
 from infer.errors import InvalidRequestError
 from infer.grammar.pattern import check_pattern, encoded
-from infer.grammar.schema_part import TYPES, refuse
+from infer.grammar.schema_part import TYPES, refuse, refuse_malformed
 from infer.grammar.schema_pattern import PatternNotationError, translated
 
 MAX_ENUM = 10_000
@@ -41,14 +41,14 @@ FORMATS: dict[str, dict[str, Any]] = {  # llguidance's own dates, times and host
 def read_count(where: str, word: str, value: Any, pointer: str) -> int | None:
     """Return a count, or None for an upper bound that no written text reaches."""
     if not (_is_number(value) and value >= 0 and value == int(value)):
-        refuse(where, pointer, f"{word!r} must be an integer from 0, got {value!r:.40}")
+        refuse_malformed(where, pointer, f"{word!r} must be an integer from 0, got {value!r:.40}")
     return int(value) if word.startswith("min") or value <= MAX_COUNT else None
 
 
 def read_number(where: str, word: str, value: Any, pointer: str) -> int | float:
     if not (_is_number(value) and (word != "multipleOf" or 0 < value < 1e300)):
         limit = " above 0" * (word == "multipleOf")
-        refuse(where, pointer, f"{word!r} must be a finite number{limit}, got {value!r:.40}")
+        refuse_malformed(where, pointer, f"{word!r} must be a finite number{limit}, got {value!r:.40}")
     return _within(value, word)
 
 
@@ -57,7 +57,7 @@ def read_types(where: str, value: Any, pointer: str) -> list[str]:
     names = value if isinstance(value, list) else [value]
     for name in names:
         if name not in TYPES:
-            refuse(where, pointer, f"'type' must be one of {', '.join(TYPES)}, got {name!r:.40}")
+            refuse_malformed(where, pointer, f"'type' must be one of {', '.join(TYPES)}, got {name!r:.40}")
     return list(dict.fromkeys(names))
 
 
@@ -83,9 +83,9 @@ def check_constants(where: str, values: list[Any], pointer: str) -> None:
 def read_names(where: str, word: str, value: Any, pointer: str) -> list[str]:
     """Return the names, each once."""
     if not isinstance(value, list):
-        refuse(where, pointer, f"{word!r} must be a list, got {value!r:.40}")
+        refuse_malformed(where, pointer, f"{word!r} must be a list, got {value!r:.40}")
     if not all(isinstance(name, str) for name in value):
-        refuse(where, pointer, f"{word!r} must be a list of strings")
+        refuse_malformed(where, pointer, f"{word!r} must be a list of strings")
     check_texts(where, value, pointer)
     return list(dict.fromkeys(value))
 

@@ -1,1 +1,1 @@
-"""`infer serve`: an HTTP server over `AsyncLLM` that speaks OpenAI's API. Nothing else imports it but `cli/serve`."""
+"""`infer serve`: an HTTP server over `AsyncLLM` that speaks OpenAI's API. Only `cli` and `distributed` import it."""

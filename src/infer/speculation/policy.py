@@ -9,6 +9,7 @@ from infer.speculation.ngram import MAX_MATCH, MAX_NGRAM
 
 _COST_PER_TOKEN = 0.15  # of a step, until it is measured
 _LEAST_PER_TOKEN = 0.04  # no machine's step is cheaper
+_TICK = 1e-9  # seconds: a clock does not measure less
 _SURPRISE = 0.3  # the most that one step's time may speak against what is known, as a logarithm: it may be held up
 _NUM_TRUSTED = 3  # measurements before which a size is given the benefit of the doubt
 _HALVED_AFTER = 200  # steps, in which what was measured before them is half forgotten
@@ -42,7 +43,7 @@ class StepTimes:
 
         For a multi-step, the caller divides the time by the number of steps.
         """
-        if seconds <= 0:
+        if seconds < _TICK:
             return
         self._num_steps += 1
         if num_tokens == 1:

@@ -35,11 +35,6 @@ class CapturedForward(Captured):
         self._memory = runtime.memory
         self._sampler: Sampler | None = None
 
-    @property
-    def num_launches(self) -> int:
-        """Number of launches of a step with logits."""
-        return len(self._forward)
-
     def run(self, step: Step) -> Float[Tensor, "logits vocab"]:
         pieces = []
         for piece in step.pieces(self.capacity, self.max_logits):

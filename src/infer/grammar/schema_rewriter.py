@@ -116,7 +116,7 @@ class Rewriter:
             return Part(pointer, {}) if raw else false_part(pointer)
         if not isinstance(raw, dict):
             problem = f"a schema is an object, true or false, got {raw!r:.40}"
-            self._attempt(pointer, partial(refuse, self._where, pointer, problem))
+            self._attempt(pointer, partial(refuse_malformed, self._where, pointer, problem))
             return Part(pointer, {})
         base = self._references.base_within(raw, pointer, base)
         place = _Place(raw, pointer, base, Part(pointer, {}), [], set())

@@ -452,7 +452,9 @@ def test_a_schema_says_in_one_way_only_that_it_is_not_strict(compiler: Compiler)
     ],
 )
 def test_a_malformed_word_is_refused_in_a_schema_that_is_not_strict(compiler: Compiler, words: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError, match=r"must be|must not be empty|leads to no schema|a schema is an object"):
+    with pytest.raises(
+        InvalidRequestError, match=r"must be|must not be empty|leads to no schema|a schema is an object"
+    ):
         compiler.compile(Grammar("json_schema", json.dumps({"x-strict": False, **words})))
 
 

@@ -6,9 +6,11 @@ log.
 
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -22,6 +24,39 @@ _WAITS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 1
 _LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _SLOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+
+
+@final
+class Tally:
+    """A histogram of many values: those of each token and of each step.
+
+    `prometheus_client.Histogram` takes a lock and some 8 µs per value, where this takes 0.1 µs. An answer of 8,000
+    tokens would stop the event loop for 60 ms.
+    """
+
+    def __init__(self, name: str, help: str, bounds: Sequence[int | float], label: str = "") -> None:
+        self._name, self._help, self._bounds, self._label = name, help, bounds, label
+        self._counts = defaultdict[str, list[int]](lambda: [0] * (len(bounds) + 1))  # by the label's value
+        self._sums = defaultdict[str, float](float)
+        if not label:
+            self.observe_all([])
+
+    def observe_all(self, values: Sequence[int | float], label: str = "") -> None:
+        counts = self._counts[label]
+        for value in values:
+            counts[bisect_left(self._bounds, value)] += 1
+        self._sums[label] += sum(values)
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the family, as collectors of `prometheus_client` do."""
+        from prometheus_client.core import HistogramMetricFamily
+
+        family = HistogramMetricFamily(self._name, self._help, labels=[self._label] if self._label else [])
+        bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        for label, counts in self._counts.items():
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric([label] if self._label else [], buckets, self._sums[label])
+        yield family
 
 
 @final
@@ -50,9 +85,8 @@ class Metrics:
         gaps = partial(Histogram, buckets=_GAPS)
         self._lag = gaps("infer:event_loop_lag_seconds", "How late the loop was, seconds.", registry=self._http)
         count, gaps = partial(Counter, registry=self._engine), partial(gaps, registry=self._engine)
-        waits, counts, latencies, slots = (
-            partial(Histogram, buckets=buckets, registry=self._engine)
-            for buckets in (_WAITS, _COUNTS, _LATENCIES, _SLOTS)
+        waits, counts, latencies = (
+            partial(Histogram, buckets=buckets, registry=self._engine) for buckets in (_WAITS, _COUNTS, _LATENCIES)
         )
         self._successes = count("infer:request_success_total", "Answers by how they ended.", ["finished_reason"])
         self._failures = count("infer:row_failures_total", "Answers that failed, by why.", ["code"])
@@ -63,7 +97,7 @@ class Metrics:
         self._drafted = count("infer:spec_decode_num_draft_tokens_total", "Tokens guessed.")
         self._accepted = count("infer:spec_decode_num_accepted_tokens_total", "Tokens guessed right.")
         self._first = waits("infer:time_to_first_token_seconds", "From request to first token, seconds.")
-        self._gaps = gaps("infer:inter_token_latency_seconds", "Between two tokens, seconds.")
+        self._gaps = Tally("infer:inter_token_latency_seconds", "Between two tokens, seconds.", _GAPS)
         self._per_token = gaps("infer:request_time_per_output_token_seconds", "Mean of an answer, seconds.")
         self._latency = latencies("infer:e2e_request_latency_seconds", "From request to end, seconds.")
         self._queue = waits("infer:request_queue_time_seconds", "Waiting for a slot, seconds.")
@@ -74,9 +108,11 @@ class Metrics:
         self._answer_length = counts("infer:request_generation_tokens", "Tokens of an answer.")
         self._most_tokens = counts("infer:request_params_max_tokens", "Tokens that an answer may have.")
         self._choices = partial(counts, buckets=_COUNTS[:8])("infer:request_params_n", "Answers of a request.")
-        self._step_seconds = gaps("infer:step_seconds", "A step of the engine, seconds.", ["kind"])
-        self._step_tokens = counts("infer:iteration_tokens", "Tokens of a step.")
-        self._step_rows = slots("infer:rows_per_step", "Sequences of a step.")
+        self._step_seconds = Tally("infer:step_seconds", "A step of the engine, seconds.", _GAPS, "kind")
+        self._step_tokens = Tally("infer:iteration_tokens", "Tokens of a step.", _COUNTS)
+        self._step_rows = Tally("infer:rows_per_step", "Sequences of a step.", _SLOTS)
+        for tally in (self._gaps, self._step_seconds, self._step_tokens, self._step_rows):
+            self._engine.register(tally)
 
     def text(self, host: Any = None, snapshot: Any = None) -> str:
         """Return all metrics. The engine's current work needs its `Host` and an `EngineSnapshot`."""
@@ -137,16 +173,15 @@ class Metrics:
         self._prefill.observe(max(0.0, arrivals[0] - began))
         self._decode.observe(arrivals[-1] - arrivals[0])
         self._handover.observe(now - arrivals[-1])
-        for before, after in pairwise(arrivals):
-            self._gaps.observe(after - before)
+        self._gaps.observe_all([after - before for before, after in pairwise(arrivals)])
         if len(arrivals) > 1:
             self._per_token.observe((arrivals[-1] - arrivals[0]) / (len(arrivals) - 1))
 
     def count_steps(self, steps: Iterable[StepTaken]) -> None:
         for step in steps:
-            self._step_seconds.labels(step.kind).observe(step.seconds)
-            self._step_tokens.observe(step.num_tokens)
-            self._step_rows.observe(step.num_sequences)
+            self._step_seconds.observe_all([step.seconds], step.kind)
+            self._step_tokens.observe_all([step.num_tokens])
+            self._step_rows.observe_all([step.num_sequences])
 
     def count_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)

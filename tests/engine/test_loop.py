@@ -598,6 +598,7 @@ def test_a_stream_that_is_cancelled_before_its_request_is_prepared_computes_noth
         may_prepare.set()
         await begun
         assert [piece async for piece in stream] == []
+        await stream.close()  # a cancel does not wait for the loop's thread
         return stream
 
     stream = asyncio.run(ask())

@@ -37,8 +37,8 @@ unit: $(VENV)/.dev ## the tests that need no weights, some minutes
 	$(PYTEST) tests --ignore tests/integration -m "not slow"
 
 .PHONY: quick
-quick: $(VENV)/.dev ## the tests of files that load no torch, about a minute
-	$(PYTEST) $$($(BIN)/python scripts/quick_tests.py)
+quick: $(VENV)/.dev ## the tests of files that load no torch and start no process, a minute
+	$(PYTEST) -m "not slow" $$($(BIN)/python scripts/quick_tests.py)
 
 .PHONY: fuzz
 fuzz: $(VENV)/.fuzz ## fuzz what reads files, FUZZ_SECONDS (60) for each reader

@@ -1,18 +1,20 @@
-"""Print the test files that load neither torch nor Numba when they are imported: `make quick` runs them.
+"""Print the test files that load neither torch nor Numba and start no process: `make quick` runs them.
 
     python scripts/quick_tests.py            a line per file
     python scripts/quick_tests.py --why test_door   why a file is not among them
 
-Only imports at the top of a module count, of the module itself and of all that it imports.
+All imports of the file count, those at the top of each module that it imports, and fixtures that make a model.
 """
 
 import argparse
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+FIXTURES = {"folder", "llm", "served", "world"}  # of tests/conftest.py
+PROCESSES = {"watched", "subprocess", "pty", "multiprocessing"}  # a test file that starts processes is not pure
 HEAVY = {"torch", "numba", "transformers", "xgrammar", "triton", "pyopencl", "gguf", "ray", "scipy"}
 
 
@@ -46,8 +48,13 @@ def files_by_module() -> dict[str, Path]:
 @cache
 def reached(path: Path) -> dict[str, Path]:
     """Return the modules that the file imports at its top, with the files of those that are ours."""
+    return modules_of(imported_names(ast.parse(path.read_text(encoding="utf-8")).body))
+
+
+def modules_of(names: Iterable[str]) -> dict[str, Path]:
+    """Return the heavy modules and our own modules among the names, each with its file if it is ours."""
     found = dict[str, Path]()
-    for name in imported_names(ast.parse(path.read_text(encoding="utf-8")).body):
+    for name in names:
         for end in range(1, name.count(".") + 2):  # a package is imported before its module
             part = ".".join(name.split(".")[:end])
             if part in HEAVY or part in files_by_module():
@@ -58,7 +65,23 @@ def reached(path: Path) -> dict[str, Path]:
 def heavy_path(path: Path, seen: set[Path]) -> list[str] | None:
     """Return the chain of imports from the file to a heavy module, or None if there is none."""
     seen.add(path)
-    for name, file in reached(path).items():
+    return _heavy_among(reached(path), seen)
+
+
+def heavy_path_of_test(path: Path) -> list[str] | None:
+    """Return the chain of imports or the fixture that makes a test file heavy, or None."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    arguments = {each.arg for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for each in node.args.args}
+    if fixtures := arguments & FIXTURES:
+        return [f"the fixture {min(fixtures)}"]
+    inner = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    if processes := PROCESSES & set(imported_names(inner)):
+        return [min(processes)]
+    return _heavy_among(modules_of(imported_names(inner)), {path})
+
+
+def _heavy_among(found: dict[str, Path], seen: set[Path]) -> list[str] | None:
+    for name, file in found.items():
         if name in HEAVY:
             return [name]
         if file not in seen and (chain := heavy_path(file, seen)) is not None:
@@ -71,7 +94,7 @@ def main() -> None:
     parser.add_argument("--why", metavar="TEST", help="print the chain of imports of one file, by its name")
     why = parser.parse_args().why
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        chain = heavy_path(path, set())
+        chain = heavy_path_of_test(path)
         if why == path.stem:
             print(" -> ".join(chain or ["nothing heavy"]))
         elif why is None and chain is None and "integration" not in path.parts:

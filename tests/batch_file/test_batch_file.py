@@ -169,7 +169,7 @@ def test_a_row_that_was_cancelled_gets_no_line_and_is_answered_by_the_next_run(l
     cancel, ids = threading.Event(), list[str]()
     values = {"temperature": 0.0, "ignore_eos": True}
     rows = [Row("short", prompt="a", values={"max_new_tokens": 2})]
-    rows += [Row(name, prompt="b", values={"max_new_tokens": 100}) for name in ("long", "waiting")]
+    rows += [Row(name, prompt="b", values={"max_new_tokens": 390}) for name in ("long", "waiting")]
 
     def write(line: Line) -> None:
         ids.append(line.row_id)

@@ -66,7 +66,8 @@ def alone(name: str, seconds: str) -> int:
 
 
 def main(name: str, what: str) -> int:
-    sys.path[1:1] = [str(ROOT / "tests"), str(ROOT / "src")]
+    tests = ROOT / "tests"
+    sys.path[1:1] = map(str, (tests, ROOT / "src", *(path for path in tests.iterdir() if path.is_dir())))
     if name == "all":
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return max(pool.map(lambda each: alone(each, what), NAMES))

@@ -70,7 +70,7 @@ def attention(kv_type: str, context: int, tokens: int) -> Measure:
     from infer import ops
     from infer.backends.cpu.capture.forward import CapturedForward
     from infer.kvcache.paged import PagedCache
-    from infer.operands.architecture import Layer
+    from infer.operands.architecture import Attention
     from infer.operands.step import Step
     from infer.operands.weights import Heads, RopeTable
     from infer.quantization.kv_layout import Pages
@@ -80,7 +80,7 @@ def attention(kv_type: str, context: int, tokens: int) -> Measure:
     heads = Heads(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, rope, None, None)
     num_pages, none = -(-(context + tokens) // PAGE_TOKENS), torch.zeros(1, dtype=torch.int64)
     pages = Pages(PAGE_TOKENS, torch.arange(num_pages)[None], none, none, none, none)
-    layer = Layer(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 1, None, 1.0)
+    layer = Attention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, None, 1.0)
     cache = PagedCache([layer] * NUM_LAYERS, 1, context + tokens, kv_type, torch.device("cpu"), step_tokens=STEP_TOKENS)
     layers = [replace(each, pages=pages) for each in cache.memory.layers]
     features = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM

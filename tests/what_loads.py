@@ -25,16 +25,16 @@ _MODELS = {
     "granite": "Granite 3",
 }
 _SETTINGS = (
-    ("windows", lambda layer: layer.window is not None),
-    ("q, k, v biases", lambda layer: layer.has_qkv_bias),
-    ("output bias", lambda layer: layer.has_output_bias),
-    ("MLP biases", lambda layer: layer.has_mlp_bias),
-    ("capped scores", lambda layer: layer.softcap is not None),
-    ("norms of each q and k head", lambda layer: layer.qk_norm == "head"),
-    ("norms over all q and k heads", lambda layer: layer.qk_norm == "all"),
-    ("layers that do not rotate", lambda layer: layer.rope is None),
-    ("partial rotation", lambda layer: layer.rope is not None and layer.rope.dim < layer.head_dim),
-    ("one kv head", lambda layer: layer.num_kv_heads == 1),
+    ("windows", lambda layer: layer.mixer.window is not None),
+    ("q, k, v biases", lambda layer: layer.mixer.has_qkv_bias),
+    ("output bias", lambda layer: layer.mixer.has_output_bias),
+    ("MLP biases", lambda layer: layer.feed_forward.has_bias),
+    ("capped scores", lambda layer: layer.mixer.softcap is not None),
+    ("norms of each q and k head", lambda layer: layer.mixer.qk_norm == "head"),
+    ("norms over all q and k heads", lambda layer: layer.mixer.qk_norm == "all"),
+    ("layers that do not rotate", lambda layer: layer.mixer.rope is None),
+    ("partial rotation", lambda layer: layer.mixer.rope is not None and layer.mixer.rope.dim < layer.mixer.head_dim),
+    ("one kv head", lambda layer: layer.mixer.num_kv_heads == 1),
 )
 
 
@@ -66,12 +66,12 @@ def settings(tiny: Tiny) -> Iterator[str]:
 def _values(architecture: Architecture, layer: Layer) -> Iterator[str]:
     if architecture.logit_softcap is not None:
         yield "capped logits"
-    if layer.num_heads * layer.head_dim != architecture.hidden_size:
+    if layer.mixer.query_features != architecture.hidden_size:
         yield "`head_dim` of its own"
     if architecture.tied_embeddings:
         yield "tied embeddings"
-    if layer.activation not in ("silu", "gelu_tanh"):
-        yield f"`{layer.activation}`"
+    if layer.feed_forward.activation not in ("silu", "gelu_tanh"):
+        yield f"`{layer.feed_forward.activation}`"
     if architecture.logit_scale != 1:
         yield "multipliers of embedding, residual, attention and logits"
 

@@ -317,15 +317,16 @@ class Tiny:
         self.heads = make_heads(6, 2, 32, 32, normed=True)
         self.norm = Norm(torch.linspace(0.5, 1.5, hidden), 1e-5)
 
-        def project(rows: int, columns: int) -> Projection:
+        def project(label: str, rows: int, columns: int) -> Projection:
             type_ = next(types)
             if type_.endswith("_K") and columns % 256:
                 type_ = "Q4_1"
-            return cpu.prepare(Projection((make_weight(type_, rows, columns, rows, scale=0.2),)), CPU)
+            weight = make_weight(type_, rows, columns, rows, scale=0.2)
+            return cpu.prepare(Projection((weight,), label=label), CPU)
 
+        shapes = {"qkv": (320, hidden), "output": (hidden, 192), "gate_up": (512, hidden), "down": (hidden, 256)}
         self.layers = [
-            (project(10 * 32, hidden), project(hidden, 192), project(2 * 256, hidden), project(hidden, 256))
-            for _ in range(layers)
+            tuple(project(f"L{index}.{name}", *shape) for name, shape in shapes.items()) for index in range(layers)
         ]
         self.embedding = cpu.prepare(Projection((make_weight("Q8_0", 300, hidden, 9, scale=0.5),)), CPU)
         self.caches = [make_layer(self.heads, rows, capacity) for _ in range(layers)]

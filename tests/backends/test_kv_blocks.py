@@ -15,7 +15,7 @@ from infer.backends.cpu import operations as cpu
 from infer.backends.cpu.threads import set_num_threads
 from infer.errors import InvalidRequestError
 from infer.kvcache.paged import PagedCache
-from infer.operands.architecture import Layer
+from infer.operands.architecture import Attention
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_formats import (
@@ -179,9 +179,7 @@ def test_what_lies_behind_the_last_position_is_not_believed(kv_type: str) -> Non
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_a_row_goes_from_cache_to_cache(kv_type: str) -> None:
     heads = make_heads(6, 2, 64)
-    layers = [
-        Layer(num_heads=6, num_kv_heads=2, head_dim=64, intermediate_size=64, rope=None, attention_scale=0.125)
-    ] * 2
+    layers = [Attention(num_heads=6, num_kv_heads=2, head_dim=64, rope=None, scale=0.125)] * 2
     cache, other = (PagedCache(layers, 2, 64, kv_type, CPU, step_tokens=64) for _ in range(2))
     cache.reserve(1, 64)
     qkv = make_qkv(heads, 41)

@@ -19,7 +19,7 @@ from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.model.sharding import head_starts, kv_heads_of, part_ranges, row_starts
 from infer.model.transformer import Transformer
-from infer.operands.architecture import Layer
+from infer.operands.architecture import Attention
 from infer.operands.group import Group
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
@@ -107,8 +107,9 @@ def test_a_rank_with_more_heads_computes_no_more_rows(tmp_path: Path) -> None:
     make_tiny(next(tiny for tiny in ONE_EACH if tiny.name == "llama"), tmp_path)
 
     def sizes(group: Group) -> Tensor:
-        block = load(tmp_path, group).blocks[0]
-        return torch.tensor([block.heads.num_heads, block.qkv.out_features])
+        mixer = load(tmp_path, group).layers[0].mixer
+        assert mixer is not None
+        return torch.tensor([mixer.heads.num_heads, mixer.qkv.out_features])
 
     heads, rows = torch.stack(in_ranks(3, sizes)).T.tolist()
     assert sorted(heads) == [1, 1, 2]
@@ -141,8 +142,8 @@ def test_of_every_type(tmp_path: Path, weights: str, kv_type: str) -> None:
         assert torch.equal(logits, expected)
 
 
-def layer(num_heads: int, num_kv_heads: int) -> Layer:
-    return Layer(num_heads, num_kv_heads, 64, 512, rope=None, attention_scale=1.0)
+def layer(num_heads: int, num_kv_heads: int) -> Attention:
+    return Attention(num_heads, num_kv_heads, 64, rope=None, scale=1.0)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (14, 2), (9, 3), (4, 1), (5, 5), (64, 8)])

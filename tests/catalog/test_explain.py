@@ -14,12 +14,12 @@ from infer.catalog.explanation import _kv_types, explain, group_layers
 from infer.cli import main
 from infer.cli.explain_command import ranges
 from infer.model.from_checkpoint import load_tokenizer
-from infer.operands.architecture import Layer, Rope
+from infer.operands.architecture import Attention, Dense, Layer, Rope
 from tiny import TINY, Tiny, make_tiny
 from watched import python_command
 
-LAYER = Layer(4, 2, 16, 64, Rope(10_000.0, 16), 0.25)
-LAYER_32 = replace(LAYER, head_dim=32)
+ATTENTION = Attention(4, 2, 16, Rope(10_000.0, 16), 0.25)
+LAYER = Layer(ATTENTION, Dense(64))
 TOKENIZER: dict[str, Any] = {
     "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
     "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
@@ -81,23 +81,27 @@ def test_lines_name_each_difference(tmp_path: Path, capsys: pytest.CaptureFixtur
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines["layers 0–4, 6"].strip() == "rope of 32 at 10,000, window 8"
     assert lines["layer 5"].strip() == "rope of 32 at 1,000,000, no window"
-    assert lines["every layer"].strip().startswith("heads 4, kv heads 2, head size 32, mlp 96, ")
+    assert lines["every layer"].strip().startswith("attention, heads 4, kv heads 2, head size 32, ")
+    assert ", dense, mlp 96, " in lines["every layer"]
     assert lines["sampling"].strip() == "temperature 0.5"
 
 
 def test_layers_are_grouped_by_what_differs() -> None:
-    other = replace(LAYER, rope=None, window=8)
-    common, groups = group_layers([LAYER, other, LAYER, replace(other, has_qkv_bias=True)])
+    others = [replace(ATTENTION, rope=None, window=8, has_qkv_bias=has_bias) for has_bias in (False, True)]
+    windowed, biased = (replace(LAYER, mixer=other) for other in others)
+    common, groups = group_layers([LAYER, windowed, LAYER, biased])
     assert common["head_dim"] == 16
     assert common.keys().isdisjoint({"rope", "window", "has_qkv_bias"})
     assert [group.layers for group in groups] == [(0, 2), (1,), (3,)]
     assert groups[0].values == {"rope": {"theta": 10_000.0, "dim": 16}, "window": None, "has_qkv_bias": False}
     assert group_layers([LAYER, LAYER])[1][0].values == {}
+    _, (_, bare) = group_layers([LAYER, replace(LAYER, feed_forward=None)])
+    assert bare.values == {"feed_forward": None}
 
 
 def test_only_types_that_a_cache_can_have_are_listed() -> None:
     for head_dim, is_listed in ((32, True), (48, False)):
-        found = list(_kv_types([LAYER_32, replace(LAYER_32, head_dim=head_dim)]))
+        found = list(_kv_types([replace(ATTENTION, head_dim=size) for size in (32, head_dim)]))
         assert ("q8" in found) is ("q4" in found) is is_listed
         assert {"f32", "f16", "bf16"} <= set(found)
 

@@ -283,7 +283,7 @@ def test_a_forecast_is_that_of_the_estimate(monkeypatch: pytest.MonkeyPatch) -> 
     found = forecast(architecture, checkpoint.tensors)
     assert found.memory_bytes == estimate(architecture, checkpoint.tensors, load, cache, num_tokens=num_tokens).total
     types = loaded_types(architecture, checkpoint.tensors, load)
-    kv = FORECAST_CONTEXT * sum(slot_bytes(layer, "f16") for layer in architecture.layers)
+    kv = FORECAST_CONTEXT * sum(slot_bytes(layer, "f16") for layer in architecture.attention)
     assert found.tokens_per_second == pytest.approx(0.75 * 10e9 / (weight_bytes(architecture, types) + kv))
 
 

@@ -43,11 +43,12 @@ def weights_file(model: Path) -> Path:
 
 
 def state_of(model: Transformer) -> Iterator[torch.Tensor]:
-    for block in model.blocks:
-        for projection in (block.qkv, block.output, block.gate_up, block.down):
-            yield from (part.data for part in projection.parts)  # type: ignore[attr-defined]
-        assert block.attention_norm is not None
-        yield block.attention_norm.weight
+    for projection in model.layer_projections:
+        yield from (part.data for part in projection.parts)  # type: ignore[attr-defined]
+    for layer in model.layers:
+        assert layer.mixer is not None
+        assert layer.mixer.norm is not None
+        yield layer.mixer.norm.weight
     yield from (part.data for part in model.embedding.parts)  # type: ignore[attr-defined]
 
 

@@ -18,7 +18,7 @@ from infer import LLM, InvalidRequestError, ModelError, SamplingParams, load_tok
 from infer.checkpoint.generation_config import sampling_defaults
 from infer.errors import ContextLengthError
 from infer.kvcache.paged import PagedCache
-from infer.operands.architecture import Layer
+from infer.operands.architecture import Attention
 from infer.sampling_params import UnknownParameterError
 from recompute import generate_recomputed
 from tiny import TINY, Tiny, make_tiny
@@ -311,7 +311,7 @@ def test_a_cache_holds_memory_only_where_it_was_written() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    layers = [Layer(9, 3, 64, 1536, None, 1.0)] * 30
+    layers = [Attention(9, 3, 64, None, 1.0)] * 30
     cache = PagedCache(layers, 4, 8192, "f16", torch.device("cpu"), step_tokens=512)
     assert cache.num_bytes > 700 << 20
     before = resident()

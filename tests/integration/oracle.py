@@ -7,7 +7,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 from infer.checkpoint import Checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
-from infer.model.load import dense
+from infer.model.weight_loader import dense
 
 _GEMMA_NORMS = {
     "attention_norm": "input_layernorm",

@@ -102,7 +102,7 @@ def test_a_wrong_weight_would_be_seen(pair: tuple[Any, LLM]) -> None:
     _, llm = pair
     token_ids = llm.tokenizer.encode(TEXT)[:50]
     logits = llm.logits(token_ids)
-    norm = llm.model.blocks[3].mlp_norm.weight
+    norm = llm.model.layers[3].feed_forward.norm.weight
     norm.mul_(1.01)
     try:
         assert (llm.logits(token_ids) - logits).abs().max() > 5e-4

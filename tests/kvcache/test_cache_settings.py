@@ -8,12 +8,12 @@ import pytest
 from infer.errors import InvalidRequestError
 from infer.kvcache import cache_settings as settings_module
 from infer.kvcache.cache_settings import CacheSettings
-from infer.operands.architecture import Layer
+from infer.operands.architecture import Attention
 from watched import python_command
 
 
-def make_layer(head_dim: int = 64, window: int | None = None) -> Layer:
-    return Layer(4, 2, head_dim, 96, None, 0.125, window)
+def make_layer(head_dim: int = 64, window: int | None = None) -> Attention:
+    return Attention(4, 2, head_dim, None, 0.125, window)
 
 
 def test_the_settings_load_no_torch() -> None:

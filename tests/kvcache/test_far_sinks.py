@@ -12,7 +12,7 @@ from infer import LLM, ops
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups
-from infer.operands.architecture import Layer, Rope
+from infer.operands.architecture import Attention, Rope
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_layout import LayerCache
@@ -115,8 +115,8 @@ def test_rows_on_both_sides_of_the_end_do_not_meet() -> None:
 # What a cache is told
 
 
-def layer_with(window: int | None) -> Layer:
-    return Layer(4, 2, 32, 64, Rope(1e4, 32), 1.0, window)
+def layer_with(window: int | None) -> Attention:
+    return Attention(4, 2, 32, Rope(1e4, 32), 1.0, window)
 
 
 def test_only_layers_that_a_policy_changes_have_an_end_and_only_where_rows_go_beyond() -> None:

@@ -18,7 +18,7 @@ from infer.kvcache import paged
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.snapkv import PromptCompression
-from infer.operands.architecture import Layer
+from infer.operands.architecture import Attention
 from infer.operands.step import Chunk, Step
 from infer.quantization.kv_layout import key_parts, value_parts
 from infer.runner.caches import make_cache
@@ -27,8 +27,8 @@ from path_cases import CONTEXT, EOS, make_folder
 
 CPU = torch.device("cpu")
 DIM, PAGE, STEP, WINDOW, CAPACITY, NUM_ROWS = 8, 16, 24, 40, 200, 5
-WHOLE = Layer(1, 1, DIM, 16, None, 1.0)
-WINDOWED = Layer(1, 1, DIM, 16, None, 1.0, WINDOW)
+WHOLE = Attention(1, 1, DIM, None, 1.0)
+WINDOWED = Attention(1, 1, DIM, None, 1.0, WINDOW)
 PREFIXES = CacheSettings(page_tokens=PAGE, reuse_prefixes=True)
 SLIDING = CacheSettings(page_tokens=PAGE, eviction_policy="sliding", eviction_window=40, protected_prefix=5)
 LATE = replace(SLIDING, memory_threshold_mb=1)
@@ -38,7 +38,7 @@ SNAPKV = CacheSettings(page_tokens=PAGE, eviction_policy="snapkv", eviction_wind
 def make(
     settings: CacheSettings = PREFIXES,
     pool_pages: int | None = None,
-    layers: tuple[Layer, ...] = (WHOLE, WINDOWED),
+    layers: tuple[Attention, ...] = (WHOLE, WINDOWED),
     capacity: int = CAPACITY,
 ) -> PagedCache:
     sizes = {"step_tokens": STEP, "pool_pages": pool_pages}
@@ -162,7 +162,7 @@ def snapshot(cache: PagedCache) -> tuple[object, ...]:
 @pytest.mark.parametrize("settings", [PREFIXES, SLIDING, LATE], ids=["prefixes", "sliding", "late"])
 @pytest.mark.parametrize("layers", [(WHOLE, WINDOWED), (WINDOWED,)], ids=["both", "windows"])
 def test_random_traces_with_too_few_pages_store_what_was_written(
-    settings: CacheSettings, layers: tuple[Layer, ...], monkeypatch: pytest.MonkeyPatch
+    settings: CacheSettings, layers: tuple[Attention, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INFER_POISON", "1")
     if settings.evicts and WHOLE not in layers:
@@ -269,7 +269,7 @@ def test_what_a_fork_reserved_and_never_committed_is_not_shared() -> None:
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="hardware: a system that tells what is resident")
 def test_what_is_free_goes_back_to_the_system_and_what_is_held_or_cached_stays() -> None:
     settings = CacheSettings(page_tokens=256, reuse_prefixes=True)
-    layers = [Layer(1, 4, 64, 16, None, 1.0)] * 2
+    layers = [Attention(1, 4, 64, None, 1.0)] * 2
     cache = PagedCache(layers, 4, 4096, "f32", CPU, step_tokens=4096, settings=settings)
     for row in range(3):
         cache.reserve(row, 2048)
@@ -320,7 +320,7 @@ def test_forks_of_a_prompt_that_snapkv_compresses_do_not_see_each_other(llm: LLM
     expected = alone.forward([Chunk(0, [5])]).clone()
 
     sizes = {"step_tokens": 512, "pool_pages": 7 + 6}  # those of the prompt, and what is copied of them
-    cache = PagedCache(model.architecture.layers, 3, CONTEXT, model.kv_type, CPU, settings=SNAPKV, **sizes)
+    cache = PagedCache(model.architecture.attention, 3, CONTEXT, model.kv_type, CPU, settings=SNAPKV, **sizes)
     compression = PromptCompression(cache)
 
     def forward(row: int, token_ids: list[int]) -> Tensor:
@@ -349,7 +349,7 @@ def test_forks_compressed_in_any_order_say_what_they_say_alone(llm: LLM, seed: i
     """In a pool too small for all: who is refused frees a row and asks again."""
     model, chance = llm.model, random.Random(seed)
     sizes = {"step_tokens": 64, "settings": SNAPKV}
-    layers = model.architecture.layers
+    layers = model.architecture.attention
     cache = PagedCache(layers, 4, CONTEXT, model.kv_type, CPU, pool_pages=16, **sizes)
     compression = PromptCompression(cache)
     known: list[list[int]] = [[] for _ in range(4)]
@@ -408,7 +408,7 @@ def test_forks_say_what_rows_alone_say(llm: LLM) -> None:
     """In a pool with as many pages as they take, whichever goes on first."""
     model, prompt = llm.model, [(5 * index) % EOS for index in range(70)]
     settings = CacheSettings(page_tokens=PAGE)
-    layers = model.architecture.layers
+    layers = model.architecture.attention
     cache = PagedCache(layers, 3, 112, model.kv_type, CPU, step_tokens=112, settings=settings, pool_pages=10)
 
     def extend(cache: PagedCache, row: int, token_ids: list[int]) -> Tensor:

@@ -14,13 +14,13 @@ from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.pages import PagePool
-from infer.operands.architecture import Layer
+from infer.operands.architecture import Attention
 from infer.operands.step import Step
 from infer.operands.weights import Heads
 
 DIM, NUM_ROWS, CAPACITY, STEP, WINDOW = 16, 3, 150, 24, 20
 HEADS = Heads(1, 1, DIM, DIM**-0.5, None, None, None)
-LAYERS = [Layer(1, 1, DIM, 16, None, DIM**-0.5, window) for window in (None, WINDOW)]
+LAYERS = [Attention(1, 1, DIM, None, DIM**-0.5, window) for window in (None, WINDOW)]
 NO_EVICTION = CacheSettings(page_tokens=16, reuse_prefixes=True)
 SLIDING = CacheSettings(page_tokens=16, eviction_policy="sliding", eviction_window=40, protected_prefix=5)
 

@@ -82,7 +82,7 @@ def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> Non
 
 
 def row_bytes(llm: LLM, num_tokens: int) -> int:
-    layers = llm.architecture.layers
+    layers = llm.architecture.attention
     return (
         cache_bytes(layers, CacheSettings(), "f16", num_tokens, 1) + 12 * llm.architecture.vocab_size + 8 * num_tokens
     )

@@ -59,7 +59,7 @@ def test_phis_older_names_of_longrope_are_longrope(name: str) -> None:
     settings = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64}
     renamed = make("phi3", rope_scaling={"type": name, **LONG}, **settings)
     assert renamed == make("phi3", rope_scaling={"type": "longrope", **LONG}, **settings)
-    rope = renamed.layers[0].rope
+    rope = renamed.attention[0].rope
     assert rope is not None
     assert (rope.dim, rope.long) == (12, LongRope(64, frequency_factors=(2.0,) * 6))
 
@@ -73,26 +73,26 @@ def test_gemma_3s_older_dialect_scales_the_layers_that_see_everything() -> None:
     full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     parameters = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     assert older == make("gemma3_text", rope_parameters=parameters, layer_types=kinds, **settings)
-    assert [layer.window for layer in older.layers] == [8, 8, None] * 2
+    assert [layer.window for layer in older.attention] == [8, 8, None] * 2
 
 
 def test_what_published_configs_leave_out_is_what_transformers_has_by_default() -> None:
-    assert make("mistral", num_attention_heads=32, head_dim=2).layers[0].num_kv_heads == 8
-    assert make("mistral", num_key_value_heads=4).layers[0].window == 4096
-    assert make("llama").layers[0].num_kv_heads == 4
+    assert make("mistral", num_attention_heads=32, head_dim=2).attention[0].num_kv_heads == 8
+    assert make("mistral", num_key_value_heads=4).attention[0].window == 4096
+    assert make("llama").attention[0].num_kv_heads == 4
     assert not make("llama").tied_embeddings
     smollm3 = make("smollm3")
     assert smollm3.tied_embeddings
-    assert [layer.rope is None for layer in smollm3.layers] == [False, False, False, True]
+    assert [layer.rope is None for layer in smollm3.attention] == [False, False, False, True]
     gemma2 = make("gemma2", sliding_window=8)
-    assert (gemma2.layers[0].softcap, gemma2.logit_softcap, gemma2.layers[0].head_dim) == (50.0, 30.0, 256)
-    assert [layer.window for layer in gemma2.layers] == [8, None] * 2
-    assert make("gemma2", attn_logit_softcapping=None).layers[0].softcap is None
+    assert (gemma2.attention[0].softcap, gemma2.logit_softcap, gemma2.attention[0].head_dim) == (50.0, 30.0, 256)
+    assert [layer.window for layer in gemma2.attention] == [8, None] * 2
+    assert make("gemma2", attn_logit_softcapping=None).attention[0].softcap is None
     assert make("phi3").norm_eps == make("olmo2").norm_eps == 1e-5
-    assert make("qwen3").layers[0].head_dim == 128
-    assert all(layer.window is None for layer in make("qwen2", sliding_window=8).layers)
+    assert make("qwen3").attention[0].head_dim == 128
+    assert all(layer.window is None for layer in make("qwen2", sliding_window=8).attention)
     windowed = make("qwen2", sliding_window=8, use_sliding_window=True, num_hidden_layers=30)
-    assert [layer.window for layer in windowed.layers] == [None] * 28 + [8] * 2
+    assert [layer.window for layer in windowed.attention] == [None] * 28 + [8] * 2
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,9 @@ from infer.model.memory_estimate import (
     weight_bytes,
 )
 from infer.model.transformer import Transformer
-from infer.operands.architecture import Layer, Rope
+from infer.operands.architecture import Attention, Rope
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
-from infer.operands.weights import Projection
+from infer.operands.weights import Heads, Projection
 from infer.runner.caches import make_cache
 from tiny import ONE_EACH, TINY, make_tiny
 from watched import python_command
@@ -54,7 +54,7 @@ CASES = [
     ("smollm3", "auto"),
 ]
 EACH_FAMILY = [(tiny.name, kind) for tiny, kind in zip(ONE_EACH, cycle(["bf16", "auto", "q4", "q8"]), strict=False)]
-LAYER = Layer(4, 2, 32, 64, Rope(10_000.0, 32), 0.25)
+ATTENTION = Attention(4, 2, 32, Rope(10_000.0, 32), 0.25)
 
 
 def load_tiny(name: str, weights: Any, folder: Path) -> tuple[Checkpoint, Transformer]:
@@ -67,11 +67,15 @@ def load_tiny(name: str, weights: Any, folder: Path) -> tuple[Checkpoint, Transf
     )
 
 
+def all_heads(model: Transformer) -> list[Heads]:
+    return [layer.mixer.heads for layer in model.layers if layer.mixer is not None]
+
+
 def held_bytes(model: Transformer) -> int:
     """Return the real bytes of a loaded model's matrices, norms and biases, each counted once."""
     found: dict[int, int] = {}
-    members = [member for block in model.blocks for member in vars(block).values()]
-    members += [norm for block in model.blocks for norm in (block.heads.q_norm, block.heads.k_norm)]
+    members = [member for layer in model.layers for part in layer.parts for member in vars(part).values()]
+    members += [norm for heads in all_heads(model) for norm in (heads.q_norm, heads.k_norm)]
     for member in (model.embedding, model.head, model.norm, *members):
         if isinstance(member, Projection):
             tensors = [part.data for part in member.parts]  # type: ignore[attr-defined]
@@ -88,7 +92,7 @@ def test_weights_take_what_was_said(name: str, weights: str, tmp_path: Path) -> 
     architecture = model.architecture
     types = loaded_types(architecture, checkpoint.tensors, LoadSettings(weights=weights))
     assert weight_bytes(architecture, types) == held_bytes(model)
-    tables = {block.heads.rope.cos.data_ptr(): block.heads.rope for block in model.blocks if block.heads.rope}
+    tables = {heads.rope.cos.data_ptr(): heads.rope for heads in all_heads(model) if heads.rope}
     held = sum(rope.cos.nbytes + rope.sin.nbytes for rope in tables.values())
     assert rope_bytes(architecture, model.max_seq_len) == held
 
@@ -152,7 +156,7 @@ def test_a_cache_takes_what_was_said(
     load = LoadSettings()
     assert load.kv_type == model.kv_type
     kv_type = load.kv_type if settings.kv_type == "auto" else settings.kv_type
-    layers = model.architecture.layers
+    layers = model.architecture.attention
     assert cache_bytes(layers, settings, kv_type, num_tokens, num_rows, pool_pages) == cache.num_bytes
 
 
@@ -167,7 +171,7 @@ def test_a_context_is_no_longer_than_the_pool() -> None:
     )
     assert one == pool
     with pytest.raises(InvalidRequestError, match=r"at least 30, the pages of one sequence of 1,920 tokens, got 29"):
-        cache_bytes(architecture.layers, CacheSettings(), "f16", 1920, 64, 29)
+        cache_bytes(architecture.attention, CacheSettings(), "f16", 1920, 64, 29)
 
 
 LOAD = """
@@ -244,11 +248,11 @@ def test_the_largest_context_is_the_last_that_fits() -> None:
 
 
 def test_windows_bound_what_their_layers_take() -> None:
-    windowed, settings = [replace(LAYER, window=100)] * 5, CacheSettings()
+    windowed, settings = [replace(ATTENTION, window=100)] * 5, CacheSettings()
     short, long = (cache_bytes(windowed, settings, "f16", count, 1) for count in (2048, 100_352))
     assert short == long
-    whole = [cache_bytes([*windowed, LAYER], settings, "f16", count, 1) for count in (2048, 100_352)]
-    assert whole[1] - whole[0] == cache_bytes([LAYER], settings, "f16", 98_304, 1)
+    whole = [cache_bytes([*windowed, ATTENTION], settings, "f16", count, 1) for count in (2048, 100_352)]
+    assert whole[1] - whole[0] == cache_bytes([ATTENTION], settings, "f16", 98_304, 1)
 
 
 def test_what_does_not_fit_is_refused_with_the_context_that_would(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infer.model.sharding import head_starts, kv_heads_of
-from infer.operands.architecture import Layer
+from infer.operands.architecture import Attention
 from infer.system import nodes
 from infer.system.nodes import cpus_by_node, cpus_of_rank, cpus_of_thread, keep_on_node
 
@@ -57,7 +57,7 @@ def test_a_head_s_keys_lie_on_the_node_whose_threads_read_them(
     """A rank for each node: its threads are all of the node, and no other rank has its query heads. A head of keys
     that several ranks read is stored by each."""
     root = tree(tmp_path, *(f"{4 * node}-{4 * node + 3}\n" for node in range(num_ranks)))
-    layer = Layer(num_heads, num_kv_heads, 64, 512, rope=None, attention_scale=1.0)
+    layer = Attention(num_heads, num_kv_heads, 64, rope=None, scale=1.0)
     starts, nodes_by_kv_head = head_starts(layer, num_ranks), dict[int, list[int]]()
     assert starts is not None
     for rank, heads in enumerate(pairwise(starts)):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from infer.backends.before_load import StepSizes
-from infer.operands.architecture import Architecture, Layer
+from infer.operands.architecture import Architecture, Attention, Dense, Layer
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 CHUNK_SLOTS, SPLIT_TOKENS = 256, 16  # of attention
@@ -30,12 +30,17 @@ def step_bytes(architecture: Architecture, types: Mapping[str, str], sizes: Step
 def _layer_bytes(layer: Layer, hidden: int, sizes: StepSizes) -> int:
     """Return the bytes of a layer's buffers.
 
-    The buffers hold the residual stream before and after; q, k, v; queries near and far; and the attended values. They
-    also hold the MLP's inner values, int8 planes of an input and of a result, and attention's chunks if those are
-    programs of their own.
+    The buffers hold the residual stream before and after, int8 planes of an input and of a result, and what each part
+    needs.
     """
-    wide, narrow, inner = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
-    floats = 2 * hidden + 4 * wide + 2 * narrow + 3 * inner
-    chunks = -(-sizes.context // CHUNK_SLOTS)
-    parts = min(sizes.tokens, SPLIT_TOKENS) * layer.num_heads * chunks * (layer.head_dim + 2)
-    return 4 * (sizes.tokens * floats + parts) + 3 * sizes.tokens * (hidden + max(wide, inner))
+    wide, inner, chunks = 0, 0, 0
+    floats = 2 * hidden
+    if isinstance(layer.mixer, Attention):  # q, k, v; queries near and far; attended values; chunks of a context
+        wide = layer.mixer.query_features
+        floats += 4 * wide + 2 * layer.mixer.kv_features
+        per_chunk = min(sizes.tokens, SPLIT_TOKENS) * layer.mixer.num_heads * (layer.mixer.head_dim + 2)
+        chunks = -(-sizes.context // CHUNK_SLOTS) * per_chunk
+    if isinstance(layer.feed_forward, Dense):  # gate, up and their product
+        inner = layer.feed_forward.intermediate_size
+        floats += 3 * inner
+    return 4 * (sizes.tokens * floats + chunks) + 3 * sizes.tokens * (hidden + max(wide, inner))

@@ -150,7 +150,7 @@ def flops_by_kind(model: Transformer, num_tokens: int, context: int) -> dict[str
     flops = {kind: sum(2 * each.in_features * each.out_features for each in found) for kind, found in kinds}
     flops["head"] //= num_tokens
     flops["attend"] = 0
-    for layer in model.architecture.layers:
+    for layer in model.architecture.attention:
         first = context + 1
         seen = range(first, first + num_tokens)
         visible = sum(seen if layer.window is None else (min(count, layer.window) for count in seen))

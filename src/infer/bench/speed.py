@@ -7,6 +7,7 @@ machine affect both, so a share is valid only within one run.
 import resource
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -154,14 +155,10 @@ def make_prompt(model: Transformer, num_tokens: int, seed: int) -> list[int]:
 
 def projections_by_kind(model: Transformer) -> dict[str, list[Projection]]:
     """Return the matrices that every token is multiplied with, by the names that a profile has for them."""
-    blocks = model.blocks
-    return {
-        "qkv": [block.qkv for block in blocks],
-        "output": [block.output for block in blocks],
-        "gate_up": [block.gate_up for block in blocks],
-        "down": [block.down for block in blocks],
-        "head": [model.head],
-    }
+    by_kind = defaultdict[str, list[Projection]](list)
+    for projection in model.layer_projections:
+        by_kind[projection.label.rpartition(".")[2]].append(projection)
+    return {**by_kind, "head": [model.head]}
 
 
 def weight_bytes_by_kind(model: Transformer) -> dict[str, int]:
@@ -175,7 +172,7 @@ def weight_bytes_by_kind(model: Transformer) -> dict[str, int]:
 def kv_bytes(model: Transformer, context: int) -> int:
     """Return the bytes that a decode step reads of a cache that holds `context` tokens and evicts none."""
     total = 0
-    for layer in model.architecture.layers:
+    for layer in model.architecture.attention:
         visible = context if layer.window is None else min(context, layer.window)
         block = key_block_bytes(model.kv_type, layer.head_dim) + value_block_bytes(model.kv_type, layer.head_dim)
         total += layer.num_kv_heads * visible * block // BLOCK_POSITIONS

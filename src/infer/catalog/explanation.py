@@ -12,7 +12,7 @@ from infer.checkpoint.generation_config import defaults_of
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, cache_bytes_per_token, loaded_types, weight_bytes, weights_by_type
 from infer.model.tensors import check_tensors, expected_shapes
-from infer.operands.architecture import Architecture, Layer, Rope
+from infer.operands.architecture import Architecture, Attention, Layer, Rope
 from infer.quantization.kv_formats import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.gguf_vocabulary import TokenType
@@ -99,14 +99,16 @@ def explain(model: str | Path) -> Explanation:
         sampling_defaults=dict(defaults_of(checkpoint)),
         weights=weights,
         weight_bytes=weight_bytes(architecture, loaded_types(architecture, checkpoint.tensors, LoadSettings())),
-        cache=tuple(_cache_size(architecture.layers, kv_type) for kv_type in _kv_types(architecture.layers)),
+        cache=tuple(_cache_size(architecture.attention, kv_type) for kv_type in _kv_types(architecture.attention)),
     )
 
 
 def group_layers(layers: Sequence[Layer]) -> tuple[dict[str, Any], tuple[LayerGroup, ...]]:
     """Return the values that all layers share, and the groups of equal layers, ordered by their first layers."""
-    values = [{field.name: _plain(getattr(layer, field.name)) for field in fields(Layer)} for layer in layers]
-    common = {name: value for name, value in values[0].items() if all(each[name] == value for each in values)}
+    values = [_values(layer) for layer in layers]
+    common = {
+        name: value for name, value in values[0].items() if all(name in each and each[name] == value for each in values)
+    }
     groups: dict[Layer, list[int]] = {}
     for index, layer in enumerate(layers):
         groups.setdefault(layer, []).append(index)
@@ -114,6 +116,16 @@ def group_layers(layers: Sequence[Layer]) -> tuple[dict[str, Any], tuple[LayerGr
         LayerGroup(tuple(indices), {name: x for name, x in values[indices[0]].items() if name not in common})
         for indices in groups.values()
     )
+
+
+def _values(layer: Layer) -> dict[str, Any]:
+    """Return the kinds of a layer's parts, with the values of the parts and of the norms around them."""
+    found = dict[str, Any]()
+    for name, part in (("mixer", layer.mixer), ("feed_forward", layer.feed_forward)):
+        found[name] = None if part is None else type(part).__name__.lower()
+        if part is not None:
+            found |= {field.name: _plain(getattr(part, field.name)) for field in fields(part)}
+    return found | {f"norms_{field.name}": getattr(layer.norms, field.name) for field in fields(layer.norms)}
 
 
 def _plain(value: Any) -> Any:
@@ -132,14 +144,14 @@ def _rope(rope: Rope) -> dict[str, Any]:
     return found
 
 
-def _kv_types(layers: Sequence[Layer]) -> Iterator[str]:
+def _kv_types(layers: Sequence[Attention]) -> Iterator[str]:
     """Yield the types in which the network's heads can be cached."""
     for kv_type in KV_TYPES:
         if kv_type not in QUANTIZED or all(layer.head_dim % VALUES_PER_SCALE == 0 for layer in layers):
             yield kv_type
 
 
-def _cache_size(layers: Sequence[Layer], kv_type: str) -> CacheSize:
+def _cache_size(layers: Sequence[Attention], kv_type: str) -> CacheSize:
     whole, beyond = cache_bytes_per_token(layers, kv_type)
     return CacheSize(kv_type, 1000 * whole, 1000 * beyond)
 

@@ -11,11 +11,13 @@ from infer.catalog.explanation import Explanation, LayerGroup, StoredWeights, ex
 from infer.cli.terminal import columns_of_rows
 
 _WORDS = {
+    "mixer": "{}",
+    "feed_forward": "{}",
     "num_heads": "heads {:,}",
     "num_kv_heads": "kv heads {:,}",
     "head_dim": "head size {:,}",
     "intermediate_size": "mlp {:,}",
-    "attention_scale": "scale {:.5g}",
+    "scale": "scale {:.5g}",
     "window": "window {:,}",
     "softcap": "softcap {:g}",
     "activation": "{}",
@@ -78,7 +80,7 @@ def _group(group: LayerGroup) -> tuple[str, str]:
 def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
     """Yield the features of layers in words. A missing feature is named only if other layers have it."""
     for name, value in values.items():
-        plain = name.removeprefix("has_").replace("_", " ")
+        plain = "mlp bias" if name == "has_bias" else name.removeprefix("has_").replace("_", " ")
         if name == "rope" and value is not None:
             yield _rope(value)
         elif value is None or value is False:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final, no_type_check
 
 from infer.errors import InvalidRequestError
-from infer.operands.architecture import Layer
+from infer.operands.architecture import Attention
 from infer.quantization import kv_formats
 from infer.system.available_memory import available_memory_bytes, total_memory_bytes
 
@@ -115,7 +115,7 @@ class CacheSettings:
                 f"model's own {most}, got {self.eviction_window}"
             )
 
-    def check_model(self, layers: Sequence[Layer]) -> None:
+    def check_model(self, layers: Sequence[Attention]) -> None:
         """Raise InvalidRequestError if a network with these layers does not support the settings."""
         if self.kv_type != "auto":
             for head_dim in sorted({layer.head_dim for layer in layers}):

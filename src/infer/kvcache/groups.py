@@ -10,7 +10,7 @@ from typing import final
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.pages import num_pages
-from infer.operands.architecture import Layer
+from infer.operands.architecture import Attention
 
 
 @final
@@ -28,7 +28,7 @@ class PageGroup:
 
 
 def make_groups(
-    layers: Sequence[Layer], settings: CacheSettings, capacity: int, step_tokens: int, context: int | None = None
+    layers: Sequence[Attention], settings: CacheSettings, capacity: int, step_tokens: int, context: int | None = None
 ) -> tuple[PageGroup, ...]:
     """Return the groups of a cache for rows of `capacity` tokens that grow by at most `step_tokens` in one step.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.kvcache.page_rows import GroupRows
-from infer.operands.architecture import Layer
+from infer.operands.architecture import Attention
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, num_blocks, value_block_bytes
 from infer.quantization.kv_layout import LayerCache, Pages, key_parts, value_parts
 
@@ -35,7 +35,7 @@ class PageMemory:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[Attention],
         groups: Sequence[GroupRows],
         kv_type: str,
         page_tokens: int,
@@ -55,7 +55,7 @@ class PageMemory:
         ]
         self.layers = self._make_layers(layers)
 
-    def _make_layers(self, layers: Sequence[Layer]) -> list[LayerCache]:
+    def _make_layers(self, layers: Sequence[Attention]) -> list[LayerCache]:
         by_index = dict[int, LayerCache]()
         for rows, tables, memory in zip(self._groups, self._tables, self._memories, strict=True):
             first = 0
@@ -69,11 +69,11 @@ class PageMemory:
                 by_index[index] = LayerCache(self._kv_type, both[0], both[1], tables)
         return [by_index[index] for index in range(len(layers))]
 
-    def _page_bytes(self, layers: Iterable[Layer]) -> int:
+    def _page_bytes(self, layers: Iterable[Attention]) -> int:
         per_head = [layer.num_kv_heads * sum(self._block_bytes(layer)) for layer in layers]
         return num_blocks(self._page_tokens) * sum(per_head)
 
-    def _block_bytes(self, layer: Layer) -> tuple[int, int]:
+    def _block_bytes(self, layer: Attention) -> tuple[int, int]:
         return key_block_bytes(self._kv_type, layer.head_dim), value_block_bytes(self._kv_type, layer.head_dim)
 
     @property

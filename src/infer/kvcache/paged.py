@@ -25,7 +25,7 @@ from infer.kvcache.page_memory import PageMemory
 from infer.kvcache.page_rows import GroupRows, page_keys
 from infer.kvcache.pages import num_pages
 from infer.kvcache.saved_rows import check_saved, load_tensors, saved_tensors
-from infer.operands.architecture import Layer
+from infer.operands.architecture import Attention
 from infer.operands.step import Step
 from infer.operands.weights import Heads
 from infer.quantization.kv_formats import check_kv_type
@@ -51,7 +51,7 @@ class PagedCache:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[Attention],
         num_rows: int,
         capacity: int,
         kv_type: str,

@@ -17,10 +17,11 @@ from infer.kvcache.cache_settings import CacheSettings
 from infer.model.compile_ahead import make_outline
 from infer.model.context_length import context_length, fitting_length
 from infer.model.families import make_architecture
-from infer.model.load import FloatsAs, OnProgress, load_transformer
+from infer.model.load import OnProgress, load_transformer
 from infer.model.memory_estimate import LoadSettings, check_fits
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Transformer
+from infer.model.weight_loader import FloatsAs
 from infer.operands.architecture import Architecture
 from infer.operands.group import Group
 from infer.ops import Precision
@@ -105,7 +106,7 @@ def load_checked(
     """
     architecture = make_architecture(checkpoint.config)
     cache = cache or CacheSettings()
-    cache.check_model(architecture.layers)
+    cache.check_model(architecture.attention)
     if tokenizer is not None:
         _check_vocabulary(architecture, tokenizer)
     chosen_dtype = _dtype(dtype)

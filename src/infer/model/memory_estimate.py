@@ -17,7 +17,7 @@ from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups, most_pages, pool_sizes
 from infer.kvcache.pages import num_pages
 from infer.model.tensors import expected_shapes
-from infer.operands.architecture import Architecture, Layer
+from infer.operands.architecture import Architecture, Attention
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
@@ -99,7 +99,7 @@ def estimate(
     sizes = StepSizes(num_tokens, MAX_STEP_TOKENS, MAX_STEP_LOGITS, load.precision, load.num_threads)
     return Estimate(
         weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
-        cache=cache_bytes(architecture.layers, cache, kv_type, num_tokens, num_rows, pool_pages),
+        cache=cache_bytes(architecture.attention, cache, kv_type, num_tokens, num_rows, pool_pages),
         workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, num_rows) + history,
         process=0 if load.device == "cuda" else PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
     )
@@ -135,7 +135,8 @@ def check_fits(
 
 
 def check_rows_fit(
-    architecture: Architecture,
+    layers: Sequence[Attention],
+    vocab_size: int,
     cache: CacheSettings,
     kv_type: str,
     *,
@@ -151,8 +152,8 @@ def check_rows_fit(
 
     def needed(tokens: int, rows: int, pages: int | None = None) -> int:
         full = rows if pages is None else min(rows, num_pages(pages, num_pages(tokens, cache.page_tokens)))
-        each = 12 * architecture.vocab_size + 8 * tokens
-        return cache_bytes(architecture.layers, cache, kv_type, tokens, rows, pages) + full * each
+        each = 12 * vocab_size + 8 * tokens
+        return cache_bytes(layers, cache, kv_type, tokens, rows, pages) + full * each
 
     total = needed(num_tokens, num_rows, pool_pages)
     if available is None or total <= available:
@@ -165,7 +166,7 @@ def check_rows_fit(
     what = f"{num_rows} x {num_tokens:,} tokens of cache"
     if pool_pages is not None:
         what += f" in {pool_pages:,} pages"
-        least = most_pages(make_groups(architecture.layers, cache, num_tokens, MAX_STEP_TOKENS))
+        least = most_pages(make_groups(layers, cache, num_tokens, MAX_STEP_TOKENS))
         fitting = bisect_right(
             range(least, pool_pages), available, key=lambda count: needed(num_tokens, num_rows, count)
         )
@@ -196,7 +197,7 @@ def largest_context(
     """
 
     def fits(count: int) -> bool:
-        groups = make_groups(architecture.layers, cache, count, MAX_STEP_TOKENS)
+        groups = make_groups(architecture.attention, cache, count, MAX_STEP_TOKENS)
         if pool_pages is not None and most_pages(groups) > pool_pages:
             return False
         sizes = estimate(architecture, tensors, load, cache, num_tokens=count, num_rows=num_rows, pool_pages=pool_pages)
@@ -245,19 +246,18 @@ def decode_bytes(architecture: Architecture, types: Mapping[str, str], kv_type: 
     total = weight_bytes(architecture, types)
     if not architecture.tied_embeddings:
         total -= memory_rules().matrix_bytes(types[_TABLES[0]], architecture.vocab_size, architecture.hidden_size)
-    visible = (context if layer.window is None else min(context, layer.window) for layer in architecture.layers)
-    slots = (slot_bytes(layer, kv_type) for layer in architecture.layers)
+    visible = (context if layer.window is None else min(context, layer.window) for layer in architecture.attention)
+    slots = (slot_bytes(layer, kv_type) for layer in architecture.attention)
     return total + sum(count * size for count, size in zip(visible, slots, strict=True))
 
 
 def rope_bytes(architecture: Architecture, num_positions: int) -> int:
     """Return the bytes of cosines and sines, one table per kind of rotation."""
-    ropes = {layer.rope for layer in architecture.layers if layer.rope is not None}
-    return sum(2 * 4 * num_positions * rope.half * len(rope.sets(num_positions)) for rope in ropes)
+    return sum(2 * 4 * num_positions * rope.half * len(rope.sets(num_positions)) for rope in architecture.ropes)
 
 
 def cache_bytes(
-    layers: Sequence[Layer],
+    layers: Sequence[Attention],
     settings: CacheSettings,
     kv_type: str,
     num_tokens: int,
@@ -272,13 +272,13 @@ def cache_bytes(
     return total
 
 
-def slot_bytes(layer: Layer, kv_type: str) -> int:
+def slot_bytes(layer: Attention, kv_type: str) -> int:
     """Return the bytes of one token's keys and values in a layer."""
     block = key_block_bytes(kv_type, layer.head_dim) + value_block_bytes(kv_type, layer.head_dim)
     return layer.num_kv_heads * block // BLOCK_POSITIONS
 
 
-def cache_bytes_per_token(layers: Sequence[Layer], kv_type: str) -> tuple[int, int]:
+def cache_bytes_per_token(layers: Sequence[Attention], kv_type: str) -> tuple[int, int]:
     """Return the bytes of one token in all layers, and in the layers without a window of their own."""
     whole = [slot_bytes(layer, kv_type) for layer in layers if layer.window is None]
     return sum(slot_bytes(layer, kv_type) for layer in layers), sum(whole)

@@ -2,7 +2,7 @@
 
 from itertools import accumulate
 
-from infer.operands.architecture import Layer
+from infer.operands.architecture import Attention
 from infer.operands.weights import FileWeight, StoredWeight, UnreadWeight
 
 _ROWS = 16  # that kernels multiply at once
@@ -21,14 +21,14 @@ def row_starts(num_rows: int, num_ranks: int, *, are_blocks: bool = False) -> tu
     return *(num_rows // unit * rank // num_ranks * unit for rank in range(num_ranks)), num_rows
 
 
-def head_starts(layer: Layer, num_ranks: int) -> tuple[int, ...] | None:
+def head_starts(attention: Attention, num_ranks: int) -> tuple[int, ...] | None:
     """Return the first query head of each rank, and the end of the last rank.
 
     A rank gets whole key heads with all their queries, or some queries of one key head. Returns None if every rank has
     all heads: q and k are normalised over all heads together, or there are too few heads.
     """
-    num_kv_heads, group = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
-    if layer.qk_norm == "all":
+    num_kv_heads, group = attention.num_kv_heads, attention.num_heads // attention.num_kv_heads
+    if attention.qk_norm == "all":
         return None
     if num_ranks <= num_kv_heads:
         return tuple(group * (num_kv_heads * rank // num_ranks) for rank in range(num_ranks + 1))
@@ -41,9 +41,9 @@ def head_starts(layer: Layer, num_ranks: int) -> tuple[int, ...] | None:
     return tuple(accumulate(counts, initial=0))
 
 
-def kv_heads_of(layer: Layer, heads: Range) -> Range:
+def kv_heads_of(attention: Attention, heads: Range) -> Range:
     """Return the range of key and value heads that a range of query heads reads."""
-    group = layer.num_heads // layer.num_kv_heads
+    group = attention.num_heads // attention.num_kv_heads
     return heads[0] // group, -(-heads[1] // group)
 
 

@@ -22,31 +22,7 @@ def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     if not architecture.tied_embeddings:
         shapes["lm_head.weight"] = (vocab, hidden)
     for index, layer in enumerate(architecture.layers):
-        at = f"model.layers.{index}."
-        wide, narrow = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        shapes |= {
-            at + "self_attn.q_proj.weight": (wide, hidden),
-            at + "self_attn.k_proj.weight": (narrow, hidden),
-            at + "self_attn.v_proj.weight": (narrow, hidden),
-            at + "self_attn.o_proj.weight": (hidden, wide),
-            at + "mlp.gate_proj.weight": (layer.intermediate_size, hidden),
-            at + "mlp.up_proj.weight": (layer.intermediate_size, hidden),
-            at + "mlp.down_proj.weight": (hidden, layer.intermediate_size),
-        }
-        if layer.has_qkv_bias:
-            shapes |= {at + f"self_attn.{which}_proj.bias": (wide if which == "q" else narrow,) for which in "qkv"}
-        if layer.has_output_bias:
-            shapes[at + "self_attn.o_proj.bias"] = (hidden,)
-        if layer.has_mlp_bias:
-            shapes |= {at + f"mlp.{which}_proj.bias": (layer.intermediate_size,) for which in ("gate", "up")}
-            shapes[at + "mlp.down_proj.bias"] = (hidden,)
-        if layer.qk_norm:
-            sizes = (wide, narrow) if layer.qk_norm == "all" else (layer.head_dim, layer.head_dim)
-            shapes |= {at + f"self_attn.{which}_norm.weight": (size,) for which, size in zip("qk", sizes, strict=True)}
-        if layer.has_pre_norms:
-            shapes |= {at + f"{which}_norm.weight": (hidden,) for which in ("attention", "mlp")}
-        if layer.has_post_norms:
-            shapes |= {at + f"post_{which}_norm.weight": (hidden,) for which in ("attention", "mlp")}
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.shapes(hidden).items()}
     return shapes
 
 

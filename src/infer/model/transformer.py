@@ -1,9 +1,9 @@
 """The forward pass: one for prefill, decode and verify, for every family.
 
-A block is five calls into `ops`. Families differ only in values of `Architecture` and in optional weights here.
+Each layer's mixer and feed-forward add to the residual stream. Families differ only in the values of `Architecture`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -12,26 +12,10 @@ from torch import Tensor
 
 from infer import ops
 from infer.kvcache.paged import PagedCache
-from infer.operands.architecture import Activation, Architecture, Layer
+from infer.model.layers import LoadedAttention, LoadedLayer
+from infer.operands.architecture import Architecture, Attention
 from infer.operands.step import Step
-from infer.operands.weights import Heads, Norm, Projection
-
-
-@final
-@dataclass(frozen=True)
-class Block:
-    """Attention and MLP around the residual stream."""
-
-    attention_norm: Norm | None
-    qkv: Projection
-    heads: Heads
-    output: Projection
-    post_attention_norm: Norm | None
-    mlp_norm: Norm | None
-    gate_up: Projection
-    activation: Activation
-    down: Projection
-    post_mlp_norm: Norm | None
+from infer.operands.weights import Norm, Projection
 
 
 @final
@@ -39,7 +23,7 @@ class Block:
 class Transformer:
     architecture: Architecture
     embedding: Projection
-    blocks: tuple[Block, ...]
+    layers: tuple[LoadedLayer, ...]
     norm: Norm
     head: Projection
     max_seq_len: int  # positions that the rope tables cover
@@ -54,12 +38,14 @@ class Transformer:
         return self.backend.device
 
     @property
-    def own_layers(self) -> list[Layer]:
-        """Layers of the architecture, each with only the heads that this rank of a group has."""
-        return [
-            replace(layer, num_heads=block.heads.num_heads, num_kv_heads=block.heads.num_kv_heads)
-            for layer, block in zip(self.architecture.layers, self.blocks, strict=True)
-        ]
+    def own_attention(self) -> list[Attention]:
+        """The layers that keep keys and values, each with only the heads that this rank of a group has."""
+        return [layer.mixer.own for layer in self.layers if isinstance(layer.mixer, LoadedAttention)]
+
+    @property
+    def layer_projections(self) -> list[Projection]:
+        """The matrices of the layers that every token is multiplied with, in order."""
+        return [each for layer in self.layers for part in layer.parts for each in part.projections]
 
     def is_long(self, length: int) -> bool:
         """Return True if a sequence of `length` tokens uses the second set of rope factors, for all its tokens."""
@@ -72,15 +58,12 @@ class Transformer:
             return ops.head(x, step.logit_indices, self.norm, self.head, self.architecture.logit_softcap)
 
     def residual(self, step: Step, cache: PagedCache) -> Float[Tensor, "tokens hidden"]:
-        """Return the residual stream after the last block, before the norm and the projection to logits."""
+        """Return the residual stream after the last layer, before the norm and the projection to logits."""
         with ops.using(self.backend):
             x = ops.embed(self.embedding.parts[0], step.tokens, self.architecture.embedding_scale).to(self.dtype)
-            for layer, block in enumerate(self.blocks):
-                qkv = ops.norm_project(x, block.attention_norm, block.qkv)
-                attended = cache.attend(layer, qkv, block.heads, step)
-                x = ops.project_add(x, attended, block.output, block.post_attention_norm)
-                hidden = ops.norm_gate(x, block.mlp_norm, block.gate_up, block.activation)
-                x = ops.project_add(x, hidden, block.down, block.post_mlp_norm)
+            for layer in self.layers:
+                for part in layer.parts:
+                    x = part.add(x, cache, step)
             return x
 
     def final_norm(self, residual: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:

@@ -2,7 +2,7 @@
 it.
 
 A layer describes what it computes, never which family it belongs to. A new value is a field here and a line in
-`families`.
+`families`. A new kind of part is a class here, and what `docs/dev/design.md` lists.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared"]
+Shapes = dict[str, tuple[int, ...]]  # tensor name → shape
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,108 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Layer:
+class Attention:
+    """A mixer: softmax(q kᵀ × scale) v over the tokens before. It keeps keys and values of every token."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
     rope: Rope | None
-    attention_scale: float  # multiplies q · k
+    scale: float  # multiplies q · k
     window: int | None = None  # a token sees itself and the window − 1 before it
     softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap)
-    activation: Activation = "silu"
     has_qkv_bias: bool = False
     has_output_bias: bool = False
-    has_mlp_bias: bool = False
-    has_pre_norms: bool = True
-    has_post_norms: bool = False
     qk_norm: Literal["head", "all"] | None = None  # over each head, or over all of them together
+
+    @property
+    def query_features(self) -> int:
+        """Columns of the queries of all heads, and of the attended values."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_features(self) -> int:
+        """Columns of the keys of all heads, and of the values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def widths(self) -> set[int]:
+        """Columns of each tensor that ranks of a group gather."""
+        return {self.query_features, self.query_features + 2 * self.kv_features}
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shape of each tensor, by its name within the layer."""
+        wide, narrow = self.query_features, self.kv_features
+        rows = {"q": wide, "k": narrow, "v": narrow}
+        shapes: Shapes = {f"self_attn.{which}_proj.weight": (count, hidden) for which, count in rows.items()}
+        shapes["self_attn.o_proj.weight"] = (hidden, wide)
+        if self.has_qkv_bias:
+            shapes |= {f"self_attn.{which}_proj.bias": (count,) for which, count in rows.items()}
+        if self.has_output_bias:
+            shapes["self_attn.o_proj.bias"] = (hidden,)
+        if self.qk_norm:
+            sizes = (wide, narrow) if self.qk_norm == "all" else (self.head_dim, self.head_dim)
+            shapes |= {f"self_attn.{which}_norm.weight": (size,) for which, size in zip("qk", sizes, strict=True)}
+        return shapes
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A feed-forward: down(activation(gate(x)) × up(x))."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    has_bias: bool = False
+
+    @property
+    def widths(self) -> set[int]:
+        """Columns of each tensor that ranks of a group gather."""
+        return {self.intermediate_size}
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shape of each tensor, by its name within the layer."""
+        shapes: Shapes = {f"mlp.{which}_proj.weight": (self.intermediate_size, hidden) for which in ("gate", "up")}
+        shapes["mlp.down_proj.weight"] = (hidden, self.intermediate_size)
+        if self.has_bias:
+            shapes |= {f"mlp.{which}_proj.bias": (self.intermediate_size,) for which in ("gate", "up")}
+            shapes["mlp.down_proj.bias"] = (hidden,)
+        return shapes
+
+
+Mixer = Attention
+FeedForward = Dense
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The norms around each part of a layer."""
+
+    before: bool = True  # of the part's input
+    after: bool = False  # of the part's result, before it is added to the residual stream
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A mixer, which moves information between tokens, then a feed-forward for each token; either may be missing."""
+
+    mixer: Mixer | None
+    feed_forward: FeedForward | None
+    norms: Norms = Norms()
+
+    @property
+    def parts(self) -> tuple[Mixer | FeedForward, ...]:
+        """The parts that there are, in the order in which they run."""
+        return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shape of each tensor, by its name within the layer."""
+        shapes = {name: shape for part in self.parts for name, shape in part.shapes(hidden).items()}
+        names = [name for name, part in (("attention", self.mixer), ("mlp", self.feed_forward)) if part is not None]
+        if self.norms.before:
+            shapes |= {f"{name}_norm.weight": (hidden,) for name in names}
+        if self.norms.after:
+            shapes |= {f"post_{name}_norm.weight": (hidden,) for name in names}
+        return shapes
 
 
 @dataclass(frozen=True)
@@ -78,9 +165,19 @@ class Architecture:
     tied_embeddings: bool = False
 
     @property
+    def attention(self) -> tuple[Attention, ...]:
+        """The mixers that keep keys and values, in the order of their layers."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The layers' ropes, each once."""
+        return tuple({mixer.rope: None for mixer in self.attention if mixer.rope is not None})
+
+    @property
     def long_ropes(self) -> tuple[LongRope, ...]:
         """The layers' long ropes, each once."""
-        return tuple({layer.rope.long: None for layer in self.layers if layer.rope and layer.rope.long})
+        return tuple({rope.long: None for rope in self.ropes if rope.long is not None})
 
     @property
     def most_positions(self) -> int:

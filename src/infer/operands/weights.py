@@ -153,6 +153,7 @@ class Projection:
     parts: tuple[Weight, ...]
     bias: Float[Tensor, "out"] | None = None
     shares: Shares | None = None
+    label: str = ""  # its name in profiles: L3.qkv
 
     @property
     def in_features(self) -> int:

@@ -1,7 +1,6 @@
 """The cache of a model. It is refused if the available memory would not hold it."""
 
 from contextlib import suppress
-from dataclasses import replace
 
 from infer import ops
 from infer.errors import InvalidRequestError
@@ -30,9 +29,10 @@ def make_cache(
     allocated, if the available memory would not hold all pages.
     """
     settings = settings or CacheSettings()
-    kv_type, layers = _kv_type(model, settings), model.own_layers
+    kv_type, layers = _kv_type(model, settings), model.own_attention
     check_rows_fit(
-        replace(model.architecture, layers=tuple(layers)),
+        layers,
+        model.architecture.vocab_size,
         settings,
         kv_type,
         num_tokens=capacity,
@@ -58,10 +58,11 @@ def default_pool_pages(model: Transformer, settings: CacheSettings) -> int:
     """Return the pages of 1 to 8 full contexts: as many contexts as the available memory holds."""
     each, available = num_pages(model.max_seq_len, settings.page_tokens), model.backend.available_bytes()
     kv_type, num_tokens = _kv_type(model, settings), model.max_seq_len
+    layers, vocab_size = model.architecture.attention, model.architecture.vocab_size
     for count in range(MAX_FULL_CONTEXTS, 1, -1):
         with suppress(InvalidRequestError):
             check_rows_fit(
-                model.architecture, settings, kv_type, num_tokens=num_tokens, num_rows=count, available=available
+                layers, vocab_size, settings, kv_type, num_tokens=num_tokens, num_rows=count, available=available
             )
             return count * each
     return each

@@ -63,8 +63,8 @@ def exchange_bytes(architecture: Architecture) -> int:
     """
     widths = {architecture.hidden_size}
     for layer in architecture.layers:
-        heads = layer.num_heads, layer.num_heads + 2 * layer.num_kv_heads
-        widths |= {layer.intermediate_size, *(count * layer.head_dim for count in heads)}
+        for part in layer.parts:
+            widths |= part.widths
     floats = 2 * (MAX_STEP_TOKENS + _SPARE) * (architecture.hidden_size + sum(widths))
     return 2 * 4 * (floats + 2 * MAX_STEP_LOGITS * architecture.vocab_size) + _HEADER_BYTES
 

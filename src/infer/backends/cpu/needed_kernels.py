@@ -11,7 +11,7 @@ from infer.backends.cpu.isa import InstructionSet, instruction_set
 from infer.backends.cpu.kernel import Kernel
 from infer.backends.cpu.layouts import PLANES
 from infer.backends.cpu.workspace import are_paired
-from infer.operands.architecture import Architecture, Layer, ModelOutline
+from infer.operands.architecture import Architecture, Dense, Layer, ModelOutline
 
 _SAMPLING = (
     *("scan:scan", "narrow:narrow", "choose:choose", "logprobs:score", "logprobs:merge"),
@@ -66,9 +66,11 @@ def _of_weights(
 
 
 def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kernel]:
-    if layer.has_post_norms:
+    if layer.norms.after:
         yield Kernel(".activations:add_rows", (), "ADD_ROWS", "post norms")
     else:
         yield Kernel(".matmul:make_store", ("add",), "EPILOGUE")
-    maker = "gate" if are_paired(layer, types, at) else "store"
-    yield Kernel(f".matmul:make_{maker}", (layer.activation,), "EPILOGUE", f"activation {layer.activation}")
+    dense = layer.feed_forward
+    if isinstance(dense, Dense):
+        maker = "gate" if are_paired(dense, types, at) else "store"
+        yield Kernel(f".matmul:make_{maker}", (dense.activation,), "EPILOGUE", f"activation {dense.activation}")

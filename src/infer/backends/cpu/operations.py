@@ -70,7 +70,7 @@ def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Floa
 def norm_project(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
 ) -> Float[Tensor, "tokens out"]:
-    with scope("qkv", num_tokens=len(x)) as run:
+    with scope(projection.label, num_tokens=len(x)) as run:
         out, first = run.columns("projected", run.capacity, projection.out_features, projection.shares)
         _project(run, x, norm, projection, (out, first))
         return run.gathered(out, projection.shares)
@@ -96,7 +96,7 @@ def project_add(
     projection: Projection,
     post_norm: Norm | None,
 ) -> Float[Tensor, "tokens hidden"]:
-    with scope("project", num_tokens=len(x)) as run:
+    with scope(projection.label, num_tokens=len(x)) as run:
         shares = projection.shares
         if post_norm is None and shares is None:
             _project(run, x, None, projection, (residual, 0), kind="add")
@@ -115,7 +115,7 @@ def norm_gate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
 ) -> Float[Tensor, "tokens intermediate"]:
     features, shares = gate_up.out_features // 2, gate_up.shares
-    with scope("gate_up", num_tokens=len(x)) as run:
+    with scope(gate_up.label, num_tokens=len(x)) as run:
         out, first = run.columns("hidden", run.capacity, features, shares)
         halves = _gate_and_up(gate_up)
         if halves is None:

@@ -102,7 +102,7 @@ class Recording(Run):
         point_to_step(self.state, self.step)
         self._workspace: dict[tuple[Any, ...], Tensor] = {}
         self._producer_by_address: dict[int, tuple[Arguments, Shares | None]] = {}
-        self._layer, self._follows_attention = -1, False
+        self._layer = ""
         self.group: MemoryGroup | None = None  # whose other ranks take part
 
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -146,14 +146,11 @@ class Recording(Run):
         arguments.set(quantized=records, form=form)
         return records.data_ptr()
 
-    def enter(self, name: str) -> None:
-        """Set the label. Layers are counted by their first op."""
-        if name == "qkv":
-            self._layer += 1
-        if name == "project":
-            name = "output" if self._follows_attention else "down"
-        self._follows_attention = name == "attend"
-        self.label = name if name in ("embed", "head") else f"L{self._layer}.{name}"
+    def enter(self, label: str) -> None:
+        """Set the label of the commands that follow. An op without a projection belongs to the layer before it."""
+        layer, _, _ = label.rpartition(".")
+        self._layer = layer or self._layer
+        self.label = f"{self._layer}.{label}" if label == "attend" else label
 
 
 _active: ContextVar[Recording | None] = ContextVar("infer_recording", default=None)
@@ -172,7 +169,7 @@ def record(capacity: int, max_logits: int) -> Iterator[Recording]:
 
 @contextmanager
 def scope(
-    name: str,
+    label: str,
     num_tokens: int = 0,
     *,
     tokens: Tensor | None = None,
@@ -184,7 +181,7 @@ def scope(
     if recording is not None:
         _check_slots(recording.step, {"tokens": tokens, "logit_indices": logit_indices})
         _check_slots(recording.step, {} if step is None else arrays_of(step))
-        recording.enter(name)
+        recording.enter(label)
         yield recording
         return
     if step is None:  # no op without one reads positions or rows
@@ -195,7 +192,7 @@ def scope(
     run = EagerRun(num_tokens or len(step.tokens), len(step.logit_indices))
     point_to_step(run.state, step)
     run.state["num_tokens"], run.state["num_logits"] = run.capacity, run.max_logits
-    run.label = name
+    run.label = label
     yield run
     run.run()
 

@@ -12,7 +12,7 @@ from infer.backends.before_load import StepSizes
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PLANES, SPARE_TOKENS
 from infer.backends.cpu.records import CHUNK, GROUPS_PER_THREAD, MAX_THREADS, SPLIT_TOKENS, attend_scratch_bytes
-from infer.operands.architecture import Architecture, Layer
+from infer.operands.architecture import Architecture, Attention, Dense, Layer
 
 Buffers = dict[tuple[str, int], int]  # role and size → bytes
 
@@ -25,9 +25,9 @@ def groups_per_unit(num_groups: int, num_threads: int, *, is_pair: bool) -> int:
     return 2 if (num_groups % 2 == 0 if is_pair else num_groups >= GROUPS_PER_THREAD * num_threads) else 1
 
 
-def are_paired(layer: Layer, types: Mapping[str, str], at: str) -> bool:
+def are_paired(dense: Dense, types: Mapping[str, str], at: str) -> bool:
     """Return True if gate and up, in the layer whose names begin with `at`, are multiplied together."""
-    has_odd_bias = layer.has_mlp_bias and layer.intermediate_size % LANES != 0
+    has_odd_bias = dense.has_bias and dense.intermediate_size % LANES != 0
     return types[f"{at}mlp.gate_proj.weight"] == types[f"{at}mlp.up_proj.weight"] and not has_odd_bias
 
 
@@ -54,31 +54,45 @@ def step_buffers(architecture: Architecture, types: Mapping[str, str], sizes: St
     hidden, vocab = architecture.hidden_size, architecture.vocab_size
     step.floats("x", sizes.tokens, hidden)
     for index, layer in enumerate(architecture.layers):
-        is_beyond = sizes.context > architecture.most_positions and layer.window is None and layer.rope is not None
-        _add_layer(step, layer, hidden, types, f"model.layers.{index}.", 2 if is_beyond else 1)
+        _add_layer(step, layer, architecture, types, f"model.layers.{index}.")
     head = types["model.embed_tokens.weight" if architecture.tied_embeddings else "lm_head.weight"]
     step.project([head], [vocab], hidden, tokens=sizes.logits)
     step.floats("logits", min(num_logits, sizes.logits), vocab)
     return step.buffers
 
 
-def _add_layer(step: "_Step", layer: Layer, hidden: int, types: Mapping[str, str], at: str, query_sets: int) -> None:
-    tokens = step.sizes.tokens
-    wide, narrow, inner = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
+def _add_layer(step: "_Step", layer: Layer, architecture: Architecture, types: Mapping[str, str], at: str) -> None:
+    hidden = architecture.hidden_size
+    if isinstance(layer.mixer, Attention):
+        _add_attention(step, layer.mixer, architecture, types, at)
+    if isinstance(layer.feed_forward, Dense):
+        _add_dense(step, layer.feed_forward, hidden, types, at)
+    if layer.norms.after:
+        step.floats("before post norm", step.sizes.tokens, hidden)
+
+
+def _add_attention(
+    step: "_Step", attention: Attention, architecture: Architecture, types: Mapping[str, str], at: str
+) -> None:
+    tokens, context, hidden = step.sizes.tokens, step.sizes.context, architecture.hidden_size
+    wide, narrow = attention.query_features, attention.kv_features
     qkv = [types[f"{at}self_attn.{which}_proj.weight"] for which in "qkv"]
     step.floats("projected", tokens, wide + 2 * narrow)
     step.project(qkv, [wide, narrow, narrow], hidden)
     step.floats("attended", tokens, wide)
-    step.floats("queries", query_sets * tokens, wide)
-    chunks = -(-step.sizes.context // CHUNK)
-    step.floats("partials", min(tokens, SPLIT_TOKENS) * layer.num_heads * chunks, layer.head_dim + LANES)
-    step.add("attention scratch", step.sizes.num_threads * attend_scratch_bytes(layer.head_dim))
+    is_beyond = context > architecture.most_positions and attention.window is None and attention.rope is not None
+    step.floats("queries", (2 if is_beyond else 1) * tokens, wide)
+    chunks = -(-context // CHUNK)
+    step.floats("partials", min(tokens, SPLIT_TOKENS) * attention.num_heads * chunks, attention.head_dim + LANES)
+    step.add("attention scratch", step.sizes.num_threads * attend_scratch_bytes(attention.head_dim))
     step.project([types[at + "self_attn.o_proj.weight"]], [hidden], wide, made_by="attended")
-    if layer.has_post_norms:
-        step.floats("before post norm", tokens, hidden)
+
+
+def _add_dense(step: "_Step", dense: Dense, hidden: int, types: Mapping[str, str], at: str) -> None:
+    tokens, inner = step.sizes.tokens, dense.intermediate_size
     gate, up = (types[f"{at}mlp.{which}_proj.weight"] for which in ("gate", "up"))
     step.floats("hidden", tokens, inner)
-    is_paired = are_paired(layer, types, at)
+    is_paired = are_paired(dense, types, at)
     if is_paired:
         step.activations([gate], hidden, tokens)
         step.unpacked(gate, inner, hidden, is_pair=True)

@@ -1,6 +1,7 @@
 """GGML's blocks → planes (`layouts`) on the device, some rows at a time. Numbers are moved, and none is changed."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ def prepare(projection: Projection, device: torch.device, precision: str = "exac
     for _, same in groupby(projection.parts, key=lambda part: _stored(part).type):
         parts.append(_pack([_stored(part) for part in same], device, PLANES[precision]))
     bias = None if projection.bias is None else projection.bias.to(device, torch.float32)
-    return Projection(tuple(parts), bias)
+    return replace(projection, parts=tuple(parts), bias=bias)
 
 
 def _stored(weight: Weight) -> FileWeight:

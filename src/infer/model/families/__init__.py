@@ -6,13 +6,11 @@ A config is a mapping with the names of Hugging Face's `config.json`; `checkpoin
 is refused.
 """
 
-from dataclasses import replace
-
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, choice, count, flag, optional_positive, positive
 from infer.model.families.rope_scaling import make_rope
 from infer.model.families.table import FAMILIES, OFF_IF_NULL, OPTIONAL, Family
-from infer.operands.architecture import Activation, Architecture, Layer
+from infer.operands.architecture import Activation, Architecture, Attention, Dense, Layer
 
 __all__ = ["FAMILIES", "make_architecture"]
 
@@ -83,14 +81,12 @@ def _as_read(config: Config, family: Family) -> Config:
 def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
     num_layers = count(config, "num_hidden_layers", maximum=_MAX_LAYERS)
     kinds, rotated = family.layer_kinds(config, num_layers), family.rotated_layers(config, num_layers)
-    layer_by_kind = {kind: _layer(config, family, kind) for kind in sorted(set(kinds))}
-    layers = (layer_by_kind[kind] for kind in kinds)
-    return tuple(
-        layer if is_rotated else replace(layer, rope=None) for layer, is_rotated in zip(layers, rotated, strict=True)
-    )
+    wanted = list(zip(kinds, rotated, strict=True))
+    layer_by_kind = {each: _layer(config, family, *each) for each in sorted(set(wanted))}
+    return tuple(layer_by_kind[each] for each in wanted)
 
 
-def _layer(config: Config, family: Family, kind: str) -> Layer:
+def _layer(config: Config, family: Family, kind: str, is_rotated: bool) -> Layer:
     num_heads = count(config, "num_attention_heads")
     num_kv_heads = count(config, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -102,23 +98,24 @@ def _layer(config: Config, family: Family, kind: str) -> Layer:
         raise UnsupportedModelError(f"{refused} is not supported for {config['model_type']}")
     has_qkv_bias = flag(config, "attention_bias")
     scale = positive(config, "query_pre_attn_scalar", float(head_dim)) ** -0.5
-    return Layer(
+    mixer = Attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=count(config, "intermediate_size"),
-        rope=make_rope(config, head_dim, rope),
-        attention_scale=positive(config, "attention_multiplier", scale),
+        rope=make_rope(config, head_dim, rope) if is_rotated else None,
+        scale=positive(config, "attention_multiplier", scale),
         window=count(config, "sliding_window") if kind == _SLIDING else None,
         softcap=optional_positive(config, "attn_logit_softcapping"),
-        activation=choice(config, family.activation_name, _ACTIVATIONS),
         has_qkv_bias=has_qkv_bias,
         has_output_bias=flag(config, "attention_output_bias") if "attention_output_bias" in config else has_qkv_bias,
-        has_mlp_bias=flag(config, "mlp_bias"),
-        has_pre_norms=family.has_pre_norms,
-        has_post_norms=family.has_post_norms,
         qk_norm=family.qk_norm,
     )
+    feed_forward = Dense(
+        intermediate_size=count(config, "intermediate_size"),
+        activation=choice(config, family.activation_name, _ACTIVATIONS),
+        has_bias=flag(config, "mlp_bias"),
+    )
+    return Layer(mixer, feed_forward, family.norms)
 
 
 def _head_dim(config: Config) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag, positive, settings
 from infer.model.families.rope_scaling import rope_settings
+from infer.operands.architecture import Norms
 
 # Settings that some families' code reads, and others' does not though a config may have them.
 OPTIONAL = frozenset(
@@ -23,6 +24,7 @@ OFF_IF_NULL = frozenset({"head_dim", "num_key_value_heads", "sliding_window", "a
 }
 _ATTENTION_BIAS = frozenset({"attention_bias", "attention_output_bias"})
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_PRE_NORMS = Norms(before=True, after=False)
 
 
 def _all_full(config: Config, num_layers: int) -> Sequence[str]:
@@ -133,8 +135,7 @@ class Family:
     rotates_partly: bool = False  # reads partial_rotary_factor, which other engines read for every family
     activation_name: str = "hidden_act"
     scales_embedding: bool = False  # by the root of hidden_size
-    has_pre_norms: bool = True
-    has_post_norms: bool = False
+    norms: Norms = _PRE_NORMS
     qk_norm: Literal["head", "all"] | None = None
 
 
@@ -157,7 +158,7 @@ _GEMMA3 = Family(
     rope_settings=_gemma3_rope,
     activation_name="hidden_activation",
     scales_embedding=True,
-    has_post_norms=True,
+    norms=Norms(after=True),
     qk_norm="head",
 )
 
@@ -183,7 +184,7 @@ FAMILIES: dict[str, Family] = {
         layer_kinds=_all_windowed_but_every(2),
         activation_name="hidden_activation",
         scales_embedding=True,
-        has_post_norms=True,
+        norms=Norms(after=True),
     ),
     "gemma3_text": _GEMMA3,
     "gemma3": _GEMMA3,
@@ -203,8 +204,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(
         _defaults(2048, eps=1e-5),
         reads=_ATTENTION_BIAS,
-        has_pre_norms=False,
-        has_post_norms=True,
+        norms=Norms(before=False, after=True),
         qk_norm="all",
     ),
     "granite": Family(

@@ -1,0 +1,57 @@
+"""The parts of layers, loaded: a module for each kind of mixer and feed-forward.
+
+A part has one method for the forward, `add`: it returns the residual stream with the part's result added. `load_layer`
+is the only place that knows which class loads which part.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, final, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.kvcache.paged import PagedCache
+from infer.model.layers.attention import LoadedAttention
+from infer.model.layers.dense import LoadedDense
+from infer.model.weight_loader import WeightLoader
+from infer.operands.architecture import Attention, Dense, Layer
+from infer.operands.step import Step
+from infer.operands.weights import Projection
+
+__all__ = ["LoadedAttention", "LoadedDense", "LoadedLayer", "LoadedPart", "load_layer"]
+
+
+@runtime_checkable
+class LoadedPart(Protocol):
+    """A mixer or a feed-forward with its weights."""
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The matrices that every token is multiplied with."""
+
+    def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
+        """Return the residual stream x with the part's result added. x must not be used afterwards."""
+
+
+@final
+@dataclass(frozen=True)
+class LoadedLayer:
+    """The loaded twin of `Layer`."""
+
+    mixer: LoadedAttention | None
+    feed_forward: LoadedDense | None
+
+    @property
+    def parts(self) -> tuple[LoadedPart, ...]:
+        """The parts that there are, in the order in which they run."""
+        return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
+
+
+def load_layer(layer: Layer, loader: WeightLoader, cache_index: int) -> LoadedLayer:
+    """Return the layer that `loader` is for. If it has keys and values, they are in the cache's layer `cache_index`."""
+    mixer, feed_forward = None, None
+    if isinstance(layer.mixer, Attention):
+        mixer = LoadedAttention.load(layer.mixer, layer.norms, loader, cache_index)
+    if isinstance(layer.feed_forward, Dense):
+        feed_forward = LoadedDense.load(layer.feed_forward, layer.norms, loader)
+    return LoadedLayer(mixer, feed_forward)

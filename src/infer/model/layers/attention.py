@@ -1,0 +1,81 @@
+"""Attention with its weights: norm → q, k, v; rotate, append to the cache, attend; output → residual stream."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Self, final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from infer import ops
+from infer.kvcache.paged import PagedCache
+from infer.model.sharding import head_starts, kv_heads_of
+from infer.model.weight_loader import WeightLoader
+from infer.operands.architecture import Attention, Norms
+from infer.operands.group import Shares
+from infer.operands.step import Step
+from infer.operands.weights import Heads, Norm, Projection
+
+
+@final
+@dataclass(frozen=True)
+class LoadedAttention:
+    own: Attention  # with the heads that this rank of a group has
+    cache_index: int  # the cache's layer for its keys and values
+    norm: Norm | None
+    qkv: Projection
+    heads: Heads
+    output: Projection
+    post_norm: Norm | None
+
+    @classmethod
+    def load(cls, attention: Attention, norms: Norms, loader: WeightLoader, cache_index: int) -> Self:
+        qkv, heads = _load_qkv(attention, loader)
+        return cls(
+            own=replace(attention, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads),
+            cache_index=cache_index,
+            norm=loader.norm("attention_norm") if norms.before else None,
+            qkv=qkv,
+            heads=heads,
+            output=loader.by_rows("self_attn.o_proj", label="output"),
+            post_norm=loader.norm("post_attention_norm") if norms.after else None,
+        )
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return self.qkv, self.output
+
+    def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
+        qkv = ops.norm_project(x, self.norm, self.qkv)
+        attended = cache.attend(self.cache_index, qkv, self.heads, step)
+        return ops.project_add(x, attended, self.output, self.post_norm)
+
+
+def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, Heads]:
+    """Return this rank's share of the query, key and value projection, and its heads."""
+    names, dim = [f"self_attn.{which}_proj" for which in "qkv"], attention.head_dim
+    heads = Heads(
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=dim,
+        scale=attention.scale,
+        rope=None if attention.rope is None else loader.rope_tables[attention.rope],
+        q_norm=loader.norm("self_attn.q_norm") if attention.qk_norm else None,
+        k_norm=loader.norm("self_attn.k_norm") if attention.qk_norm else None,
+        softcap=attention.softcap,
+    )
+    if loader.group is None:
+        return loader.projection(*names, label="qkv"), heads
+    starts = head_starts(attention, loader.group.size)
+    if starts is None:
+        return loader.by_rows(*names, label="qkv"), heads
+    shares = Shares(loader.group, tuple(dim * start for start in starts))
+    first, end = starts[loader.group.rank], starts[loader.group.rank + 1]
+    kv_first, kv_end = kv_heads_of(attention, (first, end))
+    heads = replace(heads, num_heads=end - first, num_kv_heads=kv_end - kv_first, shares=shares)
+    if len({after - before for before, after in pairwise(starts)}) > 1:  # to gather costs less than to wait
+        before_v = attention.num_heads + attention.num_kv_heads
+        qkv_starts = dim * first, dim * (attention.num_heads + kv_first), dim * (before_v + kv_first)
+        return loader.by_rows(*names, label="qkv"), replace(heads, qkv_starts=qkv_starts)
+    ranges = [(dim * first, dim * end), *[(dim * kv_first, dim * kv_end)] * 2]
+    return loader.projection(*names, label="qkv", ranges=ranges), heads

@@ -1,0 +1,116 @@
+"""Tensors of a checkpoint → operands: projections in the form that kernels read, norms, and a rank's share of them."""
+
+import errno
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer import ops
+from infer.errors import ModelError
+from infer.model.sharding import Range, part_ranges, row_starts, rows_of
+from infer.operands.architecture import Rope, Shapes
+from infer.operands.group import Group, Shares
+from infer.operands.weights import ConvertedWeight, FileWeight, Norm, Projection, RopeTable, StoredWeight
+from infer.quantization.ggml_blocks import dequantize, quantize, quantize_fitted
+from infer.quantization.ggml_types import BLOCK_TYPES
+
+Weights = Mapping[str, FileWeight]
+
+FloatsAs = Literal["auto", "bf16", "q8", "q4"]
+
+_TYPE_BY_DTYPE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True)
+class WeightLoader:
+    """Makes the operands of one model, or of one rank's share of it, from the tensors of its checkpoint."""
+
+    expected: Shapes
+    weights: Weights
+    backend: ops.Backend
+    dtype: torch.dtype | None
+    keep_floats_as: FloatsAs
+    precision: ops.Precision
+    group: Group | None
+    norm_eps: float
+    rope_tables: Mapping[Rope, RopeTable]
+    prefix: str = ""  # before the names of tensors
+    label: str = ""  # before the names of projections in profiles
+
+    def of_layer(self, index: int) -> "WeightLoader":
+        """Return a loader for which all names are those within a layer."""
+        return replace(self, prefix=f"model.layers.{index}.", label=f"L{index}.")
+
+    def by_rows(self, *names: str, label: str) -> Projection:
+        """Return this rank's rows of the matrices, stacked one below the other and divided by rows."""
+        if self.group is None:
+            return self.projection(*names, label=label)
+        counts = tuple(self._num_rows(name) for name in names)
+        shares = Shares(self.group, row_starts(sum(counts), self.group.size))
+        own = self.projection(*names, label=label, ranges=part_ranges(counts, shares.own))
+        return replace(own, shares=shares)
+
+    def norm(self, name: str, scale: float = 1.0) -> Norm:
+        weight = dense(self.weights[f"{self.prefix}{name}.weight"]).to(self.backend.device, torch.float32)
+        return Norm(weight * scale, self.norm_eps)
+
+    def projection(self, *names: str, label: str, ranges: Sequence[Range] | None = None) -> Projection:
+        """Return the prepared matrices, one below the other.
+
+        `label` names them in profiles. `ranges` gives the rows to take from each matrix; None: all rows.
+        """
+        if ranges is None:
+            ranges = [(0, self._num_rows(name)) for name in names]
+        full_names = [self.prefix + name for name in names]
+        some = [(name, rows) for name, rows in zip(full_names, ranges, strict=True) if rows[0] < rows[1]]
+        parts = tuple(self._weight(name + ".weight", rows) for name, rows in some)
+        biases = [self._bias(name + ".bias", rows) for name, rows in some if name + ".bias" in self.expected]
+        whole = Projection(parts, torch.cat(biases) if biases else None, label=self.label + label)
+        try:
+            with ops.using(self.backend):
+                return ops.prepare(whole, self.backend.device, self.precision)
+        except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+            if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+                raise
+            num_bytes = sum(part.num_bytes for part in parts)
+            raise ModelError(f"no memory is left for the {num_bytes} bytes of {', '.join(full_names)}") from error
+
+    def _num_rows(self, name: str) -> int:
+        return self.expected[f"{self.prefix}{name}.weight"][0]
+
+    def _bias(self, name: str, rows: Range) -> Tensor:
+        return dense(self.weights[name]).float()[slice(*rows)]
+
+    def _weight(self, name: str, rows: Range) -> FileWeight | ConvertedWeight:
+        weight = rows_of(self.weights[name], rows)
+        if self.dtype is not None:
+            return _as_dtype(weight, self.dtype)
+        if self.keep_floats_as == "auto" or not BLOCK_TYPES[weight.type].is_float:
+            return weight
+        if self.keep_floats_as == "bf16" or weight.in_features % 32:
+            return _as_dtype(weight, torch.bfloat16)
+        # The embedding is the head as well, and a head of 4 bits costs more than it saves.
+        is_table = name in ("model.embed_tokens.weight", "lm_head.weight")
+        kind = "Q4_1" if self.keep_floats_as == "q4" and not is_table else "Q8_0"
+        return ConvertedWeight(kind, weight, _to_q4 if kind == "Q4_1" else _to_q8)
+
+
+def _to_q4(rows: StoredWeight) -> Tensor:
+    return quantize_fitted(rows.data)
+
+
+def _to_q8(rows: StoredWeight) -> Tensor:
+    return quantize(rows.data, "Q8_0")
+
+
+def _as_dtype(weight: FileWeight, dtype: torch.dtype) -> ConvertedWeight:
+    return ConvertedWeight(_TYPE_BY_DTYPE[dtype], weight, lambda rows: dense(rows).to(dtype))
+
+
+def dense(weight: FileWeight) -> Float[Tensor, "..."]:
+    """Return the values of a tensor, in its file's float type or in float32."""
+    return weight.data if BLOCK_TYPES[weight.type].is_float else dequantize(weight.data, weight.type)

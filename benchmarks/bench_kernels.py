@@ -39,8 +39,8 @@ def product(type_: str, precision: Any, size: str) -> Measure:
     """Return a function that measures the GMAC/s of one recorded projection."""
     from infer import ops
     from infer.backends.cpu.recording import record
-    from infer.backends.cpu.table import Walk
-    from infer.backends.cpu.threads import team
+    from infer.backends.cpu.threads.dispatch_table import DispatchTable
+    from infer.backends.cpu.threads.pool import thread_pool
     from infer.operands.weights import Projection
     from random_weights import make_weight
 
@@ -49,15 +49,15 @@ def product(type_: str, precision: Any, size: str) -> Measure:
     with record(tokens, 1) as run:
         ops.norm_project(torch.randn(tokens, COLUMNS), None, packed)
     run.state["num_tokens"] = tokens
-    walk, times = Walk(run.commands), np.zeros(len(run.commands), np.int64)
-    walk.arguments["times"], walk.arguments["repeats"] = times.ctypes.data, repeats
+    table, times = DispatchTable(run.commands), np.zeros(len(run.commands), np.int64)
+    table.arguments["times"], table.arguments["repeats"] = times.ctypes.data, repeats
     products = rows * COLUMNS * tokens * repeats
 
     def measure(_packed: Any = packed) -> float:
         """The matmul's share of the cycles is its share of the time."""
         times[:] = 0
         began = time.perf_counter()
-        team().run(walk, run.state, 1)
+        thread_pool().run(table, run.state, 1)
         seconds = time.perf_counter() - began
         return float(products / (seconds * times[-1] / times.sum()) / 1e9)
 

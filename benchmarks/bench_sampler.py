@@ -33,10 +33,10 @@ from transformers.generation.logits_process import (
 from harness import compare, make_parser, print_head, write_report
 from infer import LLM, SamplingParams
 from infer.backends.cpu.recording import EagerRun
-from infer.backends.cpu.sample_rows import SampleArguments
-from infer.backends.cpu.sampling import commands
-from infer.backends.cpu.table import Walk
-from infer.backends.cpu.threads import team
+from infer.backends.cpu.sampling.launch import commands
+from infer.backends.cpu.sampling.rows import SampleArguments
+from infer.backends.cpu.threads.dispatch_table import DispatchTable
+from infer.backends.cpu.threads.pool import thread_pool
 from infer.errors import InvalidRequestError
 from infer.llm import set_num_threads
 from infer.sampling import sampler
@@ -171,7 +171,7 @@ def make_transformers(case: Case) -> Choose:
 
 
 class Recorded:
-    """The sampler's commands as a recorded step walks them. They edit the logits: each walk begins with a copy."""
+    """The sampler's commands as a recorded step runs them. They edit the logits: each run begins with a copy."""
 
     def __init__(self, case: Case) -> None:
         self._logits, self._case = case.logits.clone(), case
@@ -180,12 +180,12 @@ class Recorded:
         self._run = EagerRun(len(case.columns), len(case.columns))
         self._run.state["num_tokens"] = self._run.state["num_logits"] = len(case.columns)
         self._run.commands += commands(self._arguments)
-        self._walk = Walk(self._run.commands)
+        self._table = DispatchTable(self._run.commands)
 
     def seconds(self) -> float:
         self._logits.copy_(self._case.logits)
         started = time.perf_counter()
-        team().run(self._walk, self._run.state)
+        thread_pool().run(self._table, self._run.state)
         return time.perf_counter() - started
 
     def token_ids(self) -> list[int]:

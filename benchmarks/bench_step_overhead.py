@@ -4,7 +4,7 @@
     python benchmarks/bench_step_overhead.py --rounds 500
 
 Milliseconds, medians over rounds, as JSON. `step` is the wall time of `Engine.step` for one sampled token per
-sequence, less the time of the compiled walk: planning, columns, the call, accepting, text, the cache. `multi_step` is
+sequence, less the time of the compiled run: planning, columns, the call, accepting, text, the cache. `multi_step` is
 the same per step when several steps run without a return to Python, as many as the engine chooses. `join` and `leave`
 are what a step takes more if a sequence joins in it (with a prompt of one token) or leaves.
 """
@@ -18,7 +18,7 @@ import torch
 
 from harness import make_parser, write_report
 from infer import SamplingParams, load_model, load_tokenizer
-from infer.backends.cpu.threads import team
+from infer.backends.cpu.threads.pool import thread_pool
 from infer.engine.engine import Engine
 from infer.engine.request import limits_of, make_request
 from infer.engine.sequence import Sequence
@@ -52,9 +52,9 @@ class Load:
 
     def overhead(self) -> float:
         """Milliseconds of a step outside of compiled code."""
-        walked, started = team().walk_seconds, time.perf_counter()
+        computed, started = thread_pool().run_seconds, time.perf_counter()
         self.engine.step()
-        return 1e3 * (time.perf_counter() - started - (team().walk_seconds - walked))
+        return 1e3 * (time.perf_counter() - started - (thread_pool().run_seconds - computed))
 
 
 def measure(name: str, count: int, rounds: int) -> dict[str, float]:

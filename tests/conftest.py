@@ -40,7 +40,7 @@ def _one_thread_per_worker() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and "torch" in sys.modules:
         import torch
 
-        from infer.backends.cpu.threads import set_num_threads
+        from infer.backends.cpu.threads.pool import set_num_threads
 
         torch.set_num_threads(1)
         set_num_threads(1)

@@ -13,12 +13,15 @@ import torch
 from llvmlite import ir
 
 from infer import ops
-from infer.backends.cpu import host_features, operations, packed, packed_weight, panels
+from infer.backends.cpu import operations
+from infer.backends.cpu.compile import host_features
 from infer.backends.cpu.isa import BY_NAME, Shape, instruction_set, target_features
 from infer.backends.cpu.layouts import LANES, LAYOUTS, PLANE_BYTES, SCALE_AT, Layout
-from infer.backends.cpu.packed_weight import PackedWeight
+from infer.backends.cpu.matmul import panels
+from infer.backends.cpu.matmul.vector_tiles import Operands
 from infer.backends.cpu.simd import I64
-from infer.backends.cpu.tiles import Operands
+from infer.backends.cpu.weights import packed_weight, prepare_weights
+from infer.backends.cpu.weights.packed_weight import PackedWeight
 from infer.operands.weights import Projection
 from test_packing import make_weight
 
@@ -162,7 +165,7 @@ def test_weights_lie_as_an_instruction_for_eight_inputs_takes_them(type_: str, m
     memories, rows = [], []
     for inputs in (4, 8):
         isa = replace(instruction_set(), inputs=inputs)
-        for module in (packed, operations, packed_weight):
+        for module in (prepare_weights, operations, packed_weight):
             monkeypatch.setattr(module, "instruction_set", lambda isa=isa: isa)
         part = ops.prepare(Projection((weight,)), torch.device("cpu")).parts[0]
         assert isinstance(part, PackedWeight)

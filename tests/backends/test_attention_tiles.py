@@ -7,11 +7,12 @@ import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
-from infer.backends.cpu import registers, simd
-from infer.backends.cpu.ahead import Ahead
-from infer.backends.cpu.attention_tiles import emit_scores, emit_values
-from infer.backends.cpu.cached_forms import KEYS, VALUES
-from infer.backends.cpu.registers import tile_shapes, vector_registers
+from infer.backends.cpu import simd
+from infer.backends.cpu.attention import registers
+from infer.backends.cpu.attention.cached_forms import KEYS, VALUES
+from infer.backends.cpu.attention.registers import tile_shapes, vector_registers
+from infer.backends.cpu.attention.tiles import emit_scores, emit_values
+from infer.backends.cpu.prefetch import Prefetch
 from infer.backends.cpu.simd import I64, constant, multiply
 
 FEATURES = {
@@ -29,7 +30,7 @@ def loop_with_most_products(kind: str, cpu: str, width: int, vectors: int) -> li
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 6), "tile")
     b = ir.IRBuilder(function.append_basic_block())
     operands, stored, dim, out, columns, count = function.args
-    share = Ahead.begin(b, stored).share(b, 64, width, columns)
+    share = Prefetch.begin(b, stored).share(b, 64, width, columns)
     rows = [b.add(operands, multiply(b, dim, 4 * column)) for column in range(width)]
     places = [b.add(out, constant(I64, 1024 * column)) for column in range(width)]
     if kind == "scores":

@@ -25,7 +25,7 @@ from infer.backends.cpu.capture.forward import CapturedForward
 from infer.backends.cpu.isa import BY_NAME, instruction_set, usable_instruction_sets
 from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.records import SAMPLE_COLUMNS, SAMPLE_HISTORY, SAMPLE_LISTS
-from infer.backends.cpu.threads import set_num_threads
+from infer.backends.cpu.threads.pool import set_num_threads
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Activation
 from infer.operands.step import Chunk, Interrupt, Step
@@ -449,7 +449,7 @@ def test_rows_that_join_and_leave_change_nothing_of_a_recording_but_words(tiny: 
     alone, in whatever slot and company."""
     captured = CapturedForward(tiny.forward, capacity=64)
     columns, history = SamplingColumns(4, 300), History(4, 200, 300)
-    walks = set()
+    tables = set()
     for slots in ([2], [0, 2], [3, 0, 1], [1], [2, 1, 0, 3]):
         for slot in slots:
             params = PARAMS[(slot + len(slots)) % len(PARAMS)]
@@ -467,8 +467,8 @@ def test_rows_that_join_and_leave_change_nothing_of_a_recording_but_words(tiny: 
         ]
         assert captured._multi_step is not None
         assert captured._verifier is not None
-        walks |= {captured._multi_step._walk.serial, captured._verifier._walk.serial}
-    assert len(walks) == 2
+        tables |= {captured._multi_step._table.serial, captured._verifier._table.serial}
+    assert len(tables) == 2
 
 
 def test_rows_with_a_penalty_and_no_history_are_refused(tiny: Tiny) -> None:

@@ -10,10 +10,11 @@ from typing import ClassVar
 
 import pytest
 
-from infer.backends.cpu import compiled, compiler, images, kernel_cache, records
-from infer.backends.cpu.compilation import Answer
+from infer.backends.cpu import records
+from infer.backends.cpu.compile import addresses, compiler, kernel_cache, linked_code
+from infer.backends.cpu.compile.kernel import Kernel
+from infer.backends.cpu.compile.parallel import Answer
 from infer.backends.cpu.isa import instruction_set
-from infer.backends.cpu.kernel import Kernel
 from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.checkpoint import open_checkpoint
 from infer.kvcache.cache_settings import CacheSettings
@@ -25,8 +26,8 @@ from tiny import TINY, make_tiny
 
 MAKE_ALL = """
 import json, sys
-import infer.backends.cpu.compile_child
-from infer.backends.cpu.kernel import Kernel
+import infer.backends.cpu.compile.child
+from infer.backends.cpu.compile.kernel import Kernel
 for maker, variant in json.loads(sys.argv[1]):
     Kernel(maker, tuple(variant)).make()
 print(sorted({"torch", "jaxtyping"} & set(sys.modules)))
@@ -72,9 +73,9 @@ class NoCompilation:
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     """Return the kernels that would have been compiled. Every kernel is available immediately."""
     monkeypatch.setattr(NoCompilation, "begun", [])
-    monkeypatch.setattr(compiled, "Compilation", NoCompilation)
-    monkeypatch.setattr(compiled, "compiled_address", lambda *named: 1)
-    monkeypatch.setattr(compiled, "_address_by_kernel", {})
+    monkeypatch.setattr(addresses, "Compilation", NoCompilation)
+    monkeypatch.setattr(addresses, "compiled_address", lambda *named: 1)
+    monkeypatch.setattr(addresses, "_address_by_kernel", {})
     monkeypatch.setattr(kernel_cache, "is_kept", lambda name: False)
     monkeypatch.setattr(kernel_cache, "is_empty", lambda: True)
     return NoCompilation.begun
@@ -90,23 +91,23 @@ def test_kernels_begun_ahead_are_those_of_the_load_and_not_begun_twice(
     begun: list[set[str]], folder: Path, needed: list[Kernel]
 ) -> None:
     with compiling_ahead(str(folder), "cpu", LoadSettings(), CacheSettings()):
-        assert begun == [{kernel.file_name for kernel in compiled.missing(needed)}]
-        with compiled.compiling(needed):
+        assert begun == [{kernel.file_name for kernel in addresses.missing(needed)}]
+        with addresses.compiling(needed):
             pass
     assert len(begun) == 1
-    with compiled.compiling(needed):
+    with addresses.compiling(needed):
         assert begun[1:] == begun[:1]  # what nobody took is given up
 
 
 def test_what_the_load_needs_beyond_them_is_begun_by_it(
     begun: list[set[str]], folder: Path, needed: list[Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "_WORTH_SECONDS", 0.1)
+    monkeypatch.setattr(addresses, "_WORTH_SECONDS", 0.1)
     with (
         compiling_ahead(str(folder), "cpu", LoadSettings(), CacheSettings()),
-        compiled.compiling([*needed, Kernel(".matmul:make_gate", ("relu",), "EPILOGUE")]),
+        addresses.compiling([*needed, Kernel(".matmul.matmul:make_gate", ("relu",), "EPILOGUE")]),
     ):
-        assert begun[1:] == [{"matmul.gate_relu"}]
+        assert begun[1:] == [{"matmul.matmul.gate_relu"}]
 
 
 @pytest.mark.parametrize("unlike", ["kept", "cuda", "refused"])
@@ -124,19 +125,19 @@ def test_a_cache_is_empty_until_it_holds_a_kernel(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path)
     kernel_cache.write("target-features", b"avx2")
     assert kernel_cache.is_empty()
-    kernel_cache.write("matmul.add", b"code")
+    kernel_cache.write("matmul.matmul.add", b"code")
     assert not kernel_cache.is_empty()
 
 
 def image() -> bytes:
     code = compiler.compile_command(NORMALIZE.label, NORMALIZE.make, records.NORMALIZE)
     assert code.object_code is not None
-    made = images.try_make(code.object_code, code.symbol)
+    made = linked_code.try_make(code.object_code, code.symbol)
     assert made is not None
     return made
 
 
-@pytest.mark.skipif(not images.are_used_here(), reason="hardware: Linux on x86-64 only")
+@pytest.mark.skipif(not linked_code.are_used_here(), reason="hardware: Linux on x86-64 only")
 def test_shortcuts_change_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     short = image()
     with monkeypatch.context() as patched:

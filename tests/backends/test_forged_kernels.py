@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from infer.backends.cpu import images
+from infer.backends.cpu.compile import linked_code
 from watched import python_command
 
 is_image_machine = sys.platform == "linux" and os.uname().machine == "x86_64"
@@ -19,9 +19,10 @@ pytestmark = pytest.mark.skipif(not is_image_machine, reason="hardware: Linux on
 
 LOAD = """
 import sys
-from infer.backends.cpu import compiled, isa
-from infer.backends.cpu.kernel import Kernel
-print(compiled._try_load(Kernel(".walking:publish")))
+from infer.backends.cpu import isa
+from infer.backends.cpu.compile import addresses
+from infer.backends.cpu.compile.kernel import Kernel
+print(addresses._try_load(Kernel(".threads.worker_loop:publish")))
 try:
     isa.target_features()
     print("known")
@@ -31,17 +32,17 @@ except Exception as error:
 
 
 def image(code: bytes = bytes(16), entry: Any = 0, places: Any = None, *more: Any) -> bytes:
-    return images.MAGIC + json.dumps([entry, {} if places is None else places, *more]).encode() + b"\n" + code
+    return linked_code.MAGIC + json.dumps([entry, {} if places is None else places, *more]).encode() + b"\n" + code
 
 
 FORGERIES = {
     "empty": b"",
     "random": os.urandom(300),
-    "magic alone": images.MAGIC,
-    "no JSON": images.MAGIC + b"{\n" + bytes(16),
-    "an empty list": images.MAGIC + b"[]\n" + bytes(16),
-    "a number": images.MAGIC + b"1\n" + bytes(16),
-    "deep": images.MAGIC + b"[" * 100_000 + b"\n",
+    "magic alone": linked_code.MAGIC,
+    "no JSON": linked_code.MAGIC + b"{\n" + bytes(16),
+    "an empty list": linked_code.MAGIC + b"[]\n" + bytes(16),
+    "a number": linked_code.MAGIC + b"1\n" + bytes(16),
+    "deep": linked_code.MAGIC + b"[" * 100_000 + b"\n",
     "no code": image(b""),
     "a text for a number": image(entry="0"),
     "true for a number": image(entry=True),
@@ -65,15 +66,15 @@ FORGERIES = {
 @pytest.mark.parametrize("name", FORGERIES)
 def test_no_forged_image_is_loaded(name: str) -> None:
     content = FORGERIES[name]
-    if content.startswith(images.MAGIC):
-        assert images.try_load(content) is None
+    if content.startswith(linked_code.MAGIC):
+        assert linked_code.try_load(content) is None
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("cache")
     base.chmod(0o700)
-    code = "from infer.backends.cpu import kernel_cache; print(kernel_cache.cache_folder())"
+    code = "from infer.backends.cpu.compile import kernel_cache; print(kernel_cache.cache_folder())"
     return Path(run(code, base).strip())
 
 
@@ -92,14 +93,14 @@ def put(path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["empty", "random", "no code", "a place far off", "an object file that is none"])
 def test_a_process_goes_on_beside_forged_files(folder: Path, name: str) -> None:
-    for file in ("walking.publish", "target-features"):
+    for file in ("threads.worker_loop.publish", "target-features"):
         put(folder / file, FORGERIES[name])
     assert run(LOAD, folder.parents[1]) == "None\nknown\n"
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
 def test_a_process_goes_on_beside_what_is_no_file(folder: Path, make: Callable[[Path], None]) -> None:
-    path = folder / "walking.publish"
+    path = folder / "threads.worker_loop.publish"
     path.unlink(missing_ok=True)
     make(path)
     assert run(LOAD, folder.parents[1]) == "None\nknown\n"
@@ -108,7 +109,7 @@ def test_a_process_goes_on_beside_what_is_no_file(folder: Path, make: Callable[[
 
 def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(folder: Path) -> None:
     """An image of one byte, a trap, which an older version ran."""
-    put(folder / "walking.publish", image(b"\xcc" * 16))
+    put(folder / "threads.worker_loop.publish", image(b"\xcc" * 16))
     folder.chmod(0o777)
     try:
         assert run(LOAD, folder.parents[1]) == "None\nknown\n"

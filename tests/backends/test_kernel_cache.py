@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer.backends.cpu import compiled, images, kernel_cache, records, simd
-from infer.backends.cpu.compiler import _Library, compile_command, link
-from infer.backends.cpu.kernel import Kernel
-from infer.backends.cpu.walking import publish
+from infer.backends.cpu import records, simd
+from infer.backends.cpu.compile import addresses, kernel_cache, linked_code
+from infer.backends.cpu.compile.compiler import _Library, compile_command, link
+from infer.backends.cpu.compile.kernel import Kernel
+from infer.backends.cpu.threads.worker_loop import publish
 from infer.errors import InferError
 from infer.system.status_line import StatusLine
 from watched import python_command
@@ -55,7 +56,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 COMPILE = """
 import sys
 import numpy as np
-from infer.backends.cpu.compiled import compiled_address
+from infer.backends.cpu.compile.addresses import compiled_address
 for step in (1, 2, 3):
     compiled_address("test_kernel_cache:make_sum", np.dtype([("values", "i8"), ("count", "i8"), ("total", "i8")]), step)
 """
@@ -114,9 +115,9 @@ def test_damaged_and_emptied_caches_are_filled_again(tmp_path: Path) -> None:
 
 @needs_images
 def test_an_image_computes_what_its_object_file_does(made: tuple[str, bytes]) -> None:
-    image = images.try_make(made[1], made[0])
+    image = linked_code.try_make(made[1], made[0])
     assert image is not None
-    address = images.try_load(image)
+    address = linked_code.try_load(image)
     assert address is not None
     assert run_sum(address) == 45
 
@@ -127,7 +128,7 @@ def test_an_object_file_in_the_cache_is_loaded(
     monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path)
     kernel = Kernel("test_kernel_cache:make_sum", (1,))
     kernel_cache.write(kernel.file_name, made[0].encode() + b"\n" + made[1])
-    address = compiled._try_load(kernel)
+    address = addresses._try_load(kernel)
     assert address is not None
     assert run_sum(address) == 45
 
@@ -139,26 +140,26 @@ def test_llvm_links_an_object_file(made: tuple[str, bytes]) -> None:
 @needs_images
 def test_no_image_is_made_of_what_is_not_understood(made: tuple[str, bytes]) -> None:
     symbol, code = made
-    assert images.try_make(code, "another") is None
+    assert linked_code.try_make(code, "another") is None
     for machine in (40, 183):  # ARM, and 64 bits of it
-        assert images.try_make(code[:18] + machine.to_bytes(2, "little") + code[20:], symbol) is None
+        assert linked_code.try_make(code[:18] + machine.to_bytes(2, "little") + code[20:], symbol) is None
     for size in range(0, len(code), 7):
-        images.try_make(code[:size], symbol)  # an image or None, and no other end
+        linked_code.try_make(code[:size], symbol)  # an image or None, and no other end
 
 
 @needs_images
 def test_an_image_with_an_unknown_symbol_is_not_loaded() -> None:
     told = compile_command("publish", lambda: publish, records.FLAG)
     assert told.object_code is not None
-    image = images.try_make(told.object_code, told.symbol)
+    image = linked_code.try_make(told.object_code, told.symbol)
     assert image is not None
     assert b'"syscall"' in image
-    assert images.try_load(image) is not None
-    assert images.try_load(image.replace(b'"syscall"', b'"sysclown"')) is None
+    assert linked_code.try_load(image) is not None
+    assert linked_code.try_load(image.replace(b'"syscall"', b'"sysclown"')) is None
 
 
 def test_the_names_of_kernels_tell_maker_variant_and_foreign_source(tmp_path: Path) -> None:
-    assert Kernel(".matmul:make_matmul", ("Q4_0", 2, "avx2")).file_name == "matmul.matmul_Q4_0_2_avx2"
+    assert Kernel(".matmul.matmul:make_matmul", ("Q4_0", 2, "avx2")).file_name == "matmul.matmul.matmul_Q4_0_2_avx2"
     module = tmp_path / "kernel_module_of_tests.py"
     sys.path.insert(0, str(tmp_path))
     try:
@@ -229,21 +230,21 @@ def test_a_full_disk_is_said_in_one_line(
 def test_a_fork_waits_until_no_thread_compiles() -> None:
     done = run("""
 import os, threading, time
-from infer.backends.cpu import compiled
-from infer.backends.cpu.threads import team
+from infer.backends.cpu.compile import addresses
+from infer.backends.cpu.threads.pool import thread_pool
 held = threading.Event()
 def compile_slowly():
-    with compiled._lock:
+    with addresses._lock:
         held.set()
         time.sleep(0.2)
 threading.Thread(target=compile_slowly).start()
 held.wait()
 child = os.fork()
 if child == 0:
-    team()
+    thread_pool()
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-with compiled._lock:
+with addresses._lock:
     print("free")
 """)
     assert (done.returncode, done.stdout, done.stderr) == (0, "free\n", "")
@@ -316,9 +317,9 @@ def test_no_function_is_linked_after_code_was_made_of_it(monkeypatch: pytest.Mon
 
 def test_where_no_memory_may_be_executable_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hardened:
-        mmap = staticmethod(images._libc().mmap)
+        mmap = staticmethod(linked_code._libc().mmap)
         mprotect = staticmethod(lambda address, size, protection: -1)
 
-    monkeypatch.setattr(images, "_libc", Hardened)
+    monkeypatch.setattr(linked_code, "_libc", Hardened)
     with pytest.raises(InferError, match="mprotect fails"):
         compile_command("sum_1", lambda: make_sum(1), SUM)

@@ -12,7 +12,7 @@ from torch import Tensor
 from infer import ops
 from infer.backends import reference
 from infer.backends.cpu import operations as cpu
-from infer.backends.cpu.threads import set_num_threads
+from infer.backends.cpu.threads.pool import set_num_threads
 from infer.errors import InvalidRequestError
 from infer.kvcache.paged import PagedCache
 from infer.operands.architecture import Attention

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from infer.backends.cpu import compiler
+from infer.backends.cpu.compile import compiler
 from infer.backends.cpu.simd import load_i64, store_i64
 
 COPY = np.dtype([("to", np.int64), ("source", np.int64), ("stride", np.int64), ("count", np.int64)])

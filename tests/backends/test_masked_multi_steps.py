@@ -13,9 +13,9 @@ from numba import njit
 
 from infer import ops
 from infer.backends.cpu.capture.sampled import StepCallback
-from infer.backends.cpu.control import call_python
 from infer.backends.cpu.records import SAMPLE
 from infer.backends.cpu.state import fields_of
+from infer.backends.cpu.threads.atomics import call_python
 from infer.errors import ConstraintError, EngineFailedError
 from infer.grammar.base import Constraint
 from infer.sampling_params import SamplingParams
@@ -156,7 +156,7 @@ def test_an_interrupt_that_came_while_compiled_code_ran_is_raised_behind_it(monk
     assert dropped == []
 
 
-def test_a_callback_that_says_no_stops_the_walk() -> None:
+def test_a_callback_that_says_no_stops_the_multi_step() -> None:
     arguments = np.ones(1, SAMPLE)
     callback = StepCallback(lambda number: False, fields_of(arguments))
     call_interrupted(ctypes.cast(ctypes.CDLL(None)["abs"], ctypes.c_void_p).value, 0, callback.address)

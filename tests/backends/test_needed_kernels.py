@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from infer.backends.cpu import compiled, kernel_cache, threads
 from infer.backends.cpu.backend import CpuBackend
-from infer.backends.cpu.compilation import Compilation
+from infer.backends.cpu.compile import addresses, kernel_cache
+from infer.backends.cpu.compile.kernel import Kernel
+from infer.backends.cpu.compile.parallel import Compilation
 from infer.backends.cpu.isa import BY_NAME
-from infer.backends.cpu.kernel import Kernel
 from infer.backends.cpu.needed_kernels import needed_kernels
-from infer.backends.cpu.threads import CurrentTeam, Team
+from infer.backends.cpu.threads import pool
+from infer.backends.cpu.threads.pool import CurrentPool, ThreadPool
 from infer.checkpoint import open_checkpoint
 from infer.cli.compile_command import run_compile
 from infer.errors import InferError
@@ -38,8 +39,8 @@ from infer.tokenizer import Tokenizer
 from tiny import TINY, Tiny, make_tiny
 from watched import python_command
 
-ADD = Kernel(".matmul:make_store", ("add",), "EPILOGUE")
-RELU = Kernel(".matmul:make_gate", ("relu",), "EPILOGUE", "activation relu")
+ADD = Kernel(".matmul.matmul:make_store", ("add",), "EPILOGUE")
+RELU = Kernel(".matmul.matmul:make_gate", ("relu",), "EPILOGUE", "activation relu")
 SETTINGS: dict[str, dict[str, str]] = {
     "as stored": {},
     "q8, fast": {"weights": "q8", "precision": "fast"},
@@ -51,7 +52,7 @@ CASES = [pytest.param(tiny, each, id=f"{tiny.name}, {each}") for tiny, each in z
 
 @pytest.fixture
 def dry(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Kernel], set[Kernel]]:
-    """Nothing is compiled and nothing walked: what a load announced, and what was asked for."""
+    """Nothing is compiled and no table runs: what a load announced, and what was asked for."""
     announced, asked = list[Kernel](), set[Kernel]()
 
     @contextmanager
@@ -64,13 +65,13 @@ def dry(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Kernel], set[Kernel]]:
         return 0
 
     import_module("infer.backends.cpu.capture.forward")  # loads the modules that know it
-    real = compiled.compiled_address
+    real = addresses.compiled_address
     for module in list(sys.modules.values()):
         if vars(module).get("compiled_address") is real:
             monkeypatch.setattr(module, "compiled_address", compiled_address)
-    monkeypatch.setattr(compiled, "compiling", compiling)
-    monkeypatch.setattr(threads, "_current", CurrentTeam())
-    monkeypatch.setattr(Team, "run", lambda self, walk, state, num_threads=None: None)
+    monkeypatch.setattr(addresses, "compiling", compiling)
+    monkeypatch.setattr(pool, "_current", CurrentPool())
+    monkeypatch.setattr(ThreadPool, "run", lambda self, table, state, num_threads=None: None)
     return announced, asked
 
 
@@ -94,7 +95,7 @@ def test_a_load_announces_exactly_the_kernels_of_its_steps(
     captured.run_multi_step([Chunk(0, [1])], [0], 1, columns)
     captured.run_verified([Chunk(0, [1])], [0], columns)
     listed = set(announced)
-    assert listed == asked | {Kernel(".walking:publish")}  # of grammars alone
+    assert listed == asked | {Kernel(".threads.worker_loop:publish")}  # of grammars alone
 
 
 def finished(kernels: list[Kernel]) -> dict[str, Any]:
@@ -110,12 +111,12 @@ def test_processes_compile_what_a_thread_does(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path)
     for label, answer in finished([ADD, RELU]).items():
         assert answer is not None, label
-        assert compiled._load(answer.symbol.encode() + b"\n" + answer.object_code)
+        assert addresses._load(answer.symbol.encode() + b"\n" + answer.object_code)
     assert list(tmp_path.iterdir()) == []  # who asked keeps them
 
 
 def test_what_cannot_be_compiled_apart_is_left_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert finished([replace(ADD, maker=".matmul:make_nothing"), RELU])["nothing_add"] is None
+    assert finished([replace(ADD, maker=".matmul.matmul:make_nothing"), RELU])["nothing_add"] is None
     monkeypatch.setattr(sys, "executable", "/no/python")
     assert finished([RELU]) == {"gate_relu": None}
 
@@ -147,8 +148,8 @@ def test_the_first_line_says_how_many_for_what_and_how_long(
 def test_a_fork_does_not_wait_for_its_parents_compilation() -> None:
     code = """
 import os
-from infer.backends.cpu import compiled
-from infer.backends.cpu.compilation import Compilation
+from infer.backends.cpu.compile import addresses
+from infer.backends.cpu.compile.parallel import Compilation
 from test_needed_kernels import ADD
 compilation = Compilation([ADD])
 child = os.fork()

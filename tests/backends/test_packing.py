@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer import ops
-from infer.backends.cpu import packed as packing_by_rows
 from infer.backends.cpu.layouts import LAYOUTS
-from infer.backends.cpu.packed_weight import PackedWeight, Pieces
-from infer.backends.cpu.table import Command
-from infer.backends.cpu.threads import set_num_threads
+from infer.backends.cpu.threads.dispatch_table import Command
+from infer.backends.cpu.threads.pool import set_num_threads
+from infer.backends.cpu.weights import prepare_weights as packing_by_rows
+from infer.backends.cpu.weights.packed_weight import PackedWeight, Pieces
 from infer.backends.cpu.workspace import matrix_bytes
 from infer.backends.reference import dense
 from infer.model.load import make_rope_table
@@ -152,7 +152,7 @@ def test_packed_weights_take_the_bytes_of_the_stored_ones(type_: str) -> None:
 
 @pytest.mark.parametrize("type_", TYPES)
 def test_large_weights_are_read_a_few_rows_at_a_time(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.backends.cpu.packed._BYTES_AT_ONCE", 20_000)
+    monkeypatch.setattr("infer.backends.cpu.weights.prepare_weights._BYTES_AT_ONCE", 20_000)
     weights = tuple(make_weight(type_, rows, 512, rows, (0.5, -3.0)) for rows in (64, 16, 160, 75))
     read: list[int] = []
 
@@ -177,7 +177,7 @@ def test_large_weights_are_read_a_few_rows_at_a_time(type_: str, monkeypatch: py
 def test_conversion_by_rows_is_conversion_of_the_whole(
     type_: str, modules: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.backends.cpu.packed._BYTES_AT_ONCE", 100_000)
+    monkeypatch.setattr("infer.backends.cpu.weights.prepare_weights._BYTES_AT_ONCE", 100_000)
     convert = {
         "Q8_0": lambda rows: quantize(rows.data, "Q8_0"),
         "Q4_1": lambda rows: quantize_fitted(rows.data),

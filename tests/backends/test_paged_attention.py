@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from infer import ops
-from infer.backends.cpu.threads import set_num_threads
+from infer.backends.cpu.threads.pool import set_num_threads
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_formats import key_block_bytes, num_blocks, value_block_bytes

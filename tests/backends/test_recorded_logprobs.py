@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from infer.backends.cpu.capture.sampled import Verifier
 from infer.backends.cpu.state import STATE
-from infer.backends.cpu.table import Walk
-from infer.backends.cpu.threads import aligned
+from infer.backends.cpu.threads.dispatch_table import DispatchTable
+from infer.backends.cpu.threads.pool import aligned
 from infer.operands.step import Chunk, Masks
 from infer.outputs import TokenLogprob
 from infer.sampling import sampler
@@ -38,7 +38,7 @@ KNOBS: list[dict[str, Any]] = [
 CONTEXT = (1, 2, 2, 6, 1)
 
 
-def walked(
+def sampled_by_table(
     rows: Sequence[Row], end_ids: frozenset[int] = frozenset(), num_threads: int = 2
 ) -> list[list[TokenLogprob]]:
     """Return the results of the commands after a forward, one per line."""
@@ -47,7 +47,7 @@ def walked(
     if batch.allowed is not None:
         masks = Masks(batch.allowed, np.ones(1, np.int64), lambda: None, lambda *step: False)
     chunks, starts = [Chunk(slot, [0]) for slot in range(len(rows))], [len(row.context) - 1 for row in rows]
-    verifier = Verifier(Walk([]), logits)
+    verifier = Verifier(DispatchTable([]), logits)
     return verifier.run(state, chunks, starts, batch.columns, batch.history, masks, num_threads).logprobs
 
 
@@ -74,7 +74,7 @@ def test_every_row_has_the_bits_of_the_definition(
     rows = [asking(row, data.draw(counts), data.draw(modes)) for row in rows]
     if all(row.params.logprobs is None for row in rows):
         rows[0] = asking(rows[0], 20, "processed")
-    assert walked(rows, end_ids, num_threads) == defined(rows, end_ids)
+    assert sampled_by_table(rows, end_ids, num_threads) == defined(rows, end_ids)
 
 
 @pytest.mark.parametrize("vocab_size", [7, 257, 20_011])
@@ -87,13 +87,13 @@ def test_every_style_of_logits_and_every_filter_has_the_bits_of_the_definition(m
     ]
     expected = defined(rows)
     for num_threads in (1, 2, 3):
-        assert walked(rows, num_threads=num_threads) == expected
-    assert [walked([row])[0] for row in rows[::5]] == expected[::5]
+        assert sampled_by_table(rows, num_threads=num_threads) == expected
+    assert [sampled_by_table([row])[0] for row in rows[::5]] == expected[::5]
 
 
 def test_equal_logits_are_told_by_their_ids_and_impossible_ones_last() -> None:
     logits = torch.tensor([1.0, 5.0, -math.inf, 5.0, 1.0, 5.0, -math.inf])
-    ((found,),) = walked([Row(logits, {"temperature": 0, "logprobs": 20})])
+    ((found,),) = sampled_by_table([Row(logits, {"temperature": 0, "logprobs": 20})])
     assert [token_id for token_id, _ in found.top] == [1, 3, 5, 0, 4, 2, 6]
     assert [logprob for _, logprob in found.top[-2:]] == [-math.inf] * 2
     assert (found.token_id, found.rank) == (1, 1)
@@ -107,7 +107,13 @@ def test_a_row_that_fails_has_none_and_its_neighbours_theirs(mode: str) -> None:
         banned = asking(Row(make_logits("normal", 300, 9), {"seed": 1, "allowed_token_ids": [4]}), 5, mode)
         banned = replace(banned, allowed=frozenset([5]))
         expected = defined(good)
-        assert walked([good[0], bad, good[1], banned, good[2]]) == [expected[0], [], expected[1], [], expected[2]]
+        assert sampled_by_table([good[0], bad, good[1], banned, good[2]]) == [
+            expected[0],
+            [],
+            expected[1],
+            [],
+            expected[2],
+        ]
 
 
 def test_each_line_of_a_verified_step_has_its_own() -> None:
@@ -116,7 +122,7 @@ def test_each_line_of_a_verified_step_has_its_own() -> None:
     params = [SamplingParams(temperature=0, logprobs=3), SamplingParams(temperature=0, logprobs=20)]
     best = lines.argmax(-1).tolist()
     chunks = [Chunk(0, [0, best[0], best[1], best[2] + 1], num_drafts=3), Chunk(1, [0])]
-    verifier = Verifier(Walk([]), lines.clone())
+    verifier = Verifier(DispatchTable([]), lines.clone())
     found = verifier.run(aligned(1, STATE), chunks, [0, 0], SamplingColumns.of(params, 300), None, None, 2)
     assert found.token_ids == [best[:3], best[4:]]
     rows = [Row(line, {"temperature": 0, "logprobs": 3}) for line in lines[:3]]

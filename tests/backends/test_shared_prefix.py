@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from infer import ops
-from infer.backends.cpu.compiled import compiled_address
+from infer.backends.cpu.attention.shared_prefix import prefix_at
+from infer.backends.cpu.compile.addresses import compiled_address
 from infer.backends.cpu.records import ATTEND, CHUNK
-from infer.backends.cpu.shared_prefix import prefix_at
 from infer.backends.cpu.simd import store_i64
 from infer.backends.cpu.state import STATE
-from infer.backends.cpu.table import NO_BARRIER, Command, Walk
-from infer.backends.cpu.threads import aligned, set_num_threads, team
+from infer.backends.cpu.threads.dispatch_table import NO_BARRIER, Command, DispatchTable
+from infer.backends.cpu.threads.pool import aligned, set_num_threads, thread_pool
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_formats import key_block_bytes, num_blocks, value_block_bytes
@@ -120,7 +120,7 @@ def prefixes(rows: list[int]) -> list[tuple[int, int]]:
         len(step.rows),
     )
     address = compiled_address("test_shared_prefix:make_keep_prefixes", ATTEND)
-    team().run(Walk([Command(address, args, NO_BARRIER, "prefixes")]), state, 1)
+    thread_pool().run(DispatchTable([Command(address, args, NO_BARRIER, "prefixes")]), state, 1)
     return [(token, num_chunks) for token, num_chunks in found.tolist() if token > 0]
 
 

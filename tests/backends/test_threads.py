@@ -1,4 +1,4 @@
-"""The team of threads and its pace: idle, forked, replaced, contended, and at the interpreter's end."""
+"""The thread pool, and how many threads run: idle, forked, replaced, contended, and at the interpreter's end."""
 
 import os
 import re
@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infer.backends.cpu import control, pace, simd, stacks, threads
-from infer.backends.cpu.compiled import compiled_address
-from infer.backends.cpu.pace import Outcome, Pace
+from infer.backends.cpu import simd
+from infer.backends.cpu.compile.addresses import compiled_address
 from infer.backends.cpu.records import MAX_THREADS
 from infer.backends.cpu.state import STATE
-from infer.backends.cpu.table import BARRIER, Command, Walk
-from infer.backends.cpu.threads import Team, aligned, set_num_threads, team
+from infer.backends.cpu.threads import adaptive, atomics, pool, stack_size
+from infer.backends.cpu.threads.adaptive import AdaptiveThreads, Outcome
+from infer.backends.cpu.threads.dispatch_table import BARRIER, Command, DispatchTable
+from infer.backends.cpu.threads.pool import ThreadPool, aligned, set_num_threads, thread_pool
 from infer.errors import InferError, InvalidRequestError
 from infer.model import from_checkpoint as load_settings
 from infer.system import cores
@@ -30,12 +31,12 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linu
 
 
 def make_count() -> Callable[..., None]:
-    """Each thread adds to its share of the rows: row r gets r more, exactly once a walk. All but thread 0 lag."""
+    """Each thread adds to its share of the rows: row r gets r more, exactly once per run. All but thread 0 lag."""
 
     def count(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
         if thread != 0:
             for _ in range(args.lag):
-                control.pause()
+                atomics.pause()
         for row in range(args.num_rows * thread // num_threads, args.num_rows * (thread + 1) // num_threads):
             at = args.sums + 8 * row
             simd.store_i64(at, simd.load_i64(at) + row)
@@ -44,25 +45,25 @@ def make_count() -> Callable[..., None]:
 
 
 class Counter:
-    """A walk whose result shows whether each part of it ran once."""
+    """A table whose result shows whether each part of it ran once."""
 
     def __init__(self, num_commands: int = 20, repeats: int = 1, num_rows: int = 50) -> None:
         self.sums, self.arguments = np.zeros(num_rows, np.int64), np.zeros(1, PARTS)
         self.arguments["sums"], self.arguments["num_rows"] = self.sums.ctypes.data, num_rows
         address = compiled_address("test_threads:make_count", PARTS)
         self.times = num_commands * repeats
-        self.walk = Walk([Command(address, self.arguments, BARRIER, "count")] * num_commands)
-        self.walk.arguments["repeats"] = repeats
+        self.table = DispatchTable([Command(address, self.arguments, BARRIER, "count")] * num_commands)
+        self.table.arguments["repeats"] = repeats
         self.state = aligned(1, STATE)
         self.state["num_tokens"] = 1
-        self.num_walks = 0
+        self.num_runs = 0
 
-    def run(self, team: Team, num_threads: int | None = None) -> None:
-        team.run(self.walk, self.state, num_threads)
-        self.num_walks += 1
+    def run(self, pool: ThreadPool, num_threads: int | None = None) -> None:
+        pool.run(self.table, self.state, num_threads)
+        self.num_runs += 1
 
     def is_right(self) -> bool:
-        return bool((self.sums == np.arange(len(self.sums)) * self.times * self.num_walks).all())
+        return bool((self.sums == np.arange(len(self.sums)) * self.times * self.num_runs).all())
 
 
 COLD = "infer: compiling CPU kernels, once per machine and model type\n"
@@ -71,7 +72,7 @@ import os, sys, threading, time
 sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from test_threads import Counter
 from infer.system.cores import default_num_threads
-from infer.backends.cpu.threads import Team, set_num_threads, team
+from infer.backends.cpu.threads.pool import ThreadPool, set_num_threads, thread_pool
 set_num_threads(3)
 counter = Counter()
 """
@@ -91,12 +92,12 @@ def run_script(code: str, *, prefix: tuple[str, ...] = (), **environment: str) -
 
 
 def worker_threads() -> list[threading.Thread]:
-    """Return the workers of all teams; an engine of another test may still have threads of other names."""
+    """Return the workers of all pools; an engine of another test may still have threads of other names."""
     return [thread for thread in threading.enumerate() if re.fullmatch(r"infer-\d+", thread.name)]
 
 
-def test_each_part_of_a_walk_runs_once_whatever_the_number_of_threads() -> None:
-    many = Team(5)
+def test_each_part_of_a_run_runs_once_whatever_the_number_of_threads() -> None:
+    many = ThreadPool(5)
     counter = Counter()
     for num_threads in (1, 2, 5, None, 9):
         counter.run(many, num_threads)
@@ -104,8 +105,8 @@ def test_each_part_of_a_walk_runs_once_whatever_the_number_of_threads() -> None:
     many.close()
 
 
-def test_an_idle_team_uses_no_processor_time() -> None:
-    three = Team(3)
+def test_an_idle_pool_uses_no_processor_time() -> None:
+    three = ThreadPool(3)
     Counter().run(three, 3)
     used = list[float]()
     while len(used) < 10 and min(used, default=1.0) >= 0.1:  # on a busy machine the workers are yet to fall asleep
@@ -117,30 +118,30 @@ def test_an_idle_team_uses_no_processor_time() -> None:
 
 
 def test_workers_that_lag_are_dismissed_and_thread_0_does_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_PATIENCE", 1e-6)
-    three = Team(3)
+    monkeypatch.setattr(adaptive, "_PATIENCE", 1e-6)
+    three = ThreadPool(3)
     counter = Counter(num_commands=5, repeats=4)
     counter.run(three, 3)  # the workers are up
     counter.arguments["lag"] = 100_000  # pauses, far more than a barrier spins for
     for _ in range(10):
-        three._pace = threads.Pace(3)
+        three._adaptive = pool.AdaptiveThreads(3)
         counter.run(three)
         meetings = counter.state["dismissed"].item()
         assert 1 <= meetings <= counter.times
         assert counter.is_right()
-    assert counter.walk.arguments["walked"][0] == 4
+    assert counter.table.arguments["completed"][0] == 4
     three.close()
 
 
-def test_walks_of_several_python_threads_do_not_mix() -> None:
-    three = Team(3)
+def test_runs_of_several_python_threads_do_not_mix() -> None:
+    three = ThreadPool(3)
     counters = [Counter() for _ in range(4)]
 
-    def walk_often(counter: Counter) -> None:
+    def run_often(counter: Counter) -> None:
         for _ in range(50):
             counter.run(three)
 
-    callers = [threading.Thread(target=walk_often, args=(counter,)) for counter in counters]
+    callers = [threading.Thread(target=run_often, args=(counter,)) for counter in counters]
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -149,16 +150,16 @@ def test_walks_of_several_python_threads_do_not_mix() -> None:
     three.close()
 
 
-def test_the_number_of_threads_may_change_while_walks_run() -> None:
+def test_the_number_of_threads_may_change_while_runs_run() -> None:
     set_num_threads(2)
     counters = [Counter() for _ in range(2)]
     end = threading.Event()
 
-    def walk_on(counter: Counter) -> None:
+    def run_on(counter: Counter) -> None:
         while not end.is_set():
-            counter.run(team())
+            counter.run(thread_pool())
 
-    callers = [threading.Thread(target=walk_on, args=(counter,)) for counter in counters]
+    callers = [threading.Thread(target=run_on, args=(counter,)) for counter in counters]
     for caller in callers:
         caller.start()
     for num_threads in [3, 1, 4, 2] * 5:
@@ -167,14 +168,14 @@ def test_the_number_of_threads_may_change_while_walks_run() -> None:
     end.set()
     for caller in callers:
         caller.join()
-    assert all(counter.is_right() and counter.num_walks for counter in counters)
+    assert all(counter.is_right() and counter.num_runs for counter in counters)
     set_num_threads(1)
     assert worker_threads() == []
 
 
-def test_a_replaced_team_still_walks_but_has_no_workers() -> None:
+def test_a_replaced_pool_still_runs_but_has_no_workers() -> None:
     set_num_threads(3)
-    old, counter = team(), Counter()
+    old, counter = thread_pool(), Counter()
     counter.run(old, 3)
     assert len(worker_threads()) == 2
     set_num_threads(2)
@@ -185,30 +186,30 @@ def test_a_replaced_team_still_walks_but_has_no_workers() -> None:
 
 
 @needs_linux
-def test_a_forked_child_gets_a_team_of_its_own() -> None:
+def test_a_forked_child_gets_a_pool_of_its_own() -> None:
     run_script("""
-counter.run(team(), 3)
+counter.run(thread_pool(), 3)
 child = os.fork()
 if child == 0:
-    counter.run(team(), 3)
+    counter.run(thread_pool(), 3)
     os._exit(0 if counter.is_right() else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-counter.run(team(), 3)
+counter.run(thread_pool(), 3)
 assert counter.is_right()
 """)
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.1])
 def test_the_interpreter_ends_cleanly_whether_workers_spin_or_sleep(pause: float) -> None:
-    assert run_script(f"counter.run(team(), 3); time.sleep({pause}); print(counter.is_right())") == "True\n"
+    assert run_script(f"counter.run(thread_pool(), 3); time.sleep({pause}); print(counter.is_right())") == "True\n"
 
 
-def test_the_interpreter_ends_cleanly_while_another_thread_walks() -> None:
+def test_the_interpreter_ends_cleanly_while_another_thread_runs() -> None:
     run_script("""
-def walk_on():
+def run_on():
     while True:
-        counter.run(team())
-threading.Thread(target=walk_on, daemon=True).start()
+        counter.run(thread_pool())
+threading.Thread(target=run_on, daemon=True).start()
 time.sleep(0.05)
 """)
 
@@ -238,10 +239,10 @@ def test_a_number_of_threads_beyond_the_rule_is_refused_in_one_line(value: objec
 
 
 def test_what_is_refused_leaves_the_threads_as_they_were() -> None:
-    before = team()
+    before = thread_pool()
     with pytest.raises(InvalidRequestError):
         load_settings.set_num_threads(100_000)
-    assert team() is before
+    assert thread_pool() is before
 
 
 def test_the_command_line_refuses_too_many_threads_before_torch_is_loaded() -> None:
@@ -256,7 +257,7 @@ assert (status, "torch" in sys.modules) == (2, False), status
     assert done.stderr.startswith("infer: threads must be a whole number from 1 to ")
 
 
-def test_a_team_has_room_for_all_threads_that_may_be_asked_for() -> None:
+def test_a_pool_has_room_for_all_threads_that_may_be_asked_for() -> None:
     assert cores.MOST_THREADS == MAX_THREADS
     assert 64 <= cores.most_threads() <= MAX_THREADS
 
@@ -265,32 +266,32 @@ def test_a_team_has_room_for_all_threads_that_may_be_asked_for() -> None:
 def test_where_the_system_starts_no_more_threads_those_that_were_started_leave(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, many, counter = threads.start_thread, Team(5), Counter()
+    start, many, counter = pool.start_thread, ThreadPool(5), Counter()
 
     def start_two(worker: threading.Thread) -> None:
         if worker.name == "infer-3":
             raise error
         start(worker)
 
-    monkeypatch.setattr(threads, "start_thread", start_two)
+    monkeypatch.setattr(pool, "start_thread", start_two)
     for _ in range(2):
         with pytest.raises(InferError, match=r"the system starts 3 of 5 threads and no more \(.+\): use threads=3"):
             counter.run(many, 5)
         assert [worker for worker in many._workers if worker.is_alive()] == []
     counter.run(many, 1)
-    assert counter.num_walks == 1
+    assert counter.num_runs == 1
     assert counter.is_right()
 
 
 def test_workers_have_stack_enough_whatever_the_program_gives_its_threads() -> None:
     before = threading.stack_size(128 << 10)
     try:
-        three, counter = Team(3), Counter()
+        three, counter = ThreadPool(3), Counter()
         counter.run(three, 3)
         assert counter.is_right()
         assert threading.stack_size() == 128 << 10
         sizes = list[int | None]()
-        worker = threading.Thread(target=lambda: sizes.append(stacks.stack_bytes()))
+        worker = threading.Thread(target=lambda: sizes.append(stack_size.stack_bytes()))
         start_thread(worker)
         worker.join()
         assert sizes[0] is None or sizes[0] >= 2 << 20
@@ -303,45 +304,45 @@ def test_workers_have_stack_enough_whatever_the_program_gives_its_threads() -> N
 def test_a_thread_with_too_little_stack_is_told_so_instead_of_ending_the_process() -> None:
     run_script("""
 said = []
-def walk():
+def run_on():
     try:
-        counter.run(team())
+        counter.run(thread_pool())
     except Exception as error:
         said.append(str(error))
 threading.stack_size(128 << 10)
-thread = threading.Thread(target=walk)
+thread = threading.Thread(target=run_on)
 thread.start(); thread.join()
 assert "this thread has a stack of" in said[0], said
 threading.stack_size(1 << 20)
-thread = threading.Thread(target=walk)
+thread = threading.Thread(target=run_on)
 thread.start(); thread.join()
 assert len(said) == 1 and counter.is_right()
 """)
 
 
-def test_a_walk_that_waits_for_its_turn_lets_signals_through() -> None:
+def test_a_run_that_waits_for_its_turn_lets_signals_through() -> None:
     run_script("""
 import signal
 class Stop(Exception): pass
 def stop(*_): raise Stop
-busy, waiting, end = team(), Counter(), threading.Event()
-counter.walk.arguments["repeats"] = 10**9   # far longer than the test
+busy, waiting, end = thread_pool(), Counter(), threading.Event()
+counter.table.arguments["repeats"] = 10**9   # far longer than the test
 stopped = __import__("numpy").zeros(1, "int64")
-counter.walk.arguments["stop"] = stopped.ctypes.data
-walker = threading.Thread(target=lambda: counter.run(busy))
-walker.start()
+counter.table.arguments["stop"] = stopped.ctypes.data
+runner = threading.Thread(target=lambda: counter.run(busy))
+runner.start()
 while not busy._job.owner:
     time.sleep(0.001)
 signal.signal(signal.SIGALRM, stop)
 try:
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     waiting.run(busy)
-    sys.exit("the walk did not wait")
+    sys.exit("the run did not wait")
 except Stop:
     pass
 finally:
     stopped[0] = 1
-walker.join()
+runner.join()
 waiting.run(busy)
 assert waiting.is_right()
 """)
@@ -350,16 +351,16 @@ assert waiting.is_right()
 @pytest.mark.slow
 def test_processes_that_start_together_with_a_cold_cache_both_work(tmp_path: Path) -> None:
     environment = {**os.environ, "INFER_CACHE": str(tmp_path)}
-    code = SCRIPT + "counter.run(team(), 3)\nsys.exit(0 if counter.is_right() else 1)"
+    code = SCRIPT + "counter.run(thread_pool(), 3)\nsys.exit(0 if counter.is_right() else 1)"
     both = [subprocess.Popen(python_command(code), env=environment) for _ in range(2)]
     assert [process.wait(60) for process in both] == [0, 0]
-    assert run_script("counter.run(team(), 3); print(counter.is_right())", INFER_CACHE=str(tmp_path)) == "True\n"
+    assert run_script("counter.run(thread_pool(), 3); print(counter.is_right())", INFER_CACHE=str(tmp_path)) == "True\n"
 
 
 @pytest.mark.slow
 def test_a_cache_folder_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    code = SCRIPT + "counter.run(team(), 3)\nsys.exit(0 if counter.is_right() else 1)"
+    code = SCRIPT + "counter.run(thread_pool(), 3)\nsys.exit(0 if counter.is_right() else 1)"
     environment = {**os.environ, "INFER_CACHE": str(tmp_path / "file")}
     done = subprocess.run(python_command(code), env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0
@@ -373,54 +374,54 @@ class Machine:
         self.alone, self.together, self.lost_share = alone, together, lost_share
         self.now, self.num_trials, self.seconds_alone = 0.0, 0, 0.0
 
-    def run(self, pace: Pace, seconds: float, kinds: int = 1) -> float:
-        """Walks per second. Every walk is of another kind where `kinds` is 0."""
-        end, begun, walks = self.now + seconds, self.now, 0
+    def run(self, chooser: AdaptiveThreads, seconds: float, kinds: int = 1) -> float:
+        """Runs per second. Every run is of another kind if `kinds` is 0."""
+        end, begun, runs = self.now + seconds, self.now, 0
         while self.now < end:
-            choice = pace.choose(self.now)
+            choice = chooser.choose(self.now)
             cost = self.alone if choice.num_threads == 1 else self.together
             lost = 0.0 if choice.num_threads == 1 else self.lost_share * cost * choice.num_threads
             self.now += cost
             self.num_trials += choice.is_trial
-            walks += 1
-            kind = (walks % kinds if kinds else walks, 1)
-            pace.learn(kind, choice, Outcome(self.now, cost, lost, cost))
-        return walks / (self.now - begun)
+            runs += 1
+            kind = (runs % kinds if kinds else runs, 1)
+            chooser.learn(kind, choice, Outcome(self.now, cost, lost, cost))
+        return runs / (self.now - begun)
 
 
 def test_a_calm_machine_is_never_tried_with_one_thread() -> None:
     machine = Machine(alone=0.04, together=0.02, lost_share=0.05)
-    assert machine.run(Pace(2), 30) == pytest.approx(50, rel=1e-3)
+    assert machine.run(AdaptiveThreads(2), 30) == pytest.approx(50, rel=1e-3)
     assert machine.num_trials == 0
 
 
 @pytest.mark.parametrize("slowdown", [1.1, 2, 10])
 @pytest.mark.parametrize("kinds", [1, 3])
-def test_beside_a_busy_neighbour_the_team_keeps_the_speed_of_one_thread(slowdown: float, kinds: int) -> None:
+def test_beside_a_busy_neighbour_the_pool_keeps_the_speed_of_one_thread(slowdown: float, kinds: int) -> None:
     machine = Machine(alone=0.04, together=0.04 * slowdown, lost_share=0.4)
-    pace = Pace(2)
-    machine.run(pace, 10, kinds)
-    assert machine.run(pace, 100, kinds) >= 0.97 / machine.alone
+    chooser = AdaptiveThreads(2)
+    machine.run(chooser, 10, kinds)
+    assert machine.run(chooser, 100, kinds) >= 0.97 / machine.alone
 
 
-def test_a_team_that_waits_much_and_is_still_faster_stays() -> None:
+def test_a_pool_that_waits_much_and_is_still_faster_stays() -> None:
     machine = Machine(alone=0.4, together=0.02, lost_share=0.5)
-    pace = Pace(32)
-    machine.run(pace, 10)
-    assert machine.run(pace, 100) >= 0.97 / machine.together
-    assert not pace.is_alone
+    chooser = AdaptiveThreads(32)
+    machine.run(chooser, 10)
+    assert machine.run(chooser, 100) >= 0.97 / machine.together
+    assert not chooser.is_alone
 
 
 @pytest.mark.parametrize("kinds", [0, 1])
-def test_the_team_comes_back_soon_after_the_neighbour_left(kinds: int) -> None:
-    machine, pace = Machine(alone=0.04, together=0.2, lost_share=0.6), Pace(2)
-    machine.run(pace, 60, kinds)
-    assert pace.is_alone
+def test_the_pool_comes_back_soon_after_the_neighbour_left(kinds: int) -> None:
+    machine, chooser = Machine(alone=0.04, together=0.2, lost_share=0.6), AdaptiveThreads(2)
+    machine.run(chooser, 60, kinds)
+    assert chooser.is_alone
     machine.together, machine.lost_share = 0.02, 0.05
-    machine.run(pace, 10, kinds)
-    assert not pace.is_alone
+    machine.run(chooser, 10, kinds)
+    assert not chooser.is_alone
 
 
-def test_walks_that_compare_with_nothing_are_judged_by_their_waits() -> None:
-    machine, pace = Machine(alone=0.04, together=0.1, lost_share=0.4), Pace(2)
-    assert machine.run(pace, 60, kinds=0) >= 0.9 / machine.alone
+def test_runs_that_compare_with_nothing_are_judged_by_their_waits() -> None:
+    machine, chooser = Machine(alone=0.04, together=0.1, lost_share=0.4), AdaptiveThreads(2)
+    assert machine.run(chooser, 60, kinds=0) >= 0.9 / machine.alone

@@ -8,10 +8,10 @@ import pytest
 from numba import njit
 
 from infer.backends.cpu import isa as isa_module
-from infer.backends.cpu import weight_streams
 from infer.backends.cpu.isa import INSTRUCTION_SETS, InstructionSet, Shape, instruction_set
 from infer.backends.cpu.layouts import LANES, LAYOUTS
-from infer.backends.cpu.panels import TILE_BYTES, make_multiply_panel
+from infer.backends.cpu.matmul.panels import TILE_BYTES, make_multiply_panel
+from infer.backends.cpu.weights import weight_streams
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hostile_files import write_folder, write_gguf
-from infer.backends.cpu.packed_weight import Pieces
+from infer.backends.cpu.weights.packed_weight import Pieces
 from infer.checkpoint import open_checkpoint
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 from infer.model.from_checkpoint import load_model
@@ -144,7 +144,7 @@ def test_memory_that_is_not_there_names_the_weight(model: Path, place: str, monk
         raise MemoryError if "np" in place else OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     load_model(model)
-    monkeypatch.setattr("infer.backends.cpu.packed_weight._pieces", Pieces())
+    monkeypatch.setattr("infer.backends.cpu.weights.packed_weight._pieces", Pieces())
     monkeypatch.setattr(place, fail)
     with pytest.raises(ModelError, match=r"no memory is left for (the )?\d+ bytes of "):
         load_model(model)

@@ -19,7 +19,8 @@ import asyncio, multiprocessing, os, signal, sys, threading
 import torch
 from infer import LLM, AsyncLLM, SamplingParams
 from infer.errors import ClosedError
-from infer.backends.cpu import compiled, packed_weight
+from infer.backends.cpu.compile import addresses
+from infer.backends.cpu.weights import packed_weight
 from infer.grammar.trial import trial_lane
 from infer.tokenizer import template_process
 
@@ -279,7 +280,7 @@ def use_all(llm):
     assert answers(llm) == EXPECTED
 
 use_all(llm)
-short = [compiled._lock, packed_weight._pieces._taking]
+short = [addresses._lock, packed_weight._pieces._taking]
 for lane in (trial_lane("llguidance"), template_process._lane()):
     short.append(lane._changed)
 long = [lane._children[-1]._lock for lane in (trial_lane("llguidance"), template_process._lane())]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from extent import usual_or_all
-from infer.backends.cpu.threads import set_num_threads
+from infer.backends.cpu.threads.pool import set_num_threads
 from infer.engine.engine import Engine
 from infer.engine.sequence import Sequence
 from infer.engine.stream import Stream

@@ -17,7 +17,7 @@ from torch import Tensor
 import opencl_platform
 from infer import LLM, SamplingParams, ops
 from infer.backends.cpu.layouts import LAYOUTS
-from infer.backends.cpu.sampling import choose_tokens
+from infer.backends.cpu.sampling.launch import choose_tokens
 from infer.cli.commands import infer
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Activation

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from extent import IS_WHOLE
-from infer.backends.cpu.threads import set_num_threads
+from infer.backends.cpu.threads.pool import set_num_threads
 from infer.runner.runner import Runner
 from infer.tensor_parallel.rank_settings import Transport
 from test_tensor_parallel import ranks_of, runner_of
@@ -46,6 +46,14 @@ def check_commands(runner: Any) -> None:
     commands = runner._captured._recording.commands
     labels = [command.label for command in commands if command.label.startswith("L0.")]
     assert [label.removeprefix("L0.") for label in labels if "matmul" not in label] == [
-        *("qkv.normalize", "qkv.meet", "attend.rotate", "attend.few", "attend.many", "attend.merge", "attend.meet"),
-        *("output.meet", "output.add", "gate_up.normalize", "gate_up.meet", "down.meet", "down.add"),
+        *(
+            "qkv.normalize",
+            "qkv.barrier",
+            "attend.rotate",
+            "attend.few",
+            "attend.many",
+            "attend.merge",
+            "attend.barrier",
+        ),
+        *("output.barrier", "output.add", "gate_up.normalize", "gate_up.barrier", "down.barrier", "down.add"),
     ]

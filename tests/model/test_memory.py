@@ -17,7 +17,7 @@ from infer.backends.before_load import StepSizes
 from infer.backends.cpu.capture.forward import CapturedForward
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.records import MAX_THREADS
-from infer.backends.cpu.threads import set_num_threads, team
+from infer.backends.cpu.threads.pool import set_num_threads, thread_pool
 from infer.backends.cpu.workspace import step_buffers
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
@@ -123,13 +123,13 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
         held[role] = held.get(role, 0) + tensor.nbytes
     said: dict[str, int] = {}
     types = loaded_types(model.architecture, checkpoint.tensors, LoadSettings(weights=weights))
-    sizes = StepSizes(capacity, MAX_STEP_TOKENS, MAX_STEP_LOGITS, "exact", team().num_threads)
+    sizes = StepSizes(capacity, MAX_STEP_TOKENS, MAX_STEP_LOGITS, "exact", thread_pool().num_threads)
     buffers = step_buffers(model.architecture, types, sizes, MAX_STEP_LOGITS)
     for (role, _), size in buffers.items():
         role = "quantized" if role.startswith("quantized") else role
         said[role] = said.get(role, 0) + size
     for role in ("attention scratch", "unpacked weights"):  # of a thread each
-        held[role] = held.get(role, 0) * team().num_threads // MAX_THREADS
+        held[role] = held.get(role, 0) * thread_pool().num_threads // MAX_THREADS
     if not instruction_set().has_matrices:
         said.pop("unpacked weights", None)
     assert {role: size for role, size in said.items() if size} == {role: size for role, size in held.items() if size}
@@ -258,7 +258,7 @@ def test_windows_bound_what_their_layers_take() -> None:
 def test_what_does_not_fit_is_refused_with_the_context_that_would(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint("smollm2")
     architecture = make_architecture(checkpoint.config)
-    threads = LoadSettings(num_threads=team().num_threads)
+    threads = LoadSettings(num_threads=thread_pool().num_threads)
     needed = estimate(architecture, checkpoint.tensors, threads, CacheSettings(), num_tokens=1000).model
     monkeypatch.setattr("infer.backends.base.available_memory_bytes", lambda: needed)
     with monkeypatch.context() as within:

@@ -24,7 +24,7 @@ EVALUATING = {"eval", "exec", "compile", "__import__", "execfile"}
 FORBIDDEN = UNPICKLING | NETWORK | PROCESSES | EVALUATING | {"huggingface_hub"}
 # What is forbidden elsewhere, and the only places that may have it.
 ALLOWED = {
-    ("backends/cpu/compilation.py", "subprocess"),  # compiles kernels on every core
+    ("backends/cpu/compile/parallel.py", "subprocess"),  # compiles kernels on every core
     ("batch_file/workers.py", "multiprocessing"),  # rows and lines, through pipes to processes that it started itself
     ("batch_file/workers.py", "multiprocessing.connection"),
     ("batch_file/workers.py", "multiprocessing.process"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from extent import IS_WHOLE
 from infer import LLM
-from infer.backends.cpu.threads import set_num_threads
+from infer.backends.cpu.threads.pool import set_num_threads
 from infer.checkpoint import open_checkpoint
 from infer.engine.engine import Engine
 from infer.engine.prompt_batch import answer_all

@@ -87,7 +87,7 @@ def opencl_devices() -> list[str]:
 
 def set_num_threads(num_threads: int, rank: int = 0, num_ranks: int = 1) -> None:
     """Set how many threads the CPU's kernels use from now on, in this process and in the other ranks' processes."""
-    import_module("infer.backends.cpu.threads").set_num_threads(num_threads, rank, num_ranks)
+    import_module("infer.backends.cpu.threads.pool").set_num_threads(num_threads, rank, num_ranks)
 
 
 @cache

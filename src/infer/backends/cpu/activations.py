@@ -4,9 +4,9 @@ tokens.
     panel 0 (tokens 0–15)                              panel 1 (16–31)      the last panel is as narrow as it has tokens
     [block 0: token 0, 1, … 15] [block 1: …] …         [block 0: …] …
 
-So the distance between the records of neighbouring tokens is constant, whatever the number of tokens. `tiles` describes
-a record; for float weights a record is 8 floats. A block's scale is max |x| / 32512 (or / 127). For an instruction set
-that multiplies words, a record has 32 words in place of the two planes, 16 in each.
+So the distance between the records of neighbouring tokens is constant, whatever the number of tokens. `vector_tiles`
+describes a record; for float weights a record is 8 floats. A block's scale is max |x| / 32512 (or / 127). For an
+instruction set that multiplies words, a record has 32 words in place of the two planes, 16 in each.
 """
 
 import numpy as np

@@ -16,10 +16,12 @@ import torch
 
 from infer.backends import torch_threads
 from infer.backends.base import Captured, Forward, KernelStore
-from infer.backends.cpu import compiled, isa, kernel_cache, operations, threads
-from infer.backends.cpu.kernel import Kernel
-from infer.backends.cpu.memory_group import MemoryGroup
+from infer.backends.cpu import isa, operations
+from infer.backends.cpu.compile import addresses, kernel_cache
+from infer.backends.cpu.compile.kernel import Kernel
 from infer.backends.cpu.needed_kernels import needed_kernels
+from infer.backends.cpu.ranks.memory_group import MemoryGroup
+from infer.backends.cpu.threads import pool
 from infer.backends.torch_backend import TorchBackend
 from infer.operands.architecture import ModelOutline
 from infer.system.cores import default_num_threads
@@ -52,7 +54,7 @@ class CpuBackend(TorchBackend):
         return MemoryGroup(rank, size, memory)
 
     def num_threads(self) -> int:
-        return threads.team().num_threads
+        return pool.thread_pool().num_threads
 
     def threads(self) -> AbstractContextManager[None]:
         """Give torch one thread, in the calling thread only.
@@ -62,17 +64,17 @@ class CpuBackend(TorchBackend):
         return torch_threads.one_thread()
 
     def forbid_forwards(self) -> None:
-        threads.forbid_walks()
+        pool.forbid_runs()
 
     def publisher(self, flag: npt.NDArray[np.int64]) -> Callable[[], None]:
-        return threads.publisher(flag)
+        return pool.publisher(flag)
 
     def compiling(self, models: Iterable[ModelOutline]) -> AbstractContextManager[None]:
-        return compiled.compiling(_needed(models))
+        return addresses.compiling(_needed(models))
 
     def kernel_store(self, models: Iterable[ModelOutline]) -> KernelStore:
         kernels = _needed(models)
-        labels = [kernel.label for kernel in compiled.missing(kernels)]
+        labels = [kernel.label for kernel in addresses.missing(kernels)]
         kept_in, trouble = kernel_cache.cache_folder(), kernel_cache.trouble()
         return KernelStore(isa.instruction_set().name, labels, len(set(kernels)), kept_in, trouble)
 

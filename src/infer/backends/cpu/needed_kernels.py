@@ -6,15 +6,16 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
-from infer.backends.cpu import compiled, kernel_cache
+from infer.backends.cpu.compile import addresses, kernel_cache
+from infer.backends.cpu.compile.kernel import Kernel
 from infer.backends.cpu.isa import InstructionSet, instruction_set
-from infer.backends.cpu.kernel import Kernel
 from infer.backends.cpu.layouts import PLANES
 from infer.backends.cpu.workspace import are_paired
 from infer.operands.architecture import Architecture, Dense, Layer, ModelOutline
 
 _SAMPLING = (
-    *("scan:scan", "narrow:narrow", "choose:choose", "logprobs:score", "logprobs:merge"),
+    *("stage_1_edit:scan", "stage_2_candidates:narrow", "stage_3_draw:choose"),
+    *("stage_4_logprobs:score", "stage_4_logprobs:merge"),
     *("advance:advance", "advance:await_mask", "advance:accept"),
 )
 
@@ -23,54 +24,54 @@ def begin_compiling(make_outline: Callable[[], ModelOutline]) -> AbstractContext
     """Begin compiling a model's kernels, for its load within the context, on a machine that has none yet."""
     if not kernel_cache.is_empty():
         return nullcontext()
-    return compiled.compiling_ahead(needed_kernels(make_outline(), instruction_set()))
+    return addresses.compiling_ahead(needed_kernels(make_outline(), instruction_set()))
 
 
 def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Kernel]:
     architecture, types, kv_type, precision = model
     for name in ("serve", "run", "close"):
-        yield Kernel(f".walking:{name}", (), "JOB")
-    yield Kernel(".walking:publish", (), "FLAG")
-    yield Kernel(".walking:walk", (), "WALK")
+        yield Kernel(f".threads.worker_loop:{name}", (), "JOB")
+    yield Kernel(".threads.worker_loop:publish", (), "FLAG")
+    yield Kernel(".threads.worker_loop:dispatch", (), "TABLE")
     for name in _SAMPLING:
-        yield Kernel(f".sample_{name}", (), "SAMPLE")
+        yield Kernel(f".sampling.{name}", (), "SAMPLE")
     yield from _of_weights(architecture, types, precision, isa)
     yield Kernel(".activations:normalize", (), "NORMALIZE")
-    yield Kernel(".matmul:make_store", ("plain",), "EPILOGUE")
+    yield Kernel(".matmul.matmul:make_store", ("plain",), "EPILOGUE")
     if architecture.logit_softcap is not None:
-        yield Kernel(".matmul:make_store", ("capped",), "EPILOGUE", "capped logits")
+        yield Kernel(".matmul.matmul:make_store", ("capped",), "EPILOGUE", "capped logits")
     for index, layer in enumerate(architecture.layers):
         yield from _of_layer(layer, types, f"model.layers.{index}.")
     yield from kernels_of_cache(kv_type)
-    yield Kernel(".attention:finish", (), "ATTEND")
+    yield Kernel(".attention.attention:finish", (), "ATTEND")
 
 
 def kernels_of_cache(kv_type: str) -> Iterator[Kernel]:
-    yield Kernel(".rotation:make_rotate", (kv_type,), "ATTEND", f"kv type {kv_type}")
-    yield Kernel(".attention:make_attend_few", (kv_type,), "ATTEND", f"kv type {kv_type}")
+    yield Kernel(".attention.rotation:make_rotate", (kv_type,), "ATTEND", f"kv type {kv_type}")
+    yield Kernel(".attention.attention:make_attend_few", (kv_type,), "ATTEND", f"kv type {kv_type}")
     if kv_type != "f32":
-        yield Kernel(".attention:make_attend_many", (kv_type,), "ATTEND", f"kv type {kv_type}")
+        yield Kernel(".attention.attention:make_attend_many", (kv_type,), "ATTEND", f"kv type {kv_type}")
 
 
 def _of_weights(
     architecture: Architecture, types: Mapping[str, str], precision: str, isa: InstructionSet
 ) -> Iterator[Kernel]:
     table = "model.embed_tokens.weight"
-    yield Kernel(".embed:make_embed", (types[table], isa.inputs), "EMBED", f"weights {types[table]}")
+    yield Kernel(".weights.embed:make_embed", (types[table], isa.inputs), "EMBED", f"weights {types[table]}")
     for type_ in sorted(set(types.values())):
-        yield Kernel(".packing:make_pack", (type_, isa.inputs), "PACK", f"weights {type_}")
+        yield Kernel(".weights.pack_kernels:make_pack", (type_, isa.inputs), "PACK", f"weights {type_}")
     multiplied = {type_ for name, type_ in types.items() if name != table or architecture.tied_embeddings}
     for type_ in sorted(multiplied):
         reason = f"weights {type_}" if precision == "exact" else f"precision {precision}"
-        yield Kernel(".matmul:make_matmul", (type_, PLANES[precision], isa.name), "MATMUL", reason)
+        yield Kernel(".matmul.matmul:make_matmul", (type_, PLANES[precision], isa.name), "MATMUL", reason)
 
 
 def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kernel]:
     if layer.norms.after:
         yield Kernel(".activations:add_rows", (), "ADD_ROWS", "post norms")
     else:
-        yield Kernel(".matmul:make_store", ("add",), "EPILOGUE")
+        yield Kernel(".matmul.matmul:make_store", ("add",), "EPILOGUE")
     dense = layer.feed_forward
     if isinstance(dense, Dense):
         maker = "gate" if are_paired(dense, types, at) else "store"
-        yield Kernel(f".matmul:make_{maker}", (dense.activation,), "EPILOGUE", f"activation {dense.activation}")
+        yield Kernel(f".matmul.matmul:make_{maker}", (dense.activation,), "EPILOGUE", f"activation {dense.activation}")

@@ -9,11 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.backends.cpu.compiled import compiled_address
+from infer.backends.cpu.compile.addresses import compiled_address
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, SPARE_TOKENS
-from infer.backends.cpu.packed import prepare
-from infer.backends.cpu.packed_weight import PackedWeight
 from infer.backends.cpu.recording import Run, scope
 from infer.backends.cpu.records import (
     ADD_ROWS,
@@ -28,8 +26,10 @@ from infer.backends.cpu.records import (
     SPLIT_TOKENS,
     attend_scratch_bytes,
 )
-from infer.backends.cpu.sampling import choose_tokens
-from infer.backends.cpu.table import BARRIER, BARRIER_IF_MANY, NO_BARRIER, Arguments
+from infer.backends.cpu.sampling.launch import choose_tokens
+from infer.backends.cpu.threads.dispatch_table import BARRIER, BARRIER_IF_MANY, NO_BARRIER, Arguments
+from infer.backends.cpu.weights.packed_weight import PackedWeight
+from infer.backends.cpu.weights.prepare_weights import prepare
 from infer.backends.cpu.workspace import groups_per_unit
 from infer.backends.reference import attention_weights, normalize
 from infer.errors import InvalidRequestError
@@ -63,7 +63,9 @@ def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Floa
         out = run.tensor("x", run.capacity, features)
         arguments = Arguments(EMBED, table=weight.data, group_bytes=weight.group_bytes, num_rows=rows)
         arguments.set(in_features=features, out=out, scale=scale)
-        run.append("rows", arguments, BARRIER, ".embed:make_embed", weight.layout.type, instruction_set().inputs)
+        run.append(
+            "rows", arguments, BARRIER, ".weights.embed:make_embed", weight.layout.type, instruction_set().inputs
+        )
         return out
 
 
@@ -126,7 +128,7 @@ def norm_gate(
         epilogue, (weight, second) = _epilogue((out, first), 0, features, gate_up.bias), halves
         if _is_in_blocks(features, shares):
             run.produced(out, epilogue, shares)
-        function = compiled_address(".matmul:make_gate", EPILOGUE, activation)
+        function = compiled_address(".matmul.matmul:make_gate", EPILOGUE, activation)
         arguments = _matmul_arguments(run, weight, -(-features // LANES), second)
         arguments.set(epilogue=function, epilogue_arguments=epilogue.address, **_activations(run, x, norm, weight))
         arguments.keeps.append(epilogue)
@@ -177,14 +179,14 @@ def attend(
             out_heads=out.shape[1] // heads.head_dim,
             first_head=first // heads.head_dim,
         )
-        run.append("rotate", arguments, BARRIER, ".rotation:make_rotate", kv_type)
+        run.append("rotate", arguments, BARRIER, ".attention.rotation:make_rotate", kv_type)
         if kv_type == "f32":
-            run.append("few", arguments, BARRIER, ".attention:make_attend_few", kv_type)
+            run.append("few", arguments, BARRIER, ".attention.attention:make_attend_few", kv_type)
         else:
             arguments.set(fewest_for_many=FEWEST_FOR_MANY)
-            run.append("few", arguments, NO_BARRIER, ".attention:make_attend_few", kv_type)
-            run.append("many", arguments, BARRIER, ".attention:make_attend_many", kv_type)
-        run.append("merge", arguments, BARRIER, ".attention:finish")
+            run.append("few", arguments, NO_BARRIER, ".attention.attention:make_attend_few", kv_type)
+            run.append("many", arguments, BARRIER, ".attention.attention:make_attend_many", kv_type)
+        run.append("merge", arguments, BARRIER, ".attention.attention:finish")
         if _is_in_blocks(features, heads.shares):
             run.produced(out, arguments, heads.shares)
         return run.gathered(out, heads.shares)
@@ -239,7 +241,7 @@ def _project(
     softcap: float = 0,
 ) -> None:
     """Append project(norm(x)), stored as `matmul.make_store` defines for the kind. `to` is out and its first column."""
-    function = compiled_address(".matmul:make_store", EPILOGUE, kind)
+    function = compiled_address(".matmul.matmul:make_store", EPILOGUE, kind)
     sources: dict[int, dict[str, int]] = {}
     column = 0
     for index, part in enumerate(projection.parts):
@@ -304,7 +306,7 @@ def _matmul_arguments(run: Run, weight: PackedWeight, num_groups: int, second_we
 
 def _append_matmul(run: Run, weight: PackedWeight, arguments: Arguments, barrier: int) -> None:
     variant = weight.layout.type, weight.planes, instruction_set().name
-    run.append(f"matmul {weight.layout.type}", arguments, barrier, ".matmul:make_matmul", *variant)
+    run.append(f"matmul {weight.layout.type}", arguments, barrier, ".matmul.matmul:make_matmul", *variant)
 
 
 def _packed(weight: Weight) -> PackedWeight:

@@ -17,12 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from infer.backends.cpu.compiled import compiled_address
-from infer.backends.cpu.memory_group import MemoryGroup
+from infer.backends.cpu.compile.addresses import compiled_address
+from infer.backends.cpu.ranks.memory_group import MemoryGroup
 from infer.backends.cpu.records import MAX_THREADS
 from infer.backends.cpu.state import STATE
-from infer.backends.cpu.table import Arguments, Command, Walk
-from infer.backends.cpu.threads import aligned, team
+from infer.backends.cpu.threads.dispatch_table import Arguments, Command, DispatchTable
+from infer.backends.cpu.threads.pool import aligned, thread_pool
 from infer.errors import InvalidRequestError
 from infer.operands.group import Shares
 from infer.operands.step import Step
@@ -35,8 +35,8 @@ class Run(ABC):
         self.capacity, self.max_logits = capacity, max_logits
         self.commands = list[Command]()
         self.state = aligned(1, STATE)
-        self.num_threads = team().num_threads  # to share work by
-        self.max_threads = MAX_THREADS  # to size scratch by: a later team may be larger
+        self.num_threads = thread_pool().num_threads  # to share work by
+        self.max_threads = MAX_THREADS  # to size scratch by: a later pool may be larger
         self.label = ""
 
     def append(self, name: str, arguments: Arguments, barrier: int, maker: str, *variant: str | int) -> None:
@@ -72,7 +72,7 @@ class EagerRun(Run):
     def run(self) -> None:
         """Run the commands that were appended since the last run."""
         if self.capacity and self.commands:
-            team().run(Walk(self.commands), self.state)
+            thread_pool().run(DispatchTable(self.commands), self.state)
         self.commands = []
 
     def columns(self, role: str, rows: int, width: int, shares: Shares | None) -> tuple[Tensor, int]:
@@ -128,7 +128,7 @@ class Recording(Run):
 
     def gathered(self, own: Tensor, shares: Shares | None) -> Tensor:
         if shares is not None:
-            self.commands.append(replace(self._shared(shares).meet(), label=f"{self.label}.meet"))
+            self.commands.append(replace(self._shared(shares).barrier(), label=f"{self.label}.barrier"))
         return own
 
     def produced(self, x: Tensor, arguments: Arguments, shares: Shares | None) -> None:

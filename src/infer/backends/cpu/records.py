@@ -179,17 +179,17 @@ EPILOGUE = np.dtype(
 
 EXCHANGE = np.dtype(
     [
-        ("done", np.int64),  # meetings, counted alike in all ranks
+        ("done", np.int64),  # barriers passed, counted alike in all ranks
         ("rank", np.int64),
         ("size", np.int64),
         ("failed", pointer(np.int64)),  # what all ranks see: 1 where nobody waits any more
-        ("arrivals", pointer(np.int64)),  # likewise: the meeting that each rank has come to, a line each
+        ("arrivals", pointer(np.int64)),  # likewise: the barrier that each rank has reached, a line each
         ("buffers", pointer(np.int64)),  # likewise, two, used in turn
         ("buffer_words", np.int64),
     ]
 )
 
-TELL = np.dtype([("exchange", pointer(EXCHANGE)), ("stop", pointer(np.int64))])  # stop: what ends a multi-step
+TRANSFER = np.dtype([("exchange", pointer(EXCHANGE)), ("stop", pointer(np.int64))])  # stop: what ends a multi-step
 
 # sampling
 
@@ -281,21 +281,21 @@ SAMPLE = np.dtype(
     ]
 )
 
-# walking
+# threads
 
 MAX_THREADS = 256
 
 ROW = np.dtype([("function", np.int64), ("arguments", np.int64), ("barrier", np.int64)])
 
-WALK = np.dtype(
+TABLE = np.dtype(
     [
         ("rows", pointer(ROW)),
         ("num_rows", np.int64),
-        ("repeats", np.int64),  # how often to walk the table
+        ("repeats", np.int64),  # how often to run the table
         ("again", np.int64),  # the row at which every repeat but the first begins
         ("stop", pointer(np.int64)),  # which a command sets to end the repeats, or 0
         ("times", pointer(np.int64)),  # [num_rows]: cycles spent by thread 0 are added here, or 0
-        ("walked", np.int64),  # how often from the first row on, thanks to `stop` less than `repeats`
+        ("completed", np.int64),  # how often from the first row on, thanks to `stop` less than `repeats`
         # Nanoseconds that thread 0 may wait, beyond its share of the time, before it goes on alone; 0: for ever.
         ("patience", np.int64),
         ("has_run", np.int64),  # 0: a signal came before it was its turn
@@ -310,18 +310,22 @@ LINE_WORDS = 8  # of a cache line, in 8 bytes each: what threads write lies in l
 
 JOB = np.dtype(
     [
-        ("generation", WORD),  # 512 × the number of walks so far + threads of the current one
+        ("generation", WORD),  # 512 × the number of runs so far + threads of the current one
         ("pad0", np.int64, 7),
         ("finished", WORD),  # workers that finished the current one
         ("has_sleepers", WORD),  # 1: thread 0 may sleep until all have
         ("pad1", np.int64, 6),
-        ("walk", np.int64),
+        ("dispatch", np.int64),
         ("arguments", np.int64),
         ("state", np.int64),
-        ("owner", np.int64),  # the thread whose walk runs, as threading.get_ident; 0: none
+        ("owner", np.int64),  # the thread that runs a table, as threading.get_ident; 0: none
         ("is_closed", WORD),
         ("pad2", np.int64, 3),
-        ("turn", np.int64, LINE_WORDS),  # a semaphore, taken by whoever walks: a line each; a sem_t has 32 bytes
+        (
+            "turn",
+            np.int64,
+            LINE_WORDS,
+        ),  # a semaphore, which the running thread holds, in a line of its own; a sem_t has 32 bytes
         ("sleeping", np.int64, MAX_THREADS),
         ("seen", np.int64, MAX_THREADS),  # the generation that a worker did last
         ("is_served", np.int64, MAX_THREADS),  # 1: a worker has begun to do this thread's parts

@@ -14,11 +14,11 @@ from infer.backends.cpu.records import LINE_WORDS, MAX_THREADS, WORD, pointer
 
 Words = ctypes.Array[ctypes.c_int64]
 
-GROUP = 8  # threads that meet first where they are many (`barrier`)
+GROUP = 8  # threads that wait for each other first if there are many (`barrier`)
 
 THREAD = np.dtype(
     [
-        ("taken", WORD),  # 2^32 × round + the units of its share that are taken in that round: `units`
+        ("taken", WORD),  # 2^32 × round + the units of its share that are taken in that round: `work_stealing`
         ("round", np.int64),
         ("num_empty", np.int64),  # shares that it has found empty in this round, its own first
         ("num_short", np.int64),  # waits that are to spin only shortly: `barrier`

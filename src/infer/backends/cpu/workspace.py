@@ -1,4 +1,4 @@
-"""Memory of matrices and of a recorded step's buffers, by the rules of `packing` and `operations`: no torch.
+"""Memory of matrices and of a recorded step's buffers, by the rules of `pack_kernels` and `operations`: no torch.
 
 A buffer is identified by its role and its size, and layers share it, as in `recording`. Scratch is counted for the
 threads that run, and logits for the lines that are used: the rest is never written, and so takes no memory.

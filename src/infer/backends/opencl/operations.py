@@ -12,11 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.backends import reference
-from infer.backends.cpu import sampling
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import BLOCK, LANES
-from infer.backends.cpu.packed import Precision
-from infer.backends.cpu.packed import prepare as pack
+from infer.backends.cpu.sampling import launch
+from infer.backends.cpu.weights.prepare_weights import Precision
+from infer.backends.cpu.weights.prepare_weights import prepare as pack
 from infer.backends.opencl.launches import scope
 from infer.backends.opencl.layers import layer_record
 from infer.backends.opencl.memory import storage_of
@@ -37,7 +37,7 @@ _PAIRED = (
 @final
 class Operations:
     normalize = staticmethod(reference.normalize)
-    choose_tokens = staticmethod(sampling.choose_tokens)  # of logits that the host has
+    choose_tokens = staticmethod(launch.choose_tokens)  # of logits that the host has
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from infer.backends.cpu.layouts import LANES
-from infer.backends.cpu.packed_weight import PackedWeight
+from infer.backends.cpu.weights.packed_weight import PackedWeight
 from infer.backends.opencl.launches import Axis, Run
 from infer.errors import InvalidRequestError
 from infer.operands.weights import Norm, Projection, Weight

@@ -18,8 +18,8 @@ from infer.backends.base import Captured, Generated, check_multi_step, check_ver
 from infer.backends.cpu.capture.sampled import Followed, MultiStep, Verifier
 from infer.backends.cpu.recording import arrays_of, record
 from infer.backends.cpu.state import fields_of
-from infer.backends.cpu.table import Walk
-from infer.backends.cpu.threads import team
+from infer.backends.cpu.threads.dispatch_table import DispatchTable
+from infer.backends.cpu.threads.pool import thread_pool
 from infer.errors import InvalidRequestError
 from infer.operands.step import Chunk, Interrupt, Masks, Step
 from infer.sampling.columns import SamplingColumns
@@ -41,28 +41,28 @@ class CapturedForward(Captured):
         self.capacity, self.max_logits = capacity, max_logits
         self._slots = [np.ctypeslib.as_ctypes(array.numpy()) for array in arrays_of(self._recording.step).values()]
         self._state = fields_of(self._recording.state)
-        self._walk = Walk(self._recording.commands)
+        self._table = DispatchTable(self._recording.commands)
 
     @cached_property
     def _multi_step(self) -> MultiStep:
-        return MultiStep(self._recording, self._walk, self._logits)
+        return MultiStep(self._recording, self._table, self._logits)
 
     @cached_property
     def _verifier(self) -> Verifier:
-        return Verifier(self._walk, self._logits)
+        return Verifier(self._table, self._logits)
 
     @cached_property
     def _followed(self) -> Followed:
         if self._recording.group is None:
             raise InvalidRequestError("a model that is not shared out has nobody to follow")
-        return Followed(self._recording.group, self._walk)
+        return Followed(self._recording.group, self._table)
 
     def run(self, step: Step, num_threads: int | None = None) -> Float[Tensor, "logits vocab"]:
         """Return the requested logits, in a buffer that the next run overwrites if they fit one piece."""
         pieces = []
         for piece in step.pieces(self.capacity, self.max_logits):
             self._fill(piece)
-            team().run(self._walk, self._recording.state, num_threads)
+            thread_pool().run(self._table, self._recording.state, num_threads)
             pieces.append(self._logits[: len(piece.logit_indices)])
             if len(piece.tokens) < len(step.tokens):
                 pieces[-1] = pieces[-1].clone()
@@ -108,11 +108,11 @@ class CapturedForward(Captured):
     def profile(self, step: Step, num_threads: int | None = None) -> list[tuple[str, int]]:
         """Return each command's label and the cycles that thread 0 spent in it, barrier included."""
         commands = self._recording.commands
-        times, walk = np.zeros(len(commands), np.int64), Walk(commands)
-        walk.arguments["times"] = times.ctypes.data
+        times, table = np.zeros(len(commands), np.int64), DispatchTable(commands)
+        table.arguments["times"] = times.ctypes.data
         for piece in step.pieces(self.capacity, self.max_logits):
             self._fill(piece)
-            team().run(walk, self._recording.state, num_threads)
+            thread_pool().run(table, self._recording.state, num_threads)
         return list(zip((command.label for command in commands), times.tolist(), strict=True))
 
     def _fill(self, step: Step) -> None:

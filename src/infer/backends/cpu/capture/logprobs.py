@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from infer.backends.cpu.records import LOGPROB
-from infer.backends.cpu.sample_rows import SampleArguments
+from infer.backends.cpu.sampling.rows import SampleArguments
 from infer.outputs import TokenLogprob
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.sampler import Sampled, normalized

@@ -21,14 +21,14 @@ import numpy.typing as npt
 from torch import Tensor
 
 from infer.backends.base import Generated
-from infer.backends.cpu import sampling
 from infer.backends.cpu.capture.logprobs import Logprobs
-from infer.backends.cpu.memory_group import MemoryGroup
+from infer.backends.cpu.ranks.memory_group import MemoryGroup
 from infer.backends.cpu.recording import Recording
-from infer.backends.cpu.sample_rows import SampleArguments
+from infer.backends.cpu.sampling import launch
+from infer.backends.cpu.sampling.rows import SampleArguments
 from infer.backends.cpu.state import integers
-from infer.backends.cpu.table import Command, Walk
-from infer.backends.cpu.threads import team
+from infer.backends.cpu.threads.dispatch_table import Command, DispatchTable
+from infer.backends.cpu.threads.pool import thread_pool
 from infer.operands.step import Chunk, Interrupt, Masks, StepEnd
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
@@ -46,11 +46,11 @@ class MultiStep:
     times as long.
     """
 
-    def __init__(self, recording: Recording, forward: Walk, logits: Tensor) -> None:
+    def __init__(self, recording: Recording, forward: DispatchTable, logits: Tensor) -> None:
         self._arguments = SampleArguments(logits, recording.step.positions.data_ptr(), position_offset=1)
         stop_at, group = _stop_at(self._arguments), recording.group
-        after = [] if group is None else [group.tell("lead", stop_at)]
-        self._walk = _walk(forward, self._arguments, ".sample_advance:advance", after)
+        after = [] if group is None else [group.transfer("lead", stop_at)]
+        self._table = _table(forward, self._arguments, ".sampling.advance:advance", after)
         self._logprobs = Logprobs(self._arguments)
 
     def run(
@@ -74,13 +74,13 @@ class MultiStep:
         arguments.set(num_generated=0, stop=0, stop_ids=ctypes.addressof(stops), num_stop_ids=len(stops), after_step=0)
         arguments.set(interrupt=0 if interrupt is None else ctypes.addressof(interrupt))
         ctypes.memset(ended, 0, ctypes.sizeof(ended))
-        self._walk.fields.repeats = count
+        self._table.fields.repeats = count
         _bind_masks(arguments, masks)
         callback = None
         if masks is not None:
             callback = StepCallback(partial(masks.advance, generated, count), arguments.fields)
             arguments.set(after_step=callback.address)
-        team().run(self._walk, state, num_threads)
+        thread_pool().run(self._table, state, num_threads)
         if callback is not None:
             callback.close()
         num_steps = arguments.fields.num_generated
@@ -130,10 +130,10 @@ class StepCallback:
 class Verifier:
     """A step that samples some of its rows, and continues sampling a row as long as its drafts are right."""
 
-    def __init__(self, forward: Walk, logits: Tensor) -> None:
+    def __init__(self, forward: DispatchTable, logits: Tensor) -> None:
         self._arguments = SampleArguments(logits, positions=0, position_offset=0)
-        self._walk = _walk(forward, self._arguments, ".sample_advance:accept")
-        self._walk.fields.again = len(forward.rows) + 1
+        self._table = _table(forward, self._arguments, ".sampling.advance:accept")
+        self._table.fields.again = len(forward.rows) + 1
         self._max_entries = len(logits)
         self._arguments.set(draft_stride=self._max_entries)
         self._logprobs = Logprobs(self._arguments)
@@ -165,9 +165,9 @@ class Verifier:
             lines, most = lines + chunk.num_logits, max(most, num_drafts)
         self._logprobs.begin(columns, 1 + most)
         arguments.set(entry=0, stop=0)
-        self._walk.fields.repeats = 1 + most
+        self._table.fields.repeats = 1 + most
         _bind_masks(arguments, masks)
-        team().run(self._walk, state, num_threads)
+        thread_pool().run(self._table, state, num_threads)
         num_rows = len(chunks)
         seconds = [stamp / 1e9 for stamp in stamps[: arguments.fields.entry + 1]]
         token_ids = [generated[row : num_rows * counts[row] : num_rows] for row in range(num_rows)]
@@ -181,16 +181,16 @@ class Followed:
     ranks.
     """
 
-    def __init__(self, group: MemoryGroup, forward: Walk) -> None:
+    def __init__(self, group: MemoryGroup, forward: DispatchTable) -> None:
         self._stop = integers(1)
-        self._walk = Walk([group.tell("follow", ctypes.addressof(self._stop))], forward)
-        self._walk.fields.stop = ctypes.addressof(self._stop)
+        self._table = DispatchTable([group.transfer("follow", ctypes.addressof(self._stop))], forward)
+        self._table.fields.stop = ctypes.addressof(self._stop)
 
     def run(self, state: State, count: int, num_threads: int | None) -> int:
         self._stop[0] = 0
-        self._walk.fields.repeats = count
-        team().run(self._walk, state, num_threads)
-        return int(self._walk.fields.walked)
+        self._table.fields.repeats = count
+        thread_pool().run(self._table, state, num_threads)
+        return int(self._table.fields.completed)
 
 
 def _stop_at(arguments: SampleArguments) -> int:
@@ -198,13 +198,15 @@ def _stop_at(arguments: SampleArguments) -> int:
     return int(arguments.record["stop"].ctypes.data)
 
 
-def _walk(forward: Walk, arguments: SampleArguments, last: str, after: Sequence[Command] = ()) -> Walk:
+def _table(
+    forward: DispatchTable, arguments: SampleArguments, last: str, after: Sequence[Command] = ()
+) -> DispatchTable:
     """Return the forward, the sampler's commands, and the commands that turn their tokens into the next repeat."""
-    first = sampling.command(".sample_advance:await_mask", arguments)
-    sampler = [*sampling.commands(arguments), *sampling.scoring(arguments)]
-    walk = Walk([first, *sampler, sampling.command(last, arguments), *after], forward)
-    walk.fields.stop = _stop_at(arguments)
-    return walk
+    first = launch.command(".sampling.advance:await_mask", arguments)
+    sampler = [*launch.commands(arguments), *launch.scoring(arguments)]
+    table = DispatchTable([first, *sampler, launch.command(last, arguments), *after], forward)
+    table.fields.stop = _stop_at(arguments)
+    return table
 
 
 def _bind_masks(arguments: SampleArguments, masks: Masks | None) -> None:

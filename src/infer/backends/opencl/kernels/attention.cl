@@ -1,6 +1,6 @@
 // Attention over cached blocks of 16 positions, whose bytes `quantization.kv_layout` defines, in chunks of 256 slots: a
 // chunk gives (largest score m, Σ e^(s − m), Σ e^(s − m) v), and these are merged in the order of the chunks. So a
-// token's bits depend on nothing but the token; the order of all sums is that of `backends.cpu.attention`.
+// token's bits depend on nothing but the token; the order of all sums is that of `backends.cpu.attention.attention`.
 
 #define CHUNK 256
 #define ROOM ((HEAD_DIM + 15) / 16 * 16)

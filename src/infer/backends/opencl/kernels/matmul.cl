@@ -1,6 +1,6 @@
 // A packed weight (`backends.cpu.layouts` has the picture) × activations. The numbers of its layout are macros.
 //
-// A row's result is one chain of float operations over the records, whatever the number of tokens: `backends.cpu.tiles`
+// A row's result is one chain of float operations over the records, whatever the number of tokens: `backends.cpu.matmul.vector_tiles`
 // has it. On a CPU a work item has 16 rows as a vector; elsewhere one, and the 16 of a group are neighbours.
 
 #if LANES == 16
@@ -74,7 +74,7 @@ inline void multiply_group(global const uchar *weights, global const int *const 
 #else
 
 #define ACTIVATION_INTS RECORD_INTS(PLANES)
-#define AHEAD 16384  // bytes: as `backends.cpu.packed_records`
+#define AHEAD 16384  // bytes: as `backends.cpu.weights.unpacking`
 
 // sum + Σ of 4 products of unsigned bytes with signed ones, in each lane.
 inline ints dot4(ints q, int a, ints sum)

@@ -1,0 +1,1 @@
+"""Attention over cached keys and values, as compiled commands."""

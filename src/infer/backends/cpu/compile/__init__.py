@@ -1,0 +1,1 @@
+"""Kernels by name: compiled, stored on disk, loaded and called by address."""

@@ -1,0 +1,204 @@
+"""Projections: every tile of a thread's rows × every panel of tokens. Each result is passed to an epilogue.
+
+A unit is one or two groups of 16 rows (with their partners from `up` if gate and up are computed together). A thread
+takes units (`work_stealing`). For each panel of 16 tokens, it computes the unit's tiles into a buffer on its stack.
+Then it calls the epilogue through its address: store, add to the residual, or gate (and quantise for the next
+projection). So the inner loop is compiled once per type of weights, whatever follows it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+from infer.backends.cpu import simd
+from infer.backends.cpu.activations import quantize_block, quantized_size, record_address
+from infer.backends.cpu.isa import BY_NAME, InstructionSet
+from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
+from infer.backends.cpu.math_functions import ACTIVATIONS, softcapped
+from infer.backends.cpu.matmul.matrix_tiles import SCRATCH_BYTES, make_configure, make_matrix_tile, release
+from infer.backends.cpu.matmul.panels import TILE_BYTES, make_multiply_panel
+from infer.backends.cpu.simd import load_f32, load_i64, load_upto, store_f32, store_upto
+from infer.backends.cpu.threads import atomics
+from infer.backends.cpu.threads.work_stealing import begin_units, take_units
+from infer.backends.cpu.weights.unpacking import make_unpack
+
+_FEWEST_UNPACKED = 2 * PANEL  # tokens for which weights are unpacked before all of them
+_HEADER = 64  # in front of it: first token, number of tokens, number of groups
+_BUFFER_BYTES = _HEADER + 4 * TILE_BYTES
+
+
+@njit(inline="always")
+def _tile_weights(args, unit, groups, index):
+    weights = args.first_weights if index < groups else args.second_weights
+    return weights + (unit * args.groups_per_unit + index % groups) * args.group_bytes
+
+
+def _make_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
+    """Return a function that multiplies a panel with a unit's tiles, two groups at a time."""
+    multiply_one, multiply_two = (make_multiply_panel(layout, form, isa, num_groups) for num_groups in (1, 2))
+
+    @njit(inline="always")
+    def compute(args, unit, groups, num_tiles, panel, width, out, scratch):
+        records = args.num_records
+        for index in range(0, num_tiles, 2):
+            first, to = _tile_weights(args, unit, groups, index), out + index * TILE_BYTES
+            if index + 1 < num_tiles:
+                second = _tile_weights(args, unit, groups, index + 1)
+                multiply_two(first, second, panel, width, records, to, scratch)
+            else:
+                multiply_one(first, first, panel, width, records, to, scratch)
+
+    return compute
+
+
+def _make_matrices(layout: Layout, form: int, isa: InstructionSet) -> tuple[Any, Any]:
+    """Return two functions for the matrix unit.
+
+    The first unpacks a unit's weights. The second multiplies a panel of 16 tokens with the unit's tiles, whose number
+    is even.
+    """
+    unpack, matrix_tile = make_unpack(layout, isa), make_matrix_tile(layout, form, isa)
+    record_bytes = layout.unpacked_bytes
+
+    @njit(inline="always")
+    def unpack_unit(args, unit, groups, num_tiles, unpacked):
+        for index in range(num_tiles):
+            to = unpacked + index * args.num_records * record_bytes
+            unpack(_tile_weights(args, unit, groups, index), args.num_records, to)
+
+    @njit(inline="always")
+    def compute(args, num_tiles, unpacked, panel, stride, out, scratch):
+        records = args.num_records
+        size = records * record_bytes
+        for index in range(0, num_tiles, 2):
+            first, to = unpacked + index * size, out + index * TILE_BYTES
+            matrix_tile(first, first + size, panel, stride, records, to, TILE_BYTES, scratch)
+
+    return unpack_unit, compute
+
+
+def _make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
+    """Return a function that multiplies a unit with the panels of the tokens [first, end) of `num_tokens` tokens."""
+    record_bytes, has_matrices = layout.activation_bytes(form), isa.may_use_matrices(layout)
+    compute = _make_panel(layout, form, isa)
+    if has_matrices:
+        unpack_unit, compute_matrices = _make_matrices(layout, form, isa)
+
+    @njit(inline="always")
+    def multiply_unit(args, state, unit, first, end, num_tokens, activations, unpacked, buffer, scratch):
+        groups = min(args.groups_per_unit, args.num_groups - unit * args.groups_per_unit)
+        num_tiles = groups * (1 if args.second_weights == 0 else 2)
+        even_tiles = num_tiles if num_tiles % 2 == 0 and end - first >= _FEWEST_UNPACKED else 0
+        if has_matrices:
+            unpack_unit(args, unit, groups, even_tiles, unpacked)
+        for panel in range(first, end, PANEL):
+            width = min(PANEL, num_tokens - panel)
+            at, stride = activations + panel * args.num_records * record_bytes, width * record_bytes
+            on_matrices = even_tiles if has_matrices and width == PANEL else 0
+            if has_matrices:  # a constant: what follows is not compiled elsewhere
+                compute_matrices(args, on_matrices, unpacked, at, stride, buffer + _HEADER, scratch)
+            if on_matrices == 0:
+                compute(args, unit, groups, num_tiles, at, width, buffer + _HEADER, scratch)
+            simd.store_i64(buffer, panel)
+            simd.store_i64(buffer + 8, width)
+            simd.store_i64(buffer + 16, groups)
+            row = unit * args.groups_per_unit * LANES
+            atomics.call_command(args.epilogue, args.epilogue_arguments, simd.address_of(state), buffer, row)
+
+    return multiply_unit
+
+
+def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
+    """Return the command of a projection. `isa` names the instruction set."""
+    layout, instructions = LAYOUTS[type_], BY_NAME[isa]
+    form, has_matrices = instructions.form(layout, planes), instructions.may_use_matrices(layout)
+    multiply_unit, configure = _make_unit(layout, form, instructions), make_configure(layout)
+    on_matrices = [shape.fewest for shape in instructions.shapes(layout, form, 2) if shape.on_matrices]
+    fewest = min([*on_matrices, _FEWEST_UNPACKED])
+
+    def matmul(args, state, thread, num_threads):
+        num_tokens = state.num_logits if args.of_logits else state.num_tokens
+        activations = args.activations + (thread * args.private_bytes if num_tokens == 1 else 0)
+        num_units = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
+        buffer, scratch = simd.stack(_BUFFER_BYTES), simd.stack(SCRATCH_BYTES)
+        unpacked = args.unpacked + thread * args.unpacked_bytes
+        if has_matrices:
+            configure(num_tokens >= fewest, scratch)
+        for first in range(0, num_tokens, args.tokens_per_block):
+            last = min(num_tokens, first + args.tokens_per_block)
+            begin_units(state, thread)
+            unit, end = take_units(state, thread, num_threads, num_units)
+            while unit < end:
+                multiply_unit(args, state, unit, first, last, num_tokens, activations, unpacked, buffer, scratch)
+                unit += 1
+                if unit == end:
+                    unit, end = take_units(state, thread, num_threads, num_units)
+        if has_matrices:
+            release(num_tokens >= fewest)
+
+    return matmul
+
+
+@njit(inline="always")
+def _tile_row(buffer, index, token):
+    return buffer + _HEADER + index * TILE_BYTES + token * 64
+
+
+def make_store(kind: str) -> Callable[..., None]:
+    """Return the epilogue of this kind.
+
+    plain: out = y + bias. add: out += y + bias. capped: out = softcap × tanh((y + bias) / softcap). The name of an
+    activation: out = activation(out) × (y + bias).
+    """
+    adding, capping, gating = kind == "add", kind == "capped", kind in ACTIVATIONS
+    activate: Any = ACTIVATIONS.get(kind)
+
+    def store(args, state, buffer, first_row):
+        panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
+        for index in range(groups):
+            row = first_row + index * LANES
+            room = args.num_columns - row
+            for token in range(width):
+                out = args.out + 4 * ((panel + token) * args.row_stride + args.first_column + row)
+                value = load_f32(_tile_row(buffer, index, token))
+                if args.bias != 0:
+                    value = value + load_upto(args.bias + 4 * row, room)
+                if adding:
+                    value = load_upto(out, room) + value
+                if capping:
+                    value = softcapped(value, args.softcap)
+                if gating:
+                    value = activate(load_upto(out, room)) * value
+                store_upto(out, room, value)
+
+    return store
+
+
+def make_gate(activation: str) -> Callable[..., None]:
+    """Return the epilogue out = activation(gate + bias) × (up + bias), which also quantises on request."""
+    activate = ACTIVATIONS[activation]
+
+    def gate(args, state, buffer, first_row):
+        panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
+        for token in range(width):
+            for index in range(groups):
+                row = first_row + index * LANES
+                at = _tile_row(buffer, index, token)
+                left, right = load_f32(at), load_f32(_tile_row(buffer, groups + index, token))
+                if args.bias != 0:
+                    left = left + load_f32(args.bias + 4 * row)
+                    right = right + load_f32(args.bias + 4 * (args.num_columns + row))
+                value = activate(left) * right
+                store_f32(at, value)
+                if args.out != 0:
+                    out = args.out + 4 * ((panel + token) * args.row_stride + args.first_column + row)
+                    store_upto(out, args.num_columns - row, value)
+            if args.quantized != 0:
+                record, num_records = (args.first_column + first_row) // BLOCK, args.row_stride // BLOCK
+                size = quantized_size(args.form)
+                to = record_address(args.quantized, panel + token, state.num_tokens, num_records, record, size)
+                first, second = load_f32(_tile_row(buffer, 0, token)), load_f32(_tile_row(buffer, 1, token))
+                quantize_block(first, second, args.form, to)
+
+    return gate

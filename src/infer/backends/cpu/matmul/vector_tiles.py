@@ -1,0 +1,118 @@
+"""The inner loop: one or two groups of 16 rows of a packed weight × `columns` tokens of activations, in registers.
+
+Two groups share each broadcast activation: on an Ice Lake Xeon, one dot per cycle runs with a broadcast from memory,
+and two per cycle between registers.
+
+For each record of 32 inputs, row r, token t, with activation a = s × A (A an integer of 16 or 8 bits):
+
+    Σ (d q + m) a  =  d s Σ q A  +  m s Σ A          q stored as q + offset:  Σ q A = Σ (q + offset) A − offset Σ A
+
+Σ q A is exact in 32-bit integers. Then sum = fma(d × s, Σ q A, sum), and fma(m, s ΣA, sum) if there is a minimum. If
+the halves of a record have scales (and minimums) of their own, each half is summed by itself. So a row's result is one
+chain of float operations over the records, the same for every number of columns. A of 16 bits is stored as two int8
+planes, A = 256 hi + lo.
+
+An activation record, one per block and token: [hi × 32] scale f32, scale × ΣA f32 [lo × 32] −ΣA of each half i32
+"""
+
+from typing import NamedTuple
+
+from llvmlite.ir import IRBuilder as Builder
+from numba.core import cgutils
+
+from infer.backends.cpu import simd
+from infer.backends.cpu.isa import InstructionSet
+from infer.backends.cpu.layouts import SCALE_AT, UNIT, Layout
+from infer.backends.cpu.matmul.arithmetic import Activations, arithmetic_of
+from infer.backends.cpu.simd import F32, F32X16, I16X16, I32, I64, Value, constant, load
+from infer.backends.cpu.weights.unpacking import PackedRecords
+from infer.backends.cpu.weights.weight_streams import bytes_ahead
+
+
+class Operands(NamedTuple):
+    """Addresses of each group of weights and of the first column's activations.
+
+    `stride` is the distance between records of activations, and `num_records` their number.
+    """
+
+    weights: list[Value]
+    activations: Value
+    stride: Value
+    num_records: Value
+
+
+def emit_block_tile(
+    b: Builder, layout: Layout, form: int, isa: InstructionSet, columns: int, operands: Operands
+) -> list[list[Value]]:
+    """Emit a tile of a block type, and return the sums of each group and column."""
+    weights, activations, stride, num_records = operands
+    records, arithmetic, per_super = PackedRecords(b, layout, isa), arithmetic_of(isa), layout.records_per_super
+    sums = [[cgutils.alloca_once_value(b, constant(F32X16, 0.0)) for _ in range(columns)] for _ in weights]
+    with cgutils.for_range(b, b.sdiv(num_records, constant(I64, per_super))) as outer:
+        past = b.mul(outer.index, constant(I64, layout.super_bytes))
+        bases = [b.add(where, past) for where in weights]
+        supers = [records.super_scales(base) for base in bases]
+        first = b.mul(outer.index, constant(I64, per_super))
+        with cgutils.for_range(b, constant(I64, per_super)) as inner:
+            within = simd.offset(b, b.mul(inner.index, constant(I64, layout.record_bytes)), layout.super_header)
+            at = b.add(activations, b.mul(b.add(first, inner.index), stride))
+            inputs, places = Activations(b, layout, form, range(columns), at), [b.add(base, within) for base in bases]
+            for where in places:
+                records.prefetch(where, bytes_ahead(len(weights), columns))
+            dots = arithmetic.dots(inputs, [records.quads(where) for where in places])
+            scales = [records.scales(where, *of_super) for where, of_super in zip(places, supers, strict=True)]
+            for group, of_group in enumerate(scales):
+                for column, slot in enumerate(sums[group]):
+                    b.store(add_record(inputs, column, b.load(slot), dots[group][column], *of_group), slot)
+    return [[b.load(slot) for slot in of_group] for of_group in sums]
+
+
+def add_record(
+    activations: Activations, column: int, total: Value, dots: list[Value], scales: list[Value], minima: list[Value]
+) -> Value:
+    """Return total + d s Σ q A + m s ΣA, of the whole record or of each half."""
+    b = activations.b
+    scale = load(b, activations.at(column, SCALE_AT), F32, 4)
+    factor = simd.splat(b, scale)
+    for dot, weight_scale in zip(dots, scales, strict=True):
+        total = simd.fma(b, b.fmul(weight_scale, factor), b.sitofp(dot, F32X16), total)
+    if len(minima) == 1:
+        sums = [load(b, activations.at(column, SCALE_AT + 4), F32, 4)]
+    else:
+        negative = [activations.negative_sum(column, half) for half in range(len(minima))]
+        sums = [b.fmul(scale, b.sitofp(b.sub(constant(I32, 0), one), F32)) for one in negative]
+    for minimum, scaled_sum in zip(minima, sums, strict=True):
+        total = simd.fma(b, minimum, simd.splat(b, scaled_sum), total)
+    return total
+
+
+def emit_float_tile(b: Builder, layout: Layout, columns: int, operands: Operands) -> list[list[Value]]:
+    """Emit a tile of a float type, and return the sums of each group and column.
+
+    Even and odd inputs form one chain each, added at the end.
+    """
+    weights, activations, stride, num_records = operands
+    zero = constant(F32X16, 0.0)
+    sums = [[[cgutils.alloca_once_value(b, zero) for _ in range(columns)] for _ in weights] for _ in range(2)]
+    with cgutils.for_range(b, num_records) as loop:
+        past = b.mul(loop.index, constant(I64, layout.record_bytes))
+        inputs = b.add(activations, b.mul(loop.index, stride))
+        for i in range(UNIT):
+            at = simd.offset(b, past, i * layout.record_bytes // UNIT)
+            values = [_load_float(b, layout, b.add(where, at)) for where in weights]
+            for column in range(columns):
+                x = simd.splat(b, load(b, simd.offset(b, inputs, 4 * (UNIT * column + i)), F32, 4))
+                for group, weight in enumerate(values):
+                    total = sums[i % 2][group][column]
+                    b.store(simd.fma(b, weight, x, b.load(total)), total)
+    return [
+        [b.fadd(b.load(even), b.load(odd)) for even, odd in zip(*chains, strict=True)]
+        for chains in zip(*sums, strict=True)
+    ]
+
+
+def _load_float(b: Builder, layout: Layout, where: Value) -> Value:
+    if layout.type == "F32":
+        return load(b, where, F32X16, 16)
+    bits = load(b, where, I16X16, 16)
+    return simd.widen_f16(b, bits) if layout.type == "F16" else simd.widen_bf16(b, bits)

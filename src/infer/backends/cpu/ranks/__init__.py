@@ -1,0 +1,1 @@
+"""Exchange of activations between the ranks of one machine, through shared memory."""

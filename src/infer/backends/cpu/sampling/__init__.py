@@ -1,0 +1,1 @@
+"""The sampler as compiled commands."""

@@ -1,0 +1,1 @@
+"""The thread pool, its dispatch loop, and the waits and atomic numbers that threads share."""

@@ -1,0 +1,1 @@
+"""Weights in the packed layout: how they are packed, unpacked and embedded."""

@@ -1,0 +1,68 @@
+"""Embeddings of tokens: rows read from packed groups.
+
+A token outside the table gets the nearest row in it.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numba import njit
+
+from infer.backends.cpu.isa import BY_NAME
+from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, QUADS_BYTES, Layout
+from infer.backends.cpu.simd import load_i8, load_scalar_f32, load_u16, stack, store_scalar_f32, widen_bf16, widen_f16
+from infer.backends.cpu.weights.unpacking import make_unpack
+
+
+@njit(forceinline=True)
+def _row_of(args, state, token):
+    """Return the address of the group with a token's row, the row's lane, and the address of its output floats."""
+    row = min(max(state.tokens[token], 0), args.num_rows - 1)
+    return args.table + row // LANES * args.group_bytes, row % LANES, args.out + 4 * args.in_features * token
+
+
+def make_embed(type_: str, inputs: int) -> Callable[..., None]:
+    """Return the command that stores the tokens' rows × scale. `inputs` is the instruction set's."""
+    layout = LAYOUTS[type_]
+    if layout.is_float:
+        return _make_embed_floats(layout)
+    unpack, is_paired = make_unpack(layout, BY_NAME["portable"]), inputs == 8
+    has_minimum, parts = layout.has_minimum, layout.parts
+    per_super, super_bytes, record_bytes = layout.records_per_super, layout.super_bytes, layout.unpacked_bytes
+    buffer_bytes = per_super * record_bytes
+
+    def embed(args, state, thread, num_threads):
+        buffer = stack(buffer_bytes)
+        for token in range(thread, state.num_tokens, num_threads):
+            group, lane, out = _row_of(args, state, token)
+            for first in range(0, args.in_features, BLOCK * per_super):
+                unpack(group + first // (BLOCK * per_super) * super_bytes, per_super, buffer)
+                for i in range(BLOCK * per_super):
+                    record, within = buffer + i // BLOCK * record_bytes, i % BLOCK
+                    at = 64 * (within // 4) + 4 * lane + within % 4
+                    if is_paired:
+                        at = 128 * (within // 8) + 8 * lane + within % 8
+                    scale_at = record + QUADS_BYTES + 4 * (within * parts // BLOCK * LANES + lane)
+                    value = load_scalar_f32(scale_at) * np.float32(load_i8(record + at))
+                    if has_minimum:
+                        value += load_scalar_f32(scale_at + 4 * LANES * parts)
+                    store_scalar_f32(out + 4 * (first + i), value * args.scale)
+
+    return embed
+
+
+def _make_embed_floats(layout: Layout) -> Callable[..., None]:
+    width, is_f16 = layout.low_bits // 8, layout.type == "F16"
+
+    def embed(args, state, thread, num_threads):
+        for token in range(thread, state.num_tokens, num_threads):
+            group, lane, out = _row_of(args, state, token)
+            for i in range(args.in_features):
+                at = group + (i * LANES + lane) * width
+                if width == 4:
+                    value = load_scalar_f32(at)
+                else:
+                    value = widen_f16(load_u16(at)) if is_f16 else widen_bf16(load_u16(at))
+                store_scalar_f32(out + 4 * i, value * args.scale)
+
+    return embed

@@ -84,10 +84,10 @@ def attention(kv_type: str, context: int, tokens: int) -> Measure:
     cache = PagedCache([layer] * NUM_LAYERS, 1, context + tokens, kv_type, torch.device("cpu"), step_tokens=STEP_TOKENS)
     layers = [replace(each, pages=pages) for each in cache.memory.layers]
     features = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
-    qkv = torch.randn(STEP_TOKENS, features, generator=torch.Generator().manual_seed(0))
+    qkv = ops.Activations(torch.randn(STEP_TOKENS, features, generator=torch.Generator().manual_seed(0)))
 
     def forward(step: Step) -> torch.Tensor:
-        return [ops.attend(qkv, heads, each, step) for each in layers][-1]
+        return [ops.attend(qkv, heads, each, step).floats for each in layers][-1]
 
     captured = CapturedForward(forward, STEP_TOKENS, 1)
     for start in range(0, context, STEP_TOKENS):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from infer.backends import cuda, reference
+from infer.operands.activation_values import Activations
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, RopeTable
 from infer.quantization.kv_formats import BLOCK_POSITIONS, KV_TYPES, key_block_bytes, value_block_bytes
@@ -46,7 +47,7 @@ def attend(qkv: Tensor, heads: Heads, layer: LayerCache, sizes: Sequence[int], o
     found, at = [], 0
     for size in sizes:
         step = Step.of([1] * size, at).to(qkv.device)
-        found.append(ops.attend(qkv[at : at + size], heads, layer, step))
+        found.append(ops.attend(Activations(qkv[at : at + size]), heads, layer, step).floats)
         at += size
     return torch.cat(found)
 

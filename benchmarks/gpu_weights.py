@@ -52,7 +52,7 @@ def check_values(device: torch.device, rows: int, columns: int, token_counts: li
             for tokens in token_counts:
                 x = make_activations(tokens, columns, tokens, device)
                 expected = meant(x, weight, planes).cpu() @ dense(weight).double().T
-                got = cuda.norm_project(x, None, prepared).cpu().double()
+                got = cuda.norm_project(x, None, prepared).floats.cpu().double()
                 error = float((got - expected).abs().max() / expected.abs().max())
                 yield {
                     "op": f"product, {precision}", "type": type_, "tokens": tokens, "error": error,
@@ -69,12 +69,12 @@ def check_invariance(
         gate_up = Projection(tuple(make_weight(type_, rows, columns, seed) for seed in (1, 2)))
         prepared = cuda.prepare(gate_up, device)
         x = make_activations(most_tokens, columns, 3, device)
-        whole = cuda.norm_gate(x, norm, prepared, "silu")
+        whole = cuda.norm_gate(x, norm, prepared, "silu").floats
         wrong = 0
         for _ in range(trials):
             count = generator.choice([1, 2, 8, 9, 16, 33, most_tokens - 1])
             first = generator.randrange(max(1, most_tokens - count + 1))
-            part = cuda.norm_gate(x[first : first + count], norm, prepared, "silu")
+            part = cuda.norm_gate(x[first : first + count], norm, prepared, "silu").floats
             wrong += not torch.equal(part, whole[first : first + count])
         yield {"op": "invariance", "type": type_, "tokens": most_tokens, "error": wrong, "is_right": wrong == 0}
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from infer import SamplingParams, ops
+from infer.operands.activation_values import Activations
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, StoredWeight
 from infer.quantization.ggml_types import BLOCK_TYPES
@@ -67,7 +68,7 @@ def products(type_: str, precision: ops.Precision) -> Iterator[Tensor]:
     rng = np.random.default_rng(1)
     weight = ops.prepare(Projection((make_weight(rng, type_),)), CPU, precision)
     for num_tokens in (1, 2, 3, 4, 5, 8, 19, 64):  # AMX takes 32 and more
-        yield ops.norm_project(numbers(rng, num_tokens, COLUMNS), None, weight)
+        yield ops.norm_project(numbers(rng, num_tokens, COLUMNS), None, weight).floats
 
 
 def embedding(type_: str) -> Iterator[Tensor]:
@@ -90,14 +91,14 @@ def attention(kv_type: str) -> Iterator[Tensor]:
     layer = LayerCache(kv_type, keys, values, layout)
     for chunks in ([(0, 0, 70)], [(1, 0, 300)], [(0, 70, 1)], [(0, 71, 3), (1, 300, 1)], [(1, 301, 40), (0, 74, 17)]):
         step = join([Step.of([1] * count, start, row=row) for row, start, count in chunks])
-        yield ops.attend(numbers(rng, len(step.tokens), 10 * 64), heads, layer, step)
+        yield ops.attend(Activations(numbers(rng, len(step.tokens), 10 * 64)), heads, layer, step).floats
 
 
 def activation(name: Any) -> Iterator[Tensor]:
     rng = np.random.default_rng(4)
     gate_up = ops.prepare(Projection((make_weight(rng, "Q8_0"), make_weight(rng, "Q8_0"))), CPU)
     norm = Norm(numbers(rng, COLUMNS), 1e-5)
-    yield ops.norm_gate(numbers(rng, 3, COLUMNS), norm, gate_up, name)
+    yield ops.norm_gate(numbers(rng, 3, COLUMNS), norm, gate_up, name).floats
 
 
 def tokens() -> Iterator[Tensor]:

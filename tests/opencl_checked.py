@@ -26,6 +26,7 @@ from infer.backends.opencl import backend as opencl_backend
 from infer.backends.opencl import runtime
 from infer.backends.opencl.launches import Recording, scope
 from infer.backends.opencl.sampled import Sampler
+from infer.operands.activation_values import Activations
 from infer.operands.step import Masks, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable
 from infer.sampling.columns import SamplingColumns
@@ -48,7 +49,7 @@ def check_projections(type_: str, precision: ops.Precision) -> None:
     projection = ops.prepare(Projection((weight,), torch.zeros(40)), CPU, precision)
     ops.embed(projection.parts[0], torch.tensor([0, 39]), 1.0)
     ops.head(x, torch.tensor([2]), norm, projection, 30.0)
-    ops.project_add(torch.zeros(3, 40), x, projection, Norm(torch.rand(40), 1e-5))
+    ops.project_add(torch.zeros(3, 40), Activations(x), projection, Norm(torch.rand(40), 1e-5))
     for parts in ((weight, weight), (weight, make_weight("F16", 40, 256))):
         ops.norm_gate(x, norm, ops.prepare(Projection(parts), CPU, precision), "gelu")
 
@@ -62,7 +63,7 @@ def check_attention(kv_type: str, dim: int) -> None:
     pages = replace(layer.pages, sinks=torch.tensor([3, 17]), furthest=30, shifts=torch.tensor([0, 0]))
     for start, count in ((0, 3), (30, 2)):
         step = join([Step.of([0] * count, start, row=row) for row in range(2)])
-        ops.attend(torch.randn(2 * count, 4 * dim), heads, replace(layer, pages=pages), step)
+        ops.attend(Activations(torch.randn(2 * count, 4 * dim)), heads, replace(layer, pages=pages), step)
 
 
 def check_sampling(made: runtime.Runtime) -> None:

@@ -24,9 +24,11 @@ from infer.backends.cpu import operations as cpu
 from infer.backends.cpu.capture.forward import CapturedForward
 from infer.backends.cpu.isa import BY_NAME, instruction_set, usable_instruction_sets
 from infer.backends.cpu.layouts import LAYOUTS
+from infer.backends.cpu.recording import Offer, record
 from infer.backends.cpu.records import SAMPLE_COLUMNS, SAMPLE_HISTORY, SAMPLE_LISTS
 from infer.backends.cpu.threads.pool import set_num_threads
 from infer.errors import InvalidRequestError
+from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
 from infer.operands.step import Chunk, Interrupt, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, StoredWeight
@@ -127,9 +129,9 @@ def test_a_projection_agrees_with_reference(
     residual = torch.randn(tokens, rows, generator=generator) * magnitude
     norm = Norm(torch.rand(columns, generator=generator) + 0.5, 1e-6)
     largest_sum = float(reference.dense(weight).double().abs().sum(1).max())
-    actual, expected = both(lambda: ops.norm_project(x, norm, prepared(weight)))
+    actual, expected = both(lambda: ops.norm_project(x, norm, prepared(weight)).floats)
     assert_near(actual, expected, 2e-5, largest_sum * float(reference.normalize(x, norm).abs().max()))
-    actual, expected = both(lambda: ops.project_add(residual.clone(), x, prepared(weight), None))
+    actual, expected = both(lambda: ops.project_add(residual.clone(), Activations(x), prepared(weight), None))
     assert_near(actual, expected, 2e-5, largest_sum * float(x.abs().max()) + float(residual.abs().max()))
 
 
@@ -151,7 +153,7 @@ def test_embedding_rows_are_the_dequantised_ones(type_: str) -> None:
 def test_a_gated_activation_agrees_with_reference(activation: str, types: tuple[str, str]) -> None:
     x, norm = torch.randn(19, 256), Norm(torch.rand(256) + 0.5, 1e-5)
     gate, up = (make_weight(type_, 96, 256, seed, scale=0.1) for seed, type_ in enumerate(types))
-    actual, expected = both(lambda: ops.norm_gate(x, norm, prepared(gate, up), activation))
+    actual, expected = both(lambda: ops.norm_gate(x, norm, prepared(gate, up), activation).floats)
     assert_near(actual, expected, 1e-4)
 
 
@@ -159,7 +161,7 @@ def test_a_gated_activation_agrees_with_reference(activation: str, types: tuple[
 def test_an_activation_is_right_from_tiny_to_huge_values_and_shows_a_nan(activation: Activation) -> None:
     gate = torch.cat([torch.linspace(-12, 12, 473), torch.tensor([1e-30, -1e-6, 60.0, -200.0, 1e4, 0.0, math.nan])])
     weight = StoredWeight("F32", (960, 1), torch.cat([gate, torch.ones(480)]).unsqueeze(1))
-    actual, expected = both(lambda: ops.norm_gate(torch.ones(1, 1), None, prepared(weight), activation))
+    actual, expected = both(lambda: ops.norm_gate(torch.ones(1, 1), None, prepared(weight), activation).floats)
     assert actual[0, -1].isnan()
     assert torch.allclose(actual[0, :-1], expected[0, :-1], rtol=1e-6, atol=1e-6)
 
@@ -175,8 +177,8 @@ def test_capped_logits_agree_with_reference() -> None:
 
 def test_projections_without_a_norm_agree_with_reference() -> None:
     x, weight = torch.randn(5, 64), make_weight("Q8_0", 48, 64)
-    assert_near(*both(lambda: ops.norm_project(x, None, prepared(weight))), 1e-4)
-    assert_near(*both(lambda: ops.norm_gate(x, None, prepared(weight, weight), "silu")), 1e-4)
+    assert_near(*both(lambda: ops.norm_project(x, None, prepared(weight)).floats), 1e-4)
+    assert_near(*both(lambda: ops.norm_gate(x, None, prepared(weight, weight), "silu").floats), 1e-4)
 
 
 @pytest.mark.parametrize("shape", [(6, 2, 32), (4, 1, 20), (4, 4, 16)])
@@ -186,7 +188,7 @@ def test_heads_that_are_normalised_together_agree_with_reference(shape: tuple[in
     heads = replace(make_heads(*shape, dim, normed=False), q_norm=q_norm, k_norm=k_norm)
     caches = iter([make_layer(heads, 1, 64) for _ in range(2)])
     qkv = torch.randn(20, (num_heads + 2 * kv_heads) * dim)
-    actual, expected = both(lambda: ops.attend(qkv, heads, next(caches), step_of(0, 0, 20)))
+    actual, expected = both(lambda: ops.attend(Activations(qkv), heads, next(caches), step_of(0, 0, 20)).floats)
     assert_near(actual, expected, 5e-6)
 
 
@@ -210,7 +212,7 @@ def test_zero_blocks_give_zero_and_denormals_do_not_overflow() -> None:
     projection = cpu.prepare(Projection((weight,)), CPU)
     x = torch.zeros(2, 64)
     x[1, :32] = 1e-40
-    y = cpu.project_add(torch.zeros(2, 16), x, projection, None)
+    y = cpu.project_add(torch.zeros(2, 16), Activations(x), projection, None)
     assert torch.equal(y[0], torch.zeros(16))
     assert torch.isfinite(y).all()
 
@@ -219,9 +221,9 @@ def test_zero_blocks_give_zero_and_denormals_do_not_overflow() -> None:
 def test_a_value_that_is_not_finite_stays_in_its_row_and_shows(value: float) -> None:
     projection = cpu.prepare(Projection((make_weight("Q8_0", 32, 64),)), CPU)
     x = torch.randn(3, 64)
-    clean = cpu.project_add(torch.zeros(3, 32), x, projection, None)
+    clean = cpu.project_add(torch.zeros(3, 32), Activations(x), projection, None)
     x[1, 5] = value
-    y = cpu.project_add(torch.zeros(3, 32), x, projection, None)
+    y = cpu.project_add(torch.zeros(3, 32), Activations(x), projection, None)
     assert torch.equal(y[[0, 2]], clean[[0, 2]])
     assert not torch.isfinite(y[1]).any()
 
@@ -241,15 +243,17 @@ def test_a_matrix_unit_gives_the_bits_of_the_vector_unit(
         results = []
         for name in ("amx", "avx512vnni"):
             monkeypatch.setenv("INFER_ISA", name)
-            results.append(cpu.project_add(residual[:num_tokens].clone(), x[:num_tokens], projection, None))
+            results.append(
+                cpu.project_add(residual[:num_tokens].clone(), Activations(x[:num_tokens]), projection, None)
+            )
         assert torch.equal(*results)
 
 
 def test_fast_precision_is_near_and_cheaper_than_exact() -> None:
     weight, x = make_weight("Q4_0", 64, 256), torch.randn(4, 256)
     norm = Norm(torch.ones(256), 1e-5)
-    fast = cpu.norm_project(x, norm, cpu.prepare(Projection((weight,)), CPU, precision="fast"))
-    exact = cpu.norm_project(x, norm, cpu.prepare(Projection((weight,)), CPU))
+    fast = cpu.norm_project(x, norm, cpu.prepare(Projection((weight,)), CPU, precision="fast")).floats
+    exact = cpu.norm_project(x, norm, cpu.prepare(Projection((weight,)), CPU)).floats
     assert_near(fast, exact, 2e-2)
     assert not torch.equal(fast, exact)
     with pytest.raises(InvalidRequestError, match="precision"):
@@ -288,7 +292,9 @@ def test_attention_agrees_with_reference(
     for index, step in enumerate(steps):
         qkv = torch.randn(len(step.tokens), (shape[0] + 2 * shape[1]) * shape[2], generator=torch.manual_seed(index))
         remaining = iter(caches)
-        actual, expected = both(lambda qkv=qkv, step=step, left=remaining: ops.attend(qkv, heads, next(left), step))
+        actual, expected = both(
+            lambda qkv=qkv, step=step, left=remaining: ops.attend(Activations(qkv), heads, next(left), step).floats
+        )
         assert_near(actual, expected, 5e-6 if kv_type == "f32" else 2e-2)
 
 
@@ -299,10 +305,10 @@ def test_a_query_that_is_not_a_number_stays_in_its_head_and_shows(count: int) ->
     found = []
     for value in (1.0, float("nan")):
         layer = make_layer(heads, 1, 400, "f16")
-        cpu.attend(qkv[:300], heads, layer, step_of(0, 0, 300))
+        cpu.attend(Activations(qkv[:300]), heads, layer, step_of(0, 0, 300))
         last = qkv[300:].clone()
         last[-1, 2 * 32 + 5] = value
-        found.append(cpu.attend(last, heads, layer, step_of(0, 300, count)))
+        found.append(cpu.attend(Activations(last), heads, layer, step_of(0, 300, count)).floats)
     is_nan = found[1].isnan()
     assert is_nan[-1, 2 * 32 : 3 * 32].all()
     assert is_nan.sum() == 32
@@ -489,6 +495,24 @@ def test_labels_name_the_layer_and_the_op(tiny: Tiny) -> None:
     labels = [label for label, _ in captured.profile(Step.of([1]))]
     assert {"embed.rows", "L0.qkv.normalize", "L1.attend.few", "L1.down.post_norm"} <= set(labels)
     assert labels[-1].startswith("head.matmul")
+
+
+def test_a_recorded_product_has_the_command_before_it_quantise_what_it_multiplies(tiny: Tiny) -> None:
+    labels = [label for label, _ in CapturedForward(tiny.forward, capacity=8).profile(Step.of([1]))]
+    assert not {"L0.output.normalize", "L0.down.normalize"} & set(labels)
+    assert {"L0.gate_up.normalize", "head.normalize"} <= set(labels)
+
+
+def test_an_offer_to_quantise_is_redeemed_in_one_form() -> None:
+    x, norm = torch.randn(4, 64), Norm(torch.ones(64), 1e-5)
+    halves = cpu.prepare(Projection((make_weight("Q8_0", 128, 64),)), CPU)
+    assert cpu.norm_gate(x, norm, halves, "silu").twin is None  # run one by one, ops quantise their own floats
+    with record(4, 1):
+        offer = cpu.norm_gate(x, norm, halves, "silu").twin
+        assert isinstance(offer, Offer)
+        address = offer.redeem(2, 1000)
+        assert address == offer.redeem(2, 1000) == offer.arguments.record["quantized"]
+        assert offer.redeem(1, 1000) is None
 
 
 def test_weights_that_were_not_prepared_are_refused() -> None:

@@ -15,6 +15,7 @@ from infer.backends.cpu import operations as cpu
 from infer.backends.cpu.threads.pool import set_num_threads
 from infer.errors import InvalidRequestError
 from infer.kvcache.paged import PagedCache
+from infer.operands.activation_values import Activations
 from infer.operands.architecture import Attention
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
@@ -63,7 +64,7 @@ def attend_in(
     qkv, start, found = make_qkv(heads, sum(sizes)), 0, []
     for size in sizes:
         step = Step.of([1] * size, start, row=row)
-        found.append(cpu.attend(qkv[start : start + size], heads, layer, step).clone())
+        found.append(cpu.attend(Activations(qkv[start : start + size]), heads, layer, step).floats.clone())
         start += size
     return torch.cat(found)
 
@@ -129,7 +130,10 @@ def test_kernels_store_the_bytes_and_find_the_sums_of_the_definition(kv_type: st
     start = 0
     for index, count in enumerate((5, 1, 300, 4, 200, 2)):
         qkv, step = make_qkv(heads, count, seed=index), Step.of([1] * count, start, row=1)
-        actual, expected = cpu.attend(qkv, heads, mine, step), reference.attend(qkv, heads, defined, step)
+        actual, expected = (
+            cpu.attend(Activations(qkv), heads, mine, step).floats,
+            reference.attend(Activations(qkv), heads, defined, step).floats,
+        )
         assert (actual - expected).abs().max() <= 3e-6 * expected.abs().max()
         start += count
     # A rotation may differ in its last bit, and what is rounded with it, in few places.
@@ -163,7 +167,7 @@ def test_threads_and_neighbours_change_no_bit(kv_type: str) -> None:
     layer, qkv = make_layer(heads, 3, CAPACITY, kv_type), make_qkv(heads, 294)
     for start, count in ((0, 290), (290, 1), (291, 3)):
         step = join([Step.of([1] * count, start, row=row) for row in (0, 2, 1)])
-        both = cpu.attend(qkv[start : start + count].repeat(3, 1), heads, layer, step)
+        both = cpu.attend(Activations(qkv[start : start + count].repeat(3, 1)), heads, layer, step).floats
         assert torch.equal(both.view(3, count, -1), expected[start : start + count].expand(3, -1, -1))
 
 
@@ -184,7 +188,7 @@ def test_a_row_goes_from_cache_to_cache(kv_type: str) -> None:
     cache.reserve(1, 64)
     qkv = make_qkv(heads, 41)
     for layer in range(2):
-        cache.attend(layer, qkv[:40], heads, Step.of([1] * 40, row=1))
+        cache.attend(layer, Activations(qkv[:40]), heads, Step.of([1] * 40, row=1))
     cache.commit(1, 37)
     tensors = {name: tensor.clone() for name, tensor in cache.export_row(1)}
     stored = [tensor for name, tensor in tensors.items() if name != "states"]
@@ -196,10 +200,10 @@ def test_a_row_goes_from_cache_to_cache(kv_type: str) -> None:
     for row in range(2):
         other.reserve(row, 4)
     step = Step.of([1] * 4, 37)
-    expected = cache.attend(1, qkv[37:41], heads, Step.of([1] * 4, 37, row=1)).clone()
+    expected = cache.attend(1, Activations(qkv[37:41]), heads, Step.of([1] * 4, 37, row=1)).floats.clone()
     for row in range(2):
         step = Step.of([1] * 4, 37, row=row)
-        assert torch.equal(other.attend(1, qkv[37:41], heads, step), expected)
+        assert torch.equal(other.attend(1, Activations(qkv[37:41]), heads, step).floats, expected)
     wrong = {name: tensor if name == "states" else tensor[:, 1:] for name, tensor in tensors.items()}
     with pytest.raises(InvalidRequestError, match=r"0\.keys\.0"):
         other.import_row(0, wrong, 37)

@@ -18,6 +18,7 @@ from infer.backends.cpu.weights.packed_weight import PackedWeight, Pieces
 from infer.backends.cpu.workspace import matrix_bytes
 from infer.backends.reference import dense
 from infer.model.load import make_rope_table
+from infer.operands.activation_values import Activations
 from infer.operands.architecture import Rope
 from infer.operands.weights import ConvertedWeight, Norm, Projection, StoredWeight, UnreadWeight
 from infer.quantization.ggml_blocks import quantize, quantize_fitted
@@ -96,7 +97,7 @@ def test_a_unit_vector_picks_a_column(type_: str) -> None:
     for columns in columns_of(type_):
         weight = make_weight(type_, 37, columns, 1, (0.01, -0.02))
         zero = torch.zeros(columns, 37)
-        actual = ops.project_add(zero, torch.eye(columns), Projection(packed(weight)), None)
+        actual = ops.project_add(zero, Activations(torch.eye(columns)), Projection(packed(weight)), None)
         expected = dense(weight).float()
         largest = float(expected.abs().max())
         assert torch.allclose(actual.T, expected, rtol=0, atol=2e-4 * largest), columns
@@ -263,7 +264,7 @@ def test_rows_beyond_the_last_are_padding_of_zeros() -> None:
 def test_a_norm_of_ones_leaves_the_product_of_a_packed_identity() -> None:
     identity = StoredWeight("F32", (64, 64), torch.eye(64))
     x = torch.nn.functional.normalize(torch.randn(3, 64)) * 8  # its root mean square is 1
-    actual = ops.norm_project(x, Norm(torch.ones(64), 0.0), Projection(packed(identity)))
+    actual = ops.norm_project(x, Norm(torch.ones(64), 0.0), Projection(packed(identity))).floats
     assert torch.allclose(actual, x, rtol=1e-5, atol=1e-6)
 
 

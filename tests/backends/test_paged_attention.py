@@ -10,6 +10,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.backends.cpu.threads.pool import set_num_threads
+from infer.operands.activation_values import Activations
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_formats import key_block_bytes, num_blocks, value_block_bytes
@@ -53,7 +54,9 @@ def make_qkv(count: int, start: int) -> Tensor:
 def attend_all(layer: LayerCache, sizes: Sequence[int] = SIZES, *, shift: int = 0) -> Tensor:
     out, start = [], 0
     for size in sizes:
-        out.append(ops.attend(make_qkv(size, start), HEADS, layer, Step.of([1] * size, start + shift)))
+        out.append(
+            ops.attend(Activations(make_qkv(size, start)), HEADS, layer, Step.of([1] * size, start + shift)).floats
+        )
         start += size
     return torch.cat(out)
 
@@ -117,7 +120,7 @@ def test_the_pages_of_what_is_forgotten_may_hold_another_row() -> None:
     start = 0
     layer = make_layer(page_tokens, seed=5, sinks=sinks, window=window)
     for size in SIZES:
-        found.append(ops.attend(make_qkv(size, start), HEADS, layer, Step.of([1] * size, start)))
+        found.append(ops.attend(Activations(make_qkv(size, start)), HEADS, layer, Step.of([1] * size, start)).floats)
         start += size
         lost = range(-(-sinks // page_tokens), (start + 1 - window) // page_tokens)
         for page in layer.pages.table[0, list(lost)].tolist():
@@ -151,13 +154,13 @@ def test_a_few_tokens_of_several_rows_are_shared_out_and_change_no_bit(num_threa
         for starts, counts in (((0, 250, 255, 400), (7, 3, 5, 1)), ((7, 253, 260, 401), (1, 13, 1, 1)), ((8,), (16,))):
             for row, start in enumerate(starts):
                 if start > 8:
-                    ops.attend(make_qkv(start, 0), HEADS, layer, Step.of([1] * start, row=row))
+                    ops.attend(Activations(make_qkv(start, 0)), HEADS, layer, Step.of([1] * start, row=row))
             parts = [
                 Step.of([1] * count, start, row=row)
                 for row, (start, count) in enumerate(zip(starts, counts, strict=True))
             ]
             qkv = torch.cat([make_qkv(count, start) for start, count in zip(starts, counts, strict=True)])
-            found = ops.attend(qkv, HEADS, layer, join(parts)).split(counts)
+            found = ops.attend(Activations(qkv), HEADS, layer, join(parts)).floats.split(counts)
             for row, (start, each) in enumerate(zip(starts, found, strict=True)):
                 assert torch.equal(each, alone[row][start : start + len(each)])
     finally:
@@ -181,11 +184,11 @@ def test_many_rows_and_a_prompt_among_them_change_no_bit(num_threads: int) -> No
     try:
         for row, start in enumerate(starts):
             if start:
-                ops.attend(make_qkv(start, 0), HEADS, layer, Step.of([1] * start, row=row))
+                ops.attend(Activations(make_qkv(start, 0)), HEADS, layer, Step.of([1] * start, row=row))
         chunks = list(zip(starts, counts, strict=True))
         step = join([Step.of([1] * count, start, row=row) for row, (start, count) in enumerate(chunks)])
         qkv = torch.cat([make_qkv(count, start) for start, count in chunks])
-        found = ops.attend(qkv, HEADS, layer, step).split(counts)
+        found = ops.attend(Activations(qkv), HEADS, layer, step).floats.split(counts)
     finally:
         set_num_threads(before)
     for start, each in zip(starts, found, strict=True):

@@ -14,6 +14,7 @@ from infer.backends.cpu.simd import store_i64
 from infer.backends.cpu.state import STATE
 from infer.backends.cpu.threads.dispatch_table import NO_BARRIER, Command, DispatchTable
 from infer.backends.cpu.threads.pool import aligned, set_num_threads, thread_pool
+from infer.operands.activation_values import Activations
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_formats import key_block_bytes, num_blocks, value_block_bytes
@@ -83,12 +84,12 @@ def test_rows_that_share_pages_have_the_bits_that_each_has_alone(kv_type: str, r
         _, start, count, _ = ROWS[row]
         for at in range(0, start, 256):
             size = min(256, start - at)
-            ops.attend(make_qkv(row, at, size), HEADS, layer, Step.of([1] * size, at, row=row))
+            ops.attend(Activations(make_qkv(row, at, size)), HEADS, layer, Step.of([1] * size, at, row=row))
         steps.append(Step.of([1] * count, start, row=row))
         qkvs.append(make_qkv(row, start, count))
     for step, qkv in zip(steps, qkvs, strict=True):
-        alone.append(ops.attend(qkv, HEADS, layer, step).clone())
-    together = ops.attend(torch.cat(qkvs), HEADS, layer, join(steps))
+        alone.append(ops.attend(Activations(qkv), HEADS, layer, step).floats.clone())
+    together = ops.attend(Activations(torch.cat(qkvs)), HEADS, layer, join(steps)).floats
     assert torch.equal(together, torch.cat(alone))
 
 

@@ -1,3 +1,5 @@
+from collections import Counter
+
 import gguf
 import numpy as np
 import pytest
@@ -5,7 +7,7 @@ import torch
 
 from infer.errors import UnsupportedModelError
 from infer.quantization.ggml_blocks import dequantize, quantize, quantize_fitted
-from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Field
 
 QUANTISED = [name for name, kind in BLOCK_TYPES.items() if not kind.is_float]
 
@@ -20,6 +22,21 @@ def test_types_are_ggml_types(name: str) -> None:
     kind = BLOCK_TYPES[name]
     assert gguf.GGMLQuantizationType[name].value == kind.ggml_id
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == (kind.block_size, kind.block_bytes)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_fields_have_every_byte_of_a_block_once(name: str) -> None:
+    fields, taken = BLOCK_FIELDS[name], Counter[int]()
+    scales = (Field(4, 12, 4, 2),) if fields.scales == "6 bits" else fields.scales
+    for field in (*fields.codes, *scales):
+        taken.update(range(field.at, field.at + field.num_bytes))
+    taken.update(range(fields.scale_at, fields.scale_at + (1 if fields.has_exponent else 2)))
+    if fields.minimum_at is not None:
+        taken.update(range(fields.minimum_at, fields.minimum_at + 2))
+    assert taken == Counter(range(BLOCK_TYPES[name].block_bytes))
+    for first, *above in (fields.codes, *([scales] if isinstance(fields.scales, tuple) and scales else [])):
+        counts = {8 * field.num_bytes // field.bits for field in (first, *above)}
+        assert len(counts) == 1
 
 
 @pytest.mark.parametrize("name", QUANTISED)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from infer.backends import reference
+from infer.operands.activation_values import Activations
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, RopeTable
 from infer.quantization.kv_formats import KV_TYPES
@@ -20,7 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from infer.backends import cuda
 from infer.backends.cuda import attention
-from infer.backends.cuda.activations import note, quantized
+from infer.backends.cuda.activations import Twin, quantized, twin_of
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 CAPACITY = 640
@@ -45,7 +46,7 @@ def filled(heads: Heads, kv_type: str = "f32", start: int = 0, **pages: Any) -> 
     layer = replace(layer, pages=replace(layer.pages, **own))
     if start:
         step = Step.of([1] * start, int(layer.pages.shifts[1]), row=1)
-        reference.attend(make_qkv(heads, start, seed=7), heads, layer, step)
+        reference.attend(Activations(make_qkv(heads, start, seed=7)), heads, layer, step)
     return layer
 
 
@@ -55,7 +56,10 @@ def check(heads: Heads, sizes: Sequence[int], kv_type: str = "f32", start: int =
     at = start + pages.get("shifts", 0)
     for size in sizes:
         qkv, step = make_qkv(heads, size, at), Step.of([1] * size, at, row=1)
-        found, expected = cuda.attend(qkv, heads, ours, step), reference.attend(qkv, heads, theirs, step)
+        found, expected = (
+            cuda.attend(Activations(qkv), heads, ours, step).floats,
+            reference.attend(Activations(qkv), heads, theirs, step).floats,
+        )
         assert float((found - expected).abs().max()) < 1e-5
         at += size
     if kv_type not in ("f32", "f16"):  # what a code is rounded to, hardly ever depends on the last bit
@@ -110,7 +114,7 @@ def at_once(heads: Heads, layer: LayerCache, qkv: Tensor, start: int, sizes: Seq
     found, at = [], 0
     for size in sizes:
         step = Step.of([1] * size, start + at, row=1)
-        found.append(cuda.attend(qkv[at : at + size], heads, layer, step))
+        found.append(cuda.attend(Activations(qkv[at : at + size]), heads, layer, step).floats)
         at += size
     return torch.cat(found)
 
@@ -142,7 +146,7 @@ def test_bits_depend_on_no_neighbour_and_on_no_page_and_a_token_that_is_none_cha
         *(torch.tensor(x) for x in ([1] * 9, [0, 1, 0, 0, 250, 251, 252, 0, 0], [0, 0, -1, -1, 1, 1, 1, -1, -1], [0]))
     )
     mixed = torch.cat([qkv[3:7], qkv[:3], qkv[7:]])
-    found = cuda.attend(mixed, heads, moved, others)
+    found = cuda.attend(Activations(mixed), heads, moved, others).floats
     assert torch.equal(found[4:7], alone)
     assert found[[2, 3, 7, 8]].isnan().all()
     own = [*moved.pages.table[0, :1].tolist(), *moved.pages.table[1, 250 // 64 : 253 // 64 + 1].tolist()]
@@ -166,14 +170,13 @@ def test_attention_leaves_what_the_next_product_takes(sizes: tuple[int, int, int
     for count in (2, 18):
         qkv, step = make_qkv(heads, count), Step.of([1] * count, row=1)
         step.rows[-1] = -1
-        note(qkv, planes)
-        attended = cuda.attend(qkv, heads, filled(heads), step)
-        for left, made in zip(
-            quantized(attended, None, planes), quantized(attended.clone(), None, planes), strict=True
-        ):
-            assert left is not made
+        attended = cuda.attend(Activations(qkv, Twin(planes)), heads, filled(heads), step)
+        twin = twin_of(attended)
+        assert twin.quantized is not None
+        assert twin.planes == planes
+        for left, made in zip(twin.quantized, quantized(attended.floats, None, planes), strict=True):
             assert torch.equal(left[:-1], made[:-1])
-        assert quantized(attended, None, planes).scales[-1].isnan().all()
+        assert twin.quantized.scales[-1].isnan().all()
 
 
 def test_pages_are_those_of_the_layout() -> None:

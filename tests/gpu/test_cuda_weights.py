@@ -12,6 +12,7 @@ from torch import Tensor
 
 from extent import IS_WHOLE
 from infer.backends import reference
+from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
 from infer.operands.weights import Norm, Projection, StoredWeight, UnreadWeight
 from infer.quantization.ggml_types import BLOCK_TYPES
@@ -20,8 +21,8 @@ from test_packing import make_weight
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from infer.backends import cuda
-from infer.backends.cuda import packing
-from infer.backends.cuda.activations import quantized
+from infer.backends.cuda import packing, projection
+from infer.backends.cuda.activations import Twin, quantized, twin_of
 from infer.backends.cuda.layouts import LAYOUTS, PLANES, PackedWeight
 from infer.backends.cuda.projection import multiply
 from quick_interpreter import multiply_in_one_order
@@ -81,9 +82,9 @@ def products(type_: str, columns: int, precision: str) -> tuple[Tensor, Tensor, 
     """Return activations, products and matrix of 10 tokens by `matmul` or `dense`."""
     stored = Projection((weight_of(type_, 21, columns),), torch.randn(21))
     prepared, x = cuda.prepare(stored, CPU, precision), activations(10, columns)
-    y = cuda.norm_project(x, None, prepared)
+    y = cuda.norm_project(x, None, prepared).floats
     seen = x if LAYOUTS[type_].is_float else quantized_values(x, precision)
-    assert_near(y, reference.norm_project(seen, None, stored))
+    assert_near(y, reference.norm_project(seen, None, stored).floats)
     return x, y, prepared
 
 
@@ -98,7 +99,7 @@ def test_products_are_those_of_the_definition_and_have_one_order_for_any_number_
     columns = {1: 45, 32: 96, 256: 256}[BLOCK_TYPES[type_].block_size]
     x, y, prepared = products(type_, columns, precision)
     for first, last in ((0, 1), (3, 5), (1, 10)):
-        assert torch.equal(cuda.norm_project(x[first:last], None, prepared), y[first:last])
+        assert torch.equal(cuda.norm_project(x[first:last], None, prepared).floats, y[first:last])
 
 
 def test_no_product_is_left_to_a_library_that_rounds_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +107,9 @@ def test_no_product_is_left_to_a_library_that_rounds_by_shape(monkeypatch: pytes
     monkeypatch.setattr("numpy.matmul", None)
     stored = Projection((weight_of("F32", 21, 64),))
     x = activations(7, 64)
-    assert_near(cuda.norm_project(x, None, cuda.prepare(stored, CPU)), reference.norm_project(x, None, stored))
+    assert_near(
+        cuda.norm_project(x, None, cuda.prepare(stored, CPU)).floats, reference.norm_project(x, None, stored).floats
+    )
 
 
 @pytest.mark.parametrize("terms", [16, 128])
@@ -122,7 +125,7 @@ def test_products_of_the_harness_have_one_order_for_any_number_of_rows_and_colum
 @pytest.mark.parametrize("blocks", [1, 31, 33, 70])
 def test_lanes_take_several_blocks_or_none_in_one_order(blocks: int) -> None:
     x, y, prepared = products("Q4_1", 32 * blocks, "fast")
-    assert torch.equal(cuda.norm_project(x[3:5], None, prepared), y[3:5])
+    assert torch.equal(cuda.norm_project(x[3:5], None, prepared).floats, y[3:5])
 
 
 def test_quantised_activations_are_integers_by_the_rule_of_the_cpu() -> None:
@@ -141,9 +144,9 @@ def test_quantised_activations_are_integers_by_the_rule_of_the_cpu() -> None:
 def test_a_fault_in_one_token_is_not_hidden_and_stays_there() -> None:
     prepared = cuda.prepare(Projection((weight_of("Q4_0", 5, 64),)), CPU)
     x = activations(3, 64)
-    alone = cuda.norm_project(x, None, prepared)
+    alone = cuda.norm_project(x, None, prepared).floats
     x[1, 40] = torch.nan
-    y = cuda.norm_project(x, None, prepared)
+    y = cuda.norm_project(x, None, prepared).floats
     assert y[1].isnan().all()
     assert torch.equal(y[::2], alone[::2])
 
@@ -152,11 +155,22 @@ def test_a_fault_in_one_token_is_not_hidden_and_stays_there() -> None:
 def test_a_gate_leaves_what_the_next_product_takes(tokens: int, precision: str) -> None:
     stored = Projection((weight_of("Q4_0", 96, 64, 1), weight_of("Q4_0", 96, 64, 2)))
     hidden = cuda.norm_gate(activations(tokens, 64), None, cuda.prepare(stored, CPU, precision), "silu")
-    planes = PLANES[precision]
-    for left, made in zip(quantized(hidden, None, planes), quantized(hidden.clone(), None, planes), strict=True):
-        assert left is not made
+    twin, planes = twin_of(hidden), PLANES[precision]
+    assert twin.quantized is not None
+    assert twin.planes == planes
+    for left, made in zip(twin.quantized, quantized(hidden.floats, None, planes), strict=True):
         assert torch.equal(left, made)
-    assert quantized(hidden, None, planes).codes is quantized(hidden, None, planes).codes
+
+
+def test_a_product_reads_the_twin_and_quantises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    down = cuda.prepare(Projection((weight_of("Q4_0", 38, 64),)), CPU)
+    x = activations(3, 64)
+    plain = cuda.project_add(torch.zeros(3, 38), Activations(x), down, None)
+    twin = Twin(PLANES["exact"], quantized(x, None, PLANES["exact"]))
+    monkeypatch.setattr(projection, "quantized", None)
+    assert torch.equal(cuda.project_add(torch.zeros(3, 38), Activations(x, twin), down, None), plain)
+    with pytest.raises(TypeError):
+        cuda.project_add(torch.zeros(3, 38), Activations(x), down, None)
 
 
 @pytest.mark.parametrize("tokens", [2, 11])
@@ -166,18 +180,18 @@ def test_every_epilogue_is_that_of_the_definition(type_: str, tokens: int) -> No
     stored = Projection((weight_of(type_, 19, 256, 1), weight_of(type_, 19, 256, 2)), torch.randn(2 * 19))
     prepared = cuda.prepare(stored, CPU)
     assert len(prepared.parts) == 1
-    y = cuda.norm_project(x, norm, prepared)
-    assert_near(y, reference.norm_project(x, norm, stored), 1e-4)  # activations are integers of 16 bits
+    y = cuda.norm_project(x, norm, prepared).floats
+    assert_near(y, reference.norm_project(x, norm, stored).floats, 1e-4)  # activations are integers of 16 bits
     for activation in get_args(Activation):
         expected = reference.ACTIVATIONS[activation](y[:, :19]) * y[:, 19:]
-        assert_near(cuda.norm_gate(x, norm, prepared, activation), expected)
-    residual, plain = torch.randn(tokens, 38), cuda.norm_project(x, None, prepared)
-    assert torch.equal(cuda.project_add(residual.clone(), x, prepared, None), residual + plain)
+        assert_near(cuda.norm_gate(x, norm, prepared, activation).floats, expected)
+    residual, plain = torch.randn(tokens, 38), cuda.norm_project(x, None, prepared).floats
+    assert torch.equal(cuda.project_add(residual.clone(), Activations(x), prepared, None), residual + plain)
     post_norm = norm_of(38)
     expected = residual + reference.normalize(plain, post_norm)
-    assert_near(cuda.project_add(residual.clone(), x, prepared, post_norm), expected)
+    assert_near(cuda.project_add(residual.clone(), Activations(x), prepared, post_norm), expected)
     indices = torch.tensor([1, 0])
-    assert torch.equal(cuda.head(x, indices, norm, prepared), cuda.norm_project(x[indices], norm, prepared))
+    assert torch.equal(cuda.head(x, indices, norm, prepared), cuda.norm_project(x[indices], norm, prepared).floats)
     cap = float(y.abs().max()) / 2
     assert_near(cuda.head(x, indices, norm, prepared, cap), reference.softcapped(y[indices], cap))
     assert_near(cuda.normalize(x, norm), reference.normalize(x, norm), 1e-6)
@@ -189,10 +203,10 @@ def test_parts_of_several_types_keep_them() -> None:
     prepared = cuda.prepare(stored, CPU)
     assert [(part.layout.type, part.out_features) for part in prepared.parts] == [("Q4_K", 10), ("Q6_K", 3), ("F16", 5)]
     x, norm = activations(3, 256), norm_of(256)
-    assert_near(cuda.norm_project(x, norm, prepared), reference.norm_project(x, norm, stored), 1e-4)
+    assert_near(cuda.norm_project(x, norm, prepared).floats, reference.norm_project(x, norm, stored).floats, 1e-4)
     mixed = Projection((weight_of("Q4_K", 6, 256), weight_of("Q8_0", 6, 256)))
-    gated = cuda.norm_gate(x, norm, cuda.prepare(mixed, CPU), "silu")
-    assert_near(gated, reference.norm_gate(x, norm, mixed, "silu"), 1e-4)
+    gated = cuda.norm_gate(x, norm, cuda.prepare(mixed, CPU), "silu").floats
+    assert_near(gated, reference.norm_gate(x, norm, mixed, "silu").floats, 1e-4)
 
 
 def guarded(values: Tensor) -> Tensor:
@@ -217,7 +231,7 @@ def test_nothing_beyond_a_tensor_is_touched(type_: str) -> None:
     norm = Norm(guarded(torch.ones(columns)), 1e-5)
     for tokens in (1, 9):
         x, y = guarded(activations(tokens, columns)), guarded(torch.zeros(tokens, 3))
-        multiply(x, norm, Projection((part,), guarded(torch.zeros(3))), y, add=True)
+        multiply(Activations(x), norm, Projection((part,), guarded(torch.zeros(3))), y, add=True)
         assert y.isfinite().all()
     cuda.embed(part, guarded(torch.tensor([2, 0])), 1.0)
 
@@ -225,8 +239,8 @@ def test_nothing_beyond_a_tensor_is_touched(type_: str) -> None:
 def test_no_tokens_have_no_products() -> None:
     prepared = cuda.prepare(Projection((weight_of("Q8_0", 6, 64),)), CPU)
     x, none = torch.zeros(0, 64), torch.zeros(0, dtype=torch.int64)
-    assert cuda.norm_project(x, norm_of(64), prepared).shape == (0, 6)
-    assert cuda.project_add(torch.zeros(0, 6), x, prepared, norm_of(6)).shape == (0, 6)
+    assert cuda.norm_project(x, norm_of(64), prepared).floats.shape == (0, 6)
+    assert cuda.project_add(torch.zeros(0, 6), Activations(x), prepared, norm_of(6)).shape == (0, 6)
     assert cuda.head(torch.zeros(4, 64), none, norm_of(64), prepared).shape == (0, 6)
 
 
@@ -251,15 +265,15 @@ def test_what_is_no_token_is_no_number_and_others_do_not_notice(type_: str, num_
     """A tile of nothing else reads no weight: at the end there are none to read."""
     stored = Projection((weight_of(type_, 12, 96, 1), weight_of(type_, 12, 96, 2)), torch.randn(24))
     prepared, x = cuda.prepare(stored, CPU), activations(num_tokens, 96)
-    gated = cuda.norm_gate(x, norm_of(96), prepared, "silu")
+    gated = cuda.norm_gate(x, norm_of(96), prepared, "silu").floats
     x[1:] = cuda.embed(cuda.prepare(Projection((weight_of(type_, 5, 96),)), CPU).parts[0], torch.full((1,), -1), 1.0)
-    found = cuda.norm_gate(x, norm_of(96), prepared, "silu")
+    found = cuda.norm_gate(x, norm_of(96), prepared, "silu").floats
     assert torch.equal(found[0], gated[0])
     assert found[1:].isnan().all()
     logits = cuda.head(x, torch.tensor([0, -1, -1]), norm_of(96), prepared)
-    assert torch.equal(logits[0], cuda.norm_project(x[:1], norm_of(96), prepared)[0])
+    assert torch.equal(logits[0], cuda.norm_project(x[:1], norm_of(96), prepared).floats[0])
     assert logits[1:].isnan().all()
     none = torch.empty(40, 24)
     head = replace(prepared, parts=tuple(replace(part, codes=part.codes[:0]) for part in prepared.parts))
-    multiply(x, norm_of(96), head, none, indices=torch.full((40,), -1))
+    multiply(Activations(x), norm_of(96), head, none, indices=torch.full((40,), -1))
     assert none.isnan().all()

@@ -20,6 +20,7 @@ from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.sampling.launch import choose_tokens
 from infer.cli.commands import infer
 from infer.errors import InvalidRequestError
+from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
 from infer.operands.step import Chunk, Interrupt, Masks, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, Weight
@@ -89,9 +90,9 @@ def test_a_projection_has_the_bits_of_the_cpu(type_: str, precision: str) -> Non
         def call(x: Tensor = x, residual: Tensor = residual) -> tuple[Tensor, ...]:
             projection = projected(precision, weight, bias=bias)
             logits = ops.head(x, torch.tensor([len(x) - 1, 0]), norm, projection, 30.0)
-            added = ops.project_add(residual.clone(), x, projection, Norm(bias, 1e-6))
+            added = ops.project_add(residual.clone(), Activations(x), projection, Norm(bias, 1e-6))
             rows = ops.embed(projection.parts[0], torch.tensor([0, 39, 99]), 2.0)
-            return ops.norm_project(x, norm, projection), logits, added, rows
+            return ops.norm_project(x, norm, projection).floats, logits, added, rows
 
         assert same(call)
 
@@ -101,7 +102,7 @@ def test_a_projection_has_the_bits_of_the_cpu(type_: str, precision: str) -> Non
 def test_rows_of_a_group_may_be_work_items(type_: str) -> None:
     """More rows than whole groups have, and a bias."""
     weight, bias, x = make_weight(type_, 37, 256), torch.randn(37), torch.randn(9, 256)
-    assert same(lambda: (ops.norm_project(x, None, projected("exact", weight, bias=bias)),))
+    assert same(lambda: (ops.norm_project(x, None, projected("exact", weight, bias=bias)).floats,))
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))
@@ -112,7 +113,7 @@ def test_an_mlp_has_the_bits_of_the_cpu(activation: Activation) -> None:
     )
     x = 3 * torch.randn(5, 256)
     for parts in ((whole,), (half, half), (other, half), (odd, odd)):
-        assert same(lambda parts=parts: (ops.norm_gate(x, None, projected("exact", *parts), activation),))
+        assert same(lambda parts=parts: (ops.norm_gate(x, None, projected("exact", *parts), activation).floats,))
 
 
 ATTENTION = [
@@ -142,7 +143,9 @@ def test_attention_has_the_bits_of_the_cpu(kv_type: str, mode: str, dim: int) ->
         attended = []
         for start, end in ((0, 290), (290, 299), (299, 300)):
             steps = [Step.of([0] * (end - start), start, row=row) for row in range(2)]
-            attended.append(ops.attend(qkv[:, start:end].flatten(0, 1).contiguous(), heads, layer, join(steps)))
+            attended.append(
+                ops.attend(Activations(qkv[:, start:end].flatten(0, 1).contiguous()), heads, layer, join(steps)).floats
+            )
         return *attended, layer.keys, layer.values
 
     assert same(call)

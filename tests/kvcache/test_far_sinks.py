@@ -12,6 +12,7 @@ from infer import LLM, ops
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups
+from infer.operands.activation_values import Activations
 from infer.operands.architecture import Attention, Rope
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
@@ -50,7 +51,9 @@ def layer_of(kv_type: str, sinks: int, window: int, *, rows: int = 1, furthest: 
 def attend_all(layer: LayerCache, sizes: Sequence[int]) -> Tensor:
     out, start, qkv = [], 0, make_qkv()
     for size in sizes:
-        out.append(ops.attend(qkv[start : start + size].clone(), HEADS, layer, Step.of([1] * size, start)))
+        out.append(
+            ops.attend(Activations(qkv[start : start + size].clone()), HEADS, layer, Step.of([1] * size, start)).floats
+        )
         start += size
     return torch.cat(out)
 
@@ -104,11 +107,11 @@ def test_rows_on_both_sides_of_the_end_do_not_meet() -> None:
     alone = attend_all(layer_of("f32", 4, 20), WAYS[0])
     for row, start in enumerate(starts):
         if start:
-            ops.attend(qkv[:start].clone(), HEADS, layer, Step.of([1] * start, row=row))
+            ops.attend(Activations(qkv[:start].clone()), HEADS, layer, Step.of([1] * start, row=row))
     for repeats in (1, 4):  # a few tokens, and many
         spans = [slice(start, start + count * repeats) for start, count in zip(starts, counts, strict=True)]
         parts = [Step.of([1] * (span.stop - span.start), span.start, row=row) for row, span in enumerate(spans)]
-        found = ops.attend(torch.cat([qkv[span] for span in spans]), HEADS, layer, join(parts))
+        found = ops.attend(Activations(torch.cat([qkv[span] for span in spans])), HEADS, layer, join(parts)).floats
         assert torch.equal(found, torch.cat([alone[span] for span in spans]))
 
 

@@ -14,6 +14,7 @@ from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.pages import PagePool
+from infer.operands.activation_values import Activations
 from infer.operands.architecture import Attention
 from infer.operands.step import Step
 from infer.operands.weights import Heads
@@ -60,7 +61,7 @@ class Machine(RuleBasedStateMachine):
         step = Step.of([1] * len(new), start, row=row)
         for layer in range(len(LAYERS)) if new else ():
             with ops.using("reference"):
-                found = self.cache.attend(layer, qkv_of(new, layer), HEADS, step)
+                found = self.cache.attend(layer, Activations(qkv_of(new, layer)), HEADS, step).floats
             policy = (0, 0) if not self.cache_settings.evicts else (5, 35)
             sinks, window = (0, WINDOW) if layer else policy
             assert (found - expected(token_ids, layer, sinks, window)[start:]).abs().max() < 1e-5

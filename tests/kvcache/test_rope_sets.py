@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from infer import ops
+from infer.operands.activation_values import Activations
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_layout import LayerCache
@@ -48,7 +49,7 @@ def attend_all(layer: LayerCache, heads: Heads, rows: list[int]) -> Tensor:
     for size in CHUNKS:
         step = join([Step.of([1] * size, start, row=row) for row in range(len(rows))])
         qkv = torch.cat([qkv_of(row)[start : start + size] for row in rows])
-        out.append(ops.attend(qkv, heads, layer, step).unflatten(0, (len(rows), size)))
+        out.append(ops.attend(Activations(qkv), heads, layer, step).floats.unflatten(0, (len(rows), size)))
         start += size
     return torch.cat(out, dim=1)
 

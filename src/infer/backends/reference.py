@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
 from infer.operands.group import Shares
 from infer.operands.step import Step
@@ -68,19 +69,13 @@ def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Floa
     return dense(StoredWeight(table.type, (len(token_ids), table.in_features), table.data[token_ids])) * scale
 
 
-def norm_project(
-    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
-) -> Float[Tensor, "tokens out"]:
-    return gathered(project(x if norm is None else normalize(x, norm), projection), projection.shares)
+def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
+    y = project(x if norm is None else normalize(x, norm), projection)
+    return Activations(gathered(y, projection.shares))
 
 
-def attend(
-    qkv: Float[Tensor, "tokens out"],
-    heads: Heads,
-    layer: LayerCache,
-    step: Step,
-) -> Float[Tensor, "tokens heads_dim"]:
-    q, k, v = split_heads(qkv, heads)
+def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
+    q, k, v = split_heads(qkv.floats, heads)
     pages, kv_type = layer.pages, layer.kv_type
     q, far = rotate_queries(q, heads, pages, step)
     k = rotate(k, heads.k_norm, heads.rope, pages, step)
@@ -100,7 +95,7 @@ def attend(
         decoded = decode_keys(row_keys, kv_type).to(q.dtype), decode_values(row_values, kv_type).to(q.dtype)
         are_sinks = held < pages.sinks[row]
         out[mine] = attend_row((q[mine], far[mine]), *decoded, seen[:, held], are_sinks, heads)
-    return gathered(out.flatten(1), heads.shares)
+    return Activations(gathered(out.flatten(1), heads.shares))
 
 
 def attention_weights(
@@ -182,19 +177,19 @@ def visible(pages: Pages, row: int, slots: Int[Tensor, "tokens"]) -> Bool[Tensor
 
 def project_add(
     residual: Float[Tensor, "tokens hidden"],
-    x: Float[Tensor, "tokens in"],
+    x: Activations,
     projection: Projection,
     post_norm: Norm | None,
 ) -> Float[Tensor, "tokens hidden"]:
-    y = gathered(project(x, projection), projection.shares)
+    y = gathered(project(x.floats, projection), projection.shares)
     return residual + (y if post_norm is None else normalize(y, post_norm))
 
 
 def norm_gate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
-) -> Float[Tensor, "tokens intermediate"]:
+) -> Activations:
     gate, up = project(x if norm is None else normalize(x, norm), gate_up).chunk(2, dim=-1)
-    return gathered(ACTIVATIONS[activation](gate) * up, gate_up.shares)
+    return Activations(gathered(ACTIVATIONS[activation](gate) * up, gate_up.shares))
 
 
 def head(

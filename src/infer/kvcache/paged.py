@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Shaped
 from torch import Tensor
 
 from infer import ops
@@ -25,6 +25,7 @@ from infer.kvcache.page_memory import PageMemory
 from infer.kvcache.page_rows import GroupRows, page_keys
 from infer.kvcache.pages import num_pages
 from infer.kvcache.saved_rows import check_saved, load_tensors, saved_tensors
+from infer.operands.activation_values import Activations
 from infer.operands.architecture import Attention
 from infer.operands.step import Step
 from infer.operands.weights import Heads
@@ -33,7 +34,7 @@ from infer.system.available_memory import available_memory_bytes
 
 SPARE_TOKENS = 64  # of a row that is saved, how many of the last may be taken back without reading all of it again
 Positions = tuple[GroupRows, int, int]  # [start, end) in the layers of a group
-Observer = Callable[[int, Tensor, Heads, Step], None]  # what `attend` was called with, after it
+Observer = Callable[[int, Tensor, Heads, Step], None]  # (layer, q k v, heads, step) of a call of `attend`, after it
 
 
 @final
@@ -181,9 +182,7 @@ class PagedCache:
                 sources, targets = zip(*copies, strict=True)
                 self.memory.copy_pages(rows, targets, sources)
 
-    def attend(
-        self, layer: int, qkv: Float[Tensor, "tokens out"], heads: Heads, step: Step
-    ) -> Float[Tensor, "tokens heads_dim"]:
+    def attend(self, layer: int, qkv: Activations, heads: Heads, step: Step) -> Activations:
         """Append the step's keys and values provisionally and attend over the tokens that each token may see.
 
         Raises InvalidRequestError, with nothing written, for a position that is committed or was not reserved. A
@@ -193,7 +192,7 @@ class PagedCache:
             self._check_reserved(step)
         attended = ops.attend(qkv, heads, self.memory.layers[layer], step)
         if self.observer is not None:
-            self.observer(layer, qkv, heads, step)
+            self.observer(layer, qkv.floats, heads, step)
         return attended
 
     def _check_reserved(self, step: Step) -> None:

@@ -2,7 +2,8 @@
 
 The ops are fused. A layer is five calls: norm → qkv; rotate, append, attend; output → residual; norm → gate · up; down
 → residual. `embed` comes before the layers and `head` after them. `backends.reference` defines each op in plain torch.
-Every other kernel module exports the same names and agrees with it.
+Every other kernel module exports the same names and agrees with it. What one op makes for the product of the next is
+`Activations`: an op takes only those that the same backend made, or floats without a twin.
 """
 
 import torch
@@ -10,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.backends.base import Backend, Captured, KernelStore, Precision, Recorded
+from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection, Weight
@@ -30,6 +32,7 @@ from infer.sampling.history import History
 from infer.sampling.sampler import Sampled
 
 __all__ = [
+    "Activations",
     "Backend",
     "Captured",
     "KernelStore",
@@ -73,26 +76,19 @@ def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Floa
     return x
 
 
-def norm_project(
-    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
-) -> Float[Tensor, "tokens out"]:
+def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
     """Return project(norm(x))."""
-    y: Tensor = backend_of(x.device).kernels.norm_project(x, norm, projection)
+    y: Activations = backend_of(x.device).kernels.norm_project(x, norm, projection)
     return y
 
 
-def attend(
-    qkv: Float[Tensor, "tokens out"],
-    heads: Heads,
-    layer: LayerCache,
-    step: Step,
-) -> Float[Tensor, "tokens heads_dim"]:
+def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
     """Return softmax(q kᵀ × scale) v over the slots that each token may see, after normalising and rotating q and k.
 
     qkv is q, k and v side by side. Writes the step's k and v into the cache's layer, at the slot of each token's row
     and position, before reading it. `kv_layout` defines each slot's address and which slots a token sees.
     """
-    y: Tensor = backend_of(qkv.device).kernels.attend(qkv, heads, layer, step)
+    y: Activations = backend_of(qkv.floats.device).kernels.attend(qkv, heads, layer, step)
     return y
 
 
@@ -108,7 +104,7 @@ def attention_weights(
 
 def project_add(
     residual: Float[Tensor, "tokens hidden"],
-    x: Float[Tensor, "tokens in"],
+    x: Activations,
     projection: Projection,
     post_norm: Norm | None,
 ) -> Float[Tensor, "tokens hidden"]:
@@ -116,15 +112,15 @@ def project_add(
 
     The result may share residual's memory: do not use residual afterwards.
     """
-    y: Tensor = backend_of(x.device).kernels.project_add(residual, x, projection, post_norm)
+    y: Tensor = backend_of(x.floats.device).kernels.project_add(residual, x, projection, post_norm)
     return y
 
 
 def norm_gate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
-) -> Float[Tensor, "tokens intermediate"]:
+) -> Activations:
     """Return activation(gate(norm(x))) × up(norm(x)). The projection's two parts are gate and up."""
-    y: Tensor = backend_of(x.device).kernels.norm_gate(x, norm, gate_up, activation)
+    y: Activations = backend_of(x.device).kernels.norm_gate(x, norm, gate_up, activation)
     return y
 
 

@@ -1,33 +1,48 @@
-"""Byte layouts of GGML's tensor types, and their conversion to and from float32.
+"""GGML's blocks in torch: their numbers, and their conversion to and from float32.
 
 `dequantize` equals the result of the `gguf` package bit for bit: products and sums in float32, in the same order.
-Layouts are those of llama.cpp's ggml-common.h; multi-byte values are little-endian.
+Blocks are those of llama.cpp's ggml-common.h, as `BLOCK_FIELDS` describes them; multi-byte values are little-endian.
 """
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import BFloat16, Float, Float16, UInt8
 from torch import Tensor
 
 from infer.errors import UnsupportedModelError
-from infer.quantization.ggml_types import BLOCK_TYPES, FP4_VALUES, IQ4_VALUES
+from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Field
 
 Blocks = UInt8[Tensor, "blocks bytes"]
 Values = Float[Tensor, "blocks size"]
+
+
+class Numbers(NamedTuple):
+    """Contents of GGML's blocks, separated: integers or codes, scales and minima per 32 (or 16) of them, scales per
+    256.
+    """
+
+    codes: Tensor  # uint8, or int8 in Q8_0: [blocks, values]
+    scales: Tensor  # f16, bf16 if they are powers of two, or int8 under `supers`: [blocks, groups]
+    minima: Tensor | None = None  # f16, or int8 under `supers`
+    supers: Tensor | None = None  # f16: the scale of the scales, and then that of the minima
+
+
 _VALUES_AT_ONCE = 1 << 15  # what is made on the way stays in a core's cache, and costs no pages of the system's
 
 
 def dequantize(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "*rows columns"]:
     """Return the float32 values of rows stored in a block type, on the device of `data`."""
-    if type not in _DEQUANTIZE:
-        raise UnsupportedModelError(f"{type} is not a block type that can be dequantised: {', '.join(_DEQUANTIZE)} are")
+    if type not in BLOCK_FIELDS:
+        raise UnsupportedModelError(
+            f"{type} is not a block type that can be dequantised: {', '.join(BLOCK_FIELDS)} are"
+        )
     kind = BLOCK_TYPES[type]
     blocks = data.reshape(-1, kind.block_bytes)
     values = torch.empty(len(blocks), kind.block_size, device=data.device)
     at_once = _VALUES_AT_ONCE // kind.block_size
     for few, out in zip(torch.split(blocks, at_once), torch.split(values, at_once), strict=True):
-        out.copy_(_DEQUANTIZE[type](few))
+        out.copy_(_values(few, type))
     return values.reshape(*data.shape[:-1], data.shape[-1] // kind.block_bytes * kind.block_size)
 
 
@@ -108,151 +123,76 @@ def _half_bytes(values: Tensor) -> UInt8[Tensor, "blocks 2"]:
     return values.to(torch.float16).view(torch.uint8)
 
 
-def _half(blocks: Blocks, start: int) -> Float[Tensor, "blocks 1"]:
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+def _half(blocks: Blocks, start: int) -> Float16[Tensor, "blocks 1"]:
+    return blocks[:, start : start + 2].contiguous().view(torch.float16)
 
 
-def nibbles(packed: Blocks, run: int) -> UInt8[Tensor, "blocks size"]:
-    """Return 2 × run values per `run` bytes: all low halves first, then all high halves."""
-    runs = packed.reshape(len(packed), packed.shape[1] // run, 1, run)
-    return torch.cat((runs & 0x0F, runs >> 4), dim=2).flatten(1)
+def numbers_of(blocks: Blocks, type: str) -> Numbers:
+    """Return the numbers of blocks of this type, in order: they are moved, and none is changed."""
+    fields = BLOCK_FIELDS[type]
+    codes = _read(blocks, fields.codes)
+    if fields.is_signed:
+        codes = codes.view(torch.int8)
+    if fields.has_exponent:
+        return Numbers(codes, _power_of_two(blocks[:, fields.scale_at, None]))
+    has_minimum = fields.minimum_at is not None
+    floats = [_half(blocks, at) for at in (fields.scale_at, fields.minimum_at) if at is not None]
+    if not fields.scales:
+        return Numbers(codes, floats[0], floats[1] if has_minimum else None)
+    small = six_bits(blocks[:, 4:16]) if fields.scales == "6 bits" else _read(blocks, fields.scales)
+    small = (small - fields.scale_offset).view(torch.int8)
+    scales, minima = small.chunk(2, dim=1) if has_minimum else (small, None)
+    return Numbers(codes, scales, minima, torch.cat(floats, dim=1))
 
 
-def fields(packed: Blocks, run: int, bits: int) -> UInt8[Tensor, "blocks size"]:
-    """Return the fields of 1, 2 or 4 bits of each `run` bytes: the lowest fields first, in the order of `nibbles`."""
-    runs = packed.reshape(len(packed), packed.shape[1] // run, 1, run)
-    mask = (1 << bits) - 1
-    return torch.cat([(runs >> shift) & mask for shift in range(0, 8, bits)], dim=2).flatten(1)
-
-
-def fifth_bits(packed: Blocks) -> UInt8[Tensor, "blocks size"]:
-    """Return the eight bits of each byte, lowest first, shifted to the position of a value's fifth bit."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return (((packed[:, :, None] >> shifts) & 1) << 4).flatten(1)
-
-
-def _q4_0(blocks: Blocks) -> Values:
-    return nibbles(blocks[:, 2:], 16).float().sub_(8).mul_(_half(blocks, 0))
-
-
-def _q4_1(blocks: Blocks) -> Values:
-    return nibbles(blocks[:, 4:], 16).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
-
-
-def _q5_0(blocks: Blocks) -> Values:
-    q = nibbles(blocks[:, 6:], 16).bitwise_or_(fifth_bits(blocks[:, 2:6]))
-    return q.float().sub_(16).mul_(_half(blocks, 0))
-
-
-def _q5_1(blocks: Blocks) -> Values:
-    q = nibbles(blocks[:, 8:], 16).bitwise_or_(fifth_bits(blocks[:, 4:8]))
-    return q.float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
-
-
-def _q8_0(blocks: Blocks) -> Values:
-    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
-
-
-def _q2_k(blocks: Blocks) -> Values:
-    """Dequantise Q2_K: 16 scales and minima of 4 bits, 256 values of 2 bits, then the scales of both."""
-    scales = _half(blocks, 80) * (blocks[:, :16] & 0x0F).float()
-    minima = _half(blocks, 82) * (blocks[:, :16] >> 4).float()
-    return _scaled(fields(blocks[:, 16:80], 32, 2), scales).sub_(minima[:, :, None]).flatten(1)
-
-
-def _q3_k(blocks: Blocks) -> Values:
-    """Dequantise Q3_K: 256 third bits, 256 values of 2 bits, 16 scales of 6 bits, the scale of scales.
-
-    A clear third bit means −4.
-    """
-    low = nibbles(blocks[:, 96:104], 8)
-    high = fields(blocks[:, 104:108], 4, 2)
-    scales = _half(blocks, 108) * (low | (high << 4)).float().sub_(32)
-    third = fields(blocks[:, :32], 32, 1)
-    q = (fields(blocks[:, 32:96], 32, 2) | (third << 2)).float().sub_(4)
-    return _scaled(q, scales).flatten(1)
-
-
-def _q4_k(blocks: Blocks) -> Values:
-    scales, minima = _float_scales_and_minima(blocks)
-    return _scaled(nibbles(blocks[:, 16:], 32), scales).sub_(minima[:, :, None]).flatten(1)
-
-
-def _q5_k(blocks: Blocks) -> Values:
-    scales, minima = _float_scales_and_minima(blocks)
-    fifth = fields(blocks[:, 16:48], 32, 1) << 4
-    q = nibbles(blocks[:, 48:], 32).bitwise_or_(fifth)
-    return _scaled(q, scales).sub_(minima[:, :, None]).flatten(1)
-
-
-def _q6_k(blocks: Blocks) -> Values:
-    """Dequantise Q6_K: 256 low halves, 256 upper pairs of bits, 16 scales of 8 bits, the scale of scales."""
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
-    high = fields(blocks[:, 128:192], 32, 2) << 4
-    q = nibbles(blocks[:, :128], 64).bitwise_or_(high)
-    return _scaled(q.float().sub_(32), scales).flatten(1)
-
-
-def _iq4_nl(blocks: Blocks) -> Values:
-    return _coded(blocks[:, 2:], IQ4_VALUES).mul_(_half(blocks, 0))
-
-
-def _iq4_xs(blocks: Blocks) -> Values:
-    """Dequantise IQ4_XS: the scale of scales, 8 upper pairs of bits of the scales, their low halves, 256 codes."""
-    high = fields(blocks[:, 2:4], 1, 2)
-    low = fields(blocks[:, 4:8], 1, 4)
-    scales = _half(blocks, 0) * (low | (high << 4)).float().sub_(32)
-    return _scaled(_coded(blocks[:, 8:], IQ4_VALUES), scales).flatten(1)
-
-
-def _mxfp4(blocks: Blocks) -> Values:
-    """Dequantise MXFP4: a power of two, then 32 codes.
-
-    The exponent e means 2^(e − 128), because the codes' values are doubled.
-    """
-    exponent = blocks[:, :1].int()
-    bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
-    return _coded(blocks[:, 1:], FP4_VALUES).mul_(bits.view(torch.float32))
-
-
-def _coded(packed: Blocks, values: tuple[int, ...]) -> Values:
-    return torch.tensor(values, dtype=torch.float32, device=packed.device)[nibbles(packed, 16).int()]
-
-
-def _scaled(q: Tensor, scales: Float[Tensor, "blocks groups"]) -> Float[Tensor, "blocks groups size"]:
+def _values(blocks: Blocks, type: str) -> Values:
+    fields, numbers = BLOCK_FIELDS[type], numbers_of(blocks, type)
+    scales, minima = numbers.scales.float(), None if numbers.minima is None else numbers.minima.float()
+    if numbers.supers is not None:
+        supers = numbers.supers.float()
+        scales = supers[:, :1] * scales
+        minima = None if minima is None else supers[:, 1:] * minima
+    if fields.table:
+        q = torch.tensor(fields.table, dtype=torch.float32, device=blocks.device)[numbers.codes.int()]
+    else:
+        q = numbers.codes.float()
+    if fields.offset:
+        q.sub_(fields.offset)
     groups = scales.shape[1]
-    return q.float().reshape(len(q), groups, q.shape[1] // groups).mul_(scales[:, :, None])
+    values = q.view(len(q), groups, q.shape[1] // groups).mul_(scales[:, :, None])
+    if minima is not None:
+        values.add_(minima[:, :, None], alpha=1 if numbers.supers is None else -1)
+    return values.flatten(1)
 
 
-def scales_and_minima(blocks: Blocks) -> tuple[UInt8[Tensor, "blocks 8"], UInt8[Tensor, "blocks 8"]]:
-    """Return Q4_K's and Q5_K's eight scales and minima of 6 bits, from 12 bytes.
+def _read(blocks: Blocks, fields: tuple[Field, ...]) -> UInt8[Tensor, "blocks size"]:
+    """Return a block's numbers, whose bits are in these fields, the lowest first."""
+    numbers, shift = None, 0
+    for at, num_bytes, run, bits in fields:
+        packed = blocks[:, at : at + num_bytes]
+        if bits < 8:
+            shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=blocks.device)[:, None]
+            runs = packed.reshape(len(packed), num_bytes // run, 1, run)
+            packed = ((runs >> shifts) & ((1 << bits) - 1)).flatten(1)
+        numbers = packed if numbers is None else numbers.bitwise_or_(packed << shift)
+        shift += bits
+    assert numbers is not None
+    return numbers
+
+
+def six_bits(packed: UInt8[Tensor, "blocks 12"]) -> UInt8[Tensor, "blocks 16"]:
+    """Return Q4_K's and Q5_K's eight scales and eight minima of 6 bits, from 12 bytes.
 
     The first four scales and minima are the low 6 bits of bytes 0–3 and 4–7. The top 2 bits of these bytes complete the
     last four, whose low 4 bits are the halves of bytes 8–11.
     """
-    first, second, halves = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat((first & 0x3F, (halves & 0x0F) | ((first >> 2) & 0x30)), dim=1)
-    minima = torch.cat((second & 0x3F, (halves >> 4) | ((second >> 2) & 0x30)), dim=1)
-    return scales, minima
+    first, second, halves = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = first & 0x3F, (halves & 0x0F) | ((first >> 2) & 0x30)
+    minima = second & 0x3F, (halves >> 4) | ((second >> 2) & 0x30)
+    return torch.cat((*scales, *minima), dim=1)
 
 
-def _float_scales_and_minima(blocks: Blocks) -> tuple[Float[Tensor, "blocks 8"], Float[Tensor, "blocks 8"]]:
-    scales, minima = scales_and_minima(blocks)
-    return _half(blocks, 0) * scales.float(), _half(blocks, 2) * minima.float()
-
-
-_DEQUANTIZE: dict[str, Callable[[Blocks], Values]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q2_K": _q2_k,
-    "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4,
-}
+def _power_of_two(exponents: UInt8[Tensor, "blocks 1"]) -> BFloat16[Tensor, "blocks 1"]:
+    """Return 2^(e − 128), which bf16 can represent for every e."""
+    e = exponents.to(torch.int16)
+    return torch.where(e < 2, 0x20 << e.clamp(max=1), (e - 1).clamp(min=0) << 7).to(torch.int16).view(torch.bfloat16)

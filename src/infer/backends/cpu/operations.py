@@ -12,7 +12,7 @@ from torch import Tensor
 from infer.backends.cpu.compile.addresses import compiled_address
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, SPARE_TOKENS
-from infer.backends.cpu.recording import Run, scope
+from infer.backends.cpu.recording import Offer, Run, scope
 from infer.backends.cpu.records import (
     ADD_ROWS,
     ATTEND,
@@ -33,6 +33,7 @@ from infer.backends.cpu.weights.prepare_weights import prepare
 from infer.backends.cpu.workspace import groups_per_unit
 from infer.backends.reference import attention_weights, normalize
 from infer.errors import InvalidRequestError
+from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
 from infer.operands.group import Shares
 from infer.operands.step import Step
@@ -69,13 +70,11 @@ def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Floa
         return out
 
 
-def norm_project(
-    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
-) -> Float[Tensor, "tokens out"]:
+def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
     with scope(projection.label, num_tokens=len(x)) as run:
         out, first = run.columns("projected", run.capacity, projection.out_features, projection.shares)
-        _project(run, x, norm, projection, (out, first))
-        return run.gathered(out, projection.shares)
+        _project(run, Activations(x), norm, projection, (out, first))
+        return Activations(run.gathered(out, projection.shares))
 
 
 def head(
@@ -88,17 +87,19 @@ def head(
     with scope("head", num_tokens=len(x), logit_indices=logit_indices) as run:
         logits, first = run.columns("logits", run.max_logits, projection.out_features, projection.shares)
         kind = "plain" if softcap is None else "capped"
-        _project(run, x, norm, projection, (logits, first), kind=kind, of_logits=True, softcap=softcap or 0)
+        _project(
+            run, Activations(x), norm, projection, (logits, first), kind=kind, of_logits=True, softcap=softcap or 0
+        )
         return run.gathered(logits, projection.shares)
 
 
 def project_add(
     residual: Float[Tensor, "tokens hidden"],
-    x: Float[Tensor, "tokens in"],
+    x: Activations,
     projection: Projection,
     post_norm: Norm | None,
 ) -> Float[Tensor, "tokens hidden"]:
-    with scope(projection.label, num_tokens=len(x)) as run:
+    with scope(projection.label, num_tokens=len(x.floats)) as run:
         shares = projection.shares
         if post_norm is None and shares is None:
             _project(run, x, None, projection, (residual, 0), kind="add")
@@ -115,25 +116,24 @@ def project_add(
 
 def norm_gate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
-) -> Float[Tensor, "tokens intermediate"]:
-    features, shares = gate_up.out_features // 2, gate_up.shares
+) -> Activations:
+    features, shares, source = gate_up.out_features // 2, gate_up.shares, Activations(x)
     with scope(gate_up.label, num_tokens=len(x)) as run:
         out, first = run.columns("hidden", run.capacity, features, shares)
         halves = _gate_and_up(gate_up)
         if halves is None:
             biases = (None, None) if gate_up.bias is None else gate_up.bias.split(features)
             for part, bias, kind in zip(gate_up.parts, biases, ("plain", activation), strict=True):
-                _project(run, x, norm, Projection((part,), bias), (out, first), kind=kind)
-            return run.gathered(out, shares)
+                _project(run, source, norm, Projection((part,), bias), (out, first), kind=kind)
+            return Activations(run.gathered(out, shares))
         epilogue, (weight, second) = _epilogue((out, first), 0, features, gate_up.bias), halves
-        if _is_in_blocks(features, shares):
-            run.produced(out, epilogue, shares)
+        offer = run.offer("hidden", epilogue, shares) if _is_in_blocks(features, shares) else None
         function = compiled_address(".matmul.matmul:make_gate", EPILOGUE, activation)
         arguments = _matmul_arguments(run, weight, -(-features // LANES), second)
-        arguments.set(epilogue=function, epilogue_arguments=epilogue.address, **_activations(run, x, norm, weight))
+        arguments.set(epilogue=function, epilogue_arguments=epilogue.address, **_activations(run, source, norm, weight))
         arguments.keeps.append(epilogue)
         _append_matmul(run, weight, arguments, BARRIER)
-        return run.gathered(out, shares)
+        return Activations(run.gathered(out, shares), offer)
 
 
 def _gate_and_up(gate_up: Projection) -> tuple[PackedWeight, int] | None:
@@ -152,12 +152,7 @@ def _gate_and_up(gate_up: Projection) -> tuple[PackedWeight, int] | None:
     return None
 
 
-def attend(
-    qkv: Float[Tensor, "tokens out"],
-    heads: Heads,
-    layer: LayerCache,
-    step: Step,
-) -> Float[Tensor, "tokens heads_dim"]:
+def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
     features, pages, kv_type = heads.num_heads * heads.head_dim, layer.pages, layer.kv_type
     has_far = pages.furthest is not None and heads.rope is not None
     chunks = -(-pages.table.shape[1] * pages.page_tokens // CHUNK)
@@ -166,8 +161,9 @@ def attend(
         out, first = run.columns("attended", run.capacity, features, heads.shares)
         split = min(run.capacity, SPLIT_TOKENS)
         scratch_bytes = attend_scratch_bytes(heads.head_dim)
-        arguments.set(q=qkv, qkv_bytes=4 * qkv.shape[1])  # which checks and keeps it; they begin within it:
-        arguments.set(**{name: qkv.data_ptr() + 4 * start for name, start in zip("qkv", heads.starts, strict=True)})
+        floats = qkv.floats
+        arguments.set(q=floats, qkv_bytes=4 * floats.shape[1])  # which checks and keeps it; they begin within it:
+        arguments.set(**{name: floats.data_ptr() + 4 * start for name, start in zip("qkv", heads.starts, strict=True)})
         arguments.set(
             queries=run.tensor("queries", run.capacity * (2 if has_far else 1), features),
             far_bytes=4 * run.capacity * features if has_far else 0,
@@ -187,9 +183,8 @@ def attend(
             run.append("few", arguments, NO_BARRIER, ".attention.attention:make_attend_few", kv_type)
             run.append("many", arguments, BARRIER, ".attention.attention:make_attend_many", kv_type)
         run.append("merge", arguments, BARRIER, ".attention.attention:finish")
-        if _is_in_blocks(features, heads.shares):
-            run.produced(out, arguments, heads.shares)
-        return run.gathered(out, heads.shares)
+        offer = run.offer("attended", arguments, heads.shares) if _is_in_blocks(features, heads.shares) else None
+        return Activations(run.gathered(out, heads.shares), offer)
 
 
 def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
@@ -231,7 +226,7 @@ def _is_in_blocks(features: int, shares: Shares | None) -> bool:
 
 def _project(
     run: Run,
-    x: Tensor,
+    x: Activations,
     norm: Norm | None,
     projection: Projection,
     to: tuple[Tensor, int],
@@ -269,7 +264,7 @@ def _epilogue(to: tuple[Tensor, int], column: int, num_columns: int, bias: Tenso
 
 
 def _activations(
-    run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, *, of_logits: bool = False
+    run: Run, x: Activations, norm: Norm | None, weight: PackedWeight, *, of_logits: bool = False
 ) -> dict[str, int]:
     """Return the address of norm(x) as activation records, and the distance of the threads' own copies of a single
     token.
@@ -277,13 +272,13 @@ def _activations(
     A tile may read SPARE_TOKENS beyond the last token.
     """
     form, token_bytes = weight.form, weight.token_bytes
-    if norm is None and not weight.layout.is_float:
-        address = run.quantized(x, form, (run.capacity + SPARE_TOKENS) * token_bytes)
+    if norm is None and isinstance(x.twin, Offer) and not weight.layout.is_float:
+        address = x.twin.redeem(form, (run.capacity + SPARE_TOKENS) * token_bytes)
         if address is not None:
             return {"activations": address, "private_bytes": 0}
     copies = max(run.max_logits if of_logits else run.capacity, run.max_threads)
     records = run.tensor("activations", (copies + SPARE_TOKENS) * token_bytes, dtype=torch.uint8)
-    arguments = Arguments(NORMALIZE, x=x, out=records, features=weight.in_features, form=form)
+    arguments = Arguments(NORMALIZE, x=x.floats, out=records, features=weight.in_features, form=form)
     arguments.set(private_bytes=token_bytes, of_logits=of_logits)
     if norm is not None:
         arguments.set(weight=norm.weight.float().contiguous(), eps=norm.eps)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -56,12 +56,11 @@ class Run(ABC):
         """Return all ranks' columns, after this rank's are written."""
 
     @abstractmethod
-    def produced(self, x: Tensor, arguments: Arguments, shares: Shares | None) -> None:
-        """Register the arguments of the command that will write x, and that can also write it quantised."""
+    def offer(self, role: str, arguments: Arguments, shares: Shares | None) -> "Offer | None":
+        """Return the offer of a command that writes the buffer of this role, and that can also write it quantised.
 
-    @abstractmethod
-    def quantized(self, x: Tensor, form: int, num_bytes: int) -> int | None:
-        """Return the address of x's activation records, written by x's producer; None if it cannot."""
+        Return None if the command runs before the op that reads the buffer.
+        """
 
 
 @final
@@ -84,10 +83,7 @@ class EagerRun(Run):
         self.run()
         return shares.gather(own)
 
-    def produced(self, x: Tensor, arguments: Arguments, shares: Shares | None) -> None:
-        pass
-
-    def quantized(self, x: Tensor, form: int, num_bytes: int) -> int | None:
+    def offer(self, role: str, arguments: Arguments, shares: Shares | None) -> None:
         return None
 
 
@@ -101,7 +97,6 @@ class Recording(Run):
         self.step = Step(tokens, positions, rows, torch.zeros(max_logits, dtype=torch.int64))
         point_to_step(self.state, self.step)
         self._workspace: dict[tuple[Any, ...], Tensor] = {}
-        self._producer_by_address: dict[int, tuple[Arguments, Shares | None]] = {}
         self._layer = ""
         self.group: MemoryGroup | None = None  # whose other ranks take part
 
@@ -116,7 +111,13 @@ class Recording(Run):
         """Return a buffer for all ranks' columns, in memory that they share, and this rank's first column."""
         if shares is None:
             return self.tensor(role, rows, width), 0
-        return self._shared(shares).tensor(role, (rows, shares.width), torch.float32), shares.own[0]
+        return self.for_all(shares, role, rows, shares.width, dtype=torch.float32), shares.own[0]
+
+    def for_all(self, shares: Shares | None, role: str, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return a buffer for this role, in memory that all ranks share if there are `shares`."""
+        if shares is None:
+            return self.tensor(role, *shape, dtype=dtype)
+        return self._shared(shares).tensor(role, shape, dtype)
 
     def _shared(self, shares: Shares) -> MemoryGroup:
         if not isinstance(shares.group, MemoryGroup):
@@ -131,26 +132,40 @@ class Recording(Run):
             self.commands.append(replace(self._shared(shares).barrier(), label=f"{self.label}.barrier"))
         return own
 
-    def produced(self, x: Tensor, arguments: Arguments, shares: Shares | None) -> None:
-        self._producer_by_address[x.data_ptr()] = arguments, shares
-
-    def quantized(self, x: Tensor, form: int, num_bytes: int) -> int | None:
-        arguments, shares = self._producer_by_address.pop(x.data_ptr(), (None, None))
-        if arguments is None:
-            return None
-        role, dtype = f"quantized {x.shape[1]}", torch.uint8
-        if shares is None:
-            records = self.tensor(f"quantized {x.data_ptr()}", num_bytes, dtype=dtype)
-        else:
-            records = self._shared(shares).tensor(role, (num_bytes,), dtype)
-        arguments.set(quantized=records, form=form)
-        return records.data_ptr()
+    def offer(self, role: str, arguments: Arguments, shares: Shares | None) -> "Offer":
+        return Offer(self, role, arguments, shares)
 
     def enter(self, label: str) -> None:
         """Set the label of the commands that follow. An op without a projection belongs to the layer before it."""
         layer, _, _ = label.rpartition(".")
         self._layer = layer or self._layer
         self.label = f"{self._layer}.{label}" if label == "attend" else label
+
+
+@final
+@dataclass(frozen=True)
+class Offer:
+    """A recorded command's offer to write its result quantised too: the twin of the activations that it writes.
+
+    The op that reads the activations redeems it before the command ever runs.
+    """
+
+    recording: Recording
+    role: str  # of the buffer that the command writes
+    arguments: Arguments
+    shares: Shares | None
+
+    def redeem(self, form: int, num_bytes: int) -> int | None:
+        """Return the address of activation records of this form, which the command will write beside the floats.
+
+        Return None if an op has redeemed the offer in another form.
+        """
+        record = self.arguments.record
+        if record["quantized"] and record["form"] != form:
+            return None
+        records = self.recording.for_all(self.shares, f"quantized {self.role}", num_bytes, dtype=torch.uint8)
+        self.arguments.set(quantized=records, form=form)
+        return records.data_ptr()
 
 
 _active: ContextVar[Recording | None] = ContextVar("infer_recording", default=None)

@@ -8,7 +8,6 @@ If an activation is NaN, all products of its token are NaN: `is_none` finds that
 tokens are NaN too, and so are unused lines of logits, whose index is −1.
 """
 
-from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +15,10 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from infer.backends.cuda.layouts import BLOCK
 from infer.backends.cuda.sampler import EXACT
+from infer.operands.activation_values import Activations
 from infer.operands.weights import Norm
 
 _BLOCKS = 32  # that a program has at once
@@ -40,24 +39,16 @@ class Quantized(NamedTuple):
         return self._replace(codes=self.codes.view(torch.int8))
 
 
-class Made(NamedTuple):
-    """Record of how an op made its result."""
+class Twin(NamedTuple):
+    """The twin of an op's result, and how the op computed the result."""
 
-    planes: int  # of the activations that it multiplied; 0: floats
-    quantized: Quantized | None  # the result in as many planes, for the product that is next
-
-
-_made_by_result: MutableMapping[Tensor, Made] = WeakTensorKeyDictionary()
+    planes: int  # of the activations that the op multiplied; 0: floats
+    quantized: Quantized | None = None  # the result in as many planes, for the product that is next
 
 
-def note(y: Tensor, planes: int, quantized: Quantized | None = None) -> None:
-    """Store what the next op reads of y through `planes_of` and `quantized`."""
-    _made_by_result[y] = Made(planes, quantized)
-
-
-def planes_of(y: Tensor) -> int:
-    """Return the number of planes of the activations that the op multiplied to make y; 0 if that is not known."""
-    return _made_by_result[y].planes if y in _made_by_result else 0
+def twin_of(x: Activations) -> Twin:
+    """Return the twin of activations; one of floats without integers if they have none."""
+    return x.twin if isinstance(x.twin, Twin) else Twin(planes=0)
 
 
 def room_for(y: Tensor, planes: int) -> Quantized | None:
@@ -92,12 +83,7 @@ def normalized(
 def quantized(
     x: Float[Tensor, "tokens in"], norm: Norm | None, planes: int, indices: Int[Tensor, "logits"] | None = None
 ) -> Quantized:
-    """Return norm(x), or norm(x[indices]), in `planes` int8 planes. Launches nothing if the op that made x also made
-    them.
-    """
-    made = _made_by_result.get(x) if norm is None and indices is None else None
-    if made is not None and made.quantized is not None and made.planes == planes:
-        return made.quantized
+    """Return norm(x), or norm(x[indices]), in `planes` int8 planes."""
     num_tokens, num_blocks = len(x) if indices is None else len(indices), x.shape[1] // BLOCK
     found = _empty(num_tokens, num_blocks, planes, x.device)
     if num_tokens:

@@ -18,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.backends.cuda.activations import Quantized, note, planes_of, room_for, store_quantized
+from infer.backends.cuda.activations import Quantized, Twin, room_for, store_quantized, twin_of
 from infer.backends.cuda.kv_blocks import LANES, load_keys, load_values, make_blocks, place_of
 from infer.backends.cuda.rotation import HEAD_NORM, NO_NORM, WHOLE_NORM, Rotation, rotate_append
 from infer.backends.cuda.sampler import EXACT
+from infer.operands.activation_values import Activations
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm
 from infer.quantization.kv_formats import KV_TYPES
@@ -45,19 +46,20 @@ class Parts(NamedTuple):
     arrivals: Any  # [tokens, kv heads], how many programs have come to an end
 
 
-def attend(qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -> Tensor:
-    num_tokens, dim, pages, planes = len(qkv), heads.head_dim, layer.pages, planes_of(qkv)
+def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
+    floats, planes, dim, pages = qkv.floats, twin_of(qkv).planes, heads.head_dim, layer.pages
+    num_tokens = len(floats)
     cache, kv_type = make_blocks(layer), KV_TYPES.index(layer.kv_type)
     size, group = max(16, triton.next_power_of_2(dim)), heads.num_heads // heads.num_kv_heads
     group_size, num_warps = triton.next_power_of_2(group), 4 if size <= 64 else 8
     half = 0 if heads.rope is None else heads.rope.cos.shape[-1]
     shape = {"DIM": dim, "SIZE": size, "KV_TYPE": kv_type, "HAS_FAR": pages.furthest is not None}
 
-    near = torch.empty(num_tokens, heads.num_heads, dim, device=qkv.device)
+    near = torch.empty(num_tokens, heads.num_heads, dim, device=floats.device)
     far = torch.empty_like(near) if shape["HAS_FAR"] else near
-    arrivals = torch.empty(num_tokens, heads.num_kv_heads, dtype=torch.int32, device=qkv.device)
+    arrivals = torch.empty(num_tokens, heads.num_kv_heads, dtype=torch.int32, device=floats.device)
     rotate_append[num_tokens, heads.num_kv_heads](
-        qkv, near, far, arrivals, step.rows, step.positions, _rotation(heads, pages, near), cache,
+        floats, near, far, arrivals, step.rows, step.positions, _rotation(heads, pages, near), cache,
         NUM_HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, HALF=half,
         GROUP_SIZE=group_size, Q_NORM=_kind(heads.q_norm, dim), K_NORM=_kind(heads.k_norm, dim), **shape,
         num_warps=num_warps, **EXACT,
@@ -75,9 +77,7 @@ def attend(qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -> Tensor:
         NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, QUERIES=max(QUERIES, group_size), LEAVES=leaves,
         SPLIT=is_split, **shape, num_warps=num_warps, **EXACT,
     )  # fmt: skip
-    attended = out.flatten(1)
-    note(attended, planes, left)
-    return attended
+    return Activations(out.flatten(1), Twin(planes, left))
 
 
 def _rotation(heads: Heads, pages: Pages, anything: Tensor) -> Rotation:

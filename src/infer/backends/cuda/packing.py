@@ -1,32 +1,20 @@
 """GGML's blocks → planes (`layouts`) on the device, some rows at a time. Numbers are moved, and none is changed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Int8, UInt8
+from jaxtyping import UInt8
 from torch import Tensor
 
 from infer.backends.cuda.layouts import BLOCK, LAYOUTS, PLANES, Layout, PackedWeight
 from infer.operands.weights import ConvertedWeight, Projection, StoredWeight, UnreadWeight, Weight
-from infer.quantization.ggml_blocks import Blocks, fields, fifth_bits, nibbles, scales_and_minima
+from infer.quantization.ggml_blocks import numbers_of
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 _BYTES_AT_ONCE = 1 << 24
 FileWeight = StoredWeight | UnreadWeight | ConvertedWeight
-
-
-class Numbers(NamedTuple):
-    """Contents of GGML's blocks, separated: integers or codes, scales and minima per 32 (or 16) of them, scales per
-    256.
-    """
-
-    codes: UInt8[Tensor, "blocks size"]
-    scales: Tensor
-    minima: Tensor | None = None
-    supers: Tensor | None = None
 
 
 def prepare(projection: Projection, device: torch.device, precision: str = "exact") -> Projection:
@@ -79,8 +67,8 @@ def _some_rows(weights: list[FileWeight], device: torch.device) -> Iterator[Tens
 
 def _planes(layout: Layout, data: UInt8[Tensor, "rows bytes"]) -> list[Tensor | None]:
     """Return codes, high, scales, minima and supers of some rows."""
-    numbers = _NUMBERS[layout.type](data.reshape(-1, BLOCK_TYPES[layout.type].block_bytes))
-    codes, high = _split_bits(layout, numbers.codes.reshape(-1, BLOCK))
+    numbers = numbers_of(data.reshape(-1, BLOCK_TYPES[layout.type].block_bytes), layout.type)
+    codes, high = _split_bits(layout, numbers.codes.reshape(-1, BLOCK).view(torch.uint8))
     tensors = [codes, high, numbers.scales, numbers.minima, numbers.supers]
     num_blocks = codes.numel() // codes.shape[-1] // len(data)
     per_block = layout.scales_per_block or 1
@@ -111,90 +99,3 @@ def _pairs(q: UInt8[Tensor, "blocks 32"]) -> UInt8[Tensor, "blocks 8"]:
     """Return four pairs of bits per byte: input 16 g + 4 w + b in byte 4 g + b, from bit 2 w on."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=q.device)
     return (q.view(-1, 2, 4, 4) << shifts[:, None]).sum(2, dtype=torch.uint8).flatten(1)
-
-
-def _half(blocks: Blocks, *starts: int) -> Tensor:
-    return torch.cat([blocks[:, start : start + 2].contiguous().view(torch.float16) for start in starts], dim=1)
-
-
-def _signed(scales: UInt8[Tensor, "blocks scales"], offset: int = 0) -> Int8[Tensor, "blocks scales"]:
-    return (scales.to(torch.int16) - offset).to(torch.int8)
-
-
-def _mxfp4_scale(exponent: UInt8[Tensor, "blocks 1"]) -> Tensor:
-    """Return 2^(e − 128), which bf16 can represent for every e."""
-    e = exponent.to(torch.int16)
-    return torch.where(e < 2, 0x20 << e.clamp(max=1), (e - 1).clamp(min=0) << 7).to(torch.int16).view(torch.bfloat16)
-
-
-def _q4_0(b: Blocks) -> Numbers:
-    return Numbers(nibbles(b[:, 2:], 16), _half(b, 0))
-
-
-def _q4_1(b: Blocks) -> Numbers:
-    return Numbers(nibbles(b[:, 4:], 16), _half(b, 0), _half(b, 2))
-
-
-def _q5_0(b: Blocks) -> Numbers:
-    return Numbers(nibbles(b[:, 6:], 16) | fifth_bits(b[:, 2:6]), _half(b, 0))
-
-
-def _q5_1(b: Blocks) -> Numbers:
-    return Numbers(nibbles(b[:, 8:], 16) | fifth_bits(b[:, 4:8]), _half(b, 0), _half(b, 2))
-
-
-def _q8_0(b: Blocks) -> Numbers:
-    return Numbers(b[:, 2:], _half(b, 0))
-
-
-def _q2_k(b: Blocks) -> Numbers:
-    scales, minima = b[:, :16] & 15, b[:, :16] >> 4
-    return Numbers(fields(b[:, 16:80], 32, 2), _signed(scales), _signed(minima), _half(b, 80, 82))
-
-
-def _q3_k(b: Blocks) -> Numbers:
-    scales = nibbles(b[:, 96:104], 8) | (fields(b[:, 104:108], 4, 2) << 4)
-    codes = fields(b[:, 32:96], 32, 2) | (fields(b[:, :32], 32, 1) << 2)
-    return Numbers(codes, _signed(scales, 32), supers=_half(b, 108))
-
-
-def _q4_k(b: Blocks) -> Numbers:
-    scales, minima = scales_and_minima(b)
-    return Numbers(nibbles(b[:, 16:], 32), _signed(scales), _signed(minima), _half(b, 0, 2))
-
-
-def _q5_k(b: Blocks) -> Numbers:
-    scales, minima = scales_and_minima(b)
-    codes = nibbles(b[:, 48:], 32) | (fields(b[:, 16:48], 32, 1) << 4)
-    return Numbers(codes, _signed(scales), _signed(minima), _half(b, 0, 2))
-
-
-def _q6_k(b: Blocks) -> Numbers:
-    codes = nibbles(b[:, :128], 64) | (fields(b[:, 128:192], 32, 2) << 4)
-    return Numbers(codes, b[:, 192:208].view(torch.int8), supers=_half(b, 208))
-
-
-def _iq4_xs(b: Blocks) -> Numbers:
-    scales = fields(b[:, 4:8], 1, 4) | (fields(b[:, 2:4], 1, 2) << 4)
-    return Numbers(nibbles(b[:, 8:], 16), _signed(scales, 32), supers=_half(b, 0))
-
-
-def _mxfp4(b: Blocks) -> Numbers:
-    return Numbers(nibbles(b[:, 1:], 16), _mxfp4_scale(b[:, :1]))
-
-
-_NUMBERS: dict[str, Callable[[Blocks], Numbers]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q2_K": _q2_k,
-    "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": _q4_0,
-    "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4,
-}

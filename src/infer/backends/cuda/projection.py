@@ -6,7 +6,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.backends.cuda.activations import Quantized, add_normalized, normalized, note, quantized, room_for
+from infer.backends.cuda.activations import Quantized, Twin, add_normalized, normalized, quantized, room_for, twin_of
 from infer.backends.cuda.blocks import matrix_of
 from infer.backends.cuda.dense import dense
 from infer.backends.cuda.epilogue import Output
@@ -15,6 +15,7 @@ from infer.backends.cuda.matmul import matmul
 from infer.backends.cuda.matvec import matvec, num_lanes
 from infer.backends.cuda.sampler import EXACT
 from infer.backends.reference import ACTIVATIONS
+from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
 from infer.operands.weights import Norm, Projection
 
@@ -28,17 +29,14 @@ MATMUL_TILE = {"TOKENS": 32, "ROWS": 64, "num_warps": 8, "num_stages": 1}  # six
 DENSE_TILE = {"TOKENS": 16, "ROWS": 32, "DEPTH": 128, "num_warps": 4}
 
 
-def norm_project(
-    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
-) -> Float[Tensor, "tokens out"]:
+def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
     y = torch.empty(len(x), projection.out_features, device=x.device)
-    multiply(x, norm, projection, y)
-    return y
+    return Activations(y, multiply(Activations(x), norm, projection, y))
 
 
 def project_add(
     residual: Float[Tensor, "tokens hidden"],
-    x: Float[Tensor, "tokens in"],
+    x: Activations,
     projection: Projection,
     post_norm: Norm | None,
 ) -> Float[Tensor, "tokens hidden"]:
@@ -46,19 +44,20 @@ def project_add(
     if post_norm is None:
         multiply(x, None, projection, residual, add=True)
     else:
-        add_normalized(residual, norm_project(x, None, projection), post_norm)
+        y = torch.empty(len(residual), projection.out_features, device=residual.device)
+        multiply(x, None, projection, y)
+        add_normalized(residual, y, post_norm)
     return residual
 
 
 def norm_gate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
-) -> Float[Tensor, "tokens intermediate"]:
+) -> Activations:
     if len(gate_up.parts) > 1:  # gate and up are of two types
-        gate, up = norm_project(x, norm, gate_up).chunk(2, dim=-1)
-        return ACTIVATIONS[activation](gate) * up
+        gate, up = norm_project(x, norm, gate_up).floats.chunk(2, dim=-1)
+        return Activations(ACTIVATIONS[activation](gate) * up)
     y = torch.empty(len(x), gate_up.out_features // 2, device=x.device)
-    multiply(x, norm, gate_up, y, activation=activation)
-    return y
+    return Activations(y, multiply(Activations(x), norm, gate_up, y, activation=activation))
 
 
 def normalize(x: Float[Tensor, "tokens hidden"], norm: Norm) -> Float[Tensor, "tokens hidden"]:
@@ -73,12 +72,12 @@ def head(
     softcap: float | None = None,
 ) -> Float[Tensor, "logits vocab"]:
     y = torch.empty(len(logit_indices), projection.out_features, device=x.device)
-    multiply(x, norm, projection, y, indices=logit_indices, softcap=softcap)
+    multiply(Activations(x), norm, projection, y, indices=logit_indices, softcap=softcap)
     return y
 
 
 def multiply(
-    x: Float[Tensor, "tokens in"],
+    x: Activations,
     norm: Norm | None,
     projection: Projection,
     y: Float[Tensor, "selected out"],
@@ -87,17 +86,23 @@ def multiply(
     activation: Activation | None = None,
     add: bool = False,
     softcap: float | None = None,
-) -> None:
-    """Write projection(norm(x)), or projection(norm(x[indices])), to `y`. With `add`, add it instead."""
+) -> Twin | None:
+    """Write projection(norm(x)), or projection(norm(x[indices])), to `y`. With `add`, add it instead.
+
+    Return the twin of what was written.
+    """
     if not len(y):
-        return
-    x, column, bias = x.float().contiguous(), 0, projection.bias
+        return None
+    floats, twin, column, bias = x.floats.float().contiguous(), twin_of(x), 0, projection.bias
     forms: dict[int, Tensor | Quantized] = {}
+    if twin.quantized is not None and norm is None and indices is None:
+        forms[twin.planes] = twin.quantized
+    made = None
     for weight in projection.parts:
         assert isinstance(weight, PackedWeight)
         form = 0 if weight.layout.is_float else weight.planes
         if form not in forms:
-            forms[form] = quantized(x, norm, form, indices) if form else normalized(x, norm, indices)
+            forms[form] = quantized(floats, norm, form, indices) if form else normalized(floats, norm, indices)
         output = Output(
             out=y[:, column:],
             stride=y.stride(0),
@@ -110,8 +115,9 @@ def multiply(
         )
         left = room_for(y, form) if activation else None
         launch(forms[form], weight, output, left, len(y), activation or "")
-        note(y, form, left)
+        made = Twin(form, left)
         column += output.num_rows
+    return made
 
 
 def launch(

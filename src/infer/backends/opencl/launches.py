@@ -60,7 +60,6 @@ class Run:
         self._fitted: tuple[int, ...] = ()  # to so many tokens and logits, so many launches
         self._placed: dict[tuple[int, int], tuple[Tensor, Placed]] = {}
         self._of_host: list[Tensor] = []
-        self._producers: dict[int, tuple[Launch, int]] = {}
 
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a buffer for this role, with undefined contents."""
@@ -110,23 +109,12 @@ class Run:
     def constant(self, tensor: Tensor | None) -> cl.Buffer | None:
         return None if tensor is None else self.buffer(tensor, is_constant=True)
 
-    def produced(self, x: Tensor, launch: Launch, index: int) -> None:
-        """Register the launch that writes x. It writes quantised records instead if its argument `index` is set to
-        their buffer.
+    def offer(self, role: str, launch: Launch, index: int) -> "Offer | None":
+        """Return the offer of a launch that writes the buffer of this role; None if it runs before the next op.
 
-        The next argument is then the records' number of planes.
+        Argument `index` of its kernel is the buffer of quantised records, and the next one their number of planes.
         """
-        self._producers[x.data_ptr()] = launch, index
-
-    def quantized(self, x: Tensor, planes: int, size: int) -> Tensor | None:
-        """Return x's records, `size` int32 per token, which x's producer writes; None if it is not of this run."""
-        launch, index = self._producers.pop(x.data_ptr(), (None, 0))
-        if launch is None:
-            return None
-        records = self.tensor(f"quantized {x.data_ptr()}", self.capacity, size, dtype=torch.int32)
-        launch.set(index, self.buffer(records))
-        launch.set(index + 1, np.int32(planes))
-        return records
+        return None
 
     def execute(self) -> None:
         """Run all launches, and make what they have written visible to the host."""
@@ -170,6 +158,28 @@ class Recording(Run):
         if key not in self._workspace:
             self._workspace[key] = self.runtime.memory.zeros(shape, dtype)
         return self._workspace[key]
+
+    def offer(self, role: str, launch: Launch, index: int) -> "Offer":
+        return Offer(self, role, launch, index)
+
+
+@final
+@dataclass(frozen=True)
+class Offer:
+    """A recorded launch's offer to write quantised records instead of floats: the twin of the activations it makes."""
+
+    recording: Recording
+    role: str  # of the buffer of floats
+    launch: Launch
+    index: int
+
+    def redeem(self, planes: int, size: int) -> Tensor:
+        """Return the records, `size` int32 per token, which the launch will write."""
+        capacity = self.recording.capacity
+        records = self.recording.tensor(f"quantized {self.role}", capacity, size, dtype=torch.int32)
+        self.launch.set(self.index, self.recording.buffer(records))
+        self.launch.set(self.index + 1, np.int32(planes))
+        return records
 
 
 _active: ContextVar[Recording | None] = ContextVar("infer_opencl_recording", default=None)

@@ -23,6 +23,7 @@ from infer.backends.opencl.memory import storage_of
 from infer.backends.opencl.projection import ADD, CAP, STORE, macros_of, packed, project, vector
 from infer.backends.opencl.runtime import Runtime
 from infer.errors import InvalidRequestError
+from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection, Weight
@@ -63,34 +64,39 @@ class Operations:
             run.launch("matmul.cl", "embed", width, arguments, macros_of(weight, lanes=1) | {"TOKENS": 1})
         return out
 
-    def norm_project(
-        self, x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
-    ) -> Float[Tensor, "tokens out"]:
+    def norm_project(self, x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
         with scope(self._runtime, len(x)) as run:
-            return project(run, x, norm, projection, run.tensor("projected", run.capacity, projection.out_features))
+            out = run.tensor("projected", run.capacity, projection.out_features)
+            return Activations(project(run, Activations(x), norm, projection, out))
 
-    def attend(
-        self, qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
-    ) -> Float[Tensor, "tokens heads_dim"]:
+    def attend(self, qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
         features, pages, rope = heads.num_heads * heads.head_dim, layer.pages, heads.rope
         has_far = pages.furthest is not None and rope is not None
         macros = {"HEAD_DIM": heads.head_dim, f"KV_{layer.kv_type}": 1}
-        with scope(self._runtime, len(qkv)) as run:
+        with scope(self._runtime, len(qkv.floats)) as run:
             queries = run.tensor("queries", 2 if has_far else 1, run.capacity, features)
             out = run.tensor("attended", run.capacity, features)
             record = layer_record(heads, layer, far_at=run.capacity * features if has_far else 0)
             keys, values = storage_of(layer.keys), storage_of(layer.values)
             norms = [vector(run, norm) for norm in (heads.q_norm, heads.k_norm)]
             angles = (None, None) if rope is None else (run.constant(rope.cos), run.constant(rope.sin))
-            inputs = [qkv, *norms, *angles, pages.table, pages.shifts, pages.rope_sets, step.rows, step.positions]
+            inputs = [
+                qkv.floats,
+                *norms,
+                *angles,
+                pages.table,
+                pages.shifts,
+                pages.rope_sets,
+                step.rows,
+                step.positions,
+            ]
             width = heads.num_heads + 2 * heads.num_kv_heads
             run.launch("attention.cl", "rotate_append", width, [*inputs, queries, keys, values, record], macros)
             seen = [pages.table, pages.shifts, pages.sinks, pages.windows, step.rows, step.positions]
             arguments = [queries, keys, values, *seen, out, None, 0, record]
             launch = run.launch("attention.cl", "attend", heads.num_heads, arguments, macros)
-            if heads.head_dim % BLOCK == 0:
-                run.produced(out, launch, index=10)
-        return out
+            offer = run.offer("attended", launch, index=10) if heads.head_dim % BLOCK == 0 else None
+        return Activations(out, offer)
 
     def attention_weights(
         self, qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
@@ -104,11 +110,11 @@ class Operations:
     def project_add(
         self,
         residual: Float[Tensor, "tokens hidden"],
-        x: Float[Tensor, "tokens in"],
+        x: Activations,
         projection: Projection,
         post_norm: Norm | None,
     ) -> Float[Tensor, "tokens hidden"]:
-        with scope(self._runtime, len(x)) as run:
+        with scope(self._runtime, len(x.floats)) as run:
             if post_norm is None:
                 return project(run, x, None, projection, residual, ADD)
             features = projection.out_features
@@ -119,16 +125,16 @@ class Operations:
 
     def norm_gate(
         self, x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
-    ) -> Float[Tensor, "tokens intermediate"]:
+    ) -> Activations:
         features = gate_up.out_features // 2
         with scope(self._runtime, len(x)) as run:
-            both = project(run, x, norm, gate_up, run.tensor("gate and up", run.capacity, 2 * features))
+            both = run.tensor("gate and up", run.capacity, 2 * features)
+            project(run, Activations(x), norm, gate_up, both)
             out = run.tensor("hidden", run.capacity, features)
             arguments = [both, out, None, 0, features]
             launch = run.launch("rows.cl", "gate_rows", -(-features // BLOCK), arguments, {"ACTIVATE": activation})
-            if features % BLOCK == 0:
-                run.produced(out, launch, index=2)
-        return out
+            offer = run.offer("hidden", launch, index=2) if features % BLOCK == 0 else None
+        return Activations(out, offer)
 
     def head(
         self,
@@ -141,4 +147,5 @@ class Operations:
         epilogue = STORE if softcap is None else CAP
         with scope(self._runtime, len(x), len(logit_indices)) as run:
             out = run.tensor("logits", run.max_logits, projection.out_features)
-            return project(run, x, norm, projection, out, epilogue, softcap=softcap or 0.0, logit_indices=logit_indices)
+            source, softcap = Activations(x), softcap or 0.0
+            return project(run, source, norm, projection, out, epilogue, softcap=softcap, logit_indices=logit_indices)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.weights.packed_weight import PackedWeight
-from infer.backends.opencl.launches import Axis, Run
+from infer.backends.opencl.launches import Axis, Offer, Run
 from infer.errors import InvalidRequestError
+from infer.operands.activation_values import Activations
 from infer.operands.weights import Norm, Projection, Weight
 
 STORE, ADD, CAP = range(3)
@@ -19,7 +20,7 @@ _PLACES = ("high_at", "scale_at", "minimum_at", "record_bytes", "super_bytes")
 
 def project(
     run: Run,
-    x: Tensor,
+    x: Activations,
     norm: Norm | None,
     projection: Projection,
     out: Tensor,
@@ -49,17 +50,16 @@ def project(
 
 
 def _activations(
-    run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, axis: Axis, logit_indices: Tensor | None
+    run: Run, x: Activations, norm: Norm | None, weight: PackedWeight, axis: Axis, logit_indices: Tensor | None
 ) -> Tensor:
     """Return norm(x) as the records that match the weight's."""
     features, form = weight.in_features, _form(weight)
     records = weight.layout.num_records(features)
     size = records * weight.layout.activation_bytes(form) // 4
-    quantized = run.quantized(x, form, size) if norm is None and form > 0 else None
-    if quantized is not None:
-        return quantized
+    if norm is None and form > 0 and isinstance(x.twin, Offer):
+        return x.twin.redeem(form, size)
     out = run.tensor(f"activations {axis}", run.most[axis], size, dtype=torch.int32)
-    arguments = [x, vector(run, norm), out, logit_indices, features, 0.0 if norm is None else norm.eps, form]
+    arguments = [x.floats, vector(run, norm), out, logit_indices, features, 0.0 if norm is None else norm.eps, form]
     run.launch("rows.cl", "normalize_rows", min(records, 32), arguments, axis=axis)
     return out
 

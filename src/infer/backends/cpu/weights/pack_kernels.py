@@ -1,170 +1,120 @@
 """GGML's blocks → groups of 16 rows (`layouts`). Each number is moved, and none is changed.
 
-The files' blocks, one row's 32 (or 256) inputs each:
-
-    Q4_0, Q4_1, Q5_0, Q5_1    d, [m], [fifth bits u32], 16 bytes: input i in the low nibble of byte i, i + 16 above
-    Q8_0                      d, 32 × i8
-    Q4_K, Q5_K                d, dmin, 12 bytes of 6-bit scales and minimums, [32 bytes of fifth bits], 4 × 32 bytes:
-                              the low nibbles are sub-block 2 j, the high ones 2 j + 1
-    Q6_K                      128 bytes of low nibbles, 64 of high pairs, 16 × i8 scales, d
-    Q2_K                      16 × scale and minimum of 4 bits, 64 bytes of pairs of bits, d, dmin
-    Q3_K                      32 bytes of third bits, 64 of pairs of bits, 12 of 6-bit scales, d
-    IQ4_NL, MXFP4             d or an exponent, 16 bytes of codes, as in Q4_0
-    IQ4_XS                    d, 2 bytes of scales' upper bits, 4 of their lower ones, 8 × 16 bytes of codes
-
-In Q2_K and Q3_K, sub-block j (32 inputs) is the pair 2 (j mod 4) of the 32 bytes from 32 (j div 4) on.
+The functions that read a block are made from `BLOCK_FIELDS`, as `ggml_blocks.numbers_of` reads it in torch.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import njit
 
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, Layout
 from infer.backends.cpu.simd import load_u8, load_u16, load_u32, stack, store_u8, store_u16, store_u32
-from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, BlockFields, Field
 
-_ONE, _TWO, _FOUR = 0x01010101, 0x03030303, 0x0F0F0F0F  # bits of each byte
-
-
-@njit(forceinline=True)
-def _bits(at, shift, mask):
-    return (load_u32(at) >> np.uint32(shift)) & np.uint32(mask)
+_ONE = 0x01010101  # a bit of each byte
 
 
-@njit(forceinline=True)
-def _nibbles(at, quad):
-    """Return a quad's nibbles, one per byte: quads 0–3 are the low halves of 16 bytes, quads 4–7 the high ones."""
-    return _bits(at + 4 * (quad % 4), 4 * (quad // 4), _FOUR)
+def _make_place(field: Field) -> Any:
+    """Return place(source, number): the address of a number's byte, and the bits below the number there.
 
+    Sizes are powers of two. Shifts, unlike divisions of signed integers, leave nothing to compute for a constant.
+    """
+    at, run, bits = field.at, field.run, field.bits
+    per_run, run_bits = run * 8 // bits, run.bit_length() - 1
+    per_run_bits = per_run.bit_length() - 1
 
-@njit(forceinline=True)
-def _word_8(source, record, quad):
-    return load_u32(source + 2 + 4 * quad) ^ np.uint32(0x80808080)
-
-
-def _make_word_4(at: int) -> Any:
-    return njit(forceinline=True)(lambda source, record, quad: _nibbles(source + at, quad))
-
-
-def _make_word_5(at: int) -> Any:
     @njit(forceinline=True)
-    def word(source, record, quad):
-        fifth = np.uint32(_bits(source + at, 4 * quad, 15) * np.uint32(0x00204081)) & np.uint32(_ONE)  # a bit to a byte
-        return _nibbles(source + at + 4, quad) | (fifth << np.uint32(4))
+    def place(source, number):
+        byte = source + at + ((number >> per_run_bits) << run_bits) + (number & (run - 1))
+        return byte, bits * ((number & (per_run - 1)) >> run_bits)
 
-    return word
-
-
-@njit(forceinline=True)
-def _word_2_k(source, record, quad):
-    return _bits(source + 16 + 32 * (record // 4) + 4 * quad, 2 * (record % 4), _TWO)
+    return place
 
 
-@njit(forceinline=True)
-def _word_3_k(source, record, quad):
-    low = _bits(source + 32 + 32 * (record // 4) + 4 * quad, 2 * (record % 4), _TWO)
-    return low | (_bits(source + 4 * quad, record, _ONE) << np.uint32(2))
+def _make_field(field: Field) -> Any:
+    """Return read(source, number), which reads four numbers of a block from `number` on, a byte each."""
+    place, mask = _make_place(field), np.uint32(((1 << field.bits) - 1) * _ONE)
+
+    @njit(forceinline=True)
+    def read(source, number):
+        at, shift = place(source, number)
+        return (load_u32(at) >> np.uint32(shift)) & mask
+
+    @njit(forceinline=True)
+    def read_from_bits(source, number):
+        at, shift = place(source, number)
+        four = (load_u8(at) >> np.uint8(shift)) & np.uint8(15)
+        return np.uint32(np.uint32(four) * np.uint32(0x00204081)) & np.uint32(_ONE)  # a bit to a byte
+
+    return read_from_bits if field.run == 1 else read
 
 
-@njit(forceinline=True)
-def _word_4_k(source, record, quad):
-    return _bits(source + 16 + 32 * (record // 2) + 4 * quad, 4 * (record % 2), _FOUR)
+def _make_word(fields: BlockFields) -> Any:
+    """Return word(source, number): four codes from `number` on as they are stored, a byte each."""
+    low = _make_field(fields.codes[0])
+    if len(fields.codes) == 1:
+        flipped = np.uint32(0x80808080 if fields.is_signed else 0)
+        return njit(forceinline=True)(lambda source, number: low(source, number) ^ flipped)
+    high, shift = _make_field(fields.codes[1]), np.uint32(fields.codes[0].bits)
+    return njit(forceinline=True)(lambda source, number: low(source, number) | (high(source, number) << shift))
 
 
-@njit(forceinline=True)
-def _word_5_k(source, record, quad):
-    return _word_4_k(source + 32, record, quad) | (_bits(source + 16 + 4 * quad, record, _ONE) << np.uint32(4))
+def _make_small(fields: BlockFields) -> Any:
+    """Return small(source, number): a small scale of a K type, or the minimum of the same number after all scales."""
+    if fields.scales == "6 bits":
+        return _six_bits
+    offset, has_high = np.uint8(fields.scale_offset), len(fields.scales) > 1
+    low, high = _make_byte(fields.scales[0]), _make_byte(fields.scales[-1])
+    shift = np.uint8(fields.scales[0].bits)
+
+    @njit(forceinline=True)
+    def small(source, number):
+        value = low(source, number)
+        if has_high:
+            value |= high(source, number) << shift
+        return value - offset
+
+    return small
 
 
-@njit(forceinline=True)
-def _word_6_k(source, record, quad):
-    low = _bits(source + 64 * (record // 4) + 32 * (record % 2) + 4 * quad, 4 * (record % 4 // 2), _FOUR)
-    high = _bits(source + 128 + 32 * (record // 4) + 4 * quad, 2 * (record % 4), _TWO)
-    return low | (high << np.uint32(4))
+def _make_byte(field: Field) -> Any:
+    """Return read(source, number), which reads one number of a block."""
+    place, mask = _make_place(field), np.uint8((1 << field.bits) - 1)
 
+    @njit(forceinline=True)
+    def read(source, number):
+        at, shift = place(source, number)
+        return (load_u8(at) >> np.uint8(shift)) & mask
 
-@njit(forceinline=True)
-def _word_iq4_xs(source, record, quad):
-    return _nibbles(source + 8 + 16 * record, quad)
-
-
-@njit(forceinline=True)
-def _scales_2_k(source, record, part):
-    both = load_u8(source + 2 * record + part)
-    return both & np.uint8(15), both >> np.uint8(4)
-
-
-@njit(forceinline=True)
-def _scales_3_k(source, record, part):
-    k = 2 * record + part
-    low = (load_u8(source + 96 + k % 8) >> np.uint8(4 * (k // 8))) & np.uint8(15)
-    high = (load_u8(source + 104 + k % 4) >> np.uint8(2 * (k // 4))) & np.uint8(3)
-    return (low | (high << np.uint8(4))) - np.uint8(32), np.uint8(0)
-
-
-@njit(forceinline=True)
-def _scales_4_k(source, record, part):
-    """Return a sub-block's scale and minimum of 6 bits each."""
-    scales = source + 4
-    if record < 4:
-        return load_u8(scales + record) & np.uint8(63), load_u8(scales + 4 + record) & np.uint8(63)
-    low = load_u8(scales + record + 4)
-    scale = (low & np.uint8(15)) | ((load_u8(scales + record - 4) >> np.uint8(6)) << np.uint8(4))
-    minimum = (low >> np.uint8(4)) | ((load_u8(scales + record) >> np.uint8(6)) << np.uint8(4))
-    return scale, minimum
-
-
-@njit(forceinline=True)
-def _scales_6_k(source, record, part):
-    return load_u8(source + 192 + 2 * record + part), np.uint8(0)
+    return read
 
 
 @njit(forceinline=True)
-def _scales_iq4_xs(source, record, part):
-    low = (load_u8(source + 4 + record // 2) >> np.uint8(4 * (record % 2))) & np.uint8(15)
-    high = np.uint8((load_u16(source + 2) >> np.uint16(2 * record)) & np.uint16(3))
-    return (low | (high << np.uint8(4))) - np.uint8(32), np.uint8(0)
-
-
-class _Format(NamedTuple):
-    """Functions and offsets that read a block. Its own scale and minimum are f16, except with an exponent."""
-
-    word: Any  # (source, record, quad): four integers as they are stored, a byte each
-    scale_at: int = 0
-    minimum_at: int = 2
-    scales: Any = None  # (source, record, part): a small scale and minimum of a K type
-
-
-_FORMATS = {
-    "Q4_0": _Format(_make_word_4(2)),
-    "Q4_1": _Format(_make_word_4(4)),
-    "Q5_0": _Format(_make_word_5(2)),
-    "Q5_1": _Format(_make_word_5(4)),
-    "Q8_0": _Format(_word_8),
-    "IQ4_NL": _Format(_make_word_4(2)),
-    "MXFP4": _Format(_make_word_4(1)),
-    "Q2_K": _Format(_word_2_k, 80, 82, _scales_2_k),
-    "Q3_K": _Format(_word_3_k, 108, scales=_scales_3_k),
-    "Q4_K": _Format(_word_4_k, scales=_scales_4_k),
-    "Q5_K": _Format(_word_5_k, scales=_scales_4_k),
-    "Q6_K": _Format(_word_6_k, 208, scales=_scales_6_k),
-    "IQ4_XS": _Format(_word_iq4_xs, scales=_scales_iq4_xs),
-}
+def _six_bits(source, number):
+    """Return a scale or, from 8 on, a minimum, as `ggml_blocks.six_bits` does."""
+    at, index = source + 4 + number // 8 * 4, number % 8
+    if index < 4:
+        return load_u8(at + index) & np.uint8(63)
+    low = (load_u8(source + 8 + index) >> np.uint8(number // 8 * 4)) & np.uint8(15)
+    return low | ((load_u8(at + index - 4) >> np.uint8(6)) << np.uint8(4))
 
 
 def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
-    """Return put(source, record, to), which stores `width` bits of each value of a row's record in their vectors."""
+    """Return put(source, number, to), which stores `width` bits of each value of a row's record in their vectors.
+
+    The record has the 32 values from `number` on.
+    """
     mask, per_vector = np.uint32(((1 << width) - 1) * _ONE), 8 // max(width, 1)
     step, apart = (1, 4) if width == 4 else (per_vector, 1)  # from vector to vector, and from quad to quad within one
 
     @njit(forceinline=True)
-    def put_bits(source, record, to):
+    def put_bits(source, number, to):
         for vector in range(width):
             bits = np.uint32(0)
             for i in range(per_vector):
-                values = word(source, record, vector * step + i * apart) >> np.uint32(first_bit)
+                values = word(source, number + 4 * (vector * step + i * apart)) >> np.uint32(first_bit)
                 bits |= (values & mask) << np.uint32(width * i)
             store_u32(to + 64 * vector, bits)
 
@@ -173,12 +123,14 @@ def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
 
 def _make_pack_block(layout: Layout) -> Any:
     """Return pack(source, out, lane), which packs one block of a row."""
-    word, scale_from, minimum_from, scales = _FORMATS[layout.type]
+    fields = BLOCK_FIELDS[layout.type]
+    word, scale_from, minimum_from = _make_word(fields), fields.scale_at, fields.minimum_at or 0
     put_low = _make_put_bits(word, 0, layout.low_bits)
     put_high = _make_put_bits(word, layout.low_bits, layout.high_bits)
     has_exponent, has_minimum, has_scales = layout.has_exponent, layout.has_minimum, layout.scales_per_record > 0
     scale_at, minimum_at, high_at, parts = layout.scale_at, layout.minimum_at, layout.high_at, layout.parts
     header, record_bytes, per_super = layout.super_header, layout.record_bytes, layout.records_per_super
+    small: Any = _make_small(fields) if has_scales else None
     own_scale_at, own_minimum_at = (0, 2 * LANES) if has_scales else (scale_at, minimum_at)
 
     @njit(forceinline=True)
@@ -191,13 +143,14 @@ def _make_pack_block(layout: Layout) -> Any:
             store_u16(out + own_minimum_at + 2 * lane, load_u16(source + minimum_from))
         for index in range(per_super):
             record = out + header + index * record_bytes
-            put_low(source, index, record + 4 * lane)
-            put_high(source, index, record + high_at + 4 * lane)
+            put_low(source, BLOCK * index, record + 4 * lane)
+            put_high(source, BLOCK * index, record + high_at + 4 * lane)
             if has_scales:
                 for part in range(parts):
-                    scale, minimum = scales(source, index, part)
-                    store_u8(record + scale_at + LANES * part + lane, scale)
+                    number = parts * index + part
+                    store_u8(record + scale_at + LANES * part + lane, small(source, number))
                     if has_minimum:
+                        minimum = small(source, parts * per_super + number)
                         store_u8(record + minimum_at + LANES * part + lane, minimum)
 
     return pack

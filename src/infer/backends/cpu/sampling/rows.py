@@ -2,13 +2,6 @@
 
 A row's vocabulary is cut into at most 1,024 groups of a whole number of vectors. The groups are divided among the
 threads.
-
-    scan      edit the logits (bias, penalties, bans) and store the largest of each group
-    narrow    from those: greedy rows find their token; unfiltered rows search the best score; the others collect
-              candidates, a superset of what their filters keep
-    choose    one row per thread: the filters on the candidates, noise, the largest
-    score     of rows that ask for log-probabilities: weights, ranks and the largest logits of each thread's part
-    merge     one row per thread: combine the parts
 """
 
 import ctypes

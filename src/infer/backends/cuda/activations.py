@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from infer.backends.cuda.layouts import BLOCK
-from infer.backends.cuda.sampler import EXACT
+from infer.backends.cuda.sampling.sampler import EXACT
 from infer.operands.weights import Norm
 
 _BLOCKS = 32  # that a program has at once

@@ -17,11 +17,11 @@ import triton
 from torch import Tensor
 
 from infer.backends.base import Generated
-from infer.backends.cuda.advance import HEADER, IS_STOPPED, NUM_GENERATED, NUM_STOP_IDS, advance_rows
-from infer.backends.cuda.batch import Seen, seen_of
 from infer.backends.cuda.graphs import Event, Graphs, Recording
-from infer.backends.cuda.logprobs import Logprobs, Records
-from infer.backends.cuda.sampler import EXACT, choose_lines
+from infer.backends.cuda.sampling.after_sampling import HEADER, IS_STOPPED, NUM_GENERATED, NUM_STOP_IDS, advance_rows
+from infer.backends.cuda.sampling.kernel_arguments import Seen, seen_of
+from infer.backends.cuda.sampling.logprobs import Logprobs, Records
+from infer.backends.cuda.sampling.sampler import EXACT, choose_lines
 from infer.backends.cuda.step_inputs import aligned_parts
 from infer.operands.step import Interrupt, Masks, Step, StepEnd
 from infer.sampling.columns import SamplingColumns

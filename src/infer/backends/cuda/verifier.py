@@ -12,11 +12,11 @@ import torch
 import triton
 from torch import Tensor
 
-from infer.backends.cuda.accept import accept_rows
-from infer.backends.cuda.batch import Lines, Seen, seen_of
 from infer.backends.cuda.graphs import Graphs, Recording
-from infer.backends.cuda.logprobs import Logprobs, Records
-from infer.backends.cuda.sampler import EXACT, choose_lines
+from infer.backends.cuda.sampling.after_sampling import accept_rows
+from infer.backends.cuda.sampling.kernel_arguments import Lines, Seen, seen_of
+from infer.backends.cuda.sampling.logprobs import Logprobs, Records
+from infer.backends.cuda.sampling.sampler import EXACT, choose_lines
 from infer.backends.cuda.step_inputs import aligned_parts
 from infer.operands.step import Chunk, Masks
 from infer.outputs import TokenLogprob

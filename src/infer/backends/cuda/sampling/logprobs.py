@@ -13,13 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.backends.cuda.batch import IS_FILTERED, IS_PROCESSED, NUM_TOP, TEMPERATURE, integer, single
-from infer.backends.cuda.edits import INFINITY, bans_ends, edited, raw_logits, shift_of, tempered
-from infer.backends.cuda.filtered import divisors_of
 from infer.backends.cuda.graphs import Graphs
-from infer.backends.cuda.order import MAX_ID, MIN, best_of, key_of, logit_of
-from infer.backends.cuda.plain import largest_edited, largest_of_row
-from infer.backends.cuda.weight import weights
+from infer.backends.cuda.sampling.edits import INFINITY, bans_ends, divisors_of, edited, raw_logits, shift_of, tempered
+from infer.backends.cuda.sampling.kernel_arguments import (
+    IS_FILTERED,
+    IS_PROCESSED,
+    NUM_TOP,
+    TEMPERATURE,
+    integer,
+    single,
+)
+from infer.backends.cuda.sampling.keys_and_weights import MAX_ID, MIN, best_of, key_of, logit_of, weights
+from infer.backends.cuda.sampling.unfiltered import largest_edited, largest_of_row
 from infer.outputs import TokenLogprob
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.sampler import Sampled, normalized

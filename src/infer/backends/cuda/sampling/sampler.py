@@ -11,10 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
-from infer.backends.cuda.batch import Batch, Lines, make_batch
-from infer.backends.cuda.filtered import choose_filtered, weigh_blocks
-from infer.backends.cuda.logprobs import Found, Parts, Records, join_scores, weigh_scores
-from infer.backends.cuda.plain import choose_plain, score_blocks
+from infer.backends.cuda.sampling.filters import choose_filtered, weigh_blocks
+from infer.backends.cuda.sampling.kernel_arguments import Batch, Lines, make_batch
+from infer.backends.cuda.sampling.logprobs import Found, Parts, Records, join_scores, weigh_scores
+from infer.backends.cuda.sampling.unfiltered import choose_plain, score_blocks
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling.sampler import check_shapes

@@ -8,10 +8,10 @@ overflows. Both are rare, and the row is then read again.
 import triton
 import triton.language as tl
 
-from infer.backends.cuda.batch import IS_FILTERED, SEED, TEMPERATURE, integer, single
-from infer.backends.cuda.edits import INFINITY, bans_ends, edited, raw_logits, shift_of, tempered
-from infer.backends.cuda.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel
-from infer.backends.cuda.order import MAX_ID, best_of, key_of
+from infer.backends.cuda.sampling.edits import INFINITY, bans_ends, edited, raw_logits, shift_of, tempered
+from infer.backends.cuda.sampling.kernel_arguments import IS_FILTERED, SEED, TEMPERATURE, integer, single
+from infer.backends.cuda.sampling.keys_and_weights import MAX_ID, best_of, key_of
+from infer.backends.cuda.sampling.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel
 
 NOT_A_NUMBER, NOTHING_ALLOWED = tl.constexpr(-1), tl.constexpr(-2)
 

@@ -7,9 +7,11 @@ One warp handles a row, or all rows, so that no thread reads too early what anot
 import triton
 import triton.language as tl
 
-NUM_GENERATED = tl.constexpr(0)  # steps that count
-IS_STOPPED = tl.constexpr(1)
-NUM_STOP_IDS = tl.constexpr(2)
+from infer.backends import device_steps
+
+NUM_GENERATED = tl.constexpr(device_steps.NUM_GENERATED)
+IS_STOPPED = tl.constexpr(device_steps.IS_STOPPED)
+NUM_STOP_IDS = tl.constexpr(device_steps.NUM_STOP_IDS)
 HEADER = tl.constexpr(3)
 
 

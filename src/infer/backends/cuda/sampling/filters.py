@@ -14,7 +14,6 @@ import triton.language as tl
 
 from infer.backends.cuda.sampling.edits import (
     INFINITY,
-    bans_ends,
     divisors_of,
     edited,
     raw_logits,
@@ -33,7 +32,7 @@ from infer.backends.cuda.sampling.kernel_arguments import (
 )
 from infer.backends.cuda.sampling.keys_and_weights import MAX_ID, MIN, best_of, goal_of, key_of, logit_of, weights
 from infer.backends.cuda.sampling.noise import gumbel_of, hash_tokens
-from infer.backends.cuda.sampling.unfiltered import code_of, largest_edited, largest_of_row
+from infer.backends.cuda.sampling.unfiltered import code_of, largest_of_row, lifted_largest_of_row
 
 
 @triton.jit
@@ -44,8 +43,7 @@ def weigh_blocks(
     """Store the weight of each block of the rows with a top-p and no top-k. They add up to the vocabulary's weight."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if (double(batch, row, TOP_P) < 1) & (integer(batch, row, TOP_K) == 0):
-        blocks = tl.arange(0, BLOCKS)
-        _, largest = largest_of_row(largests, row * num_blocks + blocks, blocks < num_blocks)
+        _, largest = largest_of_row(largests, row, num_blocks, BLOCKS)
         divisor, _ = divisors_of(batch, row)
         shift = shift_of(largest, divisor)
         ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -67,12 +65,7 @@ def choose_filtered(
     """
     row = tl.program_id(0).to(tl.int64)
     if integer(batch, row, IS_FILTERED) != 0:
-        blocks = tl.arange(0, BLOCKS)
-        at = row * num_blocks + blocks
-        has_fault, largest = largest_of_row(largests, at, blocks < num_blocks)
-        is_lifted = ((largest == -INFINITY) & bans_ends(batch, row, EDITS)).to(tl.int32)
-        if is_lifted != 0:
-            largest = largest_edited(batch, row, is_lifted, BLOCK, EDITS)
+        has_fault, largest, is_lifted = lifted_largest_of_row(batch, row, largests, num_blocks, BLOCK, BLOCKS, EDITS)
         is_allowed = largest > -INFINITY
         token = tl.full((), -1, tl.int32)
         pivot, last_id = tl.full((), MIN, tl.int32), tl.full((), MAX_ID, tl.int32)
@@ -80,7 +73,8 @@ def choose_filtered(
             first, last = divisors_of(batch, row)
             shift = shift_of(largest, first)
             view = (first, shift, last, tempered(largest, first, shift), is_lifted)
-            total = tl.sum(tl.load(sums + at, mask=blocks < num_blocks, other=0))
+            blocks = tl.arange(0, BLOCKS)
+            total = tl.sum(tl.load(sums + row * num_blocks + blocks, mask=blocks < num_blocks, other=0))
             if is_lifted == 0:
                 num_gathered, floor = _gather(batch, row, view, maxima, gathered, CHUNK, CHUNKS, CAPACITY)
                 tile, floor = _gathered_tile(batch, row, view, gathered, num_gathered, floor, CHUNK, CAPACITY, EDITS)

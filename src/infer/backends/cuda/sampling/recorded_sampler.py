@@ -10,7 +10,7 @@ from torch import Tensor
 from infer.backends.cuda.graphs import Graphs, Recording
 from infer.backends.cuda.sampling.kernel_arguments import Lines, Seen, seen_of
 from infer.backends.cuda.sampling.logprobs import Logprobs, Records
-from infer.backends.cuda.sampling.sampler import EXACT, choose_lines
+from infer.backends.cuda.sampling.sampler import EXACT, choose_by, tiling_of
 from infer.operands.step import Masks
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
@@ -25,8 +25,8 @@ class Arguments(NamedTuple):
     records: Records | None
 
     def choose(self, logits: Tensor, positions: Tensor, lines: Lines | None = None) -> Tensor:
-        logits = logits[:, : self.columns.vocab_size]
-        return choose_lines(logits, self.columns, self.history, positions, self.allowed, lines, self.records)
+        tiling, logits = tiling_of(self.columns.vocab_size), logits[:, : self.columns.vocab_size]
+        return choose_by(tiling, logits, self.columns, self.history, positions, self.allowed, lines, self.records)
 
     def launch_after(self, kernel: Any, grid: tuple[int], sampled: Tensor, *arguments: Any, **constants: int) -> None:
         """Launch a kernel of one warp that takes the sampled tokens, arguments of its own, and the history."""
@@ -39,6 +39,8 @@ class Arguments(NamedTuple):
 
 @final
 class RecordedSampler:
+    """The buffers of a sampler, and its recordings for the rows that were selected last."""
+
     def __init__(self, max_lines: int, device: torch.device, graphs: Graphs) -> None:
         self.logprobs = Logprobs(device, graphs)
         self._max_lines, self._device, self._graphs = max_lines, device, graphs

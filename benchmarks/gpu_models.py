@@ -42,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 STEPS = 16  # without a return
+WARM_UP = 2  # steps before those that are timed
 
 
 def make_model(shape: str, type_: str, device: torch.device, context: int) -> Transformer:
@@ -164,13 +165,16 @@ def time_model(model: Transformer, name: str, rows: int, context: int, tokens: i
     for _ in range(rounds + 1):
         runner = make_runner(model, rows, context)
         prompts = [random_ids(16, row, model.architecture.vocab_size) for row in range(rows)]
-        generated(runner, prompts, 2, 2, temperature=0.0)
-        model.backend.synchronize()
-        started = time.perf_counter()
         columns = columns_of(model, rows, temperature=0.0)
         chunks = [Chunk(slot, [5]) for slot in range(rows)]
         for slot in range(rows):
-            runner.reserve(slot, tokens)
+            runner.extend(slot, prompts[slot])
+            runner.reserve(slot, WARM_UP + tokens)
+        runner.multi_step(chunks, WARM_UP, columns, None, ())  # captures the sampler of these columns
+        for slot in range(rows):
+            runner.commit(slot, WARM_UP)
+        model.backend.synchronize()
+        started = time.perf_counter()
         runner.multi_step(chunks, tokens, columns, None, ())
         decode.append(rows * tokens / (time.perf_counter() - started))
         runner.reset()
@@ -205,6 +209,7 @@ def time_many(model: Transformer, num_requests: int, context: int) -> dict[str, 
     sizes = [(generator.randint(100, 1024), generator.randint(100, 1024)) for _ in range(num_requests)]
     rows = min(64, num_requests)
     runner, left, last = make_runner(model, rows, context), dict[int, int](), dict[int, int]()
+    columns = columns_of(model, rows, temperature=0.6)
     started, total = time.perf_counter(), sum(answer for _, answer in sizes)
     while sizes or left:
         for slot in set(range(rows)) - left.keys():
@@ -216,7 +221,7 @@ def time_many(model: Transformer, num_requests: int, context: int) -> dict[str, 
         slots, ahead = sorted(left), min(STEPS, *left.values())
         for slot in slots:
             runner.reserve(slot, ahead)
-        columns = columns_of(model, len(slots), temperature=0.6)
+        columns.select(slots)  # the sampler is captured again only if other slots take part
         found, _ = runner.multi_step([Chunk(slot, [last[slot]]) for slot in slots], ahead, columns, None, ())
         for slot, tokens in zip(slots, found, strict=True):
             runner.commit(slot, ahead)

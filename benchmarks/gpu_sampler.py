@@ -98,8 +98,8 @@ def check_tokens(device: torch.device, num_rows: int, vocab_sizes: list[int]) ->
 def check_logprobs(device: torch.device, num_rows: int, vocab_size: int) -> Iterator[dict[str, Any]]:
     """Yield the number of rows that differ from the CPU's in any bit, for each kind of sampling."""
     from infer.backends.cuda.graphs import CudaGraphs, Repeats
-    from infer.backends.cuda.logprobs import Logprobs
-    from infer.backends.cuda.sampler import choose_lines
+    from infer.backends.cuda.sampling.logprobs import Logprobs
+    from infer.backends.cuda.sampling.sampler import choose_by, tiling_of
 
     logits, positions = make_logits("peaked", num_rows, vocab_size, 0), torch.arange(num_rows) + CONTEXT
     for name in ("greedy", "temperature", "top_k + top_p", "everything", "wide top_p", "temperature last"):
@@ -110,8 +110,8 @@ def check_logprobs(device: torch.device, num_rows: int, vocab_size: int) -> Iter
             )
             logprobs = Logprobs(device, CudaGraphs(device) if device.type == "cuda" else Repeats())
             records = logprobs.records(columns, num_rows, torch.zeros(1, dtype=torch.int64, device=device))
-            token_ids = choose_lines(
-                logits.to(device), columns, history, positions.to(device), None, None, records
+            token_ids = choose_by(
+                tiling_of(vocab_size), logits.to(device), columns, history, positions.to(device), None, None, records
             ).tolist()
             logprobs.fetch(columns, num_rows)
             ops.backend_of(device).synchronize()

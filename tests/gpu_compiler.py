@@ -13,19 +13,19 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from infer.backends.cuda import filtered, logprobs, plain
 from infer.backends.cuda.activations import Quantized, normalize_rows, quantize_rows
-from infer.backends.cuda.batch import Batch
 from infer.backends.cuda.blocks import Matrix, constants_of
 from infer.backends.cuda.dense import dense
 from infer.backends.cuda.embed import embed_floats, embed_rows
 from infer.backends.cuda.epilogue import Output
 from infer.backends.cuda.layouts import LAYOUTS
-from infer.backends.cuda.logprobs import Found, Parts
 from infer.backends.cuda.matmul import matmul
 from infer.backends.cuda.matvec import MAX_LANES, matvec
 from infer.backends.cuda.projection import BLOCK_TILE, DENSE_TILE, MATMUL_TILE, MATVEC_TILE
-from infer.backends.cuda.sampler import EXACT, tiling_of
+from infer.backends.cuda.sampling import filters, logprobs, unfiltered
+from infer.backends.cuda.sampling.kernel_arguments import Batch
+from infer.backends.cuda.sampling.logprobs import Found, Parts
+from infer.backends.cuda.sampling.sampler import EXACT, tiling_of
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 QUANTIZED = [name for name, layout in LAYOUTS.items() if not layout.is_float]
@@ -117,10 +117,10 @@ def sampler_code() -> Iterator[tuple[str, str]]:
     tiling = tiling_of(128_256)
     found, parts = Found("*i64", "*fp32", "*fp32", "*i32"), Parts("*i64", "*i32", "*i32", "*i32")
     kernels = [
-        (plain.score_blocks, tiling.num_warps, "*bf16", 2),
-        (plain.choose_plain, 4, "*fp32", 0),
-        (filtered.weigh_blocks, tiling.num_warps, "*fp16", 1),
-        (filtered.choose_filtered, tiling.filter_warps, "*fp32", 0),
+        (unfiltered.score_blocks, tiling.num_warps, "*bf16", 2),
+        (unfiltered.choose_plain, 4, "*fp32", 0),
+        (filters.weigh_blocks, tiling.num_warps, "*fp16", 1),
+        (filters.choose_filtered, tiling.filter_warps, "*fp32", 0),
         (logprobs.weigh_scores, 8, "*fp32", 2),
         (logprobs.join_scores, 4, "*fp32", 2),
     ]

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+import triton.language as tl
 from triton.compiler import CompiledKernel
 
 from gpu_compiler import AMD, LEFT, code_of, compiled
-from infer.backends.cuda.accept import accept_rows
-from infer.backends.cuda.advance import advance_rows
 from infer.backends.cuda.attention import KV_TYPES, Parts, attend_chunks
 from infer.backends.cuda.kv_blocks import Blocks
 from infer.backends.cuda.rotation import Rotation, rotate_append
+from infer.backends.cuda.sampling.after_sampling import accept_rows, advance_rows
 
 _STORED = {"f32": "*fp32!", "f16": "*fp16!", "bf16": "*bf16!", "q8": "*i8!", "q4": "*i8!"}
 _ADVANCE = {
@@ -29,7 +29,7 @@ def step_kernel(kernel: Any, kv_type: str, dim: int, target: str | int, *, is_sp
     """32 heads on 8."""
     stored, sizes = _STORED[kv_type], ("i32!",) * 3
     scales = "*fp16!" if stored == "*i8!" else stored
-    places = ("*i64!", "i32", "i32!", "*i64!", "*i64!", "*i64!")
+    places = ("*i64!", "i32", tl.constexpr(64), "*i64!", "*i64!", "*i64!")
     arguments = {
         **dict.fromkeys(("qkv", "near", "far", "out"), "*fp32!"), "rows": "*i64!", "positions": "*i64!",
         "cache": Blocks(stored, scales, *sizes, stored, scales, *sizes, *places),

@@ -72,3 +72,17 @@ def test_a_bucket_compiles_nothing_that_another_has_compiled() -> None:
             captured._recording(count, count)
             captured._recording(count, 1)
     assert num_variants(launches) == compiled
+
+
+def test_a_chunk_without_logits_computes_no_line_of_the_head() -> None:
+    model = make_model("Q4_0")
+    runner: Runner = gpu_models.make_runner(model, 1, 1024, capture=False)
+    runner.reserve(0, 4)
+    counts = list[int]()
+    with ops.using(model.backend):
+        captured = CapturedForward(lambda step: model.forward(step, runner.cache), 8, 8, CPU, Repeats())
+    for logit_indices in ([3], []):
+        with recorded_launches() as launches:
+            assert len(captured.run(Step.of(range(4), logit_indices=logit_indices))) == len(logit_indices)
+        counts.append(sum(launch.kernel == "matvec" for launch in launches))
+    assert counts[0] - counts[1] == 2  # the product is recorded, and replayed

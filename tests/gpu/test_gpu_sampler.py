@@ -29,13 +29,16 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402 - there may be no Triton
 
 from infer.backends import cuda  # noqa: E402
-from infer.backends.cuda.batch import fields_of  # noqa: E402
 from infer.backends.cuda.graphs import Repeats  # noqa: E402
-from infer.backends.cuda.logprobs import Logprobs  # noqa: E402
-from infer.backends.cuda.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel  # noqa: E402
-from infer.backends.cuda.order import key_of, logit_of  # noqa: E402
-from infer.backends.cuda.sampler import EXACT, Tiling, choose_by, tiling_of  # noqa: E402
-from infer.backends.cuda.weight import weights  # noqa: E402
+from infer.backends.cuda.sampling.kernel_arguments import fields_of  # noqa: E402
+from infer.backends.cuda.sampling.keys_and_weights import (  # noqa: E402
+    key_of,
+    logit_of,
+    weights,
+)
+from infer.backends.cuda.sampling.logprobs import Logprobs  # noqa: E402
+from infer.backends.cuda.sampling.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel  # noqa: E402
+from infer.backends.cuda.sampling.sampler import EXACT, Tiling, choose_by, tiling_of  # noqa: E402
 
 HERE = Path(__file__).parent
 

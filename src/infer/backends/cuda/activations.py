@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.backends.cuda.layouts import BLOCK
-from infer.backends.cuda.sampler import EXACT
+from infer.backends.cuda.sampling.sampler import EXACT
 from infer.operands.activation_values import Activations
 from infer.operands.weights import Norm
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from infer.backends.cuda.activations import Quantized, Twin, room_for, store_quantized, twin_of
 from infer.backends.cuda.kv_blocks import LANES, load_keys, load_values, make_blocks, place_of
 from infer.backends.cuda.rotation import HEAD_NORM, NO_NORM, WHOLE_NORM, Rotation, rotate_append
-from infer.backends.cuda.sampler import EXACT
+from infer.backends.cuda.sampling.sampler import EXACT
 from infer.operands.activation_values import Activations
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm

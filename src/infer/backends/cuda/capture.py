@@ -112,5 +112,5 @@ class CapturedForward(Captured):
 
 
 def _size_of(count: int, most: int) -> int:
-    """Return the next power of 2, but at most `most`."""
-    return min(most, 1 << max(count - 1, 0).bit_length())
+    """Return the next power of 2, but at most `most`. Nothing stays 0: without logits the head reads no weight."""
+    return min(most, 1 << (count - 1).bit_length()) if count else 0

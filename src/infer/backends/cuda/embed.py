@@ -8,7 +8,7 @@ from torch import Tensor
 
 from infer.backends.cuda.blocks import integers, matrix_of, number
 from infer.backends.cuda.layouts import PackedWeight
-from infer.backends.cuda.sampler import EXACT
+from infer.backends.cuda.sampling.sampler import EXACT
 from infer.operands.weights import Weight
 
 _BLOCKS = 32  # that a program has

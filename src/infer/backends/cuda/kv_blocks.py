@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
     value_block: Any
     table: Any
     table_row: Any
-    page_tokens: Any
+    PAGE_TOKENS: Any  # a constant: dividing by it is a shift
     shifts: Any
     sinks: Any
     windows: Any
@@ -67,7 +67,7 @@ def make_blocks(layer: LayerCache) -> Blocks:
         value_block=value_block,
         table=pages.table,
         table_row=pages.table.stride(0),
-        page_tokens=pages.page_tokens,
+        PAGE_TOKENS=tl.constexpr(pages.page_tokens),
         shifts=pages.shifts,
         sinks=pages.sinks,
         windows=pages.windows,
@@ -78,8 +78,8 @@ def make_blocks(layer: LayerCache) -> Blocks:
 def place_of(cache, row, slot):
     """Return the page of a slot, its block and its lane."""
     slot = tl.cast(slot, tl.int64)
-    page = tl.load(cache.table + row * cache.table_row + slot // cache.page_tokens)
-    return page, slot % cache.page_tokens // LANES, slot % LANES
+    page = tl.load(cache.table + row * cache.table_row + slot // cache.PAGE_TOKENS)
+    return page, slot % cache.PAGE_TOKENS // LANES, slot % LANES
 
 
 @triton.jit

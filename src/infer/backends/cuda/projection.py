@@ -13,7 +13,7 @@ from infer.backends.cuda.epilogue import Output
 from infer.backends.cuda.layouts import PackedWeight
 from infer.backends.cuda.matmul import matmul
 from infer.backends.cuda.matvec import matvec, num_lanes
-from infer.backends.cuda.sampler import EXACT
+from infer.backends.cuda.sampling.sampler import EXACT
 from infer.backends.reference import ACTIVATIONS
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation

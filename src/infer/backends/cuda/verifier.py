@@ -5,18 +5,16 @@ they were right, penalties included, and the lines after a wrong draft are dropp
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
 import triton
 from torch import Tensor
 
-from infer.backends.cuda.accept import accept_rows
-from infer.backends.cuda.batch import Lines, Seen, seen_of
 from infer.backends.cuda.graphs import Graphs, Recording
-from infer.backends.cuda.logprobs import Logprobs, Records
-from infer.backends.cuda.sampler import EXACT, choose_lines
+from infer.backends.cuda.sampling.after_sampling import accept_rows
+from infer.backends.cuda.sampling.kernel_arguments import Lines
+from infer.backends.cuda.sampling.recorded_sampler import Arguments, RecordedSampler
 from infer.backends.cuda.step_inputs import aligned_parts
 from infer.operands.step import Chunk, Masks
 from infer.outputs import TokenLogprob
@@ -48,16 +46,14 @@ class Verified(NamedTuple):
 @final
 class Verifier:
     def __init__(self, max_logits: int, device: torch.device, graphs: Graphs) -> None:
-        self._max_logits, self._device, self._graphs = max_logits, device, graphs
+        self._max_logits = max_logits
         parts = aligned_parts([max_logits] * 6 + [max_logits + 1])
         self._on_host, self._copied = graphs.mirror(parts[-1].stop), graphs.event()
         self._on_device = self._on_host.to(device, copy=True)
         self._host = _Words(*(self._on_host[part].numpy() for part in parts))
         self._words = _Words(*(self._on_device[part] for part in parts))
-        self._samplers = dict[int, Recording]()  # by the logits that they read
-        self._made_of: tuple[object, ...] = (None, None, None, None)  # the samplers: what others are needed for
-        self._allowed = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self._logprobs, self._no_steps = Logprobs(device, graphs), torch.zeros(1, dtype=torch.int64, device=device)
+        self._sampler = RecordedSampler(max_logits, device, graphs)
+        self._no_steps = torch.zeros(1, dtype=torch.int64, device=device)
 
     def run(
         self,
@@ -75,16 +71,16 @@ class Verifier:
         forward.replay()
         if masks is not None:
             masks.wait()
-            self._allowed[: len(masks.words)].copy_(masks.words)
+            self._sampler.allow(masks.words)
         sampler.replay()
-        self._logprobs.fetch(columns, self._max_logits)
+        self._sampler.logprobs.fetch(columns, self._max_logits)
         self._on_host.copy_(self._on_device, non_blocking=True)
         self._copied.record()
         self._copied.synchronize()
         firsts, counts = (each[: len(chunks)].tolist() for each in (self._host.starts, self._host.counts))
         lines = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
         token_ids = [self._host.token_ids[mine.start : mine.stop].tolist() for mine in lines]
-        return Verified(token_ids, self._logprobs.of(columns, lines, token_ids))
+        return Verified(token_ids, self._sampler.logprobs.of(columns, lines, token_ids))
 
     def _fill(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
         """Fill the words on the host. Unused lines are sampled with the parameters of the first row."""
@@ -103,36 +99,17 @@ class Verifier:
     def _record(
         self, logits: Tensor, columns: SamplingColumns, history: History | None, masks: Masks | None
     ) -> Recording:
-        if masks is not None and len(self._allowed) < len(masks.words):
-            self._allowed = torch.empty(self._max_logits, masks.words.shape[1], dtype=torch.int32, device=self._device)
-        records = self._logprobs.records(columns, self._max_logits, self._no_steps)
-        words = None if records is None else records.words
-        made_of = (columns.selection, history, None if masks is None else self._allowed, words)
-        if any(a is not b for a, b in zip(made_of, self._made_of, strict=True)):
-            self._samplers, self._made_of = {}, made_of
-        if logits.data_ptr() not in self._samplers:
-            self._on_device.zero_()  # no row has a line: recording it changes nothing
-            allowed = None if masks is None else self._allowed[: len(logits)]
-            work = partial(self._sample, logits[:, : columns.vocab_size], columns, history, allowed, records)
-            self._samplers[logits.data_ptr()] = self._graphs.record(work)
-        return self._samplers[logits.data_ptr()]
+        records = self._sampler.logprobs.records(columns, self._max_logits, self._no_steps)
+        return self._sampler.recording(
+            logits, columns, history, masks, records, self._on_device, self._on_device.zero_, self._sample
+        )  # without a line, no row is changed
 
-    def _sample(
-        self,
-        logits: Tensor,
-        columns: SamplingColumns,
-        history: History | None,
-        allowed: Tensor | None,
-        records: Records | None,
-    ) -> Tensor:
+    def _sample(self, logits: Tensor, arguments: Arguments) -> Tensor:
         words = _Words(*(each[: len(logits)] for each in self._words))
-        lines = Lines(words.rows, words.entries, words.drafts)
-        sampled = choose_lines(logits, columns, history, words.positions, allowed, lines, records)
-        seen = seen_of(columns, history) or Seen(sampled, sampled, sampled, sampled)
-        accept_rows[(len(columns),)](
-            sampled, words.drafts, self._words.starts, self._words.counts, words.token_ids,
-            columns.history_slot, *seen, seen.tokens.shape[-1], columns.vocab_size,
-            LINES=triton.next_power_of_2(len(logits)), HAS_HISTORY=seen.tokens is not sampled, num_warps=1, **EXACT,
+        sampled = arguments.choose(logits, words.positions, Lines(words.rows, words.entries, words.drafts))
+        arguments.launch_after(
+            accept_rows, (len(arguments.columns),), sampled, words.drafts, self._words.starts, self._words.counts,
+            words.token_ids, LINES=triton.next_power_of_2(len(logits)),
         )  # fmt: skip
         token_ids: Tensor = words.token_ids
         return token_ids

@@ -1,13 +1,11 @@
-"""The sampler on the device for rows that are greedy or have only noise, and multi-steps without a wait between steps.
+"""The sampler on the device for rows that are greedy or have only noise, and its multi-steps.
 
-`advance` turns a step's tokens into the next step's input, and the host reads a step's result while the next one runs.
-A step begun after the last one computes one more token, in reserved positions, and its result is discarded.
+`advance` turns a step's tokens into the next step's input, and `DeviceSteps` submits the steps.
 """
 
 import ctypes
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import pyopencl as cl
@@ -16,16 +14,15 @@ from torch import Tensor
 
 from infer.backends import host_memory
 from infer.backends.base import Generated
+from infer.backends.device_steps import IS_STOPPED, NUM_GENERATED, DeviceSteps, Header
 from infer.backends.opencl.launches import Launch, Recording
-from infer.operands.step import Interrupt, Masks, StepEnd
+from infer.operands.step import Interrupt, Masks
 from infer.sampling import constants
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.masks import num_mask_words
 
 _PARTS = 64  # of a row's vocabulary
 _ROOM = 64  # for steps, and for stop ids, from the beginning
-_AHEAD = 2  # steps that are under way at once
-_IS_STOPPED = 1  # of `control`: steps that count, whether they are over, how many stop ids, whether there are masks
 _MACROS: dict[str, Any] = {
     "PARTS": _PARTS,
     "LOG_COEFFICIENTS": "{" + ",".join(f"{value!r}f" for value in constants.LOG_COEFFICIENTS) + "}",
@@ -51,7 +48,7 @@ class Sampler:
         lines = recording.max_logits
         self._temperatures = host_memory.zeros((lines,), torch.float32)
         self._seeds, self._has_ended = (host_memory.zeros((lines,), torch.int64) for _ in range(2))
-        self._control = host_memory.zeros((4,), torch.int64)
+        self._control = host_memory.zeros((4,), torch.int64)  # the header, and whether there are masks
         self._sampled = recording.tensor("sampled", lines, dtype=torch.int64)
         self._words = recording.tensor("masks", lines, num_mask_words(vocab_size), dtype=torch.int32)
         self._sampler = self._record(logits, vocab_size)
@@ -62,7 +59,10 @@ class Sampler:
         """Run the recording's step, and return the tokens sampled after its logits, one per row of `rows`."""
         self._begin(columns, rows, num_tokens, (), masks)
         try:
-            self._enqueue(self._sampler[:-1], masks)
+            self._enqueue_forward()
+            if masks is not None:
+                masks.wait()
+            self._enqueue_sampler(self._sampler[:-1], None if masks is None else masks.words)
             self._memory.to_host(self._sampled)
         finally:
             self._memory.finish()
@@ -78,38 +78,33 @@ class Sampler:
         interrupt: Interrupt | None,
     ) -> Generated:
         """Run the recording's step, which has one token per row, and the steps after it."""
-        num_rows, ends = len(columns), list[float]()
+        num_rows = len(columns)
         self._make_room(count, len(stop_ids))
         self._begin(columns, range(num_rows), num_rows, stop_ids, masks)
+        enqueue_sampler = partial(self._enqueue_sampler, self._sampler)
+        steps = DeviceSteps(1, self._enqueue_forward, enqueue_sampler, self._mark, self._look, self._ids)
         try:
-            for done, ended in enumerate(self._steps(count, masks), 1):
-                ended.wait()
-                ends.append(time.perf_counter())
-                is_over = self._control[_IS_STOPPED] or (interrupt is not None and interrupt.value)
-                if is_over or (masks is not None and not masks.advance(self._ids, count, done)):
-                    break
-            self._memory.to_host(self._control)
-            self._memory.to_host(self._generated)
+            token_ids, ends = steps.run(count, num_rows, masks, interrupt)
         finally:
             self._memory.finish()
-        num_steps = int(self._control[0])
-        ends += [time.perf_counter()] * (num_steps - len(ends))
-        token_ids = [self._ids[row : num_steps * num_rows : num_rows] for row in range(num_rows)]
-        return Generated(token_ids, [StepEnd(end, end) for end in ends[:num_steps]], [[] for _ in token_ids])
+        return Generated(token_ids, ends, [[] for _ in token_ids])
 
-    def _steps(self, count: int, masks: Masks | None) -> Iterator[cl.Event]:
-        """Yield the event at the end of each step. Without masks, the next step is enqueued before."""
-        under_way = deque[cl.Event]()
-        for _ in range(count):
-            self._enqueue(self._sampler, masks)
-            self._memory.to_host(self._control)
-            if masks is not None:
-                self._memory.to_host(self._generated)
-            under_way.append(cl.enqueue_marker(self._recording.runtime.queue))
-            self._recording.runtime.queue.flush()
-            if masks is not None or len(under_way) == _AHEAD:
-                yield under_way.popleft()
-        yield from under_way
+    def _mark(self) -> Callable[[], bool]:
+        self._memory.to_host(self._control)
+        ended = cl.enqueue_marker(self._recording.runtime.queue)
+        self._recording.runtime.queue.flush()
+
+        def is_over() -> bool:
+            ended.wait()
+            return bool(self._control[IS_STOPPED])
+
+        return is_over
+
+    def _look(self) -> Header:
+        self._memory.to_host(self._control)
+        self._memory.to_host(self._generated)
+        self._memory.finish()
+        return Header(int(self._control[NUM_GENERATED]), bool(self._control[IS_STOPPED]))
 
     def _begin(
         self,
@@ -126,14 +121,14 @@ class Sampler:
         self._has_ended.zero_()
         self._recording.begin(num_tokens, num_lines)
 
-    def _enqueue(self, sampler: Sequence[Launch], masks: Masks | None) -> None:
-        """Enqueue the forward, wait for the masks, which may be filled meanwhile, and enqueue the sampler."""
+    def _enqueue_forward(self) -> None:
         self._recording.enqueue(self._forward)
-        if masks is not None:
-            self._recording.runtime.queue.flush()
-            masks.wait()
-            self._words[: len(masks.words)] = masks.words
-            self._memory.to_device(self._words, 0, len(masks.words))
+        self._recording.runtime.queue.flush()  # masks may be filled meanwhile
+
+    def _enqueue_sampler(self, sampler: Sequence[Launch], words: Tensor | None) -> None:
+        if words is not None:
+            self._words[: len(words)] = words
+            self._memory.to_device(self._words, 0, len(words))
         self._recording.enqueue(sampler)
 
     def _make_room(self, num_steps: int, num_stop_ids: int) -> None:

@@ -8,10 +8,10 @@ overflows. Both are rare, and the row is then read again.
 import triton
 import triton.language as tl
 
-from infer.backends.cuda.batch import IS_FILTERED, SEED, TEMPERATURE, integer, single
-from infer.backends.cuda.edits import INFINITY, bans_ends, edited, raw_logits, shift_of, tempered
-from infer.backends.cuda.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel
-from infer.backends.cuda.order import MAX_ID, best_of, key_of
+from infer.backends.cuda.sampling.edits import INFINITY, bans_ends, edited, raw_logits, shift_of, tempered
+from infer.backends.cuda.sampling.kernel_arguments import IS_FILTERED, SEED, TEMPERATURE, integer, single
+from infer.backends.cuda.sampling.keys_and_weights import MAX_ID, best_of, key_of
+from infer.backends.cuda.sampling.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel
 
 NOT_A_NUMBER, NOTHING_ALLOWED = tl.constexpr(-1), tl.constexpr(-2)
 
@@ -80,7 +80,7 @@ def choose_plain(
     if integer(batch, row, IS_FILTERED) == 0:
         blocks = tl.arange(0, BLOCKS)
         at = row * num_blocks + blocks
-        has_fault, largest = largest_of_row(largests, at, blocks < num_blocks)
+        has_fault, largest = largest_of_row(largests, row, num_blocks, BLOCKS)
         score, token = best_of(
             tl.load(scores + at, mask=blocks < num_blocks, other=-INFINITY),
             tl.load(score_ids + at, mask=blocks < num_blocks, other=MAX_ID),
@@ -94,11 +94,25 @@ def choose_plain(
 
 
 @triton.jit
-def largest_of_row(largests, at, is_block):
+def largest_of_row(largests, row, num_blocks, BLOCKS: tl.constexpr):
     """Return whether the row holds NaN or +inf, and its largest logit."""
-    values = tl.load(largests + at, mask=is_block, other=-INFINITY)
+    blocks = tl.arange(0, BLOCKS)
+    values = tl.load(largests + row * num_blocks + blocks, mask=blocks < num_blocks, other=-INFINITY)
     is_faulty = values != values
     return tl.max(is_faulty.to(tl.int32)) > 0, tl.max(tl.where(is_faulty, -INFINITY, values))
+
+
+@triton.jit
+def lifted_largest_of_row(
+    batch, row, largests, num_blocks,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr,
+):  # fmt: skip
+    """Return the same, and whether the minimum length would leave nothing, so that it is not enforced."""
+    has_fault, largest = largest_of_row(largests, row, num_blocks, BLOCKS)
+    is_lifted = ((largest == -INFINITY) & bans_ends(batch, row, EDITS)).to(tl.int32)
+    if is_lifted != 0:
+        largest = largest_edited(batch, row, is_lifted, BLOCK, EDITS)
+    return has_fault, largest, is_lifted
 
 
 @triton.jit

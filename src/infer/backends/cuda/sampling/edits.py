@@ -7,7 +7,7 @@ are added. A row's own fields contain the rest: an edit that is off costs a scal
 import triton
 import triton.language as tl
 
-from infer.backends.cuda.batch import (
+from infer.backends.cuda.sampling.kernel_arguments import (
     BIAS_START,
     BIAS_STOP,
     END_START,
@@ -20,6 +20,8 @@ from infer.backends.cuda.batch import (
     PRESENCE_PENALTY,
     REPETITION_PENALTY,
     REPETITION_WINDOW,
+    TEMPERATURE,
+    TEMPERATURE_LAST,
     integer,
     single,
 )
@@ -117,3 +119,10 @@ def shift_of(largest, divisor):
     """Return the number to subtract first: the row's largest logit if dividing it would overflow, else 0."""
     overflows = (tl.abs(tl.div_rn(largest, divisor)) == INFINITY) & (tl.abs(largest) < INFINITY)
     return tl.where(overflows, largest, 0.0)
+
+
+@triton.jit
+def divisors_of(batch, row):
+    """Return the divisors of the logits before the filters and after them."""
+    temperature, is_last = single(batch, row, TEMPERATURE), integer(batch, row, TEMPERATURE_LAST) != 0
+    return tl.where(is_last, 1.0, temperature), tl.where(is_last, temperature, 1.0)

@@ -17,51 +17,30 @@ from torch import Tensor
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
-FIELDS = (
-    "temperature",
-    "temperature_last",
-    "top_k",
-    "top_p",
-    "log_min_p",
-    "is_filtered",
-    "seed",
-    "first_free_position",  # the row's ends are banned before it
-    "mask_index",
-    "history_slot",
-    "repetition_penalty",
-    "repetition_window",
-    "frequency_penalty",
-    "presence_penalty",
-    "bias_start",
-    "bias_stop",
-    "end_start",
-    "end_stop",
-    "num_drafts",  # of the row before this line: its history ends with them
-    "num_top",  # alternatives beside its log-probability; −1: none is asked for
-    "is_processed",  # log-probabilities are of what the filters leave
-)
-NUM_FIELDS = tl.constexpr(len(FIELDS))
-TEMPERATURE = tl.constexpr(FIELDS.index("temperature"))
-TEMPERATURE_LAST = tl.constexpr(FIELDS.index("temperature_last"))
-TOP_K = tl.constexpr(FIELDS.index("top_k"))
-TOP_P = tl.constexpr(FIELDS.index("top_p"))
-LOG_MIN_P = tl.constexpr(FIELDS.index("log_min_p"))
-IS_FILTERED = tl.constexpr(FIELDS.index("is_filtered"))
-SEED = tl.constexpr(FIELDS.index("seed"))
-FIRST_FREE_POSITION = tl.constexpr(FIELDS.index("first_free_position"))
-MASK_INDEX = tl.constexpr(FIELDS.index("mask_index"))
-HISTORY_SLOT = tl.constexpr(FIELDS.index("history_slot"))
-REPETITION_PENALTY = tl.constexpr(FIELDS.index("repetition_penalty"))
-REPETITION_WINDOW = tl.constexpr(FIELDS.index("repetition_window"))
-FREQUENCY_PENALTY = tl.constexpr(FIELDS.index("frequency_penalty"))
-PRESENCE_PENALTY = tl.constexpr(FIELDS.index("presence_penalty"))
-BIAS_START = tl.constexpr(FIELDS.index("bias_start"))
-BIAS_STOP = tl.constexpr(FIELDS.index("bias_stop"))
-END_START = tl.constexpr(FIELDS.index("end_start"))
-END_STOP = tl.constexpr(FIELDS.index("end_stop"))
-NUM_DRAFTS = tl.constexpr(FIELDS.index("num_drafts"))
-NUM_TOP = tl.constexpr(FIELDS.index("num_top"))
-IS_PROCESSED = tl.constexpr(FIELDS.index("is_processed"))
+(
+    TEMPERATURE,
+    TEMPERATURE_LAST,
+    TOP_K,
+    TOP_P,
+    LOG_MIN_P,
+    IS_FILTERED,
+    SEED,
+    FIRST_FREE_POSITION,  # the row's ends are banned before it
+    MASK_INDEX,
+    HISTORY_SLOT,
+    REPETITION_PENALTY,
+    REPETITION_WINDOW,
+    FREQUENCY_PENALTY,
+    PRESENCE_PENALTY,
+    BIAS_START,
+    BIAS_STOP,
+    END_START,
+    END_STOP,
+    NUM_DRAFTS,  # of the row before this line: its history ends with them
+    NUM_TOP,  # alternatives beside its log-probability; −1: none is asked for
+    IS_PROCESSED,  # log-probabilities are of what the filters leave
+) = map(tl.constexpr, range(21))  # places of the fields in a row's line
+NUM_FIELDS = tl.constexpr(21)
 
 
 class Batch(NamedTuple):
@@ -150,37 +129,37 @@ def fields_of(columns: SamplingColumns) -> Tensor:
     """Return int64 [slots, fields], with one line written per row. Greedy rows have no filter."""
     selection, fields = _fields_by_columns.get(columns, (None, None))
     if fields is None:
-        fields = torch.empty(columns.num_slots, len(FIELDS), dtype=torch.int64, device=columns.device)
+        fields = torch.empty(columns.num_slots, NUM_FIELDS.value, dtype=torch.int64, device=columns.device)
     if selection is columns.selection:
         return fields
     is_sampled = columns.temperature != 0
     top_k = torch.where(is_sampled, columns.top_k, 0)
     top_p = torch.where(is_sampled, columns.top_p, 1.0)
     log_min_p = torch.where(is_sampled, columns.log_min_p, -torch.inf)
-    column_by_name = {
-        "temperature": _bits(columns.temperature),
-        "temperature_last": columns.temperature_last.to(torch.int64),
-        "top_k": top_k,
-        "top_p": top_p.view(torch.int64),
-        "log_min_p": _bits(log_min_p),
-        "is_filtered": ((top_k > 0) | (top_p < 1) | (log_min_p > -torch.inf)).to(torch.int64),
-        "seed": columns.seed,
-        "first_free_position": columns.num_prompt_tokens + columns.min_new_tokens,
-        "mask_index": columns.mask_index,
-        "history_slot": columns.history_slot,
-        "repetition_penalty": _bits(columns.repetition_penalty),
-        "repetition_window": columns.repetition_window,
-        "frequency_penalty": _bits(columns.frequency_penalty),
-        "presence_penalty": _bits(columns.presence_penalty),
-        "bias_start": columns.bias_starts[:-1],
-        "bias_stop": columns.bias_starts[1:],
-        "end_start": columns.end_starts[:-1],
-        "end_stop": columns.end_starts[1:],
-        "num_drafts": torch.zeros_like(columns.seed),
-        "num_top": columns.top_logprobs,
-        "is_processed": columns.logprobs_processed.to(torch.int64),
+    column_by_field = {
+        TEMPERATURE.value: _bits(columns.temperature),
+        TEMPERATURE_LAST.value: columns.temperature_last.to(torch.int64),
+        TOP_K.value: top_k,
+        TOP_P.value: top_p.view(torch.int64),
+        LOG_MIN_P.value: _bits(log_min_p),
+        IS_FILTERED.value: ((top_k > 0) | (top_p < 1) | (log_min_p > -torch.inf)).to(torch.int64),
+        SEED.value: columns.seed,
+        FIRST_FREE_POSITION.value: columns.num_prompt_tokens + columns.min_new_tokens,
+        MASK_INDEX.value: columns.mask_index,
+        HISTORY_SLOT.value: columns.history_slot,
+        REPETITION_PENALTY.value: _bits(columns.repetition_penalty),
+        REPETITION_WINDOW.value: columns.repetition_window,
+        FREQUENCY_PENALTY.value: _bits(columns.frequency_penalty),
+        PRESENCE_PENALTY.value: _bits(columns.presence_penalty),
+        BIAS_START.value: columns.bias_starts[:-1],
+        BIAS_STOP.value: columns.bias_starts[1:],
+        END_START.value: columns.end_starts[:-1],
+        END_STOP.value: columns.end_starts[1:],
+        NUM_DRAFTS.value: torch.zeros_like(columns.seed),
+        NUM_TOP.value: columns.top_logprobs,
+        IS_PROCESSED.value: columns.logprobs_processed.to(torch.int64),
     }
-    torch.stack([column_by_name[name] for name in FIELDS], dim=1, out=fields[: len(columns)])
+    torch.stack([column_by_field[field] for field in range(NUM_FIELDS.value)], dim=1, out=fields[: len(columns)])
     _fields_by_columns[columns] = columns.selection, fields
     return fields
 

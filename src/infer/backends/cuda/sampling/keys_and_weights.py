@@ -1,12 +1,19 @@
-"""`sampling.weight` on the GPU: eᵈ × 2⁴² as an integer, from the same float64 operations in the same order.
+"""Logits as integers: keys for their order, and weights for their probabilities.
 
-Kernels that use it are compiled with `enable_fp_fusion=False`.
+A key is an int32 that compares as the logit does, −0 as +0. MIN is below every key and marks absent tokens. The total
+order is: logit descending, then id ascending.
+
+A weight is that of `sampling.integer_probs`: eᵈ × 2⁴², from the same float64 operations in the same order. Kernels that
+use it are compiled with `enable_fp_fusion=False`.
 """
 
 import triton
 import triton.language as tl
 
 from infer.sampling import constants
+
+MIN = tl.constexpr(-(1 << 31))
+MAX_ID = tl.constexpr((1 << 31) - 1)
 
 LOWEST = tl.constexpr(constants.LOWEST)
 LOG2_E = tl.constexpr(constants.LOG2_E)
@@ -15,6 +22,24 @@ LN2_HIGH = tl.constexpr(constants.LN2_HIGH_64)
 LN2_LOW = tl.constexpr(constants.LN2_LOW_64)
 TAYLOR = tl.constexpr(constants.TAYLOR)
 EXPONENT = tl.constexpr(1023 + constants.WEIGHT_BITS)
+
+
+@triton.jit
+def key_of(x):
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def logit_of(key):
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def best_of(scores, ids):
+    """Return the largest score and the smallest id that has it."""
+    best = tl.max(scores)
+    return best, tl.min(tl.where(scores == best, ids, MAX_ID))
 
 
 @triton.jit

@@ -11,10 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
-from infer.backends.cuda.batch import Batch, Lines, make_batch
-from infer.backends.cuda.filtered import choose_filtered, weigh_blocks
-from infer.backends.cuda.logprobs import Found, Parts, Records, join_scores, weigh_scores
-from infer.backends.cuda.plain import choose_plain, score_blocks
+from infer.backends.cuda.sampling.filters import choose_filtered, weigh_blocks
+from infer.backends.cuda.sampling.kernel_arguments import Batch, Lines, make_batch
+from infer.backends.cuda.sampling.logprobs import Found, Parts, Records, join_scores, weigh_scores
+from infer.backends.cuda.sampling.unfiltered import choose_plain, score_blocks
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling.sampler import check_shapes
@@ -50,23 +50,6 @@ def choose_tokens(
     return choose_by(tiling_of(columns.vocab_size), logits, columns, history, positions, allowed)
 
 
-def choose_lines(
-    logits: Tensor,
-    columns: SamplingColumns,
-    history: History | None,
-    positions: Tensor,
-    allowed: Tensor | None,
-    lines: Lines | None,
-    records: Records | None,
-) -> Tensor:
-    """Return the tokens of rows that may have several lines. Each line is sampled as if the drafts before it were
-    right.
-
-    Values that log-probabilities need are stored in `records`.
-    """
-    return choose_by(tiling_of(columns.vocab_size), logits, columns, history, positions, allowed, lines, records)
-
-
 def choose_by(
     tiling: Tiling,
     logits: Tensor,
@@ -77,7 +60,11 @@ def choose_by(
     lines: Lines | None = None,
     records: Records | None = None,
 ) -> Tensor:
-    """Return the tokens, which are the same for any tiling."""
+    """Return the tokens, which are the same for any tiling.
+
+    With `lines`, rows may have several. Each line is sampled as if the drafts before it were right. Values that
+    log-probabilities need are stored in `records`.
+    """
     num_lines = len(logits)
     token_ids = torch.empty(num_lines, dtype=torch.int64, device=logits.device)
     if not num_lines:

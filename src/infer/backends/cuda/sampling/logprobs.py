@@ -13,13 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.backends.cuda.batch import IS_FILTERED, IS_PROCESSED, NUM_TOP, TEMPERATURE, integer, single
-from infer.backends.cuda.edits import INFINITY, bans_ends, edited, raw_logits, shift_of, tempered
-from infer.backends.cuda.filtered import divisors_of
 from infer.backends.cuda.graphs import Graphs
-from infer.backends.cuda.order import MAX_ID, MIN, best_of, key_of, logit_of
-from infer.backends.cuda.plain import largest_edited, largest_of_row
-from infer.backends.cuda.weight import weights
+from infer.backends.cuda.sampling.edits import INFINITY, divisors_of, edited, raw_logits, shift_of, tempered
+from infer.backends.cuda.sampling.kernel_arguments import (
+    IS_FILTERED,
+    IS_PROCESSED,
+    NUM_TOP,
+    TEMPERATURE,
+    integer,
+    single,
+)
+from infer.backends.cuda.sampling.keys_and_weights import MAX_ID, MIN, best_of, key_of, logit_of, weights
+from infer.backends.cuda.sampling.unfiltered import lifted_largest_of_row
 from infer.outputs import TokenLogprob
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.sampler import Sampled, normalized
@@ -178,10 +183,7 @@ def _view(
     blocks = tl.arange(0, BLOCKS)
     is_block, at = blocks < num_blocks, row * num_blocks + blocks
     raw_largest = tl.max(tl.load(found.raw_largests + at, mask=is_block, other=-INFINITY))
-    _, edited_largest = largest_of_row(found.largests, at, is_block)
-    is_lifted = ((edited_largest == -INFINITY) & bans_ends(batch, row, EDITS)).to(tl.int32)
-    if is_lifted != 0:
-        edited_largest = largest_edited(batch, row, is_lifted, BLOCK, EDITS)
+    _, edited_largest, is_lifted = lifted_largest_of_row(batch, row, found.largests, num_blocks, BLOCK, BLOCKS, EDITS)
     first, last = divisors_of(batch, row)
     is_greedy = single(batch, row, TEMPERATURE) == 0
     first, last = tl.where(is_greedy, 1.0, first), tl.where(is_greedy, 1.0, last)

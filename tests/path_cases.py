@@ -5,7 +5,7 @@ and samples with `sampling.definition`. All else is compared with it.
 """
 
 import random
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -18,6 +18,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import load_model, load_tokenizer
+from infer.engine.drafting import Drafting
 from infer.engine.engine import Engine
 from infer.engine.place import Lease
 from infer.engine.prompt_batch import answer_all
@@ -36,6 +37,7 @@ from infer.runner.caches import make_cache
 from infer.runner.runner import Runner
 from infer.sampling import definition, sampler
 from infer.sampling_params import SamplingParams
+from infer.speculation.drafter import Guess
 from infer.tokenizer import Tokenizer
 from looping import loop_of, open_stream
 from recompute import RecomputeRunner
@@ -286,33 +288,34 @@ class Always:
     def tokens_between(self, times: object) -> int:
         return 4
 
-    def num_draft_tokens(self, times: object, match: int = 4, num_known: int = 1) -> int:
+    def num_draft_tokens(self, times: object, confidence: int, num_known: int = 1) -> int:
         return next(self._numbers)
 
-    def observe(self, match: int, is_right: bool) -> None:
-        assert match or not is_right
+    def observe(self, confidence: int, is_right: bool) -> None:
+        assert confidence or not is_right
 
 
 class Oracle:
     """Drafts by one who knows what will be said, and says it, half of it, none of it, or the end of it."""
 
-    def __init__(self, kind: Drafts, expected: Sequence[int], seed: int) -> None:
-        self._kind, self._expected = kind, expected
-        self._num_said = 0
-        self._rng = random.Random(seed)
+    def __init__(self, kind: Drafts, expected: Sequence[int], token_ids: list[int]) -> None:
+        self._kind, self._expected, self._ids = kind, expected, token_ids
+        self._num_given = self._num_known = len(token_ids)
+        self._rng = random.Random(len(token_ids))
 
-    def append(self, token_ids: Iterable[int]) -> None:
-        self._num_said += len(list(token_ids))
+    @property
+    def num_new(self) -> int:
+        return len(self._ids) - self._num_known
 
-    def follow(self, token_id: int) -> tuple[int, bool]:
-        self.append([token_id])
-        return 4, True
+    def follow(self) -> Guess:
+        self._num_known += 1
+        return Guess(4, True)
 
     def match(self) -> int:
         return 4
 
     def propose(self, max_tokens: int) -> list[int]:
-        right = self._expected[self._num_said :]
+        right = self._expected[len(self._ids) - self._num_given :]
         drafts = []
         for index in range(max_tokens):
             wrong = self._rng.randrange(EMBEDDING)
@@ -349,10 +352,22 @@ def make_sequence(world: World, case: Case, way: Way, expected: Sequence[int] = 
     sequence = Answering(replace(request, **{**made, **options}))
     fake: Any = sequence
     if way.drafts not in ("none", "adaptive"):
-        fake._policy = Always()
+        fake.test_policy = Always()
     if way.drafts in ("right", "half", "random", "ends"):
-        fake._draft = Oracle(way.drafts, expected, len(case.prompt))
+        fake.test_draft = Oracle(way.drafts, expected, sequence.token_ids)
     return sequence
+
+
+def _enter(drafting: Drafting, sequence: Any, enter: Any = Drafting.enter) -> None:
+    """Enter with the draft and the policy that a test gave the sequence. A draft serves until it first leaves."""
+    enter(drafting, sequence)
+    if (policy := vars(sequence).get("test_policy")) is not None:
+        drafting._policies[sequence] = policy
+    if (draft := vars(sequence).pop("test_draft", None)) is not None:
+        drafting._drafter._drafts[sequence.slot] = draft  # type: ignore[attr-defined]
+
+
+Drafting.enter = _enter  # type: ignore[method-assign]
 
 
 def make_runner(

@@ -9,6 +9,7 @@ from infer.engine.step_costs import Kind
 from infer.outputs import GenerationResult
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
+from infer.speculation.ngram import NgramDrafter
 from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, run_all
 
 CASE = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=140, ignore_eos=True))
@@ -77,14 +78,19 @@ def test_what_a_draft_costs_is_learnt_from_steps_like_it(world: World) -> None:
 
 def test_only_sequences_that_run_hold_the_index_of_their_prompt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = [make_sequence(world, replace(CASE, name=str(index)), Way("adaptive")) for index in range(5)]
-    most, commit = 0, Runner.commit
+    most, commit, drafters, begin = 0, Runner.commit, set[NgramDrafter](), NgramDrafter.begin
+
+    def note(drafter: NgramDrafter, slot: int, token_ids: list[int]) -> None:
+        drafters.add(drafter)
+        begin(drafter, slot, token_ids)
 
     def count(runner: Runner, slot: int, num_tokens: int) -> None:
         nonlocal most
-        most = max(most, sum(sequence._draft is not None for sequence in waiting))
+        most = max([most, *(len(drafter._drafts) for drafter in drafters)])
         commit(runner, slot, num_tokens)
 
+    monkeypatch.setattr(NgramDrafter, "begin", note)
     monkeypatch.setattr(Runner, "commit", count)
     run_all(world, waiting, Way("adaptive"), 2)
     assert most == 2
-    assert not any(sequence._draft for sequence in waiting)
+    assert not any(drafter._drafts for drafter in drafters)

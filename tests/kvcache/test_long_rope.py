@@ -18,6 +18,7 @@ from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Step
 from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
+from infer.speculation.drafter import Guess
 from path_cases import Always
 from tiny import LONGROPE, Tiny, make_tiny
 
@@ -56,18 +57,24 @@ def expected_greedy(oracle: Any, prompt: Sequence[int], count: int) -> list[int]
 class Knowing:
     """Drafts that are right."""
 
-    def __init__(self, answer: Sequence[int]) -> None:
-        self._answer, self._num_said = answer, 0
+    def __init__(self, answer: Sequence[int], token_ids: list[int]) -> None:
+        self._answer, self._ids = answer, token_ids
+        self._num_prompt = self._num_known = len(token_ids)
+
+    @property
+    def num_new(self) -> int:
+        return len(self._ids) - self._num_known
 
     def match(self) -> int:
         return 1
 
     def propose(self, count: int) -> Sequence[int]:
-        return self._answer[self._num_said : self._num_said + count]
+        num_said = len(self._ids) - self._num_prompt
+        return self._answer[num_said : num_said + count]
 
-    def follow(self, token_id: int) -> tuple[int, bool]:
-        self._num_said += 1
-        return 1, True
+    def follow(self) -> Guess:
+        self._num_known += 1
+        return Guess(1, True)
 
 
 @pytest.mark.parametrize("length", [1, 40, BEYOND, BEYOND + 1, 100])
@@ -85,8 +92,8 @@ def test_an_answer_that_passes_the_border_is_that_of_everything_computed_again(
     oracle, llm = pair
     prompt = random_ids(length)
     expected = expected_greedy(oracle, prompt, 24)
-    monkeypatch.setattr("infer.engine.sequence.DraftPolicy", lambda most: Always())
-    monkeypatch.setattr("infer.engine.sequence.NgramDraft", lambda prompt: Knowing(expected))
+    monkeypatch.setattr("infer.engine.drafting.DraftPolicy", lambda most, priors: Always())
+    monkeypatch.setattr("infer.speculation.ngram.NgramDraft", lambda token_ids: Knowing(expected, token_ids))
     result = llm.generate(prompt, GREEDY, speculation=speculation)
     assert result.token_ids == expected
     assert (result.stats.drafts_accepted > 0) == (speculation is not None)

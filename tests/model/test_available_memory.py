@@ -94,7 +94,8 @@ def test_a_model_has_pages_for_as_many_contexts_as_fit_and_batches_wait_for_them
     params = SamplingParams(temperature=0, max_new_tokens=95, ignore_eos=True)
     prompts: list[Any] = [[40 + index] * 5 for index in range(20)]
     expected = [llm.generate(each, params).token_ids for each in prompts]
-    monkeypatch.setattr("infer.model.from_checkpoint._check_memory", lambda *arguments: None)  # it counts the workspace
+    # The check counts the workspace.
+    monkeypatch.setattr("infer.model.from_checkpoint.check_fits", lambda *arguments, **sizes: None)
     for count, found in ((2.5, 2), (1.2, 1), (100, 8)):
         set_available(monkeypatch, int(count * row_bytes(llm, 400)))
         small = LLM(make_model(tmp_path), max_seq_len=400)

@@ -7,19 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.speculation.ngram import MAX_MATCH, MAX_NGRAM, MIN_NGRAM, NgramDraft
+from infer.speculation.ngram import MAX_MATCH, MAX_NGRAM, MIN_NGRAM, NgramDraft, NgramDrafter
 from watched import python_command
 
 token_ids = st.lists(st.integers(0, 3), max_size=60)
 
 
 def follow(draft: NgramDraft, token_ids: Iterable[int]) -> list[tuple[int, bool]]:
-    """Let the ids grow, then update the draft, as a sequence does."""
-    found = []
-    for token_id in token_ids:
-        draft._ids.append(token_id)
-        found.append(draft.follow(token_id))
-    return found
+    """Let the ids grow, then update the draft, as an engine does."""
+    draft._ids.extend(token_ids)
+    return [draft.follow() for _ in range(draft.num_new)]
 
 
 class Naive:
@@ -71,7 +68,7 @@ def test_proposals_are_those_of_a_naive_search(prompt: list[int], said: list[int
         naive.append(token_id)
         follow(draft, [token_id])
     assert draft.propose(max_tokens) == naive.propose(max_tokens)
-    assert len(draft) == len(naive.ids)
+    assert draft.num_new == 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -140,3 +137,22 @@ def test_drafts_load_no_torch() -> None:
     code = "import sys, infer.speculation.policy; print('torch' in sys.modules)"
     done = subprocess.run(python_command(code), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@settings(max_examples=60, deadline=None)
+@given(token_ids, st.lists(token_ids, max_size=6))
+def test_a_drafter_of_many_slots_guesses_as_each_draft_does_alone(prompt: list[int], said: list[list[int]]) -> None:
+    drafter, alone = NgramDrafter(), [NgramDraft(list(prompt[slot:])) for slot in range(2)]
+    ids = [list(prompt[slot:]) for slot in range(2)]
+    for slot in range(2):
+        drafter.begin(slot, ids[slot])
+    for tokens in said:
+        for slot, draft in enumerate(alone):
+            ids[slot] += tokens
+            found = [follow(draft, [token_id])[0] for token_id in tokens]
+            assert drafter.observe(slot) == found
+            assert drafter.confidence(slot) == draft.match()
+        assert drafter.propose({0: 5, 1: 3}) == {0: alone[0].propose(5), 1: alone[1].propose(3)}
+    drafter.release(0)
+    drafter.release(0)
+    assert drafter.propose({1: 4}) == {1: alone[1].propose(4)}

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.speculation.ngram import MAX_MATCH, MAX_NGRAM, NgramDraft
+from infer.speculation.ngram import MAX_MATCH, MAX_NGRAM, PRIORS, NgramDraft
 from infer.speculation.policy import DraftPolicy, StepTimes
 
 
 def test_a_longer_match_is_trusted_more_until_it_proves_wrong() -> None:
-    policy, times = DraftPolicy(15), StepTimes()
+    policy, times = DraftPolicy(15, PRIORS), StepTimes()
     times.learn(1, 1.0)
     asked = [policy.num_draft_tokens(times, match) for match in (2, 4, 20)]
     assert asked == sorted(asked)
@@ -30,7 +30,7 @@ def test_a_longer_match_is_trusted_more_until_it_proves_wrong() -> None:
 
 
 def test_nothing_is_verified_to_find_out_that_it_would_pay() -> None:
-    policy, times = DraftPolicy(7), StepTimes()
+    policy, times = DraftPolicy(7, PRIORS), StepTimes()
     times.learn(1, 1.0)
     for _ in range(60):
         policy.observe(4, False)
@@ -43,7 +43,7 @@ def test_nothing_is_verified_to_find_out_that_it_would_pay() -> None:
 
 
 def test_the_next_look_for_a_draft_comes_sooner_where_guesses_are_right() -> None:
-    policy, times, waits = DraftPolicy(7), StepTimes(), []
+    policy, times, waits = DraftPolicy(7, PRIORS), StepTimes(), []
     assert policy.tokens_between(times) == 1  # nothing is known yet
     times.learn(1, 1.0)
     for _ in range(40):
@@ -54,7 +54,7 @@ def test_the_next_look_for_a_draft_comes_sooner_where_guesses_are_right() -> Non
 
 
 def test_tokens_that_a_step_has_anyway_make_drafts_cheaper() -> None:
-    policy, times = DraftPolicy(7), StepTimes()
+    policy, times = DraftPolicy(7, PRIORS), StepTimes()
     for _ in range(20):
         for num_tokens, seconds in ((1, 1.0), (2, 1.9), (4, 3.5), (8, 3.6), (9, 3.65), (12, 3.7)):
             times.learn(num_tokens, seconds)
@@ -66,7 +66,7 @@ def run(policy: DraftPolicy, times: StepTimes, steps: int, acceptance: float, co
     """Drafts asked for, where each step's time is 1 + cost for each token more, and guesses as often right as said."""
     asked, credit = [], 0.0
     for _ in range(steps):
-        proposed = policy.num_draft_tokens(times)
+        proposed = policy.num_draft_tokens(times, MAX_NGRAM)
         credit += max(1, proposed) * acceptance
         right = min(max(1, proposed), int(credit))
         credit -= right
@@ -78,33 +78,33 @@ def run(policy: DraftPolicy, times: StepTimes, steps: int, acceptance: float, co
 
 
 def test_what_is_always_right_is_drafted_as_far_as_allowed() -> None:
-    asked = run(DraftPolicy(8), StepTimes(), 60, 1.0, 0.05)
+    asked = run(DraftPolicy(8, PRIORS), StepTimes(), 60, 1.0, 0.05)
     assert asked[-1] == 8
     assert sum(number == 8 for number in asked) > 40
 
 
 def test_what_is_never_right_is_not_drafted_at_all() -> None:
-    assert sum(run(DraftPolicy(8), StepTimes(), 2000, 0.0, 0.1)[100:]) == 0
+    assert sum(run(DraftPolicy(8, PRIORS), StepTimes(), 2000, 0.0, 0.1)[100:]) == 0
 
 
 def test_dear_tokens_are_drafted_less_than_cheap_ones() -> None:
-    cheap, dear = (sum(run(DraftPolicy(8), StepTimes(), 300, 0.7, cost)[100:]) for cost in (0.02, 0.4))
+    cheap, dear = (sum(run(DraftPolicy(8, PRIORS), StepTimes(), 300, 0.7, cost)[100:]) for cost in (0.02, 0.4))
     assert cheap > 2 * dear
 
 
 def test_where_a_token_costs_a_step_hardly_anything_is_drafted() -> None:
-    asked = run(DraftPolicy(8), StepTimes(), 400, 0.9, 1.0)[50:]
+    asked = run(DraftPolicy(8, PRIORS), StepTimes(), 400, 0.9, 1.0)[50:]
     assert sum(number > 0 for number in asked) < 20
 
 
 def test_drafting_comes_back_when_guesses_become_right() -> None:
-    policy, times = DraftPolicy(8), StepTimes()
+    policy, times = DraftPolicy(8, PRIORS), StepTimes()
     run(policy, times, 500, 0.0, 0.1)
     assert max(run(policy, times, 40, 1.0, 0.1)) >= 7
 
 
 def test_times_that_are_over_are_measured_anew() -> None:
-    policy, times = DraftPolicy(8), StepTimes()
+    policy, times = DraftPolicy(8, PRIORS), StepTimes()
     run(policy, times, 200, 1.0, 1.5)
     asked = run(policy, times, 2000, 1.0, 0.05)
     assert asked[0] == 0
@@ -113,8 +113,8 @@ def test_times_that_are_over_are_measured_anew() -> None:
 
 def test_what_one_request_measured_serves_the_next() -> None:
     times = StepTimes()
-    run(DraftPolicy(8), times, 100, 1.0, 0.05)
-    assert run(DraftPolicy(8), times, 10, 1.0, 0.05)[2] == 8
+    run(DraftPolicy(8, PRIORS), times, 100, 1.0, 0.05)
+    assert run(DraftPolicy(8, PRIORS), times, 10, 1.0, 0.05)[2] == 8
 
 
 # What a step of so many tokens takes, in those of one: SmolLM2 on two cores with AMX, and as one would have it.
@@ -149,7 +149,7 @@ class Machine:
 def drafted(prompt: Sequence[int], answer: Sequence[int], machine: Machine, times: StepTimes, fixed: int = -1) -> float:
     """Return the time of an answer with drafts of the policy's size, or of a fixed size."""
     ids = list(prompt)
-    draft, policy, num_said, began = NgramDraft(ids), DraftPolicy(), 0, machine.clock
+    draft, policy, num_said, began = NgramDraft(ids), DraftPolicy(15, PRIORS), 0, machine.clock
     while num_said < len(answer):
         match, rest = draft.match(), answer[num_said:]
         asked = policy.num_draft_tokens(times, match) if match else 0
@@ -164,7 +164,7 @@ def drafted(prompt: Sequence[int], answer: Sequence[int], machine: Machine, time
             times.learn(1, machine.step(1, len(new)) / len(new))
         for token_id in new:
             ids.append(token_id)
-            policy.observe(*draft.follow(token_id))
+            policy.observe(*draft.follow())
         num_said += len(new)
     return machine.clock - began
 
@@ -231,7 +231,7 @@ def test_a_busy_moment_slows_all_steps_and_changes_no_choice() -> None:
     asked = []
     for slowed in (busy_for_a_while, lambda *_: 1.0):
         machine, times = Machine(COSTS["now"], noise=0.0, slowed=slowed), StepTimes()
-        policy = DraftPolicy(15)
+        policy = DraftPolicy(15, PRIORS)
         for number in range(2000):
             proposed = policy.num_draft_tokens(times, 20)
             times.learn(1 + proposed, machine.step(1 + proposed))
@@ -272,12 +272,12 @@ def test_a_copy_is_three_times_as_fast_and_an_edited_one_twice() -> None:
 
 
 def test_one_step_that_was_held_up_changes_little() -> None:
-    policy, times = DraftPolicy(4), StepTimes()
+    policy, times = DraftPolicy(4, PRIORS), StepTimes()
     run(policy, times, 100, 0.9, 0.1)
-    wanted = policy.num_draft_tokens(times)
+    wanted = policy.num_draft_tokens(times, MAX_NGRAM)
     times.learn(1, 1000.0)
     assert times.seconds(1) < 1.3
-    assert policy.num_draft_tokens(times) >= wanted - 1
+    assert policy.num_draft_tokens(times, MAX_NGRAM) >= wanted - 1
 
 
 def test_a_first_step_that_took_long_is_soon_forgotten() -> None:
@@ -294,7 +294,7 @@ def test_a_first_step_that_took_long_is_soon_forgotten() -> None:
     st.integers(0, 8),
 )
 def test_a_policy_asks_within_bounds_whatever_it_learns(steps: list[tuple[int, float, int, bool]], most: int) -> None:
-    policy, times = DraftPolicy(most), StepTimes()
+    policy, times = DraftPolicy(most, PRIORS), StepTimes()
     for num_tokens, seconds, match, is_right in steps:
         times.learn(num_tokens, seconds)
         policy.observe(min(match, MAX_MATCH), is_right)
@@ -306,4 +306,4 @@ def test_a_policy_asks_within_bounds_whatever_it_learns(steps: list[tuple[int, f
 
 def test_a_policy_drafts_no_negative_number() -> None:
     with pytest.raises(ValueError, match="max_draft_tokens"):
-        DraftPolicy(-1)
+        DraftPolicy(-1, PRIORS)

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Items
 from functools import partial
 from typing import NamedTuple, TypeVar, final
 
+from infer.engine.drafting import Drafting
 from infer.engine.grammar_masks import MaskFiller
 from infer.engine.place import Lease
 from infer.engine.queue import Queue
@@ -26,6 +27,7 @@ from infer.operands.limits import MAX_STEP_LOGITS
 from infer.operands.step import Chunk, Clock, Interrupt, Masks, StepEnd
 from infer.runner.runner import Runner
 from infer.runner.sample_loop import SampledTokens
+from infer.speculation.drafter import Drafter
 from infer.speculation.policy import StepTimes
 
 _LOOK_SECONDS = 0.05  # between two looks at sequences that wait or pause, and may be cancelled or time out
@@ -59,11 +61,19 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, *, max_steps: int | None = None, weights: Mapping[str, float] | None = None
+        self,
+        runner: Runner,
+        *,
+        max_steps: int | None = None,
+        weights: Mapping[str, float] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """`max_steps` without a return to Python; None: as many as take a tenth of a second. `weights` of tenants."""
-        self._queue = Queue(weights)
-        self._open_slots: Slots | None = Slots(runner, self._queue)
+        """`max_steps` without a return to Python; None: as many as take a tenth of a second. `weights` of tenants.
+
+        `drafter` None looks up n-grams.
+        """
+        self._queue, self._drafting = Queue(weights), Drafting(drafter)
+        self._open_slots: Slots | None = Slots(runner, self._queue, self._drafting.release)
         self._sequences: dict[Sequence, None] = {}  # being answered, in the order in which they were submitted
         self._watched: dict[Sequence, None] = {}  # those that may time out, or are cancelled by an event
         self._leaving: dict[Sequence, None] = {}  # those that may be finished
@@ -175,6 +185,7 @@ class Engine:
         """End all sequences without a further step."""
         for sequence in self._sequences:
             sequence.end()
+        self._drafting.clear()
         for group in (self._sequences, self._slots.waiting, self._watched, self._leaving, self._taking_part):
             group.clear()
 
@@ -229,6 +240,7 @@ class Engine:
                 del self._sequences[sequence]
                 self._watched.pop(sequence, None)
                 self._queue.leave(sequence)
+                self._drafting.forget(sequence)
                 sequence.end()
                 self._taking_part[sequence] = None
         self._leaving.clear()
@@ -238,6 +250,7 @@ class Engine:
         for sequence in self._slots.admit(self.max_running):
             sequence.compress_prompt(must=self.runner.compresses_prompts)
             self._slot_params.write(sequence)
+            self._drafting.enter(sequence)
 
     def _take_turns(self, wanting: list[Sequence]) -> list[Sequence]:
         """Return those of the sequences that the step is for."""
@@ -257,6 +270,7 @@ class Engine:
                 break
             forced.append(token_id)
         self._slot_params.extend(sequence, forced)
+        self._drafting.observe(sequence)
 
     def _run(self, active: list[Sequence]) -> _Launched | None:
         """Plan a step of these sequences and run it."""
@@ -312,8 +326,13 @@ class Engine:
     def _plan(self, active: Items[Sequence]) -> tuple[Plan, list[_Work]]:
         if not active:
             return NO_PLAN, []
-        times, most = self._step_times(active), self.scheduler.max_drafts(len(active))
-        demands = [sequence.demand(most, self._rope_room(sequence), times) for sequence in active]
+        times, rooms = self._step_times(active), [self._rope_room(sequence) for sequence in active]
+        if times is not None:
+            self._drafting.propose(active, rooms, self.scheduler.max_drafts(len(active)), times)
+        demands = [
+            sequence.demand(room, self._drafting.steps_to_draft(sequence, times))
+            for sequence, room in zip(active, rooms, strict=True)
+        ]
         step_tokens = min([sequence.request.prefill_chunk for sequence in active])
         if (most_steps := self._shares.most_steps) is not None:
             demands = [demand._replace(max_steps=min(demand.max_steps, most_steps)) for demand in demands]
@@ -327,7 +346,7 @@ class Engine:
 
     def _step_times(self, active: Items[Sequence]) -> StepTimes | None:
         """How long steps of such sequences take, which drafts must be worth; None where nobody drafts."""
-        if not any(sequence.is_drafted for sequence in active):
+        if not any(map(self._drafting.is_drafted, active)):
             return None
         num_constrained = sum(sequence.grammar is not None for sequence in active)
         num_greedy = sum(sequence.params.temperature == 0 for sequence in active)
@@ -384,6 +403,7 @@ class Engine:
         num_accepted = len(sequence.pieces) - num_before
         self.runner.commit(chunk.slot, len(chunk.token_ids) - chunk.num_drafts + max(0, num_accepted - 1))
         sequence.stepped(chunk, sampled, num_accepted, clock, is_multi_step=is_multi_step)
+        self._drafting.observe(sequence)
 
     def _end_prompt(self, sequence: Sequence) -> None:
         """Compress the prompt once all of it is computed and a token was sampled. The next token's time includes it."""

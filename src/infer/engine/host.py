@@ -94,7 +94,7 @@ class Host:
         out.
         """
         if self._ranks is not None:
-            raise InvalidRequestError("a model that is shared out embeds no texts: load it without tensor_parallel")
+            raise InvalidRequestError("embed() needs a model of one process: load it without tensor_parallel")
         if self._hidden_states is None:
             self._hidden_states = HiddenStates(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
         return self._hidden_states

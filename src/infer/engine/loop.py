@@ -157,7 +157,7 @@ class Loop:
         """
         self.check_open()
         if self.is_current:
-            raise InferError("the engine's own thread cannot wait for a call: a callback or finalizer must not ask")
+            raise InferError("the engine's own thread cannot wait for a call: ask outside of callbacks and finalizers")
         reply = Reply[_Found](relay)
         self._send(Call(work, reply))
         return reply
@@ -206,7 +206,9 @@ class Loop:
     def _check_taking(self) -> None:
         self.check_open()
         if self.is_current:
-            raise InferError("the engine's own thread cannot wait for an answer: a callback or finalizer must not ask")
+            raise InferError(
+                "the engine's own thread cannot wait for an answer: ask outside of callbacks and finalizers"
+            )
         if (refusal := self._status.refusal) is not None:
             raise refusal()
 

@@ -23,8 +23,6 @@ from infer.operands.step import Chunk, Clock
 from infer.outputs import FinishReason, GenerationResult, GenerationStats, Origin, Piece, TokenLogprob, assembled
 from infer.runner.sample_loop import SampledTokens
 from infer.sampling.sampler import message_of
-from infer.speculation.ngram import NgramDraft
-from infer.speculation.policy import DraftPolicy, StepTimes
 from infer.toolcalls.parser import AnswerParser, Parsed
 
 _STOP_STRING_STEPS = 8  # without a return to Python, where a stop string may end the answer
@@ -57,9 +55,7 @@ class Sequence:
         self.error: str | None = None
         self._is_cancelled = False
         self._tail: Parsed | None = None  # what was held back of an answer that was cut
-        self._policy: DraftPolicy = DraftPolicy(request.num_draft_tokens)
-        self._draft: NgramDraft | None = None  # while it has a slot
-        self._proposed: Items[int] = ()  # by it for the next step
+        self._drafts: Items[int] = ()  # for the next step
         self._text = self._begin_text()
         self.grammar = None if request.make_constraint is None else SequenceGrammar(request.make_constraint)
         self._begin_with(request.answer_prefix)
@@ -167,12 +163,10 @@ class Sequence:
             self.num_dropped = num_dropped
         if not self.pieces:
             self.num_reused = num_computed
-        if self.request.num_draft_tokens and self._draft is None:
-            self._draft = self.attempt(partial(NgramDraft, self.token_ids), None)
 
     def leave(self) -> None:
         """Drop the state that only further tokens need: the sequence has ended, or waits for a slot."""
-        self.slot, self._draft = NO_SLOT, None
+        self.slot, self._drafts = NO_SLOT, ()
 
     def end(self) -> None:
         """Leave the engine for good, as cancelled if it is not finished."""
@@ -255,48 +249,32 @@ class Sequence:
                 self.stats.tokens_forced += 1
                 yield token_id
 
-    @property
-    def is_drafted(self) -> bool:
-        return self._draft is not None
+    def take_drafts(self, drafts: Items[int]) -> None:
+        """Replace the drafts for the next step by these, up to the first that the grammar forbids."""
+        self._drafts = drafts if self.grammar is None or not drafts else self.grammar.allowed(drafts)
 
-    def demand(self, most_drafts: int, rope_room: int, times: StepTimes | None) -> Demand:
-        """Return the work that this sequence requests for the next step. Drafts are limited to the number that pays off
-        at the measured step times.
-        """
-        most_steps, to_draft = 1, MAX_STEPS
+    def demand(self, rope_room: int, steps_to_draft: int) -> Demand:
+        """Return the work that this sequence requests for the next step, its drafts included."""
+        most_steps = 1
         if self.is_decoding and not self.must_end_prompt:
             most_steps = min(1 + rope_room, self.request.max_total_tokens - len(self.token_ids))
-        self._proposed = ()
-        if self._draft is not None and times is not None:
-            to_draft = self._policy.tokens_between(times)
-            if self.pieces and not self.must_end_prompt:
-                most = min(most_drafts, rope_room, self.room - 1)
-                self._proposed = self.attempt(partial(self._propose, most, times), ())
         return Demand(
             self.num_schedulable,
-            len(self._proposed),
+            len(self._drafts),
             most_steps,
             min(self.room, _STOP_STRING_STEPS if self.params.stop else MAX_STEPS),
-            to_draft,
+            steps_to_draft,
             self.num_computed,
             self.place.entry,
             self.is_streamed,
         )
 
-    def _propose(self, most: int, times: StepTimes) -> Items[int]:
-        """The grammar allows all of them."""
-        assert self._draft is not None
-        match = self._draft.match()
-        asked = min(self._policy.num_draft_tokens(times, match, self.num_pending) if match else 0, most)
-        drafts = self._draft.propose(asked) if asked > 0 else []
-        return drafts if self.grammar is None else self.grammar.allowed(drafts)
-
     def schedule(self, num_tokens: int, num_drafts: int) -> Chunk:
-        """Its share of a step: so many pending tokens and, where those are all, of the drafts that it proposed."""
+        """Its share of a step: so many pending tokens and, where those are all, of its drafts."""
         taken = self.token_ids[self.num_computed : self.num_computed + num_tokens]
         if not 0 < len(taken) == self.num_pending:
             return Chunk(self.slot, taken, has_logits=False)
-        return Chunk(self.slot, [*taken, *self._proposed[:num_drafts]] if num_drafts else taken, num_drafts)
+        return Chunk(self.slot, [*taken, *self._drafts[:num_drafts]] if num_drafts else taken, num_drafts)
 
     def fill(self, masks: Items[Mask], drafts: Items[int]) -> None:
         """A mask for what follows now and one for what follows each draft, as far as the grammar allows them. For any
@@ -339,10 +317,6 @@ class Sequence:
                 self.fail("grammar", str(error))
                 return None
         self.token_ids.append(token_id)
-        if self._draft is not None:
-            guess = self._draft.follow(token_id)
-            if origin != "forced":
-                self._policy.observe(*guess)
         piece = self._text.push(token_id, is_complete=is_complete, logprob=logprob)
         self.pieces.append(piece if origin == "sampled" else replace(piece, origin=origin))
         self.timer.arrived()

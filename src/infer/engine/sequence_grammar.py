@@ -51,7 +51,7 @@ class SequenceGrammar:
             self._complete_at = num_tokens
         return is_complete
 
-    def allowed(self, drafts: list[int]) -> list[int]:
+    def allowed(self, drafts: Items[int]) -> Items[int]:
         """Return the drafts up to the first that the grammar forbids: a step need not run the others."""
         count = 0
         with suppress(ConstraintError):  # which it raises again when the masks are filled

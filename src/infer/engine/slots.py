@@ -26,8 +26,9 @@ class Slots:
     that pause, then from those that run (`Queue.victim_of`).
     """
 
-    def __init__(self, runner: Runner, queue: Queue) -> None:
-        self.runner, self._queue = runner, queue
+    def __init__(self, runner: Runner, queue: Queue, release: Callable[[int], None]) -> None:
+        """`release` is called with the slot that a sequence loses."""
+        self.runner, self._queue, self._release = runner, queue, release
         self.waiting: dict[Sequence, None] = {}
         self._lease_by_slot = weakref.WeakValueDictionary[int, Lease]()
         self._sequence_by_slot: dict[int, Sequence] = {}
@@ -161,6 +162,7 @@ class Slots:
         self.waiting.pop(sequence, None)
         if not sequence.has_slot:
             return
+        self._release(slot)
         if sequence.has_fault:
             self.runner.forget(slot)
         if lease is None:
@@ -177,6 +179,7 @@ class Slots:
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's slot. The sequence is computed again when it gets another."""
         sequence.stats.preemptions += 1
+        self._release(sequence.slot)
         self.runner.truncate(sequence.slot, 0)
         del self._sequence_by_slot[sequence.slot]
         if (lease := sequence.place.lease) is not None:
@@ -254,6 +257,8 @@ class Slots:
         for lease in list(self._lease_by_slot.values()):
             lease.lose()
         self._lease_by_slot.clear()
+        for slot in self._sequence_by_slot:
+            self._release(slot)
         self._sequence_by_slot.clear()
 
     def _free_slot(self) -> int | None:

@@ -6,6 +6,9 @@ Further tokens are a prompt's, and drafts. The four costs are the least squares 
 without further tokens and the last with any, none below 0: a long row of steps alike, as a long prompt takes beside
 others, does not tell the costs apart, and what those before it told must last. What all steps are slower or faster by
 for a moment, as with a busy neighbour, is a factor apart.
+
+Drafts need more than this line: kernels process tokens in groups, so the time of a step jumps between two exact sizes.
+So `StepCosts.by_kind` has a table of exact sizes for each kind of step, `StepTimes`, which knows nothing else.
 """
 
 from collections import defaultdict, deque

@@ -122,7 +122,9 @@ def trace_token(host: Host, ask: Ask, step: int, num_candidates: int) -> SampleT
 def check_traceable(host: Host) -> None:
     """Raises InvalidRequestError where the cache keeps a part of a prompt."""
     if host.settings.cache.keeps_whole_prompts:
-        raise InvalidRequestError("a trace has logits of the whole text, of which snapkv keeps a part: load without it")
+        raise InvalidRequestError(
+            "a trace needs the whole prompt, and snapkv keeps a part of it: load the model without it"
+        )
 
 
 def trace_answer(

@@ -120,10 +120,8 @@ def load_checked(
     check_tensors(expected_shapes(architecture), checkpoint.tensors)
     with backend.compiling([make_outline(architecture, checkpoint.tensors, load, cache)]):
         if tokenizer is not None:
-            settings = replace(load, num_threads=backend.num_threads(), device=backend.device.type)
-            if max_seq_len is None:
-                context = _fitting(checkpoint, architecture, settings, cache, context, backend.available_bytes())
-            _check_memory(checkpoint, architecture, settings, cache, context, backend.available_bytes())
+            asked = replace(load, num_threads=backend.num_threads(), device=backend.device.type)
+            context = _checked_context(checkpoint, architecture, asked, cache, context, backend, max_seq_len is None)
         give_back_freed()
         with backend.threads():
             model = load_transformer(
@@ -154,36 +152,32 @@ def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:
         )
 
 
-def _fitting(
+def _checked_context(
     checkpoint: Checkpoint,
     architecture: Architecture,
     load: LoadSettings,
     cache: CacheSettings,
-    default: int,
-    available: int | None,
+    context: int,
+    backend: ops.Backend,
+    may_shrink: bool,
 ) -> int:
-    """Return the default context, or the part of it that fits the memory. Warn if the context is reduced."""
-    found = fitting_length(architecture, checkpoint.tensors, load, cache, most=default, available=available)
-    if found < default:
+    """Return the length of the context that fits the memory, before anything is allocated.
+
+    If the context `may_shrink`, return the part of it that fits, and warn if it is reduced. Raise ModelError if the
+    model does not fit.
+    """
+    name, tensors, available = checkpoint.path.name, checkpoint.tensors, backend.available_bytes()
+    found = context
+    if may_shrink:
+        found = fitting_length(architecture, tensors, load, cache, most=context, available=available)
+    if found < context:
         warnings.warn(
-            f"the context is {found:,} tokens, not {default:,}: {(available or 0) // 1_000_000:,} MB of memory are "
+            f"the context is {found:,} tokens, not {context:,}: {(available or 0) // 1_000_000:,} MB of memory are "
             "available (kv_type q8 or q4 takes less)",
             stacklevel=5,
         )
+    check_fits(name, architecture, tensors, load, cache, num_tokens=found, available=available)
     return found
-
-
-def _check_memory(
-    checkpoint: Checkpoint,
-    architecture: Architecture,
-    load: LoadSettings,
-    cache: CacheSettings,
-    num_tokens: int,
-    available: int | None,
-) -> None:
-    """Raise ModelError if the model does not fit in memory, before anything is allocated."""
-    name, tensors = checkpoint.path.name, checkpoint.tensors
-    check_fits(name, architecture, tensors, load, cache, num_tokens=num_tokens, available=available)
 
 
 @contextmanager

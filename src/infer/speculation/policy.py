@@ -5,7 +5,7 @@ from itertools import pairwise
 from math import exp, log
 from typing import final
 
-from infer.speculation.ngram import MAX_MATCH, MAX_NGRAM
+from infer.speculation.drafter import Priors
 
 _COST_PER_TOKEN = 0.15  # of a step, until it is measured
 _LEAST_PER_TOKEN = 0.04  # no machine's step is cheaper
@@ -103,20 +103,6 @@ class StepTimes:
         return cost + slope * (num_tokens - last)
 
 
-# What a guess was right with after so many equal tokens or more, in chat, copying, code and JSON by SmolLM2: where of
-# the last tokens less than the first share was guessed, less than the second, and more.
-_SHARES = (0.2, 0.5)
-_PRIOR_BY_MATCH = {
-    1: (0.12, 0.12, 0.4),
-    2: (0.33, 0.42, 0.6),
-    3: (0.45, 0.7, 0.85),
-    4: (0.5, 0.7, 0.85),
-    6: (0.6, 0.73, 0.8),
-    10: (0.75, 0.82, 0.85),
-    18: (0.9, 0.95, 0.97),
-}
-_RANGES = tuple(_PRIOR_BY_MATCH)
-_RANGE_BY_MATCH = tuple(max(0, bisect_right(_RANGES, match) - 1) for match in range(MAX_MATCH + 1))
 _PRIOR_WEIGHT = 10.0
 _COUNTED = 0.95  # what a guess still weighs after the next one of its kind
 _PLAIN_EVERY = 128  # steps, after which one without a draft is measured anew
@@ -129,10 +115,10 @@ _TOKENS_BETWEEN = ((0.6, 1), (0.35, 2), (0.2, 4), (0.05, 8), (0.02, 16), (0.0, 6
 class DraftPolicy:
     """Choose the number of draft tokens with which a step yields the most tokens per second.
 
-    A draft after a match of m tokens is right with probability a(m), its next one with a(m + 1), and so on. So k drafts
-    give 1 + a(m) + a(m) a(m + 1) + … tokens, in the time of a step of k + 1 tokens.
+    A draft of confidence c is right with probability a(c), its next one with a(c + 1), and so on. So k drafts give
+    1 + a(c) + a(c) a(c + 1) + … tokens, in the time of a step of k + 1 tokens.
 
-    a(m) is counted for ranges of m, and separately for many, few or hardly any right guesses among the last tokens. The
+    a(c) is counted for ranges of c, and separately for many, few or hardly any right guesses among the last tokens. The
     guess for each token is known even without a draft, so no verification is needed to find out that drafting would pay
     off.
 
@@ -141,34 +127,30 @@ class DraftPolicy:
     accepted.
     """
 
-    def __init__(self, max_draft_tokens: int = 15, *, margin: float = 0.08) -> None:
+    def __init__(self, max_draft_tokens: int, priors: Priors, *, margin: float = 0.08) -> None:
         if max_draft_tokens < 0:
             raise ValueError(f"max_draft_tokens must be at least 0, got {max_draft_tokens}")
         sizes = {2**power - 1 for power in range(1, max_draft_tokens.bit_length() + 1)} | {max_draft_tokens}
         self._sizes = sorted(size for size in sizes if 0 < size <= max_draft_tokens)
-        self._margin = margin
-        self._guessed = [[_PRIOR_WEIGHT] * len(_RANGES) for _ in range(len(_SHARES) + 1)]
-        self._right = [
-            [_PRIOR_WEIGHT * priors[level] for priors in _PRIOR_BY_MATCH.values()] for level in range(len(_SHARES) + 1)
-        ]
+        self._margin, self._priors = margin, priors
+        self._guessed = [[_PRIOR_WEIGHT] * len(rates) for rates in priors.rates]
+        self._right = [[_PRIOR_WEIGHT * rate for rate in rates] for rates in priors.rates]
         self._since_plain = 0
         self._share = 0.3
 
-    def acceptance(self, match: int) -> float:
-        """Return the recent rate of right guesses after `match` equal tokens, at the current share of right guesses."""
-        level, index = bisect_right(_SHARES, self._share), _RANGE_BY_MATCH[min(match, MAX_MATCH)]
+    def acceptance(self, confidence: int) -> float:
+        """Return the recent rate of right guesses of this confidence, at the current share of right guesses."""
+        level, index = bisect_right(self._priors.shares, self._share), self._priors.range_of(confidence)
         return self._right[level][index] / self._guessed[level][index]
 
-    def observe(self, match: int, is_right: bool) -> None:
-        """Record one token: the length of the match before its guess, 0 if there was no guess, and whether it was
-        right.
-        """
-        if match:
-            level, index = bisect_right(_SHARES, self._share), _RANGE_BY_MATCH[match]
+    def observe(self, confidence: int, is_right: bool) -> None:
+        """Record one token: the confidence of its guess, 0 if there was no guess, and whether it was right."""
+        if confidence:
+            level, index = bisect_right(self._priors.shares, self._share), self._priors.range_of(confidence)
             guessed, right = self._guessed[level], self._right[level]
             guessed[index] = guessed[index] * _COUNTED + 1
             right[index] = right[index] * _COUNTED + is_right
-        self._share = self._share * _SHARE_COUNTED + (1 - _SHARE_COUNTED) * (is_right and match > 1)
+        self._share = self._share * _SHARE_COUNTED + (1 - _SHARE_COUNTED) * (is_right and confidence > 1)
 
     def tokens_between(self, times: StepTimes) -> int:
         """Return the number of tokens to decode without a draft before looking for a draft again."""
@@ -176,8 +158,8 @@ class DraftPolicy:
             return 1
         return next(count for share, count in _TOKENS_BETWEEN if self._share >= share)
 
-    def num_draft_tokens(self, times: StepTimes, match: int = MAX_NGRAM, num_known: int = 1) -> int:
-        """Return the number of tokens to request from `propose`, for a step that has `num_known` tokens without drafts.
+    def num_draft_tokens(self, times: StepTimes, confidence: int, num_known: int = 1) -> int:
+        """Return the number of drafts to request, for a step that has `num_known` tokens without drafts.
 
         Call it once before each step that could be drafted.
         """
@@ -189,7 +171,7 @@ class DraftPolicy:
         best, speed = 0, (1 + self._margin) / times.seconds(num_known)
         for size in self._sizes:
             for index in range(at, size):
-                reached *= self.acceptance(match + index)
+                reached *= self.acceptance(confidence + index)
                 tokens += reached
             at = size
             found = tokens / times.promised(num_known + size)

@@ -1,0 +1,61 @@
+"""`Drafter`: the interface of all that guesses the next tokens of sequences. Loads no torch."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, final, runtime_checkable
+
+
+class Guess(NamedTuple):
+    """The drafter's guess at a token that is now known. `confidence` is 0 if the drafter guessed nothing."""
+
+    confidence: int
+    is_right: bool
+
+
+@final
+class Priors:
+    """Rates of right guesses by confidence, until rates are measured.
+
+    There are three rates for each range of confidences: if less than the first of `shares` of the last tokens was
+    guessed right, if less than the second was, and otherwise.
+    """
+
+    def __init__(self, shares: tuple[float, float], rates: Mapping[int, tuple[float, float, float]]) -> None:
+        """`rates` has the first confidence of each range, in increasing order."""
+        starts = tuple(rates)
+        self.shares = shares
+        self.rates: tuple[tuple[float, ...], ...] = tuple(zip(*rates.values(), strict=True))  # by share, then by range
+        self._range_by_confidence = tuple(max(0, bisect_right(starts, each) - 1) for each in range(starts[-1] + 1))
+
+    def range_of(self, confidence: int) -> int:
+        """Return the index of the range of a confidence."""
+        return self._range_by_confidence[min(confidence, len(self._range_by_confidence) - 1)]
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Drafts for the sequences of one engine, which calls it on its own thread. A sequence is named by its slot.
+
+    Before each step the engine asks for the confidence of each sequence, and decides how many drafts pay off. Then it
+    calls `propose` once for all sequences. So a drafter makes no token that is not verified, and can compute the drafts
+    of all sequences in one batch.
+    """
+
+    @property
+    def priors(self) -> Priors:
+        """Expected rates of right guesses by this drafter's confidences."""
+
+    def begin(self, slot: int, token_ids: list[int]) -> None:
+        """Begin to draft for the sequence at a slot. `token_ids` is the sequence's own list, which grows."""
+
+    def confidence(self, slot: int) -> int:
+        """Return the confidence of the next guess, or 0 if there is none. Further guesses count one more each."""
+
+    def propose(self, counts: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+        """Return the drafts of each slot: `counts[slot]` tokens at most."""
+
+    def observe(self, slot: int) -> list[Guess]:
+        """Take in the tokens that were appended to the sequence's ids, and return the guess at each."""
+
+    def release(self, slot: int) -> None:
+        """Free the state of a slot. A slot without a sequence is ignored."""

@@ -235,3 +235,32 @@ def test_harmony_is_known_by_its_channels_and_takes_no_other_tool_format(tokeniz
     assert reasoning_of(TEMPLATES["harmony"]).closing == "<|end|>"  # type: ignore[union-attr]
     with pytest.raises(InvalidRequestError, match="tool_format must be harmony with this chat template"):
         form_of(tokenizer, tools=TOOLS, tool_format="hermes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("effort", [None, "low", "high"])
+def test_a_history_with_calls_is_rendered_as_transformers_does(
+    effort: str | None, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    write_tokenizer(tmp_path)
+    oracle = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    arguments = {"city": "Paris", "ä": [1, "<b>"]}
+    function = {"name": "weather", "arguments": arguments}
+    turn = {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [{"id": "1", "function": function}]}
+    heard = {"role": "tool", "tool_call_id": "1", "content": 'it is "rain"'}
+    system = {"role": "system", "content": "Be kind."}
+    given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    for messages in (ASKED, [system, *ASKED, turn, heard], [*ASKED, turn, heard, {**ASKED[0], "role": "assistant"}]):
+        asked = Conversation(tokenizer, TemplateProbes(tokenizer), RequestOptions(tools=TOOLS), given)
+        shown, variables = asked.shown(list(messages))
+        expected = oracle.apply_chat_template(
+            messages,
+            chat_template=TEMPLATES["harmony"],
+            tokenize=False,
+            add_generation_prompt=True,
+            **variables,
+        )
+        assert tokenizer.render_chat_template(shown, **variables) == expected
+        assert f"Reasoning: {effort or 'medium'}<|end|>" in expected  # and no builtin tools

@@ -14,6 +14,7 @@ from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.grammar.compiler import Compiler, make_compiler
 from infer.grammar.grammar import Grammar
+from infer.protocols.tool_options import effort_variables
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat
 from infer.toolcalls.template_formats import reasoning_of
@@ -188,6 +189,10 @@ def test_a_schema_holds_the_final_text_after_free_reasoning(tokenizer: Tokenizer
 def test_a_prompt_that_ends_in_a_text_is_continued_as_text(tokenizer: Tokenizer) -> None:
     begun = tokenizer.encode(NEXT + FINAL + "So", add_special_tokens=False)
     assert conversation(tokenizer).answer_format(begun) is None
+    ended = tokenizer.encode(NEXT + FINAL + "So<|end|>", add_special_tokens=False)
+    form = conversation(tokenizer).answer_format(ended)
+    assert form is not None
+    assert parsed(form, marked(form, tokenizer, ids_of(tokenizer, NEXT + FINAL + "b"))) == ("b", None, ())
     opened = tokenizer.encode(NEXT + "<|channel|>analysis<|message|>", add_special_tokens=False)
     form = conversation(tokenizer).answer_format(opened)
     assert form is not None
@@ -228,6 +233,14 @@ def test_several_calls_of_one_message_are_shown_one_by_one_each_with_its_result(
     places = [text.index(part) for part in ("to=functions.weather<", "r1", "to=functions.weather_now<", "r2", "r3")]
     assert places == sorted(places)
     assert '<|start|>functions.weather_now to=assistant<|channel|>commentary<|message|>"r2"' in text
+
+
+@pytest.mark.parametrize(
+    ("effort", "shown"), [("none", "low"), ("minimal", "low"), ("medium", "medium"), ("xhigh", "high")]
+)
+def test_the_template_is_shown_an_effort_that_the_model_knows(effort: str, shown: str) -> None:
+    assert effort_variables(effort, TEMPLATES["harmony"])["reasoning_effort"] == shown
+    assert effort_variables(effort, "<think></think>")["reasoning_effort"] == effort
 
 
 def test_harmony_is_known_by_its_channels_and_takes_no_other_tool_format(tokenizer: Tokenizer) -> None:

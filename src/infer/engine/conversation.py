@@ -105,8 +105,8 @@ class Conversation:
             return None
         is_open = reasoning is not None and self._ends_with(prompt_ids, reasoning.opening)
         if reasoning is not None and reasoning.body and not is_open:
-            start = reasoning.start + reasoning.role
-            if not self._ends_with(prompt_ids, start):
+            ends = (reasoning.start + reasoning.role, reasoning.closing)
+            if not any(self._ends_with(prompt_ids, end) for end in ends):
                 return None  # the prompt ends in the text of a message, which the answer continues
         ids = self.tokenizer.special_ids_in([text for form in forms for text in literals_of(form)])
         marks = marks_of(ids)

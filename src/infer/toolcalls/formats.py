@@ -13,6 +13,7 @@ ArgumentSyntax = Literal["json", "python", "xml", "gemma"]
 ID = "{id}"  # in `before_arguments`: nine letters and digits of the model's own, which are read over
 ID_PATTERN = "[A-Za-z0-9]{9}"
 _FIRST_MARK = 0xD800
+_HEADED_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss was trained with three efforts
 
 
 @final
@@ -96,6 +97,10 @@ class ReasoningFormat:
     def own_channel(self) -> str:
         """Name of the channel of reasoning."""
         return self.opening.removeprefix(self.channel).removesuffix(self.body)
+
+    def nearest_effort(self, effort: str) -> str:
+        """Return the effort nearest to this one that the models of the format know."""
+        return _HEADED_EFFORTS.get(effort, effort) if self.body else effort
 
 
 REASONING_FORMATS = (

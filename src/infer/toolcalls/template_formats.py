@@ -91,9 +91,11 @@ def _past_call(render: Render, takes_no_content: bool, takes_values: bool) -> st
 
 
 def _takes_both(render: Render, takes_values: bool) -> bool:
-    both = {"content": "probed text", "reasoning_content": "probed reasoning"}
-    message = _call_message(_ARGUMENTS if takes_values else json.dumps(_ARGUMENTS))
-    return bool(_tried(render, [_USER, message | both], [_TOOL.to_json()]))
+    """Return False if the template refuses reasoning beside the text of a message with calls, and takes the text."""
+    message = _call_message(_ARGUMENTS if takes_values else json.dumps(_ARGUMENTS)) | {"content": "probed text"}
+    both = message | {"reasoning_content": "probed reasoning"}
+    tools = [_TOOL.to_json()]
+    return bool(_tried(render, [_USER, both], tools)) or not _tried(render, [_USER, message], tools)
 
 
 def _call_message(arguments: Any) -> dict[str, Any]:

@@ -104,6 +104,30 @@ _GEMMA = (
     "{{ name }}:{{ 'QUOTE' + value + 'QUOTE' if value is string else value | tojson }}{{ ',' if not loop.last }}"
     "{% endfor %}}CLOSING{% endfor %}{{ message.content }}<end_of_turn>\n{% endfor %}"
 )
+# After gpt-oss's published format. As there, reasoning is shown only beside a call that no later text answers.
+_HARMONY = (
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}"
+    "{% if builtin_tools %}\n# Tools\n{{ builtin_tools | join }}{% endif %}<|end|>"
+    "{% set begins = messages[0].role in ['system', 'developer'] %}{% if begins or tools %}"
+    "<|start|>developer<|message|>{% if begins %}# Instructions\n\n{{ messages[0].content }}{% endif %}{% if tools %}"
+    "# Tools\n\nnamespace functions {{ '{' }}{% for tool in tools %}\n// {{ tool.function.description }}\n"
+    "type {{ tool.function.name }} = any;{% endfor %}}{% endif %}<|end|>{% endif %}"
+    "{% set rest = messages[1:] if begins else messages %}{% set last = namespace(name=none) %}"
+    "{% for message in rest %}{% if message.role == 'assistant' and 'tool_calls' in message %}"
+    "{% set later = namespace(found=false) %}{% for each in rest[loop.index:] %}"
+    "{% if each.role == 'assistant' and 'tool_calls' not in each %}{% set later.found = true %}{% endif %}{% endfor %}"
+    "{% if message.content and message.thinking %}{{ raise_exception('content and thinking') }}"
+    "{% elif (message.content or message.thinking) and not later.found %}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + (message.content or message.thinking) + '<|end|>' }}"
+    "{% endif %}{% set last.name = message.tool_calls[0].function.name %}"
+    "{{ '<|start|>assistant to=functions.' + last.name + '<|channel|>commentary json<|message|>' }}"
+    "{{ message.tool_calls[0].function.arguments | tojson }}<|call|>{% elif message.role == 'assistant' %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}"
+    "{% elif message.role == 'tool' %}{% if last.name is none %}{{ raise_exception('no call') }}{% endif %}"
+    "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ message.content | tojson }}"
+    "<|end|>{% elif message.role == 'user' %}{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 _PLAIN = "{% for message in messages %}" + _TURN + "{% endfor %}"
 _ALTERNATING = (
     "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -157,6 +181,7 @@ TEMPLATES = {
     "gemma-4": (
         _GEMMA.replace("OPENING", "<|tool_call>").replace("CLOSING", "<tool_call|>").replace("QUOTE", '<|"|>')
     ),
+    "harmony": _HARMONY,
     "json": _PLAIN,
 }  # fmt: skip
 ALTERNATING = _ALTERNATING

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from openai_shapes import check, events, named_events
 from served import Served, serving
 from test_session import TEXT_IDS, make_model
 from test_tool_calls import THINKING
+from tool_templates import TEMPLATES
 
 ASKED = [{"role": "user", "content": "weather?"}]
 CHAT = "/v1/chat/completions"
@@ -22,6 +24,7 @@ FUNCTION: dict[str, Any] = {
 }
 NOW: dict[str, Any] = {"name": "now"}
 TOOLS = [{"type": "function", "function": FUNCTION}, {"type": "function", "function": NOW | {"strict": None}}]
+BOOLEAN = {"type": "boolean"}
 SAMPLED: dict[str, Any] = {"seed": 3, "max_tokens": 200, "temperature": 1.5}
 
 
@@ -83,6 +86,25 @@ def test_a_call_over_http_is_that_of_the_library(served: Served, llm: LLM, choic
         assert found["tool_calls"] == choice["message"]["tool_calls"]
         assert (found["content"], reason) == ("", choice["finish_reason"])
         assert reason in ("tool_calls", "length")
+
+
+def test_harmony_is_served_whole_and_streamed_without_its_headers(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, context=1_500)
+    body = {"messages": ASKED, "thinking_token_budget": 5, **SAMPLED, "max_tokens": 400}
+    called = {**body, "tools": TOOLS, "tool_choice": "required"}
+    chosen = {**body, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BOOLEAN}}}
+    with LLM(folder, chat_template=TEMPLATES["harmony"]) as other, serving(other, model="tiny") as served:
+        whole = post(served, CHAT, **called)["choices"][0]
+        assert whole["finish_reason"] == "tool_calls"
+        (call,) = whole["message"]["tool_calls"]
+        assert (whole["message"]["content"], call["function"]["name"] in ("is_on", "now")) == (None, True)
+        found, reason = joined(list(events(served.client.post(CHAT, json={"stream": True, **called}).text)), 0)
+        assert (found["content"], found["tool_calls"], reason) == ("", [call], "tool_calls")
+        answer = post(served, CHAT, **chosen)["choices"][0]["message"]
+        assert answer["content"] in ("true", "false")
+        assert "<|" not in (answer.get("reasoning_content") or "")
+        heard = {"role": "tool", "tool_call_id": call["id"], "content": "on"}
+        assert post(served, CHAT, **{**called, "messages": [*ASKED, whole["message"], heard]})["choices"]
 
 
 def test_a_conversation_with_calls_and_results_goes_on(served: Served) -> None:

@@ -25,11 +25,11 @@ from infer.prepare.answer import AnswerGrammars
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat, Calls, written_arguments
 from infer.toolcalls.formats import FORMATS, REASONING_FORMATS, ToolCallFormat, in_vocabulary, literals_of, marks_of
-from infer.toolcalls.parser import AnswerParser
+from infer.toolcalls.parser import AnswerParser, make_parser
 from infer.toolcalls.tools import Kind, Tool, read_tool_choice, read_tools
 
 CONTROLS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "[THINK]", "[/THINK]", "<escape>")
-THINK, THINK_CONTROL, _ = REASONING_FORMATS
+THINK, THINK_CONTROL, *_ = REASONING_FORMATS
 NAME = "get_weather"
 PROPERTIES = {
     "city": {"type": "string"},
@@ -108,7 +108,7 @@ def marked(form: AnswerFormat, tokenizer: Tokenizer, ids: Iterable[int]) -> Iter
 
 
 def parsed(form: AnswerFormat, texts: Iterable[str]) -> Found:
-    parser = AnswerParser(form, str)
+    parser = make_parser(form, str)
     found = [*map(parser.push, texts), parser.flush()]
     reasoning, calls = assembled(delta for each in found for delta in each.deltas)
     return "".join(each.text for each in found), reasoning, calls

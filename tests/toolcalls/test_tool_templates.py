@@ -8,7 +8,7 @@ import pytest
 from infer.errors import InvalidRequestError
 from infer.tokenizer.chat_template import ChatTemplate
 from infer.toolcalls.answer_format import written_arguments
-from infer.toolcalls.formats import FORMATS, pattern_of
+from infer.toolcalls.formats import FORMATS, HEADED, pattern_of
 from infer.toolcalls.messages import shown_messages
 from infer.toolcalls.template_formats import TemplateFormats, probe_template, reasoning_of
 from infer.toolcalls.tools import Tool, read_tools
@@ -53,7 +53,8 @@ def test_the_format_is_the_one_that_the_template_writes(name: str) -> None:
     arguments = written_arguments(form, TOOLS[0], {"city": "Paris", "days": 3})
     assert arguments in text
     assert "rain" in text
-    assert probed(TEMPLATES[name], "hermes").calls is FORMATS["hermes"]
+    if name != HEADED:
+        assert probed(TEMPLATES[name], "hermes").calls is FORMATS["hermes"]
 
 
 def test_what_a_template_does_not_show_is_written_as_text() -> None:

@@ -103,6 +103,11 @@ class Conversation:
                 message = "reasoning_budget: the chat template knows no reasoning: leave it out"
                 raise InvalidRequestError(message, param="reasoning_budget")
             return None
+        is_open = reasoning is not None and self._ends_with(prompt_ids, reasoning.opening)
+        if reasoning is not None and reasoning.body and not is_open:
+            ends = (reasoning.start + reasoning.role, reasoning.closing)
+            if not any(self._ends_with(prompt_ids, end) for end in ends):
+                return None  # the prompt ends in the text of a message, which the answer continues
         ids = self.tokenizer.special_ids_in([text for form in forms for text in literals_of(form)])
         marks = marks_of(ids)
         calls = None
@@ -114,7 +119,6 @@ class Conversation:
             if is_parallel is None:
                 is_parallel = not self.choice.is_named
             calls = Calls(form, tools, self.choice.kind, is_parallel=is_parallel)
-        is_open = reasoning is not None and self._ends_with(prompt_ids, reasoning.opening)
         return AnswerFormat(
             calls,
             None if reasoning is None else in_vocabulary(reasoning, marks),

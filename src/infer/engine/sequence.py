@@ -23,7 +23,8 @@ from infer.operands.step import Chunk, Clock
 from infer.outputs import FinishReason, GenerationResult, GenerationStats, Origin, Piece, TokenLogprob, assembled
 from infer.runner.sample_loop import SampledTokens
 from infer.sampling.sampler import message_of
-from infer.toolcalls.parser import AnswerParser, Parsed
+from infer.toolcalls.parsed import Parsed
+from infer.toolcalls.parser import make_parser
 
 _STOP_STRING_STEPS = 8  # without a return to Python, where a stop string may end the answer
 NO_SLOT = -1
@@ -215,7 +216,7 @@ class Sequence:
         room = self.request.max_total_tokens - self.num_prompt_tokens
         form, parser = self.request.answer_format, None
         if form is not None:
-            parser = AnswerParser(form, partial(form.call_id, self.request.call_salt))
+            parser = make_parser(form, partial(form.call_id, self.request.call_salt))
         return TextOutput(self.request.tokenizer, self.params, room, parser)
 
     def _replay(self, num_tokens: int) -> None:

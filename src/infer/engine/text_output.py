@@ -5,7 +5,7 @@ from typing import final
 from infer.outputs import FinishReason, Piece, TokenLogprob, ToolCallDelta
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import StopStrings, Tokenizer
-from infer.toolcalls.parser import AnswerParser, Parsed
+from infer.toolcalls.parsed import Parsed, Parser
 
 
 @final
@@ -16,9 +16,7 @@ class TextOutput:
     are told from the text, in which alone stop strings are looked for.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, room: int, parser: AnswerParser | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, room: int, parser: Parser | None = None) -> None:
         """`room`: how many tokens the context holds after the prompt."""
         self._params = params
         self.stop_ids = frozenset(params.stop_token_ids or ()) | (

@@ -56,9 +56,11 @@ def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]
 
     A template without reasoning gets none, unless the effort is "none".
     """
-    if effort is None or (effort != "none" and reasoning_of(template or "") is None):
+    reasoning = reasoning_of(template or "")
+    if effort is None or (effort != "none" and reasoning is None):
         return {}
-    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
+    known = effort if reasoning is None else reasoning.nearest_effort(effort)
+    return {"enable_thinking": effort != "none", "reasoning_effort": known}
 
 
 def plain(value: Any) -> Any:

@@ -68,7 +68,8 @@ class Tokenizer:
         self._added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_token_id: int | None = self._id_of(named_tokens.get("bos_token"))
-        self.eos_token_ids = frozenset(filter(self._is_token, end_token_ids)) | self._named_end_ids(added)
+        given_end_ids = frozenset(filter(self._is_token, end_token_ids))
+        self.eos_token_ids = (given_end_ids | self._named_end_ids(added)) - self._message_end_ids(added)
         self.adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
         self._vocabulary = vocabulary
 
@@ -387,11 +388,16 @@ class Tokenizer:
     def _named_end_ids(self, added: Mapping[int, AddedToken]) -> frozenset[int]:
         names = {token.content: token_id for token_id, token in added.items() if token.special}
         ends = {token_id for text, token_id in names.items() if text in END_NAMES}
-        # Phi ends an answer with it. gpt-oss ends its analysis with it and continues.
-        if "<|end|>" in names and "<|return|>" not in names:
+        if "<|end|>" in names:  # Phi ends an answer with it
             ends.add(names["<|end|>"])
         eos = self._id_of(self._named_tokens.get("eos_token"))
         return frozenset(ends if eos is None else ends | {eos})
+
+    @staticmethod
+    def _message_end_ids(added: Mapping[int, AddedToken]) -> frozenset[int]:
+        """Return the ids that end a message and not an answer, whatever a file says: gpt-oss's `<|end|>`."""
+        names = {token.content: token_id for token_id, token in added.items() if token.special}
+        return frozenset({names["<|end|>"]} if {"<|end|>", "<|return|>"} <= names.keys() else ())
 
 
 _ENDS = ("bos", "eos")

@@ -13,6 +13,7 @@ ArgumentSyntax = Literal["json", "python", "xml", "gemma"]
 ID = "{id}"  # in `before_arguments`: nine letters and digits of the model's own, which are read over
 ID_PATTERN = "[A-Za-z0-9]{9}"
 _FIRST_MARK = 0xD800
+_HEADED_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss was trained with three efforts
 
 
 @final
@@ -69,14 +70,54 @@ class ToolCallFormat:
 @final
 @dataclass(frozen=True)
 class ReasoningFormat:
+    """Notation of reasoning: the text between `opening` and `closing`.
+
+    With a `body`, the whole answer is messages. A message is `start`, `role`, a header, `body`, a text and `closing`;
+    the prompt ends after the first `start` and `role`. A header names a channel after `channel`, which the `opening`
+    has for reasoning. It may name a type after `constrain`, and a tool as in `ToolCallFormat.before_name`. Text of
+    `text_channel` is the answer, and text of `aside_channel` is shown before a call.
+    """
+
     opening: str
     closing: str
+    start: str = ""
+    role: str = ""
+    channel: str = ""
+    constrain: str = ""
+    body: str = ""
+    text_channel: str = ""
+    aside_channel: str = ""
+
+    @property
+    def sign(self) -> str:
+        """Text that the template of a model with this format contains."""
+        return self.opening if self.body else self.closing
+
+    @property
+    def own_channel(self) -> str:
+        """Name of the channel of reasoning."""
+        return self.opening.removeprefix(self.channel).removesuffix(self.body)
+
+    def nearest_effort(self, effort: str) -> str:
+        """Return the effort nearest to this one that the models of the format know."""
+        return _HEADED_EFFORTS.get(effort, effort) if self.body else effort
 
 
 REASONING_FORMATS = (
     ReasoningFormat("<think>", "</think>"),
     ReasoningFormat("[THINK]", "[/THINK]"),
     ReasoningFormat("<seed:think>", "</seed:think>"),
+    ReasoningFormat(  # Harmony
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        start="<|start|>",
+        role="assistant",
+        channel="<|channel|>",
+        constrain="<|constrain|>",
+        body="<|message|>",
+        text_channel="final",
+        aside_channel="commentary",
+    ),
 )
 
 GENERIC = ToolCallFormat(name="json", separator="\n")
@@ -240,6 +281,14 @@ _FORMATS = (
         trigger="<|tool_call>",
     ),
     ToolCallFormat(
+        name="harmony",
+        before_name="to=functions.",
+        before_arguments="<|channel|>commentary json<|message|>",
+        after_arguments="",
+        trigger="to=functions.",
+        is_parallel=False,
+    ),
+    ToolCallFormat(
         name="llama",
         before_arguments='", "parameters": ',
         after_arguments="}",
@@ -258,6 +307,7 @@ _FORMATS = (
     ),
 )
 FORMATS = {each.name: each for each in _FORMATS}
+HEADED = "harmony"  # the format of calls in answers of messages with headers
 
 _Format = TypeVar("_Format", ToolCallFormat, ReasoningFormat)
 

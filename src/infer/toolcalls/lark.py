@@ -79,9 +79,13 @@ class _Builder:
         self._numbers = count()  # of rules that are made while another one is
 
     def lark(self) -> str:
-        thought = self._thought(self._form.reasoning) if self._form.reasoning is not None else ""
-        self._rules = {"start": "", **self._rules}
-        self._rules["start"] = f"{thought} ({self._answer()})"
+        reasoning = self._form.reasoning
+        self._rules = {"start": ""}
+        if reasoning is not None and reasoning.body:
+            self._rules["start"] = self._messages(reasoning)
+        else:
+            thought = self._thought(reasoning) if reasoning is not None else ""
+            self._rules["start"] = f"{thought} ({self._answer()})"
         self._rules["SPACES"] = "/[ \\t\\r\\n]+/"
         self._rules["ANY"] = f"/{_ANY}/"
         return "\n".join(f"{name}: {rule}" for name, rule in self._rules.items()) + "\n"
@@ -97,6 +101,39 @@ class _Builder:
             self._literal(form.opening) if self._is_control(form.opening) else f"/{_SPACES}{as_pattern(form.opening)}/"
         )
         return f"({opening} {thought})?"
+
+    def _messages(self, form: ReasoningFormat) -> str:
+        """Return the rule of messages with headers: reasoning and texts beside calls, then the text or a call."""
+        calls, following = self._form.calls, self._literal(form.start + form.role)
+        thought, aside = self._until("thought", form.closing), self._until("aside", form.closing)
+        self._rules["rest"] = f"{thought} {following}"
+        self._rules["reasoned"] = f"{self._literal(form.opening)} rest"
+        self._rules["said"] = f"{self._literal(form.channel + form.aside_channel + form.body)} {aside} {following}"
+        is_required = calls is not None and calls.kind == "required"
+        said = "" if self._is_held or is_required else "said"
+        if self._form.budget is not None:  # of one message
+            before = f"{'rest' if self._form.is_open else 'reasoned?'} {said and 'said*'}"
+        else:
+            before = f"{'rest' if self._form.is_open else ''} ({' | '.join(filter(None, ['reasoned', said]))})*"
+        self._rules["typed"] = f'" "? {self._literal(form.constrain)} "json" | " json"'
+        text = f"{self._literal(form.channel + form.text_channel)} typed? {self._literal(form.body)}"
+        text += " @answer" if self._is_held else " ANY?"
+        if calls is None or calls.kind == "none":
+            return f"{before} {text}"
+        call = self._headed_call(form, calls)
+        return f"{before} {call}" if is_required else f"{before} ({text} | {call})"
+
+    def _headed_call(self, form: ReasoningFormat, calls: Calls) -> str:
+        """Return the rule of a call with its header, in which the tool's name may precede or follow the channel."""
+        self._rules["channel"] = one_of(
+            self._literal(form.channel + name) for name in (form.aside_channel, form.own_channel)
+        )
+        body, after, before = self._literal(form.body), list[str](), list[str]()
+        for index, tool in enumerate(calls.tools):
+            name, end = self._literal(calls.form.before_name + tool.name), self._end(calls, index)
+            after.append(f"{name} typed? {body} {end}")
+            before.append(f"{name} channel typed? {body} {end}")
+        return f'(channel " " {one_of(after)} | " "? {one_of(before)})'
 
     def _answer(self) -> str:
         calls = self._form.calls

@@ -12,12 +12,15 @@ from infer.toolcalls.tools import Tool
 
 Message = Mapping[str, Any]
 _SYSTEM_ROLES = ("system", "developer")
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _AFTER_RESULTS = "\nNow answer with this, in words."  # without it small models write the call again
 
 
 def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: TemplateFormats) -> list[Message]:
     """Return the messages with everything that the template does not show written into their texts."""
     messages, _ = with_values(messages)
+    if formats.shows_calls and not formats.calls.is_parallel:
+        messages = _with_single_calls(messages)
     names = _names_by_id(messages)
     found = list[Message]()
     for index, message in enumerate(messages):
@@ -37,12 +40,38 @@ def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: 
     return found if not tools or formats.shows_tools else _with_tools(found, tools, formats)
 
 
+def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with one call in each, and the results of a call after it."""
+    found = list[Message]()
+    pending = list[Message]()  # messages with the further calls of a message
+    for message in messages:
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        if _role_of(message) == "tool" and pending:
+            results_of = [call.get("id") for each in pending for call in each["tool_calls"]]
+            if message.get("tool_call_id") in results_of:
+                last = results_of.index(message["tool_call_id"]) + 1
+                found += pending[:last]
+                del pending[:last]
+        elif pending:
+            found += pending
+            pending.clear()
+        if isinstance(calls, list) and len(calls) > 1 and all(isinstance(call, Mapping) for call in calls):
+            message = {**message, "tool_calls": calls[:1]}
+            pending = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+        found.append(message)
+    return found + pending
+
+
 def _role_of(message: Any) -> Any:
     return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _as_taken(message: Message, formats: TemplateFormats) -> Message:
     found = dict(message)
+    name = next((each for each in _REASONING_FIELDS if found.get(each)), None)
+    if not formats.takes_both and name is not None and found.get("content"):
+        found[name] = f"{found[name]}\n\n{found['content']}"
+        found["content"] = ""
     if formats.takes_no_content and not found.get("content"):
         found.pop("content", None)
     if not formats.takes_values:

@@ -4,35 +4,33 @@ The input is text that the answer's grammar allows, or the beginning of such tex
 joined results are the same for every way to cut the text into pieces.
 """
 
-import re
 from collections.abc import Callable
-from typing import NamedTuple, final
+from typing import final
 
 from infer.outputs import ReasoningDelta, ToolCallDelta
 from infer.toolcalls.answer_format import AnswerFormat, is_plain_text
 from infer.toolcalls.arguments import Arguments, GemmaArguments, JsonArguments, PythonArguments, XmlArguments, num_held
+from infer.toolcalls.channel_parser import ChannelParser
 from infer.toolcalls.formats import pattern_of
-
-SPACES = " \t\r\n"
-_MARKS = re.compile("[\ud800-\udfff]")
-Delta = ReasoningDelta | ToolCallDelta
+from infer.toolcalls.parsed import MARKS, SPACES, Delta, Parsed, Parser
 
 
-class Parsed(NamedTuple):
-    text: str
-    deltas: tuple[Delta, ...] = ()
+def make_parser(form: AnswerFormat, id_of: Callable[[int], str]) -> Parser:
+    """Return a parser of one answer. `id_of` returns the id of a call by its index."""
+    if form.reasoning is not None and form.reasoning.body:
+        return ChannelParser(form, id_of)
+    return AnswerParser(form, id_of)
 
 
 @final
-class AnswerParser:
+class AnswerParser(Parser):
     """Parser of one answer. It holds back text that could begin another part.
 
     Spaces around reasoning and before calls are not text.
     """
 
     def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:
-        self._form, self._id_of = form, id_of
-        self.mark_by_id = form.marks
+        super().__init__(form, id_of)
         self._held = self._text = ""
         self._deltas: list[Delta] = []
         self._arguments: Arguments = JsonArguments()
@@ -67,7 +65,7 @@ class AnswerParser:
         return self._take()
 
     def _take(self) -> Parsed:
-        text, deltas = _MARKS.sub("", self._text), tuple(self._deltas)
+        text, deltas = MARKS.sub("", self._text), tuple(self._deltas)
         self._text = ""
         self._deltas.clear()
         return Parsed(text, deltas)
@@ -109,7 +107,7 @@ class AnswerParser:
     def _reason(self, text: str) -> None:
         if not self._form.is_apart:
             self._text += text
-        elif text := _MARKS.sub("", text if self._reasons else text.lstrip(SPACES)):
+        elif text := MARKS.sub("", text if self._reasons else text.lstrip(SPACES)):
             self._reasons = True
             self._deltas.append(ReasoningDelta(text))
 

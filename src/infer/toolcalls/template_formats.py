@@ -7,7 +7,15 @@ from typing import Any, final
 
 from infer.errors import InvalidRequestError
 from infer.toolcalls.answer_format import written_arguments
-from infer.toolcalls.formats import FORMATS, GENERIC, REASONING_FORMATS, ReasoningFormat, ToolCallFormat, pattern_of
+from infer.toolcalls.formats import (
+    FORMATS,
+    GENERIC,
+    HEADED,
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ToolCallFormat,
+    pattern_of,
+)
 from infer.toolcalls.tools import Tool
 
 Message = Mapping[str, Any]
@@ -39,11 +47,12 @@ class TemplateFormats:
     takes_tools_in_system: bool = False
     takes_values: bool = True  # arguments as values, not as a text
     takes_no_content: bool = False  # of a message with calls and no text
+    takes_both: bool = True  # reasoning and text, in a message with calls
 
 
 def reasoning_of(source: str) -> ReasoningFormat | None:
     """Return the reasoning format of a template that reads or opens it, or None."""
-    return next((each for each in REASONING_FORMATS if each.closing in source), None)
+    return next((each for each in REASONING_FORMATS if each.sign in source), None)
 
 
 def probe_template(render: Render, source: str, name: str | None) -> TemplateFormats:
@@ -53,6 +62,9 @@ def probe_template(render: Render, source: str, name: str | None) -> TemplateFor
     """
     if name is not None and name not in FORMATS:
         raise InvalidRequestError(f"tool_format must be one of {', '.join(FORMATS)}, got {name!r:.80}")
+    reasoning = reasoning_of(source)
+    if reasoning is not None and reasoning.body and name not in (None, HEADED):
+        raise InvalidRequestError(f"tool_format must be {HEADED} with this chat template, got {name!r:.80}")
     in_system = _PHI_TOOLS in source
     shows_tools = _TOOL.name in _tried(render, [_USER], [_TOOL.to_json()])
     past_calls = [_past_call(render, *style) for style in _STYLES]
@@ -66,13 +78,24 @@ def probe_template(render: Render, source: str, name: str | None) -> TemplateFor
     styles = [style for style, text in zip(_STYLES, past_calls, strict=True) if _is_written(found, text)]
     shows_calls, (takes_no_content, takes_values) = bool(styles), (styles or _STYLES)[0]
     shows_results = (shows_tools or in_system) and _shows_results(render, shows_calls)
-    return TemplateFormats(found, shows_tools, shows_calls, shows_results, in_system, takes_values, takes_no_content)
+    takes_both = not shows_calls or _takes_both(render, takes_values)
+    return TemplateFormats(
+        found, shows_tools, shows_calls, shows_results, in_system, takes_values, takes_no_content, takes_both
+    )
 
 
 def _past_call(render: Render, takes_no_content: bool, takes_values: bool) -> str:
     """Return a rendered conversation with a call."""
     message = _call_message(_ARGUMENTS if takes_values else json.dumps(_ARGUMENTS))
     return _tried(render, [_USER, message | ({} if takes_no_content else {"content": ""})], [_TOOL.to_json()])
+
+
+def _takes_both(render: Render, takes_values: bool) -> bool:
+    """Return False if the template refuses reasoning beside the text of a message with calls, and takes the text."""
+    message = _call_message(_ARGUMENTS if takes_values else json.dumps(_ARGUMENTS)) | {"content": "probed text"}
+    both = message | {"reasoning_content": "probed reasoning"}
+    tools = [_TOOL.to_json()]
+    return bool(_tried(render, [_USER, both], tools)) or not _tried(render, [_USER, message], tools)
 
 
 def _call_message(arguments: Any) -> dict[str, Any]:

@@ -83,8 +83,8 @@ def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str
     """Return the template's variables. If the last turn is the assistant's, it is continued."""
     found: dict[str, Any] = {"continue_final_message": True} if messages[-1]["role"] == "assistant" else {}
     effort = None if body.output_config is None else body.output_config.effort
-    if effort is not None and reasoning_of(template or "") is not None:
-        found["reasoning_effort"] = _EFFORTS.get(effort, effort)
+    if effort is not None and (reasoning := reasoning_of(template or "")) is not None:
+        found["reasoning_effort"] = reasoning.nearest_effort(_EFFORTS.get(effort, effort))
     return found if body.thinking is None else found | {"enable_thinking": not isinstance(body.thinking, ThinkingOff)}
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from gguf_files import permuted
 
-_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
 _PERMUTED = {"llama", "mistral", "granite", "smollm3"}
 _NORMS_PLUS_ONE = {"gemma2", "gemma3_text"}
 
@@ -58,7 +58,8 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_value_length(config["head_dim"])
     if config.get("sliding_window") is not None:
         writer.add_sliding_window(config["sliding_window"])
-    if config["model_type"] == "gemma3_text" or config.get("use_sliding_window"):
+    has_kinds = config["model_type"] in ("gemma3_text", "olmo3", "exaone4") and config.get("sliding_window") is not None
+    if has_kinds or config.get("use_sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     for key, add in (
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
@@ -75,7 +76,8 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     rope = config["rope_parameters"]
     if "sliding_attention" in rope:
-        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        if config["model_type"] == "gemma3_text":
+            writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))

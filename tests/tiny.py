@@ -7,16 +7,19 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -211,6 +214,36 @@ TINY = [
     ),
     Tiny("olmo2", Olmo2Config(num_hidden_layers=3, **_SIZES)),
     Tiny("olmo2_biases", Olmo2Config(num_hidden_layers=2, attention_bias=True, **_SIZES | {"num_key_value_heads": 4})),
+    Tiny("olmo3", Olmo3Config(num_hidden_layers=4, sliding_window=8, **_SIZES)),
+    Tiny(
+        "olmo3_yarn",
+        Olmo3Config(
+            num_hidden_layers=4,
+            sliding_window=8,
+            attention_bias=True,
+            rope_parameters={
+                "full_attention": _yarn(attention_factor=1.2),
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+            **_SIZES,
+        ),
+    ),
+    Tiny("exaone4", Exaone4Config(num_hidden_layers=5, sliding_window=8, rope_parameters=_LLAMA3_ROPE, **_SIZES)),
+    Tiny(
+        "exaone4_full",
+        Exaone4Config(
+            num_hidden_layers=2,
+            sliding_window=None,
+            layer_types=["full_attention"] * 2,
+            tie_word_embeddings=True,
+            **_SIZES,
+        ),
+    ),
+    Tiny("seed_oss", SeedOssConfig(num_hidden_layers=2, head_dim=32, **_SIZES)),
+    Tiny(
+        "seed_oss_biases",
+        SeedOssConfig(num_hidden_layers=2, head_dim=16, attention_out_bias=True, mlp_bias=True, **_SIZES),
+    ),
     Tiny(
         "granite",
         GraniteConfig(

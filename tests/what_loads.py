@@ -22,6 +22,9 @@ _MODELS = {
     "phi3": "Phi-3, Phi-4-mini",
     "smollm3": "SmolLM3",
     "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "exaone4": "EXAONE 4",
+    "seed_oss": "Seed-OSS",
     "granite": "Granite 3",
 }
 _SETTINGS = (

@@ -92,7 +92,8 @@ def _config_seeds() -> Iterable[bytes]:
     ]
     yield from _dumped(CONFIG, *(CONFIG | {"rope_scaling": rope} for rope in ropes))
     others = {"sliding_window": 16, "layer_types": ["sliding_attention"], "no_rope_layers": [1], "attention_bias": True}
-    for family in ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "smollm3", "olmo2", "granite"):
+    older = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "smollm3", "olmo2", "granite")
+    for family in (*older, "olmo3", "exaone4", "seed_oss"):
         yield from _dumped(CONFIG | others | {"model_type": family, "partial_rotary_factor": 0.5})
     yield from _dumped({"model_type": "gemma3", "text_config": CONFIG | {"query_pre_attn_scalar": 256}})
     yield from _dumped(CONFIG | {"rope_parameters": {"full_attention": ropes[0], "sliding_attention": ropes[1]}})

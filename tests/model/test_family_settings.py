@@ -90,6 +90,14 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
     assert make("gemma2", attn_logit_softcapping=None).attention[0].softcap is None
     assert make("phi3").norm_eps == make("olmo2").norm_eps == 1e-5
     assert make("qwen3").attention[0].head_dim == 128
+    olmo3 = make("olmo3", rope_scaling={"rope_type": "linear", "factor": 4.0})
+    assert [layer.window for layer in olmo3.attention] == [4096] * 3 + [None]
+    assert [layer.rope.frequency_factors is None for layer in olmo3.attention if layer.rope] == [True] * 3 + [False]
+    kinds = ["full_attention"] + ["sliding_attention"] * 3
+    exaone4 = make("exaone4", num_key_value_heads=2, sliding_window_pattern="LLLG", layer_types=kinds)
+    assert [layer.rope is None for layer in exaone4.attention] == [True, False, False, False]
+    seed_oss = make("seed_oss", num_key_value_heads=2).attention[0]
+    assert (seed_oss.has_qkv_bias, seed_oss.has_output_bias) == (True, False)
     assert all(layer.window is None for layer in make("qwen2", sliding_window=8).attention)
     windowed = make("qwen2", sliding_window=8, use_sliding_window=True, num_hidden_layers=30)
     assert [layer.window for layer in windowed.attention] == [None] * 28 + [8] * 2
@@ -99,6 +107,10 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
     ("family", "settings", "message"),
     [
         ("gpt2", {}, "model_type 'gpt2' is not supported"),
+        ("glm4", {}, "model_type 'glm4' is not supported: it needs a rotation of neighbouring elements"),
+        ("cohere2", {}, "model_type 'cohere2' is not supported: it needs LayerNorm, and attention beside the MLP"),
+        ("hunyuan_v1_dense", {}, "it needs norms of q and k after their rotation"),
+        ("ministral3", {}, "it needs queries scaled by their position"),
         ("llama", {"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
         ("llama", {"hidden_act": 3}, "hidden_act 3 is not supported"),
         ("llama", {"rope_scaling": {"rope_type": "proportional"}}, "rope_type 'proportional' is not supported"),

@@ -17,6 +17,7 @@ from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.system.json_file import inside, read_json_file
 
 _MODEL_TYPES = {"gemma3": "gemma3_text"}  # others have the same name in both worlds
+_WITH_WINDOWS = {"llama": "mistral", "olmo2": "olmo3"}  # an architecture whose layers have windows is another family
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
 # whose attention is scaled by hidden_size / heads instead of head_dim.
 _WINDOW_PATTERNS, _GEMMA3_LOCAL_BASE = {"gemma2": 2, "gemma3": 6}, 10000.0
@@ -170,8 +171,8 @@ def _windows(values: "_Values", num_layers: int) -> dict[str, Any]:
     found: dict[str, Any] = {"sliding_window": None}
     if values.has("attention.sliding_window"):
         found["sliding_window"] = values.count("attention.sliding_window")
-        if values.architecture == "llama":
-            found["model_type"] = "mistral"
+        if values.architecture in _WITH_WINDOWS:
+            found["model_type"] = _WITH_WINDOWS[values.architecture]
     pattern = values.get("attention.sliding_window_pattern", _WINDOW_PATTERNS.get(values.architecture))
     if pattern is None:
         return found

@@ -56,7 +56,11 @@ def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
     """Return our name for each name in the file, without tensors that are not weights."""
     kept = [name for name in names if name not in _SKIPPED_GGUF]
     has_gate = any(".ffn_gate." in name for name in kept)
-    return {name: _from_gguf(name if has_gate else name.replace(".ffn_up.", ".ffn_gate_up.")) for name in kept}
+    has_mlp_norm = any(".ffn_norm." in name or ".post_ffw_norm." in name for name in kept)
+    usual = {name: name if has_gate else name.replace(".ffn_up.", ".ffn_gate_up.") for name in kept}
+    if not has_mlp_norm:  # so the norm after attention is the one before the MLP
+        usual = {name: alias.replace(".post_attention_norm.", ".ffn_norm.") for name, alias in usual.items()}
+    return {name: _from_gguf(alias) for name, alias in usual.items()}
 
 
 def names_from_hugging_face(names: Iterable[str]) -> dict[str, str]:

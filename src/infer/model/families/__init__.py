@@ -9,7 +9,7 @@ is refused.
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, choice, count, flag, optional_positive, positive
 from infer.model.families.rope_scaling import make_rope
-from infer.model.families.table import FAMILIES, OFF_IF_NULL, OPTIONAL, Family
+from infer.model.families.table import FAMILIES, NEEDS, OFF_IF_NULL, OPTIONAL, Family
 from infer.operands.architecture import Activation, Architecture, Attention, Dense, Layer
 
 __all__ = ["FAMILIES", "make_architecture"]
@@ -38,6 +38,8 @@ def make_architecture(config: Config) -> Architecture:
     Raises UnsupportedModelError for a family or a setting that we do not run, ModelError for an invalid value.
     """
     name = str(config.get("model_type", ""))
+    if name in NEEDS:
+        raise UnsupportedModelError(f"model_type {name!r} is not supported: it needs {NEEDS[name]}")
     if name not in FAMILIES:
         names = ", ".join(sorted(FAMILIES))
         code = "; the code that auto_map names is never run" if config.get("auto_map") else ""
@@ -73,7 +75,8 @@ def _as_read(config: Config, family: Family) -> Config:
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("use_bidirectional_attention=true (an embedding model) is not supported")
     unread = OPTIONAL - family.reads
-    given = {name: value for name, value in config.items() if value is not None or name in OFF_IF_NULL}
+    usual = {family.renamed.get(name, name): value for name, value in config.items()}
+    given = {name: value for name, value in usual.items() if value is not None or name in OFF_IF_NULL}
     read = {name: value for name, value in given.items() if name not in unread}
     return {**family.defaults, **read, **family.fixed}
 

@@ -62,11 +62,19 @@ def _windowed_from_a_layer_on(config: Config, num_layers: int) -> Sequence[str]:
 
 def _all_windowed_but_every(period: int) -> Callable[[Config, int], Sequence[str]]:
     def kinds(config: Config, num_layers: int) -> Sequence[str]:
+        given = _given_kinds(config, num_layers)
+        if given is not None:
+            return given
         every = count(config, "sliding_window_pattern", default=period)
-        default = [_SLIDING if (layer + 1) % every else _FULL for layer in range(num_layers)]
-        return _given_kinds(config, num_layers) or default
+        return [_SLIDING if (layer + 1) % every else _FULL for layer in range(num_layers)]
 
     return kinds
+
+
+def _exaone4_kinds(config: Config, num_layers: int) -> Sequence[str]:
+    if config.get("sliding_window") is None:
+        return _given_kinds(config, num_layers) or _all_full(config, num_layers)
+    return _all_windowed_but_every(4)(config, num_layers)
 
 
 def _windowed_where_not_rotated(config: Config, num_layers: int) -> Sequence[str]:
@@ -80,6 +88,12 @@ def _windowed_where_not_rotated(config: Config, num_layers: int) -> Sequence[str
 
 def _all_rotated(config: Config, num_layers: int) -> Sequence[bool]:
     return [True] * num_layers
+
+
+def _rotated_where_windowed(config: Config, num_layers: int) -> Sequence[bool]:
+    """Return True for each layer with a window, and for every layer if the model has no windows."""
+    has_windows = config.get("sliding_window") is not None
+    return [kind == _SLIDING or not has_windows for kind in _exaone4_kinds(config, num_layers)]
 
 
 def _rotated_but_every_nth(config: Config, num_layers: int) -> Sequence[bool]:
@@ -113,6 +127,13 @@ def _phi3_rope(config: Config, kind: str) -> Config:
     return {**found, "rope_type": "default" if name == "default" else "longrope"}
 
 
+def _olmo3_rope(config: Config, kind: str) -> Config:
+    """Return OLMo 3's rope settings. Flat settings are those of layers with full attention; windows have no scaling."""
+    nested = settings(settings(config, "rope_parameters"), kind)
+    scaling = settings(config, "rope_scaling") if kind == _FULL else {}
+    return {"rope_theta": positive(config, "rope_theta", 500_000.0), **nested, **scaling}
+
+
 def _gemma3_rope(config: Config, kind: str) -> Config:
     """Return Gemma 3's rope settings.
 
@@ -129,6 +150,7 @@ class Family:
     defaults: Mapping[str, Any]  # where a config has not even a null
     fixed: Mapping[str, Any] = field(default_factory=dict)  # whatever a config says
     reads: frozenset[str] = frozenset()  # of the optional settings
+    renamed: Mapping[str, str] = field(default_factory=dict)  # its names of settings → the usual ones
     layer_kinds: Callable[[Config, int], Sequence[str]] = _all_full
     rotated_layers: Callable[[Config, int], Sequence[bool]] = _all_rotated
     rope_settings: Callable[[Config, str], Config] = _usual_rope
@@ -207,9 +229,46 @@ FAMILIES: dict[str, Family] = {
         norms=Norms(before=False, after=True),
         qk_norm="all",
     ),
+    "olmo3": Family(
+        _defaults(2048, eps=1e-5, sliding_window=4096),
+        reads=_ATTENTION_BIAS,
+        layer_kinds=_all_windowed_but_every(4),
+        rope_settings=_olmo3_rope,
+        norms=Norms(before=False, after=True),
+        qk_norm="all",
+    ),
+    "exaone4": Family(
+        _defaults(2048, eps=1e-5, num_key_value_heads=32, sliding_window=4096),
+        layer_kinds=_exaone4_kinds,
+        rotated_layers=_rotated_where_windowed,
+        norms=Norms(before=False, after=True),
+        qk_norm="head",
+    ),
+    "seed_oss": Family(
+        _defaults(524_288, num_key_value_heads=8, head_dim=128)
+        | {"attention_bias": True, "attention_output_bias": False},
+        reads=_ATTENTION_BIAS | {"mlp_bias"},
+        renamed={"attention_out_bias": "attention_output_bias"},
+    ),
     "granite": Family(
         _defaults(2048, attention_multiplier=1.0),
         reads=_ATTENTION_BIAS
         | {"mlp_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
     ),
+}
+
+_NEIGHBOURS = "a rotation of neighbouring elements"
+_COHERE = "LayerNorm, and attention beside the MLP"
+# What a model that we refuse needs, by the names of both worlds.
+NEEDS: dict[str, str] = {
+    "glm": _NEIGHBOURS,
+    "glm4": _NEIGHBOURS,
+    "ernie4_5": _NEIGHBOURS,
+    "cohere": _COHERE,
+    "command-r": _COHERE,
+    "cohere2": _COHERE,
+    "hunyuan_v1_dense": "norms of q and k after their rotation",
+    "hunyuan-dense": "norms of q and k after their rotation",
+    "ministral3": "queries scaled by their position",
+    "mistral3": "queries scaled by their position",
 }

@@ -7,7 +7,7 @@ from math import inf
 from typing import final
 
 from infer.server.door import Arrival, Door, Entry
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.server_settings import ServerSettings
 from infer.server.wait_forecast import Demand, Forecast
 from simulation import Machine, Request, Simulation

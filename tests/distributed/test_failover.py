@@ -21,7 +21,7 @@ from infer.distributed.replicas import Replicas
 from infer.distributed.router import RoutedPrompt, Router, text_keys
 from infer.server.app import make_app
 from infer.server.call import Call, put_call
-from infer.server.errors import ENGINE_FAILED
+from infer.server.http_errors import ENGINE_FAILED
 from infer.server.resumption import FAILED
 from infer.server.server_settings import ServerSettings
 from infer.server.server_state import ServerState

@@ -32,7 +32,7 @@ from infer.distributed.router import RoutedPrompt
 from infer.outputs import Piece
 from infer.server.app import make_app
 from infer.server.call import Call, call_of, put_call
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.metrics import Metrics
 from infer.server.resumption import SentPart, note_of, unpack
 from infer.server.server_settings import ServerSettings

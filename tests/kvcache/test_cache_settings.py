@@ -8,6 +8,7 @@ import pytest
 from infer.errors import InvalidRequestError
 from infer.kvcache import cache_settings as settings_module
 from infer.kvcache.cache_settings import CacheSettings
+from infer.kvcache.groups import check_layers
 from infer.operands.architecture import Attention
 from watched import python_command
 
@@ -50,13 +51,13 @@ def test_bad_settings_are_refused_with_value_rule_and_fix(values: dict[str, Any]
 
 
 def test_a_model_may_not_have_what_its_heads_or_windows_forbid() -> None:
-    CacheSettings(kv_type="q8", eviction_policy="sliding").check_model([make_layer(), make_layer(window=8)])
+    check_layers(CacheSettings(kv_type="q8", eviction_policy="sliding"), [make_layer(), make_layer(window=8)])
     with pytest.raises(InvalidRequestError, match="needs a head size that 32 divides, got 80: use f16"):
-        CacheSettings(kv_type="q4").check_model([make_layer(80)])
-    CacheSettings(kv_type="f16").check_model([make_layer(80)])
+        check_layers(CacheSettings(kv_type="q4"), [make_layer(80)])
+    check_layers(CacheSettings(kv_type="f16"), [make_layer(80)])
     with pytest.raises(InvalidRequestError, match="every layer of this model has its own window: use none"):
-        CacheSettings(eviction_policy="sliding").check_model([make_layer(window=8)])
-    CacheSettings().check_model([make_layer(window=8)])
+        check_layers(CacheSettings(eviction_policy="sliding"), [make_layer(window=8)])
+    check_layers(CacheSettings(), [make_layer(window=8)])
 
 
 def test_a_threshold_needs_a_system_that_says_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from infer.engine.step_costs import Costs, StepCosts
 from infer.outputs import percentile
 from infer.server.asking import text_tokens
 from infer.server.door import Arrival, Door, retry_headers
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.server_settings import ServerSettings
 from infer.server.wait_forecast import Demand, Forecast
 from simulation import Machine, Request

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infer import LLM
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.turns import Turns
 from served import Served, serving
 from test_session import make_model

@@ -46,60 +46,93 @@ def answer_by_workers(
 
     Raises InferError if processes die again and again, or cannot load the model.
     """
-    context, given_back = multiprocessing.get_context("spawn"), deque[Row]()
-    workers, num_deaths = list[_Worker](), 0
+    workers = _Workers(rows, settings, load)
+    try:
+        workers.start(num_workers)
+        while workers.are_busy and not is_cancelled():
+            for line in workers.next_lines():
+                write(line)
+    finally:
+        workers.kill()
 
-    def start() -> _Worker:
+
+@final
+class _Workers:
+    """The processes, the rows that each has, and the rows that dead processes had."""
+
+    def __init__(self, rows: Iterator[Row], settings: BatchSettings, load: Mapping[str, Any]) -> None:
+        self._rows, self._settings, self._load = rows, settings, load
+        self._given_back = deque[Row]()
+        self._workers: list[_Worker] = []
+        self._num_deaths = 0  # since the last answer
+
+    @property
+    def are_busy(self) -> bool:
+        return any(worker.rows for worker in self._workers)
+
+    def start(self, num_workers: int) -> None:
+        for _ in range(num_workers):
+            self._workers.append(self._start_one())
+        for worker in self._workers:
+            self._hand_out(worker)
+
+    def next_lines(self) -> Iterator[Line]:
+        """Yield a line of each process that has one, and hand out further rows. Waits for a short time.
+
+        Raises InferError if too many processes died, or if one cannot load the model.
+        """
+        for pipe in wait([worker.pipe for worker in self._workers if worker.rows], _LOOK_SECONDS):
+            worker = next(each for each in self._workers if each.pipe is pipe)
+            try:
+                line = worker.pipe.recv()
+            except (EOFError, OSError):
+                worker = self._replace(worker)
+            else:
+                if not isinstance(line, Line):
+                    raise InferError(line)
+                self._num_deaths = 0
+                del worker.rows[line.row_id]
+                yield line
+            self._hand_out(worker)
+
+    def kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+            worker.process.join()
+
+    def _start_one(self) -> _Worker:
+        context = multiprocessing.get_context("spawn")
         mine, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, settings, load), daemon=True)
+        process = context.Process(target=_work, args=(theirs, self._settings, self._load), daemon=True)
         process.start()
         theirs.close()
         return _Worker(process, mine)
 
-    try:
-        workers = [start() for _ in range(num_workers)]
-        for worker in workers:
-            _hand_out(worker, rows, given_back, settings.batch_size)
-        while any(worker.rows for worker in workers) and not is_cancelled():
-            for pipe in wait([worker.pipe for worker in workers if worker.rows], _LOOK_SECONDS):
-                worker = next(each for each in workers if each.pipe is pipe)
-                try:
-                    line = worker.pipe.recv()
-                except (EOFError, OSError):
-                    num_deaths += 1
-                    if num_deaths == _MOST_DEATHS:
-                        raise InferError(
-                            f"{num_deaths} processes died one after the other ({_cause(worker.process)}): is there "
-                            f"memory for {num_workers} models? Try fewer --workers"
-                        ) from None
-                    given_back.extend(worker.rows.values())
-                    workers[workers.index(worker)] = worker = start()
-                else:
-                    if not isinstance(line, Line):
-                        raise InferError(line)
-                    num_deaths = 0
-                    del worker.rows[line.row_id]
-                    write(line)
-                _hand_out(worker, rows, given_back, settings.batch_size)
-    finally:
-        for worker in workers:
-            worker.process.kill()
-            worker.process.join()
+    def _replace(self, dead: _Worker) -> _Worker:
+        """Start a process in place of a dead one, whose rows are handed out again."""
+        self._num_deaths += 1
+        if self._num_deaths == _MOST_DEATHS:
+            raise InferError(
+                f"{self._num_deaths} processes died one after the other ({_cause(dead.process)}): is there memory for "
+                f"{len(self._workers)} models? Try fewer --workers"
+            ) from None
+        self._given_back.extend(dead.rows.values())
+        worker = self._workers[self._workers.index(dead)] = self._start_one()
+        return worker
 
-
-def _hand_out(worker: _Worker, rows: Iterator[Row], given_back: deque[Row], batch_size: int) -> None:
-    """Send rows to a worker. The rows of a dead process come first."""
-    size = 4 * batch_size
-    while len(worker.rows) <= size * (_CHUNKS_AHEAD - 1):
-        again = [given_back.popleft() for _ in range(min(size, len(given_back)))]
-        chunk = [*again, *islice(rows, size - len(again))]
-        if not chunk:
-            return
-        worker.rows |= {row.id: row for row in chunk}
-        try:
-            worker.pipe.send(chunk)
-        except OSError:  # it died: the next wait sees it
-            return
+    def _hand_out(self, worker: _Worker) -> None:
+        """Send rows to a worker. The rows of a dead process come first."""
+        size = 4 * self._settings.batch_size
+        while len(worker.rows) <= size * (_CHUNKS_AHEAD - 1):
+            again = [self._given_back.popleft() for _ in range(min(size, len(self._given_back)))]
+            chunk = [*again, *islice(self._rows, size - len(again))]
+            if not chunk:
+                return
+            worker.rows |= {row.id: row for row in chunk}
+            try:
+                worker.pipe.send(chunk)
+            except OSError:  # it died: the next wait sees it
+                return
 
 
 def _work(pipe: Connection, settings: BatchSettings, load: Mapping[str, Any]) -> None:

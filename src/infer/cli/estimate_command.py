@@ -12,6 +12,7 @@ from infer.cli.command_options import EstimateOptions
 from infer.cli.model_loading import cache_values
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
+from infer.kvcache.groups import check_layers
 from infer.model.context_length import context_length
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, estimate, largest_context
@@ -28,7 +29,7 @@ def run_estimate(options: EstimateOptions) -> None:
     if options.dtype != "auto" and options.weights != "auto":
         raise InvalidRequestError("dtype and weights contradict each other: give one of them")
     cache = CacheSettings(**cache_values(options))
-    cache.check_model(architecture.attention)
+    check_layers(cache, architecture.attention)
     num_tokens, own = context_length(options.max_seq_len, architecture, cache), architecture.most_positions
     threads = default_num_threads() if options.threads is None else check_num_threads(options.threads)
     load = LoadSettings(options.dtype, options.weights, options.precision, threads, options.device)

@@ -83,12 +83,13 @@ def _named_ids(params: Collection[SamplingParams]) -> list[tuple[str, int]]:
 
 def _check_headers(model: str, length: int | None, settings: CacheSettings, named: Collection[tuple[str, int]]) -> None:
     from infer.checkpoint import open_checkpoint
+    from infer.kvcache.groups import check_layers
     from infer.model.context_length import context_length
     from infer.model.families import make_architecture
 
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
-    settings.check_model(architecture.attention)
+    check_layers(settings, architecture.attention)
     context_length(length, architecture, settings)
     vocab_size = min(
         architecture.vocab_size, len(checkpoint.metadata.get("tokenizer.ggml.tokens") or range(architecture.vocab_size))

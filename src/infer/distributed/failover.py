@@ -18,7 +18,7 @@ from infer.distributed.asked_body import AskedBody
 from infer.distributed.exchange import HOP_BY_HOP, Exchanges, GoneError, ReplicaFailedError, ResponseHead, request_bytes
 from infer.server.asking import while_connected
 from infer.server.call import CREATED_HEADER, ID_HEADER, KEY_NAME_HEADER, SENT_HEADER, call_of
-from infer.server.errors import ENGINE_FAILED, ApiError
+from infer.server.http_errors import ENGINE_FAILED, ApiError
 from infer.server.resumption import FAILED, NOTE, SentPart, pack, read_note
 from infer.server.sse import EventStream
 

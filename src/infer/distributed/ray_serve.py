@@ -27,7 +27,7 @@ from infer.distributed.router import RoutedPrompt
 from infer.errors import InferError, InvalidRequestError
 from infer.server.app import make_app
 from infer.server.auth import read_keys
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.http_server import make_http_server
 from infer.server.loading import OnProgress, load_model, warmed
 from infer.server.routes.health import is_alive

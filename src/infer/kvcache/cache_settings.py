@@ -1,14 +1,13 @@
 """Settings of the cache of keys and values: how it stores them, and which tokens it evicts. Loads no torch.
 
-An instance is always valid and never changes. `check_model` checks that a network supports the settings.
+An instance is always valid and never changes. `groups.check_layers` checks that a network supports the settings.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import final, no_type_check
 
 from infer.errors import InvalidRequestError
-from infer.operands.architecture import Attention
 from infer.quantization import kv_formats
 from infer.system.available_memory import available_memory_bytes, total_memory_bytes
 
@@ -113,17 +112,6 @@ class CacheSettings:
             raise InvalidRequestError(
                 f"eviction_window must be at most {most - TILE_SLOTS} if max_seq_len={num_tokens} is above the "
                 f"model's own {most}, got {self.eviction_window}"
-            )
-
-    def check_model(self, layers: Sequence[Attention]) -> None:
-        """Raise InvalidRequestError if a network with these layers does not support the settings."""
-        if self.kv_type != "auto":
-            for head_dim in sorted({layer.head_dim for layer in layers}):
-                kv_formats.check_kv_type(self.kv_type, head_dim)
-        if self.evicts and all(layer.window is not None for layer in layers):
-            raise InvalidRequestError(
-                f"eviction_policy {self.eviction_policy} evicts tokens of layers without a window, and every layer "
-                "of this model has its own window: use none"
             )
 
 

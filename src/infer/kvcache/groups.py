@@ -11,6 +11,7 @@ from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.pages import num_pages
 from infer.operands.architecture import Attention
+from infer.quantization.kv_formats import check_kv_type
 
 
 @final
@@ -25,6 +26,18 @@ class PageGroup:
     pages_per_row: int
     is_late: bool  # whether they hold only from some moment on; until then all is seen
     furthest: int | None = None  # position from which later tokens see the sinks; None: no row comes there
+
+
+def check_layers(settings: CacheSettings, layers: Sequence[Attention]) -> None:
+    """Raise InvalidRequestError if a network with these layers does not support the settings."""
+    if settings.kv_type != "auto":
+        for head_dim in sorted({layer.head_dim for layer in layers}):
+            check_kv_type(settings.kv_type, head_dim)
+    if settings.evicts and all(layer.window is not None for layer in layers):
+        raise InvalidRequestError(
+            f"eviction_policy {settings.eviction_policy} evicts tokens of layers without a window, and every layer "
+            "of this model has its own window: use none"
+        )
 
 
 def make_groups(

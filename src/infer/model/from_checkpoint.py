@@ -14,6 +14,7 @@ from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
+from infer.kvcache.groups import check_layers
 from infer.model.compile_ahead import make_outline
 from infer.model.context_length import context_length, fitting_length
 from infer.model.families import make_architecture
@@ -106,7 +107,7 @@ def load_checked(
     """
     architecture = make_architecture(checkpoint.config)
     cache = cache or CacheSettings()
-    cache.check_model(architecture.attention)
+    check_layers(cache, architecture.attention)
     if tokenizer is not None:
         _check_vocabulary(architecture, tokenizer)
     chosen_dtype = _dtype(dtype)

@@ -15,7 +15,7 @@ from infer.server.access_log import with_calls
 from infer.server.auth import guarded
 from infer.server.call import call_of
 from infer.server.endpoint import ApiRoute, Endpoint
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.paths import no_route
 from infer.server.routes import (
     answer_trace,

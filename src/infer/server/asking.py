@@ -12,7 +12,7 @@ from infer.outputs import GenerationResult
 from infer.server.call import call_of
 from infer.server.door import Arrival
 from infer.server.endpoint import ClientGoneError
-from infer.server.errors import ENGINE_FAILED, ApiError
+from infer.server.http_errors import ENGINE_FAILED, ApiError
 from infer.server.server_state import ServerState
 
 _BYTES_PER_TOKEN = 3  # before a prompt is tokenised

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from infer.errors import InvalidRequestError
 from infer.server.call import call_of
 from infer.server.endpoint import ApiRoute, refusal_of
-from infer.server.errors import ApiError, api_error
+from infer.server.http_errors import ApiError, api_error
 from infer.server.paths import known_path
 from infer.server.server_settings import ServerSettings
 

@@ -4,7 +4,7 @@ import asyncio
 
 from starlette.requests import Request
 
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.server_settings import ServerSettings
 
 _DRAINED = 8  # bodies: what is dropped of one that is too large, so that its sender sees the answer

@@ -22,7 +22,7 @@ from infer.request_limits import MAX_PRIORITY
 from infer.server.asking import check_result, enter, of_tenant, text_tokens, while_connected
 from infer.server.call import Call, call_of
 from infer.server.door import Arrival
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.resumption import given_to, note_of
 from infer.server.server_state import ServerState
 

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from infer.server.access_log import new_id
 from infer.server.call import Call
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.server_settings import ServerSettings
 
 _KEY = "infer.connection"

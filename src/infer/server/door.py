@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 
 from infer.engine.fair_queueing import AnswerLengths
 from infer.protocols.refusals import refuse
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.server_settings import ServerSettings
 from infer.server.wait_forecast import Demand, Forecast, WaitRatio
 from infer.server.waiting_line import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, WaitingLine

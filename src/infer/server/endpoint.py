@@ -16,7 +16,7 @@ from infer.protocols.unknown_fields import Reading
 from infer.server.answer_types import Json
 from infer.server.body_limits import receive_body
 from infer.server.call import Call, call_of
-from infer.server.errors import ApiError, api_error
+from infer.server.http_errors import ApiError, api_error
 from infer.server.resumption import unpack
 from infer.server.server_state import ServerState
 

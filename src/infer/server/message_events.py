@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCall, ToolCallDelta
 from infer.server.answer_types import Answer, Count, Head, Json
 from infer.server.choices import Part
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.replies import Shape
 from infer.server.sse import event
 

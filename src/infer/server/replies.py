@@ -16,7 +16,7 @@ from infer.server.answer_types import Answer, Extension, Head, Json, Usage
 from infer.server.asking import while_connected
 from infer.server.call import Call, call_of
 from infer.server.choices import Choices, Part
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.server_state import ServerState
 from infer.server.sse import DONE, EventStream, event, failure_events
 

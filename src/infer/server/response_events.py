@@ -17,7 +17,7 @@ from infer.sampling_params import SamplingParams
 from infer.server.answer_types import Answer, Count, Head, Json, extension, logprobs_of
 from infer.server.call import Call
 from infer.server.choices import Part
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.replies import Shape, with_warnings
 from infer.server.sse import event
 

@@ -16,7 +16,7 @@ from infer.errors import ClosedError, InferError, InvalidRequestError
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.server.call import Call
 from infer.server.door import Door
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.metrics import Metrics
 from infer.server.server_settings import ServerSettings
 from infer.server.turns import Turns

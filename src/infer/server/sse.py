@@ -17,7 +17,7 @@ from infer.server.asking import until_gone
 from infer.server.call import call_of
 from infer.server.connection import is_stalled
 from infer.server.endpoint import refusal_of
-from infer.server.errors import ENGINE_FAILED, ApiError
+from infer.server.http_errors import ENGINE_FAILED, ApiError
 from infer.server.resumption import FAILED
 
 DONE = b"data: [DONE]\n\n"

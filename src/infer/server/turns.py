@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar, final
 
 from infer.server.door import retry_headers
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.system.lane import asking_for
 
 _Found = TypeVar("_Found")

@@ -22,7 +22,7 @@ from infer.server.answer_types import Answer, Count
 from infer.server.call import call_of
 from infer.server.choices import accept
 from infer.server.endpoint import post
-from infer.server.errors import ApiError, api_error
+from infer.server.http_errors import ApiError, api_error
 from infer.server.message_events import AnthropicMessage, MessagesError, MessageShape
 from infer.server.replies import json_response, make_head, reply
 from infer.server.routes.served_models import answer_any_model

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from infer.server.answer_types import Count
 from infer.server.call import call_of
 from infer.server.endpoint import get
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.replies import json_response
 from infer.server.server_state import ServerState
 

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.server.endpoint import get
-from infer.server.errors import ApiError
+from infer.server.http_errors import ApiError
 from infer.server.routes.page_parameters import page_parameters
 from infer.server.server_state import ServerState
 from infer.web_ui.files import PageFile, page_files

@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ from safetensors.numpy import load_file
 
 from gguf_files import permuted
 
-_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
-_PERMUTED = {"llama", "mistral", "granite", "smollm3"}
+_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
+_ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
+_PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe"}
+_EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
+_EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+_GRANITE_EXPERTS = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
 _NORMS_PLUS_ONE = {"gemma2", "gemma3_text"}
 
 
@@ -27,13 +32,13 @@ def convert(folder: Path, path: Path) -> Path:
     _add_settings(writer, config)
     _add_rope(writer, config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
-    for name, values in load_file(folder / "model.safetensors").items():
+    for name, values in _with_stacked_experts(load_file(folder / "model.safetensors")).items():
         module = name.split(".")[-2]
         if family in _PERMUTED and module in heads:
             values = permuted(values, heads[module] or config["num_attention_heads"])
         if family in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
             values = values + 1
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        stored = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         writer.add_tensor(stored, np.ascontiguousarray(values))
     writer.write_header_to_file()
@@ -41,6 +46,24 @@ def convert(folder: Path, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the tensors with those of experts under GGUF's names, stacked."""
+    found, experts = dict[str, np.ndarray](), dict[str, dict[int, np.ndarray]]()
+    for name, values in tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            kind = _EXPERT_KINDS[match[3]]
+            experts.setdefault(f"blk.{match[1]}.ffn_{kind}_exps.weight", {})[int(match[2])] = values
+        elif match := _GRANITE_EXPERTS.fullmatch(name):
+            parts = {"input": np.split(values, 2, axis=1), "output": [values]}[match[2]]
+            for kind, part in zip({"input": ("gate", "up"), "output": ("down",)}[match[2]], parts, strict=True):
+                found[f"blk.{match[1]}.ffn_{kind}_exps.weight"] = part
+        elif name.endswith("mlp.shared_expert_gate.weight"):
+            found[name] = values[0]  # one row, of which llama.cpp's files keep no axis
+        else:
+            found[name] = values
+    return found | {name: np.stack([each[key] for key in sorted(each)]) for name, each in experts.items()}
 
 
 def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -56,8 +79,15 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if config.get("head_dim") is not None:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-    if config.get("sliding_window") is not None:
+    if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if config.get("num_experts_per_tok") is not None:
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        if "moe_intermediate_size" in config:
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if "shared_expert_intermediate_size" in config:
+            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     has_kinds = config["model_type"] in ("gemma3_text", "olmo3", "exaone4") and config.get("sliding_window") is not None
     if has_kinds or config.get("use_sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])

@@ -11,14 +11,19 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -64,6 +69,10 @@ class Tiny:
 
     name: str
     config: PretrainedConfig
+
+    @property
+    def has_experts(self) -> bool:
+        return hasattr(self.config, "num_experts_per_tok")
 
 
 TINY = [
@@ -260,7 +269,37 @@ TINY = [
         "granite_biases",
         GraniteConfig(num_hidden_layers=2, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, **_SIZES),
     ),
-]
+    Tiny(
+        "qwen3_moe",
+        Qwen3MoeConfig(
+            num_hidden_layers=2, head_dim=32, num_experts=20, num_experts_per_tok=3, moe_intermediate_size=32,
+            norm_topk_prob=True, **_SIZES,
+        ),
+    ),
+    Tiny(
+        "qwen3_moe_mixed",
+        Qwen3MoeConfig(
+            num_hidden_layers=3, head_dim=32, num_experts=8, num_experts_per_tok=1, moe_intermediate_size=48,
+            mlp_only_layers=[1], **_SIZES,
+        ),
+    ),
+    Tiny(
+        "qwen2_moe",
+        Qwen2MoeConfig(
+            num_hidden_layers=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32,
+            shared_expert_intermediate_size=64, **_SIZES,
+        ),
+    ),
+    Tiny("mixtral", MixtralConfig(num_hidden_layers=2, num_local_experts=4, sliding_window=16, **_SIZES)),
+    Tiny("olmoe", OlmoeConfig(num_hidden_layers=2, num_experts=8, num_experts_per_tok=4, **_SIZES)),
+    Tiny(
+        "granitemoe",
+        GraniteMoeConfig(
+            num_hidden_layers=2, num_local_experts=5, num_experts_per_tok=2, embedding_multiplier=12.0,
+            residual_multiplier=0.22, attention_multiplier=0.05, logits_scaling=8.0, rms_norm_eps=1e-2, **_SIZES,
+        ),
+    ),
+]  # fmt: skip
 
 LONGROPE = Tiny(
     "phi3_longrope",
@@ -273,6 +312,8 @@ LONGROPE = Tiny(
     ),
 )
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
+DENSE = [tiny for tiny in TINY if not tiny.has_experts]
+ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if not tiny.has_experts]
 
 
 def make_tiny(tiny: Tiny, folder: Path) -> Any:
@@ -283,7 +324,7 @@ def make_tiny(tiny: Tiny, folder: Path) -> Any:
         for parameter in model.parameters():
             spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
             parameter.add_(torch.randn_like(parameter) * spread if parameter.dim() == 1 else 0)
-            if parameter.dim() == 2:
+            if parameter.dim() > 1:
                 parameter.normal_(std=spread)
     model.save_pretrained(folder)
     return model

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from infer.model.families import make_architecture
-from infer.operands.architecture import Architecture, Layer
+from infer.operands.architecture import Architecture, Experts, Layer
 from infer.quantization.ggml_types import BLOCK_TYPES
 from test_converted_families import CONVERTED
 from tiny import LONGROPE, TINY, Tiny
@@ -26,8 +26,15 @@ _MODELS = {
     "exaone4": "EXAONE 4",
     "seed_oss": "Seed-OSS",
     "granite": "Granite 3",
+    "qwen3_moe": "Qwen3-MoE (Qwen3-30B-A3B, Qwen3-Coder-30B-A3B)",
+    "qwen2_moe": "Qwen2-MoE, Qwen1.5-MoE",
+    "mixtral": "Mixtral",
+    "olmoe": "OLMoE",
+    "granitemoe": "Granite 3 MoE",
 }
 _SETTINGS = (
+    ("experts", lambda layer: isinstance(layer.feed_forward, Experts)),
+    ("a shared expert", lambda layer: isinstance(layer.feed_forward, Experts) and layer.feed_forward.shared_size > 0),
     ("windows", lambda layer: layer.mixer.window is not None),
     ("q, k, v biases", lambda layer: layer.mixer.has_qkv_bias),
     ("output bias", lambda layer: layer.mixer.has_output_bias),

@@ -19,7 +19,7 @@ from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from path_cases import CASES, Case, Outcome, Way, World, all_by_definition, make_world, run_alone, run_batch
 from test_families import expected_logits, load, make_reserved, random_ids
-from tiny import LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
+from tiny import DENSE, LONGROPE, ONE_EACH_DENSE, Tiny, make_tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -30,7 +30,7 @@ from infer.backends.cuda.graphs import Repeats
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 CPU = torch.device("cpu")
 LENGTHS = [7, 1, 1, 3]  # a chunk of a prompt, tokens and drafts: past the windows of tiny models
-FAMILIES = [*TINY, LONGROPE] if IS_WHOLE else ONE_EACH
+FAMILIES = [*DENSE, LONGROPE] if IS_WHOLE else ONE_EACH_DENSE
 NAMES = ("greedy, free", "filtered, regex", "counted, schema", "ending, free", "stopped, choice", "seeded, free")
 
 

@@ -33,7 +33,7 @@ from path_cases import CASES, DRAFTS, Drafts, Outcome, Way, World, all_by_defini
 from test_cpu_kernels import make_weight
 from test_families import load, make_reserved, random_ids
 from test_session import make_model
-from tiny import ONE_EACH, Tiny, make_tiny
+from tiny import ONE_EACH_DENSE, Tiny, make_tiny
 
 pytest.importorskip("pyopencl")
 opencl_platform.use_cpu_runtime()
@@ -196,7 +196,7 @@ def logits_of(folder: Path, backend: str) -> Tensor:
     return torch.cat(pieces)
 
 
-@pytest.mark.parametrize("tiny", ONE_EACH, ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize("tiny", ONE_EACH_DENSE, ids=lambda tiny: tiny.name)
 def test_a_model_of_each_family_has_the_bits_of_the_cpu(tiny: Tiny, tmp_path: Path) -> None:
     make_tiny(tiny, tmp_path)
     assert torch.equal(logits_of(tmp_path, "opencl"), logits_of(tmp_path, "cpu"))

@@ -26,6 +26,7 @@ from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_model
+from infer.model.layers import LoadedExperts
 from infer.model.load import load_transformer
 from infer.model.memory_estimate import (
     LoadSettings,
@@ -75,6 +76,10 @@ def held_bytes(model: Transformer) -> int:
     """Return the real bytes of a loaded model's matrices, norms and biases, each counted once."""
     found: dict[int, int] = {}
     members = [member for layer in model.layers for part in layer.parts for member in vars(part).values()]
+    for part in (layer.feed_forward for layer in model.layers):
+        if isinstance(part, LoadedExperts):
+            members += vars(part.experts).values()
+            members += [] if part.experts.shared is None else vars(part.experts.shared).values()
     members += [norm for heads in all_heads(model) for norm in (heads.q_norm, heads.k_norm)]
     for member in (model.embedding, model.head, model.norm, *members):
         if isinstance(member, Projection):

@@ -182,7 +182,8 @@ def test_kernel_modules_export_every_op() -> None:
         ops.backend_of(torch.device("cpu")).kernels,
         importlib.import_module("infer.backends.cuda"),
     ):
-        assert sorted(called - set(vars(module))) == [], module.__name__
+        refused = {"add_experts"} if module.__name__ == "infer.backends.cuda" else set()  # by its `check_layers`
+        assert sorted(called - set(vars(module)) - refused) == [], module.__name__
 
 
 def test_no_test_asserts_a_time() -> None:

@@ -32,10 +32,10 @@ from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Tra
 from infer.tensor_parallel.ranks import Ranks, digest_of
 from looping import loop_of
 from path_cases import CASES, CONTEXT, Outcome, Way, World, make_sequence, make_world
-from tiny import LONGROPE, ONE_EACH, TINY, make_tiny
+from tiny import DENSE, LONGROPE, ONE_EACH_DENSE, make_tiny
 
 CAPACITY, NUM_SLOTS = 96, 4
-FAMILIES = [*(TINY if IS_WHOLE else ONE_EACH), LONGROPE]
+FAMILIES = [*(DENSE if IS_WHOLE else ONE_EACH_DENSE), LONGROPE]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.errors import InvalidRequestError
-from infer.operands.architecture import ModelOutline
+from infer.operands.architecture import Layer, ModelOutline
 from infer.operands.group import Group
 from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.outputs import TokenLogprob
@@ -144,6 +144,10 @@ class Backend(ABC):
     @abstractmethod
     def kernels(self) -> Any:
         """A module or an object that has every op under its name in `ops`, and agrees with `backends.reference`."""
+
+    def check_layers(self, layers: Iterable[Layer]) -> None:
+        """Raise UnsupportedModelError if the kernels do not compute a part of these layers."""
+        return
 
     @abstractmethod
     def description(self) -> str:

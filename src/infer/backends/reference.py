@@ -13,11 +13,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Activation
+from infer.operands.architecture import Activation, Router
 from infer.operands.group import Shares
 from infer.operands.step import Step
 from infer.operands.weights import (
     ConvertedWeight,
+    ExpertWeights,
     Heads,
     Norm,
     Projection,
@@ -190,6 +191,55 @@ def norm_gate(
 ) -> Activations:
     gate, up = project(x if norm is None else normalize(x, norm), gate_up).chunk(2, dim=-1)
     return Activations(gathered(ACTIVATIONS[activation](gate) * up, gate_up.shares))
+
+
+def add_experts(
+    residual: Float[Tensor, "tokens hidden"], norm: Norm | None, experts: ExpertWeights, post_norm: Norm | None
+) -> Float[Tensor, "tokens hidden"]:
+    x = residual if norm is None else normalize(residual, norm)
+    logits = project(x.float(), experts.router_logits)
+    chosen, weights = route(logits, experts.router, experts.correction)
+    y = torch.zeros_like(x)
+    for expert in sorted(set(chosen.flatten().tolist())):
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        hidden = ACTIVATIONS[experts.activation](of_expert(x[tokens], experts.gate, expert, experts.router))
+        hidden = hidden * of_expert(x[tokens], experts.up, expert, experts.router)
+        result = of_expert(hidden, experts.down, expert, experts.router)
+        y[tokens] += result * weights[tokens, places, None].to(y.dtype)
+    if experts.shared is not None:
+        shared = project(norm_gate(x, None, experts.shared.gate_up, experts.activation).floats, experts.shared.down)
+        if experts.shared.gate is not None:
+            shared = shared * torch.sigmoid(project(x.float(), experts.shared.gate)).to(shared.dtype)
+        y = y + shared
+    return residual + (y if post_norm is None else normalize(y, post_norm))
+
+
+def route(
+    logits: Float[Tensor, "tokens experts"], router: Router, correction: Float[Tensor, "experts"] | None
+) -> tuple[Int[Tensor, "tokens chosen"], Float[Tensor, "tokens chosen"]]:
+    """Return the numbers of each token's experts in ascending order, and their weights."""
+    scores = logits
+    if router.scores == "softmax":
+        scores = logits.softmax(-1)
+    elif router.scores == "sigmoid":
+        scores = logits.sigmoid()
+    order = (scores if correction is None else scores + correction).sort(dim=-1, descending=True, stable=True).indices
+    chosen = order[:, : router.num_chosen].sort(dim=-1).values
+    weights = scores.gather(-1, chosen)
+    if router.scores == "softmax_of_chosen":
+        weights = weights.softmax(-1)
+    if router.is_normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + router.floor)
+    return chosen, weights * router.scale
+
+
+def of_expert(
+    x: Float[Tensor, "rows in"], stacked: Projection, expert: int, router: Router
+) -> Float[Tensor, "rows out"]:
+    rows = stacked.out_features // router.num_experts
+    whole = torch.cat([dense(part) for part in stacked.parts])[expert * rows : (expert + 1) * rows]
+    y = F.linear(x, whole.to(x.dtype))
+    return y if stacked.bias is None else y + stacked.bias[expert * rows : (expert + 1) * rows].to(y.dtype)
 
 
 def head(

@@ -23,6 +23,7 @@ from infer.bench.speed import (
 )
 from infer.llm import LLM
 from infer.model.transformer import Transformer
+from infer.operands.weights import Projection
 from infer.runner.runner import Runner
 
 CALIBRATION_TOKENS = 256  # a step that is long beside what Python adds to it
@@ -147,7 +148,7 @@ def split_label(label: str) -> tuple[str, str]:
 def flops_by_kind(model: Transformer, num_tokens: int, context: int) -> dict[str, int]:
     """Return a token's share of a step's operations. Only the step's last token goes through the head."""
     kinds = projections_by_kind(model).items()
-    flops = {kind: sum(2 * each.in_features * each.out_features for each in found) for kind, found in kinds}
+    flops = {kind: sum(_flops(each) for each in found) for kind, found in kinds}
     flops["head"] //= num_tokens
     flops["attend"] = 0
     for layer in model.architecture.attention:
@@ -156,6 +157,10 @@ def flops_by_kind(model: Transformer, num_tokens: int, context: int) -> dict[str
         visible = sum(seen if layer.window is None else (min(count, layer.window) for count in seen))
         flops["attend"] += 4 * layer.num_heads * layer.head_dim * visible // num_tokens
     return flops
+
+
+def _flops(projection: Projection) -> int:
+    return int(projection.used_share * 2 * projection.in_features * projection.out_features)
 
 
 def _calibrate(runner: Runner, token_ids: Sequence[int]) -> float:

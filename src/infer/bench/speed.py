@@ -165,8 +165,12 @@ def weight_bytes_by_kind(model: Transformer) -> dict[str, int]:
     """Return the bytes that a decode step reads of the matrices, and of its row of the embedding."""
     kinds = projections_by_kind(model).items()
     table = model.embedding.parts[0]
-    read = {name: sum(part.num_bytes for each in found for part in each.parts) for name, found in kinds}
+    read = {name: sum(_bytes_per_token(each) for each in found) for name, found in kinds}
     return {"embed": table.num_bytes // table.out_features} | read
+
+
+def _bytes_per_token(projection: Projection) -> int:
+    return int(projection.used_share * sum(part.num_bytes for part in projection.parts))
 
 
 def kv_bytes(model: Transformer, context: int) -> int:

@@ -12,7 +12,7 @@ from infer.checkpoint.generation_config import defaults_of
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, cache_bytes_per_token, loaded_types, weight_bytes, weights_by_type
 from infer.model.tensors import check_tensors, expected_shapes
-from infer.operands.architecture import Architecture, Attention, Layer, Rope
+from infer.operands.architecture import Architecture, Attention, Layer, Rope, Router
 from infer.quantization.kv_formats import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.gguf_vocabulary import TokenType
@@ -129,6 +129,8 @@ def _values(layer: Layer) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Router):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     return _rope(value) if isinstance(value, Rope) else value
 
 

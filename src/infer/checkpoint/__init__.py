@@ -31,7 +31,9 @@ from infer.system.open_file import OpenFile
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
-_ROWS_IN_PAIRS = frozenset({"llama", "granite", "smollm3"})  # GGUF's whose converter reorders q's and k's rows
+_ROWS_IN_PAIRS = frozenset(
+    {"llama", "granite", "granitemoe", "smollm3"}
+)  # GGUF's whose converter reorders q's and k's rows
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
 _INSTEAD = (
     "take the model's bfloat16 safetensors (weights q8 or q4 quantises them at load) or a GGUF of it, such as Q8_0"

@@ -16,7 +16,11 @@ from infer.checkpoint.gguf import GGUFFile
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.system.json_file import inside, read_json_file
 
-_MODEL_TYPES = {"gemma3": "gemma3_text"}  # others have the same name in both worlds
+_MODEL_TYPES = {
+    "gemma3": "gemma3_text",
+    "qwen3moe": "qwen3_moe",
+    "qwen2moe": "qwen2_moe",
+}  # others have the same name in both worlds
 _WITH_WINDOWS = {"llama": "mistral", "olmo2": "olmo3"}  # an architecture whose layers have windows is another family
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
 # whose attention is scaled by hidden_size / heads instead of head_dim.
@@ -110,12 +114,31 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     config |= {name: values.real(key) for key, name in _SCALES.items() if values.has(key)}
     config |= _rope(file, values, head_dim)
     config |= _windows(values, num_layers)
+    config |= _experts(values)
     if values.architecture in _27B_LAYERS:
         is_27b = num_layers == _27B_LAYERS[values.architecture]
         config["query_pre_attn_scalar"] = hidden_size // num_heads if is_27b else head_dim
     if values.architecture == "gemma3":
         config["rope_local_base_freq"] = values.real("rope.freq_base_swa", default=_GEMMA3_LOCAL_BASE)
     return config
+
+
+def _experts(values: "_Values") -> dict[str, Any]:
+    """Return the settings of experts, if the file has any. llama.cpp normalises the weights by architecture."""
+    if not values.has("expert_count") or not values.get("expert_count", 0):
+        return {}
+    found: dict[str, Any] = {
+        "num_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "norm_topk_prob": values.architecture == "qwen3moe",
+    }
+    inner = values.count("feed_forward_length", default=1)
+    found["moe_intermediate_size"] = values.count("expert_feed_forward_length", default=inner)
+    if values.has(key := "expert_shared_feed_forward_length"):
+        found["shared_expert_intermediate_size"] = values.count(key)
+    if values.architecture == "llama":
+        found["model_type"] = "mixtral"
+    return found
 
 
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:

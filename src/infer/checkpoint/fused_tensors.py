@@ -1,5 +1,6 @@
 """Fused tensors, which contain several of our tensors stacked by rows: q, k and v; gate and up. They are split here."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -10,6 +11,7 @@ from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError
 from infer.quantization.ggml_types import BLOCK_TYPES
 
+_STACKED = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate|up|gate_up|down)_proj")
 _PARTS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -21,6 +23,12 @@ def taken_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) ->
     found: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         module, _, kind = name.rpartition(".")
+        if name.endswith(".mlp.shared_gate.weight") and len(info.shape) == 1:  # llama.cpp drops axes of 1
+            found[name] = replace(info, shape=(1, *info.shape))
+            continue
+        if match := _STACKED.fullmatch(module):
+            found |= _experts(info, match[1], match[2], kind)
+            continue
         fused = next((end for end in _PARTS if module.endswith(f".{end}")), None)
         if fused is None:
             found[name] = info
@@ -29,6 +37,25 @@ def taken_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) ->
         for part, rows in zip(_PARTS[fused], _rows(info, shares), strict=True):
             found[f"{module.removesuffix(fused)}{part}.{kind}"] = _between(info, *rows)
     return found
+
+
+def _experts(info: TensorInfo, module: str, which: str, kind: str) -> dict[str, TensorInfo]:
+    """Return each expert's part of a stacked tensor `[experts, rows, columns]`, or `[experts, rows]` of a bias.
+
+    If gate and up are stacked in one tensor, gate's rows come first in each expert.
+    """
+    if len(info.shape) != (2 if kind == "bias" else 3) or (which == "gate_up" and info.shape[1] % 2):
+        problem = f"expected a tensor of experts, rows and columns, got the shape {info.shape}"
+        raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
+    num_experts, names = info.shape[0], ("gate", "up") if which == "gate_up" else (which,)
+    flat = replace(info, shape=(num_experts * info.shape[1], *info.shape[2:]))
+    rows = info.shape[1] // len(names)
+    return {
+        f"{module}.{index // len(names)}.{names[index % len(names)]}_proj.{kind}": _between(
+            flat, index * rows, (index + 1) * rows
+        )
+        for index in range(num_experts * len(names))
+    }
 
 
 def _shares(config: Mapping[str, Any]) -> tuple[int, int, int]:

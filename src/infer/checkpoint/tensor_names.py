@@ -33,6 +33,15 @@ _GGUF_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_gate_up": "mlp.gate_up_proj",  # what we call ffn_up where there is no ffn_gate
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_gate",
 }
 _TWO_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 _FOUR_NORMS = {
@@ -41,6 +50,19 @@ _FOUR_NORMS = {
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "post_mlp_norm",
 }
+# Names of the parts of experts, by family: Qwen and OLMoE; Mixtral; Granite.
+_EXPERTS = (
+    (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.gate\.weight"), r"\1mlp.router.weight"),
+    (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.shared_expert_gate\.weight"), r"\1mlp.shared_gate.weight"),
+    (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.experts\.(gate_up|down)_proj"), r"\1mlp.experts.\2_proj.weight"),
+    (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.gate\.weight"), r"\1mlp.router.weight"),
+    (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.router\.layer\.weight"), r"\1mlp.router.weight"),
+    (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.input_linear"), r"\1mlp.experts.gate_up_proj"),
+    (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.output_linear"), r"\1mlp.experts.down_proj"),
+    (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w1\."), r"mlp.experts.\1.gate_proj."),
+    (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w3\."), r"mlp.experts.\1.up_proj."),
+    (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w2\."), r"mlp.experts.\1.down_proj."),
+)
 _GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(\w+)\.(weight|bias)")
 _NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.weight)")
 _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
@@ -55,7 +77,7 @@ _SKIPPED = re.compile(
 def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
     """Return our name for each name in the file, without tensors that are not weights."""
     kept = [name for name in names if name not in _SKIPPED_GGUF]
-    has_gate = any(".ffn_gate." in name for name in kept)
+    has_gate = any(".ffn_gate." in name or ".ffn_gate_inp." in name for name in kept)
     has_mlp_norm = any(".ffn_norm." in name or ".post_ffw_norm." in name for name in kept)
     usual = {name: name if has_gate else name.replace(".ffn_up.", ".ffn_gate_up.") for name in kept}
     if not has_mlp_norm:  # so the norm after attention is the one before the MLP
@@ -66,6 +88,8 @@ def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
 def names_from_hugging_face(names: Iterable[str]) -> dict[str, str]:
     """Return our name for each name in the file, without vision towers and buffers."""
     kept = {name: _without_prefix(name) for name in names if not _SKIPPED.match(name)}
+    for pattern, ours in _EXPERTS:
+        kept = {name: pattern.sub(ours, name_now) for name, name_now in kept.items()}
     norms = _FOUR_NORMS if any("_feedforward_layernorm." in name for name in kept) else _TWO_NORMS
     return {name: _NORM_PATTERN.sub(lambda m: m[1] + norms.get(m[2], m[2]) + m[3], ours) for name, ours in kept.items()}
 

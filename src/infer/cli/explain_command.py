@@ -83,6 +83,8 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
         plain = "mlp bias" if name == "has_bias" else name.removeprefix("has_").replace("_", " ")
         if name == "rope" and value is not None:
             yield _rope(value)
+        elif name == "router" and value is not None:
+            yield f"{value['num_chosen']:,} of {value['num_experts']:,} chosen by {value['scores'].replace('_', ' ')}"
         elif value is None or value is False:
             if not is_common:
                 yield f"no {plain}"

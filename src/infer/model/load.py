@@ -40,6 +40,7 @@ def load_transformer(
     """
     expected = expected_shapes(architecture)
     check_tensors(expected, weights)
+    backend.check_layers(architecture.layers)
     positions = max_seq_len or architecture.max_positions
     loader = WeightLoader(
         expected=expected,

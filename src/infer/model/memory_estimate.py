@@ -17,7 +17,7 @@ from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups, most_pages, pool_sizes
 from infer.kvcache.pages import num_pages
 from infer.model.tensors import expected_shapes
-from infer.operands.architecture import Architecture, Attention
+from infer.operands.architecture import Architecture, Attention, Experts
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
@@ -220,6 +220,8 @@ def loaded_types(architecture: Architecture, tensors: Mapping[str, StoredMatrix]
 
 
 def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:
+    if name.endswith(("mlp.router.weight", "mlp.shared_gate.weight")):
+        return "F32"
     if load.dtype != "auto":
         return _TYPE_BY_DTYPE[load.dtype]
     if load.weights == "auto" or not BLOCK_TYPES[info.type].is_float:
@@ -238,12 +240,27 @@ def weight_bytes(architecture: Architecture, types: Mapping[str, str], device: s
     )
 
 
+def _unread_bytes(architecture: Architecture, types: Mapping[str, str]) -> int:
+    """Return the bytes of the experts that a token does not choose."""
+    total, rules = 0.0, memory_rules()
+    for index, layer in enumerate(architecture.layers):
+        if isinstance(layer.feed_forward, Experts):
+            router, shapes = layer.feed_forward.router, layer.feed_forward.shapes(architecture.hidden_size)
+            sizes = (
+                rules.matrix_bytes(types[f"model.layers.{index}.{name}"], *shape)
+                for name, shape in shapes.items()
+                if name.startswith("mlp.experts.") and len(shape) > 1
+            )
+            total += sum(sizes) * (1 - router.num_chosen / router.num_experts)
+    return int(total)
+
+
 def decode_bytes(architecture: Architecture, types: Mapping[str, str], kv_type: str, context: int) -> int:
     """Return the bytes that one decode step of one row reads after `context` tokens: weights, keys and values.
 
     An embedding table that is not the head is left out: a step reads one row of the table.
     """
-    total = weight_bytes(architecture, types)
+    total = weight_bytes(architecture, types) - _unread_bytes(architecture, types)
     if not architecture.tied_embeddings:
         total -= memory_rules().matrix_bytes(types[_TABLES[0]], architecture.vocab_size, architecture.hidden_size)
     visible = (context if layer.window is None else min(context, layer.window) for layer in architecture.attention)

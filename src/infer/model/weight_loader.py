@@ -58,6 +58,13 @@ class WeightLoader:
         weight = dense(self.weights[f"{self.prefix}{name}.weight"]).to(self.backend.device, torch.float32)
         return Norm(weight * scale, self.norm_eps)
 
+    def vector(self, name: str) -> Tensor:
+        return dense(self.weights[self.prefix + name]).to(self.backend.device, torch.float32)
+
+    def float_projection(self, name: str, label: str) -> Projection:
+        """Return a projection in float32, whatever the model's weights become."""
+        return replace(self, dtype=torch.float32).projection(name, label=label)
+
     def projection(self, *names: str, label: str, ranges: Sequence[Range] | None = None) -> Projection:
         """Return the prepared matrices, one below the other.
 

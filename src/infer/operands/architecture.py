@@ -107,16 +107,77 @@ class Dense:
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""
-        shapes: Shapes = {f"mlp.{which}_proj.weight": (self.intermediate_size, hidden) for which in ("gate", "up")}
-        shapes["mlp.down_proj.weight"] = (hidden, self.intermediate_size)
+        return _mlp_shapes("mlp", hidden, self.intermediate_size, has_bias=self.has_bias)
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a token chooses its experts, and how it weighs them. All numbers are float32.
+
+    A token has a score for each expert. It chooses the experts with the highest scores (plus a correction, if there is
+    one); among equal ones the lower number. Their weights are the scores of the chosen.
+    """
+
+    num_experts: int
+    num_chosen: int
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"]  # the last is taken over the chosen experts' logits
+    is_normalized: bool = False  # the chosen scores are divided by (their sum + floor)
+    floor: float = 0.0
+    scale: float = 1.0  # multiplies the weights
+    has_bias: bool = False  # of the logits
+    has_correction: bool = False  # is added to the scores to choose, and not to weigh
+
+    def shapes(self, hidden: int) -> Shapes:
+        shapes: Shapes = {"mlp.router.weight": (self.num_experts, hidden)}
         if self.has_bias:
-            shapes |= {f"mlp.{which}_proj.bias": (self.intermediate_size,) for which in ("gate", "up")}
-            shapes["mlp.down_proj.bias"] = (hidden,)
+            shapes["mlp.router.bias"] = (self.num_experts,)
+        if self.has_correction:
+            shapes["mlp.router.correction"] = (self.num_experts,)
         return shapes
 
 
+@dataclass(frozen=True)
+class Experts:
+    """A feed-forward: the weighted sum of what the chosen experts give, and of what all tokens' shared expert gives.
+
+    An expert is what `Dense` is. The matrices of all experts are stacked: expert e has the rows from e × rows on.
+    """
+
+    router: Router
+    intermediate_size: int  # of each expert
+    activation: Activation = "silu"
+    has_bias: bool = False
+    shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
+    has_shared_gate: bool = False  # the shared expert's result is multiplied by sigmoid(gate · x)
+
+    @property
+    def widths(self) -> set[int]:
+        """Columns of each tensor that ranks of a group gather."""
+        return {self.intermediate_size, self.shared_size} - {0}
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shape of each tensor, by its name within the layer."""
+        shapes = self.router.shapes(hidden)
+        for expert in range(self.router.num_experts):
+            shapes |= _mlp_shapes(f"mlp.experts.{expert}", hidden, self.intermediate_size, has_bias=self.has_bias)
+        if self.shared_size:
+            shapes |= _mlp_shapes("mlp.shared_expert", hidden, self.shared_size, has_bias=self.has_bias)
+        if self.has_shared_gate:
+            shapes["mlp.shared_gate.weight"] = (1, hidden)
+        return shapes
+
+
+def _mlp_shapes(at: str, hidden: int, intermediate: int, *, has_bias: bool) -> Shapes:
+    shapes: Shapes = {f"{at}.{which}_proj.weight": (intermediate, hidden) for which in ("gate", "up")}
+    shapes[f"{at}.down_proj.weight"] = (hidden, intermediate)
+    if has_bias:
+        shapes |= {f"{at}.{which}_proj.bias": (intermediate,) for which in ("gate", "up")}
+        shapes[f"{at}.down_proj.bias"] = (hidden,)
+    return shapes
+
+
 Mixer = Attention
-FeedForward = Dense
+FeedForward = Dense | Experts
 
 
 @dataclass(frozen=True)

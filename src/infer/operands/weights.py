@@ -11,6 +11,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
+from infer.operands.architecture import Activation, Router
 from infer.operands.group import Shares
 from infer.quantization.ggml_types import BLOCK_TYPES
 
@@ -154,6 +155,7 @@ class Projection:
     bias: Float[Tensor, "out"] | None = None
     shares: Shares | None = None
     label: str = ""  # its name in profiles: L3.qkv
+    used_share: float = 1.0  # of the rows, how many one token is multiplied with: of experts' those that it chooses
 
     @property
     def in_features(self) -> int:
@@ -162,6 +164,31 @@ class Projection:
     @property
     def out_features(self) -> int:
         return sum(part.out_features for part in self.parts)
+
+
+@final
+@dataclass(frozen=True)
+class SharedExpert:
+    """An expert for all tokens. If it has a gate, its result is multiplied by sigmoid(gate · x)."""
+
+    gate_up: Projection
+    down: Projection
+    gate: Projection | None  # of one row, in float32
+
+
+@final
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The experts of a layer. gate, up and down have the rows of all experts, one expert below the other."""
+
+    router: Router
+    router_logits: Projection  # in float32
+    correction: Float[Tensor, "experts"] | None
+    gate: Projection
+    up: Projection
+    down: Projection
+    activation: Activation
+    shared: SharedExpert | None
 
 
 @final

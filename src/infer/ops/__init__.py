@@ -14,7 +14,7 @@ from infer.backends.base import Backend, Captured, KernelStore, Precision, Recor
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
 from infer.operands.step import Step
-from infer.operands.weights import Heads, Norm, Projection, Weight
+from infer.operands.weights import ExpertWeights, Heads, Norm, Projection, Weight
 from infer.ops.device import (
     backend_named,
     backend_of,
@@ -38,6 +38,7 @@ __all__ = [
     "KernelStore",
     "Precision",
     "Recorded",
+    "add_experts",
     "attend",
     "attention_weights",
     "backend_named",
@@ -127,6 +128,18 @@ def norm_gate(
 def normalize(x: Float[Tensor, "tokens hidden"], norm: Norm) -> Float[Tensor, "tokens hidden"]:
     """Return norm(x)."""
     y: Tensor = backend_of(x.device).kernels.normalize(x, norm)
+    return y
+
+
+def add_experts(
+    residual: Float[Tensor, "tokens hidden"], norm: Norm | None, experts: ExpertWeights, post_norm: Norm | None
+) -> Float[Tensor, "tokens hidden"]:
+    """Return residual + post_norm(Σ weight × expert(x) + shared(x)) for x = norm(residual), by each token's experts.
+
+    `Router` defines which experts a token chooses, and their weights. The sum adds the chosen experts in ascending
+    order, then the shared one. The result may share residual's memory: do not use residual afterwards.
+    """
+    y: Tensor = backend_of(residual.device).kernels.add_experts(residual, norm, experts, post_norm)
     return y
 
 

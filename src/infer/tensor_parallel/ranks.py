@@ -28,10 +28,10 @@ from torch import Tensor
 
 from infer import ops
 from infer.checkpoint import Checkpoint
-from infer.errors import InferError
+from infer.errors import InferError, UnsupportedModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
-from infer.operands.architecture import Architecture
+from infer.operands.architecture import Architecture, Experts
 from infer.operands.group import Group
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport, check_shared
@@ -50,9 +50,12 @@ def start_ranks(
     if size == 1:
         return None
     check_shared(size, device, cache)
+    architecture = make_architecture(checkpoint.config)
+    if any(isinstance(layer.feed_forward, Experts) for layer in architecture.layers):
+        raise UnsupportedModelError(f"tensor_parallel={size}: experts are not divided among ranks; use 1")
     num_threads = ops.backend_of(torch.device(device)).num_threads()
     source = ModelSource(checkpoint.path, checkpoint.fingerprint(), *load, num_threads)
-    return Ranks(source, make_architecture(checkpoint.config), size)
+    return Ranks(source, architecture, size)
 
 
 def exchange_bytes(architecture: Architecture) -> int:

@@ -140,7 +140,7 @@ def inverse_rms(x, features, eps):
 
 
 @njit
-def _quantize_token(x, weight, factor, args, token, num_tokens, out):
+def quantize_row(x, weight, factor, args, token, num_tokens, out):
     num_records = args.features // BLOCK
     record_bytes = quantized_size(args.form)
     scale, form = splat_f32(factor), args.form
@@ -156,7 +156,7 @@ def _quantize_token(x, weight, factor, args, token, num_tokens, out):
 
 
 @njit
-def _keep_token(x, weight, factor, args, token, num_tokens, out):
+def keep_row(x, weight, factor, args, token, num_tokens, out):
     num_records = (args.features + UNIT - 1) // UNIT
     for i in range(num_records * UNIT):
         value = np.float32(0)
@@ -197,9 +197,9 @@ def normalize(args, state, thread, num_threads):
         if token + 1 < end:  # its sum is one long chain, which the blocks of this one do not wait for
             next_factor = _factor_of(args, state, token + 1)
         if args.form == 0:
-            _keep_token(x, args.weight, factor, args, token, num_tokens, out)
+            keep_row(x, args.weight, factor, args, token, num_tokens, out)
         else:
-            _quantize_token(x, args.weight, factor, args, token, num_tokens, out)
+            quantize_row(x, args.weight, factor, args, token, num_tokens, out)
 
 
 def add_rows(args, state, thread, num_threads):

@@ -11,7 +11,7 @@ from infer.backends.cpu.compile.kernel import Kernel
 from infer.backends.cpu.isa import InstructionSet, instruction_set
 from infer.backends.cpu.layouts import PLANES
 from infer.backends.cpu.workspace import are_paired
-from infer.operands.architecture import Architecture, Dense, Layer, ModelOutline
+from infer.operands.architecture import Architecture, Dense, Experts, Layer, ModelOutline
 
 _SAMPLING = (
     *("stage_1_edit:scan", "stage_2_candidates:narrow", "stage_3_draw:choose"),
@@ -42,6 +42,8 @@ def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Kernel]
         yield Kernel(".matmul.matmul:make_store", ("capped",), "EPILOGUE", "capped logits")
     for index, layer in enumerate(architecture.layers):
         yield from _of_layer(layer, types, f"model.layers.{index}.")
+        if isinstance(layer.feed_forward, Experts):
+            yield from _of_experts(layer.feed_forward, types, f"model.layers.{index}.mlp", precision, isa)
     yield from kernels_of_cache(kv_type)
     yield Kernel(".attention.attention:finish", (), "ATTEND")
 
@@ -60,7 +62,9 @@ def _of_weights(
     yield Kernel(".weights.embed:make_embed", (types[table], isa.inputs), "EMBED", f"weights {types[table]}")
     for type_ in sorted(set(types.values())):
         yield Kernel(".weights.pack_kernels:make_pack", (type_, isa.inputs), "PACK", f"weights {type_}")
-    multiplied = {type_ for name, type_ in types.items() if name != table or architecture.tied_embeddings}
+    others = {name for name in types if ".mlp.experts." in name}  # multiplied by kernels of their own
+    others |= set() if architecture.tied_embeddings else {table}
+    multiplied = {type_ for name, type_ in types.items() if name not in others}
     for type_ in sorted(multiplied):
         reason = f"weights {type_}" if precision == "exact" else f"precision {precision}"
         yield Kernel(".matmul.matmul:make_matmul", (type_, PLANES[precision], isa.name), "MATMUL", reason)
@@ -73,5 +77,28 @@ def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kerne
         yield Kernel(".matmul.matmul:make_store", ("add",), "EPILOGUE")
     dense = layer.feed_forward
     if isinstance(dense, Dense):
-        maker = "gate" if are_paired(dense, types, at) else "store"
+        maker = "gate" if are_paired(dense, types, at + "mlp") else "store"
         yield Kernel(f".matmul.matmul:make_{maker}", (dense.activation,), "EPILOGUE", f"activation {dense.activation}")
+
+
+def _of_experts(
+    experts: Experts, types: Mapping[str, str], at: str, precision: str, isa: InstructionSet
+) -> Iterator[Kernel]:
+    gate, up, down = (types[f"{at}.experts.0.{which}_proj.weight"] for which in ("gate", "up", "down"))
+    reason, planes = "experts", PLANES[precision]
+    yield Kernel(".experts.kernels:make_route", (experts.router.scores,), "ROUTING", reason)
+    yield Kernel(".experts.kernels:group", (), "ROUTING", reason)
+    yield Kernel(".experts.kernels:inputs", (), "EXPERT_INPUTS", reason)
+    for type_ in sorted({gate, up}):
+        yield Kernel(".experts.kernels:make_wide", (type_, planes, isa.name), "EXPERT_MATMUL", reason)
+    yield Kernel(".experts.kernels:make_narrow", (down, planes, isa.name), "EXPERT_MATMUL", reason)
+    maker = "gate" if gate == up else "store"
+    yield Kernel(f".matmul.matmul:make_{maker}", (experts.activation,), "EPILOGUE", f"activation {experts.activation}")
+    yield Kernel(".matmul.matmul:make_store", ("weighted",), "EPILOGUE", reason)
+    if experts.shared_size:
+        shared = Dense(experts.shared_size, experts.activation)
+        maker = "gate" if are_paired(shared, types, f"{at}.shared_expert") else "store"
+        yield Kernel(f".matmul.matmul:make_{maker}", (experts.activation,), "EPILOGUE", reason)
+        yield Kernel(
+            ".matmul.matmul:make_store", ("sigmoid" if experts.has_shared_gate else "add",), "EPILOGUE", reason
+        )

@@ -10,9 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.backends.cpu.compile.addresses import compiled_address
+from infer.backends.cpu.experts.commands import add_down, gate_and_up, route, weigh_shared
 from infer.backends.cpu.isa import instruction_set
-from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, SPARE_TOKENS
-from infer.backends.cpu.recording import Offer, Run, scope
+from infer.backends.cpu.layouts import BLOCK, LANES
+from infer.backends.cpu.projections import activations_of, append_matmul, epilogue_of, matmul_arguments, packed, project
+from infer.backends.cpu.recording import scope
 from infer.backends.cpu.records import (
     ADD_ROWS,
     ATTEND,
@@ -20,28 +22,26 @@ from infer.backends.cpu.records import (
     EMBED,
     EPILOGUE,
     FEWEST_FOR_MANY,
-    MATMUL,
     MAX_HEAD_DIM,
-    NORMALIZE,
     SPLIT_TOKENS,
     attend_scratch_bytes,
 )
 from infer.backends.cpu.sampling.launch import choose_tokens
-from infer.backends.cpu.threads.dispatch_table import BARRIER, BARRIER_IF_MANY, NO_BARRIER, Arguments
+from infer.backends.cpu.threads.dispatch_table import BARRIER, NO_BARRIER, Arguments
 from infer.backends.cpu.weights.packed_weight import PackedWeight
 from infer.backends.cpu.weights.prepare_weights import prepare
-from infer.backends.cpu.workspace import groups_per_unit
 from infer.backends.reference import attention_weights, normalize
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
 from infer.operands.group import Shares
 from infer.operands.step import Step
-from infer.operands.weights import Heads, Norm, Projection, Weight
+from infer.operands.weights import ExpertWeights, Heads, Norm, Projection, Weight
 from infer.quantization.kv_formats import check_kv_type, key_block_bytes, value_block_bytes
 from infer.quantization.kv_layout import LayerCache
 
 __all__ = [
+    "add_experts",
     "attend",
     "attention_weights",
     "choose_tokens",
@@ -54,11 +54,9 @@ __all__ = [
     "project_add",
 ]
 
-_CACHED_ACTIVATIONS = 1 << 19  # bytes of activations that should stay in a core's cache while weights stream by
-
 
 def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
-    weight = _packed(table)
+    weight = packed(table)
     rows, features = weight.shape
     with scope("embed", tokens=token_ids) as run:
         out = run.tensor("x", run.capacity, features)
@@ -73,7 +71,7 @@ def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Floa
 def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
     with scope(projection.label, num_tokens=len(x)) as run:
         out, first = run.columns("projected", run.capacity, projection.out_features, projection.shares)
-        _project(run, Activations(x), norm, projection, (out, first))
+        project(run, Activations(x), norm, projection, (out, first))
         return Activations(run.gathered(out, projection.shares))
 
 
@@ -87,9 +85,7 @@ def head(
     with scope("head", num_tokens=len(x), logit_indices=logit_indices) as run:
         logits, first = run.columns("logits", run.max_logits, projection.out_features, projection.shares)
         kind = "plain" if softcap is None else "capped"
-        _project(
-            run, Activations(x), norm, projection, (logits, first), kind=kind, of_logits=True, softcap=softcap or 0
-        )
+        project(run, Activations(x), norm, projection, (logits, first), kind=kind, of_logits=True, softcap=softcap or 0)
         return run.gathered(logits, projection.shares)
 
 
@@ -102,10 +98,10 @@ def project_add(
     with scope(projection.label, num_tokens=len(x.floats)) as run:
         shares = projection.shares
         if post_norm is None and shares is None:
-            _project(run, x, None, projection, (residual, 0), kind="add")
+            project(run, x, None, projection, (residual, 0), kind="add")
             return residual
         y, first = run.columns("before post norm", run.capacity, projection.out_features, shares)
-        _project(run, x, None, projection, (y, first))
+        project(run, x, None, projection, (y, first))
         y = run.gathered(y, shares)
         arguments = Arguments(ADD_ROWS, residual=residual, y=y, features=y.shape[1])
         if post_norm is not None:
@@ -124,16 +120,42 @@ def norm_gate(
         if halves is None:
             biases = (None, None) if gate_up.bias is None else gate_up.bias.split(features)
             for part, bias, kind in zip(gate_up.parts, biases, ("plain", activation), strict=True):
-                _project(run, source, norm, Projection((part,), bias), (out, first), kind=kind)
+                project(run, source, norm, Projection((part,), bias), (out, first), kind=kind)
             return Activations(run.gathered(out, shares))
-        epilogue, (weight, second) = _epilogue((out, first), 0, features, gate_up.bias), halves
+        epilogue, (weight, second) = epilogue_of((out, first), 0, features, gate_up.bias), halves
+        if gate_up.bias is not None:
+            epilogue.set(second_bias=gate_up.bias[features:])
         offer = run.offer("hidden", epilogue, shares) if _is_in_blocks(features, shares) else None
         function = compiled_address(".matmul.matmul:make_gate", EPILOGUE, activation)
-        arguments = _matmul_arguments(run, weight, -(-features // LANES), second)
-        arguments.set(epilogue=function, epilogue_arguments=epilogue.address, **_activations(run, source, norm, weight))
+        arguments = matmul_arguments(run, weight, -(-features // LANES), second)
+        arguments.set(
+            epilogue=function, epilogue_arguments=epilogue.address, **activations_of(run, source, norm, weight)
+        )
         arguments.keeps.append(epilogue)
-        _append_matmul(run, weight, arguments, BARRIER)
+        append_matmul(run, weight, arguments, BARRIER)
         return Activations(run.gathered(out, shares), offer)
+
+
+def add_experts(
+    residual: Float[Tensor, "tokens hidden"], norm: Norm | None, experts: ExpertWeights, post_norm: Norm | None
+) -> Float[Tensor, "tokens hidden"]:
+    if post_norm is not None:
+        raise InvalidRequestError("a norm of the result of experts is not supported on a CPU")
+    num_tokens, shared = len(residual), experts.shared
+    if shared is not None:  # of the residual stream as it is before anything is added
+        shared_hidden = norm_gate(residual, norm, shared.gate_up, experts.activation)
+        weights = None if shared.gate is None else weigh_shared(residual, norm, shared.gate)
+    with scope(experts.router_logits.label, num_tokens=num_tokens) as run:
+        routing = route(run, residual, norm, experts)
+    with scope(experts.gate.label, num_tokens=num_tokens) as run:
+        hidden = gate_and_up(run, residual, norm, experts, routing)
+    with scope(experts.down.label, num_tokens=num_tokens) as run:
+        add_down(run, hidden, experts, routing, residual)
+    if shared is not None:
+        kind = "add" if weights is None else "weighted"
+        with scope(shared.down.label, num_tokens=num_tokens) as run:
+            project(run, shared_hidden, None, shared.down, (residual, 0), kind=kind, weights=weights)
+    return residual
 
 
 def _gate_and_up(gate_up: Projection) -> tuple[PackedWeight, int] | None:
@@ -141,7 +163,7 @@ def _gate_and_up(gate_up: Projection) -> tuple[PackedWeight, int] | None:
 
     They must have one layout, and whole groups of rows if they share a weight or have a bias.
     """
-    weights = [_packed(part) for part in gate_up.parts]
+    weights = [packed(part) for part in gate_up.parts]
     features = gate_up.out_features // 2
     if gate_up.bias is not None and features % LANES:
         return None
@@ -219,92 +241,3 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
 def _is_in_blocks(features: int, shares: Shares | None) -> bool:
     """Return True if each block of quantised activations belongs to one rank."""
     return all(start % BLOCK == 0 for start in ((features,) if shares is None else shares.starts))
-
-
-# Projections
-
-
-def _project(
-    run: Run,
-    x: Activations,
-    norm: Norm | None,
-    projection: Projection,
-    to: tuple[Tensor, int],
-    *,
-    kind: str = "plain",
-    of_logits: bool = False,
-    softcap: float = 0,
-) -> None:
-    """Append project(norm(x)), stored as `matmul.make_store` defines for the kind. `to` is out and its first column."""
-    function = compiled_address(".matmul.matmul:make_store", EPILOGUE, kind)
-    sources: dict[int, dict[str, int]] = {}
-    column = 0
-    for index, part in enumerate(projection.parts):
-        weight = _packed(part)
-        if weight.form not in sources:
-            sources[weight.form] = _activations(run, x, norm, weight, of_logits=of_logits)
-        epilogue = _epilogue(to, column, weight.out_features, projection.bias)
-        epilogue.set(softcap=softcap)
-        column += weight.out_features
-        arguments = _matmul_arguments(run, weight, weight.num_groups, second_weights=0)
-        arguments.set(epilogue=function, epilogue_arguments=epilogue.address, of_logits=of_logits)
-        arguments.set(**sources[weight.form])
-        arguments.keeps.append(epilogue)
-        _append_matmul(run, weight, arguments, BARRIER if index == len(projection.parts) - 1 else NO_BARRIER)
-
-
-def _epilogue(to: tuple[Tensor, int], column: int, num_columns: int, bias: Tensor | None) -> Arguments:
-    """Return an epilogue's arguments. `column` is relative to the projection, which begins at the column of `to`."""
-    out, first = to
-    arguments = Arguments(EPILOGUE, out=out, row_stride=out.shape[1], num_columns=num_columns)
-    arguments.set(first_column=first + column)
-    if bias is not None:
-        arguments.set(bias=bias[column:])
-    return arguments
-
-
-def _activations(
-    run: Run, x: Activations, norm: Norm | None, weight: PackedWeight, *, of_logits: bool = False
-) -> dict[str, int]:
-    """Return the address of norm(x) as activation records, and the distance of the threads' own copies of a single
-    token.
-
-    A tile may read SPARE_TOKENS beyond the last token.
-    """
-    form, token_bytes = weight.form, weight.token_bytes
-    if norm is None and isinstance(x.twin, Offer) and not weight.layout.is_float:
-        address = x.twin.redeem(form, (run.capacity + SPARE_TOKENS) * token_bytes)
-        if address is not None:
-            return {"activations": address, "private_bytes": 0}
-    copies = max(run.max_logits if of_logits else run.capacity, run.max_threads)
-    records = run.tensor("activations", (copies + SPARE_TOKENS) * token_bytes, dtype=torch.uint8)
-    arguments = Arguments(NORMALIZE, x=x.floats, out=records, features=weight.in_features, form=form)
-    arguments.set(private_bytes=token_bytes, of_logits=of_logits)
-    if norm is not None:
-        arguments.set(weight=norm.weight.float().contiguous(), eps=norm.eps)
-    run.append("normalize", arguments, BARRIER_IF_MANY, ".activations:normalize")
-    return {"activations": records.data_ptr(), "private_bytes": token_bytes}
-
-
-def _matmul_arguments(run: Run, weight: PackedWeight, num_groups: int, second_weights: int) -> Arguments:
-    layout, num_records = weight.layout, weight.layout.num_records(weight.in_features)
-    per_unit = groups_per_unit(num_groups, run.num_threads, is_pair=second_weights != 0)
-    arguments = Arguments(MATMUL, first_weights=weight.data, second_weights=second_weights, num_groups=num_groups)
-    arguments.set(group_bytes=weight.group_bytes, groups_per_unit=per_unit, num_records=num_records)
-    arguments.set(tokens_per_block=max(1, _CACHED_ACTIVATIONS // weight.token_bytes // PANEL) * PANEL)
-    if instruction_set().may_use_matrices(layout) and run.capacity >= PANEL:
-        num_bytes = per_unit * (2 if second_weights else 1) * num_records * layout.unpacked_bytes
-        unpacked = run.tensor("unpacked weights", run.max_threads, num_bytes, dtype=torch.uint8)
-        arguments.set(unpacked=unpacked, unpacked_bytes=num_bytes)
-    return arguments
-
-
-def _append_matmul(run: Run, weight: PackedWeight, arguments: Arguments, barrier: int) -> None:
-    variant = weight.layout.type, weight.planes, instruction_set().name
-    run.append(f"matmul {weight.layout.type}", arguments, barrier, ".matmul.matmul:make_matmul", *variant)
-
-
-def _packed(weight: Weight) -> PackedWeight:
-    if not isinstance(weight, PackedWeight):
-        raise InvalidRequestError(f"the CPU kernels take packed weights (ops.prepare), got {type(weight).__name__}")
-    return weight

@@ -142,22 +142,33 @@ ATTEND = np.dtype(
 
 # matmul
 
-MATMUL = np.dtype(
+_MATMUL = [
+    ("first_weights", np.int64),  # the groups of the projection, or of gate
+    ("second_weights", np.int64),  # 0, or the groups of up
+    ("group_bytes", np.int64),
+    ("num_groups", np.int64),
+    ("groups_per_unit", np.int64),
+    ("num_records", np.int64),
+    ("activations", np.int64),
+    ("private_bytes", np.int64),  # not 0: a single token's activations lie at activations + thread × this
+    ("of_logits", np.int64),
+    ("tokens_per_block", np.int64),  # activations that stay in the cache while the weights stream by
+    ("unpacked", np.int64),  # a unit's weights as `matrix_tiles` take them, at unpacked + thread × unpacked_bytes
+    ("unpacked_bytes", np.int64),
+    ("epilogue", np.int64),
+    ("epilogue_arguments", np.int64),
+]
+MATMUL = np.dtype(_MATMUL)
+
+EXPERT_MATMUL = np.dtype(
     [
-        ("first_weights", np.int64),  # the groups of the projection, or of gate
-        ("second_weights", np.int64),  # 0, or the groups of up
-        ("group_bytes", np.int64),
-        ("num_groups", np.int64),
-        ("groups_per_unit", np.int64),
-        ("num_records", np.int64),
-        ("activations", np.int64),
-        ("private_bytes", np.int64),  # not 0: a single token's activations lie at activations + thread × this
-        ("of_logits", np.int64),
-        ("tokens_per_block", np.int64),  # activations that stay in the cache while the weights stream by
-        ("unpacked", np.int64),  # a unit's weights as `matrix_tiles` take them, at unpacked + thread × unpacked_bytes
-        ("unpacked_bytes", np.int64),
-        ("epilogue", np.int64),
-        ("epilogue_arguments", np.int64),
+        *_MATMUL,
+        ("counts", pointer(np.int64)),  # [experts]: `ROUTING`
+        ("starts", pointer(np.int64)),
+        ("active", pointer(np.int64)),
+        ("num_active", pointer(np.int64)),
+        ("expert_bytes", np.int64),  # from expert to expert, of the weights
+        ("expert_rows", np.int64),
     ]
 )
 
@@ -167,11 +178,54 @@ EPILOGUE = np.dtype(
         ("row_stride", np.int64),
         ("first_column", np.int64),
         ("num_columns", np.int64),
-        ("bias", np.int64),  # f32 [num_columns] or 0; of gate when gating, up's after it
+        ("bias", np.int64),  # f32 [num_columns] or 0; of gate when gating
+        ("second_bias", np.int64),  # of `gate`: up's
         ("quantized", np.int64),  # of `gate` only: activation records of what goes to `out`, or 0
         ("form", np.int64),
         ("softcap", np.float32),  # of `store`, where it caps
         ("padding", np.float32),
+        ("tokens", pointer(np.int64)),  # of `store`, where it weighs: the row of `out` for each row here; 0: the same
+        ("weights", pointer(np.float32)),  # likewise: what each row is multiplied by
+    ]
+)
+
+# experts
+
+ROUTING = np.dtype(
+    [
+        ("scores", np.int64),  # f32 [tokens, experts]: logits at first
+        ("keys", np.int64),  # f32 [tokens, experts]: what experts are chosen by
+        ("correction", np.int64),  # f32 [experts], added to the scores to choose; 0: none
+        ("num_experts", np.int64),
+        ("num_chosen", np.int64),
+        ("is_normalized", np.int64),
+        ("floor", np.float32),
+        ("scale", np.float32),
+        ("chosen", pointer(np.int64)),  # [tokens, num_chosen], ascending
+        ("chosen_weights", pointer(np.float32)),  # [tokens, num_chosen]
+        ("counts", pointer(np.int64)),  # [experts]: tokens that chose it
+        ("starts", pointer(np.int64)),  # [experts]: its first slot. A slot is a token of an expert
+        ("active", pointer(np.int64)),  # the experts with tokens, ascending
+        ("num_active", pointer(np.int64)),  # one number
+        ("tokens", pointer(np.int64)),  # [slots]
+        ("weights", pointer(np.float32)),  # [slots]
+    ]
+)
+
+EXPERT_INPUTS = np.dtype(
+    [
+        ("x", np.int64),  # f32 [rows, features]
+        ("weight", np.int64),  # f32 [features]; 0: quantise only
+        ("eps", np.float32),
+        ("form", np.int32),
+        ("features", np.int64),
+        ("out", np.int64),  # activation records of each slot, expert after expert
+        ("token_bytes", np.int64),
+        ("tokens", pointer(np.int64)),  # [slots]: the row of x; 0: row and slot are the same
+        ("counts", pointer(np.int64)),  # `ROUTING`
+        ("starts", pointer(np.int64)),
+        ("active", pointer(np.int64)),
+        ("num_active", pointer(np.int64)),
     ]
 )
 

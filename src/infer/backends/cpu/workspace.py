@@ -12,7 +12,7 @@ from infer.backends.before_load import StepSizes
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PLANES, SPARE_TOKENS
 from infer.backends.cpu.records import CHUNK, GROUPS_PER_THREAD, MAX_THREADS, SPLIT_TOKENS, attend_scratch_bytes
-from infer.operands.architecture import Architecture, Attention, Dense, Layer
+from infer.operands.architecture import Architecture, Attention, Dense, Experts, Layer
 
 Buffers = dict[tuple[str, int], int]  # role and size → bytes
 
@@ -26,9 +26,9 @@ def groups_per_unit(num_groups: int, num_threads: int, *, is_pair: bool) -> int:
 
 
 def are_paired(dense: Dense, types: Mapping[str, str], at: str) -> bool:
-    """Return True if gate and up, in the layer whose names begin with `at`, are multiplied together."""
+    """Return True if gate and up, in the feed-forward whose names begin with `at`, are multiplied together."""
     has_odd_bias = dense.has_bias and dense.intermediate_size % LANES != 0
-    return types[f"{at}mlp.gate_proj.weight"] == types[f"{at}mlp.up_proj.weight"] and not has_odd_bias
+    return types[f"{at}.gate_proj.weight"] == types[f"{at}.up_proj.weight"] and not has_odd_bias
 
 
 def merged(types: Sequence[str], rows: Sequence[int]) -> list[list[int]]:
@@ -67,6 +67,8 @@ def _add_layer(step: "_Step", layer: Layer, architecture: Architecture, types: M
         _add_attention(step, layer.mixer, architecture, types, at)
     if isinstance(layer.feed_forward, Dense):
         _add_dense(step, layer.feed_forward, hidden, types, at)
+    elif isinstance(layer.feed_forward, Experts):
+        _add_experts(step, layer.feed_forward, hidden, types, at)
     if layer.norms.after:
         step.floats("before post norm", step.sizes.tokens, hidden)
 
@@ -88,17 +90,48 @@ def _add_attention(
     step.project([types[at + "self_attn.o_proj.weight"]], [hidden], wide, made_by="attended")
 
 
-def _add_dense(step: "_Step", dense: Dense, hidden: int, types: Mapping[str, str], at: str) -> None:
+def _add_dense(
+    step: "_Step", dense: Dense, hidden: int, types: Mapping[str, str], at: str, module: str = "mlp"
+) -> None:
     tokens, inner = step.sizes.tokens, dense.intermediate_size
-    gate, up = (types[f"{at}mlp.{which}_proj.weight"] for which in ("gate", "up"))
+    gate, up = (types[f"{at}{module}.{which}_proj.weight"] for which in ("gate", "up"))
     step.floats("hidden", tokens, inner)
-    is_paired = are_paired(dense, types, at)
+    is_paired = are_paired(dense, types, at + module)
     if is_paired:
         step.activations([gate], hidden, tokens)
         step.unpacked(gate, inner, hidden, is_pair=True)
     else:
         step.project([gate, up], [inner, inner], hidden)
-    step.project([types[at + "mlp.down_proj.weight"]], [hidden], inner, made_by="hidden" if is_paired else None)
+    step.project([types[f"{at}{module}.down_proj.weight"]], [hidden], inner, made_by="hidden" if is_paired else None)
+
+
+def _add_experts(step: "_Step", experts: Experts, hidden: int, types: Mapping[str, str], at: str) -> None:
+    tokens, router, inner = step.sizes.tokens, experts.router, experts.intermediate_size
+    slots = tokens * router.num_chosen
+    gate, up, down = (types[f"{at}mlp.experts.0.{which}_proj.weight"] for which in ("gate", "up", "down"))
+    step.project(["F32"], [router.num_experts], hidden)
+    for role in ("scores", "keys"):
+        step.floats(f"expert {role}", tokens, router.num_experts)
+    for role, count, size in (
+        *((role, slots, 8) for role in ("chosen", "tokens")),
+        *((role, slots, 4) for role in ("chosen_weights", "weights")),
+        *((role, router.num_experts, 8) for role in ("counts", "starts", "active")),
+        ("num_active", 1, 8),
+    ):
+        step.add(f"expert {role}", count * size)
+    step.floats("expert hidden", slots, inner)
+    for type_ in {gate, up}:
+        step.slots("inputs", type_, hidden, slots)
+    step.slots("hidden", down, inner, slots)
+    is_paired = gate == up
+    for type_ in {gate, up}:
+        step.unpacked(type_, inner, hidden, is_pair=is_paired)
+    step.unpacked(down, hidden, inner)
+    if experts.shared_size:
+        if experts.has_shared_gate:
+            step.project(["F32"], [1], hidden)
+            step.floats("shared weights", tokens, 1)
+        _add_dense(step, Dense(experts.shared_size, experts.activation), hidden, types, at, "mlp.shared_expert")
 
 
 @final
@@ -131,6 +164,10 @@ class _Step:
     def activations(self, types: Sequence[str], inputs: int, tokens: int) -> None:
         for size in {self._token_bytes(type_, inputs) for type_ in types}:
             self.add("activations", (max(tokens, MAX_THREADS) + SPARE_TOKENS) * size)
+
+    def slots(self, role: str, type_: str, inputs: int, count: int) -> None:
+        """Add the activations of tokens of experts."""
+        self.add(f"expert {role} quantized", (count + SPARE_TOKENS) * self._token_bytes(type_, inputs))
 
     def unpacked(self, type_: str, rows: int, inputs: int, *, is_pair: bool = False) -> None:
         """Add the unpacked weights of a core's matrix unit. They are small, and counted even without such a unit."""

@@ -1,5 +1,6 @@
 """CUDA: kernels in Triton, steps as CUDA graphs. On CPU tensors, Triton interprets kernels, and graphs are repeats."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import final
@@ -10,7 +11,9 @@ from infer.backends import cuda
 from infer.backends.base import Captured, Forward
 from infer.backends.cuda.capture import CapturedForward
 from infer.backends.cuda.graphs import CudaGraphs, Repeats
+from infer.backends.only_dense import check_only_dense
 from infer.backends.torch_backend import KV_TYPE_BY_DTYPE, TorchBackend
+from infer.operands.architecture import Layer
 
 
 @final
@@ -31,6 +34,9 @@ class CudaBackend(TorchBackend):
         if dtype is not None:
             return KV_TYPE_BY_DTYPE[dtype]
         return "bf16" if stored == "BF16" else "f16"
+
+    def check_layers(self, layers: Iterable[Layer]) -> None:
+        check_only_dense(layers, "cuda")
 
     def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured:
         graphs = CudaGraphs(self.device) if self.device.type == "cuda" else Repeats()

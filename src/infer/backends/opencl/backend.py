@@ -1,6 +1,6 @@
 """An OpenCL device: kernels in C, a step recorded as a list of launches, the host's tensors placed on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import final
 
@@ -9,12 +9,14 @@ from torch import Tensor
 
 from infer.backends import reference, torch_threads
 from infer.backends.base import Captured, Forward
+from infer.backends.only_dense import check_only_dense
 from infer.backends.opencl.capture import CapturedForward
 from infer.backends.opencl.devices import choose, full_name
 from infer.backends.opencl.operations import Operations
 from infer.backends.opencl.runtime import Runtime
 from infer.backends.torch_backend import TorchBackend
 from infer.errors import InvalidRequestError
+from infer.operands.architecture import Layer
 from infer.operands.weights import Norm, Projection, StoredWeight
 
 _FEATURES, _ROWS, _TOKENS = 64, 64, 2  # of the known product
@@ -62,6 +64,9 @@ class OpenCLBackend(TorchBackend):
         for entry in entries:
             self._memory.to_device(memory, entry, 1)
         self._memory.finish()
+
+    def check_layers(self, layers: Iterable[Layer]) -> None:
+        check_only_dense(layers, "opencl")
 
     def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured:
         return CapturedForward(self._runtime, forward, capacity, max_logits)

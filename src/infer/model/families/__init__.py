@@ -85,11 +85,22 @@ def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
     num_layers = count(config, "num_hidden_layers", maximum=_MAX_LAYERS)
     kinds, rotated = family.layer_kinds(config, num_layers), family.rotated_layers(config, num_layers)
     wanted = list(zip(kinds, rotated, strict=True))
-    layer_by_kind = {each: _layer(config, family, *each) for each in sorted(set(wanted))}
-    return tuple(layer_by_kind[each] for each in wanted)
+    mixer_by_kind = {each: _attention(config, family, *each) for each in sorted(set(wanted))}
+    activation = choice(config, family.activation_name, _ACTIVATIONS)
+    experts = None if family.experts is None else family.experts(config, activation)
+    are_sparse = [experts is not None and family.is_sparse(config, index) for index in range(num_layers)]
+    dense = None if all(are_sparse) else _dense(config, activation)
+    return tuple(
+        Layer(mixer_by_kind[each], experts if is_sparse else dense, family.norms)
+        for each, is_sparse in zip(wanted, are_sparse, strict=True)
+    )
 
 
-def _layer(config: Config, family: Family, kind: str, is_rotated: bool) -> Layer:
+def _dense(config: Config, activation: Activation) -> Dense:
+    return Dense(count(config, "intermediate_size"), activation, has_bias=flag(config, "mlp_bias"))
+
+
+def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> Attention:
     num_heads = count(config, "num_attention_heads")
     num_kv_heads = count(config, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -101,7 +112,7 @@ def _layer(config: Config, family: Family, kind: str, is_rotated: bool) -> Layer
         raise UnsupportedModelError(f"{refused} is not supported for {config['model_type']}")
     has_qkv_bias = flag(config, "attention_bias")
     scale = positive(config, "query_pre_attn_scalar", float(head_dim)) ** -0.5
-    mixer = Attention(
+    return Attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -113,12 +124,6 @@ def _layer(config: Config, family: Family, kind: str, is_rotated: bool) -> Layer
         has_output_bias=flag(config, "attention_output_bias") if "attention_output_bias" in config else has_qkv_bias,
         qk_norm=family.qk_norm,
     )
-    feed_forward = Dense(
-        intermediate_size=count(config, "intermediate_size"),
-        activation=choice(config, family.activation_name, _ACTIVATIONS),
-        has_bias=flag(config, "mlp_bias"),
-    )
-    return Layer(mixer, feed_forward, family.norms)
 
 
 def _head_dim(config: Config) -> int:

@@ -9,8 +9,16 @@ from typing import Any, Literal
 
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag, positive, settings
+from infer.model.families.experts import (
+    every_layer_is_sparse,
+    granite_experts,
+    is_sparse_in_qwen,
+    mixtral_experts,
+    olmoe_experts,
+    qwen_experts,
+)
 from infer.model.families.rope_scaling import rope_settings
-from infer.operands.architecture import Norms
+from infer.operands.architecture import Activation, Experts, Norms
 
 # Settings that some families' code reads, and others' does not though a config may have them.
 OPTIONAL = frozenset(
@@ -115,6 +123,10 @@ def _smollm3_rope(config: Config, kind: str) -> Config:
     return rope_settings(config, kind, theta=2_000_000.0)
 
 
+def _mixtral_rope(config: Config, kind: str) -> Config:
+    return rope_settings(config, kind, theta=1_000_000.0)
+
+
 def _phi3_rope(config: Config, kind: str) -> Config:
     """Return Phi-3's rope settings.
 
@@ -158,6 +170,8 @@ class Family:
     activation_name: str = "hidden_act"
     scales_embedding: bool = False  # by the root of hidden_size
     norms: Norms = _PRE_NORMS
+    experts: Callable[[Config, Activation], Experts] | None = None
+    is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # whether a layer has experts
     qk_norm: Literal["head", "all"] | None = None
 
 
@@ -254,6 +268,41 @@ FAMILIES: dict[str, Family] = {
         _defaults(2048, attention_multiplier=1.0),
         reads=_ATTENTION_BIAS
         | {"mlp_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
+    ),
+    "qwen3_moe": Family(
+        _defaults(32_768, num_key_value_heads=4, num_experts_per_tok=8, moe_intermediate_size=768)
+        | {"head_dim": 128, **_QWEN_WINDOWS},
+        reads=_ATTENTION_BIAS,
+        layer_kinds=_windowed_from_a_layer_on,
+        qk_norm="head",
+        experts=qwen_experts,
+        is_sparse=is_sparse_in_qwen,
+    ),
+    "qwen2_moe": Family(
+        _defaults(32_768, num_key_value_heads=16, num_experts_per_tok=4, moe_intermediate_size=1408)
+        | {"shared_expert_intermediate_size": 5632, **_QWEN_WINDOWS},
+        fixed={"attention_bias": True, "attention_output_bias": False},
+        layer_kinds=_windowed_from_a_layer_on,
+        experts=qwen_experts,
+        is_sparse=is_sparse_in_qwen,
+    ),
+    "mixtral": Family(
+        _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=2),
+        layer_kinds=_all_windowed,
+        rope_settings=_mixtral_rope,
+        experts=mixtral_experts,
+    ),
+    "olmoe": Family(
+        _defaults(4096, eps=1e-5, num_experts_per_tok=8),
+        reads=_ATTENTION_BIAS,
+        qk_norm="all",
+        experts=olmoe_experts,
+    ),
+    "granitemoe": Family(
+        _defaults(2048, num_experts_per_tok=2),
+        reads=_ATTENTION_BIAS
+        | {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
+        experts=granite_experts,
     ),
 }
 

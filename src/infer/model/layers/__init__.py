@@ -13,12 +13,13 @@ from torch import Tensor
 from infer.kvcache.paged import PagedCache
 from infer.model.layers.attention import LoadedAttention
 from infer.model.layers.dense import LoadedDense
+from infer.model.layers.experts import LoadedExperts
 from infer.model.weight_loader import WeightLoader
-from infer.operands.architecture import Attention, Dense, Layer
+from infer.operands.architecture import Attention, Dense, Experts, Layer
 from infer.operands.step import Step
 from infer.operands.weights import Projection
 
-__all__ = ["LoadedAttention", "LoadedDense", "LoadedLayer", "LoadedPart", "load_layer"]
+__all__ = ["LoadedAttention", "LoadedDense", "LoadedExperts", "LoadedLayer", "LoadedPart", "load_layer"]
 
 
 @runtime_checkable
@@ -39,7 +40,7 @@ class LoadedLayer:
     """The loaded twin of `Layer`."""
 
     mixer: LoadedAttention | None
-    feed_forward: LoadedDense | None
+    feed_forward: LoadedDense | LoadedExperts | None
 
     @property
     def parts(self) -> tuple[LoadedPart, ...]:
@@ -49,9 +50,12 @@ class LoadedLayer:
 
 def load_layer(layer: Layer, loader: WeightLoader, cache_index: int) -> LoadedLayer:
     """Return the layer that `loader` is for. If it has keys and values, they are in the cache's layer `cache_index`."""
-    mixer, feed_forward = None, None
+    mixer: LoadedAttention | None = None
+    feed_forward: LoadedDense | LoadedExperts | None = None
     if isinstance(layer.mixer, Attention):
         mixer = LoadedAttention.load(layer.mixer, layer.norms, loader, cache_index)
     if isinstance(layer.feed_forward, Dense):
         feed_forward = LoadedDense.load(layer.feed_forward, layer.norms, loader)
+    elif isinstance(layer.feed_forward, Experts):
+        feed_forward = LoadedExperts.load(layer.feed_forward, layer.norms, loader)
     return LoadedLayer(mixer, feed_forward)

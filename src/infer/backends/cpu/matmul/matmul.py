@@ -15,7 +15,7 @@ from infer.backends.cpu import simd
 from infer.backends.cpu.activations import quantize_block, quantized_size, record_address
 from infer.backends.cpu.isa import BY_NAME, InstructionSet
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
-from infer.backends.cpu.math_functions import ACTIVATIONS, softcapped
+from infer.backends.cpu.math_functions import ACTIVATIONS, sigmoid, softcapped
 from infer.backends.cpu.matmul.matrix_tiles import SCRATCH_BYTES, make_configure, make_matrix_tile, release
 from infer.backends.cpu.matmul.panels import TILE_BYTES, make_multiply_panel
 from infer.backends.cpu.simd import load_f32, load_i64, load_upto, store_f32, store_upto
@@ -24,14 +24,15 @@ from infer.backends.cpu.threads.work_stealing import begin_units, take_units
 from infer.backends.cpu.weights.unpacking import make_unpack
 
 _FEWEST_UNPACKED = 2 * PANEL  # tokens for which weights are unpacked before all of them
-_HEADER = 64  # in front of it: first token, number of tokens, number of groups
-_BUFFER_BYTES = _HEADER + 4 * TILE_BYTES
+# In front of it: first token, number of tokens, number of groups, first row that is written, tokens in all, first bias.
+_HEADER = 64
+BUFFER_BYTES = _HEADER + 4 * TILE_BYTES
 
 
 @njit(inline="always")
-def _tile_weights(args, unit, groups, index):
+def _tile_weights(args, shift, unit, groups, index):
     weights = args.first_weights if index < groups else args.second_weights
-    return weights + (unit * args.groups_per_unit + index % groups) * args.group_bytes
+    return weights + shift + (unit * args.groups_per_unit + index % groups) * args.group_bytes
 
 
 def _make_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
@@ -39,12 +40,12 @@ def _make_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
     multiply_one, multiply_two = (make_multiply_panel(layout, form, isa, num_groups) for num_groups in (1, 2))
 
     @njit(inline="always")
-    def compute(args, unit, groups, num_tiles, panel, width, out, scratch):
+    def compute(args, shift, unit, groups, num_tiles, panel, width, out, scratch):
         records = args.num_records
         for index in range(0, num_tiles, 2):
-            first, to = _tile_weights(args, unit, groups, index), out + index * TILE_BYTES
+            first, to = _tile_weights(args, shift, unit, groups, index), out + index * TILE_BYTES
             if index + 1 < num_tiles:
-                second = _tile_weights(args, unit, groups, index + 1)
+                second = _tile_weights(args, shift, unit, groups, index + 1)
                 multiply_two(first, second, panel, width, records, to, scratch)
             else:
                 multiply_one(first, first, panel, width, records, to, scratch)
@@ -62,10 +63,10 @@ def _make_matrices(layout: Layout, form: int, isa: InstructionSet) -> tuple[Any,
     record_bytes = layout.unpacked_bytes
 
     @njit(inline="always")
-    def unpack_unit(args, unit, groups, num_tiles, unpacked):
+    def unpack_unit(args, shift, unit, groups, num_tiles, unpacked):
         for index in range(num_tiles):
             to = unpacked + index * args.num_records * record_bytes
-            unpack(_tile_weights(args, unit, groups, index), args.num_records, to)
+            unpack(_tile_weights(args, shift, unit, groups, index), args.num_records, to)
 
     @njit(inline="always")
     def compute(args, num_tiles, unpacked, panel, stride, out, scratch):
@@ -78,20 +79,29 @@ def _make_matrices(layout: Layout, form: int, isa: InstructionSet) -> tuple[Any,
     return unpack_unit, compute
 
 
-def _make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
-    """Return a function that multiplies a unit with the panels of the tokens [first, end) of `num_tokens` tokens."""
+def make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
+    """Return a function that multiplies a unit with the panels of the tokens [first, end) of `num_tokens` tokens.
+
+    For an expert, `shift` is where its weights begin, in bytes, `first_slot` its first row of what the epilogue writes,
+    and `first_bias` its first bias. Otherwise they are 0.
+    """
     record_bytes, has_matrices = layout.activation_bytes(form), isa.may_use_matrices(layout)
     compute = _make_panel(layout, form, isa)
     if has_matrices:
         unpack_unit, compute_matrices = _make_matrices(layout, form, isa)
 
     @njit(inline="always")
-    def multiply_unit(args, state, unit, first, end, num_tokens, activations, unpacked, buffer, scratch):
+    def multiply_unit(
+        args, state, unit, first, end, num_tokens, activations, unpacked, buffer, scratch, shift, first_slot, first_bias
+    ):
+        simd.store_i64(buffer + 24, first_slot)
+        simd.store_i64(buffer + 32, num_tokens)
+        simd.store_i64(buffer + 40, first_bias)
         groups = min(args.groups_per_unit, args.num_groups - unit * args.groups_per_unit)
         num_tiles = groups * (1 if args.second_weights == 0 else 2)
         even_tiles = num_tiles if num_tiles % 2 == 0 and end - first >= _FEWEST_UNPACKED else 0
         if has_matrices:
-            unpack_unit(args, unit, groups, even_tiles, unpacked)
+            unpack_unit(args, shift, unit, groups, even_tiles, unpacked)
         for panel in range(first, end, PANEL):
             width = min(PANEL, num_tokens - panel)
             at, stride = activations + panel * args.num_records * record_bytes, width * record_bytes
@@ -99,7 +109,7 @@ def _make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
             if has_matrices:  # a constant: what follows is not compiled elsewhere
                 compute_matrices(args, on_matrices, unpacked, at, stride, buffer + _HEADER, scratch)
             if on_matrices == 0:
-                compute(args, unit, groups, num_tiles, at, width, buffer + _HEADER, scratch)
+                compute(args, shift, unit, groups, num_tiles, at, width, buffer + _HEADER, scratch)
             simd.store_i64(buffer, panel)
             simd.store_i64(buffer + 8, width)
             simd.store_i64(buffer + 16, groups)
@@ -109,19 +119,24 @@ def _make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
     return multiply_unit
 
 
+def fewest_on_matrices(layout: Layout, form: int, isa: InstructionSet) -> int:
+    """Return the number of tokens from which on a core's matrix unit may be used."""
+    on_matrices = [shape.fewest for shape in isa.shapes(layout, form, 2) if shape.on_matrices]
+    return min([*on_matrices, _FEWEST_UNPACKED])
+
+
 def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
     """Return the command of a projection. `isa` names the instruction set."""
     layout, instructions = LAYOUTS[type_], BY_NAME[isa]
     form, has_matrices = instructions.form(layout, planes), instructions.may_use_matrices(layout)
-    multiply_unit, configure = _make_unit(layout, form, instructions), make_configure(layout)
-    on_matrices = [shape.fewest for shape in instructions.shapes(layout, form, 2) if shape.on_matrices]
-    fewest = min([*on_matrices, _FEWEST_UNPACKED])
+    multiply_unit, configure = make_unit(layout, form, instructions), make_configure(layout)
+    fewest = fewest_on_matrices(layout, form, instructions)
 
     def matmul(args, state, thread, num_threads):
         num_tokens = state.num_logits if args.of_logits else state.num_tokens
         activations = args.activations + (thread * args.private_bytes if num_tokens == 1 else 0)
         num_units = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
-        buffer, scratch = simd.stack(_BUFFER_BYTES), simd.stack(SCRATCH_BYTES)
+        buffer, scratch = simd.stack(BUFFER_BYTES), simd.stack(SCRATCH_BYTES)
         unpacked = args.unpacked + thread * args.unpacked_bytes
         if has_matrices:
             configure(num_tokens >= fewest, scratch)
@@ -130,7 +145,9 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
             begin_units(state, thread)
             unit, end = take_units(state, thread, num_threads, num_units)
             while unit < end:
-                multiply_unit(args, state, unit, first, last, num_tokens, activations, unpacked, buffer, scratch)
+                multiply_unit(
+                    args, state, unit, first, last, num_tokens, activations, unpacked, buffer, scratch, 0, 0, 0
+                )
                 unit += 1
                 if unit == end:
                     unit, end = take_units(state, thread, num_threads, num_units)
@@ -149,23 +166,34 @@ def make_store(kind: str) -> Callable[..., None]:
     """Return the epilogue of this kind.
 
     plain: out = y + bias. add: out += y + bias. capped: out = softcap × tanh((y + bias) / softcap). The name of an
-    activation: out = activation(out) × (y + bias).
+    activation: out = activation(out) × (y + bias). sigmoid: out = sigmoid(y + bias). weighted: out[its token] += weight
+    × (y + bias).
     """
-    adding, capping, gating = kind == "add", kind == "capped", kind in ACTIVATIONS
+    adding, capping, gating, weighing = kind == "add", kind == "capped", kind in ACTIVATIONS, kind == "weighted"
+    squashing = kind == "sigmoid"
     activate: Any = ACTIVATIONS.get(kind)
 
     def store(args, state, buffer, first_row):
         panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
+        first_slot, first_bias = load_i64(buffer + 24), load_i64(buffer + 40)
         for index in range(groups):
             row = first_row + index * LANES
             room = args.num_columns - row
             for token in range(width):
-                out = args.out + 4 * ((panel + token) * args.row_stride + args.first_column + row)
+                slot = first_slot + panel + token
+                to = slot
+                if weighing and simd.address_of(args.tokens) != 0:
+                    to = args.tokens[slot]
+                out = args.out + 4 * (to * args.row_stride + args.first_column + row)
                 value = load_f32(_tile_row(buffer, index, token))
                 if args.bias != 0:
-                    value = value + load_upto(args.bias + 4 * row, room)
-                if adding:
+                    value = value + load_upto(args.bias + 4 * (first_bias + row), room)
+                if weighing:
+                    value = value * simd.splat_f32(args.weights[slot])
+                if adding or weighing:
                     value = load_upto(out, room) + value
+                if squashing:
+                    value = sigmoid(value)
                 if capping:
                     value = softcapped(value, args.softcap)
                 if gating:
@@ -181,23 +209,25 @@ def make_gate(activation: str) -> Callable[..., None]:
 
     def gate(args, state, buffer, first_row):
         panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
+        first_slot, num_tokens, first_bias = load_i64(buffer + 24), load_i64(buffer + 32), load_i64(buffer + 40)
         for token in range(width):
             for index in range(groups):
                 row = first_row + index * LANES
                 at = _tile_row(buffer, index, token)
                 left, right = load_f32(at), load_f32(_tile_row(buffer, groups + index, token))
                 if args.bias != 0:
-                    left = left + load_f32(args.bias + 4 * row)
-                    right = right + load_f32(args.bias + 4 * (args.num_columns + row))
+                    left = left + load_f32(args.bias + 4 * (first_bias + row))
+                    right = right + load_f32(args.second_bias + 4 * (first_bias + row))
                 value = activate(left) * right
                 store_f32(at, value)
                 if args.out != 0:
-                    out = args.out + 4 * ((panel + token) * args.row_stride + args.first_column + row)
+                    out = args.out + 4 * ((first_slot + panel + token) * args.row_stride + args.first_column + row)
                     store_upto(out, args.num_columns - row, value)
             if args.quantized != 0:
                 record, num_records = (args.first_column + first_row) // BLOCK, args.row_stride // BLOCK
                 size = quantized_size(args.form)
-                to = record_address(args.quantized, panel + token, state.num_tokens, num_records, record, size)
+                own = args.quantized + first_slot * num_records * size
+                to = record_address(own, panel + token, num_tokens, num_records, record, size)
                 first, second = load_f32(_tile_row(buffer, 0, token)), load_f32(_tile_row(buffer, 1, token))
                 quantize_block(first, second, args.form, to)
 

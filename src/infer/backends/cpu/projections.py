@@ -1,0 +1,115 @@
+"""The commands of a projection: its activations, its product, and what is done with each result."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.backends.cpu.compile.addresses import compiled_address
+from infer.backends.cpu.isa import instruction_set
+from infer.backends.cpu.layouts import PANEL, SPARE_TOKENS
+from infer.backends.cpu.recording import Offer, Run
+from infer.backends.cpu.records import EPILOGUE, MATMUL, NORMALIZE
+from infer.backends.cpu.threads.dispatch_table import BARRIER, BARRIER_IF_MANY, NO_BARRIER, Arguments
+from infer.backends.cpu.weights.packed_weight import PackedWeight
+from infer.backends.cpu.workspace import groups_per_unit
+from infer.errors import InvalidRequestError
+from infer.operands.activation_values import Activations
+from infer.operands.weights import Norm, Projection, Weight
+
+_CACHED_ACTIVATIONS = 1 << 19  # bytes of activations that should stay in a core's cache while weights stream by
+
+
+def project(
+    run: Run,
+    x: Activations,
+    norm: Norm | None,
+    projection: Projection,
+    to: tuple[Tensor, int],
+    *,
+    kind: str = "plain",
+    of_logits: bool = False,
+    softcap: float = 0,
+    weights: Tensor | None = None,
+) -> None:
+    """Append project(norm(x)), stored as `matmul.make_store` defines for the kind. `to` is out and its first column.
+
+    `weights` has what each row is multiplied by, if the kind is "weighted".
+    """
+    function = compiled_address(".matmul.matmul:make_store", EPILOGUE, kind)
+    sources: dict[int, dict[str, int]] = {}
+    column = 0
+    for index, part in enumerate(projection.parts):
+        weight = packed(part)
+        if weight.form not in sources:
+            sources[weight.form] = activations_of(run, x, norm, weight, of_logits=of_logits)
+        epilogue = epilogue_of(to, column, weight.out_features, projection.bias)
+        epilogue.set(softcap=softcap)
+        if weights is not None:
+            epilogue.set(weights=weights)
+        column += weight.out_features
+        arguments = matmul_arguments(run, weight, weight.num_groups, second_weights=0)
+        arguments.set(epilogue=function, epilogue_arguments=epilogue.address, of_logits=of_logits)
+        arguments.set(**sources[weight.form])
+        arguments.keeps.append(epilogue)
+        append_matmul(run, weight, arguments, BARRIER if index == len(projection.parts) - 1 else NO_BARRIER)
+
+
+def epilogue_of(to: tuple[Tensor, int], column: int, num_columns: int, bias: Tensor | None) -> Arguments:
+    """Return an epilogue's arguments. `column` is relative to the projection, which begins at the column of `to`."""
+    out, first = to
+    arguments = Arguments(EPILOGUE, out=out, row_stride=out.shape[1], num_columns=num_columns)
+    arguments.set(first_column=first + column)
+    if bias is not None:
+        arguments.set(bias=bias[column:])
+    return arguments
+
+
+def activations_of(
+    run: Run, x: Activations, norm: Norm | None, weight: PackedWeight, *, of_logits: bool = False
+) -> dict[str, int]:
+    """Return the address of norm(x) as activation records, and the distance of the threads' own copies of a single
+    token.
+
+    A tile may read SPARE_TOKENS beyond the last token.
+    """
+    form, token_bytes = weight.form, weight.token_bytes
+    if norm is None and isinstance(x.twin, Offer) and not weight.layout.is_float:
+        address = x.twin.redeem(form, (run.capacity + SPARE_TOKENS) * token_bytes)
+        if address is not None:
+            return {"activations": address, "private_bytes": 0}
+    copies = max(run.max_logits if of_logits else run.capacity, run.max_threads)
+    records = run.tensor("activations", (copies + SPARE_TOKENS) * token_bytes, dtype=torch.uint8)
+    arguments = Arguments(NORMALIZE, x=x.floats, out=records, features=weight.in_features, form=form)
+    arguments.set(private_bytes=token_bytes, of_logits=of_logits)
+    if norm is not None:
+        arguments.set(weight=norm.weight.float().contiguous(), eps=norm.eps)
+    run.append("normalize", arguments, BARRIER_IF_MANY, ".activations:normalize")
+    return {"activations": records.data_ptr(), "private_bytes": token_bytes}
+
+
+def matmul_arguments(
+    run: Run, weight: PackedWeight, num_groups: int, second_weights: int, record: np.dtype[Any] = MATMUL
+) -> Arguments:
+    layout, num_records = weight.layout, weight.layout.num_records(weight.in_features)
+    per_unit = groups_per_unit(num_groups, run.num_threads, is_pair=second_weights != 0)
+    arguments = Arguments(record, first_weights=weight.data, second_weights=second_weights, num_groups=num_groups)
+    arguments.set(group_bytes=weight.group_bytes, groups_per_unit=per_unit, num_records=num_records)
+    arguments.set(tokens_per_block=max(1, _CACHED_ACTIVATIONS // weight.token_bytes // PANEL) * PANEL)
+    if instruction_set().may_use_matrices(layout) and run.capacity >= PANEL:
+        num_bytes = per_unit * (2 if second_weights else 1) * num_records * layout.unpacked_bytes
+        unpacked = run.tensor("unpacked weights", run.max_threads, num_bytes, dtype=torch.uint8)
+        arguments.set(unpacked=unpacked, unpacked_bytes=num_bytes)
+    return arguments
+
+
+def append_matmul(run: Run, weight: PackedWeight, arguments: Arguments, barrier: int) -> None:
+    variant = weight.layout.type, weight.planes, instruction_set().name
+    run.append(f"matmul {weight.layout.type}", arguments, barrier, ".matmul.matmul:make_matmul", *variant)
+
+
+def packed(weight: Weight) -> PackedWeight:
+    if not isinstance(weight, PackedWeight):
+        raise InvalidRequestError(f"the CPU kernels take packed weights (ops.prepare), got {type(weight).__name__}")
+    return weight

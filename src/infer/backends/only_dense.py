@@ -1,0 +1,14 @@
+"""The check of devices whose kernels compute attention and dense feed-forwards, and no other part of a layer."""
+
+from collections.abc import Iterable
+
+from infer.errors import UnsupportedModelError
+from infer.operands.architecture import Attention, Dense, Layer
+
+
+def check_only_dense(layers: Iterable[Layer], device: str) -> None:
+    """Raise UnsupportedModelError if a layer has another part."""
+    parts = (part for layer in layers for part in layer.parts)
+    others = {type(part).__name__.lower() for part in parts if not isinstance(part, Attention | Dense)}
+    if others:
+        raise UnsupportedModelError(f"device {device} has no kernels for {', '.join(sorted(others))}: use device cpu")

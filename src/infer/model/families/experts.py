@@ -1,0 +1,59 @@
+"""Config → the experts of a layer, for the families that have them: each in a function with its settings' names."""
+
+from typing import Literal
+
+from infer.errors import ModelError, UnsupportedModelError
+from infer.model.families.config_values import Config, count, flag
+from infer.operands.architecture import Activation, Experts, Router
+
+_MAX_EXPERTS = 4096
+
+
+def qwen_experts(config: Config, activation: Activation) -> Experts:
+    """Return the experts of Qwen2-MoE and Qwen3-MoE. Only the former has a shared expert, with a gate."""
+    shared_size = count(config, "shared_expert_intermediate_size") if "shared_expert_intermediate_size" in config else 0
+    return Experts(
+        _router(config, scores="softmax", is_normalized=flag(config, "norm_topk_prob")),
+        count(config, "moe_intermediate_size"),
+        activation,
+        shared_size=shared_size,
+        has_shared_gate=bool(shared_size),
+    )
+
+
+def olmoe_experts(config: Config, activation: Activation) -> Experts:
+    if config.get("clip_qkv") is not None:
+        raise UnsupportedModelError(f"clip_qkv={config['clip_qkv']!r:.60} is not supported for olmoe: it must be null")
+    router = _router(config, scores="softmax", is_normalized=flag(config, "norm_topk_prob"))
+    return Experts(router, count(config, "intermediate_size"), activation)
+
+
+def mixtral_experts(config: Config, activation: Activation) -> Experts:
+    router = _router(config, scores="softmax", is_normalized=True)
+    return Experts(router, count(config, "intermediate_size"), activation)
+
+
+def granite_experts(config: Config, activation: Activation) -> Experts:
+    router = _router(config, scores="softmax_of_chosen")
+    return Experts(router, count(config, "intermediate_size"), activation)
+
+
+def every_layer_is_sparse(config: Config, index: int) -> bool:
+    return True
+
+
+def is_sparse_in_qwen(config: Config, index: int) -> bool:
+    """Return True for every `decoder_sparse_step`-th layer that `mlp_only_layers` does not list."""
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(each) is int for each in dense):
+        raise ModelError(f"config: mlp_only_layers must list the numbers of layers, got {dense!r:.60}")
+    return index not in dense and (index + 1) % count(config, "decoder_sparse_step", default=1) == 0
+
+
+def _router(config: Config, *, scores: Literal["softmax", "softmax_of_chosen"], is_normalized: bool = False) -> Router:
+    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"  # the same setting
+    num_experts = count(config, name, maximum=_MAX_EXPERTS)
+    num_chosen = count(config, "num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise ModelError(f"config: num_experts_per_tok must be at most {name}={num_experts}, got {num_chosen}")
+    return Router(num_experts, num_chosen, scores, is_normalized)

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from infer import SamplingParams, ops
 from infer.operands.activation_values import Activations
+from infer.operands.architecture import Router
 from infer.operands.step import Step
-from infer.operands.weights import Heads, Norm, Projection, RopeTable, StoredWeight
+from infer.operands.weights import ExpertWeights, Heads, Norm, Projection, RopeTable, SharedExpert, StoredWeight
 from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
 from infer.quantization.kv_layout import LayerCache, Pages
@@ -44,17 +45,21 @@ def numbers(rng: np.random.Generator, *shape: int) -> Tensor:
 
 
 def make_weight(rng: np.random.Generator, type_: str) -> StoredWeight:
+    return sized(rng, type_, ROWS, COLUMNS)
+
+
+def sized(rng: np.random.Generator, type_: str, rows: int, columns: int) -> StoredWeight:
     if type_ in FLOATS:
-        return StoredWeight(type_, (ROWS, COLUMNS), numbers(rng, ROWS, COLUMNS).to(FLOATS[type_]))
+        return StoredWeight(type_, (rows, columns), numbers(rng, rows, columns).to(FLOATS[type_]))
     block = BLOCK_TYPES[type_]
-    data = rng.integers(0, 256, (ROWS, block.row_bytes(COLUMNS)), dtype=np.uint8)
-    blocks = data.reshape(ROWS, -1, block.block_bytes)
+    data = rng.integers(0, 256, (rows, block.row_bytes(columns)), dtype=np.uint8)
+    blocks = data.reshape(rows, -1, block.block_bytes)
     if type_ == "MXFP4":
         blocks[:, :, 0] = rng.integers(118, 124, blocks.shape[:2])
     for at in SCALES.get(type_, (0,)):
         halves: npt.NDArray[Any] = (rng.integers(-64, 64, (*blocks.shape[:2], 1)) / 4096).astype(np.float16)
         blocks[:, :, at : at + 2] = halves.view(np.uint8)
-    return StoredWeight(type_, (ROWS, COLUMNS), torch.from_numpy(data))
+    return StoredWeight(type_, (rows, columns), torch.from_numpy(data))
 
 
 def digest(results: Iterable[Tensor]) -> str:
@@ -101,6 +106,34 @@ def activation(name: Any) -> Iterator[Tensor]:
     yield ops.norm_gate(numbers(rng, 3, COLUMNS), norm, gate_up, name).floats
 
 
+def experts(type_: str, scores: Any) -> Iterator[Tensor]:
+    """Six experts, of which each token chooses two, and a shared one."""
+    rng, count, hidden, inner = np.random.default_rng(6), 6, 256, 64
+
+    def stacked(rows: int, columns: int, kind: str) -> Projection:
+        whole = Projection(tuple(sized(rng, kind, rows, columns) for _ in range(count)))
+        return ops.prepare(whole, CPU)
+
+    router = Router(count, 2, scores, is_normalized=scores == "softmax", has_correction=scores == "sigmoid")
+    shared = SharedExpert(
+        ops.prepare(Projection((sized(rng, type_, inner, hidden), sized(rng, type_, inner, hidden))), CPU),
+        ops.prepare(Projection((sized(rng, "Q8_0", hidden, inner),)), CPU),
+        ops.prepare(Projection((sized(rng, "F32", 1, hidden),)), CPU),
+    )
+    weights = ExpertWeights(
+        router=router,
+        router_logits=ops.prepare(Projection((sized(rng, "F32", count, hidden),)), CPU),
+        correction=numbers(rng, count) if router.has_correction else None,
+        gate=stacked(inner, hidden, type_),
+        up=stacked(inner, hidden, type_),
+        down=stacked(hidden, inner, "Q8_0"),
+        activation="silu",
+        shared=shared,
+    )
+    for num_tokens in (1, 40):
+        yield ops.add_experts(numbers(rng, num_tokens, hidden), Norm(numbers(rng, hidden), 1e-5), weights, None)
+
+
 def tokens() -> Iterator[Tensor]:
     logits = numbers(np.random.default_rng(5), 4, 5000) * 4
     params = [replace(DRAWN, seed=seed) for seed in range(3)]
@@ -120,6 +153,8 @@ def cases() -> Iterator[tuple[str, Iterator[Tensor]]]:
         yield f"attend {kv_type}", attention(kv_type)
     for name in ("silu", "gelu_tanh"):
         yield f"gate {name}", activation(name)
+    for scores in ("softmax", "sigmoid", "softmax_of_chosen"):
+        yield f"experts {scores}", experts("Q4_K", scores)
     yield "sample", tokens()
 
 
@@ -127,7 +162,7 @@ def main(prefixes: list[str]) -> None:
     ops.set_num_threads(1)
     for name, results in cases():
         if not prefixes or name.startswith(tuple(prefixes)):
-            print(f"{name:<16} {digest(results)}", flush=True)
+            print(f"{name:<26} {digest(results)}", flush=True)
 
 
 if __name__ == "__main__":

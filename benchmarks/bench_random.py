@@ -1,0 +1,92 @@
+"""Measure a few layers of a model that is too large for this machine, with its real shapes and random weights.
+
+    python benchmarks/bench_random.py CONFIG.json                       four layers in Q4_K, one thread and all cores
+    python benchmarks/bench_random.py CONFIG.json --layers 8 --type Q8_0 --precision fast
+
+CONFIG.json is a model's config in Hugging Face's form. Medians over rounds, per layer: a prompt of 512 tokens, and one
+token after it. `gigabytes_per_second` is what a decode step reads of the weights (of experts, those that the token
+chooses) per second.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from harness import available_cores, make_parser, write_report
+from infer import ops
+from infer.backends.cpu.capture.forward import CapturedForward
+from infer.bench.speed import weight_bytes_by_kind
+from infer.model.families import make_architecture
+from infer.model.load import load_transformer
+from infer.model.tensors import expected_shapes
+from infer.model.transformer import Transformer
+from infer.operands.step import Step
+from infer.operands.weights import FileWeight, StoredWeight
+from infer.runner.caches import make_cache
+from random_weights import make_weight
+
+PROMPT, CONTEXT = 512, 1024
+
+
+def load(config: Path, num_layers: int, type_: str, precision: ops.Precision) -> Transformer:
+    architecture = make_architecture(json.loads(config.read_text()))
+    few = replace(architecture, layers=architecture.layers[:num_layers], vocab_size=1024, tied_embeddings=True)
+    made = dict[tuple[int, ...], StoredWeight]()  # matrices of one shape share their random bits
+    weights = dict[str, FileWeight]()
+    for name, shape in expected_shapes(few).items():
+        if len(shape) == 1:
+            weights[name] = StoredWeight("F32", shape, torch.ones(shape))
+        elif "router" in name:
+            weights[name] = make_weight("F32", *shape)
+        else:
+            if shape not in made:
+                made[shape] = make_weight(type_, *shape)
+            weights[name] = made[shape]
+    return load_transformer(
+        few, weights, backend=ops.backend_of(torch.device("cpu")), precision=precision, max_seq_len=CONTEXT
+    )
+
+
+def measure(model: Transformer, num_threads: int, rounds: int) -> dict[str, float]:
+    ops.set_num_threads(num_threads)
+    cache = make_cache(model, CONTEXT)
+    cache.reserve(0, CONTEXT)
+    captured = CapturedForward(lambda step: model.forward(replace(step, is_recorded=True), cache), PROMPT, 1)
+    token_ids = torch.randint(0, 1024, (PROMPT + rounds,), generator=torch.Generator().manual_seed(0)).tolist()
+    captured.run(Step.of(token_ids[:PROMPT]))
+    prompt = median(seconds(lambda: captured.run(Step.of(token_ids[:PROMPT]))) for _ in range(3))
+    steps = [Step.of([token_ids[at]], at) for at in range(PROMPT, PROMPT + rounds)]
+    token = median(seconds(lambda step=step: captured.run(step)) for step in steps)  # type: ignore[misc]
+    return {
+        "prompt_ms_per_token_and_layer": 1e3 * prompt / PROMPT / len(model.layers),
+        "decode_ms_per_layer": 1e3 * token / len(model.layers),
+        "gigabytes_per_second": sum(weight_bytes_by_kind(model).values()) / token / 1e9,
+    }
+
+
+def seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = make_parser(__doc__, rounds=60)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--type", default="Q4_K")
+    parser.add_argument("--precision", default="exact", choices=["exact", "fast"])
+    options = parser.parse_args()
+    model = load(options.config, options.layers, options.type, options.precision)
+    results = {f"{count} threads": measure(model, count, options.rounds) for count in {1, available_cores()}}
+    print(json.dumps(results, indent=1))
+    write_report(options, results=results)
+
+
+if __name__ == "__main__":
+    main()

@@ -119,6 +119,15 @@ def test_stacked_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
             load(tmp_path)
 
 
+def test_stacks_of_too_many_experts_are_refused_before_they_are_split(tmp_path: Path) -> None:
+    make_folder(tmp_path, "granitemoe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.block_sparse_moe.output_linear.weight"] = torch.zeros(4097, 1, 1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="expected at most 4096 experts, got 4097"):
+        load(tmp_path)
+
+
 def test_dense_layers_are_those_that_the_config_lists(tmp_path: Path) -> None:
     config = make_folder(tmp_path, "qwen3_moe_mixed")
     found = [type(layer.feed_forward) for layer in make_architecture(config).layers]

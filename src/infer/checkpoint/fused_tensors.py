@@ -11,6 +11,7 @@ from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError
 from infer.quantization.ggml_types import BLOCK_TYPES
 
+MAX_EXPERTS = 4096  # of a layer: each becomes a tensor of its own
 _STACKED = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate|up|gate_up|down)_proj")
 _PARTS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -46,6 +47,9 @@ def _experts(info: TensorInfo, module: str, which: str, kind: str) -> dict[str, 
     """
     if len(info.shape) != (2 if kind == "bias" else 3) or (which == "gate_up" and info.shape[1] % 2):
         problem = f"expected a tensor of experts, rows and columns, got the shape {info.shape}"
+        raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
+    if info.shape[0] > MAX_EXPERTS:
+        problem = f"expected at most {MAX_EXPERTS} experts, got {info.shape[0]}"
         raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
     num_experts, names = info.shape[0], ("gate", "up") if which == "gate_up" else (which,)
     flat = replace(info, shape=(num_experts * info.shape[1], *info.shape[2:]))

@@ -6,7 +6,7 @@ from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag
 from infer.operands.architecture import Activation, Experts, Router
 
-_MAX_EXPERTS = 4096
+_MAX_EXPERTS = 4096  # `checkpoint.fused_tensors` has the same limit
 
 
 def qwen_experts(config: Config, activation: Activation) -> Experts:

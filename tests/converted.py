@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from gguf_files import permuted
 
 _ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
-_ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
+_ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe"}
 _PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe"}
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
@@ -59,6 +59,8 @@ def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
             parts = {"input": np.split(values, 2, axis=1), "output": [values]}[match[2]]
             for kind, part in zip({"input": ("gate", "up"), "output": ("down",)}[match[2]], parts, strict=True):
                 found[f"blk.{match[1]}.ffn_{kind}_exps.weight"] = part
+        elif name.endswith("mlp.gate.e_score_correction_bias"):
+            found[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = values
         elif name.endswith("mlp.shared_expert_gate.weight"):
             found[name] = values[0]  # one row, of which llama.cpp's files keep no axis
         else:
@@ -82,10 +84,16 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if config.get("num_experts_per_tok") is not None:
-        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        names = ("num_experts", "n_routed_experts", "num_local_experts")
+        writer.add_expert_count(next(config[name] for name in names if config.get(name)))
         writer.add_expert_used_count(config["num_experts_per_tok"])
         if "moe_intermediate_size" in config:
             writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if config["model_type"] == "glm4_moe":
+            writer.add_expert_shared_count(config["n_shared_experts"])
+            writer.add_expert_weights_scale(config["routed_scaling_factor"])
+            writer.add_expert_weights_norm(config["norm_topk_prob"])
+            writer.add_leading_dense_block_count(config["first_k_dense_replace"])
         if "shared_expert_intermediate_size" in config:
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     has_kinds = config["model_type"] in ("gemma3_text", "olmo3", "exaone4") and config.get("sliding_window") is not None

@@ -10,6 +10,7 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GraniteConfig,
     GraniteMoeConfig,
     LlamaConfig,
@@ -290,6 +291,20 @@ TINY = [
             shared_expert_intermediate_size=64, **_SIZES,
         ),
     ),
+    Tiny(
+        "glm4_moe",
+        Glm4MoeConfig(
+            num_hidden_layers=3, head_dim=32, n_routed_experts=10, num_experts_per_tok=3, moe_intermediate_size=32,
+            n_shared_experts=2, routed_scaling_factor=1.8, use_qk_norm=True, attention_bias=True, **_SIZES,
+        ),
+    ),
+    Tiny(
+        "glm4_moe_plain",
+        Glm4MoeConfig(
+            num_hidden_layers=2, head_dim=16, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=32,
+            norm_topk_prob=False, first_k_dense_replace=0, **_SIZES,
+        ),
+    ),
     Tiny("mixtral", MixtralConfig(num_hidden_layers=2, num_local_experts=4, sliding_window=16, **_SIZES)),
     Tiny("olmoe", OlmoeConfig(num_hidden_layers=2, num_experts=8, num_experts_per_tok=4, **_SIZES)),
     Tiny(
@@ -326,5 +341,8 @@ def make_tiny(tiny: Tiny, folder: Path) -> Any:
             parameter.add_(torch.randn_like(parameter) * spread if parameter.dim() == 1 else 0)
             if parameter.dim() > 1:
                 parameter.normal_(std=spread)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
     model.save_pretrained(folder)
     return model

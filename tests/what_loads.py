@@ -28,6 +28,7 @@ _MODELS = {
     "granite": "Granite 3",
     "qwen3_moe": "Qwen3-MoE (Qwen3-30B-A3B, Qwen3-Coder-30B-A3B)",
     "qwen2_moe": "Qwen2-MoE, Qwen1.5-MoE",
+    "glm4_moe": "GLM-4.5, GLM-4.6, GLM-4.7 (also Air)",
     "mixtral": "Mixtral",
     "olmoe": "OLMoE",
     "granitemoe": "Granite 3 MoE",

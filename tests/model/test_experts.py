@@ -128,6 +128,29 @@ def test_stacks_of_too_many_experts_are_refused_before_they_are_split(tmp_path: 
         load(tmp_path)
 
 
+def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
+    config = make_folder(tmp_path, "glm4_moe")
+    assert config["num_nextn_predict_layers"] == 1
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert len(load(tmp_path).layers) == 3
+    tensors["model.layers.4.eh_proj.weight"] = torch.zeros(64, 128)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"unexpected 'model\.layers\.4\.eh_proj\.weight"):
+        load(tmp_path)
+
+
+def test_what_needs_a_part_is_refused_by_its_name() -> None:
+    for name, part in (
+        ("gpt_oss", "attention with sinks"),
+        ("deepseek_v3", "latent attention"),
+        ("qwen3_5", "recurrent"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=f"model_type '{name}' is not supported: it needs {part}"):
+            make_architecture({"model_type": name})
+
+
 def test_dense_layers_are_those_that_the_config_lists(tmp_path: Path) -> None:
     config = make_folder(tmp_path, "qwen3_moe_mixed")
     found = [type(layer.feed_forward) for layer in make_architecture(config).layers]

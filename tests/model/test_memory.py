@@ -87,6 +87,7 @@ def held_bytes(model: Transformer) -> int:
             tensors += [] if member.bias is None else [member.bias]
         else:
             tensors = [member.weight] if type(member).__name__ == "Norm" else []
+            tensors += [member] if isinstance(member, torch.Tensor) else []
         found |= {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
     return sum(found.values())
 

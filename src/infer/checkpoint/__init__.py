@@ -34,6 +34,7 @@ __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 _ROWS_IN_PAIRS = frozenset(
     {"llama", "granite", "granitemoe", "smollm3"}
 )  # GGUF's whose converter reorders q's and k's rows
+_MOST_DRAFTING_LAYERS = 64
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
 _INSTEAD = (
     "take the model's bfloat16 safetensors (weights q8 or q4 quantises them at load) or a GGUF of it, such as Q8_0"
@@ -98,7 +99,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     for name, info in _renamed(folder, stored, names_from_hugging_face(stored)).items():
         _check_supported(info)
         tensors[name] = replace(info, added=added) if is_norm(name) else info
-    tensors = taken_apart(tensors, config)
+    tensors = taken_apart(_without_drafting_layers(tensors, config), config)
     files = tuple(dict.fromkeys(info.file for info in stored.values()))
     generation_config, pooling = generation_config_from_folder(folder), pooling_from_folder(folder)
     return Checkpoint(folder, config, {}, tensors, generation_config, files, pooling)
@@ -115,9 +116,19 @@ def _open_gguf(path: Path) -> Checkpoint:
             _check_heads(file, info.name, heads[projection])
             info = replace(info, num_paired_heads=heads[projection])
         tensors[name] = info
-    tensors = taken_apart(tensors, config)
+    tensors = taken_apart(_without_drafting_layers(tensors, config), config)
     generation_config, pooling = generation_config_from_gguf(file), pooling_from_gguf(file.metadata)
     return Checkpoint(file.path, config, file.metadata, tensors, generation_config, file.files, pooling)
+
+
+def _without_drafting_layers(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Return the tensors without those of layers that only draft tokens, after the network's own."""
+    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if type(first) is not int or type(count) is not int or not 0 < count <= _MOST_DRAFTING_LAYERS:
+        return tensors
+    prefixes = tuple(f"model.layers.{index}." for index in range(first, first + count))
+    prefixes += tuple(f"blk.{index}." for index in range(first, first + count))  # those that have no name of ours
+    return {name: info for name, info in tensors.items() if not name.startswith(prefixes)}
 
 
 def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:

@@ -20,6 +20,7 @@ _MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "qwen3moe": "qwen3_moe",
     "qwen2moe": "qwen2_moe",
+    "glm4moe": "glm4_moe",
 }  # others have the same name in both worlds
 _WITH_WINDOWS = {"llama": "mistral", "olmo2": "olmo3"}  # an architecture whose layers have windows is another family
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
@@ -87,7 +88,10 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """Return the config of a GGUF file. Raises ModelFormatError for a key that is missing or of the wrong type."""
     _check_whole(file)
     values = _Values(file)
-    num_layers = values.count("block_count", most=len(file.tensors))
+    num_drafting = values.get("nextn_predict_layers", 0)  # layers after the network's, which draft tokens
+    if type(num_drafting) is not int or num_drafting < 0:
+        values.fail("nextn_predict_layers", f"expected an integer of at least 0, got {num_drafting!r:.60}")
+    num_layers = max(1, values.count("block_count", most=len(file.tensors)) - num_drafting)
     hidden_size = values.count("embedding_length")
     num_heads = values.count("attention.head_count")
     head_dim = values.count("attention.key_length", default=max(1, hidden_size // num_heads))
@@ -98,6 +102,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "vocab_size": _vocab_size(file, values),
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": num_drafting,
         "num_attention_heads": num_heads,
         "num_key_value_heads": values.count("attention.head_count_kv", default=num_heads),
         "head_dim": head_dim,
@@ -132,6 +137,8 @@ def _experts(values: "_Values") -> dict[str, Any]:
         "num_experts_per_tok": values.count("expert_used_count"),
         "norm_topk_prob": values.architecture == "qwen3moe",
     }
+    if values.architecture == "glm4moe":
+        found |= _glm_experts(values, found)
     inner = values.count("feed_forward_length", default=1)
     found["moe_intermediate_size"] = values.count("expert_feed_forward_length", default=inner)
     if values.has(key := "expert_shared_feed_forward_length"):
@@ -139,6 +146,18 @@ def _experts(values: "_Values") -> dict[str, Any]:
     if values.architecture == "llama":
         found["model_type"] = "mixtral"
     return found
+
+
+def _glm_experts(values: "_Values", found: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "n_routed_experts": found["num_experts"],
+        "n_shared_experts": values.count("expert_shared_count", default=1),
+        "n_group": values.count("expert_group_count", default=1),
+        "norm_topk_prob": bool(values.get("expert_weights_norm", True)),
+        "routed_scaling_factor": values.real("expert_weights_scale", default=1.0),
+        "first_k_dense_replace": values.get("leading_dense_block_count", 0),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in values.file.tensors,
+    }
 
 
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:

@@ -53,6 +53,8 @@ _FOUR_NORMS = {
 # Names of the parts of experts, by family: Qwen and OLMoE; Mixtral; Granite.
 _EXPERTS = (
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.gate\.weight"), r"\1mlp.router.weight"),
+    (re.compile(r"\.mlp\.gate\.e_score_correction_bias"), ".mlp.router.correction"),
+    (re.compile(r"\.mlp\.shared_experts\."), ".mlp.shared_expert."),
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.shared_expert_gate\.weight"), r"\1mlp.shared_gate.weight"),
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.experts\.(gate_up|down)_proj"), r"\1mlp.experts.\2_proj.weight"),
     (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.gate\.weight"), r"\1mlp.router.weight"),
@@ -101,6 +103,8 @@ def is_norm(name: str) -> bool:
 
 def _from_gguf(name: str) -> str:
     match = _GGUF_PATTERN.fullmatch(name)
+    if match and match[2] == "exp_probs_b":
+        return f"model.layers.{match[1]}.mlp.router.correction"
     if match and match[2] in _GGUF_LAYER:
         return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
     return _GGUF_TOP.get(name, name)

@@ -1,9 +1,10 @@
 """Config → the experts of a layer, for the families that have them: each in a function with its settings' names."""
 
+from dataclasses import replace
 from typing import Literal
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.model.families.config_values import Config, count, flag
+from infer.model.families.config_values import Config, count, flag, positive
 from infer.operands.architecture import Activation, Experts, Router
 
 _MAX_EXPERTS = 4096  # `checkpoint.fused_tensors` has the same limit
@@ -38,8 +39,31 @@ def granite_experts(config: Config, activation: Activation) -> Experts:
     return Experts(router, count(config, "intermediate_size"), activation)
 
 
+def glm_experts(config: Config, activation: Activation) -> Experts:
+    """Return the experts of GLM-4.5 to 4.7: chosen by a corrected sigmoid, beside a shared one without a gate."""
+    if config.get("n_group") not in (None, 1):
+        raise UnsupportedModelError(f"n_group={config['n_group']!r:.60} is not supported for glm4_moe: it must be 1")
+    renamed = {"num_experts": config.get("n_routed_experts"), **config}
+    router = replace(
+        _router(renamed, scores="sigmoid", is_normalized=flag(config, "norm_topk_prob")),
+        floor=1e-20,
+        scale=positive(config, "routed_scaling_factor", 1.0),
+        has_correction=True,
+    )
+    size = count(config, "moe_intermediate_size")
+    return Experts(router, size, activation, shared_size=size * count(config, "n_shared_experts", default=1))
+
+
 def every_layer_is_sparse(config: Config, index: int) -> bool:
     return True
+
+
+def is_sparse_in_glm(config: Config, index: int) -> bool:
+    """Return True for every layer after the first `first_k_dense_replace`."""
+    first = config.get("first_k_dense_replace", 1)
+    if type(first) is not int or first < 0:
+        raise ModelError(f"config: first_k_dense_replace must be a whole number of at least 0, got {first!r:.60}")
+    return index >= first
 
 
 def is_sparse_in_qwen(config: Config, index: int) -> bool:
@@ -50,7 +74,9 @@ def is_sparse_in_qwen(config: Config, index: int) -> bool:
     return index not in dense and (index + 1) % count(config, "decoder_sparse_step", default=1) == 0
 
 
-def _router(config: Config, *, scores: Literal["softmax", "softmax_of_chosen"], is_normalized: bool = False) -> Router:
+def _router(
+    config: Config, *, scores: Literal["softmax", "sigmoid", "softmax_of_chosen"], is_normalized: bool = False
+) -> Router:
     name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"  # the same setting
     num_experts = count(config, name, maximum=_MAX_EXPERTS)
     num_chosen = count(config, "num_experts_per_tok")

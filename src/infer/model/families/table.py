@@ -11,7 +11,9 @@ from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag, positive, settings
 from infer.model.families.experts import (
     every_layer_is_sparse,
+    glm_experts,
     granite_experts,
+    is_sparse_in_glm,
     is_sparse_in_qwen,
     mixtral_experts,
     olmoe_experts,
@@ -173,6 +175,7 @@ class Family:
     experts: Callable[[Config, Activation], Experts] | None = None
     is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # whether a layer has experts
     qk_norm: Literal["head", "all"] | None = None
+    qk_norm_setting: str | None = None  # the setting that says whether there are such norms
 
 
 def _defaults(max_positions: int, *, eps: float = 1e-6, **others: Any) -> dict[str, Any]:
@@ -298,6 +301,17 @@ FAMILIES: dict[str, Family] = {
         qk_norm="all",
         experts=olmoe_experts,
     ),
+    "glm4_moe": Family(
+        _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=8, moe_intermediate_size=1408)
+        | {"n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5},
+        fixed={"attention_output_bias": False},
+        reads=frozenset({"attention_bias"}),
+        rotates_partly=True,
+        qk_norm="head",
+        qk_norm_setting="use_qk_norm",
+        experts=glm_experts,
+        is_sparse=is_sparse_in_glm,
+    ),
     "granitemoe": Family(
         _defaults(2048, num_experts_per_tok=2),
         reads=_ATTENTION_BIAS
@@ -309,6 +323,9 @@ FAMILIES: dict[str, Family] = {
 _NEIGHBOURS = "a rotation of neighbouring elements"
 _COHERE = "LayerNorm, and attention beside the MLP"
 # What a model that we refuse needs, by the names of both worlds.
+_SINKS = "attention with sinks, and experts with clamped activations"
+_LATENT = "latent attention"
+_STATES = "recurrent layers"
 NEEDS: dict[str, str] = {
     "glm": _NEIGHBOURS,
     "glm4": _NEIGHBOURS,
@@ -318,6 +335,29 @@ NEEDS: dict[str, str] = {
     "cohere2": _COHERE,
     "hunyuan_v1_dense": "norms of q and k after their rotation",
     "hunyuan-dense": "norms of q and k after their rotation",
+    "gpt_oss": _SINKS,
+    "gpt-oss": _SINKS,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "deepseek2": _LATENT,
+    "kimi_k2": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "qwen3_next": _STATES,
+    "qwen3next": _STATES,
+    "qwen3_5": _STATES,
+    "qwen3_5_text": _STATES,
+    "qwen3_5_moe": _STATES,
+    "qwen3_5_moe_text": _STATES,
+    "qwen35": _STATES,
+    "qwen35moe": _STATES,
+    "lfm2": _STATES,
+    "lfm2_moe": _STATES,
+    "granitemoehybrid": _STATES,
+    "nemotron_h": _STATES,
+    "gemma4": "keys and values that layers share",
+    "gemma4_text": "keys and values that layers share",
+    "llama4": "attention in chunks",
+    "llama4_text": "attention in chunks",
     "ministral3": "queries scaled by their position",
     "mistral3": "queries scaled by their position",
 }

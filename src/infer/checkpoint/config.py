@@ -102,7 +102,6 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "vocab_size": _vocab_size(file, values),
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers,
-        "num_nextn_predict_layers": num_drafting,
         "num_attention_heads": num_heads,
         "num_key_value_heads": values.count("attention.head_count_kv", default=num_heads),
         "head_dim": head_dim,
@@ -120,6 +119,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     config |= _rope(file, values, head_dim)
     config |= _windows(values, num_layers)
     config |= _experts(values)
+    if num_drafting:
+        config["num_nextn_predict_layers"] = num_drafting
     if values.architecture in _27B_LAYERS:
         is_27b = num_layers == _27B_LAYERS[values.architecture]
         config["query_pre_attn_scalar"] = hidden_size // num_heads if is_27b else head_dim

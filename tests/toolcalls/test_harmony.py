@@ -17,6 +17,7 @@ from infer.grammar.grammar import Grammar
 from infer.protocols.tool_options import effort_variables
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat
+from infer.toolcalls.messages import _with_single_calls
 from infer.toolcalls.template_formats import reasoning_of
 from test_tool_formats import Found, constraint_of, marked, parsed
 from tool_templates import TEMPLATES
@@ -277,3 +278,11 @@ def test_a_history_with_calls_is_rendered_as_transformers_does(
         )
         assert tokenizer.render_chat_template(shown, **variables) == expected
         assert f"Reasoning: {effort or 'medium'}<|end|>" in expected  # and no builtin tools
+
+
+def test_results_of_unknown_calls_move_no_call() -> None:
+    calls = [{"id": name, "function": {}} for name in "abc"]
+    results = [{"role": "tool", "tool_call_id": name, "content": ""} for name in ("nobody", "a", "c", 7)]
+    found = _with_single_calls([{"role": "assistant", "tool_calls": calls}, *results])
+    ids = [message["tool_calls"][0]["id"] if "tool_calls" in message else message["tool_call_id"] for message in found]
+    assert ids == ["a", "nobody", "a", "b", "c", "c", 7]

@@ -9,9 +9,9 @@ from typing import Any
 
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError
+from infer.operands.architecture import MAX_EXPERTS
 from infer.quantization.ggml_types import BLOCK_TYPES
 
-MAX_EXPERTS = 4096  # of a layer: each becomes a tensor of its own
 _STACKED = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate|up|gate_up|down)_proj")
 _PARTS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

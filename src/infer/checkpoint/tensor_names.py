@@ -50,7 +50,7 @@ _FOUR_NORMS = {
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "post_mlp_norm",
 }
-# Names of the parts of experts, by family: Qwen and OLMoE; Mixtral; Granite.
+# Names of the parts of experts: of Qwen, OLMoE and GLM; then of Granite and Mixtral.
 _EXPERTS = (
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.gate\.weight"), r"\1mlp.router.weight"),
     (re.compile(r"\.mlp\.gate\.e_score_correction_bias"), ".mlp.router.correction"),

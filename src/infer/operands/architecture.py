@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared"]
+MAX_EXPERTS = 4096  # of a layer: each has tensors of its own
 Shapes = dict[str, tuple[int, ...]]  # tensor name → shape
 
 

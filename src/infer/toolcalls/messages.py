@@ -1,6 +1,7 @@
 """Messages with tools, calls and results, as a chat template can show them."""
 
 import json
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,23 +44,33 @@ def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: 
 def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with one call in each, and the results of a call after it."""
     found = list[Message]()
-    pending = list[Message]()  # messages with the further calls of a message
+    pending = deque[Message]()  # messages with the further calls of a message
+    num_pending = Counter[str | None]()  # those of each call's id
     for message in messages:
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
         if _role_of(message) == "tool" and pending:
-            results_of = [call.get("id") for each in pending for call in each["tool_calls"]]
-            if message.get("tool_call_id") in results_of:
-                last = results_of.index(message["tool_call_id"]) + 1
-                found += pending[:last]
-                del pending[:last]
+            wanted = _text_of(message, "tool_call_id")
+            is_next = num_pending[wanted] == 0  # it belongs to a call that stands before it already
+            while not is_next:
+                found.append(pending.popleft())
+                call_id = _text_of(found[-1]["tool_calls"][0], "id")
+                num_pending[call_id] -= 1
+                is_next = call_id == wanted
         elif pending:
             found += pending
             pending.clear()
+            num_pending.clear()
         if isinstance(calls, list) and len(calls) > 1 and all(isinstance(call, Mapping) for call in calls):
             message = {**message, "tool_calls": calls[:1]}
-            pending = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+            pending = deque({"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:])
+            num_pending = Counter(_text_of(call, "id") for call in calls[1:])
         found.append(message)
-    return found + pending
+    return [*found, *pending]
+
+
+def _text_of(value: Mapping[str, Any], name: str) -> str | None:
+    found = value.get(name)
+    return found if isinstance(found, str) else None
 
 
 def _role_of(message: Any) -> Any:

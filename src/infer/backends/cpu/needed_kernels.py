@@ -90,8 +90,8 @@ def _of_experts(
     yield Kernel(".experts.kernels:group", (), "ROUTING", reason)
     yield Kernel(".experts.kernels:inputs", (), "EXPERT_INPUTS", reason)
     for type_ in sorted({gate, up}):
-        yield Kernel(".experts.kernels:make_wide", (type_, planes, isa.name), "EXPERT_MATMUL", reason)
-    yield Kernel(".experts.kernels:make_narrow", (down, planes, isa.name), "EXPERT_MATMUL", reason)
+        yield Kernel(".experts.kernels:make_multiply", (type_, planes, isa.name, "wide"), "EXPERT_MATMUL", reason)
+    yield Kernel(".experts.kernels:make_multiply", (down, planes, isa.name, "narrow"), "EXPERT_MATMUL", reason)
     maker = "gate" if gate == up else "store"
     yield Kernel(f".matmul.matmul:make_{maker}", (experts.activation,), "EPILOGUE", f"activation {experts.activation}")
     yield Kernel(".matmul.matmul:make_store", ("weighted",), "EPILOGUE", reason)

@@ -5,9 +5,7 @@ from typing import Literal
 
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag, positive
-from infer.operands.architecture import Activation, Experts, Router
-
-_MAX_EXPERTS = 4096  # `checkpoint.fused_tensors` has the same limit
+from infer.operands.architecture import MAX_EXPERTS, Activation, Experts, Router
 
 
 def qwen_experts(config: Config, activation: Activation) -> Experts:
@@ -78,7 +76,7 @@ def _router(
     config: Config, *, scores: Literal["softmax", "sigmoid", "softmax_of_chosen"], is_normalized: bool = False
 ) -> Router:
     name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"  # the same setting
-    num_experts = count(config, name, maximum=_MAX_EXPERTS)
+    num_experts = count(config, name, maximum=MAX_EXPERTS)
     num_chosen = count(config, "num_experts_per_tok")
     if num_chosen > num_experts:
         raise ModelError(f"config: num_experts_per_tok must be at most {name}={num_experts}, got {num_chosen}")

@@ -322,10 +322,10 @@ FAMILIES: dict[str, Family] = {
 
 _NEIGHBOURS = "a rotation of neighbouring elements"
 _COHERE = "LayerNorm, and attention beside the MLP"
-# What a model that we refuse needs, by the names of both worlds.
 _SINKS = "attention with sinks, and experts with clamped activations"
 _LATENT = "latent attention"
 _STATES = "recurrent layers"
+# Parts that models need which we refuse, by the names of both worlds.
 NEEDS: dict[str, str] = {
     "glm": _NEIGHBOURS,
     "glm4": _NEIGHBOURS,

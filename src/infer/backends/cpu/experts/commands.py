@@ -67,12 +67,12 @@ def gate_and_up(run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights, 
         if is_quantized:
             epilogue.set(quantized=records, form=down.form)
         function = compiled_address(".matmul.matmul:make_gate", EPILOGUE, experts.activation)
-        _append(run, "make_wide", gate, experts, routing, inputs, epilogue, function, second_weights=up.data_at())
+        _append(run, "wide", gate, experts, routing, inputs, epilogue, function, second_weights=up.data_at())
     else:
         for weight, kind, own in ((gate, "plain", bias), (up, experts.activation, second_bias)):
             inputs = _inputs(run, x, norm, weight, routing, _records(run, "inputs", weight, num_slots), by_token=True)
             function = compiled_address(".matmul.matmul:make_store", EPILOGUE, kind)
-            _append(run, "make_wide", weight, experts, routing, inputs, _epilogue(hidden, own), function)
+            _append(run, "wide", weight, experts, routing, inputs, _epilogue(hidden, own), function)
     return records if is_quantized else _inputs(run, hidden, None, down, routing, records, by_token=False)
 
 
@@ -81,7 +81,7 @@ def add_down(run: Run, hidden: Tensor, experts: ExpertWeights, routing: Argument
     epilogue = _epilogue(residual, experts.down.bias)
     _copy(epilogue, routing, ("tokens", "weights"))
     function = compiled_address(".matmul.matmul:make_store", EPILOGUE, "weighted")
-    _append(run, "make_narrow", _stacked(experts.down, experts), experts, routing, hidden, epilogue, function)
+    _append(run, "narrow", _stacked(experts.down, experts), experts, routing, hidden, epilogue, function)
 
 
 def _stacked(projection: Projection, experts: ExpertWeights) -> PackedWeight:
@@ -121,7 +121,7 @@ def _epilogue(out: Tensor, bias: Tensor | None, second_bias: Tensor | None = Non
 
 
 def _append(
-    run: Run, maker: str, weight: PackedWeight, experts: ExpertWeights, routing: Arguments, activations: Tensor,
+    run: Run, order: str, weight: PackedWeight, experts: ExpertWeights, routing: Arguments, activations: Tensor,
     epilogue: Arguments, function: int, second_weights: int = 0,
 ) -> None:  # fmt: skip
     rows = weight.out_features // experts.router.num_experts
@@ -130,8 +130,8 @@ def _append(
     arguments.set(expert_bytes=rows // LANES * weight.group_bytes, expert_rows=rows)
     _copy(arguments, routing, _TABLES)
     arguments.keeps.append(epilogue)
-    variant = weight.layout.type, weight.planes, instruction_set().name
-    run.append(f"experts {weight.layout.type}", arguments, BARRIER, f".experts.kernels:{maker}", *variant)
+    variant = weight.layout.type, weight.planes, instruction_set().name, order
+    run.append(f"experts {weight.layout.type}", arguments, BARRIER, ".experts.kernels:make_multiply", *variant)
 
 
 def _copy(arguments: Arguments, source: Arguments, names: tuple[str, ...]) -> None:

@@ -165,7 +165,7 @@ def inputs(args, state, thread, num_threads):
 
 
 def _make_expert(type_: str, planes: int, isa: str) -> Any:
-    """Return multiply(unit, expert) for the experts' projections, and a function to begin and to end with."""
+    """Return the function that multiplies a unit of an expert with all tokens of that expert."""
     layout, instructions = LAYOUTS[type_], BY_NAME[isa]
     form, has_matrices = instructions.form(layout, planes), instructions.may_use_matrices(layout)
     multiply_unit, configure = make_unit(layout, form, instructions), make_configure(layout)
@@ -188,39 +188,27 @@ def _make_expert(type_: str, planes: int, isa: str) -> Any:
     return multiply
 
 
-def make_wide(type_: str, planes: int, isa: str) -> Callable[..., None]:
-    """Return the command of gate and up, or of one of them."""
-    multiply = _make_expert(type_, planes, isa)
+def make_multiply(type_: str, planes: int, isa: str, order: str) -> Callable[..., None]:
+    """Return the command of one of the experts' projections.
 
-    def wide(args, state, thread, num_threads):
+    wide (gate and up): a unit is some rows of one expert. narrow (down): a unit is some rows of the result, and goes
+    over the experts.
+    """
+    multiply, is_narrow = _make_expert(type_, planes, isa), order == "narrow"
+
+    def multiply_experts(args, state, thread, num_threads):
         per_expert = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
-        buffer, scratch = simd.stack(BUFFER_BYTES), simd.stack(SCRATCH_BYTES)
-        begin_units(state, thread)
-        unit, end = take_units(state, thread, num_threads, args.num_active[0] * per_expert)
-        while unit < end:
-            expert = args.active[unit // per_expert]
-            multiply(args, state, thread, unit % per_expert, expert, buffer, scratch)
-            unit += 1
-            if unit == end:
-                unit, end = take_units(state, thread, num_threads, args.num_active[0] * per_expert)
-
-    return wide
-
-
-def make_narrow(type_: str, planes: int, isa: str) -> Callable[..., None]:
-    """Return the command of down, whose units add all experts' results to their columns."""
-    multiply = _make_expert(type_, planes, isa)
-
-    def narrow(args, state, thread, num_threads):
-        num_units = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
+        num_units = per_expert if is_narrow else per_expert * args.num_active[0]
         buffer, scratch = simd.stack(BUFFER_BYTES), simd.stack(SCRATCH_BYTES)
         begin_units(state, thread)
         unit, end = take_units(state, thread, num_threads, num_units)
         while unit < end:
-            for index in range(args.num_active[0]):
-                multiply(args, state, thread, unit, args.active[index], buffer, scratch)
+            first = 0 if is_narrow else unit // per_expert
+            last = args.num_active[0] if is_narrow else first + 1
+            for index in range(first, last):
+                multiply(args, state, thread, unit % per_expert, args.active[index], buffer, scratch)
             unit += 1
             if unit == end:
                 unit, end = take_units(state, thread, num_threads, num_units)
 
-    return narrow
+    return multiply_experts

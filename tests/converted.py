@@ -14,11 +14,12 @@ from safetensors.numpy import load_file
 from gguf_files import permuted
 
 _ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
-_ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe"}
+_ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss"}
 _PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe"}
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _GRANITE_EXPERTS = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
+_GPT_OSS_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
 _NORMS_PLUS_ONE = {"gemma2", "gemma3_text"}
 
 
@@ -59,6 +60,13 @@ def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
             parts = {"input": np.split(values, 2, axis=1), "output": [values]}[match[2]]
             for kind, part in zip({"input": ("gate", "up"), "output": ("down",)}[match[2]], parts, strict=True):
                 found[f"blk.{match[1]}.ffn_{kind}_exps.weight"] = part
+        elif match := _GPT_OSS_EXPERTS.fullmatch(name):
+            rows = values if match[3] else values.swapaxes(1, 2)
+            parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if match[2] == "gate_up" else {"down": rows}
+            ending = "bias" if match[3] else "weight"
+            found |= {f"blk.{match[1]}.ffn_{kind}_exps.{ending}": part for kind, part in parts.items()}
+        elif name.endswith("self_attn.sinks"):
+            found[f"blk.{name.split('.')[2]}.attn_sinks.weight"] = values
         elif name.endswith("mlp.gate.e_score_correction_bias"):
             found[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = values
         elif name.endswith("mlp.shared_expert_gate.weight"):

@@ -11,6 +11,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     LlamaConfig,
@@ -308,6 +309,21 @@ TINY = [
     Tiny("mixtral", MixtralConfig(num_hidden_layers=2, num_local_experts=4, sliding_window=16, **_SIZES)),
     Tiny("olmoe", OlmoeConfig(num_hidden_layers=2, num_experts=8, num_experts_per_tok=4, **_SIZES)),
     Tiny(
+        "gpt_oss",
+        GptOssConfig(
+            num_hidden_layers=4, head_dim=32, num_local_experts=6, num_experts_per_tok=2, sliding_window=8,
+            rope_parameters=_yarn(truncate=False), **_SIZES,
+        ),
+    ),
+    Tiny(
+        "gpt_oss_plain",
+        GptOssConfig(
+            num_hidden_layers=2, head_dim=16, num_local_experts=3, num_experts_per_tok=3, attention_bias=False,
+            layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            **_SIZES,
+        ),
+    ),
+    Tiny(
         "granitemoe",
         GraniteMoeConfig(
             num_hidden_layers=2, num_local_experts=5, num_experts_per_tok=2, embedding_multiplier=12.0,
@@ -341,6 +357,9 @@ def make_tiny(tiny: Tiny, folder: Path) -> Any:
             parameter.add_(torch.randn_like(parameter) * spread if parameter.dim() == 1 else 0)
             if parameter.dim() > 1:
                 parameter.normal_(std=spread)
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate_up_proj_bias"):
+                parameter.normal_(std=6)  # so that gpt-oss clamps
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.3)

@@ -32,6 +32,7 @@ _MODELS = {
     "mixtral": "Mixtral",
     "olmoe": "OLMoE",
     "granitemoe": "Granite 3 MoE",
+    "gpt_oss": "gpt-oss (20b, 120b)",
 }
 _SETTINGS = (
     ("experts", lambda layer: isinstance(layer.feed_forward, Experts)),
@@ -40,6 +41,7 @@ _SETTINGS = (
     ("q, k, v biases", lambda layer: layer.mixer.has_qkv_bias),
     ("output bias", lambda layer: layer.mixer.has_output_bias),
     ("MLP biases", lambda layer: layer.feed_forward.has_bias),
+    ("attention sinks", lambda layer: layer.mixer.has_sinks),
     ("capped scores", lambda layer: layer.mixer.softcap is not None),
     ("norms of each q and k head", lambda layer: layer.mixer.qk_norm == "head"),
     ("norms over all q and k heads", lambda layer: layer.mixer.qk_norm == "all"),

@@ -20,7 +20,7 @@ from tiny import LONGROPE, TINY, Tiny, make_tiny
 # What llama.cpp's files have no word for: another activation, some settings of yarn, an order of their own of layers
 # that do not rotate, a cap that is off.
 _NOT_IN_GGUF = {"llama_relu", "llama_relu2", "llama_quick_gelu", "llama_odd_sizes", "llama_yarn_mscale"}
-_NOT_IN_GGUF |= {"gemma3_capped", "gemma2_uncapped", "smollm3_windows", "qwen3_moe_mixed"}
+_NOT_IN_GGUF |= {"gemma3_capped", "gemma2_uncapped", "smollm3_windows", "qwen3_moe_mixed", "gpt_oss_plain"}
 CONVERTED = [tiny for tiny in [*TINY, LONGROPE] if tiny.name not in _NOT_IN_GGUF]
 
 

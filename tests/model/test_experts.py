@@ -143,7 +143,6 @@ def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
 
 def test_what_needs_a_part_is_refused_by_its_name() -> None:
     for name, part in (
-        ("gpt_oss", "attention with sinks"),
         ("deepseek_v3", "latent attention"),
         ("qwen3_5", "recurrent"),
     ):

@@ -53,6 +53,14 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+def gated(
+    gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"], activation: Activation
+) -> Float[Tensor, "*shape"]:
+    if activation == "clamped_swiglu":
+        return (up.clamp(-7, 7) + 1) * ACTIVATIONS["gelu_sigmoid"](gate.clamp(max=7))
+    return ACTIVATIONS[activation](gate) * up
+
+
 def prepare(projection: Projection, device: torch.device, precision: str = "exact") -> Projection:
     """Return the projection with its weights on `device`. Activations are floats here, whatever the precision."""
 
@@ -151,7 +159,11 @@ def attention_shares(
     grouped = (q.view(len(q), keys.shape[0], -1, q.shape[-1]) for q in queries)
     near, far = (torch.einsum("tkgd,kpd->kgtp", q, keys) for q in grouped)
     scores = softcapped(torch.where(are_sinks, far, near).mul(heads.scale), heads.softcap)
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if heads.sinks is None:
+        return scores.softmax(-1)
+    sinks = heads.sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
 
 def rotate_queries(
@@ -190,7 +202,7 @@ def norm_gate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
 ) -> Activations:
     gate, up = project(x if norm is None else normalize(x, norm), gate_up).chunk(2, dim=-1)
-    return Activations(gathered(ACTIVATIONS[activation](gate) * up, gate_up.shares))
+    return Activations(gathered(gated(gate, up, activation), gate_up.shares))
 
 
 def add_experts(
@@ -202,9 +214,8 @@ def add_experts(
     y = torch.zeros_like(x)
     for expert in sorted(set(chosen.flatten().tolist())):
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
-        hidden = ACTIVATIONS[experts.activation](of_expert(x[tokens], experts.gate, expert, experts.router))
-        hidden = hidden * of_expert(x[tokens], experts.up, expert, experts.router)
-        result = of_expert(hidden, experts.down, expert, experts.router)
+        gate, up = (of_expert(x[tokens], each, expert, experts.router) for each in (experts.gate, experts.up))
+        result = of_expert(gated(gate, up, experts.activation), experts.down, expert, experts.router)
         y[tokens] += result * weights[tokens, places, None].to(y.dtype)
     if experts.shared is not None:
         shared = project(norm_gate(x, None, experts.shared.gate_up, experts.activation).floats, experts.shared.down)

@@ -23,6 +23,7 @@ from infer.checkpoint.gguf import GGUFFile
 from infer.checkpoint.gguf_split import read_whole_gguf
 from infer.checkpoint.pooling import Pooling, pooling_from_folder, pooling_from_gguf
 from infer.checkpoint.safetensors import read_safetensors_folder
+from infer.checkpoint.stacked_experts import with_joined_scales
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.checkpoint.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
 from infer.errors import ModelFormatError, UnsupportedModelError
@@ -96,10 +97,11 @@ def _open_folder(folder: Path) -> Checkpoint:
     stored = read_safetensors_folder(folder)
     added = 1.0 if config.get("model_type") in _NORMS_LESS_ONE else 0.0
     tensors: dict[str, TensorInfo] = {}
-    for name, info in _renamed(folder, stored, names_from_hugging_face(stored)).items():
+    is_gpt_oss = config.get("model_type") == "gpt_oss"
+    for name, info in with_joined_scales(_renamed(folder, stored, names_from_hugging_face(stored))).items():
         _check_supported(info)
         tensors[name] = replace(info, added=added) if is_norm(name) else info
-    tensors = taken_apart(_without_drafting_layers(tensors, config), config)
+    tensors = taken_apart(_without_drafting_layers(tensors, config), config, is_gpt_oss=is_gpt_oss)
     files = tuple(dict.fromkeys(info.file for info in stored.values()))
     generation_config, pooling = generation_config_from_folder(folder), pooling_from_folder(folder)
     return Checkpoint(folder, config, {}, tensors, generation_config, files, pooling)
@@ -144,7 +146,7 @@ def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, s
 
 
 def _check_unquantised(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for quantised weights, such as GPTQ's and AWQ's.
+    """Raise UnsupportedModelError for quantised weights, such as GPTQ's and AWQ's, but not for gpt-oss's MXFP4.
 
     This comes before the tensors are checked, which would list each tensor as unexpected.
     """
@@ -152,6 +154,8 @@ def _check_unquantised(folder: Path, config: Mapping[str, Any]) -> None:
     if not found:
         return
     method = found.get("quant_method") if isinstance(found, dict) else None
+    if method == "mxfp4":
+        return
     raise UnsupportedModelError(
         f"{folder.name}: the weights are quantised by {method or 'a method that config.json does not name'!s:.60}, "
         f"which is not supported: {_INSTEAD}"
@@ -159,7 +163,7 @@ def _check_unquantised(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_supported(info: TensorInfo) -> None:
-    if info.type not in FLOAT_TYPES:
+    if info.type not in FLOAT_TYPES and info.scales is None:
         raise UnsupportedModelError(
             f"{info.path.name}: tensor {info.name!r:.80} is {info.type}; supported are "
             f"{', '.join(FLOAT_TYPES)}: {_INSTEAD}"

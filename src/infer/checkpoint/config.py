@@ -21,11 +21,12 @@ _MODEL_TYPES = {
     "qwen3moe": "qwen3_moe",
     "qwen2moe": "qwen2_moe",
     "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
 }  # others have the same name in both worlds
 _WITH_WINDOWS = {"llama": "mistral", "olmo2": "olmo3"}  # an architecture whose layers have windows is another family
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
 # whose attention is scaled by hidden_size / heads instead of head_dim.
-_WINDOW_PATTERNS, _GEMMA3_LOCAL_BASE = {"gemma2": 2, "gemma3": 6}, 10000.0
+_WINDOW_PATTERNS, _GEMMA3_LOCAL_BASE = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}, 10000.0
 _27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 _SCALES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -200,6 +201,8 @@ def _rope(file: GGUFFile, values: "_Values", head_dim: int) -> dict[str, Any]:
             # Hugging Face's phi3 has it beside the settings, and gives that the preference.
             scaling["original_max_position_embeddings"] = values.count(key)
             found |= {"original_max_position_embeddings": values.count(key)} if has_two_sets else {}
+        if values.architecture == "gpt-oss":  # whose files do not say that yarn's bounds are not rounded
+            scaling["truncate"] = False
         if has_two_sets:
             scaling["long_factor"] = file.floats(_LONG_FACTORS, rotated // 2)
             scaling["short_factor"] = file.floats(_SHORT_FACTORS, rotated // 2)

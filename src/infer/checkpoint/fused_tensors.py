@@ -1,34 +1,40 @@
-"""Fused tensors, which contain several of our tensors stacked by rows: q, k and v; gate and up. They are split here."""
+"""Fused tensors, which contain several of our tensors stacked by rows: q, k and v; gate and up. They are split here.
 
-import re
+`stacked_experts` splits the stacks of experts.
+"""
+
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
+from infer.checkpoint.stacked_experts import each_expert, is_stack
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError
-from infer.operands.architecture import MAX_EXPERTS
 from infer.quantization.ggml_types import BLOCK_TYPES
 
-_STACKED = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate|up|gate_up|down)_proj")
 _PARTS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 
 
-def taken_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return the tensors with fused ones split. Raises ModelFormatError if the rows cannot be divided."""
+def taken_apart(
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, is_gpt_oss: bool = False
+) -> dict[str, TensorInfo]:
+    """Return the tensors with fused ones split. Raises ModelFormatError if the rows cannot be divided.
+
+    is_gpt_oss: they are of a folder of gpt-oss, whose experts are stacked in a way of their own.
+    """
     found: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         module, _, kind = name.rpartition(".")
         if name.endswith(".mlp.shared_gate.weight") and len(info.shape) == 1:  # llama.cpp drops axes of 1
             found[name] = replace(info, shape=(1, *info.shape))
             continue
-        if match := _STACKED.fullmatch(module):
-            found |= _experts(info, match[1], match[2], kind)
+        if is_stack(module):
+            found |= each_expert(info, module, kind, is_gpt_oss=is_gpt_oss)
             continue
         fused = next((end for end in _PARTS if module.endswith(f".{end}")), None)
         if fused is None:
@@ -38,28 +44,6 @@ def taken_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) ->
         for part, rows in zip(_PARTS[fused], _rows(info, shares), strict=True):
             found[f"{module.removesuffix(fused)}{part}.{kind}"] = _between(info, *rows)
     return found
-
-
-def _experts(info: TensorInfo, module: str, which: str, kind: str) -> dict[str, TensorInfo]:
-    """Return each expert's part of a stacked tensor `[experts, rows, columns]`, or `[experts, rows]` of a bias.
-
-    If gate and up are stacked in one tensor, gate's rows come first in each expert.
-    """
-    if len(info.shape) != (2 if kind == "bias" else 3) or (which == "gate_up" and info.shape[1] % 2):
-        problem = f"expected a tensor of experts, rows and columns, got the shape {info.shape}"
-        raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
-    if info.shape[0] > MAX_EXPERTS:
-        problem = f"expected at most {MAX_EXPERTS} experts, got {info.shape[0]}"
-        raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
-    num_experts, names = info.shape[0], ("gate", "up") if which == "gate_up" else (which,)
-    flat = replace(info, shape=(num_experts * info.shape[1], *info.shape[2:]))
-    rows = info.shape[1] // len(names)
-    return {
-        f"{module}.{index // len(names)}.{names[index % len(names)]}_proj.{kind}": _between(
-            flat, index * rows, (index + 1) * rows
-        )
-        for index in range(num_experts * len(names))
-    }
 
 
 def _shares(config: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -1,16 +1,19 @@
 """Make weights of the tensors in a file, under our names, and undo the changes that formats make.
 
-Two changes are undone: llama.cpp's order of the rows of q and k, and Gemma's norms, stored as w for 1 + w. Tensors of
-one axis (norms, biases) are returned as float32.
+Changes that are undone: llama.cpp's order of the rows of q and k; Gemma's norms, stored as w for 1 + w; rows of two
+matrices that alternate; transposed matrices; MXFP4's scales in a tensor of their own. Tensors of one axis (norms,
+biases) are returned as float32.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from infer.checkpoint.tensor_info import TensorInfo
@@ -51,11 +54,17 @@ class LazyWeights(Mapping[str, FileWeight]):
 
 def read_weight(info: TensorInfo) -> StoredWeight:
     """Return a copy of a tensor as the file stores it."""
+    if info.row_stride:
+        return StoredWeight(info.type, info.shape, _read_strided(info, 0, info.shape[0]))
     return StoredWeight(info.type, info.shape, _read(info, info.shape, 0, info.num_bytes))
 
 
 def _unread(info: TensorInfo) -> UnreadWeight:
     num_rows, num_columns = info.shape
+    if info.scales is not None:
+        return UnreadWeight(info.type, info.shape, partial(_read_mxfp4, info, info.scales))
+    if info.row_stride:
+        return UnreadWeight(info.type, info.shape, partial(_read_strided, info))
     row_bytes = info.num_bytes // num_rows
 
     def read(first: int, last: int) -> Tensor:
@@ -75,12 +84,52 @@ def _unread(info: TensorInfo) -> UnreadWeight:
     return UnreadWeight(info.type, info.shape, read_in_half_order)
 
 
+def _read_strided(info: TensorInfo, first: int, last: int) -> Tensor:
+    """Return rows of floats that do not follow each other in the file."""
+    size, dtype = BLOCK_TYPES[info.type].block_bytes, _DTYPE_BY_TYPE[info.type]
+    if not info.column_stride:
+        rows = torch.from_numpy(_rows(info, first, last, info.num_bytes // info.shape[0]))
+        return rows.view(dtype).reshape(last - first, *info.shape[1:])
+    span = (last - first - 1) * info.row_stride + size
+    columns = _memory(info, (info.shape[1], span))
+    for column, room in enumerate(columns):
+        info.file.read_into(info.offset + first * info.row_stride + column * info.column_stride, room.data)
+    return torch.from_numpy(columns).view(dtype)[:, :: info.row_stride // size].T
+
+
+def _read_mxfp4(info: TensorInfo, scales: TensorInfo, first: int, last: int) -> Tensor:
+    """Return rows of GGML's blocks: the scale, then codes whose low halves are the first 16 values.
+
+    In the file, the two halves of a byte are neighbouring values.
+    """
+    count, num_blocks = last - first, scales.shape[1]
+    codes = _rows(info, first, last, 16 * num_blocks).reshape(count, num_blocks, 2, 8)
+    blocks = _memory(info, (count, num_blocks, 17))
+    blocks[..., 0] = _rows(scales, first, last, num_blocks)
+    halves = np.stack([codes & 15, codes >> 4], axis=-1).reshape(count, num_blocks, 2, 16)
+    blocks[..., 1:] = halves[:, :, 0] | halves[:, :, 1] << 4
+    return torch.from_numpy(blocks.reshape(count, -1))
+
+
+def _rows(info: TensorInfo, first: int, last: int, row_bytes: int) -> NDArray[np.uint8]:
+    """Read and return rows, and leave out what lies between them."""
+    stride = info.row_stride or row_bytes
+    data = _memory(info, (last - first) * stride)
+    wanted = data[: len(data) - (stride - row_bytes)]
+    info.file.read_into(info.offset + first * stride, wanted.data)
+    return np.ascontiguousarray(data.reshape(last - first, stride)[:, :row_bytes])
+
+
+def _memory(info: TensorInfo, shape: int | tuple[int, ...]) -> NDArray[np.uint8]:
+    try:
+        return np.empty(shape, np.uint8)
+    except MemoryError as error:
+        raise ModelError(f"no memory is left for {np.prod(shape)} bytes of the tensor {info.name!r:.80}") from error
+
+
 def _read(info: TensorInfo, shape: tuple[int, ...], start: int, num_bytes: int) -> Tensor:
     """Return `StoredWeight.data` of the tensor's bytes from `start` on."""
-    try:
-        data = np.empty(num_bytes, np.uint8)
-    except MemoryError as error:
-        raise ModelError(f"no memory is left for {num_bytes} bytes of the tensor {info.name!r:.80}") from error
+    data = _memory(info, num_bytes)
     info.file.read_into(info.offset + start, data.data)
     raw, kind = torch.from_numpy(data), BLOCK_TYPES[info.type]
     if kind.is_float:

@@ -15,9 +15,12 @@ class TensorInfo:
     type: str
     shape: tuple[int, ...]  # rows first
     offset: int  # from the start of the file
-    num_bytes: int
+    num_bytes: int  # of the values; with a stride, others lie between them
     num_paired_heads: int = 0  # so many heads' rows are in llama.cpp's order; 0: the rows are as they should be
     added: float = 0.0  # what the stored values lack
+    row_stride: int = 0  # bytes from row to row; 0: each follows the one before
+    column_stride: int = 0  # bytes from column to column, if the file has the transposed matrix; 0: as usual
+    scales: "TensorInfo | None" = None  # of MXFP4, if the scales are a tensor of their own; the rest is codes
 
     @property
     def path(self) -> Path:

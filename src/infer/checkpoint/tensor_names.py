@@ -43,6 +43,7 @@ _GGUF_LAYER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_gate",
 }
+_GGUF_VECTOR = {"exp_probs_b": "mlp.router.correction", "attn_sinks": "self_attn.sinks"}  # whatever the ending
 _TWO_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 _FOUR_NORMS = {
     "input_layernorm": "attention_norm",
@@ -57,6 +58,7 @@ _EXPERTS = (
     (re.compile(r"\.mlp\.shared_experts\."), ".mlp.shared_expert."),
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.shared_expert_gate\.weight"), r"\1mlp.shared_gate.weight"),
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.experts\.(gate_up|down)_proj"), r"\1mlp.experts.\2_proj.weight"),
+    (re.compile(r"(mlp\.experts\.(gate_up|down)_proj)\.weight_(bias|blocks|scales)"), r"\1.\3"),
     (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.gate\.weight"), r"\1mlp.router.weight"),
     (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.router\.layer\.weight"), r"\1mlp.router.weight"),
     (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.input_linear"), r"\1mlp.experts.gate_up_proj"),
@@ -103,8 +105,8 @@ def is_norm(name: str) -> bool:
 
 def _from_gguf(name: str) -> str:
     match = _GGUF_PATTERN.fullmatch(name)
-    if match and match[2] == "exp_probs_b":
-        return f"model.layers.{match[1]}.mlp.router.correction"
+    if match and match[2] in _GGUF_VECTOR:
+        return f"model.layers.{match[1]}.{_GGUF_VECTOR[match[2]]}"
     if match and match[2] in _GGUF_LAYER:
         return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
     return _GGUF_TOP.get(name, name)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared", "clamped_swiglu"]
 MAX_EXPERTS = 4096  # of a layer: each has tensors of its own
 Shapes = dict[str, tuple[int, ...]]  # tensor name → shape
 
@@ -61,6 +61,7 @@ class Attention:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     qk_norm: Literal["head", "all"] | None = None  # over each head, or over all of them together
+    has_sinks: bool = False  # a logit of each head beside the scores in the softmax, whose share is nobody's
 
     @property
     def query_features(self) -> int:
@@ -90,12 +91,14 @@ class Attention:
         if self.qk_norm:
             sizes = (wide, narrow) if self.qk_norm == "all" else (self.head_dim, self.head_dim)
             shapes |= {f"self_attn.{which}_norm.weight": (size,) for which, size in zip("qk", sizes, strict=True)}
+        if self.has_sinks:
+            shapes["self_attn.sinks"] = (self.num_heads,)
         return shapes
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A feed-forward: down(activation(gate(x)) × up(x))."""
+    """A feed-forward: down(activation(gate(x)) × up(x)). `clamped_swiglu` is not a factor of up, but changes both."""
 
     intermediate_size: int
     activation: Activation = "silu"

@@ -225,6 +225,7 @@ class Heads:
     q_norm: Norm | None  # before rotation: over each head, or over all together if its weight is as long as they are
     k_norm: Norm | None
     softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap), before what is not seen is left out
+    sinks: Float[Tensor, "heads"] | None = None  # a logit of each head beside its scores, not scaled
     shares: Shares | None = None  # with them these are one rank's heads; what they attended to is gathered
     qkv_starts: tuple[int, int, int] | None = None  # where these heads begin in qkv of all ranks; None: it has no other
 

@@ -1,7 +1,7 @@
 """Curves of vectors of 16 values: exp, tanh, erf, and the activations that gate an MLP."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from llvmlite.ir import IRBuilder as Builder
@@ -134,6 +134,23 @@ def relu_squared(x):
     return relu(x) * relu(x)
 
 
-ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
-    curve.__name__: curve for curve in (silu, gelu_tanh, gelu, gelu_sigmoid, relu, relu_squared)
-}
+@njit(forceinline=True)
+def clamped_swiglu(gate, up):
+    """Return (up + 1) × gate × sigmoid(1.702 gate), with gate at most 7 and up between −7 and 7, as in gpt-oss."""
+    limit, one = splat_f32(np.float32(7)), splat_f32(np.float32(1))
+    up = simd.clamp(up, splat_f32(np.float32(-7)), limit)
+    return (up + one) * gelu_sigmoid(simd.clamp(gate, splat_f32(np.float32(-np.inf)), limit))
+
+
+def _times_up(curve: Any) -> Callable[[Any, Any], Any]:
+    @njit(forceinline=True)
+    def gated(gate, up):
+        return curve(gate) * up
+
+    return cast(Callable[[Any, Any], Any], gated)
+
+
+# activation(gate, up) of each `Activation`
+GATED: dict[str, Callable[[Any, Any], Any]] = {
+    curve.__name__: _times_up(curve) for curve in (silu, gelu_tanh, gelu, gelu_sigmoid, relu, relu_squared)
+} | {clamped_swiglu.__name__: clamped_swiglu}

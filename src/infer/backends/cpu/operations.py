@@ -220,6 +220,8 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
             raise InvalidRequestError(f"a head's blocks of {layer.kv_type} must be contiguous and of {size} bytes")
     arguments = Arguments(ATTEND, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, dim=dim)
     arguments.set(scale=heads.scale, softcap=heads.softcap or 0)
+    if heads.sinks is not None:
+        arguments.set(sink_logits=heads.sinks)
     norms = heads.q_norm, heads.k_norm
     arguments.set(
         norms=[0 if norm is None else norm.weight for norm in norms],

@@ -122,6 +122,7 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
         softcap=optional_positive(config, "attn_logit_softcapping"),
         has_qkv_bias=has_qkv_bias,
         has_output_bias=flag(config, "attention_output_bias") if "attention_output_bias" in config else has_qkv_bias,
+        has_sinks=family.has_sinks,
         qk_norm=family.qk_norm if family.qk_norm_setting is None or flag(config, family.qk_norm_setting) else None,
     )
 

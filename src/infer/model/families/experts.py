@@ -37,6 +37,14 @@ def granite_experts(config: Config, activation: Activation) -> Experts:
     return Experts(router, count(config, "intermediate_size"), activation)
 
 
+def gpt_oss_experts(config: Config, activation: Activation) -> Experts:
+    for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if positive(config, name, only) != only:
+            raise UnsupportedModelError(f"{name}={config[name]!r:.60} is not supported for gpt_oss: it must be {only}")
+    router = replace(_router(config, scores="softmax_of_chosen"), has_bias=True)
+    return Experts(router, count(config, "intermediate_size"), "clamped_swiglu", has_bias=True)
+
+
 def glm_experts(config: Config, activation: Activation) -> Experts:
     """Return the experts of GLM-4.5 to 4.7: chosen by a corrected sigmoid, beside a shared one without a gate."""
     if config.get("n_group") not in (None, 1):

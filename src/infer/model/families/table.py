@@ -12,6 +12,7 @@ from infer.model.families.config_values import Config, count, flag, positive, se
 from infer.model.families.experts import (
     every_layer_is_sparse,
     glm_experts,
+    gpt_oss_experts,
     granite_experts,
     is_sparse_in_glm,
     is_sparse_in_qwen,
@@ -129,6 +130,13 @@ def _mixtral_rope(config: Config, kind: str) -> Config:
     return rope_settings(config, kind, theta=1_000_000.0)
 
 
+def _gpt_oss_rope(config: Config, kind: str) -> Config:
+    """Return gpt-oss's rope settings: those of the published models if a config has none."""
+    if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
+        config = {**config, "rope_scaling": _GPT_OSS_YARN}
+    return rope_settings(config, kind, theta=150_000.0)
+
+
 def _phi3_rope(config: Config, kind: str) -> Config:
     """Return Phi-3's rope settings.
 
@@ -176,6 +184,7 @@ class Family:
     is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # whether a layer has experts
     qk_norm: Literal["head", "all"] | None = None
     qk_norm_setting: str | None = None  # the setting that says whether there are such norms
+    has_sinks: bool = False
 
 
 def _defaults(max_positions: int, *, eps: float = 1e-6, **others: Any) -> dict[str, Any]:
@@ -184,6 +193,8 @@ def _defaults(max_positions: int, *, eps: float = 1e-6, **others: Any) -> dict[s
 
 _GEMMA: dict[str, Any] = {"rms_norm_eps": 1e-6, "head_dim": 256, "tie_word_embeddings": True}
 _GEMMA |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
+_GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_GPT_OSS_YARN |= {"original_max_position_embeddings": 4096}
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 _GEMMA3 = Family(
@@ -312,6 +323,15 @@ FAMILIES: dict[str, Family] = {
         experts=glm_experts,
         is_sparse=is_sparse_in_glm,
     ),
+    "gpt_oss": Family(
+        _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=4, head_dim=64)
+        | {"sliding_window": 128, "attention_bias": True},
+        reads=_ATTENTION_BIAS,
+        layer_kinds=_all_windowed_but_every(2),
+        rope_settings=_gpt_oss_rope,
+        experts=gpt_oss_experts,
+        has_sinks=True,
+    ),
     "granitemoe": Family(
         _defaults(2048, num_experts_per_tok=2),
         reads=_ATTENTION_BIAS
@@ -322,7 +342,6 @@ FAMILIES: dict[str, Family] = {
 
 _NEIGHBOURS = "a rotation of neighbouring elements"
 _COHERE = "LayerNorm, and attention beside the MLP"
-_SINKS = "attention with sinks, and experts with clamped activations"
 _LATENT = "latent attention"
 _STATES = "recurrent layers"
 # Parts that models need which we refuse, by the names of both worlds.
@@ -335,8 +354,6 @@ NEEDS: dict[str, str] = {
     "cohere2": _COHERE,
     "hunyuan_v1_dense": "norms of q and k after their rotation",
     "hunyuan-dense": "norms of q and k after their rotation",
-    "gpt_oss": _SINKS,
-    "gpt-oss": _SINKS,
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek2": _LATENT,

@@ -63,6 +63,7 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
         q_norm=loader.norm("self_attn.q_norm") if attention.qk_norm else None,
         k_norm=loader.norm("self_attn.k_norm") if attention.qk_norm else None,
         softcap=attention.softcap,
+        sinks=loader.vector("self_attn.sinks") if attention.has_sinks else None,
     )
     if loader.group is None:
         return loader.projection(*names, label="qkv"), heads
@@ -72,7 +73,8 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
     shares = Shares(loader.group, tuple(dim * start for start in starts))
     first, end = starts[loader.group.rank], starts[loader.group.rank + 1]
     kv_first, kv_end = kv_heads_of(attention, (first, end))
-    heads = replace(heads, num_heads=end - first, num_kv_heads=kv_end - kv_first, shares=shares)
+    sinks = None if heads.sinks is None else heads.sinks[first:end].contiguous()
+    heads = replace(heads, num_heads=end - first, num_kv_heads=kv_end - kv_first, sinks=sinks, shares=shares)
     if len({after - before for before, after in pairwise(starts)}) > 1:  # to gather costs less than to wait
         before_v = attention.num_heads + attention.num_kv_heads
         qkv_starts = dim * first, dim * (attention.num_heads + kv_first), dim * (before_v + kv_first)

@@ -184,8 +184,19 @@ def merge(into, partial, dim):
 
 
 @njit
-def divide(partial, dim, out):
-    """Store the values' sum divided by the sum of weights: the result of attention."""
-    total = splat_f32(load_scalar_f32(partial + 4 * dim + 4))
+def divide(partial, args, head, out):
+    """Store the values' sum divided by the sum of weights, and of the head's sink if it has one: attention's result."""
+    dim, share = args.dim, np.float32(1)
+    total = load_scalar_f32(partial + 4 * dim + 4)
+    if args.sink_logits != 0:
+        m, sink = load_scalar_f32(partial + 4 * dim), load_scalar_f32(args.sink_logits + 4 * head)
+        if sink > m:
+            share = exp_scalar(m - sink)
+            total = total * share + np.float32(1)
+        else:
+            total += exp_scalar(sink - m)
     for i in range(0, dim, LANES):
-        store_upto(out + 4 * i, dim - i, load_upto(partial + 4 * i, dim - i) / total)
+        value = load_upto(partial + 4 * i, dim - i)
+        if args.sink_logits != 0:
+            value = value * splat_f32(share)
+        store_upto(out + 4 * i, dim - i, value / splat_f32(total))

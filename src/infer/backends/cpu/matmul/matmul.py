@@ -15,7 +15,7 @@ from infer.backends.cpu import simd
 from infer.backends.cpu.activations import quantize_block, quantized_size, record_address
 from infer.backends.cpu.isa import BY_NAME, InstructionSet
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
-from infer.backends.cpu.math_functions import ACTIVATIONS, sigmoid, softcapped
+from infer.backends.cpu.math_functions import GATED, sigmoid, softcapped
 from infer.backends.cpu.matmul.matrix_tiles import SCRATCH_BYTES, make_configure, make_matrix_tile, release
 from infer.backends.cpu.matmul.panels import TILE_BYTES, make_multiply_panel
 from infer.backends.cpu.simd import load_f32, load_i64, load_upto, store_f32, store_upto
@@ -166,12 +166,12 @@ def make_store(kind: str) -> Callable[..., None]:
     """Return the epilogue of this kind.
 
     plain: out = y + bias. add: out += y + bias. capped: out = softcap × tanh((y + bias) / softcap). The name of an
-    activation: out = activation(out) × (y + bias). sigmoid: out = sigmoid(y + bias). weighted: out[its token] += weight
+    activation: out = activation(out, y + bias). sigmoid: out = sigmoid(y + bias). weighted: out[its token] += weight
     × (y + bias).
     """
-    adding, capping, gating, weighing = kind == "add", kind == "capped", kind in ACTIVATIONS, kind == "weighted"
+    adding, capping, gating, weighing = kind == "add", kind == "capped", kind in GATED, kind == "weighted"
     squashing = kind == "sigmoid"
-    activate: Any = ACTIVATIONS.get(kind)
+    activate: Any = GATED.get(kind)
 
     def store(args, state, buffer, first_row):
         panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
@@ -197,15 +197,15 @@ def make_store(kind: str) -> Callable[..., None]:
                 if capping:
                     value = softcapped(value, args.softcap)
                 if gating:
-                    value = activate(load_upto(out, room)) * value
+                    value = activate(load_upto(out, room), value)
                 store_upto(out, room, value)
 
     return store
 
 
 def make_gate(activation: str) -> Callable[..., None]:
-    """Return the epilogue out = activation(gate + bias) × (up + bias), which also quantises on request."""
-    activate = ACTIVATIONS[activation]
+    """Return the epilogue out = activation(gate + bias, up + bias), which also quantises on request."""
+    activate = GATED[activation]
 
     def gate(args, state, buffer, first_row):
         panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
@@ -218,7 +218,7 @@ def make_gate(activation: str) -> Callable[..., None]:
                 if args.bias != 0:
                     left = left + load_f32(args.bias + 4 * (first_bias + row))
                     right = right + load_f32(args.second_bias + 4 * (first_bias + row))
-                value = activate(left) * right
+                value = activate(left, right)
                 store_f32(at, value)
                 if args.out != 0:
                     out = args.out + 4 * ((first_slot + panel + token) * args.row_stride + args.first_column + row)

@@ -1,0 +1,114 @@
+"""Stacks: tensors with the matrices or biases of all experts. They are split here, in each layout that files have.
+
+    [experts, rows, columns]            of most files; if gate and up are in one tensor, gate's rows come first
+    [experts, columns, rows]            of gpt-oss in floats
+    codes [experts, rows, blocks, 16],  of gpt-oss in MXFP4
+    scales [experts, rows, blocks]
+
+In gpt-oss's folders, rows of gate and up alternate.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import NoReturn
+
+from infer.checkpoint.tensor_info import TensorInfo
+from infer.errors import ModelFormatError
+from infer.operands.architecture import MAX_EXPERTS
+from infer.quantization.ggml_types import BLOCK_TYPES
+
+_STACK = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate|up|gate_up|down)_proj")
+_MXFP4, _CODES_BYTES = BLOCK_TYPES["MXFP4"], 16  # of a block, which has a scale of one byte besides
+
+
+def is_stack(module: str) -> bool:
+    """Return True if a tensor of this name, without its ending, is a stack."""
+    return _STACK.fullmatch(module) is not None
+
+
+def each_expert(info: TensorInfo, module: str, kind: str, *, is_gpt_oss: bool) -> dict[str, TensorInfo]:
+    """Return each expert's part of a stack, by our names.
+
+    kind: weight or bias. is_gpt_oss: it is in a folder of gpt-oss.
+    """
+    match = _STACK.fullmatch(module)
+    assert match is not None
+    names = ("gate", "up") if match[2] == "gate_up" else (match[2],)
+    _check(info, kind)
+    is_transposed = is_gpt_oss and kind == "weight" and info.scales is None
+    num_experts, all_rows = info.shape[0], info.shape[2 if is_transposed else 1]
+    if all_rows % len(names):
+        _fail(info, f"expected the same number of rows of gate and up, got the shape {info.shape}")
+    size = all_rows // len(names)
+    found: dict[str, TensorInfo] = {}
+    for index, name in enumerate(names):
+        rows = range(index, all_rows, len(names)) if is_gpt_oss else range(index * size, (index + 1) * size)
+        for expert in range(num_experts):
+            part = (_columns if is_transposed else _rows)(info, expert, rows)
+            found[f"{match[1]}.{expert}.{name}_proj.{kind}"] = part
+    return found
+
+
+def _rows(info: TensorInfo, expert: int, rows: range) -> TensorInfo:
+    """Return some rows of an expert."""
+    kind, columns, first = BLOCK_TYPES[info.type], info.shape[2:], expert * info.shape[1]
+    row_bytes = kind.row_bytes(columns[0]) if columns else kind.block_bytes
+    part = replace(info, shape=(len(rows), *columns), num_bytes=len(rows) * row_bytes)
+    if info.scales is None:
+        return _from_row(part, first, rows, row_bytes)
+    num_blocks = columns[0] // _MXFP4.block_size
+    scales = replace(info.scales, shape=(len(rows), num_blocks), num_bytes=len(rows) * num_blocks)
+    part = replace(part, scales=_from_row(scales, first, rows, num_blocks))
+    return _from_row(part, first, rows, num_blocks * _CODES_BYTES)
+
+
+def _columns(info: TensorInfo, expert: int, rows: range) -> TensorInfo:
+    """Return some rows of an expert that the file has as columns."""
+    _, num_columns, all_rows = info.shape
+    size = BLOCK_TYPES[info.type].block_bytes
+    num_bytes = len(rows) * num_columns * size
+    part = replace(info, shape=(len(rows), num_columns), num_bytes=num_bytes, column_stride=all_rows * size)
+    return replace(_from_row(part, expert * num_columns * all_rows, rows, size), row_stride=rows.step * size)
+
+
+def _from_row(info: TensorInfo, first: int, rows: range, row_bytes: int) -> TensorInfo:
+    row_stride = rows.step * row_bytes if rows.step > 1 else 0
+    return replace(info, offset=info.offset + (first + rows.start) * row_bytes, row_stride=row_stride)
+
+
+def _check(info: TensorInfo, kind: str) -> None:
+    if len(info.shape) != (2 if kind == "bias" else 3):
+        _fail(info, f"expected a tensor of experts, rows and columns, got the shape {info.shape}")
+    if info.shape[0] > MAX_EXPERTS:
+        _fail(info, f"expected at most {MAX_EXPERTS} experts, got {info.shape[0]}")
+
+
+def with_joined_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors with MXFP4's codes and scales, which gpt-oss's folders store apart, as one tensor.
+
+    Raises ModelFormatError if one of the two is missing, or if their shapes disagree.
+    """
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind not in ("blocks", "scales") or not is_stack(module):
+            found[name] = info
+            continue
+        codes, scales = tensors.get(f"{module}.blocks"), tensors.get(f"{module}.scales")
+        if codes is None or scales is None:
+            _fail(info, f"expected a tensor of its {'blocks' if codes is None else 'scales'} beside it")
+        for each in (codes, scales):
+            if each.type != "U8":
+                _fail(each, f"expected bytes (U8), got {each.type}")
+        if len(scales.shape) != 3 or codes.shape != (*scales.shape, _CODES_BYTES):
+            _fail(codes, f"expected the shape of its scales {scales.shape} and {_CODES_BYTES}, got {codes.shape}")
+        shape = *scales.shape[:2], scales.shape[2] * _MXFP4.block_size
+        num_bytes = prod(scales.shape) * _MXFP4.block_bytes
+        found[f"{module}.weight"] = replace(codes, type="MXFP4", shape=shape, num_bytes=num_bytes, scales=scales)
+    return found
+
+
+def _fail(info: TensorInfo, problem: str) -> NoReturn:
+    raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)

@@ -23,6 +23,7 @@ _WORDS = {
     "activation": "{}",
     "qk_norm": "q and k norms ({})",
 }
+_FLAGS = {"has_bias": "mlp bias", "has_sinks": "attention sinks"}
 _MAX_ENDS = 8
 
 
@@ -80,7 +81,7 @@ def _group(group: LayerGroup) -> tuple[str, str]:
 def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
     """Yield the features of layers in words. A missing feature is named only if other layers have it."""
     for name, value in values.items():
-        plain = "mlp bias" if name == "has_bias" else name.removeprefix("has_").replace("_", " ")
+        plain = _FLAGS.get(name, name.removeprefix("has_").replace("_", " "))
         if name == "rope" and value is not None:
             yield _rope(value)
         elif name == "router" and value is not None:

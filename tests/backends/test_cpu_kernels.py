@@ -272,20 +272,25 @@ def step_of(row: int, start: int, count: int) -> Step:
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "rotated", "softcap", "kv_type"),
+    ("shape", "window", "rotated", "softcap", "kv_type", "has_sinks"),
     [
-        ((9, 3, 64), None, 64, None, "f32"),
-        ((4, 1, 256), 100, 256, 0.5, "f16"),
-        ((8, 2, 128), 300, 64, None, "bf16"),
-        ((4, 4, 40), None, 0, 0.5, "f32"),
-        ((6, 2, 20), 7, 20, 3.0, "f32"),
+        ((9, 3, 64), None, 64, None, "f32", False),
+        ((4, 1, 256), 100, 256, 0.5, "f16", False),
+        ((8, 2, 128), 300, 64, None, "bf16", True),
+        ((4, 4, 40), None, 0, 0.5, "f32", False),
+        ((6, 2, 20), 7, 20, 3.0, "f32", True),
     ],
 )
 def test_attention_agrees_with_reference(
-    shape: tuple[int, int, int], window: int | None, rotated: int, softcap: float | None, kv_type: str
+    shape: tuple[int, int, int],
+    window: int | None,
+    rotated: int,
+    softcap: float | None,
+    kv_type: str,
+    has_sinks: bool,
 ) -> None:
     heads = make_heads(*shape, rotated, normed=kv_type != "f32")
-    heads = replace(heads, softcap=softcap)
+    heads = replace(heads, softcap=softcap, sinks=torch.linspace(-6, 6, shape[0]) if has_sinks else None)
     caches = [make_layer(heads, 2, 1000, kv_type, window=window) for _ in range(2)]
     steps = [step_of(0, 0, 5), step_of(1, 0, 300), step_of(0, 5, 1), join([step_of(0, 6, 2), step_of(1, 300, 1)])]
     steps += [step_of(1, 301, 600), step_of(1, 901, 3), join([step_of(1, 904, 40), step_of(0, 8, 17)])]

@@ -20,7 +20,9 @@ from steps import join
 NUM_HEADS, KV_HEADS, DIM = 6, 2, 32
 CAPACITY = 1000
 ANGLES = torch.arange(1100)[:, None] / 50.0 ** torch.linspace(0, 1, DIM // 2)
-HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, RopeTable(ANGLES.cos()[None], ANGLES.sin()[None]), None, None)
+SINKS = torch.linspace(-6, 6, NUM_HEADS)  # below and above the scores
+ROPE = RopeTable(ANGLES.cos()[None], ANGLES.sin()[None])
+HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, ROPE, None, None, sinks=SINKS)
 
 # How the tokens of a row come: alone, a few, and more than a chunk at once.
 SIZES = [300, 1, 3, 1, 200, 4, 1, 90, 1, 5, 1]
@@ -74,7 +76,8 @@ def expected(sinks: int, window: int, shift: int = 0) -> Tensor:
     slot, own = torch.arange(LENGTH), torch.arange(LENGTH)[:, None]
     seen = (slot <= own) & ((slot < sinks) | (slot > own - (window or LENGTH)))
     scores = torch.einsum("thd,shd->hts", rotate(q), k).mul(DIM**-0.5).masked_fill(~seen, -torch.inf)
-    return torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
+    scores = torch.cat([scores, SINKS.double().view(-1, 1, 1).expand(-1, LENGTH, 1)], dim=-1)
+    return torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :-1], v).flatten(1)
 
 
 @pytest.fixture(scope="module")

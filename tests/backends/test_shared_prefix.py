@@ -1,6 +1,7 @@
 """Rows that begin with the same pages: which they are, and that reading these once changes no bit."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,17 +80,18 @@ def make_qkv(row: int, start: int, count: int) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [range(len(ROWS)), range(3), (1, 2, 5, 6, 7), (0, 4, 9, 8, 3), (10, 11, 12)])
 def test_rows_that_share_pages_have_the_bits_that_each_has_alone(kv_type: str, rows: range | tuple[int, ...]) -> None:
     layer = make_layer(kv_type)
+    heads = replace(HEADS, sinks=torch.linspace(-6, 6, NUM_HEADS)) if kv_type == "f16" else HEADS
     alone, steps, qkvs = [], [], []
     for row in rows:
         _, start, count, _ = ROWS[row]
         for at in range(0, start, 256):
             size = min(256, start - at)
-            ops.attend(Activations(make_qkv(row, at, size)), HEADS, layer, Step.of([1] * size, at, row=row))
+            ops.attend(Activations(make_qkv(row, at, size)), heads, layer, Step.of([1] * size, at, row=row))
         steps.append(Step.of([1] * count, start, row=row))
         qkvs.append(make_qkv(row, start, count))
     for step, qkv in zip(steps, qkvs, strict=True):
-        alone.append(ops.attend(Activations(qkv), HEADS, layer, step).floats.clone())
-    together = ops.attend(Activations(torch.cat(qkvs)), HEADS, layer, join(steps)).floats
+        alone.append(ops.attend(Activations(qkv), heads, layer, step).floats.clone())
+    together = ops.attend(Activations(torch.cat(qkvs)), heads, layer, join(steps)).floats
     assert torch.equal(together, torch.cat(alone))
 
 

@@ -80,7 +80,7 @@ def held_bytes(model: Transformer) -> int:
         if isinstance(part, LoadedExperts):
             members += vars(part.experts).values()
             members += [] if part.experts.shared is None else vars(part.experts.shared).values()
-    members += [norm for heads in all_heads(model) for norm in (heads.q_norm, heads.k_norm)]
+    members += [each for heads in all_heads(model) for each in (heads.q_norm, heads.k_norm, heads.sinks)]
     for member in (model.embedding, model.head, model.norm, *members):
         if isinstance(member, Projection):
             tensors = [part.data for part in member.parts]  # type: ignore[attr-defined]

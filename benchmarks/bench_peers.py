@@ -4,6 +4,7 @@
     python benchmarks/bench_peers.py --quick                  one model, in a few minutes
     python benchmarks/bench_peers.py --models smollm2-q4_1 --infer f16 q8 q4 --cases "decode at 1024" --alone
     python benchmarks/bench_peers.py --models smollm2-q8_0 --infer exact ranks opencl --alone
+    python benchmarks/bench_peers.py --random CONFIG.json --layers 4 8
 
 llama.cpp comes from an environment that has llama-cpp-python: --llama-python, $LLAMA_CPP_PYTHON, or .venv-peers.
 Several builds, as NAME=PATH, run side by side, each without and with flash attention. transformers runs the weights
@@ -11,8 +12,10 @@ dequantised (`pip install accelerate gguf`). Ratios are to the first side: the f
 of infer. INFER_ISA chooses our instruction set: give the peer a build of the same one (and torch ATEN_CPU_CAPABILITY,
 ONEDNN_MAX_CPU_ISA).
 
-Files that packages do not ship are requantised by llama.cpp, once, into a cache folder. `infer bench` prints the share
-of the memory's speed that decoding reaches.
+Files that packages do not ship are requantised by llama.cpp, once, into a cache folder. `--random` makes files of a few
+layers of a model that is too large for this machine, in Q4_K with random weights, from its config in Hugging Face's
+form. With two numbers of layers it prints the milliseconds that one layer adds to a token. `infer bench` prints the
+share of the memory's speed that decoding reaches.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +45,7 @@ from harness import (
 )
 from infer.checkpoint import resolve
 from infer.errors import InvalidRequestError
+from random_weights import write_gguf
 
 WORKER = str(Path(__file__).with_name("peer_worker.py"))
 MODELS = (  # the most frequent types first
@@ -75,6 +80,7 @@ CASES = {
     "prefill 512": Case("prefill", 512, 0),
     "prefill 2000": Case("prefill", 2000, 0),
     "prefill 8000": Case("prefill", 8000, 0),
+    "decode at 512": Case("decode", 512, 64),
     "decode at 128": Case("decode", 128, 32),
     "decode at 1024": Case("decode", 1024, 32),
     "decode at 4096": Case("decode", 4096, 32),
@@ -106,7 +112,9 @@ def find_sides(options: argparse.Namespace) -> list[Side]:
             sides.append(Side(f"{name} flash", peer_worker(python), {"flash": True}, has_cold_start=False))
         else:
             say("no environment with llama-cpp-python (--llama-python): infer is measured without it")
-    if find_spec("transformers") is None:
+    if options.random:
+        say("transformers is left out: it would dequantise every expert")
+    elif find_spec("transformers") is None:
         say("transformers is left out: pip install transformers")
     elif not options.alone:
         command = (sys.executable, WORKER, "transformers")
@@ -120,9 +128,7 @@ def find_model(name: str, peers: list[tuple[str, ...]]) -> Path:
     """Return the file of a model, which a peer makes if need be. Raise WorkerError or InvalidRequestError."""
     if name in SHIPPED:
         return resolve(SHIPPED[name])
-    folder = Path(os.environ.get("INFER_BENCH_MODELS") or Path.home() / ".cache" / "infer-bench")
-    folder.mkdir(parents=True, exist_ok=True)
-    path, unfinished = folder / f"{name}.gguf", folder / f"{name}.part"
+    path, unfinished = cached(name)
     if not path.exists():
         if not peers:
             raise WorkerError("it needs llama-cpp-python (--llama-python)")
@@ -132,6 +138,30 @@ def find_model(name: str, peers: list[tuple[str, ...]]) -> Path:
             peer.ask("requantize", source=str(resolve(base)), target=str(unfinished), file_type=file_type.upper())
         unfinished.rename(path)
     return path
+
+
+def cached(name: str) -> tuple[Path, Path]:
+    """Return the path of a model that is made here, and that of the unfinished file."""
+    folder = Path(os.environ.get("INFER_BENCH_MODELS") or Path.home() / ".cache" / "infer-bench")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{name}.gguf", folder / f"{name}.part"
+
+
+def make_random(config: Path, num_layers: int) -> Path:
+    path, unfinished = cached(f"{config.stem}-{num_layers}-layers-q4_k")
+    if not path.exists():
+        write_gguf(unfinished, json.loads(config.read_text()), num_layers, "Q4_K")
+        unfinished.rename(path)
+    return path
+
+
+def per_layer(few: dict[str, Any], more: dict[str, Any], num_layers: int) -> dict[str, dict[str, float]]:
+    """Return the milliseconds per token of one layer, from the rates with few layers and with `num_layers` more."""
+
+    def milliseconds(case: str, side: str) -> float:
+        return 1e3 * (1 / more[case][side]["median"] - 1 / few[case][side]["median"]) / num_layers
+
+    return {case: {side: milliseconds(case, side) for side in more[case]} for case in more if case in CASES}
 
 
 def measure_rates(
@@ -201,6 +231,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, metavar="NAME", help=f"of {', '.join(MODELS)}")
     cases = [*CASES, "cold"]
     parser.add_argument("--cases", nargs="+", choices=cases, metavar="NAME", help=f"of {', '.join(cases)}")
+    parser.add_argument("--random", type=Path, metavar="CONFIG", help="layers of this model with random weights")
+    parser.add_argument("--layers", nargs="+", type=int, default=[4, 8], help="with --random")
     parser.add_argument("--infer", nargs="+", choices=OURS, default=["exact", "fast"], help="sides of infer")
     parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, available_cores()}))
     parser.add_argument("--llama-python", nargs="+", default=[], metavar="[NAME=]PATH", help="with llama-cpp-python")
@@ -211,6 +243,9 @@ def parse_arguments() -> argparse.Namespace:
         options.models = options.models or ["smollm2-q4_1"]
         options.cases = options.cases or ["decode", "prefill 512", "cold"]
         options.rounds = min(options.rounds, 3)
+    if options.random:
+        options.models, options.cases = [], options.cases or ["prefill 512", "decode at 512"]
+        return options
     options.models, options.cases = options.models or list(MODELS), options.cases or [*CASES, "cold"]
     return options
 
@@ -222,9 +257,12 @@ def main() -> None:
     peers = [side.command for side in sides if side.name.startswith("llama.cpp")]
     runs_on, results = dict[str, str](), dict[str, Any]()
     print_head(options, "tokens per second")
-    for name in options.models:
+    models = {name: partial(find_model, name, peers) for name in options.models}
+    if options.random:
+        models = {f"{count} layers": partial(make_random, options.random, count) for count in options.layers}
+    for name, find in models.items():
         try:
-            path = find_model(name, peers)
+            path = find()
         except (WorkerError, InvalidRequestError) as error:
             say(f"{name} is left out: {error}")
             continue
@@ -233,6 +271,12 @@ def main() -> None:
             found = measure_rates(path, sides, threads, options, runs_on) if options.cases else {}
             cold = measure_cold(path, sides, threads, options.rounds) if is_cold else {}
             results[f"{name}, {threads} threads"] = found | cold
+    if options.random and len(options.layers) > 1:
+        few, more = min(options.layers), max(options.layers)
+        for threads in options.threads:
+            rates = [results[f"{count} layers, {threads} threads"] for count in (few, more)]
+            results[f"milliseconds per layer, {threads} threads"] = found = per_layer(*rates, more - few)
+            print(f"\nmilliseconds per token and layer, {threads} threads\n{json.dumps(found, indent=1)}")
     print("\n" + "\n".join(f"{side:20} runs on {instructions}" for side, instructions in runs_on.items()))
     write_report(options, runs_on=runs_on, results=results)
 

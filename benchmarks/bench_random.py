@@ -21,32 +21,17 @@ from harness import available_cores, make_parser, write_report
 from infer import ops
 from infer.backends.cpu.capture.forward import CapturedForward
 from infer.bench.speed import weight_bytes_by_kind
-from infer.model.families import make_architecture
 from infer.model.load import load_transformer
-from infer.model.tensors import expected_shapes
 from infer.model.transformer import Transformer
 from infer.operands.step import Step
-from infer.operands.weights import FileWeight, StoredWeight
 from infer.runner.caches import make_cache
-from random_weights import make_weight
+from random_weights import random_layers
 
 PROMPT, CONTEXT = 512, 1024
 
 
 def load(config: Path, num_layers: int, type_: str, precision: ops.Precision) -> Transformer:
-    architecture = make_architecture(json.loads(config.read_text()))
-    few = replace(architecture, layers=architecture.layers[:num_layers], vocab_size=1024, tied_embeddings=True)
-    made = dict[tuple[int, ...], StoredWeight]()  # matrices of one shape share their random bits
-    weights = dict[str, FileWeight]()
-    for name, shape in expected_shapes(few).items():
-        if len(shape) == 1:
-            weights[name] = StoredWeight("F32", shape, torch.ones(shape))
-        elif "router" in name:
-            weights[name] = make_weight("F32", *shape)
-        else:
-            if shape not in made:
-                made[shape] = make_weight(type_, *shape)
-            weights[name] = made[shape]
+    few, weights = random_layers(json.loads(config.read_text()), num_layers, type_, vocab_size=1024)
     return load_transformer(
         few, weights, backend=ops.backend_of(torch.device("cpu")), precision=precision, max_seq_len=CONTEXT
     )

@@ -1,7 +1,17 @@
-"""Random weights of every type that infer multiplies with."""
+"""Random weights of every type that infer multiplies with: a matrix, a model's few layers, and these as a GGUF file."""
+
+import functools
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from infer.checkpoint.tensor_names import names_from_gguf
+from infer.model.families import make_architecture
+from infer.model.tensors import expected_shapes
+from infer.operands.architecture import Architecture
 from infer.operands.weights import StoredWeight
 from infer.quantization.ggml_types import BLOCK_TYPES
 
@@ -10,8 +20,8 @@ _HALVES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}  # 
 _WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
-def make_weight(type_: str, rows: int, columns: int, seed: int = 0) -> StoredWeight:
-    """Return random bits, with scales and minima between ± 0.01."""
+def make_weight(type_: str, rows: int, columns: int, seed: int = 0, scale: float = 0.01) -> StoredWeight:
+    """Return random bits, with scales and minima between ± `scale`. The mean of Q4_K is zero, as in a model."""
     generator = torch.Generator().manual_seed(seed)
     if type_ in _FLOATS:
         return StoredWeight(type_, (rows, columns), torch.randn(rows, columns, generator=generator).to(_FLOATS[type_]))
@@ -19,8 +29,91 @@ def make_weight(type_: str, rows: int, columns: int, seed: int = 0) -> StoredWei
     blocks = torch.randint(0, 256, (rows * columns // kind.block_size, kind.block_bytes), generator=generator)
     blocks = blocks.to(torch.uint8)
     for at in _HALVES_AT.get(type_, (0, 2) if type_ in _WITH_MINIMUM else (0,)):
-        halves = (torch.rand(len(blocks), 1, generator=generator) * 0.02 - 0.01).half()
+        halves = (torch.rand(len(blocks), 1, generator=generator) * 2 * scale - scale).half()
         blocks[:, at : at + 2] = halves.view(torch.uint8)
+    if type_ == "Q4_K":  # a minimum is 7.5 times its scale: the middle of 0 to 15
+        blocks[:, :2] = (blocks[:, 2:4].clone().view(torch.float16) / 7.5).view(torch.uint8)
+        blocks[:, 8:12] = blocks[:, 4:8]
+        blocks[:, 12:16] = blocks[:, 12:16] % 16 * 17
     if type_ == "MXFP4":
         blocks[:, 0] = blocks[:, 0] % 8 + 118
     return StoredWeight(type_, (rows, columns), blocks.reshape(rows, -1))
+
+
+def random_layers(
+    config: dict[str, Any], num_layers: int, type_: str, vocab_size: int
+) -> tuple[Architecture, dict[str, StoredWeight]]:
+    """Return the first layers of a model and their weights by name. Matrices of one shape share their random bits.
+
+    What a layer adds is small beside the embedding, so that each token chooses experts of its own.
+    """
+    architecture = make_architecture(config)
+    few = replace(architecture, layers=architecture.layers[:num_layers], vocab_size=vocab_size, tied_embeddings=True)
+    made, weights = dict[tuple[int, ...], StoredWeight](), dict[str, StoredWeight]()
+    for name, shape in expected_shapes(few).items():
+        if len(shape) == 1:
+            is_norm = name.endswith("norm.weight")  # others are biases and sinks
+            weights[name] = StoredWeight("F32", shape, torch.ones(shape) if is_norm else torch.zeros(shape))
+        elif "router" in name:
+            weights[name] = make_weight("F32", *shape)
+        else:
+            if shape not in made:
+                made[shape] = make_weight(type_, *shape, scale=0.01 if "embed" in name else 0.001)
+            weights[name] = made[shape]
+    return few, weights
+
+
+def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, vocab_size: int = 32_768) -> None:
+    """Write a model's first layers with random weights, and a tokenizer of meaningless tokens.
+
+    Scaled rotations are left out.
+    """
+    import gguf
+    import numpy as np
+
+    architecture = {"gpt_oss": "gpt-oss"}.get(config["model_type"], config["model_type"].replace("_", ""))
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(num_layers)
+    for add, key in (
+        (writer.add_context_length, "max_position_embeddings"),
+        (writer.add_embedding_length, "hidden_size"),
+        (writer.add_feed_forward_length, "intermediate_size"),
+        (writer.add_head_count, "num_attention_heads"),
+        (writer.add_head_count_kv, "num_key_value_heads"),
+        (writer.add_key_length, "head_dim"),
+        (writer.add_value_length, "head_dim"),
+        (writer.add_layer_norm_rms_eps, "rms_norm_eps"),
+        (writer.add_rope_freq_base, "rope_theta"),
+        (writer.add_expert_count, "num_experts"),
+        (writer.add_expert_count, "num_local_experts"),
+        (writer.add_sliding_window, "sliding_window"),
+        (writer.add_expert_used_count, "num_experts_per_tok"),
+        (writer.add_expert_feed_forward_length, "moe_intermediate_size"),
+    ):
+        if config.get(key) is not None:
+            add(config[key])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    letters = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 324))]  # GPT-2's for 256 bytes
+    writer.add_token_list([*letters, "to", *(f"token{index}" for index in range(len(letters) + 1, vocab_size))])
+    writer.add_token_merges(["t o"])
+    writer.add_eos_token_id(0)
+    kind = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    in_file = (gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind])
+    endings = ("weight", "bias")
+    every = [f"{name.format(bid=at)}.{end}" for name in in_file for at in range(num_layers) for end in endings]
+    names = {ours: theirs for theirs, ours in names_from_gguf(every).items()}
+    weights = random_layers(config, num_layers, type_, vocab_size)[1]
+    weights["lm_head.weight"] = make_weight(type_, vocab_size, config["hidden_size"], seed=1)  # repeats no token
+    stacks = dict[str, list[StoredWeight]]()
+    for name, weight in weights.items():
+        stacks.setdefault(re.sub(r"(?<=\.experts\.)\d+\.", "", name), []).append(weight)
+    repeated = functools.cache(lambda weight, times: np.repeat(weight.data.numpy()[None], times, axis=0))
+    for name, stack in stacks.items():
+        values = repeated(stack[0], len(stack)) if len(stack) > 1 else stack[0].data.numpy()
+        raw = None if stack[0].type == "F32" else gguf.GGMLQuantizationType[stack[0].type]
+        writer.add_tensor(names[name], values, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

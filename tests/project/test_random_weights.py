@@ -1,0 +1,75 @@
+"""The files of random layers on which benchmarks compare engines."""
+
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from infer import LLM
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from random_weights import write_gguf
+
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 12,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "max_position_embeddings": 512,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": False,
+}
+
+
+def write_and_rebuild(folder: Path) -> Qwen3MoeForCausalLM:
+    """Write three layers, and return the model of transformers with the weights that the `gguf` package reads."""
+    write_gguf(folder / "model.gguf", CONFIG, 3, "Q4_K", vocab_size=2048)
+    found = {
+        tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        for tensor in gguf.GGUFReader(folder / "model.gguf").tensors
+    }
+    oracle = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG | {"num_hidden_layers": 3, "vocab_size": 2048}))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, 3)
+    with torch.no_grad():
+        for name, parameter in oracle.eval().named_parameters():
+            block = name.replace("model.layers.", "blk.")[:5]
+            if name.endswith("gate_up_proj"):
+                parts = [found.pop(f"{block}.ffn_{which}_exps.weight") for which in ("gate", "up")]
+                parameter.copy_(torch.cat(parts, 1))
+            elif name.endswith("experts.down_proj"):
+                parameter.copy_(found.pop(f"{block}.ffn_down_exps.weight"))
+            else:
+                parameter.copy_(found.pop(names.get_name(name, try_suffixes=(".weight",)) or name))
+    assert not found
+    return oracle
+
+
+@torch.inference_mode()
+def test_random_layers_are_a_model_that_others_compute(tmp_path: Path) -> None:
+    oracle, prompt = write_and_rebuild(tmp_path), list(range(1000, 1012))
+    expected = oracle(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).topk(5)
+    answer = LLM(tmp_path / "model.gguf").generate(prompt, temperature=0, max_new_tokens=1, logprobs=5)
+    assert answer.logprobs is not None
+    top = answer.logprobs[0].top
+    assert [token for token, _ in top] == expected.indices.tolist()
+    np.testing.assert_allclose([logprob for _, logprob in top], expected.values.tolist(), atol=1e-2)
+
+
+@torch.inference_mode()
+def test_tokens_choose_experts_of_their_own(tmp_path: Path) -> None:
+    tokens = torch.arange(1000, 1200)[None]
+    for scores in write_and_rebuild(tmp_path)(tokens, output_router_logits=True).router_logits:
+        assert scores.argmax(-1).bincount(minlength=16).max() < 50

@@ -13,7 +13,7 @@ of infer. INFER_ISA chooses our instruction set: give the peer a build of the sa
 ONEDNN_MAX_CPU_ISA).
 
 Files that packages do not ship are requantised by llama.cpp, once, into a cache folder. `--random` makes files of a few
-layers of a model that is too large for this machine, in Q4_K with random weights, from its config in Hugging Face's
+layers of a model that is too large for this machine, in --type with random weights, from its config in Hugging Face's
 form. With two numbers of layers it prints the milliseconds that one layer adds to a token. `infer bench` prints the
 share of the memory's speed that decoding reaches.
 """
@@ -147,10 +147,10 @@ def cached(name: str) -> tuple[Path, Path]:
     return folder / f"{name}.gguf", folder / f"{name}.part"
 
 
-def make_random(config: Path, num_layers: int) -> Path:
-    path, unfinished = cached(f"{config.stem}-{num_layers}-layers-q4_k")
+def make_random(config: Path, num_layers: int, type_: str = "Q4_K") -> Path:
+    path, unfinished = cached(f"{config.stem}-{num_layers}-layers-{type_.lower()}")
     if not path.exists():
-        write_gguf(unfinished, json.loads(config.read_text()), num_layers, "Q4_K")
+        write_gguf(unfinished, json.loads(config.read_text()), num_layers, type_)
         unfinished.rename(path)
     return path
 
@@ -233,6 +233,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=cases, metavar="NAME", help=f"of {', '.join(cases)}")
     parser.add_argument("--random", type=Path, metavar="CONFIG", help="layers of this model with random weights")
     parser.add_argument("--layers", nargs="+", type=int, default=[4, 8], help="with --random")
+    parser.add_argument("--type", default="Q4_K", help="of the matrices, with --random (Q4_K)")
     parser.add_argument("--infer", nargs="+", choices=OURS, default=["exact", "fast"], help="sides of infer")
     parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, available_cores()}))
     parser.add_argument("--llama-python", nargs="+", default=[], metavar="[NAME=]PATH", help="with llama-cpp-python")
@@ -259,7 +260,7 @@ def main() -> None:
     print_head(options, "tokens per second")
     models = {name: partial(find_model, name, peers) for name in options.models}
     if options.random:
-        models = {f"{count} layers": partial(make_random, options.random, count) for count in options.layers}
+        models = {f"{count} layers": partial(make_random, options.random, count, options.type) for count in options.layers}
     for name, find in models.items():
         try:
             path = find()

@@ -207,6 +207,8 @@ def _rope(file: GGUFFile, values: "_Values", head_dim: int) -> dict[str, Any]:
             scaling["long_factor"] = file.floats(_LONG_FACTORS, rotated // 2)
             scaling["short_factor"] = file.floats(_SHORT_FACTORS, rotated // 2)
         found["rope_scaling"] = scaling
+    elif values.architecture == "gpt-oss":  # else its family's default would be taken
+        found["rope_scaling"] = {"rope_type": "default"}
     if "rope_freqs.weight" in file.tensors:
         found["rope_frequency_factors"] = file.floats("rope_freqs.weight", rotated // 2)
     return found

@@ -260,7 +260,9 @@ def main() -> None:
     print_head(options, "tokens per second")
     models = {name: partial(find_model, name, peers) for name in options.models}
     if options.random:
-        models = {f"{count} layers": partial(make_random, options.random, count, options.type) for count in options.layers}
+        models = {
+            f"{count} layers": partial(make_random, options.random, count, options.type) for count in options.layers
+        }
     for name, find in models.items():
         try:
             path = find()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
+from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2MoeConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import load_model, load_tokenizer
@@ -69,7 +69,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(num_hidden_layers=2, **_SIZES),
     "wide": LlamaConfig(num_hidden_layers=2, head_dim=32, **_SIZES),
     "windows": Gemma3TextConfig(num_hidden_layers=6, head_dim=16, sliding_window=WINDOW, **_SIZES),
-}
+    "experts": Qwen2MoeConfig(
+        num_hidden_layers=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
+        shared_expert_intermediate_size=128, **_SIZES,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -274,35 +274,35 @@ TINY = [
     Tiny(
         "qwen3_moe",
         Qwen3MoeConfig(
-            num_hidden_layers=2, head_dim=32, num_experts=20, num_experts_per_tok=3, moe_intermediate_size=32,
+            num_hidden_layers=2, head_dim=32, num_experts=20, num_experts_per_tok=3, moe_intermediate_size=64,
             norm_topk_prob=True, **_SIZES,
         ),
     ),
     Tiny(
         "qwen3_moe_mixed",
         Qwen3MoeConfig(
-            num_hidden_layers=3, head_dim=32, num_experts=8, num_experts_per_tok=1, moe_intermediate_size=48,
+            num_hidden_layers=3, head_dim=32, num_experts=8, num_experts_per_tok=1, moe_intermediate_size=80,
             mlp_only_layers=[1], **_SIZES,
         ),
     ),
     Tiny(
         "qwen2_moe",
         Qwen2MoeConfig(
-            num_hidden_layers=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32,
+            num_hidden_layers=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
             shared_expert_intermediate_size=64, **_SIZES,
         ),
     ),
     Tiny(
         "glm4_moe",
         Glm4MoeConfig(
-            num_hidden_layers=3, head_dim=32, n_routed_experts=10, num_experts_per_tok=3, moe_intermediate_size=32,
+            num_hidden_layers=3, head_dim=32, n_routed_experts=10, num_experts_per_tok=3, moe_intermediate_size=64,
             n_shared_experts=2, routed_scaling_factor=1.8, use_qk_norm=True, attention_bias=True, **_SIZES,
         ),
     ),
     Tiny(
         "glm4_moe_plain",
         Glm4MoeConfig(
-            num_hidden_layers=2, head_dim=16, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=32,
+            num_hidden_layers=2, head_dim=16, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
             norm_topk_prob=False, first_k_dense_replace=0, **_SIZES,
         ),
     ),

@@ -24,7 +24,7 @@ from infer.operands.group import Group
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
 from steps import join
-from tiny import DENSE, ONE_EACH_DENSE, Tiny, make_tiny
+from tiny import ONE_EACH, TINY, Tiny, make_tiny
 
 LENGTH = 40
 CHUNKS = (25, 1, 1, 13)
@@ -88,7 +88,7 @@ def logits_of(model: Transformer, settings: CacheSettings | None = None) -> Tens
     return torch.cat(found)
 
 
-@pytest.fixture(scope="module", params=DENSE if IS_WHOLE else ONE_EACH_DENSE, ids=lambda tiny: tiny.name)
+@pytest.fixture(scope="module", params=TINY if IS_WHOLE else ONE_EACH, ids=lambda tiny: tiny.name)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made: Path = tmp_path_factory.mktemp(request.param.name)
     make_tiny(request.param, made)
@@ -104,7 +104,7 @@ def test_ranks_give_the_bits_of_one(folder: Path, size: int) -> None:
 
 def test_a_rank_with_more_heads_computes_no_more_rows(tmp_path: Path) -> None:
     """One of three has two of four heads."""
-    make_tiny(next(tiny for tiny in ONE_EACH_DENSE if tiny.name == "llama"), tmp_path)
+    make_tiny(next(tiny for tiny in ONE_EACH if tiny.name == "llama"), tmp_path)
 
     def sizes(group: Group) -> Tensor:
         mixer = load(tmp_path, group).layers[0].mixer

@@ -14,10 +14,11 @@ from infer.backends.cuda.backend import CudaBackend
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.cli import main
-from infer.errors import ModelError, UnsupportedModelError
+from infer.errors import InvalidRequestError, ModelError, UnsupportedModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.load import FloatsAs, load_transformer
+from infer.model.sharding import check_experts
 from infer.model.transformer import Transformer
 from infer.model.weight_loader import dense
 from infer.operands.architecture import Architecture, Dense, Experts, Router
@@ -158,14 +159,17 @@ def test_dense_layers_are_those_that_the_config_lists(tmp_path: Path) -> None:
         make_architecture(config | {"mlp_only_layers": "one"})
 
 
-def test_ranks_and_other_devices_refuse_experts_in_a_line(tmp_path: Path) -> None:
+def test_other_devices_and_too_many_ranks_refuse_experts_in_a_line(tmp_path: Path) -> None:
     make_folder(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     architecture = make_architecture(checkpoint.config)
     with pytest.raises(UnsupportedModelError, match=r"device cuda has no kernels for experts: use device cpu"):
         load_transformer(architecture, LazyWeights(checkpoint.tensors), backend=CudaBackend(CPU))
-    with pytest.raises(UnsupportedModelError, match=r"tensor_parallel=2: experts are not divided among ranks; use 1"):
-        start_ranks(checkpoint, ("auto", "auto", "exact"), "cpu", CacheSettings(), 2)
+    check_experts(architecture, 4)
+    with pytest.raises(
+        InvalidRequestError, match=r"^tensor_parallel=5 gives .* 16 of an expert's 64 rows: use at most 4$"
+    ):
+        start_ranks(checkpoint, ("auto", "auto", "exact"), "cpu", CacheSettings(), 5)
 
 
 def test_explain_says_how_many_experts_a_token_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,4 +178,4 @@ def test_explain_says_how_many_experts_a_token_chooses(tmp_path: Path, capsys: p
     make_folder(tmp_path)
     write_byte_tokenizer(tmp_path)
     assert main(["explain", str(tmp_path)]) == 0
-    assert ", experts, 3 of 20 chosen by softmax, mlp 32, silu" in capsys.readouterr().out
+    assert ", experts, 3 of 20 chosen by softmax, mlp 64, silu" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen2MoeConfig
 
 from extent import IS_WHOLE
 from infer import LLM
@@ -23,6 +24,7 @@ from infer.errors import InferError, InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_checked
+from infer.operands.limits import MAX_STEP_TOKENS
 from infer.operands.step import Chunk
 from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
@@ -31,11 +33,12 @@ from infer.tensor_parallel.leading import LeadingRunner
 from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
 from infer.tensor_parallel.ranks import Ranks, digest_of
 from looping import loop_of
-from path_cases import CASES, CONTEXT, Outcome, Way, World, make_sequence, make_world
-from tiny import DENSE, LONGROPE, ONE_EACH_DENSE, make_tiny
+from path_cases import CASES, CONFIGS, CONTEXT, Outcome, Way, World, make_sequence, make_world
+from tiny import LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
 
 CAPACITY, NUM_SLOTS = 96, 4
-FAMILIES = [*(DENSE if IS_WHOLE else ONE_EACH_DENSE), LONGROPE]
+SOME = "llama", "gemma3", "olmo2", "qwen2_moe"
+FAMILIES = [*(TINY if IS_WHOLE else ONE_EACH), LONGROPE]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,8 +68,8 @@ def ranks_of(folder: Path, size: int, transport: Transport = "memory") -> Ranks:
     return Ranks(source_of(folder), make_architecture(open_checkpoint(folder).config), size, transport)
 
 
-def source_of(folder: Path) -> ModelSource:
-    return ModelSource(folder, open_checkpoint(folder).fingerprint(), "auto", "auto", "exact", 1)
+def source_of(folder: Path, weights: str = "auto") -> ModelSource:
+    return ModelSource(folder, open_checkpoint(folder).fingerprint(), "auto", weights, "exact", 1)
 
 
 def runner_of(
@@ -76,16 +79,17 @@ def runner_of(
     capture: bool = True,
     settings: CacheSettings | None = None,
     capacity: int = CAPACITY,
+    weights: str = "auto",
 ) -> Runner:
     """By itself, or rank 0's."""
     settings, group = settings or CacheSettings(), None if ranks is None else ranks.group
     model = load_checked(
-        open_checkpoint(folder), None, "cpu", "auto", "auto", "exact", capacity, None, settings, group=group
+        open_checkpoint(folder), None, "cpu", "auto", weights, "exact", capacity, None, settings, group=group
     )
     asked = RunnerSettings(capacity, settings, NUM_SLOTS, None, capture)
     if ranks is None:
         return Runner(model, **asked._asdict())
-    ranks.source = source_of(folder)
+    ranks.source = source_of(folder, weights)
     ranks.load(asked)
     return LeadingRunner(ranks, model, **asked._asdict())
 
@@ -150,13 +154,13 @@ def check_same(runner: Runner, expected: tuple[list[Tensor], list[list[int]]]) -
 
 @pytest.mark.parametrize(("size", "transport"), [(2, "memory"), (3, "memory"), (4, "memory"), (2, "gloo"), (4, "gloo")])
 def test_every_family_has_the_bits_of_one_rank(families: list[Path], size: int, transport: Transport) -> None:
-    """Only two families are tried with more than two ranks, which compete for the cores, and over gloo: one with post
-    norms, and one with norms over all heads.
+    """Only four families are tried with more than two ranks, which compete for the cores, and over gloo: one has post
+    norms, one has norms over all heads, and one has experts beside a shared expert.
     """
     ranks = ranks_of(families[0], size, transport)
     try:
         for tiny, folder in zip(FAMILIES, families, strict=True):
-            if not IS_WHOLE and (size > 2 or transport == "gloo") and tiny.name not in ("llama", "gemma3", "olmo2"):
+            if not IS_WHOLE and (size > 2 or transport == "gloo") and tiny.name not in SOME:
                 continue
             check_same(runner_of(folder, ranks, capture=transport == "memory"), steps(runner_of(folder)))
     finally:
@@ -179,6 +183,48 @@ def test_every_cache_has_the_bits_of_one_rank(families: list[Path], pair: Ranks,
     check_same(runner_of(wide, pair, capture=capture, settings=settings), expected)
 
 
+@pytest.mark.parametrize("weights", ["q8", "q4"])
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("experts", ["qwen2_moe", "qwen3_moe"])
+def test_quantised_experts_have_the_bits_of_one_rank(
+    families: list[Path], pair: Ranks, weights: str, capture: bool, experts: str
+) -> None:
+    folder = families[[tiny.name for tiny in FAMILIES].index(experts)]
+    expected = steps(runner_of(folder, weights=weights))
+    check_same(runner_of(folder, pair, capture=capture, weights=weights), expected)
+
+
+def test_each_rank_has_its_share_of_each_expert(families: list[Path], pair: Ranks) -> None:
+    folder = families[[tiny.name for tiny in FAMILIES].index("qwen2_moe")]
+    whole, own = (runner_of(folder, ranks).model.layers[0] for ranks in (None, pair))
+    sizes = [[each.out_features for each in layer.feed_forward.projections] for layer in (whole, own)]
+    router, *others = sizes[0]
+    assert sizes[1] == [router, *(rows // 2 for rows in others)]
+
+
+def test_shared_memory_has_room_for_a_whole_step_of_experts(tmp_path: Path) -> None:
+    """The shared expert is as wide as all chosen experts together, as in Qwen1.5-MoE."""
+    sizes = {"num_experts_per_tok": 6, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 6 * 256}
+    make_tiny(Tiny("experts", Qwen2MoeConfig.from_dict(CONFIGS["experts"].to_dict() | sizes)), tmp_path)
+    length = MAX_STEP_TOKENS // NUM_SLOTS
+    ids = torch.randint(3, 96, (NUM_SLOTS, length), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def logits_of(ranks: Ranks | None) -> Tensor:
+        runner = runner_of(tmp_path, ranks, capacity=length, weights="q8")
+        for slot in range(NUM_SLOTS):
+            runner.reserve(slot, length)
+        with torch.inference_mode():
+            found = runner.forward([Chunk(slot, ids[slot]) for slot in range(NUM_SLOTS)]).clone()
+        runner.reset()
+        return found
+
+    ranks = ranks_of(tmp_path, 2)
+    try:
+        assert torch.equal(logits_of(ranks), logits_of(None))
+    finally:
+        ranks.close()
+
+
 POLICIES = {
     "sliding": CacheSettings(eviction_policy="sliding", eviction_window=24, page_tokens=16),
     "snapkv": CacheSettings(eviction_policy="snapkv", eviction_window=48, page_tokens=16),
@@ -189,7 +235,15 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 def test_answers_are_those_of_one_rank(world: World, folder: Path, pair: Ranks, policy: str) -> None:
     """Batches with drafts, grammars and all samplers, of a cache that forgets or shares."""
-    cases, settings = CASES[:: 1 if IS_WHOLE else 3], POLICIES[policy]
+    check_answers(world, folder, pair, POLICIES[policy])
+
+
+def test_answers_of_experts_are_those_of_one_rank(pair: Ranks, tmp_path: Path) -> None:
+    check_answers(make_world("experts", tmp_path), tmp_path, pair, POLICIES["prefixes"])
+
+
+def check_answers(world: World, folder: Path, pair: Ranks, settings: CacheSettings) -> None:
+    cases = CASES[:: 1 if IS_WHOLE else 3]
 
     def run(runner: Runner) -> list[Outcome]:
         engine, ways = Engine(runner, max_steps=8), [Way("none"), Way("ngram")]

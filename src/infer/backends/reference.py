@@ -215,10 +215,12 @@ def add_experts(
     for expert in sorted(set(chosen.flatten().tolist())):
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
         gate, up = (of_expert(x[tokens], each, expert, experts.router) for each in (experts.gate, experts.up))
-        result = of_expert(gated(gate, up, experts.activation), experts.down, expert, experts.router)
+        hidden = gathered(gated(gate, up, experts.activation), experts.gate.shares)
+        result = gathered(of_expert(hidden, experts.down, expert, experts.router), experts.down.shares)
         y[tokens] += result * weights[tokens, places, None].to(y.dtype)
     if experts.shared is not None:
         shared = project(norm_gate(x, None, experts.shared.gate_up, experts.activation).floats, experts.shared.down)
+        shared = gathered(shared, experts.shared.down.shares)
         if experts.shared.gate is not None:
             shared = shared * torch.sigmoid(project(x.float(), experts.shared.gate)).to(shared.dtype)
         y = y + shared

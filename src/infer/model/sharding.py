@@ -2,7 +2,8 @@
 
 from itertools import accumulate
 
-from infer.operands.architecture import Attention
+from infer.errors import InvalidRequestError
+from infer.operands.architecture import Architecture, Attention, Experts
 from infer.operands.weights import FileWeight, StoredWeight, UnreadWeight
 
 _ROWS = 16  # that kernels multiply at once
@@ -45,6 +46,18 @@ def kv_heads_of(attention: Attention, heads: Range) -> Range:
     """Return the range of key and value heads that a range of query heads reads."""
     group = attention.num_heads // attention.num_kv_heads
     return heads[0] // group, -(-heads[1] // group)
+
+
+def check_experts(architecture: Architecture, num_ranks: int) -> None:
+    """Raise InvalidRequestError if a rank would get no whole group of rows of each expert's matrices."""
+    for layer in architecture.layers:
+        if isinstance(layer.feed_forward, Experts):
+            rows = min(layer.feed_forward.intermediate_size, architecture.hidden_size)
+            if rows < _ROWS * num_ranks:
+                raise InvalidRequestError(
+                    f"tensor_parallel={num_ranks} gives a rank less than {_ROWS} of an expert's {rows} rows: "
+                    f"use at most {max(1, rows // _ROWS)}"
+                )
 
 
 def part_ranges(counts: tuple[int, ...], rows: Range) -> list[Range]:

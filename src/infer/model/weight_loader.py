@@ -54,6 +54,13 @@ class WeightLoader:
         own = self.projection(*names, label=label, ranges=part_ranges(counts, shares.own))
         return replace(own, shares=shares)
 
+    def each_by_rows(self, *names: str, label: str, are_blocks: bool = False) -> Projection:
+        """Return this rank's rows of each of the matrices, which have equal shapes and are divided in the same way."""
+        if self.group is None:
+            return self.projection(*names, label=label)
+        shares = Shares(self.group, row_starts(self._num_rows(names[0]), self.group.size, are_blocks=are_blocks))
+        return replace(self.projection(*names, label=label, ranges=[shares.own] * len(names)), shares=shares)
+
     def norm(self, name: str, scale: float = 1.0) -> Norm:
         weight = dense(self.weights[f"{self.prefix}{name}.weight"]).to(self.backend.device, torch.float32)
         return Norm(weight * scale, self.norm_eps)

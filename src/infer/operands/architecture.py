@@ -74,9 +74,9 @@ class Attention:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def widths(self) -> set[int]:
-        """Columns of each tensor that ranks of a group gather."""
-        return {self.query_features, self.query_features + 2 * self.kv_features}
+    def widths(self) -> tuple[int, ...]:
+        """Values per token of each tensor that ranks of a group gather."""
+        return self.query_features, self.query_features + 2 * self.kv_features
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""
@@ -105,9 +105,9 @@ class Dense:
     has_bias: bool = False
 
     @property
-    def widths(self) -> set[int]:
-        """Columns of each tensor that ranks of a group gather."""
-        return {self.intermediate_size}
+    def widths(self) -> tuple[int, ...]:
+        """Values per token of each tensor that ranks of a group gather."""
+        return (self.intermediate_size,)
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""
@@ -155,9 +155,9 @@ class Experts:
     has_shared_gate: bool = False  # the shared expert's result is multiplied by sigmoid(gate · x)
 
     @property
-    def widths(self) -> set[int]:
-        """Columns of each tensor that ranks of a group gather."""
-        return {self.intermediate_size, self.shared_size} - {0}
+    def widths(self) -> tuple[int, ...]:
+        """Values per token of each tensor that ranks of a group gather."""
+        return self.router.num_chosen * self.intermediate_size, self.shared_size
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""

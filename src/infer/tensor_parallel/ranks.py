@@ -28,10 +28,11 @@ from torch import Tensor
 
 from infer import ops
 from infer.checkpoint import Checkpoint
-from infer.errors import InferError, UnsupportedModelError
+from infer.errors import InferError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
-from infer.operands.architecture import Architecture, Experts
+from infer.model.sharding import check_experts
+from infer.operands.architecture import Architecture
 from infer.operands.group import Group
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport, check_shared
@@ -51,8 +52,7 @@ def start_ranks(
         return None
     check_shared(size, device, cache)
     architecture = make_architecture(checkpoint.config)
-    if any(isinstance(layer.feed_forward, Experts) for layer in architecture.layers):
-        raise UnsupportedModelError(f"tensor_parallel={size}: experts are not divided among ranks; use 1")
+    check_experts(architecture, size)
     num_threads = ops.backend_of(torch.device(device)).num_threads()
     source = ModelSource(checkpoint.path, checkpoint.fingerprint(), *load, num_threads)
     return Ranks(source, architecture, size)
@@ -64,11 +64,9 @@ def exchange_bytes(architecture: Architecture) -> int:
     It has room for twice all activations that a step gathers, as floats and quantised. The system allocates only the
     pages that are written.
     """
-    widths = {architecture.hidden_size}
-    for layer in architecture.layers:
-        for part in layer.parts:
-            widths |= part.widths
-    floats = 2 * (MAX_STEP_TOKENS + _SPARE) * (architecture.hidden_size + sum(widths))
+    parts = {part for layer in architecture.layers for part in layer.parts}
+    widths = {(type(part), place, width) for part in parts for place, width in enumerate(part.widths)}
+    floats = 2 * (MAX_STEP_TOKENS + _SPARE) * (2 * architecture.hidden_size + sum(width for *_, width in widths))
     return 2 * 4 * (floats + 2 * MAX_STEP_LOGITS * architecture.vocab_size) + _HEADER_BYTES
 
 

@@ -10,10 +10,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.backends.cpu.compile.addresses import compiled_address
-from infer.backends.cpu.experts.commands import add_down, gate_and_up, route, weigh_shared
+from infer.backends.cpu.experts.commands import add_down, exchange_sums, gate_and_up, route, weigh_shared
 from infer.backends.cpu.isa import instruction_set
-from infer.backends.cpu.layouts import BLOCK, LANES
-from infer.backends.cpu.projections import activations_of, append_matmul, epilogue_of, matmul_arguments, packed, project
+from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.projections import (
+    activations_of,
+    append_matmul,
+    epilogue_of,
+    is_in_blocks,
+    matmul_arguments,
+    own_columns,
+    packed,
+    project,
+)
 from infer.backends.cpu.recording import scope
 from infer.backends.cpu.records import (
     ADD_ROWS,
@@ -34,7 +43,6 @@ from infer.backends.reference import attention_weights, normalize
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
-from infer.operands.group import Shares
 from infer.operands.step import Step
 from infer.operands.weights import ExpertWeights, Heads, Norm, Projection, Weight
 from infer.quantization.kv_formats import check_kv_type, key_block_bytes, value_block_bytes
@@ -125,7 +133,7 @@ def norm_gate(
         epilogue, (weight, second) = epilogue_of((out, first), 0, features, gate_up.bias), halves
         if gate_up.bias is not None:
             epilogue.set(second_bias=gate_up.bias[features:])
-        offer = run.offer("hidden", epilogue, shares) if _is_in_blocks(features, shares) else None
+        offer = run.offer("hidden", epilogue, shares) if is_in_blocks(features, shares) else None
         function = compiled_address(".matmul.matmul:make_gate", EPILOGUE, activation)
         arguments = matmul_arguments(run, weight, -(-features // LANES), second)
         arguments.set(
@@ -154,7 +162,11 @@ def add_experts(
     if shared is not None:
         kind = "add" if weights is None else "weighted"
         with scope(shared.down.label, num_tokens=num_tokens) as run:
-            project(run, shared_hidden, None, shared.down, (residual, 0), kind=kind, weights=weights)
+            own = residual, own_columns(shared.down, residual.shape[1])[0]
+            project(run, shared_hidden, None, shared.down, own, kind=kind, weights=weights)
+    if experts.down.shares is not None:
+        with scope(experts.down.label, num_tokens=num_tokens) as run:
+            exchange_sums(run, residual, experts.down.shares)
     return residual
 
 
@@ -205,7 +217,7 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
             run.append("few", arguments, NO_BARRIER, ".attention.attention:make_attend_few", kv_type)
             run.append("many", arguments, BARRIER, ".attention.attention:make_attend_many", kv_type)
         run.append("merge", arguments, BARRIER, ".attention.attention:finish")
-        offer = run.offer("attended", arguments, heads.shares) if _is_in_blocks(features, heads.shares) else None
+        offer = run.offer("attended", arguments, heads.shares) if is_in_blocks(features, heads.shares) else None
         return Activations(run.gathered(out, heads.shares), offer)
 
 
@@ -238,8 +250,3 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     arguments.set(shifts=pages.shifts, sinks=pages.sinks, windows=pages.windows, rope_sets=pages.rope_sets)
     arguments.set(furthest=-1 if pages.furthest is None else pages.furthest)
     return arguments
-
-
-def _is_in_blocks(features: int, shares: Shares | None) -> bool:
-    """Return True if each block of quantised activations belongs to one rank."""
-    return all(start % BLOCK == 0 for start in ((features,) if shares is None else shares.starts))

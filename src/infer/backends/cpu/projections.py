@@ -8,7 +8,7 @@ from torch import Tensor
 
 from infer.backends.cpu.compile.addresses import compiled_address
 from infer.backends.cpu.isa import instruction_set
-from infer.backends.cpu.layouts import PANEL, SPARE_TOKENS
+from infer.backends.cpu.layouts import BLOCK, PANEL, SPARE_TOKENS
 from infer.backends.cpu.recording import Offer, Run
 from infer.backends.cpu.records import EPILOGUE, MATMUL, NORMALIZE
 from infer.backends.cpu.threads.dispatch_table import BARRIER, BARRIER_IF_MANY, NO_BARRIER, Arguments
@@ -16,6 +16,7 @@ from infer.backends.cpu.weights.packed_weight import PackedWeight
 from infer.backends.cpu.workspace import groups_per_unit
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations
+from infer.operands.group import Shares
 from infer.operands.weights import Norm, Projection, Weight
 
 _CACHED_ACTIVATIONS = 1 << 19  # bytes of activations that should stay in a core's cache while weights stream by
@@ -107,6 +108,16 @@ def matmul_arguments(
 def append_matmul(run: Run, weight: PackedWeight, arguments: Arguments, barrier: int) -> None:
     variant = weight.layout.type, weight.planes, instruction_set().name
     run.append(f"matmul {weight.layout.type}", arguments, barrier, ".matmul.matmul:make_matmul", *variant)
+
+
+def own_columns(projection: Projection, width: int) -> tuple[int, int]:
+    """Return the range of the columns that this rank computes, of `width` columns."""
+    return (0, width) if projection.shares is None else projection.shares.own
+
+
+def is_in_blocks(features: int, shares: Shares | None) -> bool:
+    """Return True if each block of quantised activations belongs to one rank."""
+    return all(start % BLOCK == 0 for start in ((features,) if shares is None else shares.starts))
 
 
 def packed(weight: Weight) -> PackedWeight:

@@ -232,6 +232,9 @@ EXPERT_INPUTS = np.dtype(
 
 # ranks
 
+_OF_COPY = ("source", "source_stride", "target", "target_stride", "num_columns")  # source, target: f32 [tokens, stride]
+COPY_COLUMNS = np.dtype([(name, np.int64) for name in _OF_COPY])
+
 EXCHANGE = np.dtype(
     [
         ("done", np.int64),  # barriers passed, counted alike in all ranks

@@ -1,6 +1,6 @@
 """A dense feed-forward with its weights: norm → gate · up; down → residual stream."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self, final
 
 from jaxtyping import Float
@@ -8,10 +8,8 @@ from torch import Tensor
 
 from infer import ops
 from infer.kvcache.paged import PagedCache
-from infer.model.sharding import row_starts
 from infer.model.weight_loader import WeightLoader
 from infer.operands.architecture import Activation, Dense, Norms
-from infer.operands.group import Shares
 from infer.operands.step import Step
 from infer.operands.weights import Norm, Projection
 
@@ -29,7 +27,7 @@ class LoadedDense:
     def load(cls, dense: Dense, norms: Norms, loader: WeightLoader) -> Self:
         return cls(
             norm=loader.norm("mlp_norm") if norms.before else None,
-            gate_up=_load_gate_up(dense, loader),
+            gate_up=loader.each_by_rows("mlp.gate_proj", "mlp.up_proj", label="gate_up", are_blocks=True),
             activation=dense.activation,
             down=loader.by_rows("mlp.down_proj", label="down"),
             post_norm=loader.norm("post_mlp_norm") if norms.after else None,
@@ -42,11 +40,3 @@ class LoadedDense:
     def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
         hidden = ops.norm_gate(x, self.norm, self.gate_up, self.activation)
         return ops.project_add(x, hidden, self.down, self.post_norm)
-
-
-def _load_gate_up(dense: Dense, loader: WeightLoader) -> Projection:
-    names = [f"mlp.{which}_proj" for which in ("gate", "up")]
-    if loader.group is None:
-        return loader.projection(*names, label="gate_up")
-    shares = Shares(loader.group, row_starts(dense.intermediate_size, loader.group.size, are_blocks=True))
-    return replace(loader.projection(*names, label="gate_up", ranges=[shares.own] * 2), shares=shares)

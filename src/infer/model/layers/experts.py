@@ -26,7 +26,12 @@ class LoadedExperts:
         names = [f"mlp.experts.{expert}" for expert in range(experts.router.num_experts)]
         used_share = experts.router.num_chosen / experts.router.num_experts
         gate, up, down = (
-            replace(loader.projection(*(f"{name}.{which}_proj" for name in names), label=which), used_share=used_share)
+            replace(
+                loader.each_by_rows(
+                    *(f"{name}.{which}_proj" for name in names), label=which, are_blocks=which != "down"
+                ),
+                used_share=used_share,
+            )
             for which in ("gate", "up", "down")
         )
         weights = ExpertWeights(
@@ -59,7 +64,7 @@ class LoadedExperts:
 def _load_shared(experts: Experts, loader: WeightLoader) -> SharedExpert:
     at = "mlp.shared_expert"
     return SharedExpert(
-        gate_up=loader.projection(f"{at}.gate_proj", f"{at}.up_proj", label="shared_gate_up"),
-        down=loader.projection(f"{at}.down_proj", label="shared_down"),
+        gate_up=loader.each_by_rows(f"{at}.gate_proj", f"{at}.up_proj", label="shared_gate_up", are_blocks=True),
+        down=loader.by_rows(f"{at}.down_proj", label="shared_down"),
         gate=loader.float_projection("mlp.shared_gate", label="shared_gate") if experts.has_shared_gate else None,
     )

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from infer.backends.cpu.compile.addresses import compiled_address
 from infer.backends.cpu.isa import instruction_set
-from infer.backends.cpu.layouts import BLOCK, LANES, SPARE_TOKENS
-from infer.backends.cpu.projections import matmul_arguments, packed, project
+from infer.backends.cpu.layouts import LANES, SPARE_TOKENS
+from infer.backends.cpu.projections import is_in_blocks, matmul_arguments, own_columns, packed, project
 from infer.backends.cpu.recording import Run, scope
-from infer.backends.cpu.records import EPILOGUE, EXPERT_INPUTS, EXPERT_MATMUL, ROUTING
+from infer.backends.cpu.records import COPY_COLUMNS, EPILOGUE, EXPERT_INPUTS, EXPERT_MATMUL, ROUTING
 from infer.backends.cpu.threads.dispatch_table import BARRIER, Arguments
 from infer.backends.cpu.weights.packed_weight import PackedWeight
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations
+from infer.operands.group import Shares
 from infer.operands.weights import ExpertWeights, Norm, Projection
 
 _TABLES = ("counts", "starts", "active", "num_active")  # of `ROUTING`, which the commands after it read
@@ -50,38 +51,60 @@ def route(run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights) -> Arg
     return arguments
 
 
-def gate_and_up(run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights, routing: Arguments) -> Tensor:
-    """Append gate and up of all slots, and return the activations that down takes.
+def gate_and_up(run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights, routing: Arguments) -> Tensor | int:
+    """Append gate and up of all slots, and return the activations that down takes, or their address.
 
     Gate and up are multiplied together if they have one layout. Then their product may be quantised while it is made.
     """
     gate, up, down = (_stacked(each, experts) for each in (experts.gate, experts.up, experts.down))
     num_slots, features = run.capacity * experts.router.num_chosen, gate.out_features // experts.router.num_experts
-    hidden, records = run.tensor("expert hidden", num_slots, features), _records(run, "hidden", down, num_slots)
+    shares, width = experts.gate.shares, down.in_features
+    hidden, first = run.columns("expert hidden", num_slots, features, shares)
     is_paired = gate.layout == up.layout
-    is_quantized = is_paired and features % BLOCK == 0 and not down.layout.is_float
+    quantized: Tensor | int | None = None
     bias, second_bias = experts.gate.bias, experts.up.bias
     if is_paired:
         inputs = _inputs(run, x, norm, gate, routing, _records(run, "inputs", gate, num_slots), by_token=True)
-        epilogue = _epilogue(hidden, bias, second_bias)
-        if is_quantized:
-            epilogue.set(quantized=records, form=down.form)
+        epilogue = _epilogue(hidden, (first, first + features), bias, second_bias)
+        if is_in_blocks(width, shares) and not down.layout.is_float:
+            quantized = _make_quantized(run, epilogue, down, num_slots, shares)
         function = compiled_address(".matmul.matmul:make_gate", EPILOGUE, experts.activation)
         _append(run, "wide", gate, experts, routing, inputs, epilogue, function, second_weights=up.data_at())
     else:
         for weight, kind, own in ((gate, "plain", bias), (up, experts.activation, second_bias)):
             inputs = _inputs(run, x, norm, weight, routing, _records(run, "inputs", weight, num_slots), by_token=True)
             function = compiled_address(".matmul.matmul:make_store", EPILOGUE, kind)
-            _append(run, "wide", weight, experts, routing, inputs, _epilogue(hidden, own), function)
-    return records if is_quantized else _inputs(run, hidden, None, down, routing, records, by_token=False)
+            epilogue = _epilogue(hidden, (first, first + features), own)
+            _append(run, "wide", weight, experts, routing, inputs, epilogue, function)
+    hidden = run.gathered(hidden, shares)
+    if quantized is not None:
+        return quantized
+    return _inputs(run, hidden, None, down, routing, _records(run, "hidden", down, num_slots), by_token=False)
 
 
-def add_down(run: Run, hidden: Tensor, experts: ExpertWeights, routing: Arguments, residual: Tensor) -> None:
-    """Append what adds weight × down(hidden) of each slot to the row of its token."""
-    epilogue = _epilogue(residual, experts.down.bias)
+def add_down(run: Run, hidden: Tensor | int, experts: ExpertWeights, routing: Arguments, residual: Tensor) -> None:
+    """Append what adds weight × down(hidden) of each slot to the row of its token, in this rank's columns."""
+    epilogue = _epilogue(residual, own_columns(experts.down, residual.shape[1]), experts.down.bias)
     _copy(epilogue, routing, ("tokens", "weights"))
     function = compiled_address(".matmul.matmul:make_store", EPILOGUE, "weighted")
     _append(run, "narrow", _stacked(experts.down, experts), experts, routing, hidden, epilogue, function)
+
+
+def exchange_sums(run: Run, residual: Tensor, shares: Shares) -> None:
+    """Append what replaces the other ranks' columns of the residual stream by the sums that those ranks made."""
+    first, end = shares.own
+    sums, column = run.columns("expert sums", run.capacity, end - first, shares)
+    _copy_columns(run, (residual, first), (sums, column), end - first)
+    _copy_columns(run, (run.gathered(sums, shares), 0), (residual, 0), shares.width)
+
+
+def _copy_columns(run: Run, source: tuple[Tensor, int], target: tuple[Tensor, int], num_columns: int) -> None:
+    """Append what copies columns of each token. `source` and `target` are matrices with their first columns."""
+    arguments = Arguments(COPY_COLUMNS, source=source[0], target=target[0], num_columns=num_columns)
+    arguments.set(source_stride=source[0].shape[1], target_stride=target[0].shape[1])
+    for name, (_, first) in (("source", source), ("target", target)):
+        arguments.record[name] += 4 * first
+    run.append("copy", arguments, BARRIER, ".ranks.gather:copy_columns")
 
 
 def _stacked(projection: Projection, experts: ExpertWeights) -> PackedWeight:
@@ -112,8 +135,27 @@ def _inputs(
     return records
 
 
-def _epilogue(out: Tensor, bias: Tensor | None, second_bias: Tensor | None = None) -> Arguments:
-    arguments = Arguments(EPILOGUE, out=out, row_stride=out.shape[1], num_columns=out.shape[1])
+def _make_quantized(
+    run: Run, epilogue: Arguments, down: PackedWeight, num_slots: int, shares: Shares | None
+) -> Tensor | int | None:
+    """Let gate and up also write their product as the activations of down, and return these, or their address.
+
+    Return None if the ranks must gather the product first.
+    """
+    if shares is None:
+        records = _records(run, "hidden", down, num_slots)
+        epilogue.set(quantized=records, form=down.form)
+        return records
+    offer = run.offer("expert hidden", epilogue, shares)
+    return None if offer is None else offer.redeem(down.form, (num_slots + SPARE_TOKENS) * down.token_bytes)
+
+
+def _epilogue(
+    out: Tensor, columns: tuple[int, int], bias: Tensor | None, second_bias: Tensor | None = None
+) -> Arguments:
+    """Return the arguments of an epilogue that writes a range of the columns of `out`."""
+    first, end = columns
+    arguments = Arguments(EPILOGUE, out=out, row_stride=out.shape[1], first_column=first, num_columns=end - first)
     for name, tensor in (("bias", bias), ("second_bias", second_bias)):
         if tensor is not None:
             arguments.set(**{name: tensor})
@@ -121,7 +163,7 @@ def _epilogue(out: Tensor, bias: Tensor | None, second_bias: Tensor | None = Non
 
 
 def _append(
-    run: Run, order: str, weight: PackedWeight, experts: ExpertWeights, routing: Arguments, activations: Tensor,
+    run: Run, order: str, weight: PackedWeight, experts: ExpertWeights, routing: Arguments, activations: Tensor | int,
     epilogue: Arguments, function: int, second_weights: int = 0,
 ) -> None:  # fmt: skip
     rows = weight.out_features // experts.router.num_experts

@@ -9,7 +9,9 @@ A waiting rank spins, then sleeps briefly. If the group has failed, no rank wait
 import numpy as np
 from numba import njit
 
+from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import LINE_WORDS
+from infer.backends.cpu.simd import load_upto, store_upto
 from infer.backends.cpu.threads import atomics
 from infer.backends.cpu.threads.barrier import SPIN_NANOSECONDS, spin
 
@@ -47,6 +49,16 @@ def wait_for_ranks(exchange, state, thread, num_threads):
     for rank in range(exchange.size):
         _await(exchange, rank, number)
     exchange.done = number
+
+
+def copy_columns(args, state, thread, num_threads):
+    """Copy columns of each token's row into another matrix. Tokens are divided among the threads."""
+    for token in range(thread, state.num_tokens, num_threads):
+        source = args.source + 4 * args.source_stride * token
+        target = args.target + 4 * args.target_stride * token
+        for first in range(0, args.num_columns, LANES):
+            room = args.num_columns - first
+            store_upto(target + 4 * first, room, load_upto(source + 4 * first, room))
 
 
 def lead(args, state, thread, num_threads):

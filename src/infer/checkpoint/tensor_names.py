@@ -43,7 +43,7 @@ _GGUF_LAYER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_gate",
 }
-_GGUF_VECTOR = {"exp_probs_b": "mlp.router.correction", "attn_sinks": "self_attn.sinks"}  # whatever the ending
+_GGUF_VECTOR = {"exp_probs_b.bias": "mlp.router.correction", "attn_sinks.weight": "self_attn.sinks"}
 _TWO_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 _FOUR_NORMS = {
     "input_layernorm": "attention_norm",
@@ -105,8 +105,8 @@ def is_norm(name: str) -> bool:
 
 def _from_gguf(name: str) -> str:
     match = _GGUF_PATTERN.fullmatch(name)
-    if match and match[2] in _GGUF_VECTOR:
-        return f"model.layers.{match[1]}.{_GGUF_VECTOR[match[2]]}"
+    if match and (vector := _GGUF_VECTOR.get(f"{match[2]}.{match[3]}")):
+        return f"model.layers.{match[1]}.{vector}"
     if match and match[2] in _GGUF_LAYER:
         return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
     return _GGUF_TOP.get(name, name)

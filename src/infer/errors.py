@@ -87,6 +87,11 @@ class SchemaError(InvalidRequestError):
         super().__init__(message, param=param)
 
 
+def problem_of(error: InvalidRequestError) -> str:
+    """Return the reason of an error of a schema, without the place if that is known."""
+    return error.problem if isinstance(error, SchemaError) else str(error)
+
+
 class PropertyNameError(SchemaError):
     """A format of tool calls cannot write the name of the property at `pointer`."""
 

@@ -349,11 +349,12 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
 def _logprob_to_json(entry: TokenLogprob) -> dict[str, Any]:
     return {
         "token_id": entry.token_id,
-        "logprob": _finite(entry.logprob),
+        "logprob": finite(entry.logprob),
         "rank": entry.rank,
-        "top": [{"token_id": token_id, "logprob": _finite(logprob)} for token_id, logprob in entry.top],
+        "top": [{"token_id": token_id, "logprob": finite(logprob)} for token_id, logprob in entry.top],
     }
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """Return the value, or None if JSON cannot write it."""
     return value if math.isfinite(value) else None

@@ -2,12 +2,11 @@
 
 import hashlib
 import json
-import math
 from typing import Any
 
 from infer.batch_file.row import ENDPOINTS, Row
 from infer.batch_file.settings import Line
-from infer.outputs import GenerationResult
+from infer.outputs import GenerationResult, finite
 from infer.protocols.chat_answers import finish_reason_of, message_of
 from infer.protocols.token_logprobs import Spelling, chat_entries, completion_columns, without_end
 
@@ -63,8 +62,8 @@ def _plain(row: Row, result: GenerationResult, model: str) -> dict[str, Any]:
         record["warnings"] = list(result.warnings)
     if result.logprobs is not None:
         record["logprobs"] = [
-            {"token_id": each.token_id, "logprob": _finite(each.logprob), "rank": each.rank,
-             "top": [[token_id, _finite(logprob)] for token_id, logprob in each.top]}
+            {"token_id": each.token_id, "logprob": finite(each.logprob), "rank": each.rank,
+             "top": [[token_id, finite(logprob)] for token_id, logprob in each.top]}
             for each in result.logprobs
         ]  # fmt: skip
     return record
@@ -80,10 +79,6 @@ def _content(row: Row, result: GenerationResult, spelling: Spelling) -> dict[str
         "message": message_of(result),
         "logprobs": None if logprobs is None else {"content": entries, "refusal": None},
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _named(kind: str, row_id: str) -> str:

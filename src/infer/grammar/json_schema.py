@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, problem_of
 from infer.grammar.grammar import STRICT
 from infer.grammar.pattern import encoded
-from infer.grammar.schema_part import MalformedSchemaError, Part, problem_of, refuse
+from infer.grammar.schema_part import MalformedSchemaError, Part, refuse
 from infer.grammar.schema_rewriter import ASSERTIONS, Rewriter
 from infer.grammar.schema_shortest import empty_definitions, nodes_of
 

@@ -5,7 +5,7 @@ schema.
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
-from infer.errors import InvalidRequestError, SchemaError
+from infer.errors import SchemaError
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _LISTS = frozenset({"anyOf", "allOf", "prefixItems"})
@@ -90,11 +90,6 @@ def lacks(pointer: str, name: str) -> Part:
 
 class MalformedSchemaError(SchemaError):
     """A word has a value that JSON Schema does not allow. Such a word is never left out."""
-
-
-def problem_of(error: InvalidRequestError) -> str:
-    """Return the reason of an error of a schema, without the place if that is known."""
-    return error.problem if isinstance(error, SchemaError) else str(error)
 
 
 def refuse_malformed(where: str, pointer: str, problem: str) -> NoReturn:

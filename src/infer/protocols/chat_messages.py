@@ -29,18 +29,21 @@ def complete_chat(given: Any, reading: Reading) -> Any:
         return given
     given = dict(given)
     if isinstance(messages := given.get("messages"), list):
-        last = last_user(messages)
-        given["messages"] = [
-            _message(message, f"messages[{index}]", reading, is_last=index == last)
-            if isinstance(message, dict)
-            else message
-            for index, message in enumerate(messages)
-        ]
+        given["messages"] = complete_each(messages, reading, _message)
     if given.get("function_call") == "none":
         given.pop("functions", None)
     if isinstance(tools := given.get("tools"), list):
         given["tools"] = function_tools(tools, reading, _with_type)
     return given
+
+
+def complete_each(messages: list[Any], reading: Reading, complete: Callable[..., dict[str, Any]]) -> list[Any]:
+    """Return the messages as `complete` makes them. The user's last message is given with `is_last`."""
+    last = last_user(messages)
+    return [
+        complete(each, f"messages[{index}]", reading, is_last=index == last) if isinstance(each, dict) else each
+        for index, each in enumerate(messages)
+    ]
 
 
 def last_user(messages: list[Any]) -> int:
@@ -168,12 +171,12 @@ def _as_shown(message: Message) -> dict[str, Any]:
     return found
 
 
-def call_of_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+def call_of_message(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
     """Return a past call with its arguments as values, because templates serialize them themselves.
 
-    `arguments` is a JSON object.
+    `arguments` is an object, or its JSON.
     """
-    values = msgspec.json.decode(arguments, type=dict[str, Any])
+    values = arguments if isinstance(arguments, dict) else msgspec.json.decode(arguments, type=dict[str, Any])
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": values}}
 
 

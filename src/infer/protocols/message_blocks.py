@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, final
 from msgspec import Meta, Struct
 
 from infer.protocols.agent_prompts import AgentPrompts, TokenBudgets, is_billing
+from infer.protocols.chat_messages import call_of_message, text_of
 from infer.protocols.unknown_fields import Parameters, ToolKeys
 from infer.request_limits import MAX_TOOLS
 
@@ -187,7 +188,7 @@ def _messages_of_turn(turn: Turn, budgets: TokenBudgets) -> list[dict[str, Any]]
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": budgets.taken_from(turn.content)}]
     found = [
-        {"role": "tool", "tool_call_id": each.tool_use_id, "content": budgets.taken_from(text_of(each.content or ""))}
+        {"role": "tool", "tool_call_id": each.tool_use_id, "content": budgets.taken_from(text_of(each.content))}
         for each in turn.content
         if isinstance(each, ToolResultBlock)
     ]
@@ -204,12 +205,5 @@ def _answer(turn: Turn) -> dict[str, Any]:
     if thoughts := [each.thinking for each in turn.content if isinstance(each, ThinkingBlock)]:
         message["reasoning_content"] = "".join(thoughts)
     if calls := [each for each in turn.content if isinstance(each, ToolUseBlock)]:
-        message["tool_calls"] = [
-            {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.input}}
-            for each in calls
-        ]
+        message["tool_calls"] = [call_of_message(each.id, each.name, each.input) for each in calls]
     return message
-
-
-def text_of(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)

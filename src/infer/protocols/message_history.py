@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from infer.protocols.chat_messages import last_user, past_arguments, placeholder
+from infer.protocols.chat_messages import complete_each, past_arguments, placeholder
 from infer.protocols.refusals import refuse
 from infer.protocols.unknown_fields import Reading
 
@@ -22,11 +22,7 @@ def complete_messages(given: Any, reading: Reading) -> Any:
     if isinstance(system := given.get("system"), list):
         given["system"] = _blocks(system, "system", reading, is_refused=False)
     if isinstance(turns := given.get("messages"), list):
-        last = last_user(turns)
-        given["messages"] = [
-            _turn(turn, f"messages[{index}]", reading, is_last=index == last) if isinstance(turn, dict) else turn
-            for index, turn in enumerate(turns)
-        ]
+        given["messages"] = complete_each(turns, reading, _turn)
     if isinstance(tools := given.get("tools"), list):
         given["tools"] = _own_tools(tools, reading)
     return given

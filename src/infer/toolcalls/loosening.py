@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from infer.errors import InvalidRequestError, PropertyNameError, SchemaError
+from infer.errors import InvalidRequestError, PropertyNameError, SchemaError, problem_of
 from infer.system.processor_limit import processor_seconds
 from infer.toolcalls.schema_cuts import Schema, cut, drop_property, pointer_of, schemas_in, steps_to
 from infer.toolcalls.schema_words import ASSERTIONS, DEFINITIONS, NOTES, OBJECT_KEYS, words_of
@@ -102,7 +102,7 @@ class Loosening:
             error = found
         if isinstance(error, SchemaError):
             error = self._simplify_property(error)
-        return None if error is None else _problem_of(error)
+        return None if error is None else problem_of(error)
 
     def _simplify_property(self, error: SchemaError) -> InvalidRequestError | None:
         """Reduce the property that the last error is about to its type: time or trials ran out for less."""
@@ -216,11 +216,11 @@ class Loosening:
                 continue
             kind = schema.get("type") if isinstance(schema, dict) else None
             properties[name] = {"type": kind} if kind in _TYPES and schema != {"type": kind} else {}
-            self._notes.append((f"/properties/{name}", _problem_of(alone)))
+            self._notes.append((f"/properties/{name}", problem_of(alone)))
             changed = True
         others = self._schema.keys() - OBJECT_KEYS
         if not changed and others:
-            self._notes += [(f"/{word}", _problem_of(error)) for word in sorted(others)]
+            self._notes += [(f"/{word}", problem_of(error)) for word in sorted(others)]
             cut(self._schema, [f"/{word}" for word in others])
             changed = True
         return self._tried(self._schema) if changed else error
@@ -240,10 +240,6 @@ class Loosening:
 
 def _place_of(error: InvalidRequestError) -> tuple[str | None, str]:
     return (error.pointer, error.problem) if isinstance(error, SchemaError) else (None, str(error))
-
-
-def _problem_of(error: InvalidRequestError) -> str:
-    return error.problem if isinstance(error, SchemaError) else str(error)
 
 
 def _said(name: str, notes: list[tuple[str, str]]) -> Iterator[str]:

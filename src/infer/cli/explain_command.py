@@ -86,7 +86,7 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
             yield _rope(value)
         elif name == "router" and value is not None:
             yield f"{value['num_chosen']:,} of {value['num_experts']:,} chosen by {value['scores'].replace('_', ' ')}"
-        elif value is None or value is False:
+        elif value is None or value == 0:  # False too
             if not is_common:
                 yield f"no {plain}"
         else:

@@ -11,21 +11,19 @@ since the page began. Then Sᵀx = e^{G_t} S0ᵀx + Σ_j (k_j·x) e^{G_t − G_j
 Every sum is one chain of fused multiply-adds in the order of its rows, so its bits do not depend on the tile's height.
 """
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba import njit, types
 from numba.core import cgutils
 
-from harness import write_report
+from harness import make_parser, write_report
 from infer.backends.cpu import simd
 from infer.backends.cpu.simd import F32X16, I64, constant
 
@@ -331,9 +329,7 @@ def sizes() -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare two definitions of the gated delta net.")
-    parser.add_argument("--report", type=Path)
-    options = parser.parse_args()
+    options = make_parser(__doc__).parse_args()
     inputs = make_inputs(TOKENS)
     expected = reference(inputs)
     checks = {f"{design} {n}": check(design, n, inputs, expected) for design in DESIGNS for n in (37, TOKENS)}

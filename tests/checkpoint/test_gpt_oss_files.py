@@ -93,8 +93,9 @@ def test_parts_of_a_stack_are_the_rows_of_each_expert(tmp_path: Path) -> None:
         (lambda tensors, at: tensors.pop(f"{at}_blocks"), "expected a tensor of its blocks beside it"),
         (lambda tensors, at: tensors.update({f"{at}_scales": torch.zeros(6, 192, 3, dtype=torch.uint8)}), "the shape"),
         (lambda tensors, at: tensors.update({f"{at}_scales": torch.zeros(6, 192, 2)}), r"expected bytes \(U8\)"),
+        (lambda tensors, at: tensors.update({f"{at}_scales": torch.zeros((), dtype=torch.uint8)}), "experts, rows and"),
     ],
-    ids=["no scales", "no blocks", "another shape", "another type"],
+    ids=["no scales", "no blocks", "another shape", "another type", "no axes"],
 )
 def test_parts_that_do_not_fit_together_are_named(change: Any, problem: str, tmp_path: Path) -> None:
     make_quantized(tmp_path)

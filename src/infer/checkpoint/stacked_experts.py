@@ -102,8 +102,10 @@ def with_joined_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInf
         for each in (codes, scales):
             if each.type != "U8":
                 _fail(each, f"expected bytes (U8), got {each.type}")
-        joined = (*scales.shape[:2], scales.shape[-1] * _CODES_BYTES)  # as `transformers` may write them
-        if len(scales.shape) != 3 or codes.shape not in ((*scales.shape, _CODES_BYTES), joined):
+        if len(scales.shape) != 3:
+            _fail(scales, f"expected a tensor of experts, rows and blocks, got the shape {scales.shape}")
+        joined = *scales.shape[:2], scales.shape[2] * _CODES_BYTES  # as `transformers` may write them
+        if codes.shape not in ((*scales.shape, _CODES_BYTES), joined):
             _fail(codes, f"expected the shape of its scales {scales.shape} and {_CODES_BYTES}, got {codes.shape}")
         shape = *scales.shape[:2], scales.shape[2] * _MXFP4.block_size
         num_bytes = prod(scales.shape) * _MXFP4.block_bytes

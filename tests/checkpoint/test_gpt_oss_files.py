@@ -94,8 +94,9 @@ def test_parts_of_a_stack_are_the_rows_of_each_expert(tmp_path: Path) -> None:
         (lambda tensors, at: tensors.update({f"{at}_scales": torch.zeros(6, 192, 3, dtype=torch.uint8)}), "the shape"),
         (lambda tensors, at: tensors.update({f"{at}_scales": torch.zeros(6, 192, 2)}), r"expected bytes \(U8\)"),
         (lambda tensors, at: tensors.update({f"{at}_scales": torch.zeros((), dtype=torch.uint8)}), "experts, rows and"),
+        (lambda tensors, at: tensors.update({at: torch.zeros(6, 64, 192)}), "is the same weight as"),
     ],
-    ids=["no scales", "no blocks", "another shape", "another type", "no axes"],
+    ids=["no scales", "no blocks", "another shape", "another type", "no axes", "floats too"],
 )
 def test_parts_that_do_not_fit_together_are_named(change: Any, problem: str, tmp_path: Path) -> None:
     make_quantized(tmp_path)

@@ -40,6 +40,7 @@ _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to te
 _INSTEAD = (
     "take the model's bfloat16 safetensors (weights q8 or q4 quantises them at load) or a GGUF of it, such as Q8_0"
 )
+_INTERLEAVED_EXPERTS = frozenset({"gpt_oss"})  # Hugging Face's, not GGUF's: see `stacked_experts`
 _NORMS_LESS_ONE = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})  # Hugging Face's, not GGUF's
 
 
@@ -97,11 +98,11 @@ def _open_folder(folder: Path) -> Checkpoint:
     stored = read_safetensors_folder(folder)
     added = 1.0 if config.get("model_type") in _NORMS_LESS_ONE else 0.0
     tensors: dict[str, TensorInfo] = {}
-    is_gpt_oss = config.get("model_type") == "gpt_oss"
     for name, info in with_joined_scales(_renamed(folder, stored, names_from_hugging_face(stored))).items():
         _check_supported(info)
         tensors[name] = replace(info, added=added) if is_norm(name) else info
-    tensors = taken_apart(_without_drafting_layers(tensors, config), config, is_gpt_oss=is_gpt_oss)
+    are_interleaved = config.get("model_type") in _INTERLEAVED_EXPERTS
+    tensors = taken_apart(_without_drafting_layers(tensors, config), config, are_interleaved=are_interleaved)
     files = tuple(dict.fromkeys(info.file for info in stored.values()))
     generation_config, pooling = generation_config_from_folder(folder), pooling_from_folder(folder)
     return Checkpoint(folder, config, {}, tensors, generation_config, files, pooling)

@@ -21,11 +21,11 @@ _PARTS = {
 
 
 def taken_apart(
-    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, is_gpt_oss: bool = False
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, are_interleaved: bool = False
 ) -> dict[str, TensorInfo]:
     """Return the tensors with fused ones split. Raises ModelFormatError if the rows cannot be divided.
 
-    is_gpt_oss: they are of a folder of gpt-oss, whose experts are stacked in a way of their own.
+    are_interleaved: stacks of experts are as `stacked_experts.each_expert` describes them.
     """
     found: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
@@ -34,7 +34,7 @@ def taken_apart(
             found[name] = replace(info, shape=(1, *info.shape))
             continue
         if is_stack(module):
-            found |= each_expert(info, module, kind, is_gpt_oss=is_gpt_oss)
+            found |= each_expert(info, module, kind, are_interleaved=are_interleaved)
             continue
         fused = next((end for end in _PARTS if module.endswith(f".{end}")), None)
         if fused is None:

@@ -28,23 +28,23 @@ def is_stack(module: str) -> bool:
     return _STACK.fullmatch(module) is not None
 
 
-def each_expert(info: TensorInfo, module: str, kind: str, *, is_gpt_oss: bool) -> dict[str, TensorInfo]:
+def each_expert(info: TensorInfo, module: str, kind: str, *, are_interleaved: bool) -> dict[str, TensorInfo]:
     """Return each expert's part of a stack, by our names.
 
-    kind: weight or bias. is_gpt_oss: it is in a folder of gpt-oss.
+    kind: weight or bias. are_interleaved: rows of gate and up alternate, and matrices of floats are transposed.
     """
     match = _STACK.fullmatch(module)
     assert match is not None
     names = ("gate", "up") if match[2] == "gate_up" else (match[2],)
     _check(info, kind)
-    is_transposed = is_gpt_oss and kind == "weight" and info.scales is None
+    is_transposed = are_interleaved and kind == "weight" and info.scales is None
     num_experts, all_rows = info.shape[0], info.shape[2 if is_transposed else 1]
     if all_rows % len(names):
         _fail(info, f"expected the same number of rows of gate and up, got the shape {info.shape}")
     size = all_rows // len(names)
     found: dict[str, TensorInfo] = {}
     for index, name in enumerate(names):
-        rows = range(index, all_rows, len(names)) if is_gpt_oss else range(index * size, (index + 1) * size)
+        rows = range(index, all_rows, len(names)) if are_interleaved else range(index * size, (index + 1) * size)
         for expert in range(num_experts):
             part = (_columns if is_transposed else _rows)(info, expert, rows)
             found[f"{match[1]}.{expert}.{name}_proj.{kind}"] = part
@@ -102,6 +102,8 @@ def with_joined_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInf
         for each in (codes, scales):
             if each.type != "U8":
                 _fail(each, f"expected bytes (U8), got {each.type}")
+        if f"{module}.weight" in tensors:
+            _fail(codes, f"is the same weight as {tensors[f'{module}.weight'].name!r:.80}")
         if len(scales.shape) != 3:
             _fail(scales, f"expected a tensor of experts, rows and blocks, got the shape {scales.shape}")
         joined = *scales.shape[:2], scales.shape[2] * _CODES_BYTES  # as `transformers` may write them

@@ -1,6 +1,6 @@
 """Checkpoint + architecture → `Transformer`, after every name and shape has been checked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float
@@ -58,18 +58,12 @@ def load_transformer(
         head = embedding
     else:
         head = loader.by_rows("model.embed_tokens" if architecture.tied_embeddings else "lm_head", label="head")
-    layers = list[LoadedLayer]()
-    num_cached = 0  # layers so far that keep keys and values
-    for index, layer in enumerate(architecture.layers):
-        layers.append(load_layer(layer, loader.of_layer(index), num_cached))
-        num_cached += isinstance(layer.mixer, Attention)
-        if on_progress is not None:
-            on_progress(index + 1, len(architecture.layers))
+    layers = tuple(_each_layer(architecture, loader, on_progress))
     beyond = min((long.beyond for long in architecture.long_ropes), default=positions)
     return Transformer(
         architecture=architecture,
         embedding=embedding,
-        layers=tuple(layers),
+        layers=layers,
         norm=loader.norm("model.norm", architecture.logit_scale),
         head=head,
         max_seq_len=positions,
@@ -78,6 +72,17 @@ def load_transformer(
         kv_type=backend.kv_type(dtype, _type_of_keys(architecture, weights)),
         rope_border=beyond if beyond < positions else None,
     )
+
+
+def _each_layer(
+    architecture: Architecture, loader: WeightLoader, on_progress: OnProgress | None
+) -> Iterator[LoadedLayer]:
+    num_cached = 0  # layers so far that keep keys and values
+    for index, layer in enumerate(architecture.layers):
+        yield load_layer(layer, loader.of_layer(index), num_cached)
+        num_cached += isinstance(layer.mixer, Attention)
+        if on_progress is not None:
+            on_progress(index + 1, len(architecture.layers))
 
 
 def _type_of_keys(architecture: Architecture, weights: Weights) -> str:

@@ -174,7 +174,7 @@ def test_vectors_are_no_arguments_of_the_library(monkeypatch: pytest.MonkeyPatch
     attention = [("attention.cl", {"HEAD_DIM": 64, f"KV_{kv_type}": 1}) for kv_type in KV_TYPES]
     prepared = [projected("exact", make_weight(type_, 16, 256)).parts[0] for type_ in sorted(LAYOUTS)]
     products = [("matmul.cl", macros_of(packed(part), 16) | {"TOKENS": 8}) for part in prepared]
-    rows = [("rows.cl", {"ACTIVATE": activation}) for activation in get_args(Activation)]
+    rows = [("rows.cl", {"GATED": f"gated_{activation}"}) for activation in get_args(Activation)]
     for source, macros in [*attention, *products, *rows, ("rows.cl", {}), ("sample.cl", {**SAMPLING})]:
         assert vector_calls(made._build(source, macros)) == set()
     monkeypatch.setattr(made, "_before", ["common.cl"])

@@ -131,7 +131,7 @@ def test_a_process_that_gets_no_core_does_not_blame_the_grammar() -> None:
 
     def read() -> None:
         with pytest.raises(InvalidRequestError) as error:
-            try_grammar("llguidance", Grammar("json_schema", json.dumps(long_schema(15_000))))
+            try_grammar("llguidance", Grammar("json_schema", json.dumps(long_schema(4_000))))
         found.append(str(error.value))
 
     thread = threading.Thread(target=read)

@@ -40,7 +40,11 @@ def store(y, token, rows, value, mask):
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
-    return activated(gate, ACTIVATION) * up
+    if ACTIVATION == "clamped_swiglu":
+        y = (tl.clamp(up, -7.0, 7.0) + 1.0) * activated(tl.minimum(gate, 7.0), "gelu_sigmoid")
+    else:
+        y = activated(gate, ACTIVATION) * up
+    return y
 
 
 @triton.jit

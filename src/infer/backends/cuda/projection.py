@@ -14,7 +14,7 @@ from infer.backends.cuda.layouts import PackedWeight
 from infer.backends.cuda.matmul import matmul
 from infer.backends.cuda.matvec import matvec, num_lanes
 from infer.backends.cuda.sampling.sampler import EXACT
-from infer.backends.reference import ACTIVATIONS
+from infer.backends.reference import gated
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
 from infer.operands.weights import Norm, Projection
@@ -55,7 +55,7 @@ def norm_gate(
 ) -> Activations:
     if len(gate_up.parts) > 1:  # gate and up are of two types
         gate, up = norm_project(x, norm, gate_up).floats.chunk(2, dim=-1)
-        return Activations(ACTIVATIONS[activation](gate) * up)
+        return Activations(gated(gate, up, activation))
     y = torch.empty(len(x), gate_up.out_features // 2, device=x.device)
     return Activations(y, multiply(Activations(x), norm, gate_up, y, activation=activation))
 

@@ -132,7 +132,9 @@ class Operations:
             project(run, Activations(x), norm, gate_up, both)
             out = run.tensor("hidden", run.capacity, features)
             arguments = [both, out, None, 0, features]
-            launch = run.launch("rows.cl", "gate_rows", -(-features // BLOCK), arguments, {"ACTIVATE": activation})
+            launch = run.launch(
+                "rows.cl", "gate_rows", -(-features // BLOCK), arguments, {"GATED": f"gated_{activation}"}
+            )
             offer = run.offer("hidden", launch, index=2) if features % BLOCK == 0 else None
         return Activations(out, offer)
 

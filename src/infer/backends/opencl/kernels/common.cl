@@ -129,6 +129,24 @@ inline float16 relu_squared(float16 x)
     return relu(x) * relu(x);
 }
 
+// activation(gate) × up
+#define TIMES_UP(activation) inline float16 gated_##activation(float16 gate, float16 up) { return activation(gate) * up; }
+TIMES_UP(silu)
+TIMES_UP(gelu_tanh)
+TIMES_UP(gelu)
+TIMES_UP(gelu_sigmoid)
+TIMES_UP(relu)
+TIMES_UP(relu_squared)
+
+// (up + 1) × gate × sigmoid(1.702 gate), with gate at most 7 and up between −7 and 7, as in gpt-oss
+inline float16 gated_clamped_swiglu(float16 gate, float16 up)
+{
+    float16 limit = 7.0f;
+    up = select(up, limit, up > limit);
+    up = select(up, -limit, up < -limit);
+    return (up + 1.0f) * gelu_sigmoid(select(gate, limit, gate > limit));
+}
+
 inline float16 softcapped(float16 x, float cap)
 {
     return cap * tanh_of(x / cap);

@@ -1,14 +1,14 @@
 // What is done to a row of activations: normalised and quantised, gated, added.
 
-#ifdef ACTIVATE
-// activation(gate) × up of 32 columns of rows [gate, up]: as floats, or as a quantised record.
+#ifdef GATED
+// GATED(gate, up) of 32 columns of rows [gate, up]: as floats, or as a quantised record.
 kernel void gate_rows(global const float *both, global float *out, global int *quantized, int planes, int columns)
 {
     int i = get_global_id(0) * BLOCK, room = columns - i;
     long at = get_global_id(1) * (long)columns + i;
     global const float *gate = both + get_global_id(1) * 2L * columns + i, *up = gate + columns;
-    float16 left = ACTIVATE(load_upto(gate, room)) * load_upto(up, room);
-    float16 right = ACTIVATE(load_upto(gate + 16, room - 16)) * load_upto(up + 16, room - 16);
+    float16 left = GATED(load_upto(gate, room), load_upto(up, room));
+    float16 right = GATED(load_upto(gate + 16, room - 16), load_upto(up + 16, room - 16));
     if (quantized) {
         quantize_block(left, right, planes, quantized + at / BLOCK * RECORD_INTS(planes));
         return;

@@ -62,6 +62,7 @@ class Attention:
     has_output_bias: bool = False
     qk_norm: Literal["head", "all"] | None = None  # over each head, or over all of them together
     has_sinks: bool = False  # a logit of each head beside the scores in the softmax, whose share is nobody's
+    has_gate: bool = False  # what a head attends to is multiplied by sigmoid(gate · x); q's rows are [q, gate] per head
 
     @property
     def query_features(self) -> int:
@@ -81,7 +82,7 @@ class Attention:
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""
         wide, narrow = self.query_features, self.kv_features
-        rows = {"q": wide, "k": narrow, "v": narrow}
+        rows = {"q": wide * (2 if self.has_gate else 1), "k": narrow, "v": narrow}
         shapes: Shapes = {f"self_attn.{which}_proj.weight": (count, hidden) for which, count in rows.items()}
         shapes["self_attn.o_proj.weight"] = (hidden, wide)
         if self.has_qkv_bias:
@@ -93,6 +94,76 @@ class Attention:
             shapes |= {f"self_attn.{which}_norm.weight": (size,) for which, size in zip("qk", sizes, strict=True)}
         if self.has_sinks:
             shapes["self_attn.sinks"] = (self.num_heads,)
+        return shapes
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A mixer: out_proj(C × conv(B × u)) for [B, C, u] = in_proj(x), with a causal convolution of each channel.
+
+    Channel c of a token is Σ taps[c, i] × (B × u)[c] of the token num_taps − 1 − i before it. The cache keeps B × u.
+    """
+
+    num_channels: int
+    num_taps: int
+    has_bias: bool = False  # of both projections and of the convolution
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Values per token of each tensor that ranks of a group gather."""
+        return 3 * self.num_channels, self.num_channels
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shape of each tensor, by its name within the layer."""
+        shapes: Shapes = {"conv.in_proj.weight": (3 * self.num_channels, hidden)}
+        shapes |= {"conv.taps": (self.num_channels, self.num_taps), "conv.out_proj.weight": (hidden, self.num_channels)}
+        if self.has_bias:
+            shapes |= {"conv.in_proj.bias": (3 * self.num_channels,), "conv.bias": (self.num_channels,)}
+            shapes["conv.out_proj.bias"] = (hidden,)
+        return shapes
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """A mixer with a state S [key_dim, value_dim] for each value head (arXiv:2412.06464). All numbers are float32.
+
+    q, k and v are channels of silu(conv(qkv_proj(x))), a causal convolution of each channel as in `ShortConv`. Each
+    token does S ← α S; u = β (v − Sᵀk); S ← S + k uᵀ; o = Sᵀq, with q / (|q| √key_dim) and k / |k| as q and k,
+    α = exp(decay × softplus(a_proj(x) + dt_bias)) and β = sigmoid(b_proj(x)). The result is
+    out_proj(norm(o) × silu(z_proj(x))).
+    """
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple of num_key_heads
+    key_dim: int
+    value_dim: int
+    num_taps: int
+    is_decay_log: bool = True  # files store log(−decay); otherwise decay itself
+    are_heads_tiled: bool = False  # value head h uses key head h mod num_key_heads; otherwise neighbours share one
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: q, k and v of all heads."""
+        return 2 * self.num_key_heads * self.key_dim + self.value_features
+
+    @property
+    def value_features(self) -> int:
+        """Columns of the values of all heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Values per token of each tensor that ranks of a group gather."""
+        return self.num_channels + self.value_features + 2 * self.num_value_heads, self.value_features
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shape of each tensor, by its name within the layer."""
+        heads = self.num_value_heads
+        rows = {"qkv": self.num_channels, "z": self.value_features, "b": heads, "a": heads}
+        shapes: Shapes = {f"linear_attn.{which}_proj.weight": (count, hidden) for which, count in rows.items()}
+        shapes |= {"linear_attn.taps": (self.num_channels, self.num_taps), "linear_attn.dt_bias": (heads,)}
+        shapes |= {"linear_attn.decay": (heads,), "linear_attn.norm.weight": (self.value_dim,)}
+        shapes["linear_attn.out_proj.weight"] = (hidden, self.value_features)
         return shapes
 
 
@@ -180,7 +251,8 @@ def _mlp_shapes(at: str, hidden: int, intermediate: int, *, has_bias: bool) -> S
     return shapes
 
 
-Mixer = Attention
+Recurrent = ShortConv | GatedDeltaNet  # mixers that keep a state of what came before, instead of every token
+Mixer = Attention | Recurrent
 FeedForward = Dense | Experts
 
 
@@ -233,6 +305,11 @@ class Architecture:
     def attention(self) -> tuple[Attention, ...]:
         """The mixers that keep keys and values, in the order of their layers."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixers, in the order of their layers. The cache has a layer for each."""
+        return tuple(layer.mixer for layer in self.layers if layer.mixer is not None)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

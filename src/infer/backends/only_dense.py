@@ -3,13 +3,15 @@
 from collections.abc import Iterable
 
 from infer.errors import UnsupportedModelError
-from infer.operands.architecture import Attention, Dense, Layer
+from infer.operands.architecture import Attention, Experts, GatedDeltaNet, Layer, ShortConv
+
+_NAMES = {Experts: "experts", ShortConv: "short convolutions", GatedDeltaNet: "gated delta nets"}
 
 
 def check_only_dense(layers: Iterable[Layer], device: str) -> None:
     """Raise UnsupportedModelError if a layer has another part."""
     parts = [part for layer in layers for part in layer.parts]
-    others = {type(part).__name__.lower() for part in parts if not isinstance(part, Attention | Dense)}
+    others = {_NAMES[type(part)] for part in parts if type(part) in _NAMES}
     others |= {"attention sinks" for part in parts if isinstance(part, Attention) and part.has_sinks}
     if others:
         raise UnsupportedModelError(f"device {device} has no kernels for {', '.join(sorted(others))}: use device cpu")

@@ -29,7 +29,7 @@ def run_estimate(options: EstimateOptions) -> None:
     if options.dtype != "auto" and options.weights != "auto":
         raise InvalidRequestError("dtype and weights contradict each other: give one of them")
     cache = CacheSettings(**cache_values(options))
-    check_layers(cache, architecture.attention)
+    check_layers(cache, architecture.mixers)
     num_tokens, own = context_length(options.max_seq_len, architecture, cache), architecture.most_positions
     threads = default_num_threads() if options.threads is None else check_num_threads(options.threads)
     load = LoadSettings(options.dtype, options.weights, options.precision, threads, options.device)

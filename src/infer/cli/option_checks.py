@@ -89,7 +89,7 @@ def _check_headers(model: str, length: int | None, settings: CacheSettings, name
 
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
-    check_layers(settings, architecture.attention)
+    check_layers(settings, architecture.mixers)
     context_length(length, architecture, settings)
     vocab_size = min(
         architecture.vocab_size, len(checkpoint.metadata.get("tokenizer.ggml.tokens") or range(architecture.vocab_size))

@@ -15,6 +15,7 @@ KV_TYPES: tuple[str, ...] = ("auto", *kv_formats.KV_TYPES)
 EVICTION_POLICIES = ("none", "sliding", "snapkv")
 SLOTS_PER_BLOCK = 16  # what kernels read at once
 SLOTS_PER_CHUNK = 256  # what attention sums at once
+STATE_TOKENS = 64  # from one state of a recurrent layer to the next that is kept
 TILE_SLOTS = 32  # sinks and window do not meet in what kernels read at once, for neighbours that are read together
 OBSERVED_TOKENS = 32  # snapkv: the last of the prompt, which say what of it matters
 
@@ -40,7 +41,7 @@ class CacheSettings:
     eviction_window: int = 1024
     protected_prefix: int = 4
     memory_threshold_mb: int | None = None
-    page_tokens: int = 64
+    page_tokens: int = STATE_TOKENS
     reuse_prefixes: bool = False
 
     def __post_init__(self) -> None:

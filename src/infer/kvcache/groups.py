@@ -8,16 +8,22 @@ from dataclasses import dataclass
 from typing import final
 
 from infer.errors import InvalidRequestError
-from infer.kvcache.cache_settings import CacheSettings
+from infer.kvcache.cache_settings import STATE_TOKENS, CacheSettings
 from infer.kvcache.pages import num_pages
-from infer.operands.architecture import Attention
+from infer.operands.architecture import Attention, GatedDeltaNet, Mixer
 from infer.quantization.kv_formats import check_kv_type
+
+RECENT_PAGES = 3  # of the last tokens of a step, in which layers with a state keep all that they computed
 
 
 @final
 @dataclass(frozen=True)
 class PageGroup:
-    """Layers whose tokens see the same slots: the first `sinks`, and themselves with the `window` − 1 before them."""
+    """Layers whose tokens see the same slots: the first `sinks`, and themselves with the `window` − 1 before them.
+
+    A recurrent layer keeps what it computed only in the page of a step's first token, and in its last `RECENT_PAGES`
+    pages. With `has_states`, a page begins with a state, and a token sees its page from there.
+    """
 
     layers: tuple[int, ...]
     sinks: int
@@ -26,14 +32,22 @@ class PageGroup:
     pages_per_row: int
     is_late: bool  # whether they hold only from some moment on; until then all is seen
     furthest: int | None = None  # position from which later tokens see the sinks; None: no row comes there
+    is_recurrent: bool = False
+    has_states: bool = False
 
 
-def check_layers(settings: CacheSettings, layers: Sequence[Attention]) -> None:
+def check_layers(settings: CacheSettings, layers: Sequence[Mixer]) -> None:
     """Raise InvalidRequestError if a network with these layers does not support the settings."""
+    attention = [layer for layer in layers if isinstance(layer, Attention)]
     if settings.kv_type != "auto":
-        for head_dim in sorted({layer.head_dim for layer in layers}):
+        for head_dim in sorted({layer.head_dim for layer in attention}):
             check_kv_type(settings.kv_type, head_dim)
-    if settings.evicts and all(layer.window is not None for layer in layers):
+    if settings.page_tokens != STATE_TOKENS and any(isinstance(layer, GatedDeltaNet) for layer in layers):
+        raise InvalidRequestError(
+            f"page_tokens must be {STATE_TOKENS} for a model with states, whose bits depend on it, "
+            f"got {settings.page_tokens}"
+        )
+    if settings.evicts and all(layer.window is not None for layer in attention):
         raise InvalidRequestError(
             f"eviction_policy {settings.eviction_policy} evicts tokens of layers without a window, and every layer "
             "of this model has its own window: use none"
@@ -41,7 +55,7 @@ def check_layers(settings: CacheSettings, layers: Sequence[Attention]) -> None:
 
 
 def make_groups(
-    layers: Sequence[Attention], settings: CacheSettings, capacity: int, step_tokens: int, context: int | None = None
+    layers: Sequence[Mixer], settings: CacheSettings, capacity: int, step_tokens: int, context: int | None = None
 ) -> tuple[PageGroup, ...]:
     """Return the groups of a cache for rows of `capacity` tokens that grow by at most `step_tokens` in one step.
 
@@ -49,8 +63,12 @@ def make_groups(
     as they are.
     """
     indices_by_window: dict[int | None, list[int]] = {}
+    recurrent = list[int]()
     for index, layer in enumerate(layers):
-        indices_by_window.setdefault(layer.window, []).append(index)
+        if isinstance(layer, Attention):
+            indices_by_window.setdefault(layer.window, []).append(index)
+        else:
+            recurrent.append(index)
     page_tokens = settings.page_tokens
     groups = []
     for own, indices in indices_by_window.items():
@@ -64,7 +82,24 @@ def make_groups(
             share = min(share, num_fixed + num_pages(window + step_tokens, page_tokens) + 1)
         furthest = context - 1 if is_evicting and context is not None and capacity > context else None
         groups.append(PageGroup(tuple(indices), sinks, window, num_fixed, share, is_late, furthest))
+    if recurrent:
+        groups.append(_recurrent_group(layers, recurrent, num_pages(capacity, page_tokens)))
     return tuple(groups)
+
+
+def _recurrent_group(layers: Sequence[Mixer], indices: Sequence[int], full: int) -> PageGroup:
+    """Return the group of the recurrent layers. A full row would have `full` pages."""
+    own = [layer for index in indices if not isinstance(layer := layers[index], Attention)]
+    return PageGroup(
+        tuple(indices),
+        sinks=0,
+        window=max(layer.num_taps for layer in own),
+        num_fixed=0,
+        pages_per_row=min(full, RECENT_PAGES + 2),  # the page that goes on, and the one before, to take tokens back
+        is_late=False,
+        is_recurrent=True,
+        has_states=any(isinstance(layer, GatedDeltaNet) for layer in own),
+    )
 
 
 def most_pages(groups: Sequence[PageGroup]) -> int:

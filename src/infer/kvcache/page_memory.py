@@ -1,12 +1,12 @@
 """The tensors of a cache: the pages of each layer, and the tables by which kernels find them.
 
 The memory of all pages is reserved in one allocation, but the system provides it only when it is written. A page stores
-its tokens' keys and values for all layers of its group, one layer after another. About 60 tokens of a small model, or a
-few of a large one, fill a huge page of the system's.
+what all layers of its group keep of its tokens, one layer after another. About 60 tokens of a small model, or a few of
+a large one, fill a huge page of the system's.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import final
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from infer import ops
 from infer.kvcache.page_rows import GroupRows
-from infer.operands.architecture import Attention
-from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, num_blocks, value_block_bytes
+from infer.kvcache.page_sizes import page_bytes
+from infer.operands.architecture import Attention, Mixer, ShortConv
+from infer.operands.recurrent_cache import ConvCache
+from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, num_blocks
 from infer.quantization.kv_layout import LayerCache, Pages, key_parts, value_parts
 
 _NAN = 0xFF  # in each byte: NaN of every float type, and codes whose scales are
@@ -35,7 +37,7 @@ class PageMemory:
 
     def __init__(
         self,
-        layers: Sequence[Attention],
+        layers: Sequence[Mixer],
         groups: Sequence[GroupRows],
         kv_type: str,
         page_tokens: int,
@@ -47,38 +49,37 @@ class PageMemory:
         rope_sets = torch.tensor(self.rope_sets, device=device)  # one for all groups
         self._tables = [_tables_of(rows, rope_sets) for rows in groups]
         self._published = [rows.version for rows in groups]
+        sizes = [page_bytes(layer, kv_type, page_tokens) for layer in layers]
         self._memories = [
             self._backend.zeros(
-                (rows.table.pool.num_pages, self._page_bytes(layers[index] for index in rows.group.layers)), torch.uint8
+                (rows.table.pool.num_pages, sum(sizes[index] for index in rows.group.layers)), torch.uint8
             )
             for rows in groups
         ]
-        self.layers = self._make_layers(layers)
-
-    def _make_layers(self, layers: Sequence[Attention]) -> list[LayerCache]:
-        by_index = dict[int, LayerCache]()
-        for rows, tables, memory in zip(self._groups, self._tables, self._memories, strict=True):
+        by_index = dict[int, LayerCache | ConvCache]()
+        for rows, tables, memory in zip(groups, self._tables, self._memories, strict=True):
             first = 0
             for index in rows.group.layers:
-                both = []
-                for block_bytes in self._block_bytes(layers[index]):
-                    shape = len(memory), layers[index].num_kv_heads, num_blocks(self._page_tokens), block_bytes
-                    end = first + math.prod(shape[1:])
-                    both.append(memory[:, first:end].view(shape).transpose(0, 1))
-                    first = end
-                by_index[index] = LayerCache(self._kv_type, both[0], both[1], tables)
-        return [by_index[index] for index in range(len(layers))]
+                own, first = memory[:, first : first + sizes[index]], first + sizes[index]
+                by_index[index] = self._make_layer(layers[index], own, tables)
+        self.layers = [by_index[index] for index in range(len(layers))]
 
-    def _page_bytes(self, layers: Iterable[Attention]) -> int:
-        per_head = [layer.num_kv_heads * sum(self._block_bytes(layer)) for layer in layers]
-        return num_blocks(self._page_tokens) * sum(per_head)
-
-    def _block_bytes(self, layer: Attention) -> tuple[int, int]:
-        return key_block_bytes(self._kv_type, layer.head_dim), value_block_bytes(self._kv_type, layer.head_dim)
+    def _make_layer(self, layer: Mixer, memory: UInt8[Tensor, "pages bytes"], tables: Pages) -> LayerCache | ConvCache:
+        """Return a layer's cache in its part of each page."""
+        if isinstance(layer, Attention):
+            blocks = layer.num_kv_heads, num_blocks(self._page_tokens)
+            border = math.prod(blocks) * key_block_bytes(self._kv_type, layer.head_dim)
+            keys, values = (
+                part.view(len(memory), *blocks, -1).transpose(0, 1) for part in (memory[:, :border], memory[:, border:])
+            )
+            return LayerCache(self._kv_type, keys, values, tables)
+        assert isinstance(layer, ShortConv)
+        inputs = memory.view(torch.float32).view(len(memory), self._page_tokens, layer.num_channels)
+        return ConvCache(inputs, tables)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values once every page has been written."""
+        """Bytes of all that is kept once every page has been written."""
         return sum(memory.nbytes for memory in self._memories)
 
     def set_rope(self, row: int, index: int) -> None:
@@ -103,6 +104,12 @@ class PageMemory:
         """Yield the stored tensors of a group's layers by name, as views."""
         for index in rows.group.layers:
             layer = self.layers[index]
+            if isinstance(layer, ConvCache):
+                yield (
+                    f"{index}.inputs",
+                    layer.inputs.view(1, len(layer.inputs), -1, BLOCK_POSITIONS, layer.inputs.shape[2]),
+                )
+                continue
             for number, part in enumerate(key_parts(layer.keys, self._kv_type)):
                 yield f"{index}.keys.{number}", part
             for number, part in enumerate(value_parts(layer.values, self._kv_type)):
@@ -128,6 +135,7 @@ class PageMemory:
         self.to_host(rows, pages)
         for index in rows.group.layers:
             layer, slots = self.layers[index], slots_by_layer[index]
+            assert isinstance(layer, LayerCache)
             into = self.place(rows, row, torch.arange(slots.shape[1]))
             where = self.place(rows, row, slots.cpu())
             heads = torch.arange(len(slots), device=slots.device)[:, None]

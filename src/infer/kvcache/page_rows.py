@@ -11,7 +11,7 @@ from typing import NamedTuple, Self, final
 
 import numpy as np
 
-from infer.kvcache.groups import PageGroup
+from infer.kvcache.groups import RECENT_PAGES, PageGroup
 from infer.kvcache.pages import PageTable
 
 _KEY_BYTES = 16
@@ -29,19 +29,24 @@ class RowState(NamedTuple):
     window: int
     first: int
 
-    def seen(self, slot: int) -> tuple[range, range]:
-        """Return the slots before `slot` that a token at `slot` sees: the sinks, and the window."""
+    def seen(self, slot: int, state_tokens: int = 0) -> tuple[range, range]:
+        """Return the slots before `slot` that a token at `slot` sees: the sinks, and the window.
+
+        With `state_tokens`, the window reaches back to the last state before the slot: there is one every so many.
+        """
         first = max(0, slot + 1 - self.window) if self.window else 0
+        if state_tokens:
+            first = min(first, max(0, slot - 1) // state_tokens * state_tokens)
         return range(min(self.sinks, first)), range(first, slot)
 
-    def seen_from(self, slot: int, end: int) -> list[int]:
+    def seen_from(self, slot: int, end: int, state_tokens: int = 0) -> list[int]:
         """Return the slots before `end` that are seen from `slot` or from a later slot."""
-        sinks, window = self.seen(slot)
+        sinks, window = self.seen(slot, state_tokens)
         return [*sinks, *range(window.start, end)]
 
-    def cut(self, slot: int) -> Self:
+    def cut(self, slot: int, state_tokens: int = 0) -> Self:
         """Return the state of a copy of the row that holds only the slots that tokens from `slot` on see."""
-        return self if self.seen(slot)[1].start == 0 else self._replace(first=max(self.first, slot))
+        return self if self.seen(slot, state_tokens)[1].start == 0 else self._replace(first=max(self.first, slot))
 
 
 @final
@@ -54,7 +59,8 @@ class GroupRows:
     def __init__(self, group: PageGroup, num_rows: int, num_slots: int, page_tokens: int, pool_pages: int) -> None:
         self.group, self.version = group, 0
         shape = (num_rows, num_slots, page_tokens, group.pages_per_row, group.num_fixed)
-        self.table = PageTable(*shape, pool_pages=pool_pages)
+        self.table = PageTable(*shape, pool_pages=pool_pages, num_recent=RECENT_PAGES if group.is_recurrent else None)
+        self.state_tokens = page_tokens if group.has_states else 0
         self.shifts, self.sinks, self.windows, self._firsts = np.zeros((4, num_rows), np.int64)
         for row in range(num_rows):
             self.clear(row)
@@ -101,7 +107,11 @@ class GroupRows:
 
     def _first_seen(self, row: int, slot: int) -> int:
         """Return the first slot in the window of a token at this slot."""
-        return self.state(row).seen(slot)[1].start
+        return self.seen(row, slot)[1].start
+
+    def seen(self, row: int, slot: int) -> tuple[range, range]:
+        """Return the slots before `slot` that a token of the row at `slot` sees: the sinks, and the window."""
+        return self.state(row).seen(slot, self.state_tokens)
 
     def can_compress(self, row: int) -> bool:
         """Return True if the row still sees all of its prompt and its policy will later restrict it."""
@@ -132,7 +142,7 @@ class GroupRows:
     def can_continue(self, row: int, slot: int) -> bool:
         """Return True if the row holds every slot that a token at this slot sees."""
         return slot >= int(self._firsts[row]) and all(
-            self.table.holds(row, part.start, part.stop) for part in self.state(row).seen(slot)
+            self.table.holds(row, part.start, part.stop) for part in self.seen(row, slot)
         )
 
     def num_found(self, keys: Sequence[bytes]) -> int:
@@ -151,7 +161,7 @@ class GroupRows:
         `slot` must be the first slot of a page.
         """
         page_tokens, needed = self.table.page_tokens, {}
-        for part in self.state(row).seen(slot):
+        for part in self.seen(row, slot):
             for index in range(part.start // page_tokens, -(-part.stop // page_tokens) if part else 0):
                 if self.table.pool.find(keys[index]) is None:
                     return None

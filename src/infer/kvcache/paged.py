@@ -26,10 +26,12 @@ from infer.kvcache.page_rows import GroupRows, page_keys
 from infer.kvcache.pages import num_pages
 from infer.kvcache.saved_rows import check_saved, load_tensors, saved_tensors
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Attention
+from infer.operands.architecture import Attention, Mixer
+from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Step
-from infer.operands.weights import Heads
+from infer.operands.weights import ConvWeights, Heads
 from infer.quantization.kv_formats import check_kv_type
+from infer.quantization.kv_layout import LayerCache
 from infer.system.available_memory import available_memory_bytes
 
 SPARE_TOKENS = 64  # of a row that is saved, how many of the last may be taken back without reading all of it again
@@ -52,7 +54,7 @@ class PagedCache:
 
     def __init__(
         self,
-        layers: Sequence[Attention],
+        layers: Sequence[Mixer],
         num_rows: int,
         capacity: int,
         kv_type: str,
@@ -64,7 +66,8 @@ class PagedCache:
         pool_pages: int | None = None,
     ) -> None:
         for layer in layers:
-            check_kv_type(kv_type, layer.head_dim)
+            if isinstance(layer, Attention):
+                check_kv_type(kv_type, layer.head_dim)
         self.settings, self.capacity, self.step_tokens = settings or CacheSettings(), capacity, step_tokens
         self.observer: Observer | None = None
         self._kv_type = kv_type
@@ -188,12 +191,24 @@ class PagedCache:
         Raises InvalidRequestError, with nothing written, for a position that is committed or was not reserved. A
         recorded step is not checked.
         """
-        if layer == 0 and not step.is_recorded:
-            self._check_reserved(step)
-        attended = ops.attend(qkv, heads, self.memory.layers[layer], step)
+        own = self._own_of(layer, step)
+        assert isinstance(own, LayerCache)
+        attended = ops.attend(qkv, heads, own, step)
         if self.observer is not None:
             self.observer(layer, qkv.floats, heads, step)
         return attended
+
+    def short_conv(self, layer: int, projected: Activations, weights: ConvWeights, step: Step) -> Activations:
+        """Append the step's inputs of a convolution provisionally and convolve. Raises as `attend` does."""
+        own = self._own_of(layer, step)
+        assert isinstance(own, ConvCache)
+        return ops.short_conv(projected, weights, own, step)
+
+    def _own_of(self, layer: int, step: Step) -> LayerCache | ConvCache:
+        """Return what a layer keeps, after a check of the step by the first of them."""
+        if layer == 0 and not step.is_recorded:
+            self._check_reserved(step)
+        return self.memory.layers[layer]
 
     def _check_reserved(self, step: Step) -> None:
         """Raise InvalidRequestError if a row or a position of the step was not reserved.

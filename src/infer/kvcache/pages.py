@@ -110,6 +110,9 @@ class PageTable:
     A row keeps its first `num_fixed` pages. Of the others it holds the newest, as many as its share allows. A row
     prefers the pages of its own share of the pool, in order. The pages after the fixed ones form a ring. `on_take` is
     called with each page that is handed out to be written; the page still has its old content.
+
+    With `num_recent`, what is written in one go needs to last only in the page that goes on and in the last
+    `num_recent` pages. The pages between have the memory of these in turn, and the row does not hold them.
     """
 
     def __init__(
@@ -121,8 +124,10 @@ class PageTable:
         num_fixed: int = 0,
         *,
         pool_pages: int | None = None,
+        num_recent: int | None = None,
     ) -> None:
         self.page_tokens, self.pages_per_row, self._num_fixed = page_tokens, pages_per_row, num_fixed
+        self._num_recent = num_recent
         self.on_take: Callable[[int], None] = lambda page: None
         self.table = np.zeros((num_rows, num_pages(num_slots, page_tokens)), np.int64)
         self._num_pages = num_rows * pages_per_row if pool_pages is None else pool_pages
@@ -140,8 +145,10 @@ class PageTable:
         the pool is used up. Raises OutOfPagesError if the pool has fewer pages than `num_needed`; some pages are taken
         then.
         """
-        held, copies = self._held[row], []
-        for index in range(start // self.page_tokens, num_pages(end, self.page_tokens)):
+        held, copies, lasting = self._held[row], [], self._lasting(start, end)
+        if self._num_recent is not None:  # one page before that of the last token stays, to take tokens back
+            self.drop_unseen(row, min(first_seen, start - start % self.page_tokens - self.page_tokens))
+        for index in lasting:
             page = held.get(index)
             if page is not None and not self.pool.is_shared(page):
                 self.pool.forget(page)
@@ -151,12 +158,24 @@ class PageTable:
             if page is not None:
                 copies.append((page, held[index]))
                 self.pool.release(page)
+        for index in range(start // self.page_tokens, num_pages(end, self.page_tokens)):
+            if index not in held:
+                assert self._num_recent is not None
+                again = lasting[-1] - (lasting[-1] - index) % self._num_recent
+                self.table[row, index] = held[again]
         return copies
+
+    def _lasting(self, start: int, end: int) -> Sequence[int]:
+        """Return the indices of the pages that slots [start, end) are written to and stay in."""
+        first, after = start // self.page_tokens, num_pages(end, self.page_tokens)
+        if self._num_recent is None or after - first <= self._num_recent:
+            return range(first, after)
+        recent = range(after - self._num_recent, after)
+        return [first, *recent] if start % self.page_tokens else recent
 
     def num_needed(self, row: int, start: int, end: int, first_seen: int) -> int:
         """Return the fewest free pages with which `reserve` succeeds, if the row frees all unseen pages for it."""
-        held = self._held[row]
-        indices = range(start // self.page_tokens, num_pages(end, self.page_tokens))
+        held, indices = self._held[row], self._lasting(start, end)
         num_new = sum(index not in held for index in indices)
         num_copies = sum(index in held and self.pool.is_shared(held[index]) for index in indices)
         return max(0, num_new + num_copies - self._num_exclusive(row, self._unseen(row, first_seen)))

@@ -28,10 +28,10 @@ def saved_tensors(
     groups: Sequence[GroupRows], memory: PageMemory, row: int, first: int, length: int
 ) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads slots *size"]]]:
     """Yield copies of everything that is seen from positions `first` to `length`, a few tensors at a time."""
-    states = [rows.state(row).cut(rows.slot_of(row, first)) for rows in groups]
+    states = [rows.state(row).cut(rows.slot_of(row, first), rows.state_tokens) for rows in groups]
     yield _STATES, torch.tensor(states, dtype=torch.int64)
     for rows, state in zip(groups, states, strict=True):
-        slots = state.seen_from(max(first - state.shift, state.first), length - state.shift)
+        slots = state.seen_from(max(first - state.shift, state.first), length - state.shift, rows.state_tokens)
         where = memory.place(rows, row, torch.tensor(slots, dtype=torch.int64))
         memory.to_host(rows, sorted(set(where[0].tolist())))
         for name, part in memory.parts(rows):
@@ -46,7 +46,10 @@ def check_saved(
     Raises InvalidRequestError if the tensors do not match such a row.
     """
     states = _states(groups, tensors, length)
-    saved = [SavedGroup(state, state.seen_from(state.first, length)) for state in states]
+    saved = [
+        SavedGroup(state, state.seen_from(state.first, length, rows.state_tokens))
+        for rows, state in zip(groups, states, strict=True)
+    ]
     found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items() if name != _STATES}
     expected = {
         name: (part.dtype, (len(part), len(group.slots), *part.shape[4:]))
@@ -70,7 +73,8 @@ def _states(groups: Sequence[GroupRows], tensors: Mapping[str, Tensor], length: 
         if (
             state._replace(first=0) not in known
             or not 0 <= state.first <= length
-            or len(rows.table.indices(state.seen_from(state.first, length))) > rows.group.pages_per_row
+            or len(rows.table.indices(state.seen_from(state.first, length, rows.state_tokens)))
+            > rows.group.pages_per_row
         ):
             raise _unlike(length, str(state))
     return states

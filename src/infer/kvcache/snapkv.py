@@ -14,6 +14,7 @@ from infer.kvcache.page_rows import GroupRows
 from infer.kvcache.paged import PagedCache
 from infer.operands.step import Step
 from infer.operands.weights import Heads
+from infer.quantization.kv_layout import LayerCache
 
 POOLED = 7  # neighbours that are kept for each other's sake
 
@@ -76,7 +77,9 @@ class PromptCompression:
     def _note(self, layer: int, qkv: Float[Tensor, "tokens out"], heads: Heads, step: Step) -> None:
         cache = self._cache
         if any(layer in rows.group.layers for rows in cache.groups if rows.group.is_late):
-            weights = ops.attention_weights(qkv, heads, cache.memory.layers[layer], step)
+            kept = cache.memory.layers[layer]
+            assert isinstance(kept, LayerCache)
+            weights = ops.attention_weights(qkv, heads, kept, step)
             prefix, window = cache.settings.protected_prefix, cache.settings.eviction_window
             self._chosen[layer] = choose_slots(weights, prefix, window)
 

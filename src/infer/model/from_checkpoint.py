@@ -107,7 +107,7 @@ def load_checked(
     """
     architecture = make_architecture(checkpoint.config)
     cache = cache or CacheSettings()
-    check_layers(cache, architecture.attention)
+    check_layers(cache, architecture.mixers)
     if tokenizer is not None:
         _check_vocabulary(architecture, tokenizer)
     chosen_dtype = _dtype(dtype)

@@ -77,10 +77,10 @@ def load_transformer(
 def _each_layer(
     architecture: Architecture, loader: WeightLoader, on_progress: OnProgress | None
 ) -> Iterator[LoadedLayer]:
-    num_cached = 0  # layers so far that keep keys and values
+    num_mixers = 0
     for index, layer in enumerate(architecture.layers):
-        yield load_layer(layer, loader.of_layer(index), num_cached)
-        num_cached += isinstance(layer.mixer, Attention)
+        yield load_layer(layer, loader.of_layer(index), num_mixers)
+        num_mixers += layer.mixer is not None
         if on_progress is not None:
             on_progress(index + 1, len(architecture.layers))
 

@@ -15,12 +15,13 @@ from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups, most_pages, pool_sizes
+from infer.kvcache.page_sizes import page_bytes
 from infer.kvcache.pages import num_pages
 from infer.model.tensors import expected_shapes
-from infer.operands.architecture import Architecture, Attention, Experts
+from infer.operands.architecture import Architecture, Attention, Experts, Mixer
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.quantization.ggml_types import BLOCK_TYPES
-from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
+from infer.quantization.kv_formats import BLOCK_POSITIONS
 
 # Of a process that has loaded torch and our compiled kernels, and of each token of a vocabulary: measured resident.
 PROCESS_BYTES, VOCABULARY_BYTES = 249_000_000, 400
@@ -99,7 +100,7 @@ def estimate(
     sizes = StepSizes(num_tokens, MAX_STEP_TOKENS, MAX_STEP_LOGITS, load.precision, load.num_threads)
     return Estimate(
         weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
-        cache=cache_bytes(architecture.attention, cache, kv_type, num_tokens, num_rows, pool_pages),
+        cache=cache_bytes(architecture.mixers, cache, kv_type, num_tokens, num_rows, pool_pages),
         workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, num_rows) + history,
         process=0 if load.device == "cuda" else PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
     )
@@ -135,7 +136,7 @@ def check_fits(
 
 
 def check_rows_fit(
-    layers: Sequence[Attention],
+    layers: Sequence[Mixer],
     vocab_size: int,
     cache: CacheSettings,
     kv_type: str,
@@ -197,7 +198,7 @@ def largest_context(
     """
 
     def fits(count: int) -> bool:
-        groups = make_groups(architecture.attention, cache, count, MAX_STEP_TOKENS)
+        groups = make_groups(architecture.mixers, cache, count, MAX_STEP_TOKENS)
         if pool_pages is not None and most_pages(groups) > pool_pages:
             return False
         sizes = estimate(architecture, tensors, load, cache, num_tokens=count, num_rows=num_rows, pool_pages=pool_pages)
@@ -216,7 +217,8 @@ def largest_context(
 def loaded_types(architecture: Architecture, tensors: Mapping[str, StoredMatrix], load: LoadSettings) -> dict[str, str]:
     """Return the type of each matrix after loading, by name. `model.load` quantises and converts by the same rules."""
     shapes = expected_shapes(architecture)
-    return {name: _loaded_type(name, tensors[name], load) for name, shape in shapes.items() if len(shape) > 1}
+    matrices = (name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) > 1)
+    return {name: _loaded_type(name, tensors[name], load) for name in matrices}
 
 
 def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:
@@ -274,25 +276,23 @@ def rope_bytes(architecture: Architecture, num_positions: int) -> int:
 
 
 def cache_bytes(
-    layers: Sequence[Attention],
+    layers: Sequence[Mixer],
     settings: CacheSettings,
     kv_type: str,
     num_tokens: int,
     num_rows: int,
     pool_pages: int | None = None,
 ) -> int:
-    """Return the bytes of keys and values once every page of the pools has been written."""
+    """Return the bytes of the cache once every page of the pools has been written."""
     groups, total = make_groups(layers, settings, num_tokens, MAX_STEP_TOKENS), 0
     for group, count in zip(groups, pool_sizes(groups, num_rows, pool_pages, num_tokens), strict=True):
-        per_token = sum(slot_bytes(layers[index], kv_type) for index in group.layers)
-        total += count * settings.page_tokens * per_token
+        total += count * sum(page_bytes(layers[index], kv_type, settings.page_tokens) for index in group.layers)
     return total
 
 
 def slot_bytes(layer: Attention, kv_type: str) -> int:
     """Return the bytes of one token's keys and values in a layer."""
-    block = key_block_bytes(kv_type, layer.head_dim) + value_block_bytes(kv_type, layer.head_dim)
-    return layer.num_kv_heads * block // BLOCK_POSITIONS
+    return page_bytes(layer, kv_type, BLOCK_POSITIONS) // BLOCK_POSITIONS
 
 
 def cache_bytes_per_token(layers: Sequence[Attention], kv_type: str) -> tuple[int, int]:

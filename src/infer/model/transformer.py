@@ -12,8 +12,8 @@ from torch import Tensor
 
 from infer import ops
 from infer.kvcache.paged import PagedCache
-from infer.model.layers import LoadedAttention, LoadedLayer
-from infer.operands.architecture import Architecture, Attention
+from infer.model.layers import LoadedLayer
+from infer.operands.architecture import Architecture, Mixer
 from infer.operands.step import Step
 from infer.operands.weights import Norm, Projection
 
@@ -38,9 +38,9 @@ class Transformer:
         return self.backend.device
 
     @property
-    def own_attention(self) -> list[Attention]:
-        """The layers that keep keys and values, each with only the heads that this rank of a group has."""
-        return [layer.mixer.own for layer in self.layers if isinstance(layer.mixer, LoadedAttention)]
+    def own_mixers(self) -> list[Mixer]:
+        """The mixers, in the order of the cache's layers, each with only the heads that this rank of a group has."""
+        return [layer.mixer.own for layer in self.layers if layer.mixer is not None]
 
     @property
     def layer_projections(self) -> list[Projection]:

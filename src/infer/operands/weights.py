@@ -202,6 +202,15 @@ class Norm:
 
 @final
 @dataclass(frozen=True)
+class ConvWeights:
+    """A causal convolution of each channel by itself. The last tap is the token's own."""
+
+    taps: Float[Tensor, "taps channels"]
+    bias: Float[Tensor, "channels"] | None
+
+
+@final
+@dataclass(frozen=True)
 class RopeTable:
     """cos and sin of every position's angles, one pair for each two elements that rotate together (i, i + dim / 2).
 

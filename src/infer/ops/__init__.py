@@ -13,8 +13,9 @@ from torch import Tensor
 from infer.backends.base import Backend, Captured, KernelStore, Precision, Recorded
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
+from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Step
-from infer.operands.weights import ExpertWeights, Heads, Norm, Projection, Weight
+from infer.operands.weights import ConvWeights, ExpertWeights, Heads, Norm, Projection, Weight
 from infer.ops.device import (
     backend_named,
     backend_of,
@@ -90,6 +91,16 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     and position, before reading it. `kv_layout` defines each slot's address and which slots a token sees.
     """
     y: Activations = backend_of(qkv.floats.device).kernels.attend(qkv, heads, layer, step)
+    return y
+
+
+def short_conv(projected: Activations, weights: ConvWeights, layer: ConvCache, step: Step) -> Activations:
+    """Return C × conv(B × u). `projected` is B, C and u side by side, and `weights` are those of the convolution.
+
+    Channel c is Σ taps[i, c] × (B × u)[c] of the token that is as many before as taps follow i, in that order; before
+    the first token of a row it is 0. Writes the step's B × u into the cache's layer.
+    """
+    y: Activations = backend_of(projected.floats.device).kernels.short_conv(projected, weights, layer, step)
     return y
 
 

@@ -32,6 +32,7 @@ from infer.backends.cpu.records import (
     EPILOGUE,
     FEWEST_FOR_MANY,
     MAX_HEAD_DIM,
+    SHORT_CONV,
     SPLIT_TOKENS,
     attend_scratch_bytes,
 )
@@ -43,8 +44,9 @@ from infer.backends.reference import attention_weights, normalize
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
+from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Step
-from infer.operands.weights import ExpertWeights, Heads, Norm, Projection, Weight
+from infer.operands.weights import ConvWeights, ExpertWeights, Heads, Norm, Projection, Weight
 from infer.quantization.kv_formats import check_kv_type, key_block_bytes, value_block_bytes
 from infer.quantization.kv_layout import LayerCache
 
@@ -60,6 +62,7 @@ __all__ = [
     "normalize",
     "prepare",
     "project_add",
+    "short_conv",
 ]
 
 
@@ -219,6 +222,22 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
         run.append("merge", arguments, BARRIER, ".attention.attention:finish")
         offer = run.offer("attended", arguments, heads.shares) if is_in_blocks(features, heads.shares) else None
         return Activations(run.gathered(out, heads.shares), offer)
+
+
+def short_conv(projected: Activations, weights: ConvWeights, layer: ConvCache, step: Step) -> Activations:
+    num_taps, features = weights.taps.shape
+    pages, inputs = layer.pages, layer.inputs
+    with scope("conv", step=step) as run:
+        out = run.tensor("mixed", run.capacity, features)
+        arguments = Arguments(SHORT_CONV, projected=projected.floats, taps=weights.taps, num_taps=num_taps, out=out)
+        arguments.set(features=features, inputs=inputs.data_ptr(), page_bytes=4 * inputs.stride(0))
+        arguments.keeps.append(layer)
+        arguments.set(table=pages.table, table_stride=pages.table.shape[1])
+        arguments.set(page_bits=pages.page_tokens.bit_length() - 1)
+        if weights.bias is not None:
+            arguments.set(bias=weights.bias)
+        run.append("short conv", arguments, BARRIER, ".short_conv:short_conv")
+        return Activations(out, run.offer("mixed", arguments, None) if is_in_blocks(features, None) else None)
 
 
 def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:

@@ -139,7 +139,7 @@ class Recording(Run):
         """Set the label of the commands that follow. An op without a projection belongs to the layer before it."""
         layer, _, _ = label.rpartition(".")
         self._layer = layer or self._layer
-        self.label = f"{self._layer}.{label}" if label == "attend" else label
+        self.label = label if layer or not self._layer else f"{self._layer}.{label}"
 
 
 @final

@@ -141,6 +141,26 @@ ATTEND = np.dtype(
     ]
 )
 
+# short convolutions
+
+SHORT_CONV = np.dtype(
+    [
+        ("projected", np.int64),  # f32 [tokens, 3 × features]: B, C and u
+        ("taps", np.int64),  # f32 [num_taps, features]
+        ("num_taps", np.int64),
+        ("bias", np.int64),  # f32 [features]; 0: none
+        ("features", np.int64),
+        ("inputs", np.int64),  # f32 [page_tokens, features] in each page
+        ("page_bytes", np.int64),  # from page to page
+        ("page_bits", np.int64),  # a page has 2 to this many tokens
+        ("table", pointer(np.int64)),  # [rows, table_stride]: `kv_layout.Pages`
+        ("table_stride", np.int64),
+        ("out", np.int64),  # f32 [tokens, features]
+        ("quantized", np.int64),  # activation records of out, or 0
+        ("form", np.int64),
+    ]
+)
+
 # matmul
 
 _MATMUL = [

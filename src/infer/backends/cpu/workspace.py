@@ -12,7 +12,7 @@ from infer.backends.before_load import StepSizes
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PLANES, SPARE_TOKENS
 from infer.backends.cpu.records import CHUNK, GROUPS_PER_THREAD, MAX_THREADS, SPLIT_TOKENS, attend_scratch_bytes
-from infer.operands.architecture import Architecture, Attention, Dense, Experts, Layer
+from infer.operands.architecture import Architecture, Attention, Dense, Experts, Layer, ShortConv
 
 Buffers = dict[tuple[str, int], int]  # role and size → bytes
 
@@ -65,6 +65,8 @@ def _add_layer(step: "_Step", layer: Layer, architecture: Architecture, types: M
     hidden = architecture.hidden_size
     if isinstance(layer.mixer, Attention):
         _add_attention(step, layer.mixer, architecture, types, at)
+    elif isinstance(layer.mixer, ShortConv):
+        _add_short_conv(step, layer.mixer, hidden, types, at)
     if isinstance(layer.feed_forward, Dense):
         _add_dense(step, layer.feed_forward, hidden, types, at)
     elif isinstance(layer.feed_forward, Experts):
@@ -88,6 +90,14 @@ def _add_attention(
     step.floats("partials", min(tokens, SPLIT_TOKENS) * attention.num_heads * chunks, attention.head_dim + LANES)
     step.add("attention scratch", step.sizes.num_threads * attend_scratch_bytes(attention.head_dim))
     step.project([types[at + "self_attn.o_proj.weight"]], [hidden], wide, made_by="attended")
+
+
+def _add_short_conv(step: "_Step", conv: ShortConv, hidden: int, types: Mapping[str, str], at: str) -> None:
+    tokens, channels = step.sizes.tokens, conv.num_channels
+    step.floats("projected", tokens, 3 * channels)
+    step.project([types[at + "conv.in_proj.weight"]], [3 * channels], hidden)
+    step.floats("mixed", tokens, channels)
+    step.project([types[at + "conv.out_proj.weight"]], [hidden], channels, made_by="mixed")
 
 
 def _add_dense(

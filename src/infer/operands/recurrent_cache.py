@@ -1,0 +1,22 @@
+"""What the cache keeps for layers with a state, by page. `kv_layout` has its twin for keys and values."""
+
+from dataclasses import dataclass
+from typing import final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.quantization.kv_layout import Pages
+
+
+@final
+@dataclass(frozen=True)
+class ConvCache:
+    """The inputs of a causal convolution. A row's token at position p has the place p % page_tokens in its page.
+
+    Within a step, pages of a row that are three apart may share memory: kernels read what earlier tokens of the same
+    step wrote from the step itself.
+    """
+
+    inputs: Float[Tensor, "pages page_tokens channels"]
+    pages: Pages

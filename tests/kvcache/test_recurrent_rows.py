@@ -1,0 +1,153 @@
+"""Rows of layers with a state: whatever is appended, dropped, shared, saved or found again, they go on as one text."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer import ops
+from infer.errors import OutOfPagesError
+from infer.kvcache.cache_settings import CacheSettings
+from infer.kvcache.paged import PagedCache
+from infer.operands.activation_values import Activations
+from infer.operands.architecture import Attention, ShortConv
+from infer.operands.step import Chunk, Step
+from infer.operands.weights import ConvWeights
+
+CPU = torch.device("cpu")
+CHANNELS, TAPS, CAPACITY, NUM_ROWS, PAGE = 24, 4, 700, 4, 16
+CONV = ShortConv(CHANNELS, TAPS)
+SETTINGS = CacheSettings(page_tokens=PAGE, reuse_prefixes=True)
+BACKENDS = ["cpu", "reference"]
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+WEIGHTS = ConvWeights(numbers(TAPS, CHANNELS, seed=1), numbers(CHANNELS, seed=2))
+ROW_OF_TOKEN = numbers(50, 3 * CHANNELS, seed=3)  # what a layer's projection gives for each token
+
+
+def make(pool_pages: int | None = None, step_tokens: int = 512) -> PagedCache:
+    layers, sizes = [CONV, Attention(1, 1, 8, None, 1.0)], {"step_tokens": step_tokens, "pool_pages": pool_pages}
+    return PagedCache(layers, NUM_ROWS, CAPACITY, "f32", CPU, settings=SETTINGS, **sizes)
+
+
+def expected(token_ids: Sequence[int]) -> Tensor:
+    """Return the results of a whole text, by torch's convolution in float64."""
+    b, c, u = ROW_OF_TOKEN[list(token_ids)].double().chunk(3, dim=-1)
+    inputs = torch.cat([torch.zeros(TAPS - 1, CHANNELS, dtype=torch.float64), b * u]).T[None]
+    assert WEIGHTS.bias is not None
+    taps, bias = WEIGHTS.taps.T[:, None].double(), WEIGHTS.bias.double()
+    return c * torch.nn.functional.conv1d(inputs, taps, bias, groups=CHANNELS)[0].T
+
+
+class Rows:
+    """The texts of a cache's rows. Each step's results are compared with those of the whole text."""
+
+    def __init__(self, cache: PagedCache, backend: str) -> None:
+        self.cache, self.backend = cache, backend
+        self.texts: list[list[int]] = [[] for _ in range(NUM_ROWS)]
+
+    def step(self, new_by_row: dict[int, list[int]], kept: Callable[[int], int] = lambda count: count) -> Tensor:
+        starts = [self.cache.lengths[row] for row in new_by_row]
+        for row, new in new_by_row.items():
+            self.cache.reserve(row, len(new))
+        step = Step.of_chunks([Chunk(row, new) for row, new in new_by_row.items()], starts)
+        projected = Activations(ROW_OF_TOKEN[step.tokens].contiguous())
+        with ops.using(self.backend):
+            found = self.cache.short_conv(0, projected, WEIGHTS, step).floats
+        wanted = [expected(self.texts[row] + new)[len(self.texts[row]) :] for row, new in new_by_row.items()]
+        torch.testing.assert_close(found.double(), torch.cat(wanted), rtol=1e-5, atol=1e-5)
+        for row, new in new_by_row.items():
+            count = kept(len(new))
+            self.cache.commit(row, count)
+            self.texts[row] += new[:count]
+        return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [1, 2, 3, 15, 16, 17, 48, 49, 64, 200, 600])
+def test_results_and_bits_do_not_depend_on_the_chunks(backend: str, size: int) -> None:
+    text = torch.randint(0, 50, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+    whole = Rows(make(step_tokens=600), backend).step({0: text})
+    rows = Rows(make(step_tokens=600), backend)
+    parts = [rows.step({2: text[start : start + size]}) for start in range(0, 600, size)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_go_on_as_one_text_whatever_happens_to_them(backend: str, seed: int) -> None:
+    chosen, cache = random.Random(seed), make()
+    rows, known = Rows(cache, backend), list[list[int]]()
+    num_adopted = num_continued = 0
+    for _ in range(120 if backend == "reference" else 300):
+        row, what = chosen.randrange(NUM_ROWS), chosen.choice("sssstfrraae")
+        text = rows.texts[row]
+        if what == "s":  # a step of several rows, of which some drafts are dropped
+            sizes = {each: chosen.choice([1, 1, 3, 20, 150]) for each in chosen.sample(range(NUM_ROWS), 2)}
+            new = {
+                each: [chosen.randrange(2) for _ in range(size)]
+                for each, size in sizes.items()
+                if len(rows.texts[each]) + size <= CAPACITY
+            }
+            if new:
+                is_draft = max(map(len, new.values())) <= 20 and chosen.random() < 0.3
+                rows.step(new, (lambda count: chosen.randint(0, count)) if is_draft else (lambda count: count))
+        elif what == "t":
+            length = max(0, len(text) - chosen.choice([0, 1, 5, PAGE, 100]))
+            cache.truncate(row, length)
+            assert cache.lengths[row] in (length, 0)
+            num_continued += 0 < length == cache.lengths[row]
+            del text[cache.lengths[row] :]
+        elif what == "f":
+            source = chosen.randrange(NUM_ROWS)
+            cache.copy_row(row, source)
+            rows.texts[row] = list(rows.texts[source])
+        elif what == "r":
+            cache.remember(row, text)
+            known.append(list(text))
+        elif what == "a" and known:
+            wanted = chosen.choice(known) + [0]
+            cache.truncate(row, 0)
+            count = cache.adopt(row, wanted)
+            rows.texts[row] = wanted[:count]
+            num_adopted += count > 0
+        elif what == "e":
+            saved = dict(cache.export_row(row))
+            other = (row + 1) % NUM_ROWS
+            cache.import_row(other, saved, len(text))
+            rows.texts[other] = list(text)
+        cache.check_integrity()
+    assert num_adopted and num_continued
+
+
+def test_a_long_step_takes_few_pages_and_keeps_the_last_two_borders() -> None:
+    rows = Rows(make(step_tokens=600), "cpu")
+    cache, text = rows.cache, [index % 7 for index in range(600)]
+    attention, recurrent = (group.table for group in cache.groups)
+    rows.step({0: text})
+    assert len(attention.page_by_index(0)) == 38
+    assert sorted(recurrent.page_by_index(0)) == [35, 36, 37]
+    cache.remember(0, text)
+    for length, found in ((600, 592), (592, 576), (576, 0)):
+        cache.truncate(1, 0)
+        assert cache.adopt(1, text[:length]) == found
+    rows.step({0: [1] * 9, 1: [2]})
+    assert sorted(recurrent.page_by_index(0)) == [36, 37, 38]
+
+
+def test_pages_that_a_step_reads_are_no_other_row_s() -> None:
+    """A pool as small as can be: a row that grows takes nothing that another row of the same step still reads."""
+    rows = Rows(make(pool_pages=44), "cpu")
+    cache = rows.cache
+    assert cache.pool_pages == [44, 20]
+    for _ in range(3):
+        rows.step({0: [1] * 100, 1: [2] * 100})
+    with pytest.raises(OutOfPagesError):
+        rows.step({0: [1] * 100, 1: [2] * 100})
+    cache.check_integrity()

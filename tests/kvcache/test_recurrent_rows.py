@@ -112,7 +112,7 @@ def test_rows_go_on_as_one_text_whatever_happens_to_them(backend: str, seed: int
             cache.remember(row, text)
             known.append(list(text))
         elif what == "a" and known:
-            wanted = chosen.choice(known) + [0]
+            wanted = [*chosen.choice(known), 0]
             cache.truncate(row, 0)
             count = cache.adopt(row, wanted)
             rows.texts[row] = wanted[:count]
@@ -123,7 +123,8 @@ def test_rows_go_on_as_one_text_whatever_happens_to_them(backend: str, seed: int
             cache.import_row(other, saved, len(text))
             rows.texts[other] = list(text)
         cache.check_integrity()
-    assert num_adopted and num_continued
+    assert num_adopted
+    assert num_continued
 
 
 def test_a_long_step_takes_few_pages_and_keeps_the_last_two_borders() -> None:

@@ -257,6 +257,37 @@ def test_rows_from_elsewhere_are_refused_whole() -> None:
     cache.check_integrity()
 
 
+def test_a_page_that_a_loaded_row_has_in_part_is_never_found() -> None:
+    """Of a window a saved row has no more than what comes next sees, which may begin inside a page."""
+
+    def append(cache: PagedCache, row: int, count: int) -> None:
+        start = cache.lengths[row]
+        cache.reserve(row, count)
+        for rows in cache.groups:
+            where = cache.memory.place(rows, row, torch.arange(start, start + count))
+            for _, part in cache.memory.parts(rows):
+                part[:, *where] = torch.arange(start, start + count).float()[:, None] + 1
+        cache.commit(row, count)
+        cache.remember(row, token_ids)
+
+    token_ids, other, cache = [index % 3 for index in range(CAPACITY)], make(), make()
+    for _ in range(8):
+        append(other, 0, STEP)
+    cache.import_row(0, dict(other.export_row(0)), 8 * STEP)
+    cache.remember(0, token_ids)
+    for _ in range(12):  # a row that computes the same has all of each page
+        append(cache, 1, PAGE)
+    windowed = cache.groups[1]
+    for length in range(PAGE, 12 * PAGE, PAGE):
+        cache.truncate(2, 0)
+        found = cache.adopt(2, token_ids[: length + 1])
+        seen = torch.arange(max(0, found + 1 - WINDOW), found)
+        where = cache.memory.place(windowed, 2, seen)
+        for _, part in cache.memory.parts(windowed):
+            assert torch.equal(part[0, *where][:, 0], seen.float() + 1)
+    assert found == 11 * PAGE
+
+
 def test_what_a_fork_reserved_and_never_committed_is_not_shared() -> None:
     cache = make(layers=(WHOLE,))
     grow(cache, 0, 2 * PAGE)

@@ -168,6 +168,13 @@ class GroupRows:
                 needed[index] = keys[index]
         return needed
 
+    def remember(self, row: int, index: int, key: bytes) -> None:
+        """Store the key of a row's page, if the row has all of its tokens: of one that was loaded it may have some."""
+        state = self.state(row)
+        stored = state.seen(state.first, self.state_tokens)[1].start if state.first else 0
+        if index * self.table.page_tokens >= stored:
+            self.table.remember(row, index, key)
+
     def share(self, row: int, source_row: int, length: int) -> None:
         """Replace a row by the first `length` positions of another. Both share pages until one of the two writes."""
         state = self.state(source_row)

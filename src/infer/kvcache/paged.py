@@ -299,7 +299,7 @@ class PagedCache:
         self._keys[row] = page_keys(token_ids[: count * page_tokens], page_tokens, self._keys[row], salt)
         for index, key in enumerate(self._keys[row][known:], known):
             for rows in self.groups:
-                rows.table.remember(row, index, key)
+                rows.remember(row, index, key)
 
     def forget(self, row: int) -> None:
         """Make the row's stored content unavailable as a prefix of other rows."""

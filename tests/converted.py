@@ -15,6 +15,7 @@ from gguf_files import permuted
 
 _ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
 _ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss"}
+_ARCHITECTURES |= {"lfm2_moe": "lfm2moe"}
 _PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe"}
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
@@ -67,10 +68,12 @@ def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
             found |= {f"blk.{match[1]}.ffn_{kind}_exps.{ending}": part for kind, part in parts.items()}
         elif name.endswith("self_attn.sinks"):
             found[f"blk.{name.split('.')[2]}.attn_sinks.weight"] = values
-        elif name.endswith("mlp.gate.e_score_correction_bias"):
+        elif name.endswith((".e_score_correction_bias", ".feed_forward.expert_bias")):
             found[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = values
         elif name.endswith("mlp.shared_expert_gate.weight"):
             found[name] = values[0]  # one row, of which llama.cpp's files keep no axis
+        elif name.endswith("conv.conv.weight"):
+            found[name] = values.squeeze(1)
         else:
             found[name] = values
     return found | {name: np.stack([each[key] for key in sorted(each)]) for name, each in experts.items()}
@@ -81,10 +84,15 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(_intermediate_size(config))
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    kv_heads = config.get("num_key_value_heads") or heads
+    if config["model_type"] in ("lfm2", "lfm2_moe"):
+        writer.add_head_count_kv([0 if kind == "conv" else kv_heads for kind in config["layer_types"]])
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    else:
+        writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["norm_eps" if "norm_eps" in config else "rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     if config.get("head_dim") is not None:
         writer.add_key_length(config["head_dim"])
@@ -102,6 +110,9 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_expert_weights_scale(config["routed_scaling_factor"])
             writer.add_expert_weights_norm(config["norm_topk_prob"])
             writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        if config["model_type"] == "lfm2_moe":
+            writer.add_leading_dense_block_count(config["num_dense_layers"])
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         if "shared_expert_intermediate_size" in config:
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     has_kinds = config["model_type"] in ("gemma3_text", "olmo3", "exaone4") and config.get("sliding_window") is not None
@@ -117,6 +128,14 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     ):
         if config.get(key) is not None:
             add(config[key])
+
+
+def _intermediate_size(config: dict[str, Any]) -> int:
+    size: int = config["intermediate_size"]
+    if config.get("block_auto_adjust_ff_dim"):
+        unit = config["block_multiple_of"]
+        size = unit * ((int(config["block_ffn_dim_multiplier"] * int(2 * size / 3)) + unit - 1) // unit)
+    return size
 
 
 def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

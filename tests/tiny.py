@@ -14,6 +14,8 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -332,6 +334,38 @@ TINY = [
     ),
 ]  # fmt: skip
 
+# Families whose mixers are still refused when their layers are loaded: their configs and tensors are tested.
+RECURRENT = [
+    Tiny(
+        "lfm2",
+        Lfm2Config(
+            num_hidden_layers=4, full_attn_idxs=[1, 3], block_multiple_of=32, block_ffn_dim_multiplier=1.3, **_SIZES
+        ),
+    ),
+    Tiny(
+        "lfm2_biases",
+        Lfm2Config(
+            num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"], conv_bias=True, conv_L_cache=4,
+            block_auto_adjust_ff_dim=False, tie_word_embeddings=False, norm_eps=1e-3, **_SIZES,
+        ),
+    ),
+    Tiny(
+        "lfm2_moe",
+        Lfm2MoeConfig(
+            num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2, num_dense_layers=1, num_experts=6,
+            num_experts_per_tok=2, moe_intermediate_size=64, **_SIZES,
+        ),
+    ),
+    Tiny(
+        "lfm2_moe_plain",
+        Lfm2MoeConfig(
+            num_hidden_layers=2, layer_types=["full_attention", "conv"], num_dense_layers=0, num_experts=5,
+            num_experts_per_tok=3, moe_intermediate_size=64, use_expert_bias=False, norm_topk_prob=False,
+            routed_scaling_factor=1.8, **_SIZES,
+        ),
+    ),
+]  # fmt: skip
+
 LONGROPE = Tiny(
     "phi3_longrope",
     Phi3Config(
@@ -361,7 +395,7 @@ def make_tiny(tiny: Tiny, folder: Path) -> Any:
             if name.endswith("gate_up_proj_bias"):
                 parameter.normal_(std=6)  # so that gpt-oss clamps
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.3)
     model.save_pretrained(folder)
     return model

@@ -1,10 +1,10 @@
 """The table of docs/models.md, from the lists that the tests run over. As a program it writes the table there."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from infer.model.families import make_architecture
-from infer.operands.architecture import Architecture, Experts, Layer
+from infer.operands.architecture import Architecture, Attention, Experts, Layer, ShortConv
 from infer.quantization.ggml_types import BLOCK_TYPES
 from test_converted_families import CONVERTED
 from tiny import LONGROPE, TINY, Tiny
@@ -33,21 +33,31 @@ _MODELS = {
     "olmoe": "OLMoE",
     "granitemoe": "Granite 3 MoE",
     "gpt_oss": "gpt-oss (20b, 120b)",
+    "lfm2": "LFM2, LFM2.5",
+    "lfm2_moe": "LFM2-MoE (LFM2-8B-A1B)",
 }
+
+
+def _of_attention(has: Callable[[Attention], bool]) -> Callable[[Layer], bool]:
+    return lambda layer: isinstance(layer.mixer, Attention) and has(layer.mixer)
+
+
 _SETTINGS = (
     ("experts", lambda layer: isinstance(layer.feed_forward, Experts)),
     ("a shared expert", lambda layer: isinstance(layer.feed_forward, Experts) and layer.feed_forward.shared_size > 0),
-    ("windows", lambda layer: layer.mixer.window is not None),
-    ("q, k, v biases", lambda layer: layer.mixer.has_qkv_bias),
-    ("output bias", lambda layer: layer.mixer.has_output_bias),
+    ("windows", _of_attention(lambda attention: attention.window is not None)),
+    ("q, k, v biases", _of_attention(lambda attention: attention.has_qkv_bias)),
+    ("output bias", _of_attention(lambda attention: attention.has_output_bias)),
     ("MLP biases", lambda layer: layer.feed_forward.has_bias),
-    ("attention sinks", lambda layer: layer.mixer.has_sinks),
-    ("capped scores", lambda layer: layer.mixer.softcap is not None),
-    ("norms of each q and k head", lambda layer: layer.mixer.qk_norm == "head"),
-    ("norms over all q and k heads", lambda layer: layer.mixer.qk_norm == "all"),
-    ("layers that do not rotate", lambda layer: layer.mixer.rope is None),
-    ("partial rotation", lambda layer: layer.mixer.rope is not None and layer.mixer.rope.dim < layer.mixer.head_dim),
-    ("one kv head", lambda layer: layer.mixer.num_kv_heads == 1),
+    ("short convolutions", lambda layer: isinstance(layer.mixer, ShortConv)),
+    ("biases of convolutions", lambda layer: isinstance(layer.mixer, ShortConv) and layer.mixer.has_bias),
+    ("attention sinks", _of_attention(lambda attention: attention.has_sinks)),
+    ("capped scores", _of_attention(lambda attention: attention.softcap is not None)),
+    ("norms of each q and k head", _of_attention(lambda attention: attention.qk_norm == "head")),
+    ("norms over all q and k heads", _of_attention(lambda attention: attention.qk_norm == "all")),
+    ("layers that do not rotate", _of_attention(lambda attention: attention.rope is None)),
+    ("partial rotation", _of_attention(lambda own: own.rope is not None and own.rope.dim < own.head_dim)),
+    ("one kv head", _of_attention(lambda attention: attention.num_kv_heads == 1)),
 )
 
 
@@ -58,6 +68,8 @@ def table() -> str:
     lines = ["| models | `model_type` | folder | GGUF | settings proven |", "|---|---|---|---|---|"]
     for family, models in _MODELS.items():
         mine = [tiny for tiny in tested if tiny.config.model_type == family]
+        if not mine:
+            continue
         gguf = "yes" if any(tiny in CONVERTED for tiny in mine) else "no"
         found = dict.fromkeys(setting for tiny in mine for setting in settings(tiny))
         lines.append(f"| {models} | `{family}` | yes | {gguf} | {', '.join(found)} |")
@@ -79,7 +91,7 @@ def settings(tiny: Tiny) -> Iterator[str]:
 def _values(architecture: Architecture, layer: Layer) -> Iterator[str]:
     if architecture.logit_softcap is not None:
         yield "capped logits"
-    if layer.mixer.query_features != architecture.hidden_size:
+    if architecture.attention[0].query_features != architecture.hidden_size:
         yield "`head_dim` of its own"
     if architecture.tied_embeddings:
         yield "tied embeddings"

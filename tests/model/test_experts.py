@@ -145,7 +145,7 @@ def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
 def test_what_needs_a_part_is_refused_by_its_name() -> None:
     for name, part in (
         ("deepseek_v3", "latent attention"),
-        ("qwen3_5", "recurrent"),
+        ("granitemoehybrid", "recurrent"),
     ):
         with pytest.raises(UnsupportedModelError, match=f"model_type '{name}' is not supported: it needs {part}"):
             make_architecture({"model_type": name})

@@ -5,14 +5,13 @@ returned unchanged, apart from the text part of a multimodal model. `model.famil
 """
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
-
-import numpy as np
+from typing import Any
 
 from infer.checkpoint.gguf import GGUFFile
+from infer.checkpoint.gguf_recurrent import WITH_SHORT_CONVS, recurrent_settings
+from infer.checkpoint.gguf_values import GGUFValues, shortest
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.system.json_file import inside, read_json_file
 
@@ -22,12 +21,15 @@ _MODEL_TYPES = {
     "qwen2moe": "qwen2_moe",
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
+    "lfm2moe": "lfm2_moe",
 }  # others have the same name in both worlds
 _WITH_WINDOWS = {"llama": "mistral", "olmo2": "olmo3"}  # an architecture whose layers have windows is another family
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
 # whose attention is scaled by hidden_size / heads instead of head_dim.
 _WINDOW_PATTERNS, _GEMMA3_LOCAL_BASE = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}, 10000.0
 _27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+_NORMALIZED_EXPERTS = {"qwen3moe", "lfm2moe"}
+_SIGMOID = 2  # of `expert_gating_func`
 _SCALES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -43,7 +45,6 @@ _YARN = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-_LARGEST = float(np.finfo(np.float32).max)
 _OF_THE_WHOLE = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")  # of a multimodal model
 _KINDS: dict[str, tuple[type, str]] = {  # of what is read before a family is known
     "model_type": (str, "a name"),
@@ -88,7 +89,7 @@ def generation_config_from_folder(folder: Path) -> dict[str, Any]:
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """Return the config of a GGUF file. Raises ModelFormatError for a key that is missing or of the wrong type."""
     _check_whole(file)
-    values = _Values(file)
+    values = GGUFValues(file)
     num_drafting = values.get("nextn_predict_layers", 0)  # layers after the network's, which draft tokens
     if type(num_drafting) is not int or num_drafting < 0:
         values.fail("nextn_predict_layers", f"expected an integer of at least 0, got {num_drafting!r:.60}")
@@ -104,7 +105,9 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": values.count("attention.head_count_kv", default=num_heads),
+        "num_key_value_heads": values.count(
+            "attention.head_count_kv", num_heads, skips_zeros=values.architecture in WITH_SHORT_CONVS
+        ),
         "head_dim": head_dim,
         "intermediate_size": values.count("feed_forward_length"),
         "rms_norm_eps": values.real("attention.layer_norm_rms_epsilon"),
@@ -120,6 +123,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     config |= _rope(file, values, head_dim)
     config |= _windows(values, num_layers)
     config |= _experts(values)
+    config |= recurrent_settings(values, num_layers)
     if num_drafting:
         config["num_nextn_predict_layers"] = num_drafting
     if values.architecture in _27B_LAYERS:
@@ -130,17 +134,19 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-def _experts(values: "_Values") -> dict[str, Any]:
+def _experts(values: GGUFValues) -> dict[str, Any]:
     """Return the settings of experts, if the file has any. llama.cpp normalises the weights by architecture."""
     if not values.has("expert_count") or not values.get("expert_count", 0):
         return {}
     found: dict[str, Any] = {
         "num_experts": values.count("expert_count"),
         "num_experts_per_tok": values.count("expert_used_count"),
-        "norm_topk_prob": values.architecture == "qwen3moe",
+        "norm_topk_prob": values.architecture in _NORMALIZED_EXPERTS,
     }
     if values.architecture == "glm4moe":
         found |= _glm_experts(values, found)
+    if values.architecture == "lfm2moe":
+        found |= _lfm2_experts(values)
     inner = values.count("feed_forward_length", default=1)
     found["moe_intermediate_size"] = values.count("expert_feed_forward_length", default=inner)
     if values.has(key := "expert_shared_feed_forward_length"):
@@ -150,7 +156,7 @@ def _experts(values: "_Values") -> dict[str, Any]:
     return found
 
 
-def _glm_experts(values: "_Values", found: Mapping[str, Any]) -> dict[str, Any]:
+def _glm_experts(values: GGUFValues, found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "n_routed_experts": found["num_experts"],
         "n_shared_experts": values.count("expert_shared_count", default=1),
@@ -162,11 +168,23 @@ def _glm_experts(values: "_Values", found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _lfm2_experts(values: GGUFValues) -> dict[str, Any]:
+    gating = values.count("expert_gating_func", default=_SIGMOID)
+    if gating != _SIGMOID:
+        name = values.file.path.name
+        raise UnsupportedModelError(f"{name}: expert_gating_func {gating} is not supported for lfm2moe")
+    return {
+        "num_dense_layers": values.get("leading_dense_block_count", 0),
+        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in values.file.tensors),
+        "routed_scaling_factor": values.real("expert_weights_scale", default=1.0),
+    }
+
+
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """Return the values of `general.sampling.*` for which Hugging Face has a name."""
     found = {ours: file.metadata.get(f"general.sampling.{key}") for key, ours in SAMPLING_KEYS.items()}
     return {
-        name: _shortest(value) if isinstance(value, int | float) else value
+        name: shortest(value) if isinstance(value, int | float) else value
         for name, value in found.items()
         if value is not None
     }
@@ -177,12 +195,12 @@ def _check_whole(file: GGUFFile) -> None:
         raise ModelFormatError(file.path, "tensor count", "expected weights, the file has only a vocabulary")
 
 
-def _vocab_size(file: GGUFFile, values: "_Values") -> int:
+def _vocab_size(file: GGUFFile, values: GGUFValues) -> int:
     embedding = file.tensors.get("token_embd.weight")
     return values.count("vocab_size", default=None if embedding is None else embedding.shape[0])
 
 
-def _rope(file: GGUFFile, values: "_Values", head_dim: int) -> dict[str, Any]:
+def _rope(file: GGUFFile, values: GGUFValues, head_dim: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rotated = values.count("rope.dimension_count", default=head_dim)
     if rotated != head_dim:
@@ -214,7 +232,7 @@ def _rope(file: GGUFFile, values: "_Values", head_dim: int) -> dict[str, Any]:
     return found
 
 
-def _windows(values: "_Values", num_layers: int) -> dict[str, Any]:
+def _windows(values: GGUFValues, num_layers: int) -> dict[str, Any]:
     """Return the layers that have a window, and its size. llama.cpp has its own pattern for some architectures."""
     found: dict[str, Any] = {"sliding_window": None}
     if values.has("attention.sliding_window"):
@@ -232,55 +250,3 @@ def _windows(values: "_Values", num_layers: int) -> dict[str, Any]:
         values.fail("attention.sliding_window_pattern", f"expected a number or one flag per layer, got {pattern!r:.60}")
     found["layer_types"] = ["sliding_attention" if flag else "full_attention" for flag in sliding]
     return {**found, "use_sliding_window": any(sliding)}
-
-
-class _Values:
-    """The metadata under the architecture's name."""
-
-    def __init__(self, file: GGUFFile) -> None:
-        self.file = file
-        architecture = file.metadata.get("general.architecture")
-        if not isinstance(architecture, str) or not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", architecture):
-            raise ModelFormatError(file.path, "general.architecture", f"expected a name, got {architecture!r:.80}")
-        self.architecture = architecture
-
-    def has(self, key: str) -> bool:
-        return f"{self.architecture}.{key}" in self.file.metadata
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.file.metadata.get(f"{self.architecture}.{key}", default)
-
-    def count(self, key: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
-        """Return an integer from 1 to `most`. A list with the same value for every layer counts as that value."""
-        value = self.get(key, default)
-        if isinstance(value, list) and value:
-            if any(entry != value[0] for entry in value):
-                self.unsupported(key)
-            value = value[0]
-        if value is None:
-            self.fail(key, "is missing")
-        if type(value) is not int or not 1 <= value <= most:
-            self.fail(key, f"expected an integer from 1 to {most}, got {value!r:.60}")
-        return value
-
-    def real(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if value is None:
-            self.fail(key, "is missing")
-        if not isinstance(value, float):
-            self.fail(key, f"expected a float, got {value!r:.60}")
-        return float(_shortest(value))
-
-    def unsupported(self, key: str) -> NoReturn:
-        name = f"{self.architecture}.{key}"
-        raise UnsupportedModelError(f"{self.file.path.name}: {name} differs between layers, which is not supported")
-
-    def fail(self, key: str, problem: str) -> NoReturn:
-        raise ModelFormatError(self.file.path, f"{self.architecture}.{key}", problem)
-
-
-def _shortest(value: Any) -> Any:
-    """Return a float32 as the decimal that was meant: 1e-05 instead of its double, 9.999999747378752e-06."""
-    if isinstance(value, float) and abs(value) <= _LARGEST and float(np.float32(value)) == value:
-        return float(str(np.float32(value)))
-    return value

@@ -10,10 +10,11 @@ An unknown tensor keeps its name, so that the loader can list it as unexpected.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _GGUF_TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
+    "token_embd_norm.weight": "model.norm.weight",  # LFM2's name of the last norm
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
@@ -42,17 +43,29 @@ _GGUF_LAYER = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_gate",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
 }
-_GGUF_VECTOR = {"exp_probs_b.bias": "mlp.router.correction", "attn_sinks.weight": "self_attn.sinks"}
-_TWO_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+# Tensors without ".weight" or ".bias" in our names.
+_GGUF_VECTOR = {
+    "exp_probs_b.bias": "mlp.router.correction",
+    "attn_sinks.weight": "self_attn.sinks",
+    "shortconv.conv.weight": "conv.taps",
+}
+_TWO_NORMS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "operator_norm": "attention_norm",  # of LFM2
+    "ffn_norm": "mlp_norm",
+}
 _FOUR_NORMS = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "post_mlp_norm",
 }
-# Names of the parts of experts: of Qwen, OLMoE and GLM; then of Granite and Mixtral.
-_EXPERTS = (
+# Names of the parts of experts: of Qwen, OLMoE and GLM; then of Granite and Mixtral. The last are all parts of LFM2.
+_PARTS = (
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.gate\.weight"), r"\1mlp.router.weight"),
     (re.compile(r"\.mlp\.gate\.e_score_correction_bias"), ".mlp.router.correction"),
     (re.compile(r"\.mlp\.shared_experts\."), ".mlp.shared_expert."),
@@ -66,8 +79,23 @@ _EXPERTS = (
     (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w1\."), r"mlp.experts.\1.gate_proj."),
     (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w3\."), r"mlp.experts.\1.up_proj."),
     (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w2\."), r"mlp.experts.\1.down_proj."),
+    (re.compile(r"\.feed_forward\.(experts\.[0-9]+\.)?w1\."), r".mlp.\1gate_proj."),
+    (re.compile(r"\.feed_forward\.(experts\.[0-9]+\.)?w3\."), r".mlp.\1up_proj."),
+    (re.compile(r"\.feed_forward\.(experts\.[0-9]+\.)?w2\."), r".mlp.\1down_proj."),
+    (re.compile(r"\.feed_forward\.experts\.(gate_up|down)_proj"), r".mlp.experts.\1_proj.weight"),
+    (re.compile(r"\.feed_forward\.gate\."), ".mlp.router."),
+    (re.compile(r"\.feed_forward\.expert_bias"), ".mlp.router.correction"),
+    (re.compile(r"\.self_attn\.out_proj\."), ".self_attn.o_proj."),
+    (re.compile(r"\.self_attn\.([qk])_layernorm\."), r".self_attn.\1_norm."),
+    (re.compile(r"\.conv\.conv\.weight"), ".conv.taps"),
+    (re.compile(r"\.conv\.conv\.bias"), ".conv.bias"),
+    (re.compile(r"model\.embedding_norm\."), "model.norm."),
 )
-_GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(\w+)\.(weight|bias)")
+# Most names, of which large models have 100,000, are ours as they are.
+_OURS = re.compile(
+    r"model\.layers\.[0-9]+\.(self_attn\.[qkvo]_proj|mlp\.(experts\.[0-9]+\.)?(gate|up|down)_proj)\.(weight|bias)"
+)
+_GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.((?:shortconv\.)?\w+)\.(weight|bias)")
 _NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.weight)")
 _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
 
@@ -92,10 +120,14 @@ def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
 def names_from_hugging_face(names: Iterable[str]) -> dict[str, str]:
     """Return our name for each name in the file, without vision towers and buffers."""
     kept = {name: _without_prefix(name) for name in names if not _SKIPPED.match(name)}
-    for pattern, ours in _EXPERTS:
-        kept = {name: pattern.sub(ours, name_now) for name, name_now in kept.items()}
     norms = _FOUR_NORMS if any("_feedforward_layernorm." in name for name in kept) else _TWO_NORMS
-    return {name: _NORM_PATTERN.sub(lambda m: m[1] + norms.get(m[2], m[2]) + m[3], ours) for name, ours in kept.items()}
+    return {name: ours if _OURS.fullmatch(ours) else _renamed(ours, norms) for name, ours in kept.items()}
+
+
+def _renamed(name: str, norms: Mapping[str, str]) -> str:
+    for pattern, ours in _PARTS:
+        name = pattern.sub(ours, name)
+    return _NORM_PATTERN.sub(lambda match: match[1] + norms.get(match[2], match[2]) + match[3], name)
 
 
 def is_norm(name: str) -> bool:

@@ -8,14 +8,14 @@ is refused.
 
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, choice, count, flag, optional_positive, positive
+from infer.model.families.layer_kinds import SLIDING
 from infer.model.families.rope_scaling import make_rope
 from infer.model.families.table import FAMILIES, NEEDS, OFF_IF_NULL, OPTIONAL, Family
-from infer.operands.architecture import Activation, Architecture, Attention, Dense, Layer
+from infer.operands.architecture import Activation, Architecture, Attention, Dense, Layer, Mixer
 
 __all__ = ["FAMILIES", "make_architecture"]
 
 _MAX_LAYERS, _MAX_HEAD_DIM = 1024, 2**16
-_SLIDING = "sliding_attention"
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -75,7 +75,8 @@ def _as_read(config: Config, family: Family) -> Config:
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("use_bidirectional_attention=true (an embedding model) is not supported")
     unread = OPTIONAL - family.reads
-    usual = {family.renamed.get(name, name): value for name, value in config.items()}
+    by_own_name = {usual: config[own] for own, usual in family.renamed.items() if own in config}
+    usual = {name: value for name, value in config.items() if name not in family.renamed} | by_own_name
     given = {name: value for name, value in usual.items() if value is not None or name in OFF_IF_NULL}
     read = {name: value for name, value in given.items() if name not in unread}
     return {**family.defaults, **read, **family.fixed}
@@ -85,19 +86,25 @@ def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
     num_layers = count(config, "num_hidden_layers", maximum=_MAX_LAYERS)
     kinds, rotated = family.layer_kinds(config, num_layers), family.rotated_layers(config, num_layers)
     wanted = list(zip(kinds, rotated, strict=True))
-    mixer_by_kind = {each: _attention(config, family, *each) for each in sorted(set(wanted))}
+    mixer_by_kind = {each: _mixer(config, family, *each) for each in sorted(set(wanted))}
     activation = choice(config, family.activation_name, _ACTIVATIONS)
     experts = None if family.experts is None else family.experts(config, activation)
     are_sparse = [experts is not None and family.is_sparse(config, index) for index in range(num_layers)]
-    dense = None if all(are_sparse) else _dense(config, activation)
+    dense = None if all(are_sparse) else _dense(config, family, activation)
     return tuple(
         Layer(mixer_by_kind[each], experts if is_sparse else dense, family.norms)
         for each, is_sparse in zip(wanted, are_sparse, strict=True)
     )
 
 
-def _dense(config: Config, activation: Activation) -> Dense:
-    return Dense(count(config, "intermediate_size"), activation, has_bias=flag(config, "mlp_bias"))
+def _dense(config: Config, family: Family, activation: Activation) -> Dense:
+    return Dense(family.dense_size(config), activation, has_bias=flag(config, "mlp_bias"))
+
+
+def _mixer(config: Config, family: Family, kind: str, is_rotated: bool) -> Mixer:
+    if kind in family.recurrent:
+        return family.recurrent[kind](config)
+    return _attention(config, family, kind, is_rotated)
 
 
 def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> Attention:
@@ -118,7 +125,7 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
         head_dim=head_dim,
         rope=make_rope(config, head_dim, rope) if is_rotated else None,
         scale=positive(config, "attention_multiplier", scale),
-        window=count(config, "sliding_window") if kind == _SLIDING else None,
+        window=count(config, "sliding_window") if kind == SLIDING else None,
         softcap=optional_positive(config, "attn_logit_softcapping"),
         has_qkv_bias=has_qkv_bias,
         has_output_bias=flag(config, "attention_output_bias") if "attention_output_bias" in config else has_qkv_bias,

@@ -60,16 +60,35 @@ def glm_experts(config: Config, activation: Activation) -> Experts:
     return Experts(router, size, activation, shared_size=size * count(config, "n_shared_experts", default=1))
 
 
+def lfm2_experts(config: Config, activation: Activation) -> Experts:
+    router = replace(
+        _router(config, scores="sigmoid", is_normalized=flag(config, "norm_topk_prob")),
+        floor=1e-6,
+        scale=positive(config, "routed_scaling_factor", 1.0),
+        has_correction=flag(config, "use_expert_bias"),
+    )
+    return Experts(router, count(config, "moe_intermediate_size"), activation)
+
+
 def every_layer_is_sparse(config: Config, index: int) -> bool:
     return True
 
 
 def is_sparse_in_glm(config: Config, index: int) -> bool:
     """Return True for every layer after the first `first_k_dense_replace`."""
-    first = config.get("first_k_dense_replace", 1)
+    return index >= _num_dense(config, "first_k_dense_replace", 1)
+
+
+def is_sparse_in_lfm2(config: Config, index: int) -> bool:
+    """Return True for every layer after the first `num_dense_layers`."""
+    return index >= _num_dense(config, "num_dense_layers", 2)
+
+
+def _num_dense(config: Config, name: str, default: int) -> int:
+    first = config.get(name, default)
     if type(first) is not int or first < 0:
-        raise ModelError(f"config: first_k_dense_replace must be a whole number of at least 0, got {first!r:.60}")
-    return index >= first
+        raise ModelError(f"config: {name} must be a whole number of at least 0, got {first!r:.60}")
+    return first
 
 
 def is_sparse_in_qwen(config: Config, index: int) -> bool:

@@ -7,21 +7,39 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from infer.errors import ModelError, UnsupportedModelError
-from infer.model.families.config_values import Config, count, flag, positive, settings
+from infer.errors import UnsupportedModelError
+from infer.model.families.config_values import Config, positive, settings
 from infer.model.families.experts import (
     every_layer_is_sparse,
     glm_experts,
     gpt_oss_experts,
     granite_experts,
     is_sparse_in_glm,
+    is_sparse_in_lfm2,
     is_sparse_in_qwen,
+    lfm2_experts,
     mixtral_experts,
     olmoe_experts,
     qwen_experts,
 )
+from infer.model.families.layer_kinds import (
+    CONVOLUTION,
+    FULL,
+    all_full,
+    all_rotated,
+    all_windowed,
+    all_windowed_but_every,
+    convolutions_but_listed,
+    exaone4_kinds,
+    rotated_but_every_nth,
+    rotated_where_windowed,
+    windowed_from_a_layer_on,
+    windowed_where_not_rotated,
+)
+from infer.model.families.recurrent import short_conv
 from infer.model.families.rope_scaling import rope_settings
-from infer.operands.architecture import Activation, Experts, Norms
+from infer.model.families.widths import intermediate_size, lfm2_size
+from infer.operands.architecture import Activation, Experts, Norms, Recurrent
 
 # Settings that some families' code reads, and others' does not though a config may have them.
 OPTIONAL = frozenset(
@@ -31,91 +49,11 @@ OPTIONAL = frozenset(
 )
 # A null is a value of these; of others it is as if it were not there.
 OFF_IF_NULL = frozenset({"head_dim", "num_key_value_heads", "sliding_window", "attn_logit_softcapping"}) | {
-    "final_logit_softcapping"
+    "final_logit_softcapping",
+    "block_ffn_dim_multiplier",
 }
 _ATTENTION_BIAS = frozenset({"attention_bias", "attention_output_bias"})
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 _PRE_NORMS = Norms(before=True, after=False)
-
-
-def _all_full(config: Config, num_layers: int) -> Sequence[str]:
-    return [_FULL] * num_layers
-
-
-def _all_windowed(config: Config, num_layers: int) -> Sequence[str]:
-    return [_FULL if config.get("sliding_window") is None else _SLIDING] * num_layers
-
-
-def _given_kinds(config: Config, num_layers: int) -> Sequence[str] | None:
-    given = config.get("layer_types")
-    if given is None:
-        return None
-    if not isinstance(given, list) or len(given) != num_layers:
-        raise ModelError(f"layer_types must list num_hidden_layers={num_layers} names, got {given!r:.80}")
-    for kind in given:
-        if kind not in (_FULL, _SLIDING):
-            raise UnsupportedModelError(f"layer type {kind!r:.60} is not supported")
-    return given
-
-
-def _windowed_from_a_layer_on(config: Config, num_layers: int) -> Sequence[str]:
-    """Return windowed kinds from `max_window_layers` on, if windows are used at all."""
-    kinds = _given_kinds(config, num_layers)
-    if not flag(config, "use_sliding_window") or config.get("sliding_window") is None:
-        if kinds is not None and _SLIDING in kinds:
-            raise ModelError("layer_types has sliding_attention, but use_sliding_window and sliding_window are not set")
-        return _all_full(config, num_layers)
-    first = config.get("max_window_layers")
-    if not isinstance(first, int) or isinstance(first, bool):
-        raise ModelError(f"max_window_layers must be a whole number, got {first!r:.60}")
-    return kinds or [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
-
-
-def _all_windowed_but_every(period: int) -> Callable[[Config, int], Sequence[str]]:
-    def kinds(config: Config, num_layers: int) -> Sequence[str]:
-        given = _given_kinds(config, num_layers)
-        if given is not None:
-            return given
-        every = count(config, "sliding_window_pattern", default=period)
-        return [_SLIDING if (layer + 1) % every else _FULL for layer in range(num_layers)]
-
-    return kinds
-
-
-def _exaone4_kinds(config: Config, num_layers: int) -> Sequence[str]:
-    if config.get("sliding_window") is None:
-        return _given_kinds(config, num_layers) or _all_full(config, num_layers)
-    return _all_windowed_but_every(4)(config, num_layers)
-
-
-def _windowed_where_not_rotated(config: Config, num_layers: int) -> Sequence[str]:
-    kinds = _given_kinds(config, num_layers)
-    if kinds is not None:
-        return kinds
-    is_used = flag(config, "use_sliding_window") and config.get("sliding_window") is not None
-    rotated = _rotated_but_every_nth(config, num_layers)
-    return [_SLIDING if is_used and not is_rotated else _FULL for is_rotated in rotated]
-
-
-def _all_rotated(config: Config, num_layers: int) -> Sequence[bool]:
-    return [True] * num_layers
-
-
-def _rotated_where_windowed(config: Config, num_layers: int) -> Sequence[bool]:
-    """Return True for each layer with a window, and for every layer if the model has no windows."""
-    has_windows = config.get("sliding_window") is not None
-    return [kind == _SLIDING or not has_windows for kind in _exaone4_kinds(config, num_layers)]
-
-
-def _rotated_but_every_nth(config: Config, num_layers: int) -> Sequence[bool]:
-    """Return True for each layer that rotates. Despite its name, `no_rope_layers` has a 1 for these layers."""
-    given = config.get("no_rope_layers")
-    if given is None:
-        period = count(config, "no_rope_layer_interval", default=4)
-        return [(layer + 1) % period != 0 for layer in range(num_layers)]
-    if not isinstance(given, list) or len(given) != num_layers or any(rotates not in (0, 1) for rotates in given):
-        raise ModelError(f"no_rope_layers must list num_hidden_layers={num_layers} zeros and ones, got {given!r:.80}")
-    return [bool(rotates) for rotates in given]
 
 
 def _usual_rope(config: Config, kind: str) -> Config:
@@ -126,7 +64,7 @@ def _smollm3_rope(config: Config, kind: str) -> Config:
     return rope_settings(config, kind, theta=2_000_000.0)
 
 
-def _mixtral_rope(config: Config, kind: str) -> Config:
+def _million_rope(config: Config, kind: str) -> Config:
     return rope_settings(config, kind, theta=1_000_000.0)
 
 
@@ -152,7 +90,7 @@ def _phi3_rope(config: Config, kind: str) -> Config:
 def _olmo3_rope(config: Config, kind: str) -> Config:
     """Return OLMo 3's rope settings. Flat settings are those of layers with full attention; windows have no scaling."""
     nested = settings(settings(config, "rope_parameters"), kind)
-    scaling = settings(config, "rope_scaling") if kind == _FULL else {}
+    scaling = settings(config, "rope_scaling") if kind == FULL else {}
     return {"rope_theta": positive(config, "rope_theta", 500_000.0), **nested, **scaling}
 
 
@@ -162,7 +100,7 @@ def _gemma3_rope(config: Config, kind: str) -> Config:
     Layers with full attention use the settings of the flat dialect. Windowed layers have only a theta of their own.
     """
     nested = settings(settings(config, "rope_parameters"), kind)
-    if kind == _FULL:
+    if kind == FULL:
         return {"rope_theta": positive(config, "rope_theta", 1_000_000.0), **nested, **settings(config, "rope_scaling")}
     return {"rope_theta": positive(config, "rope_local_base_freq", 10_000.0), **nested}
 
@@ -173,11 +111,13 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # whatever a config says
     reads: frozenset[str] = frozenset()  # of the optional settings
     renamed: Mapping[str, str] = field(default_factory=dict)  # its names of settings → the usual ones
-    layer_kinds: Callable[[Config, int], Sequence[str]] = _all_full
-    rotated_layers: Callable[[Config, int], Sequence[bool]] = _all_rotated
+    layer_kinds: Callable[[Config, int], Sequence[str]] = all_full
+    recurrent: Mapping[str, Callable[[Config], Recurrent]] = field(default_factory=dict)  # kind → mixer; others attend
+    rotated_layers: Callable[[Config, int], Sequence[bool]] = all_rotated
     rope_settings: Callable[[Config, str], Config] = _usual_rope
     rotates_partly: bool = False  # reads partial_rotary_factor, which other engines read for every family
     activation_name: str = "hidden_act"
+    dense_size: Callable[[Config], int] = intermediate_size
     scales_embedding: bool = False  # by the root of hidden_size
     norms: Norms = _PRE_NORMS
     experts: Callable[[Config, Activation], Experts] | None = None
@@ -204,7 +144,7 @@ _GEMMA3 = Family(
     | {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072},
     # attn_logit_softcapping is a setting that its code has and never applies.
     reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "final_logit_softcapping"},
-    layer_kinds=_all_windowed_but_every(6),
+    layer_kinds=all_windowed_but_every(6),
     rope_settings=_gemma3_rope,
     activation_name="hidden_activation",
     scales_embedding=True,
@@ -212,18 +152,21 @@ _GEMMA3 = Family(
     qk_norm="head",
 )
 
+_LFM2 = _defaults(128_000, eps=1e-5, num_key_value_heads=8, tie_word_embeddings=True, conv_L_cache=3)
+_LFM2_NAMES = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(_defaults(2048), reads=_ATTENTION_BIAS | {"mlp_bias"}),
-    "mistral": Family(_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=_all_windowed),
+    "mistral": Family(_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=all_windowed),
     "qwen2": Family(
         _defaults(32_768, **_QWEN_WINDOWS),
         fixed={"attention_bias": True, "attention_output_bias": False},
-        layer_kinds=_windowed_from_a_layer_on,
+        layer_kinds=windowed_from_a_layer_on,
     ),
     "qwen3": Family(
         _defaults(32_768, head_dim=128, **_QWEN_WINDOWS),
         reads=_ATTENTION_BIAS,
-        layer_kinds=_windowed_from_a_layer_on,
+        layer_kinds=windowed_from_a_layer_on,
         qk_norm="head",
     ),
     "gemma2": Family(
@@ -231,7 +174,7 @@ FAMILIES: dict[str, Family] = {
         | {"num_key_value_heads": 4, "max_position_embeddings": 8192}
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"},
-        layer_kinds=_all_windowed_but_every(2),
+        layer_kinds=all_windowed_but_every(2),
         activation_name="hidden_activation",
         scales_embedding=True,
         norms=Norms(after=True),
@@ -240,15 +183,15 @@ FAMILIES: dict[str, Family] = {
     "gemma3": _GEMMA3,
     "phi3": Family(
         _defaults(4096, eps=1e-5, original_max_position_embeddings=4096),
-        layer_kinds=_all_windowed,
+        layer_kinds=all_windowed,
         rope_settings=_phi3_rope,
         rotates_partly=True,
     ),
     "smollm3": Family(
         _defaults(32_768, num_key_value_heads=4, tie_word_embeddings=True),
         reads=_ATTENTION_BIAS | {"mlp_bias"},
-        layer_kinds=_windowed_where_not_rotated,
-        rotated_layers=_rotated_but_every_nth,
+        layer_kinds=windowed_where_not_rotated,
+        rotated_layers=rotated_but_every_nth,
         rope_settings=_smollm3_rope,
     ),
     "olmo2": Family(
@@ -260,15 +203,15 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(
         _defaults(2048, eps=1e-5, sliding_window=4096),
         reads=_ATTENTION_BIAS,
-        layer_kinds=_all_windowed_but_every(4),
+        layer_kinds=all_windowed_but_every(4),
         rope_settings=_olmo3_rope,
         norms=Norms(before=False, after=True),
         qk_norm="all",
     ),
     "exaone4": Family(
         _defaults(2048, eps=1e-5, num_key_value_heads=32, sliding_window=4096),
-        layer_kinds=_exaone4_kinds,
-        rotated_layers=_rotated_where_windowed,
+        layer_kinds=exaone4_kinds,
+        rotated_layers=rotated_where_windowed,
         norms=Norms(before=False, after=True),
         qk_norm="head",
     ),
@@ -287,7 +230,7 @@ FAMILIES: dict[str, Family] = {
         _defaults(32_768, num_key_value_heads=4, num_experts_per_tok=8, moe_intermediate_size=768)
         | {"head_dim": 128, **_QWEN_WINDOWS},
         reads=_ATTENTION_BIAS,
-        layer_kinds=_windowed_from_a_layer_on,
+        layer_kinds=windowed_from_a_layer_on,
         qk_norm="head",
         experts=qwen_experts,
         is_sparse=is_sparse_in_qwen,
@@ -296,14 +239,14 @@ FAMILIES: dict[str, Family] = {
         _defaults(32_768, num_key_value_heads=16, num_experts_per_tok=4, moe_intermediate_size=1408)
         | {"shared_expert_intermediate_size": 5632, **_QWEN_WINDOWS},
         fixed={"attention_bias": True, "attention_output_bias": False},
-        layer_kinds=_windowed_from_a_layer_on,
+        layer_kinds=windowed_from_a_layer_on,
         experts=qwen_experts,
         is_sparse=is_sparse_in_qwen,
     ),
     "mixtral": Family(
         _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=2),
-        layer_kinds=_all_windowed,
-        rope_settings=_mixtral_rope,
+        layer_kinds=all_windowed,
+        rope_settings=_million_rope,
         experts=mixtral_experts,
     ),
     "olmoe": Family(
@@ -327,7 +270,7 @@ FAMILIES: dict[str, Family] = {
         _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=4, head_dim=64)
         | {"sliding_window": 128, "attention_bias": True},
         reads=_ATTENTION_BIAS,
-        layer_kinds=_all_windowed_but_every(2),
+        layer_kinds=all_windowed_but_every(2),
         rope_settings=_gpt_oss_rope,
         experts=gpt_oss_experts,
         has_sinks=True,
@@ -337,6 +280,29 @@ FAMILIES: dict[str, Family] = {
         reads=_ATTENTION_BIAS
         | {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
         experts=granite_experts,
+    ),
+    "lfm2": Family(
+        _LFM2 | {"block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0},
+        fixed={"hidden_act": "silu"},
+        renamed=_LFM2_NAMES | {"block_ff_dim": "intermediate_size"},
+        layer_kinds=convolutions_but_listed,
+        recurrent={CONVOLUTION: short_conv},
+        rope_settings=_million_rope,
+        dense_size=lfm2_size,
+        qk_norm="head",
+    ),
+    "lfm2_moe": Family(
+        _LFM2
+        | {"num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2}
+        | {"use_expert_bias": True, "norm_topk_prob": True},
+        fixed={"hidden_act": "silu"},
+        renamed=_LFM2_NAMES,
+        layer_kinds=convolutions_but_listed,
+        recurrent={CONVOLUTION: short_conv},
+        rope_settings=_million_rope,
+        qk_norm="head",
+        experts=lfm2_experts,
+        is_sparse=is_sparse_in_lfm2,
     ),
 }
 
@@ -367,8 +333,6 @@ NEEDS: dict[str, str] = {
     "qwen3_5_moe_text": _STATES,
     "qwen35": _STATES,
     "qwen35moe": _STATES,
-    "lfm2": _STATES,
-    "lfm2_moe": _STATES,
     "granitemoehybrid": _STATES,
     "nemotron_h": _STATES,
     "gemma4": "keys and values that layers share",

@@ -1,0 +1,70 @@
+"""Checked values of a GGUF file's metadata. A ModelFormatError names the key, the rule and the value."""
+
+import re
+from typing import Any, NoReturn
+
+import numpy as np
+
+from infer.checkpoint.gguf import GGUFFile
+from infer.errors import ModelFormatError, UnsupportedModelError
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+class GGUFValues:
+    """The metadata under the architecture's name."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        architecture = file.metadata.get("general.architecture")
+        if not isinstance(architecture, str) or not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", architecture):
+            raise ModelFormatError(file.path, "general.architecture", f"expected a name, got {architecture!r:.80}")
+        self.architecture = architecture
+
+    def has(self, key: str) -> bool:
+        return f"{self.architecture}.{key}" in self.file.metadata
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.file.metadata.get(f"{self.architecture}.{key}", default)
+
+    def count(
+        self, key: str, default: int | None = None, most: int = (1 << 31) - 1, *, skips_zeros: bool = False
+    ) -> int:
+        """Return an integer from 1 to `most`. A list with the same value for every layer counts as that value.
+
+        skips_zeros: a list's zeros do not count, because they belong to layers of another kind.
+        """
+        value = self.get(key, default)
+        if skips_zeros and isinstance(value, list):
+            value = [entry for entry in value if entry != 0] or default
+        if isinstance(value, list) and value:
+            if any(entry != value[0] for entry in value):
+                self.unsupported(key)
+            value = value[0]
+        if value is None:
+            self.fail(key, "is missing")
+        if type(value) is not int or not 1 <= value <= most:
+            self.fail(key, f"expected an integer from 1 to {most}, got {value!r:.60}")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if value is None:
+            self.fail(key, "is missing")
+        if not isinstance(value, float):
+            self.fail(key, f"expected a float, got {value!r:.60}")
+        return float(shortest(value))
+
+    def unsupported(self, key: str) -> NoReturn:
+        name = f"{self.architecture}.{key}"
+        raise UnsupportedModelError(f"{self.file.path.name}: {name} differs between layers, which is not supported")
+
+    def fail(self, key: str, problem: str) -> NoReturn:
+        raise ModelFormatError(self.file.path, f"{self.architecture}.{key}", problem)
+
+
+def shortest(value: Any) -> Any:
+    """Return a float32 as the decimal that was meant: 1e-05 instead of its double, 9.999999747378752e-06."""
+    if isinstance(value, float) and abs(value) <= _LARGEST and float(np.float32(value)) == value:
+        return float(str(np.float32(value)))
+    return value

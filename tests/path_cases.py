@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2MoeConfig
+from transformers import Gemma3TextConfig, Lfm2Config, LlamaConfig, PretrainedConfig, Qwen2MoeConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import load_model, load_tokenizer
@@ -73,6 +73,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         num_hidden_layers=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
         shared_expert_intermediate_size=128, **_SIZES,
     ),
+    "convolutions": Lfm2Config(num_hidden_layers=4, full_attn_idxs=[1, 3], **_SIZES),
 }  # fmt: skip
 
 

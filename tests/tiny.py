@@ -376,9 +376,10 @@ LONGROPE = Tiny(
         **_SIZES,
     ),
 )
+TINY += RECURRENT
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
-DENSE = [tiny for tiny in TINY if not tiny.has_experts]
-ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if not tiny.has_experts]
+DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in RECURRENT]
+ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]
 
 
 def make_tiny(tiny: Tiny, folder: Path) -> Any:

@@ -86,6 +86,16 @@ def test_lines_name_each_difference(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert lines["sampling"].strip() == "temperature 0.5"
 
 
+def test_lines_name_convolutions_and_their_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder(next(tiny for tiny in TINY if tiny.name == "lfm2"), tmp_path)
+    assert main(["explain", str(folder)]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["layers 0, 2"].strip().startswith("short conv, num channels 64, num taps 3")
+    page_bytes = 2 * 64 * 64 * 4
+    assert explain(folder).state_bytes == page_bytes
+    assert lines["state"].strip().startswith(f"{2 * page_bytes / 1e6:.1f} MB of a sequence, ")
+
+
 def test_layers_are_grouped_by_what_differs() -> None:
     others = [replace(ATTENTION, rope=None, window=8, has_qkv_bias=has_bias) for has_bias in (False, True)]
     windowed, biased = (replace(LAYER, mixer=other) for other in others)

@@ -258,7 +258,7 @@ def test_rows_from_elsewhere_are_refused_whole() -> None:
 
 
 def test_a_page_that_a_loaded_row_has_in_part_is_never_found() -> None:
-    """Of a window a saved row has no more than what comes next sees, which may begin inside a page."""
+    """A saved row has only the part of a window that the next token sees, and this part may begin inside a page."""
 
     def append(cache: PagedCache, row: int, count: int) -> None:
         start = cache.lengths[row]

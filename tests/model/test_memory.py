@@ -26,7 +26,7 @@ from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_model
-from infer.model.layers import LoadedExperts
+from infer.model.layers import LoadedAttention, LoadedExperts, LoadedShortConv
 from infer.model.load import load_transformer
 from infer.model.memory_estimate import (
     LoadSettings,
@@ -41,6 +41,7 @@ from infer.model.transformer import Transformer
 from infer.operands.architecture import Attention, Rope
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.operands.weights import Heads, Projection
+from infer.quantization.kv_formats import QUANTIZED
 from infer.runner.caches import make_cache
 from tiny import ONE_EACH, TINY, make_tiny
 from watched import python_command
@@ -53,6 +54,8 @@ CASES = [
     ("olmo2_biases", "bf16"),
     ("phi3", "q4"),
     ("smollm3", "auto"),
+    ("lfm2", "q8"),
+    ("lfm2_biases", "q4"),
 ]
 EACH_FAMILY = [(tiny.name, kind) for tiny, kind in zip(ONE_EACH, cycle(["bf16", "auto", "q4", "q8"]), strict=False)]
 ATTENTION = Attention(4, 2, 32, Rope(10_000.0, 32), 0.25)
@@ -69,14 +72,16 @@ def load_tiny(name: str, weights: Any, folder: Path) -> tuple[Checkpoint, Transf
 
 
 def all_heads(model: Transformer) -> list[Heads]:
-    return [layer.mixer.heads for layer in model.layers if layer.mixer is not None]
+    return [layer.mixer.heads for layer in model.layers if isinstance(layer.mixer, LoadedAttention)]
 
 
 def held_bytes(model: Transformer) -> int:
     """Return the real bytes of a loaded model's matrices, norms and biases, each counted once."""
     found: dict[int, int] = {}
     members = [member for layer in model.layers for part in layer.parts for member in vars(part).values()]
-    for part in (layer.feed_forward for layer in model.layers):
+    for part in (part for layer in model.layers for part in layer.parts):
+        if isinstance(part, LoadedShortConv):
+            members += vars(part.conv).values()
         if isinstance(part, LoadedExperts):
             members += vars(part.experts).values()
             members += [] if part.experts.shared is None else vars(part.experts.shared).values()
@@ -154,15 +159,18 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
 )
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (1000, 1), (4097, 3)])
 @pytest.mark.parametrize("pool_pages", [None, 300])
+@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
 def test_a_cache_takes_what_was_said(
-    settings: CacheSettings, num_tokens: int, num_rows: int, pool_pages: int | None, tmp_path: Path
+    name: str, settings: CacheSettings, num_tokens: int, num_rows: int, pool_pages: int | None, tmp_path: Path
 ) -> None:
-    _, model = load_tiny("gemma3", "auto", tmp_path)
+    _, model = load_tiny(name, "auto", tmp_path)
+    if name == "lfm2" and settings.kv_type in QUANTIZED:  # its heads are too small
+        settings = replace(settings, kv_type="f16")
     cache = make_cache(model, num_tokens, num_rows, settings=settings, pool_pages=pool_pages)
     load = LoadSettings()
     assert load.kv_type == model.kv_type
     kv_type = load.kv_type if settings.kv_type == "auto" else settings.kv_type
-    layers = model.architecture.attention
+    layers = model.architecture.mixers
     assert cache_bytes(layers, settings, kv_type, num_tokens, num_rows, pool_pages) == cache.num_bytes
 
 

@@ -1,6 +1,7 @@
 """Explain a model from its headers: its network layer by layer, its tokenizer, its defaults, its memory. No torch."""
 
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -9,6 +10,8 @@ from typing import Any
 
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
+from infer.kvcache.cache_settings import STATE_TOKENS
+from infer.kvcache.page_sizes import page_bytes
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, cache_bytes_per_token, loaded_types, weight_bytes, weights_by_type
 from infer.model.tensors import check_tensors, expected_shapes
@@ -17,6 +20,8 @@ from infer.quantization.kv_formats import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.gguf_vocabulary import TokenType
 from infer.tokenizer.value_checks import check_metadata
+
+_WORD_STARTS = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Explanation:
     weights: tuple[StoredWeights, ...]
     weight_bytes: int  # in memory
     cache: tuple[CacheSize, ...]
+    state_bytes: int  # of layers that keep a state: of a sequence, for each page of 64 tokens that it holds
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -100,6 +106,9 @@ def explain(model: str | Path) -> Explanation:
         weights=weights,
         weight_bytes=weight_bytes(architecture, loaded_types(architecture, checkpoint.tensors, LoadSettings())),
         cache=tuple(_cache_size(architecture.attention, kv_type) for kv_type in _kv_types(architecture.attention)),
+        state_bytes=sum(
+            page_bytes(mixer, "f32", STATE_TOKENS) for mixer in architecture.mixers if not isinstance(mixer, Attention)
+        ),
     )
 
 
@@ -122,7 +131,7 @@ def _values(layer: Layer) -> dict[str, Any]:
     """Return the kinds of a layer's parts, with the values of the parts and of the norms around them."""
     found = dict[str, Any]()
     for name, part in (("mixer", layer.mixer), ("feed_forward", layer.feed_forward)):
-        found[name] = None if part is None else type(part).__name__.lower()
+        found[name] = None if part is None else _WORD_STARTS.sub("_", type(part).__name__).lower()
         if part is not None:
             found |= {field.name: _plain(getattr(part, field.name)) for field in fields(part)}
     return found | {f"norms_{field.name}": getattr(layer.norms, field.name) for field in fields(layer.norms)}

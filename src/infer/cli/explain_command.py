@@ -51,6 +51,7 @@ def lines(found: Explanation) -> Iterator[str]:
         *((each.type, _stored(each)) for each in found.weights),
         ("in memory", f"{found.weight_bytes / 1e6:,.1f} MB of weights"),
         ("1000 tokens", ", ".join(_cache(found))),
+        *([("state", _state(found.state_bytes))] if found.state_bytes else []),
     ]  # fmt: skip
     return columns_of_rows(rows, "<<")
 
@@ -90,7 +91,8 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
             if not is_common:
                 yield f"no {plain}"
         else:
-            yield plain if value is True else _WORDS.get(name, plain + " {}").format(value)
+            text = value.replace("_", " ") if name in ("mixer", "feed_forward") else value
+            yield plain if value is True else _WORDS.get(name, plain + " {}").format(text)
 
 
 def _rope(rope: Mapping[str, Any]) -> str:
@@ -108,6 +110,10 @@ def _cache(found: Explanation) -> Iterator[str]:
         whole, beyond = size.bytes_per_1000_tokens, size.bytes_per_1000_tokens_beyond_windows
         beyond_text = "" if whole == beyond else f" ({beyond / 1e6:,.1f} beyond the windows)"
         yield f"{size.kv_type} {whole / 1e6:,.1f} MB{beyond_text}"
+
+
+def _state(num_bytes: int) -> str:
+    return f"{2 * num_bytes / 1e6:,.1f} MB of a sequence, and {num_bytes / 1e6:,.1f} MB where another may go on from"
 
 
 def ranges(numbers: Sequence[int]) -> str:

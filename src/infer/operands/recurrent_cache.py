@@ -1,4 +1,4 @@
-"""What the cache keeps for layers with a state, by page. `kv_layout` has its twin for keys and values."""
+"""Cached values of layers with a state, by page. `kv_layout` has their twin for keys and values."""
 
 from dataclasses import dataclass
 from typing import final

@@ -11,17 +11,19 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
+from converted_delta_nets import add_delta_nets, convert_delta_net
 from gguf_files import permuted
 
 _ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
 _ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss"}
-_ARCHITECTURES |= {"lfm2_moe": "lfm2moe"}
+_ARCHITECTURES |= {"lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next"}
+_ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 _PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe"}
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _GRANITE_EXPERTS = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
 _GPT_OSS_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
-_NORMS_PLUS_ONE = {"gemma2", "gemma3_text"}
+_NORMS_PLUS_ONE = {"gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 
 
 def convert(folder: Path, path: Path) -> Path:
@@ -34,11 +36,15 @@ def convert(folder: Path, path: Path) -> Path:
     _add_settings(writer, config)
     _add_rope(writer, config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
-    for name, values in _with_stacked_experts(load_file(folder / "model.safetensors")).items():
+    tensors = _with_stacked_experts(load_file(folder / "model.safetensors"))
+    if "linear_num_key_heads" in config:
+        add_delta_nets(writer, config)
+        tensors = {key: value for item in tensors.items() for key, value in convert_delta_net(*item, config).items()}
+    for name, values in tensors.items():
         module = name.split(".")[-2]
         if family in _PERMUTED and module in heads:
             values = permuted(values, heads[module] or config["num_attention_heads"])
-        if family in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
+        if family in _NORMS_PLUS_ONE and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
             values = values + 1
         stored = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
@@ -84,7 +90,8 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(_intermediate_size(config))
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(_intermediate_size(config))
     writer.add_head_count(heads)
     kv_heads = config.get("num_key_value_heads") or heads
     if config["model_type"] in ("lfm2", "lfm2_moe"):

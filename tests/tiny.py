@@ -26,8 +26,11 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -330,6 +333,35 @@ TINY = [
         GraniteMoeConfig(
             num_hidden_layers=2, num_local_experts=5, num_experts_per_tok=2, embedding_multiplier=12.0,
             residual_multiplier=0.22, attention_multiplier=0.05, logits_scaling=8.0, rms_norm_eps=1e-2, **_SIZES,
+        ),
+    ),
+]  # fmt: skip
+
+_DELTA_NETS = _SIZES | {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6}
+_DELTA_NETS |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_DELTA_NETS_MOE = _DELTA_NETS | {"num_experts": 6, "num_experts_per_tok": 2}
+_DELTA_NETS_MOE |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 32}
+
+# Gated delta nets are refused when their layers are loaded: only their configs and tensors are tested.
+DELTA_NETS = [
+    Tiny("qwen3_5", Qwen3_5TextConfig(num_hidden_layers=4, **_DELTA_NETS)),
+    Tiny(
+        "qwen3_5_uneven",
+        Qwen3_5TextConfig(
+            num_hidden_layers=3, layer_types=["full_attention", "linear_attention", "linear_attention"],
+            tie_word_embeddings=True, attention_bias=True, rms_norm_eps=1e-3,
+            **_DELTA_NETS
+            | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3}
+            | {"linear_key_head_dim": 8, "linear_value_head_dim": 24},
+        ),
+    ),
+    Tiny("qwen3_5_moe", Qwen3_5MoeTextConfig(num_hidden_layers=4, **_DELTA_NETS_MOE)),
+    Tiny("qwen3_next", Qwen3NextConfig(num_hidden_layers=4, **_DELTA_NETS_MOE)),
+    Tiny(
+        "qwen3_next_mixed",
+        Qwen3NextConfig(
+            num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+            mlp_only_layers=[0], norm_topk_prob=False, **_DELTA_NETS_MOE | {"linear_value_head_dim": 8},
         ),
     ),
 ]  # fmt: skip

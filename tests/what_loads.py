@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from infer.model.families import make_architecture
-from infer.operands.architecture import Architecture, Attention, Experts, Layer, ShortConv
+from infer.operands.architecture import Architecture, Attention, Experts, GatedDeltaNet, Layer, ShortConv
 from infer.quantization.ggml_types import BLOCK_TYPES
 from test_converted_families import CONVERTED
 from tiny import LONGROPE, TINY, Tiny
@@ -35,6 +35,9 @@ _MODELS = {
     "gpt_oss": "gpt-oss (20b, 120b)",
     "lfm2": "LFM2, LFM2.5",
     "lfm2_moe": "LFM2-MoE (LFM2-8B-A1B)",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_text": "Qwen3.5, Qwen3.6 (text, also inside the multimodal models)",
+    "qwen3_5_moe_text": "Qwen3.5-MoE, Qwen3.6-MoE (text, also inside the multimodal models)",
 }
 
 
@@ -51,6 +54,8 @@ _SETTINGS = (
     ("MLP biases", lambda layer: layer.feed_forward.has_bias),
     ("short convolutions", lambda layer: isinstance(layer.mixer, ShortConv)),
     ("biases of convolutions", lambda layer: isinstance(layer.mixer, ShortConv) and layer.mixer.has_bias),
+    ("gated delta nets", lambda layer: isinstance(layer.mixer, GatedDeltaNet)),
+    ("gated attention", _of_attention(lambda attention: attention.has_gate)),
     ("attention sinks", _of_attention(lambda attention: attention.has_sinks)),
     ("capped scores", _of_attention(lambda attention: attention.softcap is not None)),
     ("norms of each q and k head", _of_attention(lambda attention: attention.qk_norm == "head")),

@@ -18,7 +18,7 @@ from infer.checkpoint.config import (
     generation_config_from_gguf,
 )
 from infer.checkpoint.find import resolve
-from infer.checkpoint.fused_tensors import taken_apart
+from infer.checkpoint.fused_tensors import WITH_GATES, taken_apart
 from infer.checkpoint.gguf import GGUFFile
 from infer.checkpoint.gguf_split import read_whole_gguf
 from infer.checkpoint.pooling import Pooling, pooling_from_folder, pooling_from_gguf
@@ -41,7 +41,7 @@ _INSTEAD = (
     "take the model's bfloat16 safetensors (weights q8 or q4 quantises them at load) or a GGUF of it, such as Q8_0"
 )
 _INTERLEAVED_EXPERTS = frozenset({"gpt_oss"})  # Hugging Face's, not GGUF's: see `stacked_experts`
-_NORMS_LESS_ONE = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})  # Hugging Face's, not GGUF's
+_NORMS_LESS_ONE = WITH_GATES | {"gemma", "gemma2", "gemma3", "gemma3_text"}  # Hugging Face's, not GGUF's
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,16 @@ _MODEL_TYPES = {
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
     "lfm2moe": "lfm2_moe",
+    "qwen3next": "qwen3_next",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
 }  # others have the same name in both worlds
 _WITH_WINDOWS = {"llama": "mistral", "olmo2": "olmo3"}  # an architecture whose layers have windows is another family
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
 # whose attention is scaled by hidden_size / heads instead of head_dim.
 _WINDOW_PATTERNS, _GEMMA3_LOCAL_BASE = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}, 10000.0
 _27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-_NORMALIZED_EXPERTS = {"qwen3moe", "lfm2moe"}
+_NORMALIZED_EXPERTS = {"qwen3moe", "lfm2moe", "qwen3next", "qwen35moe"}
 _SIGMOID = 2  # of `expert_gating_func`
 _SCALES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -109,12 +112,12 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
             "attention.head_count_kv", num_heads, skips_zeros=values.architecture in WITH_SHORT_CONVS
         ),
         "head_dim": head_dim,
-        "intermediate_size": values.count("feed_forward_length"),
+        "intermediate_size": values.count(key if values.has(key := "feed_forward_length") else f"expert_{key}"),
         "rms_norm_eps": values.real("attention.layer_norm_rms_epsilon"),
         "rope_theta": values.real("rope.freq_base", default=10000.0),
         "max_position_embeddings": values.count("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": any(name.endswith((".attn_q.bias", ".attn_qkv.bias")) for name in file.tensors),
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "attention_multiplier": head_dim**-0.5,

@@ -1,6 +1,6 @@
 """Fused tensors, which contain several of our tensors stacked by rows: q, k and v; gate and up. They are split here.
 
-`stacked_experts` splits the stacks of experts.
+`stacked_experts` splits the stacks of experts, and `fused_delta_nets` the projections of Qwen3-Next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
+from infer.checkpoint.fused_delta_nets import each_projection, is_fused
 from infer.checkpoint.stacked_experts import each_expert, is_stack
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError
@@ -18,6 +19,8 @@ _PARTS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
+
+WITH_GATES = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
 
 
 def taken_apart(
@@ -39,6 +42,9 @@ def taken_apart(
         if is_stack(module):
             found |= each_expert(info, module, kind, are_interleaved=are_interleaved)
             continue
+        if is_fused(module):
+            found |= each_projection(info, module, config)
+            continue
         fused = next((end for end in _PARTS if module.endswith(f".{end}")), None)
         if fused is None:
             found[name] = info
@@ -50,12 +56,12 @@ def taken_apart(
 
 
 def _shares(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the numbers of heads of q, k and v, by which the rows are divided."""
+    """Return the numbers of heads of q, k and v, by which the rows are divided. A gate doubles the rows of q."""
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1 or kv_heads < 1:
         return (1, 1, 1)  # the family says what is wrong with the config
-    return (heads, kv_heads, kv_heads)
+    return (heads * (2 if config.get("model_type") in WITH_GATES else 1), kv_heads, kv_heads)
 
 
 def _rows(info: TensorInfo, shares: Sequence[int]) -> list[tuple[int, int]]:

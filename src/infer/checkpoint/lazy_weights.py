@@ -1,8 +1,8 @@
 """Make weights of the tensors in a file, under our names, and undo the changes that formats make.
 
-Changes that are undone: llama.cpp's order of the rows of q and k; Gemma's norms, stored as w for 1 + w; rows of two
-matrices that alternate; transposed matrices; MXFP4's scales in a tensor of their own. Tensors of one axis (norms,
-biases) are returned as float32.
+Changes that are undone: llama.cpp's order of the rows of q and k; norms stored as w for 1 + w; rows of matrices that
+alternate, one by one or by heads; transposed matrices; MXFP4's scales in a tensor of their own. Tensors of one axis
+(norms, biases) are returned as float32.
 """
 
 from collections.abc import Iterator, Mapping
@@ -65,6 +65,8 @@ def _unread(info: TensorInfo) -> UnreadWeight:
         return UnreadWeight(info.type, info.shape, partial(_read_mxfp4, info, info.scales))
     if info.row_stride:
         return UnreadWeight(info.type, info.shape, partial(_read_strided, info))
+    if info.row_ranges:
+        return UnreadWeight(info.type, info.shape, partial(_read_ranges, info))
     row_bytes = info.num_bytes // num_rows
 
     def read(first: int, last: int) -> Tensor:
@@ -82,6 +84,18 @@ def _unread(info: TensorInfo) -> UnreadWeight:
         return in_half_order(heads, end_head - first_head).data[first - start : last - start]
 
     return UnreadWeight(info.type, info.shape, read_in_half_order)
+
+
+def _read_ranges(info: TensorInfo, first: int, last: int) -> Tensor:
+    """Return rows of a matrix whose rows are in several places of the file's matrix."""
+    num_columns, row_bytes = info.shape[1], info.num_bytes // info.shape[0]
+    parts, start = [], 0
+    for low, high in info.row_ranges:
+        begin, end = max(first - start, 0) + low, min(last - start, high - low) + low
+        if begin < end:
+            parts.append(_read(info, (end - begin, num_columns), begin * row_bytes, (end - begin) * row_bytes))
+        start += high - low
+    return torch.cat(parts) if parts else _read(info, (0, num_columns), 0, 0)
 
 
 def _read_strided(info: TensorInfo, first: int, last: int) -> Tensor:

@@ -20,6 +20,7 @@ class TensorInfo:
     added: float = 0.0  # what the stored values lack
     row_stride: int = 0  # bytes from row to row; 0: each follows the one before
     column_stride: int = 0  # bytes from column to column, if the file has the transposed matrix; 0: as usual
+    row_ranges: tuple[tuple[int, int], ...] = ()  # rows of the file's matrix that are this one's; (): those at offset
     scales: "TensorInfo | None" = None  # of MXFP4, if the scales are a tensor of their own; the rest is codes
 
     @property

@@ -45,12 +45,23 @@ _GGUF_LAYER = {
     "ffn_gate_inp_shexp": "mlp.shared_gate",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
+    "linear_attn_qkv": "linear_attn.qkv_proj",  # what we call attn_qkv in layers with ssm_conv1d
+    "attn_gate": "linear_attn.z_proj",
+    "ssm_in": "linear_attn.qkvz_proj",
+    "ssm_ba": "linear_attn.ba_proj",
+    "ssm_beta": "linear_attn.b_proj",
+    "ssm_alpha": "linear_attn.a_proj",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
 }
 # Tensors without ".weight" or ".bias" in our names.
 _GGUF_VECTOR = {
     "exp_probs_b.bias": "mlp.router.correction",
     "attn_sinks.weight": "self_attn.sinks",
     "shortconv.conv.weight": "conv.taps",
+    "ssm_conv1d.weight": "linear_attn.taps",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.decay",
 }
 _TWO_NORMS = {
     "input_layernorm": "attention_norm",
@@ -64,7 +75,8 @@ _FOUR_NORMS = {
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "post_mlp_norm",
 }
-# Names of the parts of experts: of Qwen, OLMoE and GLM; then of Granite and Mixtral. The last are all parts of LFM2.
+# Names of the parts of experts: of Qwen, OLMoE and GLM; then of Granite and Mixtral. The last are parts of
+# LFM2 and of gated delta nets.
 _PARTS = (
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.gate\.weight"), r"\1mlp.router.weight"),
     (re.compile(r"\.mlp\.gate\.e_score_correction_bias"), ".mlp.router.correction"),
@@ -90,19 +102,22 @@ _PARTS = (
     (re.compile(r"\.conv\.conv\.weight"), ".conv.taps"),
     (re.compile(r"\.conv\.conv\.bias"), ".conv.bias"),
     (re.compile(r"model\.embedding_norm\."), "model.norm."),
+    (re.compile(r"\.linear_attn\.in_proj_(qkv|qkvz|z|b|a|ba)\."), r".linear_attn.\1_proj."),
+    (re.compile(r"\.linear_attn\.conv1d\.weight"), ".linear_attn.taps"),
+    (re.compile(r"\.linear_attn\.A_log"), ".linear_attn.decay"),
 )
 # Most names, of which large models have 100,000, are ours as they are.
 _OURS = re.compile(
     r"model\.layers\.[0-9]+\.(self_attn\.[qkvo]_proj|mlp\.(experts\.[0-9]+\.)?(gate|up|down)_proj)\.(weight|bias)"
 )
-_GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.((?:shortconv\.)?\w+)\.(weight|bias)")
+_GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
 _NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.weight)")
 _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
 
-# Not part of the text network, or made from the config.
+# Not part of the text network, made from the config, or only for drafting tokens (mtp).
 _SKIPPED_GGUF = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 _SKIPPED = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision)\.|.*\.rotary_emb\.inv_freq"
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision|mtp)\.|.*\.rotary_emb\.inv_freq"
 )
 
 
@@ -114,6 +129,9 @@ def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
     usual = {name: name if has_gate else name.replace(".ffn_up.", ".ffn_gate_up.") for name in kept}
     if not has_mlp_norm:  # so the norm after attention is the one before the MLP
         usual = {name: alias.replace(".post_attention_norm.", ".ffn_norm.") for name, alias in usual.items()}
+    for name in [name for name in kept if name.endswith(".ssm_conv1d.weight")]:
+        qkv = name.replace(".ssm_conv1d.", ".attn_qkv.")
+        usual |= {qkv: qkv.replace(".attn_qkv.", ".linear_attn_qkv.")} if qkv in usual else {}
     return {name: _from_gguf(alias) for name, alias in usual.items()}
 
 
@@ -131,17 +149,19 @@ def _renamed(name: str, norms: Mapping[str, str]) -> str:
 
 
 def is_norm(name: str) -> bool:
-    """Return True if one of our names is the weight of a norm."""
-    return name.endswith("norm.weight")
+    """Return True if one of our names is the weight of a norm; not of the norm in a gated delta net."""
+    return name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
 
 
 def _from_gguf(name: str) -> str:
     match = _GGUF_PATTERN.fullmatch(name)
-    if match and (vector := _GGUF_VECTOR.get(f"{match[2]}.{match[3]}")):
-        return f"model.layers.{match[1]}.{vector}"
-    if match and match[2] in _GGUF_LAYER:
-        return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
-    return _GGUF_TOP.get(name, name)
+    if match is None:
+        return _GGUF_TOP.get(name, name)
+    module, _, kind = match[2].rpartition(".")
+    own = _GGUF_VECTOR.get(match[2])
+    if own is None and module in _GGUF_LAYER and kind in ("weight", "bias"):
+        own = f"{_GGUF_LAYER[module]}.{kind}"
+    return name if own is None else f"model.layers.{match[1]}.{own}"
 
 
 def _without_prefix(name: str) -> str:

@@ -117,6 +117,8 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
     if not family.rotates_partly and rope["partial_rotary_factor"] != 1:
         refused = f"partial_rotary_factor={rope['partial_rotary_factor']!r:.60}"
         raise UnsupportedModelError(f"{refused} is not supported for {config['model_type']}")
+    if family.has_gate and config.get("attn_output_gate") is False:
+        raise UnsupportedModelError(f"attn_output_gate=false is not supported for {config['model_type']}")
     has_qkv_bias = flag(config, "attention_bias")
     scale = positive(config, "query_pre_attn_scalar", float(head_dim)) ** -0.5
     return Attention(
@@ -130,6 +132,7 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
         has_qkv_bias=has_qkv_bias,
         has_output_bias=flag(config, "attention_output_bias") if "attention_output_bias" in config else has_qkv_bias,
         has_sinks=family.has_sinks,
+        has_gate=family.has_gate,
         qk_norm=family.qk_norm if family.qk_norm_setting is None or flag(config, family.qk_norm_setting) else None,
     )
 

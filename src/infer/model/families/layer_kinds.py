@@ -80,6 +80,15 @@ def convolutions_but_listed(config: Config, num_layers: int) -> Sequence[str]:
     return [FULL if layer in attending else CONVOLUTION for layer in range(num_layers)]
 
 
+def linear_but_every_nth(config: Config, num_layers: int) -> Sequence[str]:
+    """Return attention for every `full_attention_interval`-th layer, and gated delta nets for the others."""
+    given = _given_kinds(config, num_layers, (FULL, LINEAR))
+    if given is not None:
+        return given
+    every = count(config, "full_attention_interval", default=4)
+    return [LINEAR if (layer + 1) % every else FULL for layer in range(num_layers)]
+
+
 def all_rotated(config: Config, num_layers: int) -> Sequence[bool]:
     return [True] * num_layers
 

@@ -1,12 +1,38 @@
 """Config → mixers that keep a state, for the families that have them."""
 
+from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag
-from infer.operands.architecture import ShortConv
+from infer.operands.architecture import GatedDeltaNet, ShortConv
 
 _MAX_TAPS = 64  # a page of the cache covers as many positions
+_MAX_HEADS, _MAX_HEAD_DIM = 4096, 4096
 
 
 def short_conv(config: Config) -> ShortConv:
     """Return the convolution of LFM2, whose channels are those of the residual stream."""
     num_taps = count(config, "conv_L_cache", maximum=_MAX_TAPS)
     return ShortConv(count(config, "hidden_size"), num_taps, has_bias=flag(config, "conv_bias"))
+
+
+def gated_delta_net(config: Config) -> GatedDeltaNet:
+    """Return the linear attention of Qwen3-Next and Qwen3.5.
+
+    `linear_decay_is_log` and `linear_value_heads_are_tiled` are settings of GGUF files alone.
+    """
+    if config["hidden_act"] not in ("silu", "swish"):
+        refused = f"hidden_act {config['hidden_act']!r:.60}"
+        raise UnsupportedModelError(f"{refused} is not supported for {config['model_type']}: it must be 'silu'")
+    num_key_heads = count(config, "linear_num_key_heads", maximum=_MAX_HEADS)
+    num_value_heads = count(config, "linear_num_value_heads", maximum=_MAX_HEADS)
+    if num_value_heads % num_key_heads:
+        rule = f"must be a multiple of linear_num_key_heads={num_key_heads}"
+        raise ModelError(f"config: linear_num_value_heads={num_value_heads} {rule}")
+    return GatedDeltaNet(
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=count(config, "linear_key_head_dim", maximum=_MAX_HEAD_DIM),
+        value_dim=count(config, "linear_value_head_dim", maximum=_MAX_HEAD_DIM),
+        num_taps=count(config, "linear_conv_kernel_dim", maximum=_MAX_TAPS),
+        is_decay_log=config.get("linear_decay_is_log", True),
+        are_heads_tiled=config.get("linear_value_heads_are_tiled", False),
+    )

@@ -4,7 +4,7 @@ Defaults are those of Hugging Face's configuration classes, except for sizes, wh
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from infer.errors import UnsupportedModelError
@@ -25,18 +25,20 @@ from infer.model.families.experts import (
 from infer.model.families.layer_kinds import (
     CONVOLUTION,
     FULL,
+    LINEAR,
     all_full,
     all_rotated,
     all_windowed,
     all_windowed_but_every,
     convolutions_but_listed,
     exaone4_kinds,
+    linear_but_every_nth,
     rotated_but_every_nth,
     rotated_where_windowed,
     windowed_from_a_layer_on,
     windowed_where_not_rotated,
 )
-from infer.model.families.recurrent import short_conv
+from infer.model.families.recurrent import gated_delta_net, short_conv
 from infer.model.families.rope_scaling import rope_settings
 from infer.model.families.widths import intermediate_size, lfm2_size
 from infer.operands.architecture import Activation, Experts, Norms, Recurrent
@@ -125,6 +127,7 @@ class Family:
     qk_norm: Literal["head", "all"] | None = None
     qk_norm_setting: str | None = None  # the setting that says whether there are such norms
     has_sinks: bool = False
+    has_gate: bool = False
 
 
 def _defaults(max_positions: int, *, eps: float = 1e-6, **others: Any) -> dict[str, Any]:
@@ -154,6 +157,27 @@ _GEMMA3 = Family(
 
 _LFM2 = _defaults(128_000, eps=1e-5, num_key_value_heads=8, tie_word_embeddings=True, conv_L_cache=3)
 _LFM2_NAMES = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
+
+_DELTA_NETS = _defaults(32_768, head_dim=256, partial_rotary_factor=0.25) | {"linear_conv_kernel_dim": 4}
+_DELTA_NETS |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+_DELTA_NETS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_QWEN35 = Family(
+    _DELTA_NETS | {"num_key_value_heads": 4},
+    reads=_ATTENTION_BIAS,
+    layer_kinds=linear_but_every_nth,
+    recurrent={LINEAR: gated_delta_net},
+    rotates_partly=True,
+    qk_norm="head",
+    has_gate=True,
+)
+_QWEN35_MOE = replace(
+    _QWEN35,
+    defaults=_DELTA_NETS
+    | {"num_key_value_heads": 2, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    fixed={"norm_topk_prob": True},
+    experts=qwen_experts,
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(_defaults(2048), reads=_ATTENTION_BIAS | {"mlp_bias"}),
@@ -304,6 +328,16 @@ FAMILIES: dict[str, Family] = {
         experts=lfm2_experts,
         is_sparse=is_sparse_in_lfm2,
     ),
+    "qwen3_5": _QWEN35,
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe": _QWEN35_MOE,
+    "qwen3_5_moe_text": _QWEN35_MOE,
+    "qwen3_next": replace(
+        _QWEN35_MOE,
+        defaults={**_QWEN35_MOE.defaults, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        fixed={},
+        is_sparse=is_sparse_in_qwen,
+    ),
 }
 
 _NEIGHBOURS = "a rotation of neighbouring elements"
@@ -325,14 +359,6 @@ NEEDS: dict[str, str] = {
     "deepseek2": _LATENT,
     "kimi_k2": _LATENT,
     "glm4_moe_lite": _LATENT,
-    "qwen3_next": _STATES,
-    "qwen3next": _STATES,
-    "qwen3_5": _STATES,
-    "qwen3_5_text": _STATES,
-    "qwen3_5_moe": _STATES,
-    "qwen3_5_moe_text": _STATES,
-    "qwen35": _STATES,
-    "qwen35moe": _STATES,
     "granitemoehybrid": _STATES,
     "nemotron_h": _STATES,
     "gemma4": "keys and values that layers share",

@@ -272,13 +272,13 @@ def step_of(row: int, start: int, count: int) -> Step:
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "rotated", "softcap", "kv_type", "has_sinks"),
+    ("shape", "window", "rotated", "softcap", "kv_type", "has_sinks", "has_gate"),
     [
-        ((9, 3, 64), None, 64, None, "f32", False),
-        ((4, 1, 256), 100, 256, 0.5, "f16", False),
-        ((8, 2, 128), 300, 64, None, "bf16", True),
-        ((4, 4, 40), None, 0, 0.5, "f32", False),
-        ((6, 2, 20), 7, 20, 3.0, "f32", True),
+        ((9, 3, 64), None, 64, None, "f32", False, True),
+        ((4, 1, 256), 100, 64, 0.5, "f16", False, True),
+        ((8, 2, 128), 300, 64, None, "bf16", True, False),
+        ((4, 4, 40), None, 0, 0.5, "f32", False, False),
+        ((6, 2, 20), 7, 20, 3.0, "f32", True, True),
     ],
 )
 def test_attention_agrees_with_reference(
@@ -288,14 +288,18 @@ def test_attention_agrees_with_reference(
     softcap: float | None,
     kv_type: str,
     has_sinks: bool,
+    has_gate: bool,
 ) -> None:
     heads = make_heads(*shape, rotated, normed=kv_type != "f32")
     heads = replace(heads, softcap=softcap, sinks=torch.linspace(-6, 6, shape[0]) if has_sinks else None)
+    width = (shape[0] + 2 * shape[1]) * shape[2]
+    if has_gate:
+        heads, width = replace(heads, gate_start=width), width + shape[0] * shape[2]
     caches = [make_layer(heads, 2, 1000, kv_type, window=window) for _ in range(2)]
     steps = [step_of(0, 0, 5), step_of(1, 0, 300), step_of(0, 5, 1), join([step_of(0, 6, 2), step_of(1, 300, 1)])]
     steps += [step_of(1, 301, 600), step_of(1, 901, 3), join([step_of(1, 904, 40), step_of(0, 8, 17)])]
     for index, step in enumerate(steps):
-        qkv = torch.randn(len(step.tokens), (shape[0] + 2 * shape[1]) * shape[2], generator=torch.manual_seed(index))
+        qkv = torch.randn(len(step.tokens), width, generator=torch.manual_seed(index))
         remaining = iter(caches)
         actual, expected = both(
             lambda qkv=qkv, step=step, left=remaining: ops.attend(Activations(qkv), heads, next(left), step).floats
@@ -325,7 +329,7 @@ class Tiny:
 
     def __init__(self, hidden: int = 64, layers: int = 2, rows: int = 4, capacity: int = 400) -> None:
         types = iter(["Q4_0", "Q6_K", "Q8_0", "Q4_K", "F16", "Q5_0", "Q4_1", "Q5_K"] * layers)
-        self.heads = make_heads(6, 2, 32, 32, normed=True)
+        self.heads = replace(make_heads(6, 2, 32, 32, normed=True), gate_start=320)
         self.norm = Norm(torch.linspace(0.5, 1.5, hidden), 1e-5)
 
         def project(label: str, rows: int, columns: int) -> Projection:
@@ -335,7 +339,7 @@ class Tiny:
             weight = make_weight(type_, rows, columns, rows, scale=0.2)
             return cpu.prepare(Projection((weight,), label=label), CPU)
 
-        shapes = {"qkv": (320, hidden), "output": (hidden, 192), "gate_up": (512, hidden), "down": (hidden, 256)}
+        shapes = {"qkv": (512, hidden), "output": (hidden, 192), "gate_up": (512, hidden), "down": (hidden, 256)}
         self.layers = [
             tuple(project(f"L{index}.{name}", *shape) for name, shape in shapes.items()) for index in range(layers)
         ]

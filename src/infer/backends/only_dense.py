@@ -13,5 +13,6 @@ def check_only_dense(layers: Iterable[Layer], device: str) -> None:
     parts = [part for layer in layers for part in layer.parts]
     others = {_NAMES[type(part)] for part in parts if type(part) in _NAMES}
     others |= {"attention sinks" for part in parts if isinstance(part, Attention) and part.has_sinks}
+    others |= {"output gates" for part in parts if isinstance(part, Attention) and part.has_gate}
     if others:
         raise UnsupportedModelError(f"device {device} has no kernels for {', '.join(sorted(others))}: use device cpu")

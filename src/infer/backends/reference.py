@@ -106,7 +106,10 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
         decoded = decode_keys(row_keys, kv_type).to(q.dtype), decode_values(row_values, kv_type).to(q.dtype)
         are_sinks = held < pages.sinks[row]
         out[mine] = attend_row((q[mine], far[mine]), *decoded, seen[:, held], are_sinks, heads)
-    return Activations(gathered(out.flatten(1), heads.shares))
+    attended = out.flatten(1)
+    if heads.gate_start is not None:
+        attended = attended * torch.sigmoid(qkv.floats[:, heads.gate_start : heads.gate_start + attended.shape[1]])
+    return Activations(gathered(attended, heads.shares))
 
 
 def short_conv(projected: Activations, weights: ConvWeights, layer: ConvCache, step: Step) -> Activations:

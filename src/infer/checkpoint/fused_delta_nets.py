@@ -38,22 +38,26 @@ def each_projection(info: TensorInfo, module: str, config: Mapping[str, Any]) ->
     if len(info.shape) != 2 or info.shape[0] != total:
         problem = f"expected {total} rows for {num_groups} key heads, got the shape {info.shape}"
         raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
-    ranges = _ranges(num_groups, parts)
+    ranges = row_ranges(num_groups, parts)
     at = module.removesuffix(_QKVZ).removesuffix(_BA) + ".linear_attn."
     if module.endswith(_BA):
-        return {f"{at}b_proj.weight": _gathered(info, ranges[0]), f"{at}a_proj.weight": _gathered(info, ranges[1])}
+        return {
+            f"{at}b_proj.weight": gathered_rows(info, ranges[0]),
+            f"{at}a_proj.weight": gathered_rows(info, ranges[1]),
+        }
     q, k, v, z = ranges
-    return {f"{at}qkv_proj.weight": _gathered(info, q + k + v), f"{at}z_proj.weight": _gathered(info, z)}
+    return {f"{at}qkv_proj.weight": gathered_rows(info, q + k + v), f"{at}z_proj.weight": gathered_rows(info, z)}
 
 
-def _ranges(num_groups: int, parts: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return the ranges of rows of each part, in the order of the groups."""
+def row_ranges(num_groups: int, parts: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Return the ranges of rows of each part, in the order of the groups. `parts` are their rows in a group."""
     starts = [group * sum(parts) for group in range(num_groups)]
     ends = list(pairwise(accumulate(parts, initial=0)))
     return [[(start + first, start + end) for start in starts] for first, end in ends]
 
 
-def _gathered(info: TensorInfo, ranges: list[tuple[int, int]]) -> TensorInfo:
+def gathered_rows(info: TensorInfo, ranges: list[tuple[int, int]]) -> TensorInfo:
+    """Return the matrix of these ranges of a matrix's rows."""
     num_rows = sum(end - first for first, end in ranges)
     num_bytes = num_rows * BLOCK_TYPES[info.type].row_bytes(info.shape[1])
     return replace(info, shape=(num_rows, info.shape[1]), num_bytes=num_bytes, row_ranges=tuple(ranges))

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
-from infer.checkpoint.fused_delta_nets import each_projection, is_fused
+from infer.checkpoint.fused_delta_nets import each_projection, gathered_rows, is_fused, row_ranges
 from infer.checkpoint.stacked_experts import each_expert, is_stack
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError
@@ -20,6 +20,7 @@ _PARTS = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 
+_Q = ".self_attn.q_proj"
 WITH_GATES = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
 
 
@@ -45,6 +46,9 @@ def taken_apart(
         if is_fused(module):
             found |= each_projection(info, module, config)
             continue
+        if module.endswith(_Q) and config.get("model_type") in WITH_GATES:
+            found |= _q_and_gate(info, module, kind, config)
+            continue
         fused = next((end for end in _PARTS if module.endswith(f".{end}")), None)
         if fused is None:
             found[name] = info
@@ -55,13 +59,28 @@ def taken_apart(
     return found
 
 
+def _q_and_gate(info: TensorInfo, module: str, kind: str, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Return the projections of q and of the gates, whose rows alternate by heads."""
+    heads = config.get("num_attention_heads")
+    if not isinstance(heads, int) or heads < 1:
+        return {f"{module}.{kind}": info}  # the family says what is wrong with the config
+    if len(info.shape) != 2 or info.shape[0] % (2 * heads):
+        problem = f"expected rows of q and a gate for each of {heads} heads, got the shape {info.shape}"
+        raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
+    q, gate = row_ranges(heads, [info.shape[0] // (2 * heads)] * 2)
+    return {
+        f"{module}.{kind}": gathered_rows(info, q),
+        f"{module.removesuffix(_Q)}.self_attn.gate_proj.{kind}": gathered_rows(info, gate),
+    }
+
+
 def _shares(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the numbers of heads of q, k and v, by which the rows are divided. A gate doubles the rows of q."""
+    """Return the numbers of heads of q, k and v, by which the rows are divided."""
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1 or kv_heads < 1:
         return (1, 1, 1)  # the family says what is wrong with the config
-    return (heads * (2 if config.get("model_type") in WITH_GATES else 1), kv_heads, kv_heads)
+    return (heads, kv_heads, kv_heads)
 
 
 def _rows(info: TensorInfo, shares: Sequence[int]) -> list[tuple[int, int]]:

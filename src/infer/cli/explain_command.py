@@ -23,7 +23,7 @@ _WORDS = {
     "activation": "{}",
     "qk_norm": "q and k norms ({})",
 }
-_FLAGS = {"has_bias": "mlp bias", "has_sinks": "attention sinks"}
+_FLAGS = {"has_bias": "mlp bias", "has_sinks": "attention sinks", "has_gate": "output gates"}
 _MAX_ENDS = 8
 
 

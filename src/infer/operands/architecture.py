@@ -62,7 +62,7 @@ class Attention:
     has_output_bias: bool = False
     qk_norm: Literal["head", "all"] | None = None  # over each head, or over all of them together
     has_sinks: bool = False  # a logit of each head beside the scores in the softmax, whose share is nobody's
-    has_gate: bool = False  # what a head attends to is multiplied by sigmoid(gate · x); q's rows are [q, gate] per head
+    has_gate: bool = False  # what a head attends to is multiplied by sigmoid(gate · x), element by element
 
     @property
     def query_features(self) -> int:
@@ -77,13 +77,16 @@ class Attention:
     @property
     def widths(self) -> tuple[int, ...]:
         """Values per token of each tensor that ranks of a group gather."""
-        return self.query_features, self.query_features + 2 * self.kv_features
+        projected = self.query_features * (2 if self.has_gate else 1) + 2 * self.kv_features
+        return self.query_features, projected
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""
         wide, narrow = self.query_features, self.kv_features
-        rows = {"q": wide * (2 if self.has_gate else 1), "k": narrow, "v": narrow}
+        rows = {"q": wide, "k": narrow, "v": narrow}
         shapes: Shapes = {f"self_attn.{which}_proj.weight": (count, hidden) for which, count in rows.items()}
+        if self.has_gate:
+            shapes["self_attn.gate_proj.weight"] = (wide, hidden)
         shapes["self_attn.o_proj.weight"] = (hidden, wide)
         if self.has_qkv_bias:
             shapes |= {f"self_attn.{which}_proj.bias": (count,) for which, count in rows.items()}

@@ -237,6 +237,7 @@ class Heads:
     sinks: Float[Tensor, "heads"] | None = None  # a logit of each head beside its scores, not scaled
     shares: Shares | None = None  # with them these are one rank's heads; what they attended to is gathered
     qkv_starts: tuple[int, int, int] | None = None  # where these heads begin in qkv of all ranks; None: it has no other
+    gate_start: int | None = None  # the first column of these heads' gates, after q, k and v; None: they have none
 
     @property
     def starts(self) -> tuple[int, int, int]:

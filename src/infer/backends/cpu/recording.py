@@ -27,6 +27,8 @@ from infer.errors import InvalidRequestError
 from infer.operands.group import Shares
 from infer.operands.step import Step
 
+_WITHIN_A_LAYER = ("attend", "conv")  # labels of ops that have no projection, and so no layer's name
+
 
 class Run(ABC):
     """A table being made. It may be run with at most `capacity` tokens and `max_logits` logits."""
@@ -139,7 +141,7 @@ class Recording(Run):
         """Set the label of the commands that follow. An op without a projection belongs to the layer before it."""
         layer, _, _ = label.rpartition(".")
         self._layer = layer or self._layer
-        self.label = label if layer or not self._layer else f"{self._layer}.{label}"
+        self.label = f"{self._layer}.{label}" if label in _WITHIN_A_LAYER else label
 
 
 @final

@@ -106,6 +106,7 @@ ATTEND = np.dtype(
         ("eps", np.float32, 2),  # of q's and k's norm
         ("softcap", np.float32),  # 0: none
         ("sink_logits", np.int64),  # f32 [heads], or 0
+        ("gates", np.int64),  # f32 [heads × dim] of the first token, qkv_bytes from token to token, or 0
         ("norms", np.int64, 2),  # their weights, or 0
         ("norm_strides", np.int64, 2),  # bytes of weight from head to head; 0: a head is normalised by itself
         ("cos", np.int64),  # f32 [sets, positions, half], or 0

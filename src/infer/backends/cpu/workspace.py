@@ -80,9 +80,9 @@ def _add_attention(
 ) -> None:
     tokens, context, hidden = step.sizes.tokens, step.sizes.context, architecture.hidden_size
     wide, narrow = attention.query_features, attention.kv_features
-    qkv = [types[f"{at}self_attn.{which}_proj.weight"] for which in "qkv"]
-    step.floats("projected", tokens, wide + 2 * narrow)
-    step.project(qkv, [wide, narrow, narrow], hidden)
+    rows = {"q": wide, "k": narrow, "v": narrow} | ({"gate": wide} if attention.has_gate else {})
+    step.floats("projected", tokens, sum(rows.values()))
+    step.project([types[f"{at}self_attn.{which}_proj.weight"] for which in rows], list(rows.values()), hidden)
     step.floats("attended", tokens, wide)
     is_beyond = context > architecture.most_positions and attention.window is None and attention.rope is not None
     step.floats("queries", (2 if is_beyond else 1) * tokens, wide)

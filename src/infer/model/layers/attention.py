@@ -54,6 +54,10 @@ class LoadedAttention:
 def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, Heads]:
     """Return this rank's share of the query, key and value projection, and its heads."""
     names, dim = [f"self_attn.{which}_proj" for which in "qkv"], attention.head_dim
+    if attention.has_gate:
+        names.append("self_attn.gate_proj")
+    before_v = attention.num_heads + attention.num_kv_heads
+    before_gate = before_v + attention.num_kv_heads
     heads = Heads(
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
@@ -64,6 +68,7 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
         k_norm=loader.norm("self_attn.k_norm") if attention.qk_norm else None,
         softcap=attention.softcap,
         sinks=loader.vector("self_attn.sinks") if attention.has_sinks else None,
+        gate_start=dim * before_gate if attention.has_gate else None,
     )
     if loader.group is None:
         return loader.projection(*names, label="qkv"), heads
@@ -76,8 +81,11 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
     sinks = None if heads.sinks is None else heads.sinks[first:end].contiguous()
     heads = replace(heads, num_heads=end - first, num_kv_heads=kv_end - kv_first, sinks=sinks, shares=shares)
     if len({after - before for before, after in pairwise(starts)}) > 1:  # to gather costs less than to wait
-        before_v = attention.num_heads + attention.num_kv_heads
         qkv_starts = dim * first, dim * (attention.num_heads + kv_first), dim * (before_v + kv_first)
-        return loader.by_rows(*names, label="qkv"), replace(heads, qkv_starts=qkv_starts)
+        gate_start = dim * (before_gate + first) if attention.has_gate else None
+        return loader.by_rows(*names, label="qkv"), replace(heads, qkv_starts=qkv_starts, gate_start=gate_start)
     ranges = [(dim * first, dim * end), *[(dim * kv_first, dim * kv_end)] * 2]
+    if attention.has_gate:
+        ranges.append(ranges[0])
+        heads = replace(heads, gate_start=dim * (end - first + 2 * (kv_end - kv_first)))
     return loader.projection(*names, label="qkv", ranges=ranges), heads

@@ -200,7 +200,7 @@ def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
             first = end
         for column in range(left, right):
             own, head = token + column // group, kv * group + column % group
-            divide(results + column * size, args, head, _out_of_head(args, own, head))
+            divide(results + column * size, args, own, head, _out_of_head(args, own, head))
             if dim % BLOCK == 0:
                 _quantize_heads(args, state.num_tokens, own, head, 1)
 
@@ -284,5 +284,5 @@ def finish(args, state, thread, num_threads):
                 for index in range(slot // CHUNK + 1 - num_skipped):
                     chunk = index if index < num_first else index + num_skipped
                     merge(result, args.partials + (query * args.num_chunks + chunk) * partial_bytes, dim)
-                divide(result, args, head, _out_of_head(args, token, head))
+                divide(result, args, token, head, _out_of_head(args, token, head))
         _quantize_heads(args, tokens, token, first, per_item)

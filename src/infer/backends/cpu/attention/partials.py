@@ -15,7 +15,7 @@ from infer.backends.cpu import simd
 from infer.backends.cpu.attention.cache_slots import parts_of_chunk, seen_lanes, seen_of_chunk
 from infer.backends.cpu.attention.chunk_products import make_add_chunk_values, make_chunk_scores
 from infer.backends.cpu.layouts import LANES
-from infer.backends.cpu.math_functions import exp_scalar, exp_up_to_0, softcapped
+from infer.backends.cpu.math_functions import exp_scalar, exp_up_to_0, sigmoid, softcapped
 from infer.backends.cpu.records import CHUNK, SCORE_BYTES
 from infer.backends.cpu.simd import (
     load_f32,
@@ -184,8 +184,11 @@ def merge(into, partial, dim):
 
 
 @njit
-def divide(partial, args, head, out):
-    """Store the values' sum divided by the sum of weights, and of the head's sink if it has one: attention's result."""
+def divide(partial, args, token, head, out):
+    """Store the values' sum divided by the sum of weights, and of the head's sink if it has one: attention's result.
+
+    It is multiplied by the sigmoid of the token's gates, if there are any.
+    """
     dim, share = args.dim, np.float32(1)
     total = load_scalar_f32(partial + 4 * dim + 4)
     if args.sink_logits != 0:
@@ -199,4 +202,7 @@ def divide(partial, args, head, out):
         value = load_upto(partial + 4 * i, dim - i)
         if args.sink_logits != 0:
             value = value * splat_f32(share)
-        store_upto(out + 4 * i, dim - i, value / splat_f32(total))
+        value = value / splat_f32(total)
+        if args.gates != 0:
+            value = value * sigmoid(load_upto(args.gates + args.qkv_bytes * token + 4 * (dim * head + i), dim - i))
+        store_upto(out + 4 * i, dim - i, value)

@@ -74,6 +74,12 @@ def _of_qwen(layer: Any) -> dict[str, Tensor]:
         for which in "qkvo":
             module = getattr(layer.self_attn, f"{which}_proj")
             found |= {f"self_attn.{which}_proj.weight": module.weight, f"self_attn.{which}_proj.bias": module.bias}
+        for kind in ("weight", "bias"):  # the rows of q and of the gates alternate by heads
+            both = found[f"self_attn.q_proj.{kind}"]
+            if both is not None:
+                heads = both.unflatten(0, (oracle_heads(layer), 2, -1))
+                found[f"self_attn.q_proj.{kind}"] = heads[:, 0].flatten(0, 1)
+                found[f"self_attn.gate_proj.{kind}"] = heads[:, 1].flatten(0, 1)
         found |= {
             f"self_attn.{which}_norm.weight": getattr(layer.self_attn, f"{which}_norm").weight + 1 for which in "qk"
         }
@@ -85,6 +91,11 @@ def _of_qwen(layer: Any) -> dict[str, Tensor]:
     shared = layer.mlp.shared_expert
     found |= {f"mlp.shared_expert.{which}_proj.weight": getattr(shared, f"{which}_proj").weight for which in _GATED}
     return found | _experts(layer.mlp.experts)
+
+
+def oracle_heads(layer: Any) -> int:
+    heads: int = layer.self_attn.config.num_attention_heads
+    return heads
 
 
 def _delta_net(net: Any) -> dict[str, Tensor]:

@@ -83,9 +83,7 @@ def test_ropes_factors_are_no_weight() -> None:
     assert names_from_gguf(["rope_freqs.weight"]) == {}
 
 
-@pytest.mark.parametrize(
-    "name", ["blk.0.ssm_in.weight", "blk.00.attn_q.weight", "blk.-1.attn_q.weight", "blk.0.attn_q"]
-)
+@pytest.mark.parametrize("name", ["blk.0.ssm_d.weight", "blk.00.attn_q.weight", "blk.-1.attn_q.weight", "blk.0.attn_q"])
 def test_a_name_that_we_do_not_know_is_kept_to_be_reported(name: str) -> None:
     assert names_from_gguf([name]) == {name: name}
     assert names_from_hugging_face([name]) == {name: name}

@@ -11,7 +11,6 @@ from typing import Any
 
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError
-from infer.quantization.ggml_types import BLOCK_TYPES
 
 _QKVZ, _BA = ".linear_attn.qkvz_proj", ".linear_attn.ba_proj"
 
@@ -57,7 +56,7 @@ def row_ranges(num_groups: int, parts: Sequence[int]) -> list[list[tuple[int, in
 
 
 def gathered_rows(info: TensorInfo, ranges: list[tuple[int, int]]) -> TensorInfo:
-    """Return the matrix of these ranges of a matrix's rows."""
+    """Return the tensor of these ranges of a tensor's rows."""
     num_rows = sum(end - first for first, end in ranges)
-    num_bytes = num_rows * BLOCK_TYPES[info.type].row_bytes(info.shape[1])
-    return replace(info, shape=(num_rows, info.shape[1]), num_bytes=num_bytes, row_ranges=tuple(ranges))
+    num_bytes = num_rows * (info.num_bytes // info.shape[0])
+    return replace(info, shape=(num_rows, *info.shape[1:]), num_bytes=num_bytes, row_ranges=tuple(ranges))

@@ -56,6 +56,8 @@ def read_weight(info: TensorInfo) -> StoredWeight:
     """Return a copy of a tensor as the file stores it."""
     if info.row_stride:
         return StoredWeight(info.type, info.shape, _read_strided(info, 0, info.shape[0]))
+    if info.row_ranges:
+        return StoredWeight(info.type, info.shape, _read_ranges(info, 0, info.shape[0]))
     return StoredWeight(info.type, info.shape, _read(info, info.shape, 0, info.num_bytes))
 
 
@@ -87,15 +89,15 @@ def _unread(info: TensorInfo) -> UnreadWeight:
 
 
 def _read_ranges(info: TensorInfo, first: int, last: int) -> Tensor:
-    """Return rows of a matrix whose rows are in several places of the file's matrix."""
-    num_columns, row_bytes = info.shape[1], info.num_bytes // info.shape[0]
+    """Return rows of a tensor whose rows are in several places of the file's tensor."""
+    columns, row_bytes = info.shape[1:], info.num_bytes // info.shape[0]
     parts, start = [], 0
     for low, high in info.row_ranges:
         begin, end = max(first - start, 0) + low, min(last - start, high - low) + low
         if begin < end:
-            parts.append(_read(info, (end - begin, num_columns), begin * row_bytes, (end - begin) * row_bytes))
+            parts.append(_read(info, (end - begin, *columns), begin * row_bytes, (end - begin) * row_bytes))
         start += high - low
-    return torch.cat(parts) if parts else _read(info, (0, num_columns), 0, 0)
+    return torch.cat(parts) if parts else _read(info, (0, *columns), 0, 0)
 
 
 def _read_strided(info: TensorInfo, first: int, last: int) -> Tensor:

@@ -83,10 +83,8 @@ class Attention:
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""
         wide, narrow = self.query_features, self.kv_features
-        rows = {"q": wide, "k": narrow, "v": narrow}
+        rows = {"q": wide, "k": narrow, "v": narrow} | ({"gate": wide} if self.has_gate else {})
         shapes: Shapes = {f"self_attn.{which}_proj.weight": (count, hidden) for which, count in rows.items()}
-        if self.has_gate:
-            shapes["self_attn.gate_proj.weight"] = (wide, hidden)
         shapes["self_attn.o_proj.weight"] = (hidden, wide)
         if self.has_qkv_bias:
             shapes |= {f"self_attn.{which}_proj.bias": (count,) for which, count in rows.items()}

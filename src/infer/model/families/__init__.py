@@ -120,8 +120,6 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
     if family.has_gate and config.get("attn_output_gate") is False:
         raise UnsupportedModelError(f"attn_output_gate=false is not supported for {config['model_type']}")
     has_qkv_bias = flag(config, "attention_bias")
-    if family.has_gate and has_qkv_bias:
-        raise UnsupportedModelError(f"attention_bias=true is not supported for {config['model_type']}")
     scale = positive(config, "query_pre_attn_scalar", float(head_dim)) ** -0.5
     return Attention(
         num_heads=num_heads,

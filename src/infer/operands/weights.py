@@ -11,7 +11,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.operands.architecture import Activation, Router
+from infer.operands.architecture import Activation, GatedDeltaNet, Router
 from infer.operands.group import Shares
 from infer.quantization.ggml_types import BLOCK_TYPES
 
@@ -207,6 +207,18 @@ class ConvWeights:
 
     taps: Float[Tensor, "taps channels"]
     bias: Float[Tensor, "channels"] | None
+
+
+@final
+@dataclass(frozen=True)
+class DeltaNetWeights:
+    """The values of a gated delta net between its projections, in float32: `GatedDeltaNet` has the equations."""
+
+    net: GatedDeltaNet
+    taps: Float[Tensor, "taps channels"]  # of the convolution; the last is the token's own
+    dt_bias: Float[Tensor, "value_heads"]
+    decay: Float[Tensor, "value_heads"]  # negative
+    norm: Norm  # of each head's result
 
 
 @final

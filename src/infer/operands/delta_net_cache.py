@@ -1,0 +1,57 @@
+"""Cached values of gated delta nets, by page: a state at each page's start, and a log of the page's tokens."""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Self, final
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from infer.operands.architecture import GatedDeltaNet
+from infer.quantization.kv_layout import Pages
+
+
+@final
+@dataclass(frozen=True)
+class DeltaNetCache:
+    """A layer's part of each page. The token at position p has the place t = p % page_tokens in its row's page.
+
+    S exists only before the first token of a page. After the token at place t it is
+
+        e^{G_t} S + Σ_{j ≤ t} e^{G_t − G_j} k_j u_jᵀ
+
+    The token at place 0 makes its page's S from the page before. At position 0, S is 0. A step writes the page of each
+    of its tokens, in the order of their positions. It reads the pages of the tokens before.
+    """
+
+    inputs: Float[Tensor, "pages page_tokens channels"]  # of the convolution
+    states: Float[Tensor, "pages value_heads key_dim value_dim"]  # S
+    keys: Float[Tensor, "pages key_heads key_dim page_tokens"]  # k
+    updates: Float[Tensor, "pages value_heads page_tokens value_dim"]  # u
+    decays: Float[Tensor, "pages value_heads page_tokens"]  # G: the sum of log α from place 0 to the token itself
+    pages: Pages
+
+    @classmethod
+    def of_memory(cls, memory: UInt8[Tensor, "pages bytes"], net: GatedDeltaNet, pages: Pages) -> Self:
+        """Return the views of a page memory with `page_bytes` bytes per page."""
+        floats, shapes = memory.view(torch.float32), _shapes(net, pages.page_tokens)
+        borders = pairwise(accumulate(map(prod, shapes), initial=0))
+        parts = (floats[:, first:end].unflatten(1, shape) for (first, end), shape in zip(borders, shapes, strict=True))
+        return cls(*parts, pages)
+
+
+def page_bytes(net: GatedDeltaNet, page_tokens: int) -> int:
+    """Return the bytes that a layer has in each page of `page_tokens` tokens."""
+    return 4 * sum(map(prod, _shapes(net, page_tokens)))
+
+
+def _shapes(net: GatedDeltaNet, page_tokens: int) -> tuple[tuple[int, ...], ...]:
+    return (
+        (page_tokens, net.num_channels),
+        (net.num_value_heads, net.key_dim, net.value_dim),
+        (net.num_key_heads, net.key_dim, page_tokens),
+        (net.num_value_heads, page_tokens, net.value_dim),
+        (net.num_value_heads, page_tokens),
+    )

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from infer.backends.reference_recurrent import gated_delta_net as gated_delta_net
+from infer.backends.reference_recurrent import short_conv as short_conv
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation, Router
 from infer.operands.group import Shares
-from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Step
 from infer.operands.weights import (
     ConvertedWeight,
-    ConvWeights,
     ExpertWeights,
     Heads,
     Norm,
@@ -110,32 +110,6 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     if heads.gate_start is not None:
         attended = attended * torch.sigmoid(qkv.floats[:, heads.gate_start : heads.gate_start + attended.shape[1]])
     return Activations(gathered(attended, heads.shares))
-
-
-def short_conv(projected: Activations, weights: ConvWeights, layer: ConvCache, step: Step) -> Activations:
-    b, c, u = projected.floats.chunk(3, dim=-1)
-    return Activations(c * convolved(b * u, weights, layer, step))
-
-
-def convolved(
-    x: Float[Tensor, "tokens channels"], weights: ConvWeights, layer: ConvCache, step: Step
-) -> Float[Tensor, "tokens channels"]:
-    """Return the causal convolution of each channel, and keep x in the cache."""
-    page_tokens, num_taps = layer.pages.page_tokens, len(weights.taps)
-    bias = torch.zeros_like(x[0]) if weights.bias is None else weights.bias.to(x.dtype)
-    y = bias.expand_as(x).clone()
-    for row in sorted(set(step.rows.tolist())):
-        mine = (step.rows == row).nonzero().flatten()
-        start = int(step.positions[mine[0]])
-        before = torch.arange(max(0, start - num_taps + 1), start, device=x.device)
-        kept = layer.inputs[layer.pages.table[row, before // page_tokens], before % page_tokens].to(x.dtype)
-        inputs = torch.cat([x.new_zeros(num_taps - 1 - len(before), x.shape[1]), kept, x[mine]])
-        for tap, weight in enumerate(weights.taps.to(x.dtype)):
-            y[mine] += weight * inputs[tap : tap + len(mine)]
-        for token in mine.tolist():  # in order: pages of a long step may share memory
-            position = int(step.positions[token])
-            layer.inputs[layer.pages.table[row, position // page_tokens], position % page_tokens] = x[token].float()
-    return y
 
 
 def attention_weights(

@@ -35,16 +35,11 @@ class DeltaNetCache:
 
     @classmethod
     def of_memory(cls, memory: UInt8[Tensor, "pages bytes"], net: GatedDeltaNet, pages: Pages) -> Self:
-        """Return the views of a page memory with `page_bytes` bytes per page."""
+        """Return the views of a page memory that has the layer's part of each page."""
         floats, shapes = memory.view(torch.float32), _shapes(net, pages.page_tokens)
         borders = pairwise(accumulate(map(prod, shapes), initial=0))
         parts = (floats[:, first:end].unflatten(1, shape) for (first, end), shape in zip(borders, shapes, strict=True))
         return cls(*parts, pages)
-
-
-def page_bytes(net: GatedDeltaNet, page_tokens: int) -> int:
-    """Return the bytes that a layer has in each page of `page_tokens` tokens."""
-    return 4 * sum(map(prod, _shapes(net, page_tokens)))
 
 
 def _shapes(net: GatedDeltaNet, page_tokens: int) -> tuple[tuple[int, ...], ...]:

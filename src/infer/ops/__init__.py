@@ -13,9 +13,10 @@ from torch import Tensor
 from infer.backends.base import Backend, Captured, KernelStore, Precision, Recorded
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
+from infer.operands.delta_net_cache import DeltaNetCache
 from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Step
-from infer.operands.weights import ConvWeights, ExpertWeights, Heads, Norm, Projection, Weight
+from infer.operands.weights import ConvWeights, DeltaNetWeights, ExpertWeights, Heads, Norm, Projection, Weight
 from infer.ops.device import (
     backend_named,
     backend_of,
@@ -48,6 +49,7 @@ __all__ = [
     "cuda_backend",
     "cuda_devices",
     "embed",
+    "gated_delta_net",
     "head",
     "is_gpu_of_use",
     "norm_gate",
@@ -101,6 +103,16 @@ def short_conv(projected: Activations, weights: ConvWeights, layer: ConvCache, s
     the first token of a row it is 0. Writes the step's B × u into the cache's layer.
     """
     y: Activations = backend_of(projected.floats.device).kernels.short_conv(projected, weights, layer, step)
+    return y
+
+
+def gated_delta_net(projected: Activations, weights: DeltaNetWeights, layer: DeltaNetCache, step: Step) -> Activations:
+    """Return norm(o) × silu(z) of each value head. `projected` is qkv, z, b and a side by side.
+
+    `GatedDeltaNet` has the equations, and `DeltaNetCache` has what is read and written of the cache's layer.
+    """
+    kernels = backend_of(projected.floats.device).kernels
+    y: Activations = kernels.gated_delta_net(projected, weights, layer, step)
     return y
 
 

@@ -46,6 +46,15 @@ def exp_up_to_0(b: Builder, x: Value) -> Value:
     return b.select(b.fcmp_unordered(">=", x, _c(_LOWEST_POWER)), result, _c(0.0))  # a NaN stays one
 
 
+@operation(f32x16, f32x16)
+def log_1p(b: Builder, y: Value) -> Value:
+    """Return log(1 + y) to 2 ulp, for y between 0 and 1: 2 artanh(s) by its series, s = y / (2 + y) ≤ 1/3."""
+    s = b.fdiv(y, b.fadd(y, _c(2.0)))
+    square, double = b.fmul(s, s), b.fadd(s, s)
+    series = _polynomial(b, square, tuple(1 / power for power in range(17, 1, -2)))
+    return fma(b, b.fmul(series, square), double, double)
+
+
 @operation(types.float32, types.float32)
 def exp_scalar(b: Builder, x: Value) -> Value:
     return b.extract_element(exp(b, simd.splat(b, x)), constant(I32, 0))
@@ -94,6 +103,12 @@ def erf(b: Builder, x: Value) -> Value:
 def sigmoid(x):
     one = splat_f32(np.float32(1))
     return one / (one + exp(splat_f32(np.float32(0)) - x))
+
+
+@njit(forceinline=True)
+def softplus(x):
+    """Return log(1 + e^x) to 3 ulp: max(x, 0) + log(1 + y) for y = e^−|x|."""
+    return simd.maximum(x, splat_f32(np.float32(0))) + log_1p(exp(splat_f32(np.float32(0)) - simd.absolute(x)))
 
 
 @njit(forceinline=True)

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.backends.cpu.compile.addresses import compiled_address
+from infer.backends.cpu.delta_net.commands import gated_delta_net
 from infer.backends.cpu.experts.commands import add_down, exchange_sums, gate_and_up, route, weigh_shared
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import LANES
@@ -56,6 +57,7 @@ __all__ = [
     "attention_weights",
     "choose_tokens",
     "embed",
+    "gated_delta_net",
     "head",
     "norm_gate",
     "norm_project",

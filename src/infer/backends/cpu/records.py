@@ -162,6 +162,50 @@ SHORT_CONV = np.dtype(
     ]
 )
 
+# gated delta nets
+
+MAX_TAPS = 16
+
+
+def delta_net_scratch_bytes(key_dim: int, value_dim: int, page_tokens: int) -> int:
+    """Return the scratch bytes per thread. `delta_net.scratch` says what they hold."""
+    return 4 * page_tokens * (2 * max(key_dim, page_tokens) + 2 * page_tokens + 3 * value_dim + 10)
+
+
+GATED_DELTA_NET = np.dtype(
+    [
+        ("projected", np.int64),  # f32 [tokens, num_columns]: qkv, z, b and a side by side
+        ("num_columns", np.int64),
+        ("num_channels", np.int64),  # of qkv
+        ("num_key_heads", np.int64),
+        ("num_value_heads", np.int64),
+        ("key_dim", np.int64),  # a multiple of 16, like value_dim
+        ("value_dim", np.int64),
+        ("are_heads_tiled", np.int64),
+        ("taps", np.int64),  # f32 [num_taps, num_channels]
+        ("num_taps", np.int64),
+        ("dt_bias", np.int64),  # f32 [num_value_heads]
+        ("decay", np.int64),  # f32 [num_value_heads]
+        ("norm", np.int64),  # f32 [value_dim]
+        ("eps", np.float32),
+        ("padding", np.float32),
+        ("inputs", np.int64),  # of page 0, like the next four: `delta_net_cache`
+        ("states", np.int64),
+        ("keys", np.int64),
+        ("updates", np.int64),
+        ("decays", np.int64),
+        ("page_bytes", np.int64),  # from page to page
+        ("page_tokens", np.int64),  # a power of 2, and a multiple of 16
+        ("table", pointer(np.int64)),  # [rows, table_stride]: `kv_layout.Pages`
+        ("table_stride", np.int64),
+        ("scratch", np.int64),  # of a thread, at scratch + thread × scratch_bytes
+        ("scratch_bytes", np.int64),
+        ("out", np.int64),  # f32 [tokens, num_value_heads × value_dim]
+        ("quantized", np.int64),  # activation records of out, or 0
+        ("form", np.int64),
+    ]
+)
+
 # matmul
 
 _MATMUL = [

@@ -1,14 +1,14 @@
 """Tiles whose sums stay in registers: the number of a machine's registers, and variables that LLVM keeps in them."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llvmlite.ir import IRBuilder as Builder
 from numba.core import cgutils
 
 from infer.backends.cpu.isa import target_features
 from infer.backends.cpu.layouts import LANES
-from infer.backends.cpu.simd import F32X16, I64, Value, fma, store_f32
+from infer.backends.cpu.simd import F32X16, I64, Value, constant, fma, multiply, store_f32
 
 
 def vector_registers() -> tuple[int, int]:
@@ -31,6 +31,27 @@ def tile_shapes(num_registers: int, num_floats: int) -> tuple[tuple[int, int], .
     sums = num_registers * 3 // 4 * num_floats // LANES
     widths = (12, 8, 4, 3, 2, 1) if sums >= 24 else (6, 4, 3, 2, 1)
     return tuple((width, 1 << min(2, (sums // width).bit_length() - 1)) for width in widths if width <= sums)
+
+
+def for_each_tile(b: Builder, columns: Value, emit: Callable[[int, int, Value], None]) -> None:
+    """Emit a call of emit(columns of the tile, vectors, its first column) until all columns are done."""
+    done: Value = constant(I64, 0)
+    for width, vectors in tile_shapes(*vector_registers()):
+        count = b.udiv(b.sub(columns, done), constant(I64, width))
+        with cgutils.for_range(b, count) as loop:
+            emit(width, vectors, b.add(done, multiply(b, loop.index, width)))
+        done = b.add(done, multiply(b, count, width))
+
+
+def for_each_vector(b: Builder, total: Value, at_once: int, emit: Callable[[int, Value], None]) -> None:
+    """Emit a call of emit(number of vectors, the first vector): `at_once` vectors each, then single ones."""
+    count = b.udiv(total, constant(I64, at_once))
+    with cgutils.for_range(b, count) as loop:
+        emit(at_once, multiply(b, loop.index, at_once))
+    if at_once > 1:
+        done = multiply(b, count, at_once)
+        with cgutils.for_range(b, b.sub(total, done)) as loop:
+            emit(1, b.add(done, loop.index))
 
 
 def variables(b: Builder, values: Sequence[Value]) -> list[Value]:

@@ -26,27 +26,6 @@ REGION = 4  # blocks that all columns process before the next: they stay in a co
 STRIDE = 4 * CHUNK  # bytes from column to column of scores
 
 
-def _for_each_tile(b: Builder, columns: Value, emit: Callable[[int, int, Value], None]) -> None:
-    """Emit a call of emit(columns of the tile, vectors, its first column) until all columns are done."""
-    done: Value = constant(I64, 0)
-    for width, vectors in registers.tile_shapes(*registers.vector_registers()):
-        count = b.udiv(b.sub(columns, done), constant(I64, width))
-        with cgutils.for_range(b, count) as loop:
-            emit(width, vectors, b.add(done, multiply(b, loop.index, width)))
-        done = b.add(done, multiply(b, count, width))
-
-
-def _for_each_vector(b: Builder, total: Value, at_once: int, emit: Callable[[int, Value], None]) -> None:
-    """Emit a call of emit(number of vectors, the first vector): `at_once` vectors each, then single ones."""
-    count = b.udiv(total, constant(I64, at_once))
-    with cgutils.for_range(b, count) as loop:
-        emit(at_once, multiply(b, loop.index, at_once))
-    if at_once > 1:
-        done = multiply(b, count, at_once)
-        with cgutils.for_range(b, b.sub(total, done)) as loop:
-            emit(1, b.add(done, loop.index))
-
-
 def _for_each_region(
     b: Builder, total: Value, size: int, start: Value, region_bytes: Value, after: Value, asked: Value | None,
     emit: Callable[[Value, Value, Value, Value], None],
@@ -111,9 +90,9 @@ def make_score_run(form: Form, cached: Form | None = None) -> Any:
                     ]
                     registers.store_variables(b, sums, places)
 
-                _for_each_vector(b, count, vectors, tile)
+                registers.for_each_vector(b, count, vectors, tile)
 
-            _for_each_tile(b, columns, tiles)
+            registers.for_each_tile(b, columns, tiles)
 
         asked = None if cached is None else multiply(b, dim, cached.dim_bytes)
         _for_each_region(b, num_blocks, REGION, keys, multiply(b, block_bytes, REGION), after, asked, region)
@@ -160,9 +139,9 @@ def make_add_value_run(form: Form, cached: Form | None = None) -> Any:
                     to = [b.add(row, multiply(b, vector, 4 * LANES)) for row in rows]
                     emit_tile(b, form, shares_at, at, dim, vector, num_vectors, count, to, share)
 
-                _for_each_vector(b, b.udiv(dim, constant(I64, LANES)), vectors, tile)
+                registers.for_each_vector(b, b.udiv(dim, constant(I64, LANES)), vectors, tile)
 
-            _for_each_tile(b, columns, tiles)
+            registers.for_each_tile(b, columns, tiles)
 
         region_bytes = multiply(b, dim, form.dim_bytes * REGION)
         asked = None if cached is None else multiply(b, dim, cached.dim_bytes)

@@ -1,0 +1,1 @@
+"""Gated delta nets: the convolution and the recurrence over pages."""

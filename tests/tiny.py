@@ -342,7 +342,6 @@ _DELTA_NETS |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _DELTA_NETS_MOE = _DELTA_NETS | {"num_experts": 6, "num_experts_per_tok": 2}
 _DELTA_NETS_MOE |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 32}
 
-# Gated delta nets are refused when their layers are loaded: only their configs and tensors are tested.
 DELTA_NETS = [
     Tiny("qwen3_5", Qwen3_5TextConfig(num_hidden_layers=4, **_DELTA_NETS)),
     Tiny(
@@ -352,7 +351,7 @@ DELTA_NETS = [
             tie_word_embeddings=True, attention_bias=True, rms_norm_eps=1e-3,
             **_DELTA_NETS
             | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3}
-            | {"linear_key_head_dim": 8, "linear_value_head_dim": 24},
+            | {"linear_key_head_dim": 32, "linear_value_head_dim": 48},
         ),
     ),
     Tiny("qwen3_5_moe", Qwen3_5MoeTextConfig(num_hidden_layers=4, **_DELTA_NETS_MOE)),
@@ -361,12 +360,11 @@ DELTA_NETS = [
         "qwen3_next_mixed",
         Qwen3NextConfig(
             num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
-            mlp_only_layers=[0], norm_topk_prob=False, **_DELTA_NETS_MOE | {"linear_value_head_dim": 8},
+            mlp_only_layers=[0], norm_topk_prob=False, **_DELTA_NETS_MOE | {"linear_value_head_dim": 32},
         ),
     ),
 ]  # fmt: skip
 
-# Families whose mixers are still refused when their layers are loaded: their configs and tensors are tested.
 RECURRENT = [
     Tiny(
         "lfm2",
@@ -408,9 +406,9 @@ LONGROPE = Tiny(
         **_SIZES,
     ),
 )
-TINY += RECURRENT
+TINY += [*RECURRENT, *DELTA_NETS]
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
-DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in RECURRENT]
+DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in [*RECURRENT, *DELTA_NETS]]
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]
 
 

@@ -23,6 +23,9 @@ from tiny import ONE_EACH, TINY, Tiny, make_tiny
 
 LENGTH = 100  # fills the windows several times over
 TOLERANCE = 1e-4
+# Some results of random delta nets are so small that their norms enlarge rounding: `transformers` in float64 is up to
+# 8e-4 away from itself in float32, and as far from these kernels.
+TOLERANCES = {"qwen3_5_moe_text": 1e-3, "qwen3_next": 1e-3}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,10 @@ def load(folder: Path) -> Transformer:
         backend=ops.backend_of(torch.device("cpu")),
         dtype=torch.float32,
     )
+
+
+def tolerance_of(oracle: Any) -> float:
+    return TOLERANCES.get(oracle.config.model_type, TOLERANCE)
 
 
 def random_ids(length: int, seed: int = 0) -> list[int]:
@@ -96,9 +103,9 @@ def test_logits_equal_transformers_at_every_position_for_any_chunk(pair: tuple[A
     token_ids = random_ids(LENGTH)
     logits = chunked_logits(model, token_ids, chunk)
     expected = expected_logits(oracle, token_ids)
-    assert (logits - expected).abs().max() <= TOLERANCE
+    assert (logits - expected).abs().max() <= tolerance_of(oracle)
     wanted, found = expected.double().log_softmax(-1), logits.double().log_softmax(-1)
-    assert (wanted.exp() * (wanted - found)).sum(-1).mean() <= 1e-9  # mean KL
+    assert (wanted.exp() * (wanted - found)).sum(-1).mean() <= 0.1 * tolerance_of(oracle) ** 2  # mean KL
 
 
 def test_ragged_rows_equal_each_row_alone(pair: tuple[Any, Transformer]) -> None:
@@ -122,7 +129,7 @@ def test_ragged_rows_equal_each_row_alone(pair: tuple[Any, Transformer]) -> None
             collected[row].append(part)
             done[row] += takes[row]
     for parts, ids in zip(collected, prompts, strict=True):
-        assert (torch.cat(parts) - expected_logits(oracle, ids)).abs().max() <= TOLERANCE
+        assert (torch.cat(parts) - expected_logits(oracle, ids)).abs().max() <= tolerance_of(oracle)
 
 
 def test_only_wanted_logits_are_computed(pair: tuple[Any, Transformer]) -> None:
@@ -130,7 +137,7 @@ def test_only_wanted_logits_are_computed(pair: tuple[Any, Transformer]) -> None:
     token_ids = random_ids(20)
     with torch.inference_mode():
         logits = model.forward(Step.of(token_ids, logit_indices=[3, 19, 4]), make_reserved(model))
-    assert (logits - expected_logits(oracle, token_ids)[[3, 19, 4]]).abs().max() <= TOLERANCE
+    assert (logits - expected_logits(oracle, token_ids)[[3, 19, 4]]).abs().max() <= tolerance_of(oracle)
 
 
 @torch.inference_mode()
@@ -140,7 +147,7 @@ def test_hidden_states_equal_transformers_after_the_last_norm(pair: tuple[Any, T
     scale = getattr(oracle.config, "logits_scaling", 1.0)  # which is in the norm's weights here
     expected = oracle.base_model(torch.tensor([token_ids])).last_hidden_state[0] / scale
     found = ops.normalize(model.residual(Step.of(token_ids), make_reserved(model)), model.norm)
-    assert (found - expected).abs().max() <= TOLERANCE
+    assert (found - expected).abs().max() <= tolerance_of(oracle)
 
 
 def test_what_was_not_committed_leaves_no_trace(pair: tuple[Any, Transformer]) -> None:

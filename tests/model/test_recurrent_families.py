@@ -241,7 +241,7 @@ def test_qwen3_5_is_delta_nets_with_every_fourth_layer_attention_that_is_gated()
     assert {layer.norms for layer in architecture.layers} == {Norms(before=True)}
     uneven = make_architecture(BY_NAME["qwen3_5_uneven"].config.to_dict())
     biased = replace(attention, has_qkv_bias=True, has_output_bias=True)
-    assert [layer.mixer for layer in uneven.layers] == [biased, *[GatedDeltaNet(3, 3, 8, 24, 3)] * 2]
+    assert [layer.mixer for layer in uneven.layers] == [biased, *[GatedDeltaNet(3, 3, 32, 48, 3)] * 2]
     assert (uneven.norm_eps, uneven.tied_embeddings) == (1e-3, True)
 
 

@@ -183,7 +183,7 @@ def test_kernel_modules_export_every_op() -> None:
         importlib.import_module("infer.backends.cuda"),
     ):
         refused = (
-            {"add_experts", "short_conv"} if module.__name__ == "infer.backends.cuda" else set()
+            {"add_experts", "gated_delta_net", "short_conv"} if module.__name__ == "infer.backends.cuda" else set()
         )  # by its `check_layers`
         assert sorted(called - set(vars(module)) - refused) == [], module.__name__
 

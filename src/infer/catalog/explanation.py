@@ -10,12 +10,12 @@ from typing import Any
 
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
-from infer.kvcache.cache_settings import STATE_TOKENS
 from infer.kvcache.page_sizes import page_bytes
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, cache_bytes_per_token, loaded_types, weight_bytes, weights_by_type
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.operands.architecture import Architecture, Attention, Layer, Rope, Router
+from infer.operands.limits import STATE_TOKENS
 from infer.quantization.kv_formats import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.gguf_vocabulary import TokenType

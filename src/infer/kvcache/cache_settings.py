@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import final, no_type_check
 
 from infer.errors import InvalidRequestError
+from infer.operands.limits import STATE_TOKENS
 from infer.quantization import kv_formats
 from infer.system.available_memory import available_memory_bytes, total_memory_bytes
 
@@ -15,7 +16,6 @@ KV_TYPES: tuple[str, ...] = ("auto", *kv_formats.KV_TYPES)
 EVICTION_POLICIES = ("none", "sliding", "snapkv")
 SLOTS_PER_BLOCK = 16  # what kernels read at once
 SLOTS_PER_CHUNK = 256  # what attention sums at once
-STATE_TOKENS = 64  # from one state of a recurrent layer to the next that is kept
 TILE_SLOTS = 32  # sinks and window do not meet in what kernels read at once, for neighbours that are read together
 OBSERVED_TOKENS = 32  # snapkv: the last of the prompt, which say what of it matters
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import final
 
 from infer.errors import InvalidRequestError
-from infer.kvcache.cache_settings import STATE_TOKENS, CacheSettings
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.pages import num_pages
 from infer.operands.architecture import Attention, GatedDeltaNet, Mixer
+from infer.operands.limits import STATE_TOKENS
 from infer.quantization.kv_formats import check_kv_type
 
 RECENT_PAGES = 3  # of the last tokens of a step, in which layers with a state keep all that they computed

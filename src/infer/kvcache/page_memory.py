@@ -20,11 +20,13 @@ from torch import Tensor
 from infer import ops
 from infer.kvcache.page_rows import GroupRows
 from infer.kvcache.page_sizes import page_bytes
-from infer.operands.architecture import Attention, Mixer, ShortConv
+from infer.operands.architecture import Attention, GatedDeltaNet, Mixer
+from infer.operands.delta_net_cache import DeltaNetCache
 from infer.operands.recurrent_cache import ConvCache
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, num_blocks
 from infer.quantization.kv_layout import LayerCache, Pages, key_parts, value_parts
 
+CachedLayer = LayerCache | ConvCache | DeltaNetCache
 _NAN = 0xFF  # in each byte: NaN of every float type, and codes whose scales are
 
 
@@ -56,7 +58,7 @@ class PageMemory:
             )
             for rows in groups
         ]
-        by_index = dict[int, LayerCache | ConvCache]()
+        by_index = dict[int, CachedLayer]()
         for rows, tables, memory in zip(groups, self._tables, self._memories, strict=True):
             first = 0
             for index in rows.group.layers:
@@ -64,7 +66,7 @@ class PageMemory:
                 by_index[index] = self._make_layer(layers[index], own, tables)
         self.layers = [by_index[index] for index in range(len(layers))]
 
-    def _make_layer(self, layer: Mixer, memory: UInt8[Tensor, "pages bytes"], tables: Pages) -> LayerCache | ConvCache:
+    def _make_layer(self, layer: Mixer, memory: UInt8[Tensor, "pages bytes"], tables: Pages) -> CachedLayer:
         """Return a layer's cache in its part of each page."""
         if isinstance(layer, Attention):
             blocks = layer.num_kv_heads, num_blocks(self._page_tokens)
@@ -73,7 +75,8 @@ class PageMemory:
                 part.view(len(memory), *blocks, -1).transpose(0, 1) for part in (memory[:, :border], memory[:, border:])
             )
             return LayerCache(self._kv_type, keys, values, tables)
-        assert isinstance(layer, ShortConv)
+        if isinstance(layer, GatedDeltaNet):
+            return DeltaNetCache.of_memory(memory, layer, tables)
         inputs = memory.view(torch.float32).view(len(memory), self._page_tokens, layer.num_channels)
         return ConvCache(inputs, tables)
 
@@ -100,20 +103,28 @@ class PageMemory:
                         _copy_array(array, tensor)
                 self._published[index] = rows.version
 
-    def parts(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads pages blocks lanes *size"]]]:
+    def parts(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "heads pages blocks lanes *size"]]]:
         """Yield the stored tensors of a group's layers by name, as views."""
         for index in rows.group.layers:
             layer = self.layers[index]
-            if isinstance(layer, ConvCache):
-                yield (
-                    f"{index}.inputs",
-                    layer.inputs.view(1, len(layer.inputs), -1, BLOCK_POSITIONS, layer.inputs.shape[2]),
-                )
+            if isinstance(layer, LayerCache):
+                for number, part in enumerate(key_parts(layer.keys, self._kv_type)):
+                    yield f"{index}.keys.{number}", part
+                for number, part in enumerate(value_parts(layer.values, self._kv_type)):
+                    yield f"{index}.values.{number}", part
                 continue
-            for number, part in enumerate(key_parts(layer.keys, self._kv_type)):
-                yield f"{index}.keys.{number}", part
-            for number, part in enumerate(value_parts(layer.values, self._kv_type)):
-                yield f"{index}.values.{number}", part
+            yield f"{index}.inputs", _in_blocks(layer.inputs[:, None])
+            if isinstance(layer, DeltaNetCache):
+                yield f"{index}.keys", _in_blocks(layer.keys.transpose(2, 3))
+                yield f"{index}.updates", _in_blocks(layer.updates)
+                yield f"{index}.decays", _in_blocks(layer.decays)
+
+    def states(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "pages *size"]]]:
+        """Yield the states at the beginnings of pages, of a group's layers that have them, by name, as views."""
+        for index in rows.group.layers:
+            layer = self.layers[index]
+            if isinstance(layer, DeltaNetCache):
+                yield f"{index}.states", layer.states
 
     def place(
         self, rows: GroupRows, row: int, slots: Int64[Tensor, "*slots"]
@@ -180,6 +191,18 @@ class PageMemory:
 def _poison_page(backend: ops.Backend, memory: UInt8[Tensor, "pages bytes"], page: int) -> None:
     memory[page] = _NAN
     backend.to_device(memory, [page])
+
+
+def _in_blocks(x: Shaped[Tensor, "pages heads tokens *size"]) -> Shaped[Tensor, "heads pages blocks lanes *size"]:
+    """Return a view of what is stored of each token, as the parts of keys and values have it."""
+    num_pages, num_heads, num_tokens = x.shape[:3]
+    blocks = num_tokens // BLOCK_POSITIONS, BLOCK_POSITIONS
+    view: Tensor = x.as_strided(
+        (num_heads, num_pages, *blocks, *x.shape[3:]),
+        (x.stride(1), x.stride(0), x.stride(2) * BLOCK_POSITIONS, *x.stride()[2:]),
+        x.storage_offset(),
+    )
+    return view
 
 
 def _tables_of(rows: GroupRows, rope_sets: Int64[Tensor, "rows"]) -> Pages:

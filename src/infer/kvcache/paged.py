@@ -21,15 +21,16 @@ from infer import ops
 from infer.errors import InvalidRequestError, OutOfPagesError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups, pool_sizes
-from infer.kvcache.page_memory import PageMemory
+from infer.kvcache.page_memory import CachedLayer, PageMemory
 from infer.kvcache.page_rows import GroupRows, page_keys
 from infer.kvcache.pages import num_pages
 from infer.kvcache.saved_rows import check_saved, load_tensors, saved_tensors
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import Attention, Mixer
+from infer.operands.delta_net_cache import DeltaNetCache
 from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Step
-from infer.operands.weights import ConvWeights, Heads
+from infer.operands.weights import ConvWeights, DeltaNetWeights, Heads
 from infer.quantization.kv_formats import check_kv_type
 from infer.quantization.kv_layout import LayerCache
 from infer.system.available_memory import available_memory_bytes
@@ -204,7 +205,13 @@ class PagedCache:
         assert isinstance(own, ConvCache)
         return ops.short_conv(projected, weights, own, step)
 
-    def _own_of(self, layer: int, step: Step) -> LayerCache | ConvCache:
+    def gated_delta_net(self, layer: int, projected: Activations, weights: DeltaNetWeights, step: Step) -> Activations:
+        """Append the step's tokens to a state provisionally and mix. Raises as `attend` does."""
+        own = self._own_of(layer, step)
+        assert isinstance(own, DeltaNetCache)
+        return ops.gated_delta_net(projected, weights, own, step)
+
+    def _own_of(self, layer: int, step: Step) -> CachedLayer:
         """Return what a layer keeps, after a check of the step by the first of them."""
         if layer == 0 and not step.is_recorded:
             self._check_reserved(step)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from infer.errors import InvalidRequestError
@@ -36,6 +36,9 @@ def saved_tensors(
         memory.to_host(rows, sorted(set(where[0].tolist())))
         for name, part in memory.parts(rows):
             yield name, part[:, *where]
+        pages = _pages_of(rows, row, slots)
+        for name, kept in memory.states(rows):
+            yield name, kept[pages]
 
 
 def check_saved(
@@ -55,6 +58,11 @@ def check_saved(
         name: (part.dtype, (len(part), len(group.slots), *part.shape[4:]))
         for rows, group in zip(groups, saved, strict=True)
         for name, part in memory.parts(rows)
+    }
+    expected |= {
+        name: (states.dtype, (len(rows.table.indices(group.slots)), *states.shape[1:]))
+        for rows, group in zip(groups, saved, strict=True)
+        for name, states in memory.states(rows)
     }
     wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
     if wrong:
@@ -98,4 +106,11 @@ def load_tensors(
         memory.clear_pages(rows, pages)  # kernels take whole blocks, what is not seen times 0
         for name, part in memory.parts(rows):
             part[:, *where] = tensors[name].to(part.device)
+        for name, states in memory.states(rows):
+            states[_pages_of(rows, row, group.slots)] = tensors[name].to(states.device)
         memory.to_device(rows, pages)
+
+
+def _pages_of(rows: GroupRows, row: int, slots: Sequence[int]) -> Int64[Tensor, "pages"]:
+    """Return the pages that contain a row's slots, in the order of the text."""
+    return torch.from_numpy(rows.table.table[row][rows.table.indices(slots)])

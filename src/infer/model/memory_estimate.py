@@ -18,7 +18,7 @@ from infer.kvcache.groups import make_groups, most_pages, pool_sizes
 from infer.kvcache.page_sizes import page_bytes
 from infer.kvcache.pages import num_pages
 from infer.model.tensors import expected_shapes
-from infer.operands.architecture import Architecture, Attention, Experts, Mixer
+from infer.operands.architecture import KEPT_AS_FLOATS, Architecture, Attention, Experts, Mixer
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.kv_formats import BLOCK_POSITIONS
@@ -226,7 +226,7 @@ def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:
         return "F32"
     if load.dtype != "auto":
         return _TYPE_BY_DTYPE[load.dtype]
-    if load.weights == "auto" or not BLOCK_TYPES[info.type].is_float:
+    if load.weights == "auto" or not BLOCK_TYPES[info.type].is_float or name.endswith(KEPT_AS_FLOATS):
         return info.type
     if load.weights == "bf16" or info.shape[1] % 32:
         return "BF16"

@@ -12,7 +12,7 @@ from torch import Tensor
 from infer import ops
 from infer.errors import ModelError
 from infer.model.sharding import Range, part_ranges, row_starts, rows_of
-from infer.operands.architecture import Rope, Shapes
+from infer.operands.architecture import KEPT_AS_FLOATS, Rope, Shapes
 from infer.operands.group import Group, Shares
 from infer.operands.weights import ConvertedWeight, FileWeight, Norm, Projection, RopeTable, StoredWeight
 from infer.quantization.ggml_blocks import dequantize, quantize, quantize_fitted
@@ -103,7 +103,7 @@ class WeightLoader:
         weight = rows_of(self.weights[name], rows)
         if self.dtype is not None:
             return _as_dtype(weight, self.dtype)
-        if self.keep_floats_as == "auto" or not BLOCK_TYPES[weight.type].is_float:
+        if self.keep_floats_as == "auto" or not BLOCK_TYPES[weight.type].is_float or name.endswith(KEPT_AS_FLOATS):
             return weight
         if self.keep_floats_as == "bf16" or weight.in_features % 32:
             return _as_dtype(weight, torch.bfloat16)

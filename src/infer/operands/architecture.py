@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared", "clamped_swiglu"]
 MAX_EXPERTS = 4096  # of a layer: each has tensors of its own
 Shapes = dict[str, tuple[int, ...]]  # tensor name → shape
+# Matrices that are never quantised here: what is lost of them adds up along a text.
+KEPT_AS_FLOATS = ("linear_attn.a_proj.weight", "linear_attn.b_proj.weight")
 
 
 @dataclass(frozen=True)

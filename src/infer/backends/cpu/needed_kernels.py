@@ -11,7 +11,7 @@ from infer.backends.cpu.compile.kernel import Kernel
 from infer.backends.cpu.isa import InstructionSet, instruction_set
 from infer.backends.cpu.layouts import PLANES
 from infer.backends.cpu.workspace import are_paired
-from infer.operands.architecture import Architecture, Dense, Experts, Layer, ModelOutline, ShortConv
+from infer.operands.architecture import Architecture, Dense, Experts, GatedDeltaNet, Layer, ModelOutline, ShortConv
 
 _SAMPLING = (
     *("stage_1_edit:scan", "stage_2_candidates:narrow", "stage_3_draw:choose"),
@@ -73,6 +73,8 @@ def _of_weights(
 def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kernel]:
     if isinstance(layer.mixer, ShortConv):
         yield Kernel(".short_conv:short_conv", (), "SHORT_CONV", "short convolutions")
+    elif isinstance(layer.mixer, GatedDeltaNet):
+        yield Kernel(".delta_net.recurrence:gated_delta_net", (), "GATED_DELTA_NET", "gated delta nets")
     if layer.norms.after:
         yield Kernel(".activations:add_rows", (), "ADD_ROWS", "post norms")
     else:

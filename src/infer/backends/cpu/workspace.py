@@ -11,8 +11,16 @@ from typing import final
 from infer.backends.before_load import StepSizes
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PLANES, SPARE_TOKENS
-from infer.backends.cpu.records import CHUNK, GROUPS_PER_THREAD, MAX_THREADS, SPLIT_TOKENS, attend_scratch_bytes
-from infer.operands.architecture import Architecture, Attention, Dense, Experts, Layer, ShortConv
+from infer.backends.cpu.records import (
+    CHUNK,
+    GROUPS_PER_THREAD,
+    MAX_THREADS,
+    SPLIT_TOKENS,
+    attend_scratch_bytes,
+    delta_net_scratch_bytes,
+)
+from infer.operands.architecture import Architecture, Attention, Dense, Experts, GatedDeltaNet, Layer, ShortConv
+from infer.operands.limits import STATE_TOKENS
 
 Buffers = dict[tuple[str, int], int]  # role and size → bytes
 
@@ -67,6 +75,8 @@ def _add_layer(step: "_Step", layer: Layer, architecture: Architecture, types: M
         _add_attention(step, layer.mixer, architecture, types, at)
     elif isinstance(layer.mixer, ShortConv):
         _add_short_conv(step, layer.mixer, hidden, types, at)
+    elif isinstance(layer.mixer, GatedDeltaNet):
+        _add_delta_net(step, layer.mixer, hidden, types, at)
     if isinstance(layer.feed_forward, Dense):
         _add_dense(step, layer.feed_forward, hidden, types, at)
     elif isinstance(layer.feed_forward, Experts):
@@ -98,6 +108,19 @@ def _add_short_conv(step: "_Step", conv: ShortConv, hidden: int, types: Mapping[
     step.project([types[at + "conv.in_proj.weight"]], [3 * channels], hidden)
     step.floats("mixed", tokens, channels)
     step.project([types[at + "conv.out_proj.weight"]], [hidden], channels, made_by="mixed")
+
+
+def _add_delta_net(step: "_Step", net: GatedDeltaNet, hidden: int, types: Mapping[str, str], at: str) -> None:
+    tokens, heads = step.sizes.tokens, net.num_value_heads
+    rows = {"qkv": net.num_channels, "z": net.value_features, "b": heads, "a": heads}
+    step.floats("projected", tokens, sum(rows.values()))
+    step.project([types[f"{at}linear_attn.{which}_proj.weight"] for which in rows], list(rows.values()), hidden)
+    step.floats("mixed", tokens, net.value_features)
+    scratch_bytes = delta_net_scratch_bytes(net.key_dim, net.value_dim, STATE_TOKENS)
+    step.add("delta net scratch", step.sizes.num_threads * scratch_bytes)
+    is_quantized = net.value_dim % BLOCK == 0
+    output = types[at + "linear_attn.out_proj.weight"]
+    step.project([output], [hidden], net.value_features, made_by="mixed" if is_quantized else None)
 
 
 def _add_dense(

@@ -10,19 +10,20 @@ from typing import Protocol, final, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.errors import UnsupportedModelError
 from infer.kvcache.paged import PagedCache
 from infer.model.layers.attention import LoadedAttention
+from infer.model.layers.delta_net import LoadedDeltaNet
 from infer.model.layers.dense import LoadedDense
 from infer.model.layers.experts import LoadedExperts
 from infer.model.layers.short_conv import LoadedShortConv
 from infer.model.weight_loader import WeightLoader
-from infer.operands.architecture import Attention, Dense, Experts, Layer, ShortConv
+from infer.operands.architecture import Attention, Dense, Experts, GatedDeltaNet, Layer, ShortConv
 from infer.operands.step import Step
 from infer.operands.weights import Projection
 
 __all__ = [
     "LoadedAttention",
+    "LoadedDeltaNet",
     "LoadedDense",
     "LoadedExperts",
     "LoadedLayer",
@@ -30,6 +31,8 @@ __all__ = [
     "LoadedShortConv",
     "load_layer",
 ]
+
+LoadedMixer = LoadedAttention | LoadedShortConv | LoadedDeltaNet
 
 
 @runtime_checkable
@@ -49,7 +52,7 @@ class LoadedPart(Protocol):
 class LoadedLayer:
     """The loaded twin of `Layer`."""
 
-    mixer: LoadedAttention | LoadedShortConv | None
+    mixer: LoadedMixer | None
     feed_forward: LoadedDense | LoadedExperts | None
 
     @property
@@ -59,18 +62,15 @@ class LoadedLayer:
 
 
 def load_layer(layer: Layer, loader: WeightLoader, cache_index: int) -> LoadedLayer:
-    """Return the layer that `loader` is for. What its mixer keeps is in the cache's layer `cache_index`.
-
-    Raises UnsupportedModelError for a mixer that has no forward yet.
-    """
-    mixer: LoadedAttention | LoadedShortConv | None = None
+    """Return the layer that `loader` is for. What its mixer keeps is in the cache's layer `cache_index`."""
+    mixer: LoadedMixer | None = None
     feed_forward: LoadedDense | LoadedExperts | None = None
     if isinstance(layer.mixer, Attention):
         mixer = LoadedAttention.load(layer.mixer, layer.norms, loader, cache_index)
     elif isinstance(layer.mixer, ShortConv):
         mixer = LoadedShortConv.load(layer.mixer, layer.norms, loader, cache_index)
-    elif layer.mixer is not None:
-        raise UnsupportedModelError("gated delta nets are not supported yet")
+    elif isinstance(layer.mixer, GatedDeltaNet):
+        mixer = LoadedDeltaNet.load(layer.mixer, layer.norms, loader, cache_index)
     if isinstance(layer.feed_forward, Dense):
         feed_forward = LoadedDense.load(layer.feed_forward, layer.norms, loader)
     elif isinstance(layer.feed_forward, Experts):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import Gemma3TextConfig, Lfm2Config, LlamaConfig, PretrainedConfig, Qwen2MoeConfig
+from transformers import Gemma3TextConfig, Lfm2Config, LlamaConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3_5TextConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import load_model, load_tokenizer
@@ -74,6 +74,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
         shared_expert_intermediate_size=128, **_SIZES,
     ),
     "convolutions": Lfm2Config(num_hidden_layers=4, full_attn_idxs=[1, 3], **_SIZES),
+    "states": Qwen3_5TextConfig(
+        num_hidden_layers=4, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=16, **_SIZES,
+    ),
 }  # fmt: skip
 
 

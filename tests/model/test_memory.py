@@ -26,7 +26,7 @@ from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_model
-from infer.model.layers import LoadedAttention, LoadedExperts, LoadedShortConv
+from infer.model.layers import LoadedAttention, LoadedDeltaNet, LoadedExperts, LoadedShortConv
 from infer.model.load import load_transformer
 from infer.model.memory_estimate import (
     LoadSettings,
@@ -56,6 +56,8 @@ CASES = [
     ("smollm3", "auto"),
     ("lfm2", "q8"),
     ("lfm2_biases", "q4"),
+    ("qwen3_5", "q8"),
+    ("qwen3_next", "auto"),
 ]
 EACH_FAMILY = [(tiny.name, kind) for tiny, kind in zip(ONE_EACH, cycle(["bf16", "auto", "q4", "q8"]), strict=False)]
 ATTENTION = Attention(4, 2, 32, Rope(10_000.0, 32), 0.25)
@@ -82,6 +84,8 @@ def held_bytes(model: Transformer) -> int:
     for part in (part for layer in model.layers for part in layer.parts):
         if isinstance(part, LoadedShortConv):
             members += vars(part.conv).values()
+        if isinstance(part, LoadedDeltaNet):
+            members += vars(part.mixing).values()
         if isinstance(part, LoadedExperts):
             members += vars(part.experts).values()
             members += [] if part.experts.shared is None else vars(part.experts.shared).values()
@@ -139,7 +143,7 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
     for (role, _), size in buffers.items():
         role = "quantized" if role.startswith("quantized") else role
         said[role] = said.get(role, 0) + size
-    for role in ("attention scratch", "unpacked weights"):  # of a thread each
+    for role in ("attention scratch", "delta net scratch", "unpacked weights"):  # of a thread each
         held[role] = held.get(role, 0) * thread_pool().num_threads // MAX_THREADS
     if not instruction_set().has_matrices:
         said.pop("unpacked weights", None)

@@ -10,14 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer import ops
-from infer.backends.cpu.threads.pool import set_num_threads
+from infer.backends.cpu.recording import record
+from infer.backends.cpu.threads.dispatch_table import DispatchTable
+from infer.backends.cpu.threads.pool import set_num_threads, thread_pool
 from infer.errors import InvalidRequestError
 from infer.kvcache.page_sizes import page_bytes
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import GatedDeltaNet
 from infer.operands.delta_net_cache import DeltaNetCache
 from infer.operands.step import Step
-from infer.operands.weights import DeltaNetWeights, Norm
+from infer.operands.weights import DeltaNetWeights, Norm, Projection, StoredWeight
+from infer.quantization.ggml_blocks import quantize
 from infer.quantization.kv_layout import Pages
 from steps import join
 
@@ -108,8 +111,19 @@ def definition(projected: Tensor, weights: DeltaNetWeights) -> Tensor:
     return (scaled * F.silu(z.view_as(out))).flatten(1)
 
 
-def whole(projected: Tensor, weights: DeltaNetWeights, backend: str = "cpu", **options: bool) -> Tensor:
-    return run(projected, weights, make_cache(weights.net, **options), [(0, 0, len(projected))], backend)
+def whole(projected: Tensor, weights: DeltaNetWeights, backend: str = "cpu", *, is_ring: bool = True) -> Tensor:
+    cache = make_cache(weights.net, is_ring=is_ring)
+    return run(projected, weights, cache, [(0, 0, len(projected))], backend)
+
+
+def in_chunks(projected: Tensor, weights: DeltaNetWeights, sizes: Sequence[int], row: int = 1) -> Tensor:
+    """Return the results of a text in steps of some sizes, which repeat."""
+    cache, found, start = make_cache(weights.net), list[Tensor](), 0
+    while start < len(projected):
+        count = min(sizes[len(found) % len(sizes)], len(projected) - start)
+        found.append(run(projected[start : start + count], weights, cache, [(row, start, count)], "cpu"))
+        start += count
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("net", NETS)
@@ -118,3 +132,201 @@ def test_results_are_those_of_a_state_that_every_token_changes(net: GatedDeltaNe
     weights, projected = make_weights(net), make_projected(net, 150)
     found = whole(projected, weights, backend).double()
     torch.testing.assert_close(found, definition(projected, weights), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("net", NETS[:2])
+def test_the_reference_in_float64_is_exact(net: GatedDeltaNet) -> None:
+    weights, projected = make_weights(net), make_projected(net, 200).double()
+    cache = make_cache(net)
+    names = ("inputs", "states", "keys", "updates", "decays")
+    exact = replace(cache, **{name: getattr(cache, name).double() for name in names})
+    for start, count in ((0, 63), (63, 70), (133, 67)):
+        part = projected[start : start + count]
+        found = run(part, weights, exact, [(2, start, count)], "reference")
+        expected = definition(projected, weights)[start : start + count]
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_the_definition_is_that_of_transformers() -> None:
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    net, hidden, num_tokens = SMALL, 40, 150
+    config = Qwen3NextConfig(
+        hidden_size=hidden,
+        linear_num_key_heads=net.num_key_heads,
+        linear_num_value_heads=net.num_value_heads,
+        linear_key_head_dim=net.key_dim,
+        linear_value_head_dim=net.value_dim,
+        linear_conv_kernel_dim=net.num_taps,
+        rms_norm_eps=1e-6,
+    )
+    torch.manual_seed(0)
+    module, weights = Qwen3NextGatedDeltaNet(config, 0).eval(), make_weights(net)
+    module.out_proj = torch.nn.Identity()
+    x = torch.randn(1, num_tokens, hidden)
+    with torch.no_grad():
+        module.conv1d.weight.copy_(weights.taps.T[:, None])
+        module.dt_bias.copy_(weights.dt_bias)
+        module.A_log.copy_((-weights.decay).log())
+        module.norm.weight.copy_(weights.norm.weight)
+        for projection in (module.in_proj_qkvz, module.in_proj_ba):
+            projection.weight.mul_(30)  # gates and values that differ
+        columns = module.fix_query_key_value_ordering(module.in_proj_qkvz(x), module.in_proj_ba(x))
+        q, k, v, z, b, a = (each.reshape(num_tokens, -1) for each in columns)
+        expected = module(x)[0]
+    projected = torch.cat([q, k, v, z, b, a], dim=-1)
+    assert a.std() > 1
+    torch.testing.assert_close(definition(projected, weights).float(), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(whole(projected, weights), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", range(1, 71))
+def test_bits_do_not_depend_on_the_chunks(size: int) -> None:
+    weights, projected = make_weights(SMALL), make_projected(SMALL, 270)
+    assert torch.equal(in_chunks(projected, weights, [size]), whole(projected, weights))
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("is_ring", [True, False])
+def test_bits_do_not_depend_on_chunks_of_many_sizes(net: GatedDeltaNet, is_ring: bool) -> None:
+    weights, projected = make_weights(net), make_projected(net, 400)
+    expected = whole(projected, weights, is_ring=is_ring)
+    assert torch.equal(in_chunks(projected, weights, [5, 1, 67, 2, 130, 3, 59, 64, 1]), expected)
+
+
+@pytest.mark.parametrize("page_tokens", [16, 32, 128])
+def test_pages_have_any_number_of_tokens(page_tokens: int) -> None:
+    weights, projected = make_weights(SMALL), make_projected(SMALL, 300)
+    found = run(projected, weights, make_cache(SMALL, page_tokens=page_tokens), [(0, 0, 300)], "cpu")
+    torch.testing.assert_close(found.double(), definition(projected, weights), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("net", NETS[1:3])
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_rows_of_a_step_are_as_if_each_were_alone(net: GatedDeltaNet, num_threads: int) -> None:
+    chosen, weights, cache = random.Random(num_threads), make_weights(net), make_cache(net)
+    texts = [make_projected(net, 700, seed) for seed in range(NUM_ROWS)]
+    set_num_threads(1)
+    expected = [whole(text, weights) for text in texts]
+    set_num_threads(num_threads)
+    starts = [0] * NUM_ROWS
+    try:
+        for _ in range(20):
+            chunks = [
+                (row, starts[row], chosen.choice([1, 1, 2, 4, 5, 63, 64, 65, 100]))
+                for row in chosen.sample(range(NUM_ROWS), chosen.randint(1, NUM_ROWS))
+            ]
+            chunks = [(row, start, min(count, 700 - start)) for row, start, count in chunks if start < 700]
+            projected = [texts[row][start : start + count] for row, start, count in chunks]
+            if chunks:
+                found = run(torch.cat(projected), weights, cache, chunks, "cpu")
+                wanted = [expected[row][start : start + count] for row, start, count in chunks]
+                assert torch.equal(found, torch.cat(wanted))
+            for row, _, count in chunks:
+                starts[row] += count
+    finally:
+        set_num_threads(1)
+    assert min(starts) > 128
+
+
+def test_dropped_tokens_leave_nothing() -> None:
+    """Drafts that were not accepted, and a text that goes on from an earlier place of its page."""
+    weights, projected, others = make_weights(SMALL), make_projected(SMALL, 260), make_projected(SMALL, 260, seed=9)
+    expected, cache = whole(projected, weights), make_cache(SMALL)
+    start = 0
+    for count, dropped in ((60, 4), (4, 60), (64, 1), (3, 61), (1, 3), (62, 2), (66, 64)):
+        wrong = others[start : start + count + dropped].clone()
+        wrong[:count] = projected[start : start + count]
+        found = run(wrong, weights, cache, [(0, start, len(wrong))], "cpu")
+        assert torch.equal(found[:count], expected[start : start + count])
+        start += count
+    assert start == 260
+
+
+def test_a_row_goes_on_in_pages_that_another_row_shares() -> None:
+    weights, text, other = make_weights(SMALL), make_projected(SMALL, 200), make_projected(SMALL, 72, seed=5)
+    cache = make_cache(SMALL, is_ring=False)
+    cache.pages.table[1, :2] = cache.pages.table[0, :2]
+    run(text[:128], weights, cache, [(0, 0, 128)], "cpu")
+    both = torch.cat([text[128:], other])
+    found = run(both, weights, cache, [(0, 128, 72), (1, 128, 72)], "cpu")
+    for start, rest in ((0, text[128:]), (72, other)):
+        assert torch.equal(found[start : start + 72], whole(torch.cat([text[:128], rest]), weights)[128:])
+
+
+def test_a_long_text_does_not_drift() -> None:
+    net = GatedDeltaNet(1, 2, 32, 32, 4)
+    weights, projected = make_weights(net), make_projected(net, 2500)
+    errors = (whole(projected, weights).double() - definition(projected, weights)).abs().amax(-1)
+    assert errors.max() < 1e-4
+    assert errors[-500:].mean() < 3 * errors[:500].mean()
+
+
+def test_gates_of_any_size_give_finite_results() -> None:
+    """Gates that keep all or forget all, and channels of 0."""
+    weights, projected = make_weights(SMALL), make_projected(SMALL, 140)
+    heads = SMALL.num_value_heads
+    projected[:, -heads:] *= 40
+    projected[:, -2 * heads : -heads] *= 100
+    projected[50:60, : SMALL.num_channels] = 0
+    found = whole(projected, weights)
+    torch.testing.assert_close(found.double(), definition(projected, weights), rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_rows_of_minus_one_are_no_tokens(backend: str) -> None:
+    weights, projected = make_weights(SMALL), make_projected(SMALL, 80)
+    expected = whole(projected, weights, backend)
+    cache = make_cache(SMALL)
+    run(projected[:70], weights, cache, [(2, 0, 70)], backend)
+    before = cache.inputs.clone()
+    run(projected[:6], weights, cache, [(-1, 0, 6)], backend)
+    assert torch.equal(before.view(torch.int32), cache.inputs.view(torch.int32))
+    padded = torch.cat([projected[70:], projected[:6]])
+    found = run(padded, weights, cache, [(2, 70, 10), (-1, 0, 6)], backend)
+    assert torch.equal(found[:10], expected[70:])
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_a_recorded_step_has_the_bits_of_a_single_one(net: GatedDeltaNet) -> None:
+    """The recording quantises each head's result itself, if a head is whole blocks."""
+    weights, projected = make_weights(net), make_projected(net, 200)
+    seen = torch.randn(24, net.value_features, generator=torch.Generator().manual_seed(4))
+    stored = Projection((StoredWeight("F32", tuple(seen.shape), seen),))
+    if net.value_features % 32 == 0:
+        stored = Projection((quantized(seen),))
+    output = ops.prepare(stored, torch.device("cpu"))
+    expected_cache, cache = make_cache(net), make_cache(net)
+    with record(70, 1) as recording:
+        slots = recording.tensor("projected", 70, projected.shape[1])
+        mixed = ops.gated_delta_net(Activations(slots), weights, cache, recording.step)
+        found = ops.project_add(recording.tensor("x", 70, 24), mixed, output, None)
+    table, start = DispatchTable(recording.commands), 0
+    for count in (70, 1, 3, 64, 17):
+        part = projected[start : start + count]
+        slots[:count] = part
+        found.zero_()
+        recording.step.positions[:count] = torch.arange(start, start + count)
+        recording.step.rows[:count] = 1
+        recording.state["num_tokens"] = count
+        thread_pool().run(table, recording.state)
+        step = Step.of([0] * count, start, row=1)
+        single = ops.gated_delta_net(Activations(part), weights, expected_cache, step)
+        assert torch.equal(mixed.floats[:count], single.floats)
+        assert torch.equal(found[:count], ops.project_add(torch.zeros(count, 24), single, output, None))
+        start += count
+
+
+def quantized(x: Tensor) -> StoredWeight:
+    data = quantize(x, "Q8_0")
+    return StoredWeight("Q8_0", tuple(x.shape), data)
+
+
+def test_heads_that_are_no_whole_vectors_are_refused_in_a_line() -> None:
+    net = GatedDeltaNet(1, 1, key_dim=24, value_dim=32, num_taps=4)
+    with pytest.raises(InvalidRequestError, match="must be multiples of 16 on a CPU, got 24 and 32"):
+        whole(make_projected(net, 2), make_weights(net))
+    net = GatedDeltaNet(1, 1, key_dim=16, value_dim=32, num_taps=17)
+    with pytest.raises(InvalidRequestError, match="must have at most 16 taps on a CPU, got 17"):
+        whole(make_projected(net, 2), make_weights(net))

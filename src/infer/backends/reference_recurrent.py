@@ -71,7 +71,7 @@ def gated_delta_net(projected: Activations, weights: DeltaNetWeights, layer: Del
         weights.decay.to(x.dtype) * F.softplus(a + weights.dt_bias.to(x.dtype)),
         torch.sigmoid(b),
     )
-    out = torch.empty_like(inputs.v)
+    out = torch.zeros_like(inputs.v)
     for token, (row, position) in enumerate(zip(step.rows.tolist(), step.positions.tolist(), strict=True)):
         if row >= 0:  # otherwise a recorded step has no token here
             out[token] = _append(_Inputs(*(each[token] for each in inputs)), weights, layer, row, position)

@@ -3,16 +3,21 @@
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+from llvmlite.ir import IRBuilder as Builder
+from numba import njit, types
 
 from infer.backends.cpu import simd
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.math_functions import sigmoid, silu, softplus
+from infer.backends.cpu.prefetch import prefetch
 from infer.backends.cpu.records import MAX_TAPS
 from infer.backends.cpu.simd import (
+    Value,
+    address,
     load_f32,
     load_i64,
     load_scalar_f32,
+    operation,
     splat_f32,
     store_f32,
     store_i64,
@@ -21,7 +26,13 @@ from infer.backends.cpu.simd import (
 )
 
 _SOURCE_BYTES = 8 * MAX_TAPS
+_TOKENS_AHEAD = 4  # whose inputs are prefetched: each lies in a row of its own
 _EPS = np.float32(1e-6)  # of the norms of q and k
+
+
+@operation(types.void, address)
+def _prefetch(b: Builder, where: Value) -> None:
+    prefetch(b, where, 4 * LANES)
 
 
 class Tokens(NamedTuple):
@@ -62,7 +73,9 @@ def convolve(args, tokens, channel, num_channels, out, out_bytes):
                 if source != 0:
                     taps = args.taps + 4 * tap * args.num_channels
                     total = simd.fma(load_f32(taps + i), load_f32(source + i), total)
-            store_f32(kept + i, load_f32(column(args, tokens.first + t, 0) + i))
+            own = column(args, tokens.first + t, 0) + i
+            _prefetch(own + _TOKENS_AHEAD * 4 * args.num_columns)  # which may be beyond the last: nothing is read
+            store_f32(kept + i, load_f32(own))
             store_f32(out + i - 4 * channel, silu(total))
         kept, out = kept + 4 * args.num_channels, out + out_bytes
 

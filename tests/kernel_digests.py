@@ -19,10 +19,21 @@ import torch
 from torch import Tensor
 
 from infer import SamplingParams, ops
+from infer.kvcache.page_sizes import page_bytes
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Router
+from infer.operands.architecture import GatedDeltaNet, Router
+from infer.operands.delta_net_cache import DeltaNetCache
 from infer.operands.step import Step
-from infer.operands.weights import ExpertWeights, Heads, Norm, Projection, RopeTable, SharedExpert, StoredWeight
+from infer.operands.weights import (
+    DeltaNetWeights,
+    ExpertWeights,
+    Heads,
+    Norm,
+    Projection,
+    RopeTable,
+    SharedExpert,
+    StoredWeight,
+)
 from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
 from infer.quantization.kv_layout import LayerCache, Pages
@@ -134,6 +145,21 @@ def experts(type_: str, scores: Any) -> Iterator[Tensor]:
         yield ops.add_experts(numbers(rng, num_tokens, hidden), Norm(numbers(rng, hidden), 1e-5), weights, None)
 
 
+def delta_net() -> Iterator[Tensor]:
+    """A prompt, tokens and drafts of two rows over four pages."""
+    rng, net = np.random.default_rng(7), GatedDeltaNet(2, 4, 32, 48, 4)
+    heads, pages = net.num_value_heads, 4
+    dt_bias, decay = numbers(rng, heads), -numbers(rng, heads).abs()
+    weights = DeltaNetWeights(net, numbers(rng, 4, net.num_channels) / 4, dt_bias, decay, Norm(numbers(rng, 48), 1e-6))
+    none = torch.zeros(2, dtype=torch.int64)
+    memory = torch.zeros(2 * pages, page_bytes(net, "f32", PAGE_TOKENS), dtype=torch.uint8)
+    layout = Pages(PAGE_TOKENS, torch.arange(2 * pages).view(2, pages), none, none, none, none)
+    layer, width = DeltaNetCache.of_memory(memory, net, layout), net.num_channels + net.value_features + 2 * heads
+    for chunks in ([(0, 0, 70)], [(1, 0, 150)], [(0, 70, 1)], [(0, 71, 3), (1, 150, 1)], [(1, 151, 50), (0, 74, 17)]):
+        step = join([Step.of([1] * count, start, row=row) for row, start, count in chunks])
+        yield ops.gated_delta_net(Activations(numbers(rng, len(step.tokens), width)), weights, layer, step).floats
+
+
 def tokens() -> Iterator[Tensor]:
     logits = numbers(np.random.default_rng(5), 4, 5000) * 4
     params = [replace(DRAWN, seed=seed) for seed in range(3)]
@@ -155,6 +181,7 @@ def cases() -> Iterator[tuple[str, Iterator[Tensor]]]:
         yield f"gate {name}", activation(name)
     for scores in ("softmax", "sigmoid", "softmax_of_chosen"):
         yield f"experts {scores}", experts("Q4_K", scores)
+    yield "gated delta net", delta_net()
     yield "sample", tokens()
 
 

@@ -86,9 +86,8 @@ def _append(token: _Inputs, weights: DeltaNetWeights, layer: DeltaNetCache, row:
     if place == 0:
         before = layer.pages.table[row, index - 1] if index else None
         layer.states[page] = 0 if before is None else _state_after(layer, before, owners)
-    sum_before = layer.decays[page, :, place - 1].to(token.v.dtype) if place else 0
     layer.keys[page, :, :, place] = token.k.to(layer.keys.dtype)
-    layer.decays[page, :, place] = (sum_before + token.log_alphas).to(layer.decays.dtype)
+    layer.decays[page, :, place] = token.log_alphas.to(layer.decays.dtype)
     k = token.k[owners]
     u = token.betas[:, None] * (token.v - _read(k, layer, page, place, place, owners))
     layer.updates[page, :, place] = u.to(layer.updates.dtype)
@@ -104,22 +103,28 @@ def _read(
     owners: Int[Tensor, "value_heads"],
 ) -> Float[Tensor, "value_heads value_dim"]:
     """Return Sᵀx at the token at `place`, with the first `count` updates of the page in S."""
-    decays = layer.decays[page].to(x.dtype)
-    now = decays[:, place, None]
+    kept, decays = _decays(layer.decays[page, :, : place + 1].to(x.dtype))
     from_start = torch.einsum("hkv,hk->hv", layer.states[page].to(x.dtype), x)
     products = torch.einsum("hkt,hk->ht", layer.keys[page][owners, :, :count].to(x.dtype), x)
-    shares = products * torch.exp(now - decays[:, :count])
-    return torch.exp(now) * from_start + torch.einsum("ht,htv->hv", shares, layer.updates[page, :, :count].to(x.dtype))
+    shares = products * decays[:, :count]
+    return kept * from_start + torch.einsum("ht,htv->hv", shares, layer.updates[page, :, :count].to(x.dtype))
 
 
 def _state_after(
     layer: DeltaNetCache, page: Int[Tensor, ""], owners: Int[Tensor, "value_heads"]
 ) -> Float[Tensor, "value_heads key_dim value_dim"]:
     """Return S after the last token of a page."""
-    decays, keys = layer.decays[page], layer.keys[page][owners]
-    last = decays[:, -1, None]
-    added = torch.einsum("hkt,ht,htv->hkv", keys, torch.exp(last - decays), layer.updates[page])
-    return torch.exp(last)[..., None] * layer.states[page] + added
+    kept, decays = _decays(layer.decays[page])
+    added = torch.einsum("hkt,ht,htv->hkv", layer.keys[page][owners], decays, layer.updates[page])
+    return kept[..., None] * layer.states[page] + added
+
+
+def _decays(
+    log_alphas: Float[Tensor, "value_heads tokens"],
+) -> tuple[Float[Tensor, "value_heads 1"], Float[Tensor, "value_heads tokens"]]:
+    """Return what is left after the last token of S at the start, and of each token's k uᵀ."""
+    after = log_alphas.flip(1).cumsum(1).flip(1)  # from each token on; e^0 is left of the last one's own
+    return torch.exp(after[:, :1]), torch.exp(F.pad(after[:, 1:], (0, 1)))
 
 
 def _key_heads(weights: DeltaNetWeights) -> Int[Tensor, "value_heads"]:

@@ -20,7 +20,7 @@ class DeltaNetCache:
 
     S exists only before the first token of a page. After the token at place t it is
 
-        e^{G_t} S + Σ_{j ≤ t} e^{G_t − G_j} k_j u_jᵀ
+        e^{G_t} S + Σ_{j ≤ t} e^{G_t − G_j} k_j u_jᵀ        G_t = Σ_{i ≤ t} log α_i
 
     The token at place 0 makes its page's S from the page before. At position 0, S is 0. A step writes the page of each
     of its tokens, in the order of their positions. It reads the pages of the tokens before.
@@ -30,7 +30,7 @@ class DeltaNetCache:
     states: Float[Tensor, "pages value_heads key_dim value_dim"]  # S
     keys: Float[Tensor, "pages key_heads key_dim page_tokens"]  # k
     updates: Float[Tensor, "pages value_heads page_tokens value_dim"]  # u
-    decays: Float[Tensor, "pages value_heads page_tokens"]  # G: the sum of log α from place 0 to the token itself
+    decays: Float[Tensor, "pages value_heads page_tokens"]  # log α
     pages: Pages
 
     @classmethod

@@ -169,7 +169,7 @@ MAX_TAPS = 16
 
 def delta_net_scratch_bytes(key_dim: int, value_dim: int, page_tokens: int) -> int:
     """Return the scratch bytes per thread. `delta_net.scratch` says what they hold."""
-    return 4 * page_tokens * (2 * max(key_dim, page_tokens) + 2 * page_tokens + 3 * value_dim + 10)
+    return 4 * page_tokens * (2 * max(key_dim, page_tokens) + 2 * page_tokens + 3 * value_dim + 12)
 
 
 GATED_DELTA_NET = np.dtype(

@@ -23,7 +23,7 @@ from infer.backends.cpu.isa import target_features
 from infer.backends.cpu.layouts import LANES
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-F16, F32 = ir.HalfType(), ir.FloatType()
+F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 I8X16, I16X16, I32X16, F32X16 = (ir.VectorType(element, LANES) for element in (I8, I16, I32, F32))
 NUMBERS = ir.Constant(I32X16, list(range(LANES)))  # each lane's own
 
@@ -128,6 +128,7 @@ def _storing(kind: types.Type, align: int = 1) -> Any:
 
 
 load_scalar_f32, store_scalar_f32 = _loading(types.float32, F32, 4), _storing(types.float32, 4)
+load_scalar_f64, store_scalar_f64 = _loading(types.float64, F64, 8), _storing(types.float64, 8)
 load_i64, store_i64 = _loading(types.int64, I64, 8), _storing(types.int64, 8)
 load_u32, store_u32 = _loading(types.uint32, I32), _storing(types.uint32)
 load_u16, store_u16 = _loading(types.uint16, I16), _storing(types.uint16)
@@ -240,6 +241,12 @@ def narrow_bf16(b: Builder, x: Value) -> Value:
 @operation(f32x16, address)
 def load_f16(b: Builder, where: Value) -> Value:
     return widen_f16(b, load(b, where, I16X16, 2))
+
+
+@operation(f32x16, types.float64, address)
+def subtract_f64(b: Builder, x: Value, where: Value) -> Value:
+    """Return x − each of 16 doubles, rounded to f32."""
+    return b.fptrunc(b.fsub(splat(b, x), load(b, where, ir.VectorType(F64, LANES), 8)), F32X16)
 
 
 # Arithmetic

@@ -2,11 +2,12 @@
 
 `DeltaNetCache` has the definition. A page's first token makes the page's S from the page before. Within a page
 
-    Sᵀx of token t = e^{G_t} S₀ᵀx + Σ_j (k_j · x) e^{G_t − G_j} u_j
+    Sᵀx of token t = e^{G_t} S₀ᵀx + Σ_j (k_j · x) e^{G_t − G_j} u_j        G_t = Σ_{i ≤ t} log α_i
 
 for x = k with j < t, which gives u_t, then for x = q with j ≤ t, which gives o_t. Every sum is one chain of FMAs, over
 the elements of x, then over j. So its bits depend neither on how many tokens a step has, nor on which tokens a tile
-has. No exponent is positive.
+has. No exponent is positive. G is float64: after a token that forgets all, its rounding in float32 would be an error of
+all decays in the rest of the page.
 """
 
 import numpy as np
@@ -25,7 +26,16 @@ from infer.backends.cpu.delta_net.products import add_products, clear
 from infer.backends.cpu.delta_net.scratch import scratch_at
 from infer.backends.cpu.layouts import BLOCK, LANES
 from infer.backends.cpu.math_functions import exp_up_to_0, silu
-from infer.backends.cpu.simd import load_f32, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
+from infer.backends.cpu.simd import (
+    load_f32,
+    load_scalar_f32,
+    load_scalar_f64,
+    splat_f32,
+    store_f32,
+    store_scalar_f32,
+    store_scalar_f64,
+    subtract_f64,
+)
 from infer.backends.cpu.threads.work_stealing import begin_units, take_share
 
 _TILE = 4  # tokens whose sums over the tokens before them are computed together
@@ -83,7 +93,7 @@ def _mix_run(args, state, token, count, key_head, scratch):
         page = page_of(args, row, index)
         tokens = Tokens(token + done, some, row, position, done, page, place)
         if place == 0:
-            _begin_page(args, tokens, index, key_head, arrays.scaled)
+            _begin_page(args, tokens, index, key_head, arrays)
         store_keys_and_queries(args, tokens, key_head, arrays.keys_queries)
         _multiply_keys(args, tokens, key_head, arrays)
         for which in range(args.num_value_heads // args.num_key_heads):
@@ -107,7 +117,7 @@ def _in_page(args, first, page, value_head, num_floats):
 
 
 @njit
-def _begin_page(args, tokens, index, key_head, scaled):
+def _begin_page(args, tokens, index, key_head, arrays):
     """Make the states at a page's start: e^G S + Σ_j e^{G − G_j} k_j u_jᵀ of the page before, or 0 at position 0."""
     key_dim, value_dim, page_tokens = args.key_dim, args.value_dim, args.page_tokens
     size, row, state_row = key_dim * value_dim, 4 * page_tokens, 4 * value_dim
@@ -119,17 +129,28 @@ def _begin_page(args, tokens, index, key_head, scaled):
             continue
         before = page_of(args, tokens.row, index - 1)
         decays = _in_page(args, args.decays, before, head, page_tokens)
-        last = splat_f32(load_scalar_f32(decays + row - 4))
+        last = _sum_log_alphas(decays, page_tokens, arrays.totals)
+        scaled = arrays.scaled
         keys = _in_page(args, args.keys, before, key_head, key_dim * page_tokens)
         for j in range(0, row, 4 * LANES):
-            share = exp_up_to_0(last - load_f32(decays + j))
+            share = exp_up_to_0(subtract_f64(last, arrays.totals + 2 * j))
             for at in range(j, j + row * key_dim, row):
                 store_f32(scaled + at, load_f32(keys + at) * share)
-        old, factor = _in_page(args, args.states, before, head, size), exp_up_to_0(last)
+        old, factor = _in_page(args, args.states, before, head, size), exp_up_to_0(splat_f32(np.float32(last)))
         for at in range(0, 4 * size, 4 * LANES):
             store_f32(new + at, load_f32(old + at) * factor)
         updates = _in_page(args, args.updates, before, head, page_tokens * value_dim)
         add_products(key_dim, scaled, row, updates, state_row, page_tokens, new, state_row, value_dim // LANES)
+
+
+@njit
+def _sum_log_alphas(log_alphas, count, totals):
+    """Store the sums of the first numbers up to each of them, and return the last."""
+    total = 0.0
+    for j in range(count):
+        total += np.float64(load_scalar_f32(log_alphas + 4 * j))
+        store_scalar_f64(totals + 8 * j, total)
+    return total
 
 
 @njit
@@ -144,17 +165,16 @@ def _multiply_keys(args, tokens, key_head, arrays):
 
 @njit
 def _append(args, tokens, value_head, arrays):
-    """Append the tokens' G and u to the page. Leave Sᵀq in each second row of the sums."""
+    """Append the tokens' log α and u to the page. Leave Sᵀq in each second row of the sums."""
     key_dim, value_dim, page, place = args.key_dim, args.value_dim, tokens.page, tokens.place
     row, num_vectors, sums = 4 * value_dim, value_dim // LANES, arrays.sums
     num_before = 2 * args.num_key_heads * key_dim
     convolve(args, tokens, num_before + value_head * value_dim, value_dim, arrays.values, row)
     store_gates(args, tokens, value_head, arrays.log_alphas, arrays.betas)
     decays = _in_page(args, args.decays, page, value_head, args.page_tokens)
-    total = load_scalar_f32(decays + 4 * (place - 1)) if place > 0 else np.float32(0)
     for t in range(tokens.count):
-        total += load_scalar_f32(arrays.log_alphas + 4 * t)
-        store_scalar_f32(decays + 4 * (place + t), total)
+        store_scalar_f32(decays + 4 * (place + t), load_scalar_f32(arrays.log_alphas + 4 * t))
+    _sum_log_alphas(decays, place + tokens.count, arrays.totals)
     state = _in_page(args, args.states, page, value_head, key_dim * value_dim)
     updates = _in_page(args, args.updates, page, value_head, args.page_tokens * value_dim)
     clear(sums, 2 * tokens.count, row, num_vectors)
@@ -162,7 +182,7 @@ def _append(args, tokens, value_head, arrays):
     for begin in range(0, tokens.count, _TILE):
         count, past = min(_TILE, tokens.count - begin), place + begin
         for t in range(begin, begin + count):
-            _decay(args, decays, place + t, t, t - begin, arrays)
+            _decay(args, place + t, t, t - begin, arrays)
         own, share_row = sums + 2 * row * begin, 4 * args.page_tokens
         add_products(2 * count, arrays.shares, share_row, updates, row, past, own, row, num_vectors)
         for t in range(count):
@@ -177,15 +197,15 @@ def _append(args, tokens, value_head, arrays):
 
 
 @njit(forceinline=True)
-def _decay(args, decays, place, t, in_tile, arrays):
+def _decay(args, place, t, in_tile, arrays):
     """Multiply the token's sums over S₀ with e^G, and its dots with e^{G − G_j}."""
-    now, row, width = splat_f32(load_scalar_f32(decays + 4 * place)), 4 * args.page_tokens, 4 * args.value_dim
-    factor = exp_up_to_0(now)
+    now, row, width = load_scalar_f64(arrays.totals + 8 * place), 4 * args.page_tokens, 4 * args.value_dim
+    factor = exp_up_to_0(splat_f32(np.float32(now)))
     for at in range(arrays.sums + 2 * width * t, arrays.sums + 2 * width * (t + 1), 4 * LANES):
         store_f32(at, load_f32(at) * factor)
     dots, shares = arrays.dots + 2 * row * t, arrays.shares + 2 * row * in_tile
     for j in range(0, 4 * (place + 1), 4 * LANES):
-        share = exp_up_to_0(now - load_f32(decays + j))
+        share = exp_up_to_0(subtract_f64(now, arrays.totals + 2 * j))
         store_f32(shares + j, load_f32(dots + j) * share)
         store_f32(shares + row + j, load_f32(dots + row + j) * share)
 

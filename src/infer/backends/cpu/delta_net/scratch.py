@@ -15,6 +15,7 @@ class Scratch(NamedTuple):
     shares: int  # [8, page_tokens]: decayed dots of four tokens
     log_alphas: int  # [tokens]
     betas: int  # [tokens]
+    totals: int  # f64 [page_tokens]: Σ log α from the page's start to each token, of a value head
     scaled: int  # [key_dim, page_tokens], of the page before: in the place of the first two
 
 
@@ -27,4 +28,4 @@ def scratch_at(args, at):
     sums = values + row * args.value_dim
     shares = sums + 2 * row * args.value_dim
     log_alphas = shares + 8 * row
-    return Scratch(at, dots, values, sums, shares, log_alphas, log_alphas + row, at)
+    return Scratch(at, dots, values, sums, shares, log_alphas, log_alphas + row, log_alphas + 2 * row, at)

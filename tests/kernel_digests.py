@@ -92,11 +92,12 @@ def embedding(type_: str) -> Iterator[Tensor]:
     yield ops.embed(weight.parts[0], torch.tensor([0, 50, 7, 16]), 1.0)
 
 
-def attention(kv_type: str) -> Iterator[Tensor]:
+def attention(kv_type: str, *, has_gates: bool = False) -> Iterator[Tensor]:
     """Prompts, tokens and drafts of two rows, the second with a window."""
     rng = np.random.default_rng(3)
     rope = RopeTable(numbers(rng, 1, 512, 32) / 4, numbers(rng, 1, 512, 32) / 4)
-    heads = Heads(6, 2, 64, 0.125, rope, Norm(numbers(rng, 64), 1e-5), None)
+    gates = 10 * 64  # their first column
+    heads = Heads(6, 2, 64, 0.125, rope, Norm(numbers(rng, 64), 1e-5), None, gate_start=gates if has_gates else None)
     pages = 8
     none = torch.zeros(2, dtype=torch.int64)
     table, windows = torch.arange(2 * pages).view(2, pages), torch.tensor([0, 100])
@@ -107,7 +108,8 @@ def attention(kv_type: str) -> Iterator[Tensor]:
     layer = LayerCache(kv_type, keys, values, layout)
     for chunks in ([(0, 0, 70)], [(1, 0, 300)], [(0, 70, 1)], [(0, 71, 3), (1, 300, 1)], [(1, 301, 40), (0, 74, 17)]):
         step = join([Step.of([1] * count, start, row=row) for row, start, count in chunks])
-        yield ops.attend(Activations(numbers(rng, len(step.tokens), 10 * 64)), heads, layer, step).floats
+        qkv = numbers(rng, len(step.tokens), gates + (6 * 64 if has_gates else 0))
+        yield ops.attend(Activations(qkv), heads, layer, step).floats
 
 
 def activation(name: Any) -> Iterator[Tensor]:
@@ -177,6 +179,7 @@ def cases() -> Iterator[tuple[str, Iterator[Tensor]]]:
         yield f"{type_} embed", embedding(type_)
     for kv_type in ("f32", "f16", "bf16", "q8", "q4"):
         yield f"attend {kv_type}", attention(kv_type)
+    yield "attend f32 with gates", attention("f32", has_gates=True)
     for name in ("silu", "gelu_tanh"):
         yield f"gate {name}", activation(name)
     for scores in ("softmax", "sigmoid", "softmax_of_chosen"):

@@ -406,9 +406,9 @@ LONGROPE = Tiny(
         **_SIZES,
     ),
 )
-TINY += [*RECURRENT, *DELTA_NETS]
+TINY += [*RECURRENT, *DELTA_NETS, *GATED]
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
-DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in [*RECURRENT, *DELTA_NETS]]
+DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in [*RECURRENT, *DELTA_NETS, *GATED]]
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]
 
 

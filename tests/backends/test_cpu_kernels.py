@@ -279,6 +279,7 @@ def step_of(row: int, start: int, count: int) -> Step:
         ((8, 2, 128), 300, 64, None, "bf16", True, False),
         ((4, 4, 40), None, 0, 0.5, "f32", False, False),
         ((6, 2, 20), 7, 20, 3.0, "f32", True, True),
+        ((4, 2, 32), 40, 8, None, "q8", False, True),
     ],
 )
 def test_attention_agrees_with_reference(

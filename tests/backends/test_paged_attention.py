@@ -22,7 +22,8 @@ CAPACITY = 1000
 ANGLES = torch.arange(1100)[:, None] / 50.0 ** torch.linspace(0, 1, DIM // 2)
 SINKS = torch.linspace(-6, 6, NUM_HEADS)  # below and above the scores
 ROPE = RopeTable(ANGLES.cos()[None], ANGLES.sin()[None])
-HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, ROPE, None, None, sinks=SINKS)
+GATES = (NUM_HEADS + 2 * KV_HEADS) * DIM  # their first column
+HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, ROPE, None, None, sinks=SINKS, gate_start=GATES)
 
 # How the tokens of a row come: alone, a few, and more than a chunk at once.
 SIZES = [300, 1, 3, 1, 200, 4, 1, 90, 1, 5, 1]
@@ -49,7 +50,7 @@ def make_layer(
 
 
 def make_qkv(count: int, start: int) -> Tensor:
-    rows = torch.randn(LENGTH, (NUM_HEADS + 2 * KV_HEADS) * DIM, generator=torch.manual_seed(7))
+    rows = torch.randn(LENGTH, GATES + NUM_HEADS * DIM, generator=torch.manual_seed(7))
     return rows[start : start + count].clone()
 
 
@@ -64,8 +65,9 @@ def attend_all(layer: LayerCache, sizes: Sequence[int] = SIZES, *, shift: int = 
 
 
 def expected(sinks: int, window: int, shift: int = 0) -> Tensor:
-    """Softmax over all tokens, masked to what is kept, in float64."""
-    q, k, v = make_qkv(LENGTH, 0).double().view(LENGTH, -1, DIM).split([NUM_HEADS, KV_HEADS, KV_HEADS], dim=1)
+    """Softmax over all tokens, masked to what is kept, times the output gates, in float64."""
+    counts = NUM_HEADS, KV_HEADS, KV_HEADS, NUM_HEADS
+    q, k, v, gates = make_qkv(LENGTH, 0).double().view(LENGTH, -1, DIM).split(counts, dim=1)
     cos, sin = (angles[shift : shift + LENGTH, None] for angles in (ANGLES.cos(), ANGLES.sin()))
 
     def rotate(x: Tensor) -> Tensor:
@@ -77,7 +79,8 @@ def expected(sinks: int, window: int, shift: int = 0) -> Tensor:
     seen = (slot <= own) & ((slot < sinks) | (slot > own - (window or LENGTH)))
     scores = torch.einsum("thd,shd->hts", rotate(q), k).mul(DIM**-0.5).masked_fill(~seen, -torch.inf)
     scores = torch.cat([scores, SINKS.double().view(-1, 1, 1).expand(-1, LENGTH, 1)], dim=-1)
-    return torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :-1], v).flatten(1)
+    attended = torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :-1], v)
+    return (attended / (1 + (-gates).exp())).flatten(1)
 
 
 @pytest.fixture(scope="module")

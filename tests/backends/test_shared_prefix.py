@@ -42,6 +42,7 @@ ROWS = [
     (0, 640, 1, 0),
     (5, 700, 2, 0),
 ]
+GATES = (NUM_HEADS + 2 * KV_HEADS) * DIM  # their first column
 OWN_CONTENTS = {10: (8, 0), 11: (9, 5), 12: (9, 5)}  # seed, and pages in common with the others of this seed
 
 
@@ -69,7 +70,7 @@ def make_layer(kv_type: str) -> LayerCache:
 def make_qkv(row: int, start: int, count: int) -> torch.Tensor:
     """Equal in all rows as far as any two have pages in common."""
     seed, num_common = OWN_CONTENTS.get(row, (7, 9))
-    out = torch.randn(PAGES_PER_ROW * PAGE, (NUM_HEADS + 2 * KV_HEADS) * DIM, generator=torch.manual_seed(seed))
+    out = torch.randn(PAGES_PER_ROW * PAGE, GATES + NUM_HEADS * DIM, generator=torch.manual_seed(seed))
     own = torch.randn(PAGES_PER_ROW * PAGE, out.shape[1], generator=torch.manual_seed(100 + row))
     out[num_common * PAGE :] = own[num_common * PAGE :]
     return out[start : start + count].clone()
@@ -81,6 +82,7 @@ def make_qkv(row: int, start: int, count: int) -> torch.Tensor:
 def test_rows_that_share_pages_have_the_bits_that_each_has_alone(kv_type: str, rows: range | tuple[int, ...]) -> None:
     layer = make_layer(kv_type)
     heads = replace(HEADS, sinks=torch.linspace(-6, 6, NUM_HEADS)) if kv_type == "f16" else HEADS
+    heads = heads if kv_type == "f32" else replace(heads, gate_start=GATES)
     alone, steps, qkvs = [], [], []
     for row in rows:
         _, start, count, _ = ROWS[row]

@@ -24,7 +24,7 @@ from infer.operands.group import Group
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
 from steps import join
-from tiny import ONE_EACH, TINY, Tiny, make_tiny
+from tiny import GATED, ONE_EACH, TINY, Tiny, make_tiny
 
 LENGTH = 40
 CHUNKS = (25, 1, 1, 13)
@@ -139,6 +139,17 @@ def test_of_every_type(tmp_path: Path, weights: str, kv_type: str) -> None:
     settings = CacheSettings(kv_type=kv_type)
     expected = logits_of(load(tmp_path, weights=weights), settings)
     for logits in in_ranks(2, lambda group: logits_of(load(tmp_path, group, weights), settings)):
+        assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize(("weights", "kv_type"), [("auto", "f32"), ("bf16", "q8"), ("q8", "f16"), ("q4", "q4")])
+@pytest.mark.parametrize("size", [2, 3])
+def test_output_gates_of_every_type(tmp_path: Path, weights: str, kv_type: str, size: int) -> None:
+    """Two ranks have whole heads of keys; three ranks compute equal numbers of rows, and gather them."""
+    make_tiny(GATED[0], tmp_path)
+    settings = CacheSettings(kv_type=kv_type)
+    expected = logits_of(load(tmp_path, weights=weights), settings)
+    for logits in in_ranks(size, lambda group: logits_of(load(tmp_path, group, weights), settings)):
         assert torch.equal(logits, expected)
 
 

@@ -37,7 +37,7 @@ from path_cases import CASES, CONFIGS, CONTEXT, Outcome, Way, World, make_sequen
 from tiny import LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
 
 CAPACITY, NUM_SLOTS = 96, 4
-SOME = "llama", "gemma3", "olmo2", "qwen2_moe"
+SOME = "llama", "gemma3", "olmo2", "qwen2_moe", "qwen3_5_gates"
 FAMILIES = [*(TINY if IS_WHOLE else ONE_EACH), LONGROPE]
 
 
@@ -154,8 +154,8 @@ def check_same(runner: Runner, expected: tuple[list[Tensor], list[list[int]]]) -
 
 @pytest.mark.parametrize(("size", "transport"), [(2, "memory"), (3, "memory"), (4, "memory"), (2, "gloo"), (4, "gloo")])
 def test_every_family_has_the_bits_of_one_rank(families: list[Path], size: int, transport: Transport) -> None:
-    """Only four families are tried with more than two ranks, which compete for the cores, and over gloo: one has post
-    norms, one has norms over all heads, and one has experts beside a shared expert.
+    """Only five families are tried with more than two ranks, which compete for the cores, and over gloo: one has post
+    norms, one has norms over all heads, one has experts beside a shared expert, and one has output gates.
     """
     ranks = ranks_of(families[0], size, transport)
     try:

@@ -1,0 +1,80 @@
+"""Output gates of attention: who refuses and who names them, and that they change nothing that a prompt keeps."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from byte_tokenizer import write_byte_tokenizer
+from infer import ops
+from infer.backends.cuda.backend import CudaBackend
+from infer.backends.only_dense import check_only_dense
+from infer.checkpoint import open_checkpoint
+from infer.checkpoint.lazy_weights import LazyWeights
+from infer.cli import main
+from infer.errors import UnsupportedModelError
+from infer.kvcache.cache_settings import CacheSettings
+from infer.model.families import make_architecture
+from infer.model.load import load_transformer
+from infer.operands.activation_values import Activations
+from infer.operands.step import Chunk, Step
+from infer.operands.weights import Heads
+from infer.runner.runner import Runner
+from layer_caches import make_layer
+from tiny import GATED, make_tiny
+
+CPU = torch.device("cpu")
+
+
+def test_devices_without_kernels_refuse_output_gates_in_a_line(tmp_path: Path) -> None:
+    make_tiny(GATED[0], tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    architecture = make_architecture(checkpoint.config)
+    with pytest.raises(UnsupportedModelError, match=r"^device cuda has no kernels for output gates: use device cpu$"):
+        load_transformer(architecture, LazyWeights(checkpoint.tensors), backend=CudaBackend(CPU))
+    with pytest.raises(UnsupportedModelError, match=r"^device opencl has no kernels for output gates: use device cpu$"):
+        check_only_dense(architecture.layers, "opencl")
+
+
+def test_explain_names_output_gates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny(GATED[0], tmp_path)
+    write_byte_tokenizer(tmp_path)
+    assert main(["explain", str(tmp_path)]) == 0
+    assert ", q and k norms (head), output gates, " in capsys.readouterr().out
+
+
+def test_weights_of_attention_do_not_depend_on_gates() -> None:
+    heads = Heads(4, 2, 32, 32**-0.5, None, None, None)
+    qkv = torch.randn(20, 12 * 32, generator=torch.manual_seed(0))
+    found = []
+    for gate_start, num_columns in ((None, 8 * 32), (8 * 32, 12 * 32)):
+        own, columns = replace(heads, gate_start=gate_start), qkv[:, :num_columns].contiguous()
+        layer = make_layer(own, 1, 64)
+        ops.attend(Activations(columns), own, layer, Step.of([1] * 20))
+        found.append(ops.attention_weights(columns, own, layer, Step.of([1] * 20)))
+    assert torch.equal(*found)
+
+
+@torch.inference_mode()
+def test_a_prompt_that_snapkv_cuts_is_the_same_in_chunks_of_any_size(tmp_path: Path) -> None:
+    make_tiny(GATED[0], tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    weights, architecture = LazyWeights(checkpoint.tensors), make_architecture(checkpoint.config)
+    model = load_transformer(architecture, weights, backend=ops.backend_of(CPU))
+    settings = CacheSettings(page_tokens=16, eviction_policy="snapkv", eviction_window=48, protected_prefix=3)
+    prompt = torch.randint(3, 96, (120,), generator=torch.manual_seed(0)).tolist()
+    found = []
+    for chunk in (120, 50, 7):
+        runner = Runner(model, 200, settings=settings)
+        for start in range(0, len(prompt), chunk):
+            runner.extend(0, prompt[start : start + chunk])
+        runner.after_prompt(0, prompt)
+        runner.reserve(0, 1)
+        found.append(runner.forward([Chunk(0, [5])]).clone())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    whole = Runner(model, 200)
+    whole.extend(0, prompt)
+    whole.reserve(0, 1)
+    assert not torch.equal(whole.forward([Chunk(0, [5])]), found[0])

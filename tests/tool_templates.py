@@ -1,8 +1,8 @@
 """How chat templates of public models write tools, calls and results, in as few lines as tell them apart.
 
-Written after the models' own templates (Apache-2.0 or MIT: Qwen2.5, Qwen3-Coder, Mistral v3, v7 and v13, Granite 3.3,
-Phi-4-mini, SmolLM3, DeepSeek-V3.1, GLM-4.6, MiniMax-M2, Seed-OSS) and the published prompt formats of Llama 3.1, LFM2,
-Firefunction and Command R+.
+Written after the models' own templates (Apache-2.0 or MIT: Qwen2.5, Qwen3-Coder, Qwen3.5, Mistral v3, v7 and v13,
+Granite 3.3, Phi-4-mini, SmolLM3, DeepSeek-V3.1, GLM-4.6, MiniMax-M2, Seed-OSS) and the published prompt formats of
+Llama 3.1, LFM2, Firefunction and Command R+.
 """
 
 _TURN = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -77,6 +77,39 @@ _LFM2 = (
     "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value | tojson }}"
     "{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]<|tool_call_end|>"
     "{% endif %}<|im_end|>\n{% endfor %}"
+)
+# LFM2's own, which only lists tools; LFM2.5's, without control tokens around the list; and one that shows past calls.
+_LFM2_LIST = (
+    "{% if tools %}<|im_start|>system\nList of tools: <|tool_list_start|>{{ tools | tojson }}<|tool_list_end|>"
+    "<|im_end|>\n{% endif %}{% for message in messages %}" + _TURN + "{% endfor %}"
+)
+_LFM25_LIST = (
+    "{% if tools %}<|im_start|>system\n{{ 'List of tools: [' }}{% for tool in tools %}{{ tool | tojson }}"
+    "{{ ', ' if not loop.last }}{% endfor %}]<|im_end|>\n{% endif %}{% for message in messages %}"
+    + _TURN
+    + "{% endfor %}"
+)
+_LFM25_CALLS = _LFM2.replace(
+    "{{ name }}={{ value | tojson }}",
+    "{{ name }}={% if value is string %}'{{ value }}'{% elif value is mapping %}{{ value | tojson }}"
+    "{% else %}{{ value | string }}{% endif %}",
+)
+# After Qwen3.5's: the generation prompt opens the reasoning, and past reasoning is shown after the last question alone.
+_QWEN35 = (
+    "{% if tools %}<|im_start|>system\n# Tools\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}"
+    "\n</tools>\n<tool_call>\n<function=example_function_name>\n</function>\n</tool_call><|im_end|>\n{% endif %}"
+    "{% set last = namespace(user=-1) %}{% for message in messages %}{% if message.role == 'user' %}"
+    "{% set last.user = loop.index0 %}{% endif %}{% endfor %}{% if last.user < 0 %}"
+    "{{ raise_exception('No user query found in messages.') }}{% endif %}{% for message in messages %}"
+    "{% if message.role == 'assistant' %}<|im_start|>assistant\n{% if loop.index0 > last.user %}<think>\n"
+    "{{ message.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}{{ '\n' if not loop.first }}<tool_call>\n"
+    "<function={{ call.function.name }}>\n{% for name, value in call.function.arguments.items() %}"
+    "<parameter={{ name }}>\n{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}<|im_end|>\n{% elif message.role == 'tool' %}<|im_start|>user\n"
+    "<tool_response>\n{{ message.content }}\n</tool_response><|im_end|>\n{% else %}" + _TURN + "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{{ '<think>\n\n</think>\n\n' if enable_thinking is false else '<think>\n' }}{% endif %}"
 )
 _FIREFUNCTION = (  # it works with tools alone
     "{% for tool in functions or tools %}{{ tool.function.name }}{{ tool.function.missing.other }}{% endfor %}"
@@ -185,4 +218,7 @@ TEMPLATES = {
     "json": _PLAIN,
 }  # fmt: skip
 ALTERNATING = _ALTERNATING
+LFM2_LISTS = {"<|tool_list_start|>": _LFM2_LIST, "List of tools: [": _LFM25_LIST}
+LFM25_CALLS = _LFM25_CALLS
+QWEN35 = _QWEN35
 TOOLS_ALONE = _FIREFUNCTION

@@ -445,6 +445,38 @@ def test_an_object_in_an_object_has_rules_of_its_own(name: str, tokenizer: Token
         assert (constraint_of(compiler, form).accept(ids) == len(ids)) == is_allowed
 
 
+@pytest.mark.parametrize("name", ["pythonic", "lfm2"])
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("city='Paris'", {"city": "Paris"}),
+        ("city=''", {"city": ""}),
+        ("""city='say "hi" (a), b=[1]'""", {"city": 'say "hi" (a), b=[1]'}),
+        (r"city='it\'s \"so\"\n\\', days=2", {"city": 'it\'s "so"\n\\', "days": 2}),
+        ("city=\"it's\", tags=['a', True, None]", {"city": "it's", "tags": ["a", True, None]}),
+        ("city='Ä', tags=[\"a\", 'a']", {"city": "Ä", "tags": ["a", "a"]}),
+    ],
+)
+def test_texts_may_have_single_quotes_in_python(
+    name: str, written: str, arguments: dict[str, Any], tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    form = answer_format(tokenizer, FORMATS[name], kind="required")
+    ids = tokenizer.encode(FORMATS[name].written([(NAME, written)]), add_special_tokens=False)
+    constraint = constraint_of(compiler, form)
+    assert constraint.accept(ids) == len(ids)
+    whole = "".join(marked(form, tokenizer, ids))
+    found = parsed(form, [whole])
+    assert [(call.name, call.parsed()) for call in found[2]] == [(NAME, arguments)]
+    assert all(parsed(form, [whole[:cut], whole[cut:]]) == found for cut in range(len(whole)))
+
+
+@pytest.mark.parametrize("text", [r"'a\x'", "'a\nb'", r"'\u0041'"])
+def test_a_text_in_single_quotes_is_one_that_json_can_hold(text: str, tokenizer: Tokenizer, compiler: Compiler) -> None:
+    form = answer_format(tokenizer, FORMATS["pythonic"], kind="required")
+    ids = tokenizer.encode(f"[get_weather(city={text})]", add_special_tokens=False)
+    assert constraint_of(compiler, form).accept(ids) < len(ids)
+
+
 def test_reasoning_that_is_left_in_the_text_is_all_of_it() -> None:
     whole = "\n<think>\n Hm \n</think>\n\nHi "
     assert parsed(AnswerFormat(None, THINK, is_apart=False), whole) == (whole, None, ())

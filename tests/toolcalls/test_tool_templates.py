@@ -12,7 +12,7 @@ from infer.toolcalls.formats import FORMATS, HEADED, pattern_of
 from infer.toolcalls.messages import shown_messages
 from infer.toolcalls.template_formats import TemplateFormats, probe_template, reasoning_of
 from infer.toolcalls.tools import Tool, read_tools
-from tool_templates import ALTERNATING, TEMPLATES, TOOLS_ALONE
+from tool_templates import ALTERNATING, LFM2_LISTS, LFM25_CALLS, QWEN35, TEMPLATES, TOOLS_ALONE
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS = read_tools([{"name": "get_weather", "description": "Of a city.", "parameters": PARAMETERS}])
@@ -87,6 +87,35 @@ def test_a_call_that_a_template_writes_in_a_way_of_its_own_wants_a_name() -> Non
     assert probed(source, "pythonic").calls.name == "pythonic"
     with pytest.raises(InvalidRequestError, match="tool_format must be one of"):
         probed(source, "x")
+
+
+@pytest.mark.parametrize("sign", LFM2_LISTS)
+def test_a_template_that_only_lists_tools_is_known_by_the_list(sign: str) -> None:
+    source = LFM2_LISTS[sign]
+    formats = probed(source)
+    assert (formats.calls.name, formats.shows_tools, formats.shows_calls) == ("lfm2", True, False)
+    text = rendered(source, formats)
+    assert sign in text
+    assert '<|tool_call_start|>[get_weather(city="Paris", days=3)]<|tool_call_end|>' in text
+    unsigned = probed(source.replace(sign, "Tools: "))
+    assert (unsigned.calls.name, unsigned.shows_tools, unsigned.shows_calls) == ("json", True, False)
+
+
+def test_a_template_that_writes_texts_in_single_quotes_shows_the_calls_itself() -> None:
+    formats = probed(LFM25_CALLS)
+    assert (formats.calls.name, formats.shows_calls) == ("lfm2", True)
+    call = "<|tool_call_start|>[get_weather(city='Paris', days=3)]<|tool_call_end|>"
+    assert call in rendered(LFM25_CALLS, formats)
+
+
+def test_qwen3_5_s_template_writes_calls_as_qwen3_coder_s_and_refuses_a_chat_without_a_question() -> None:
+    formats = probed(QWEN35)
+    assert (formats.calls.name, formats.shows_tools, formats.shows_calls, formats.shows_results) == (
+        ("qwen3-coder", True, True, True)
+    )
+    text = rendered(QWEN35, formats)
+    assert "<think>\n\n</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>" in text
+    assert text.endswith("rain\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n")
 
 
 def test_a_template_that_works_with_tools_alone_is_accepted() -> None:

@@ -54,34 +54,46 @@ class JsonArguments(Arguments):
 
 @final
 class PythonArguments(Arguments):
-    """`a=1, b="x", c=True`, up to the closing parenthesis. Texts are spelled as in JSON."""
+    """`a=1, b="x", c=True, d='x'`, up to the closing parenthesis. Texts in double quotes are spelled as in JSON."""
 
     def __init__(self) -> None:
         self._found = "{"
         self._word = ""
         self._depth = 0
-        self._is_text = self._is_escaped = False
+        self._quote = ""  # of the text that is being read
+        self._is_escaped = False
 
     def scan(self, text: str) -> Scanned:
         for index, character in enumerate(text):
-            if character == ")" and self._depth == 0 and not self._is_text:
+            if character == ")" and self._depth == 0 and not self._quote:
                 self._end_word("")
                 return Scanned(self._take() + "}", index, is_done=True)
             self._push(character)
         return Scanned(self._take(), len(text), is_done=False)
 
     def _push(self, character: str) -> None:
-        if self._is_text:
-            self._found += character
-            self._is_text = self._is_escaped or character != '"'
-            self._is_escaped = character == "\\" and not self._is_escaped
+        if self._quote:
+            self._push_text(character)
         elif character.isalnum() or character in "_+-.":
             self._word += character
         else:
             self._end_word(character)
-            self._is_text = character == '"'
+            self._quote = character if character in ('"', "'") else ""
             self._depth += (character in "{[") - (character in "}]")
-            self._found += "" if character == "=" else character
+            self._found += '"' if self._quote else "" if character == "=" else character
+
+    def _push_text(self, character: str) -> None:
+        """Add a character of a text as JSON spells it: other quotes are escaped there, and apostrophes are not."""
+        if self._is_escaped:
+            self._found += character if character == "'" else "\\" + character
+            self._is_escaped = False
+        elif character == "\\":
+            self._is_escaped = True
+        elif character == self._quote:
+            self._found += '"'
+            self._quote = ""
+        else:
+            self._found += '\\"' if character == '"' else character
 
     def _end_word(self, following: str) -> None:
         """Add the current word: a name if "=" follows, otherwise a value."""

@@ -26,7 +26,9 @@ from infer.toolcalls.schema_words import (
     as_pattern,
     check_member_name,
     check_name,
+    has_texts,
     has_words,
+    in_single_quotes,
     of_texts,
     one_of,
     properties_of,
@@ -38,6 +40,7 @@ from infer.toolcalls.tools import Tool
 _ANY = "(.|\\n)*"
 _SPACES = "[ \\t\\r\\n]*"
 _PARTS = re.compile("([\ud800-\udfff]|" + re.escape(ID) + ")")
+_SINGLE_QUOTED = r"""/'([^'\\\x00-\x1f]|\\['"\\nrt])*'/"""
 _SEPARATORS = {"python": '", "', "xml": '""', "gemma": '","'}
 
 
@@ -348,17 +351,22 @@ class _Builder:
     def _python(self, schema: Any) -> str:
         """Return the rule of a schema's values as Python writes them.
 
-        They are written as JSON if no word differs, or if the schema has words that are not supported here.
+        They are written as JSON if nothing differs, or if the schema has words that are not supported here. Texts may
+        have single quotes, too.
         """
-        if not has_words(schema) or set(schema) - NOTES - PYTHON_KEYS:
+        if not (has_words(schema) or has_texts(schema)) or set(schema) - NOTES - PYTHON_KEYS:
             return self._json_rule(schema)
         if (values := values_of(schema)) is not None:
-            return one_of(json.dumps(written_value(value), ensure_ascii=False) for value in values)
+            written = [text for value in values for text in (written_value(value), *in_single_quotes(value))]
+            return one_of(json.dumps(text, ensure_ascii=False) for text in written)
         if "anyOf" in schema:
             return one_of(map(self._python, schema["anyOf"]))
         match schema.get("type"):
             case list(kinds):
                 return one_of(self._python({**schema, "type": kind}) for kind in kinds)
+            case "string":
+                self._rules["QUOTED"] = _SINGLE_QUOTED
+                return f"({self._json_rule(schema)} | QUOTED)"
             case "boolean":
                 return '("True" | "False")'
             case "null":

@@ -1,5 +1,6 @@
 """Helpers that read a tool's schema for a format of calls: its properties, and which words the format can enforce."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple, NoReturn
@@ -138,3 +139,20 @@ def has_words(schema: Any) -> bool:
     if schema.get("type") == "array":
         return has_words(schema.get("items"))
     return schema.get("type") not in ("string", "integer", "number")
+
+
+def has_texts(schema: Any) -> bool:
+    """Return True if a value is a text, or a list of texts, that Python may write in single quotes."""
+    if not isinstance(schema, Mapping):
+        return False
+    if (values := values_of(schema)) is not None:
+        return any(in_single_quotes(value) for value in values)
+    if schema.get("type") == "array":
+        return has_texts(schema.get("items"))
+    return schema.get("type") == "string"
+
+
+def in_single_quotes(value: Any) -> list[str]:
+    """Return the text in single quotes, or [] if it is no text or needs an escape there."""
+    is_simple = isinstance(value, str) and json.dumps(value, ensure_ascii=False) == f'"{value}"' and "'" not in value
+    return [f"'{value}'"] if is_simple else []

@@ -28,6 +28,8 @@ _USER = {"role": "user", "content": "Hello"}
 _ID = "abcdefghi"  # what Mistral's templates take
 _STYLES = ((False, True), (True, True), (False, False), (True, False))  # takes_no_content, takes_values
 _PHI_TOOLS = "<|tool|>"  # a template with it reads the tools of a system message
+# Text of templates that list tools, and leave it to the model to know how calls are written.
+_SIGNS = {"<|tool_list_start|>": "lfm2", "List of tools: [": "lfm2"}
 
 
 @final
@@ -66,10 +68,11 @@ def probe_template(render: Render, source: str, name: str | None) -> TemplateFor
     if reasoning is not None and reasoning.body and name not in (None, HEADED):
         raise InvalidRequestError(f"tool_format must be {HEADED} with this chat template, got {name!r:.80}")
     in_system = _PHI_TOOLS in source
-    shows_tools = _TOOL.name in _tried(render, [_USER], [_TOOL.to_json()])
+    num_names = _tried(render, [_USER], [_TOOL.to_json()]).count(_TOOL.name)  # in the list of tools
+    shows_tools = num_names > 0
     past_calls = [_past_call(render, *style) for style in _STYLES]
     found = FORMATS[name] if name is not None else _written_format(past_calls) or _named_format(source)
-    if found is None and any(_TOOL.name in text for text in past_calls) and shows_tools:
+    if found is None and any(text.count(_TOOL.name) > num_names for text in past_calls) and shows_tools:
         known = ", ".join(FORMATS)
         raise InvalidRequestError(
             f"the chat template writes tool calls in a way of its own: give tool_format, one of {known}"
@@ -123,6 +126,8 @@ def _written_format(past_calls: Sequence[str]) -> ToolCallFormat | None:
 def _is_written(form: ToolCallFormat, text: str, squeeze: Callable[[str], str] | None = None) -> bool:
     squeeze = squeeze or _squeezed
     written = form.start + _TOOL.name + form.before_arguments + written_arguments(form, _TOOL, _ARGUMENTS)
+    if form.syntax == "python":  # some templates write texts with the other quotes
+        text = text.replace("'", '"')
     return pattern_of(squeeze(written)).search(squeeze(text)) is not None
 
 
@@ -135,7 +140,8 @@ def _named_format(source: str) -> ToolCallFormat | None:
     if _PHI_TOOLS in source:
         return FORMATS["phi-4-mini"]
     forms = [form for form in FORMATS.values() if form.trigger and form.name != "phi-4-mini"]
-    return next((form for form in forms if form.trigger in source), None)
+    signed = (FORMATS[name] for sign, name in _SIGNS.items() if sign in source)
+    return next((form for form in forms if form.trigger in source), next(signed, None))
 
 
 def _shows_results(render: Render, shows_calls: bool) -> bool:

@@ -186,7 +186,7 @@ def test_stacks_of_experts_are_those_of_single_ones(tmp_path: Path) -> None:
     assert_same(values_of(open_checkpoint(tmp_path)), wanted)
 
 
-def test_a_fused_projection_of_attention_has_twice_the_rows_of_q(tmp_path: Path) -> None:
+def test_a_fused_projection_of_attention_has_the_rows_of_gates_among_those_of_q(tmp_path: Path) -> None:
     make_folder("qwen3_5_uneven", tmp_path)
     plain = convert(tmp_path, tmp_path / "plain.gguf")
 
@@ -196,6 +196,16 @@ def test_a_fused_projection_of_attention_has_twice_the_rows_of_q(tmp_path: Path)
 
     fused = open_checkpoint(write_gguf(tmp_path / "fused.gguf", plain, fuse))
     assert_same(values_of(fused), values_of(open_checkpoint(plain)))
+
+
+def test_a_projection_without_gates_is_named(tmp_path: Path) -> None:
+    make_folder("qwen3_5", tmp_path)
+    name = "model.layers.3.self_attn.q_proj.weight"
+    change_tensors(tmp_path, lambda tensors: tensors.update({name: torch.zeros(132, 64)}))
+    with pytest.raises(
+        ModelError, match=r"q_proj\.weight'.*expected rows of q and a gate for each of 4 heads, got .*132"
+    ):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,6 @@ def taken_apart(
         if is_fused(module):
             found |= each_projection(info, module, config)
             continue
-        if module.endswith(_Q) and config.get("model_type") in WITH_GATES:
-            found |= _q_and_gate(info, module, kind, config)
-            continue
         fused = next((end for end in _PARTS if module.endswith(f".{end}")), None)
         if fused is None:
             found[name] = info
@@ -56,6 +53,17 @@ def taken_apart(
         shares = _shares(config) if fused == "self_attn.qkv_proj" else (1, 1)
         for part, rows in zip(_PARTS[fused], _rows(info, shares), strict=True):
             found[f"{module.removesuffix(fused)}{part}.{kind}"] = _between(info, *rows)
+    return _without_gates_in_q(found, config)
+
+
+def _without_gates_in_q(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Return the tensors with the gates of attention apart from q."""
+    if config.get("model_type") not in WITH_GATES:
+        return tensors
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        module, _, kind = name.rpartition(".")
+        found |= _q_and_gate(info, module, kind, config) if module.endswith(_Q) else {name: info}
     return found
 
 
@@ -75,12 +83,12 @@ def _q_and_gate(info: TensorInfo, module: str, kind: str, config: Mapping[str, A
 
 
 def _shares(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the numbers of heads of q, k and v, by which the rows are divided."""
+    """Return the numbers of heads of q, k and v, by which the rows are divided. Gates double the rows of q."""
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1 or kv_heads < 1:
         return (1, 1, 1)  # the family says what is wrong with the config
-    return (heads, kv_heads, kv_heads)
+    return (heads * (2 if config.get("model_type") in WITH_GATES else 1), kv_heads, kv_heads)
 
 
 def _rows(info: TensorInfo, shares: Sequence[int]) -> list[tuple[int, int]]:

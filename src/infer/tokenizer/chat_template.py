@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from infer.errors import InvalidRequestError
-from infer.tokenizer.special_tokens import Piece, SpecialTexts
+from infer.tokenizer.special_tokens import ComposedText, Piece, SpecialTexts
 from infer.tokenizer.template_process import TemplateRefusalError, render
 
 # Hugging Face's names of a message's reasoning; the first is the one that templates read.
@@ -70,7 +70,7 @@ class ChatTemplate:
         **variables: Any,
     ) -> list[Piece]:
         """Return the rendered text in pieces. Special-token text that a message wrote is in pieces that are not
-        control.
+        control, unless it is in our own part of a `ComposedText`.
 
         Each string with such text, or with a fragment that its neighbour could complete, gets a mark inside it. Then
         the template is rendered again, and the marks show where the text went. If the marks change the rendered text,
@@ -97,7 +97,7 @@ class ChatTemplate:
         return pieces
 
     def _render(self, context: Mapping[str, Any]) -> str:
-        return render(self.source, {**self._variables, **context})
+        return render(self.source, {**self._variables, **_map_strings(context, str)})
 
 
 def _context(
@@ -176,7 +176,7 @@ def _with_reasoning_aliases(message: dict[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Return the value in JSON types only, because a template must not reach the methods of other objects."""
-    if value is None or type(value) in (str, int, float, bool):
+    if value is None or type(value) in (str, ComposedText, int, float, bool):
         return value
     for base in (str, int, float):
         if isinstance(value, base):
@@ -203,10 +203,12 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the value with each string changed, including keys.
+    """Return the value with each string changed, including keys, but not our own parts of texts.
 
     A template that looks up a changed key finds nothing, which shows in the rendered text.
     """
+    if isinstance(value, ComposedText):
+        return value.with_changes(change)
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

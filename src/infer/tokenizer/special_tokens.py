@@ -2,9 +2,9 @@
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self, final
 
 from infer.errors import UnsupportedModelError
 
@@ -15,6 +15,23 @@ class Piece(NamedTuple):
     text: str
     is_control: bool
     """Whether special tokens in the text are the template's own."""
+
+
+@final
+class ComposedText(str):
+    """A message's text that consists of parts. Special tokens in our own parts are control tokens."""
+
+    parts: tuple[tuple[str, bool], ...]  # each with True if it is ours
+
+    def __new__(cls, parts: Iterable[tuple[str, bool]]) -> Self:
+        parts = tuple(parts)
+        found = super().__new__(cls, "".join(text for text, _ in parts))
+        found.parts = parts
+        return found
+
+    def with_changes(self, change: Callable[[str], str]) -> str:
+        """Return the text with the parts changed that are not ours."""
+        return "".join(text if is_own else change(text) for text, is_own in self.parts)
 
 
 class SpecialTexts:

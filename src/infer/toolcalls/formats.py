@@ -56,15 +56,16 @@ class ToolCallFormat:
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return calls as text. Each call is (name, arguments in this syntax)."""
-        each = [
-            self.before_name
-            + name
-            + self.before_arguments.replace(ID, f"{index:09}")
-            + arguments
-            + self.after_arguments
-            for index, (name, arguments) in enumerate(calls)
-        ]
-        return self.opening + self.separator.join(each) + self.closing
+        return "".join(text for text, _ in self.written_parts(calls))
+
+    def written_parts(self, calls: Sequence[tuple[str, str]]) -> list[tuple[str, bool]]:
+        """Return the parts of the calls as text, each with True if the format writes it."""
+        parts = [(self.opening, True)]
+        for index, (name, arguments) in enumerate(calls):
+            before_arguments = self.before_arguments.replace(ID, f"{index:09}")
+            parts += [((self.separator if index else "") + self.before_name, True), (name, False)]
+            parts += [(before_arguments, True), (arguments, False), (self.after_arguments, True)]
+        return [*parts, (self.closing, True)]
 
 
 @final

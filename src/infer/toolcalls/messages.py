@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from infer.tokenizer.special_tokens import ComposedText
 from infer.toolcalls.answer_format import written_arguments
 from infer.toolcalls.formats import ToolCallFormat
 from infer.toolcalls.past_calls import with_values
@@ -103,9 +104,9 @@ def _call_as_text(message: Message, tools: Sequence[Tool], form: ToolCallFormat)
     calls = [
         (each["name"], written_arguments(form, by_name.get(each["name"]), each["arguments"])) for each in functions
     ]
-    text, written = message.get("content") or "", form.written(calls)
+    text = message.get("content") or ""
     others = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**others, "content": f"{text}\n{written}" if text else written}
+    return {**others, "content": ComposedText([(f"{text}\n" if text else "", False), *form.written_parts(calls)])}
 
 
 def _names_by_id(messages: Sequence[Message]) -> dict[str, str]:

@@ -477,6 +477,50 @@ def test_a_text_in_single_quotes_is_one_that_json_can_hold(text: str, tokenizer:
     assert constraint_of(compiler, form).accept(ids) < len(ids)
 
 
+CODER = FORMATS["qwen3-coder"]
+UNCLOSED = f"Is <tool_call>\n<function=get_weathers>\n right, or <function={NAME}>\n? {CODER.start}now?\n"
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", ""])
+@pytest.mark.parametrize("kind", ["auto", "required"])
+@pytest.mark.parametrize("reasoning", [THINK, THINK_CONTROL], ids=["text", "control"])
+def test_a_call_ends_reasoning_that_is_not_closed(
+    is_open: bool, kind: Kind, reasoning: Any, tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    """See vllm#39056."""
+    form = answer_format(tokenizer, CODER, kind=kind, reasoning=reasoning, is_open=is_open)
+    before = "" if is_open else reasoning.opening
+    ids = tokenizer.encode(f"{before}\n{UNCLOSED}\n\n{calls_of(CODER)}", add_special_tokens=False)
+    constraint = constraint_of(compiler, form)
+    assert constraint.accept(ids) == len(ids)
+    assert constraint.done or constraint.accept([next(iter(tokenizer.eos_token_ids))]) == 1
+    whole = "".join(marked(form, tokenizer, ids))
+    text, thought, calls = found = parsed(form, [whole])
+    assert (text, thought) == ("", UNCLOSED.strip())
+    assert [(call.name, call.parsed()) for call in calls] == [(NAME, ARGUMENTS), ("now", {})]
+    assert all(parsed(form, [whole[:cut], whole[cut:]]) == found for cut in range(0, len(whole), usual_or_all(3, 1)))
+    assert parsed(form, list(whole)) == found
+    cut = tokenizer.encode(f"{before}Hm. {call_of(CODER)[:-30]}", add_special_tokens=False)
+    constraint = constraint_of(compiler, form)
+    assert constraint.accept(cut) == len(cut)
+    assert constraint.accept([next(iter(tokenizer.eos_token_ids))]) == 0  # the call must be completed
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qwen3-coder", {"kind": "none"}), ("qwen3-coder", {"budget": 500}), ("hermes", {})],
+    ids=["no call", "a budget", "another format"],
+)
+def test_a_call_in_reasoning_is_reasoning_where_it_may_not_end_it(
+    name: str, options: dict[str, Any], tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    form = answer_format(tokenizer, FORMATS[name], reasoning=THINK, is_open=True, **options)
+    thought = f"I could write {call_of(FORMATS[name])} here."
+    ids = tokenizer.encode(f"{thought}</think>\nNo.", add_special_tokens=False)
+    assert constraint_of(compiler, form).accept(ids) == len(ids)
+    assert parsed(form, marked(form, tokenizer, ids)) == ("No.", thought, ())
+
+
 def test_reasoning_that_is_left_in_the_text_is_all_of_it() -> None:
     whole = "\n<think>\n Hm \n</think>\n\nHi "
     assert parsed(AnswerFormat(None, THINK, is_apart=False), whole) == (whole, None, ())

@@ -49,6 +49,17 @@ class AnswerFormat:
     marks: Mapping[int, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
+    @property
+    def calls_in_reasoning(self) -> list[str]:
+        """Beginnings of calls that end the reasoning as its closing does, one for each tool; [] if none does.
+
+        A budget is of reasoning that is closed.
+        """
+        calls = self.calls
+        if calls is None or calls.kind == "none" or not calls.form.ends_reasoning or self.budget is not None:
+            return []
+        return [calls.form.start + tool.name + calls.form.before_arguments for tool in calls.tools]
+
     def call_id(self, salt: bytes, index: int) -> str:
         """Return the id of a call: equal for equal requests, different for other requests and calls."""
         digest = blake2b(salt + index.to_bytes(4, "little"), digest_size=12)

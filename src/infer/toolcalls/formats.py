@@ -42,6 +42,7 @@ class ToolCallFormat:
     trigger: str = ""
     is_parallel: bool = True  # whether an answer may have several calls
     has_short_ids: bool = False
+    ends_reasoning: bool = False  # whether models may begin a call without closing their reasoning
 
     @property
     def start(self) -> str:
@@ -142,6 +143,7 @@ _FORMATS = (
         after_value="\n</parameter>\n",
         separator="\n",
         trigger="<tool_call>",
+        ends_reasoning=True,
     ),
     ToolCallFormat(
         name="glm-4.5",

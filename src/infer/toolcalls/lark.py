@@ -6,7 +6,7 @@ names control tokens by their ids. Only this grammar can do so, never a request'
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -88,7 +88,7 @@ class _Builder:
             self._rules["start"] = self._messages(reasoning)
         else:
             thought = self._thought(reasoning) if reasoning is not None else ""
-            self._rules["start"] = f"{thought} ({self._answer()})"
+            self._rules["start"] = " | ".join([f"{thought} ({self._answer()})", *self._calls_in_thought()])
         self._rules["SPACES"] = "/[ \\t\\r\\n]+/"
         self._rules["ANY"] = f"/{_ANY}/"
         return "\n".join(f"{name}: {rule}" for name, rule in self._rules.items()) + "\n"
@@ -98,12 +98,21 @@ class _Builder:
 
     def _thought(self, form: ReasoningFormat) -> str:
         thought = self._until("thought", form.closing)
-        if self._form.is_open:
-            return thought
-        opening = (
-            self._literal(form.opening) if self._is_control(form.opening) else f"/{_SPACES}{as_pattern(form.opening)}/"
-        )
-        return f"({opening} {thought})?"
+        return thought if self._form.is_open else f"({self._opening(form)} {thought})?"
+
+    def _opening(self, form: ReasoningFormat) -> str:
+        is_control = self._is_control(form.opening)
+        return self._literal(form.opening) if is_control else f"/{_SPACES}{as_pattern(form.opening)}/"
+
+    def _calls_in_thought(self) -> Iterator[str]:
+        """Yield a rule for each tool: reasoning that is not closed, a call of the tool, and others after it."""
+        calls, reasoning, beginnings = self._form.calls, self._form.reasoning, self._form.calls_in_reasoning
+        if calls is None or reasoning is None or not beginnings:
+            return
+        opening = "" if self._form.is_open else self._opening(reasoning)
+        others = self._calls(calls).removeprefix("call ")
+        for index, beginning in enumerate(beginnings):
+            yield f"{opening} {self._until(f'cut_{index}', beginning)} {self._end(calls, index)} {others}"
 
     def _messages(self, form: ReasoningFormat) -> str:
         """Return the rule of messages with headers: reasoning and texts beside calls, then the text or a call."""

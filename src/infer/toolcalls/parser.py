@@ -36,6 +36,7 @@ class AnswerParser(Parser):
         self._arguments: Arguments = JsonArguments()
         self._num_calls = 0
         self._reasons = False  # some was found
+        self._calls_in_reasoning = form.calls_in_reasoning
         self._literal, self._after = "", self._name
         if form.reasoning is None:
             self._state = self._beginning
@@ -89,14 +90,21 @@ class AnswerParser(Parser):
     def _reasoning(self) -> bool:
         assert self._form.reasoning is not None
         closing = self._form.reasoning.closing
-        end = self._held.find(closing)
-        known = self._held[: end if end >= 0 else len(self._held) - num_held(self._held, closing)]
+        places = {literal: self._held.find(literal) for literal in (closing, *self._calls_in_reasoning)}
+        found = {place: literal for literal, place in places.items() if place >= 0}
+        end = min(found, default=-1)
+        known = self._held[: end if found else len(self._held) - max(num_held(self._held, each) for each in places)]
         shown = known.rstrip(SPACES) if self._form.is_apart else known
         self._reason(shown)
-        if end < 0:
+        if not found:
             self._held = self._held[len(shown) :] if self._reasons else self._held[len(known) :]
             return False
-        self._held = self._held[end + len(closing) :]
+        self._held = self._held[end:]
+        if found[end] != closing:
+            assert self._form.calls is not None
+            self._expect(self._form.calls.form.start, self._name)
+            return True
+        self._held = self._held[len(closing) :]
         if self._form.is_apart:
             self._state = self._after_reasoning
         else:

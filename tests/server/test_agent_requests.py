@@ -11,9 +11,9 @@ import pytest
 
 from idle import until_idle
 from infer import LLM
-from infer.protocols.message_blocks import messages_of
 from infer.protocols.message_bodies import MessagesBody
 from infer.protocols.message_history import complete_messages
+from infer.protocols.message_request import messages_of
 from infer.protocols.read_body import read_body
 from served import Served, serving
 from test_session import make_model

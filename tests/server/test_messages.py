@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from infer import LLM
-from infer.protocols.message_blocks import messages_of
 from infer.protocols.message_bodies import MessagesBody
+from infer.protocols.message_request import messages_of, variables_of
 from infer.protocols.read_body import read_body
-from infer.server.routes.anthropic_messages import variables_of
 from served import Served
 
 ASKED = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "hello"}], "temperature": 0}

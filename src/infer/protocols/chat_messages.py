@@ -5,7 +5,7 @@ for an image or a file in the user's last message, which the answer would need.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -33,7 +33,7 @@ def complete_chat(given: Any, reading: Reading) -> Any:
     if given.get("function_call") == "none":
         given.pop("functions", None)
     if isinstance(tools := given.get("tools"), list):
-        given["tools"] = function_tools(tools, reading, _with_type)
+        given["tools"] = own_tools([_with_type(tool) for tool in tools], reading)
     return given
 
 
@@ -52,17 +52,25 @@ def last_user(messages: list[Any]) -> int:
     return found[-1] if found else -1
 
 
-def function_tools(
-    tools: list[Any], reading: Reading, complete: Callable[[dict[str, Any]], dict[str, Any]] = dict
+def own_tools(
+    tools: list[Any],
+    reading: Reading,
+    own_kind: str = "function",
+    expand: Callable[[Any, str], list[Any]] = lambda tool, path: [tool],
 ) -> list[Any]:
-    """Return the tools that are functions; a tool of another kind is left out with a warning."""
+    """Return the tools that the client runs; a tool of another kind is left out with a warning.
+
+    `expand` returns the tools that replace a tool, which it receives with its path.
+    """
     found = list[Any]()
-    for index, tool in enumerate(tools):
-        tool = complete(tool) if isinstance(tool, dict) else tool
-        if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function":
-            reading.warn(f"tools[{index}] was left out: tools of type {kind!r:.40} are not run here")
-            continue
-        found.append(tool)
+    for index, given in enumerate(tools):
+        path = f"tools[{index}]"
+        for tool in expand(given, path):
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            if isinstance(kind, str) and kind != own_kind:
+                reading.warn(f"{path} was left out: tools of type {kind!r:.40} are not run here")
+            else:
+                found.append(tool)
     return found
 
 
@@ -136,9 +144,9 @@ def _call(call: dict[str, Any], path: str, reading: Reading) -> dict[str, Any]:
     return found
 
 
-def _with_type(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _with_type(tool: Any) -> Any:
     """Return a tool of a chat with the type that some clients leave out."""
-    return {"type": "function", **tool} if "function" in tool else dict(tool)
+    return {"type": "function", **tool} if isinstance(tool, dict) and "function" in tool else tool
 
 
 # Messages for templates

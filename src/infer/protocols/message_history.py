@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from infer.protocols.chat_messages import complete_each, past_arguments, placeholder
+from infer.protocols.chat_messages import complete_each, own_tools, past_arguments, placeholder
 from infer.protocols.refusals import refuse
 from infer.protocols.unknown_fields import Reading
 
@@ -24,20 +24,8 @@ def complete_messages(given: Any, reading: Reading) -> Any:
     if isinstance(turns := given.get("messages"), list):
         given["messages"] = complete_each(turns, reading, _turn)
     if isinstance(tools := given.get("tools"), list):
-        given["tools"] = _own_tools(tools, reading)
+        given["tools"] = own_tools(tools, reading, "custom")  # the other kinds are tools that Anthropic runs
     return given
-
-
-def _own_tools(tools: list[Any], reading: Reading) -> list[Any]:
-    """Return the tools with the caller's own schema. Kinds that Anthropic defines are left out with a warning."""
-    found = list[Any]()
-    for index, tool in enumerate(tools):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "custom":
-            reading.warn(f"tools[{index}] was left out: tools of type {kind!r:.40} are not known here")
-        else:
-            found.append(tool)
-    return found
 
 
 def _turn(turn: dict[str, Any], path: str, reading: Reading, *, is_last: bool) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Convert bodies of `/v1/responses` from other programs to the items and tools that this server reads."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from infer.protocols.chat_messages import function_tools, last_user, past_arguments, text_parts
+from infer.protocols.chat_messages import last_user, own_tools, past_arguments, text_parts
 from infer.protocols.unknown_fields import Reading
 
 _SEPARATOR = "__"  # between a namespace and a tool's name
@@ -39,7 +40,7 @@ def complete_response(given: Any, reading: Reading) -> Any:
             for kept in _items(item, f"input[{index}]", reading, is_last=index == last)
         ]
     if isinstance(tools := given.get("tools"), list):
-        given["tools"] = [kept for index, tool in enumerate(tools) for kept in _functions(tool, index, reading)]
+        given["tools"] = own_tools(tools, reading, expand=partial(_functions, reading=reading))
     if isinstance(choice := given.get("tool_choice"), dict):
         given["tool_choice"] = _choice(choice, reading)
     if isinstance(include := given.get("include"), list):
@@ -140,22 +141,16 @@ def _reasoning(item: dict[str, Any], path: str, reading: Reading) -> list[Any]:
     return [{"type": "reasoning", "content": found}]
 
 
-def _functions(tool: Any, index: int, reading: Reading) -> list[Any]:
-    """Return the functions of a tool.
-
-    Each function of a namespace gets a name made of both. A tool of another kind is left out with a warning.
-    """
+def _functions(tool: Any, path: str, reading: Reading) -> list[Any]:
+    """Return the functions of a namespace, each with a name made of both, or the tool itself."""
     match tool:
         case {"type": "namespace", "name": str(namespace), "tools": [*inner]}:
             found = [each for each in inner if isinstance(each, dict) and each.get("type") == "function"]
             if len(found) < len(inner):
-                reading.warn(f"tools[{index}]: the tools of {namespace!r:.60} that are no functions were left out")
+                reading.warn(f"{path}: the tools of {namespace!r:.60} that are no functions were left out")
             return [{**each, "name": name_in(namespace, each.get("name")), "namespace": namespace} for each in found]
         case {"type": "function"}:
             return [{name: value for name, value in tool.items() if name != "namespace"}]
-        case {"type": str(kind)}:
-            reading.warn(f"tools[{index}] was left out: tools of type {kind!r:.40} are not run here")
-            return []
     return [tool]
 
 
@@ -166,4 +161,4 @@ def _choice(choice: dict[str, Any], reading: Reading) -> dict[str, Any]:
     tools = choice.get("tools")
     if choice.get("type") != "allowed_tools" or not isinstance(tools, list):
         return choice
-    return {**choice, "tools": [_choice(each, reading) for each in function_tools(tools, reading)]}
+    return {**choice, "tools": [_choice(each, reading) for each in own_tools(tools, reading)]}

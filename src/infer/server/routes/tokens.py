@@ -16,12 +16,13 @@ from starlette.responses import Response
 import infer
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
+from infer.protocols.asked import Asked
 from infer.protocols.bodies import Body, Message, Tools
 from infer.protocols.chat_messages import complete_chat, messages_of
 from infer.protocols.params import refusal, template_variables
 from infer.protocols.refusals import refuse
 from infer.protocols.tool_options import plain
-from infer.server.answer_types import Answer, Bytes, Count, Json
+from infer.server.answer_types import Answer, Bytes, Count
 from infer.server.asking import while_connected
 from infer.server.call import call_of
 from infer.server.endpoint import post
@@ -182,18 +183,16 @@ async def prepared(request: Request, state: ServerState, prepare: Callable[[], _
         raise refusal(error, param) from error
 
 
-async def count_prompt(
-    request: Request, state: ServerState, messages: list[Json], options: RequestOptions, variables: Json, param: str
-) -> int:
-    """Return the number of tokens of a conversation's prompt. Raises an ApiError that names `param`."""
-    host = state.llm().host
+async def count_prompt(request: Request, state: ServerState, asked: Asked) -> int:
+    """Return the number of tokens of a conversation's prompt. Raises an ApiError that names the prompt's field."""
+    host, (messages,) = state.llm().host, asked.prompts
 
     def encode() -> list[int]:
-        conversation = host.requests.conversation(messages, options, variables)
+        conversation = host.requests.conversation(messages, asked.options, dict(asked.variables))
         assert conversation is not None
         return conversation.encode(messages)
 
-    return len(await prepared(request, state, encode, param))
+    return len(await prepared(request, state, encode, asked.prompt_name))
 
 
 def _kind_of(body: TokenizeBody) -> str:

@@ -22,6 +22,7 @@ from infer.protocols.read_body import as_given, body_from
 from infer.protocols.refusals import refuse
 from infer.protocols.tool_options import option_values
 from infer.protocols.unknown_fields import Reading
+from infer.system.strict_json import RepeatedKeyError, unique_keys
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 ENDPOINTS: tuple[Endpoint, ...] = ("/v1/chat/completions", "/v1/completions")
@@ -61,23 +62,14 @@ def read_rows(lines: Iterable[str]) -> Iterator[Row]:
 def read_row(line: str, name: str) -> Row:
     """Return the row of a line. `name` is the id of a row that has none."""
     try:
-        record = json.loads(line, object_pairs_hook=_unique)
-    except InvalidRequestError as error:
+        record = json.loads(line, object_pairs_hook=unique_keys)
+    except RepeatedKeyError as error:
         return Row(name, problem=str(error))
     except (ValueError, RecursionError) as error:
         return Row(name, problem=f"not JSON: {error}")
     if not isinstance(record, dict):
         return Row(name, problem=f"a row must be an object, got {line.strip():.60}")
     return row_of(record, name)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        doubled = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequestError(f"the key {doubled!r:.60} appears twice: give it once")
-    return found
 
 
 def row_of(record: dict[str, Any], name: str) -> Row:

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 from infer.errors import InvalidRequestError, problem_of
@@ -14,6 +13,7 @@ from infer.grammar.pattern import encoded
 from infer.grammar.schema_part import MalformedSchemaError, Part, refuse
 from infer.grammar.schema_rewriter import ASSERTIONS, Rewriter
 from infer.grammar.schema_shortest import empty_definitions, nodes_of
+from infer.system.strict_json import is_deeper, refuse_constant, unique_keys
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 64
@@ -90,7 +90,7 @@ def unreadable_parts(schema: Any, where: str = "json_schema") -> list[tuple[str,
     A schema that is too deep to be read has none.
     """
     found = list[tuple[str, str]]()
-    if not _is_too_deep(schema):
+    if not is_deeper(schema, MAX_DEPTH):
         Rewriter(schema, where, on_problem=lambda pointer, error: found.append((pointer, problem_of(error)))).rewrite()
     return found
 
@@ -172,32 +172,12 @@ def _ignored(words: Iterable[str], where: str) -> list[str]:
 
 
 def _read(text: str, where: str) -> Any:
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r:.80} is there twice")
-        return found
-
     try:
-        raw = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+        raw = json.loads(text, parse_constant=refuse_constant, object_pairs_hook=unique_keys)
     except ValueError as error:
         raise InvalidRequestError(f"{where} is not JSON: {error}") from None
     except RecursionError:
         raw = None
-    if raw is None or _is_too_deep(raw):
+    if raw is None or is_deeper(raw, MAX_DEPTH):
         raise InvalidRequestError(f"{where}: brackets may be nested {MAX_DEPTH} deep")
     return raw
-
-
-def _is_too_deep(raw: Any) -> bool:
-    level = [raw]
-    for _ in range(MAX_DEPTH + 1):
-        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
-        if not inner:
-            return False
-        level = list(chain.from_iterable(inner))
-    return True

@@ -106,13 +106,6 @@ Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | To
 # What an answer is held to
 
 
-def note_on_name(name: object) -> str | None:
-    """Return a warning about a schema's name that OpenAI's servers would refuse."""
-    if isinstance(name, str) and re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
-        return None
-    return ".name should have 1 to 64 characters of a-z, A-Z, 0-9, _ and -"
-
-
 class _Format(Parameters, tag_field="type"):
     pass
 
@@ -129,7 +122,6 @@ class JsonObjectFormat(_Format, tag="json_object"):
     schema: dict[str, Any] | None = None
 
 
-@final
 class JsonSchema(Parameters, kw_only=True):
     """A schema that constrains the answer, with `strict` or without."""
 
@@ -140,7 +132,11 @@ class JsonSchema(Parameters, kw_only=True):
 
     @classmethod
     def note_on(cls, given: Mapping[str, Any]) -> str | None:
-        return note_on_name(given.get("name"))
+        """Return a warning about a name that OpenAI's servers would refuse."""
+        name = given.get("name")
+        if isinstance(name, str) and re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
+            return None
+        return ".name should have 1 to 64 characters of a-z, A-Z, 0-9, _ and -"
 
 
 @final
@@ -271,17 +267,10 @@ class CompletionBody(CompletingBody, kw_only=True):
 
 
 @final
-class NamedSchemaFormat(_Format, tag="json_schema", kw_only=True):
+class NamedSchemaFormat(JsonSchema, tag_field="type", tag="json_schema", kw_only=True):
     """The fields of `JsonSchemaFormat` without its inner object."""
 
-    name: str | None = None
     schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
-
-    @classmethod
-    def note_on(cls, given: Mapping[str, Any]) -> str | None:
-        return note_on_name(given.get("name"))
 
 
 @final

@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from infer.errors import ModelError, ModelFormatError
 from infer.system.open_file import OpenFile
+from infer.system.strict_json import RepeatedKeyError, unique_keys
 
 MAX_BYTES = 16 << 20
 MAX_TEXT_BYTES = 1 << 20
@@ -48,18 +48,12 @@ def read_whole(path: Path, limit: int) -> bytes:
 
 def parse_json(path: Path, text: bytes, offset: int = 0) -> dict[str, Any]:
     """Return the object in `text`, which begins at byte `offset` of the file. Raises ModelFormatError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            counts = Counter(name for name, _ in pairs)
-            raise ModelFormatError(path, f"key {counts.most_common(1)[0][0]!r:.80}", "appears twice", offset)
-        return found
-
     if _depth(text) > MAX_DEPTH:
         raise ModelFormatError(path, "JSON", f"cannot be read: it is nested more than {MAX_DEPTH} deep", offset)
     try:
-        value = json.loads(text.decode(), object_pairs_hook=unique)
+        value = json.loads(text.decode(), object_pairs_hook=unique_keys)
+    except RepeatedKeyError as error:
+        raise ModelFormatError(path, f"key {error.key!r:.80}", "appears twice", offset) from error
     except UnicodeDecodeError as error:
         raise ModelFormatError(path, "JSON", "is not UTF-8", offset + error.start) from error
     except json.JSONDecodeError as error:

@@ -52,14 +52,25 @@ class JsonArguments(Arguments):
         return Scanned(text, len(text), is_done=False)
 
 
+class _RewrittenArguments(Arguments):
+    """Arguments of another syntax than JSON. `_found` is JSON that is not yet returned."""
+
+    def __init__(self) -> None:
+        self._found, self._word = "{", ""
+        self._depth = 0
+        self._is_text = False
+
+    def _take(self) -> str:
+        found, self._found = self._found, ""
+        return found
+
+
 @final
-class PythonArguments(Arguments):
+class PythonArguments(_RewrittenArguments):
     """`a=1, b="x", c=True, d='x'`, up to the closing parenthesis. Texts in double quotes are spelled as in JSON."""
 
     def __init__(self) -> None:
-        self._found = "{"
-        self._word = ""
-        self._depth = 0
+        super().__init__()
         self._quote = ""  # of the text that is being read
         self._is_escaped = False
 
@@ -101,20 +112,14 @@ class PythonArguments(Arguments):
         self._found += f"{json.dumps(self._word)}: " if is_name else _PYTHON_WORDS.get(self._word, self._word)
         self._word = ""
 
-    def _take(self) -> str:
-        found, self._found = self._found, ""
-        return found
-
 
 @final
-class GemmaArguments(Arguments):
+class GemmaArguments(_RewrittenArguments):
     """`a:1,b:<escape>x<escape>,c:{d:[true]}`, up to the closing brace. Names and texts have no JSON quotes."""
 
     def __init__(self, quote: str) -> None:
+        super().__init__()
         self._quote = quote
-        self._found, self._word = "{", ""
-        self._depth = 0
-        self._is_text = False
 
     def scan(self, text: str) -> Scanned:
         at = 0
@@ -147,10 +152,6 @@ class GemmaArguments(Arguments):
         word, self._word = self._word, ""
         self._found += json.dumps(word) if character == ":" else word
         self._found += f"{character} " if character in ",:" else character
-
-    def _take(self) -> str:
-        found, self._found = self._found, ""
-        return found
 
 
 @final

@@ -11,7 +11,7 @@ from typing import Literal, final
 from infer.outputs import ReasoningDelta, ToolCallDelta
 from infer.toolcalls.answer_format import AnswerFormat
 from infer.toolcalls.arguments import JsonArguments, num_held
-from infer.toolcalls.parsed import MARKS, SPACES, Delta, Parsed, Parser
+from infer.toolcalls.parsed import MARKS, SPACES, Parsed, Parser
 
 _BETWEEN = "\n\n"  # two messages of one kind
 _TO = "to="
@@ -28,13 +28,10 @@ class ChannelParser(Parser):
         super().__init__(form, id_of)
         assert form.reasoning is not None
         self._notation = form.reasoning
-        self._held = self._text = ""
-        self._deltas: list[Delta] = []
         self._kind: Literal["text", "reasoning", "call"] = "reasoning"
         self._is_inside = form.is_open  # of a message's text, not its header
         self._is_new = True  # nothing of the message has been returned
         self._shown = set[str]()  # the kinds of which something has been returned
-        self._num_calls = 0
         self._arguments: JsonArguments | None = None  # of a call that is not complete
 
     @property
@@ -56,12 +53,6 @@ class ChannelParser(Parser):
             self._show(self._held)
         self._held = ""
         return self._take()
-
-    def _take(self) -> Parsed:
-        found = Parsed(self._text, tuple(self._deltas))
-        self._text = ""
-        self._deltas.clear()
-        return found
 
     def _read_header(self) -> bool:
         end = self._held.find(self._notation.body)

@@ -19,11 +19,17 @@ class Parsed(NamedTuple):
 
 
 class Parser(ABC):
-    """Parser of one answer. `mark_by_id` has the characters that represent control tokens in its text."""
+    """Parser of one answer. `mark_by_id` has the characters that represent control tokens in its text.
+
+    `_held` is text that is not yet read, `_text` and `_deltas` are parts that are not yet returned.
+    """
 
     def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:
         self._form, self._id_of = form, id_of
         self.mark_by_id = form.marks
+        self._held = self._text = ""
+        self._deltas: list[Delta] = []
+        self._num_calls = 0
 
     @property
     @abstractmethod
@@ -34,3 +40,10 @@ class Parser(ABC):
 
     @abstractmethod
     def flush(self) -> Parsed: ...
+
+    def _take(self) -> Parsed:
+        """Return the parts since the last call, without the marks of control tokens."""
+        text, deltas = MARKS.sub("", self._text), tuple(self._deltas)
+        self._text = ""
+        self._deltas.clear()
+        return Parsed(text, deltas)

@@ -12,7 +12,7 @@ from infer.toolcalls.answer_format import AnswerFormat, is_plain_text
 from infer.toolcalls.arguments import Arguments, GemmaArguments, JsonArguments, PythonArguments, XmlArguments, num_held
 from infer.toolcalls.channel_parser import ChannelParser
 from infer.toolcalls.formats import pattern_of
-from infer.toolcalls.parsed import MARKS, SPACES, Delta, Parsed, Parser
+from infer.toolcalls.parsed import MARKS, SPACES, Parsed, Parser
 
 
 def make_parser(form: AnswerFormat, id_of: Callable[[int], str]) -> Parser:
@@ -31,10 +31,7 @@ class AnswerParser(Parser):
 
     def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:
         super().__init__(form, id_of)
-        self._held = self._text = ""
-        self._deltas: list[Delta] = []
         self._arguments: Arguments = JsonArguments()
-        self._num_calls = 0
         self._reasons = False  # some was found
         self._calls_in_reasoning = form.calls_in_reasoning
         self._literal, self._after = "", self._name
@@ -64,12 +61,6 @@ class AnswerParser(Parser):
             self._text += self._held
         self._held = ""
         return self._take()
-
-    def _take(self) -> Parsed:
-        text, deltas = MARKS.sub("", self._text), tuple(self._deltas)
-        self._text = ""
-        self._deltas.clear()
-        return Parsed(text, deltas)
 
     # The states: each reads of what is held, and says whether the next one may go on
 

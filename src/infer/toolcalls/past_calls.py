@@ -5,9 +5,9 @@ Clients send a call back as they received it, and an answer that was cut has onl
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from infer.toolcalls.nesting import is_deeper
+from infer.system.strict_json import is_deeper, refuse_constant
 
 Message = Mapping[str, Any]
 INVALID = "INVALID_JSON"
@@ -22,7 +22,7 @@ def past_arguments(text: str | None) -> tuple[dict[str, Any], str | None]:
     if text is None or not text.strip():
         return {}, None
     try:
-        found = json.loads(text, parse_constant=_refuse_constant)
+        found = json.loads(text, parse_constant=refuse_constant)
         if not isinstance(found, dict):
             problem = f"they are {json.dumps(found):.40}"
         elif is_deeper(found, _MAX_DEPTH):
@@ -74,7 +74,3 @@ def _written(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         return repr(value)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

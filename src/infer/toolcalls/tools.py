@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 
 from infer.errors import InvalidRequestError
 from infer.request_limits import MAX_TOOLS
-from infer.toolcalls.nesting import is_deeper
+from infer.system.strict_json import is_deeper
 from infer.toolcalls.signature import tool_of_function
 
 MAX_NAME = 128

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infer.grammar.base import Constraint
+from infer.grammar.constraint import Constraint
 from infer.tokenizer import Tokenizer
 
 _CLOSERS = (b'"', b"}", b"]")

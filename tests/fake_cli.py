@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.__main__ import run
-from infer.cli import commands
+from infer.cli import subcommands
 from infer.errors import ContextLengthError
 from infer.outputs import (
     GenerationResult,
@@ -214,5 +214,5 @@ class FakeSession:
 
 
 if __name__ == "__main__":
-    commands.load_model = lambda options: FakeModel()
+    subcommands.load_model = lambda options: FakeModel()
     run()

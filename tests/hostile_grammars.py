@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from infer.errors import InvalidRequestError
-from infer.grammar.compiler import make_compiler
 from infer.grammar.grammar import Grammar
+from infer.grammar.grammar_compiler import make_compiler
 from infer.tokenizer import Tokenizer
 
 Hostile = tuple[str, str, Any]

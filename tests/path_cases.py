@@ -26,9 +26,9 @@ from infer.engine.request import limits_of, make_request
 from infer.engine.sequence import Sequence as Answering
 from infer.engine.stream import Stream
 from infer.engine.text_output import TextOutput
-from infer.grammar.base import Constraint
-from infer.grammar.compiler import Compiler, make_compiler
+from infer.grammar.constraint import Constraint
 from infer.grammar.grammar import grammar_of
+from infer.grammar.grammar_compiler import Compiler, make_compiler
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.step import Step

@@ -17,7 +17,7 @@ from infer.backends.cpu.records import SAMPLE
 from infer.backends.cpu.state import fields_of
 from infer.backends.cpu.threads.atomics import call_python
 from infer.errors import ConstraintError, EngineFailedError
-from infer.grammar.base import Constraint
+from infer.grammar.constraint import Constraint
 from infer.sampling_params import SamplingParams
 from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, run_all, run_alone
 

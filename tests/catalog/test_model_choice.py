@@ -16,7 +16,7 @@ from infer.catalog import hub_models
 from infer.catalog.hub_models import HUB_MODELS, HubProbe, three_that_fit
 from infer.catalog.model_forecast import FORECAST_CONTEXT, forecast
 from infer.checkpoint import open_checkpoint
-from infer.cli import commands, main
+from infer.cli import main, subcommands
 from infer.cli.model_choice import Offer, offer_lines
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.context_length import context_length
@@ -32,14 +32,14 @@ import sys
 sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 import fake_cli
 from infer.checkpoint.find import INSTALLED_MODELS
-from infer.cli import commands
+from infer.cli import subcommands
 from infer.system import available_memory
 installed = sys.argv.pop(1).split(",")
 for name in [name for name in INSTALLED_MODELS if name not in installed]:
     package = INSTALLED_MODELS[name]
     object.__setattr__(package, "parts", (("no_such_package", "model.gguf"),))
 available_memory.available_memory_bytes = lambda: 8_000_000_000
-commands.load_model = lambda options: fake_cli.FakeModel()
+subcommands.load_model = lambda options: fake_cli.FakeModel()
 fake_cli.run()
 """
 SMALLEST = HUB_MODELS[0].name
@@ -83,7 +83,7 @@ def test_a_model_is_named_with_or_without_the_option(
 ) -> None:
     model = str(write_model(places / "one.gguf"))
     loaded = list[str]()
-    monkeypatch.setattr(commands, "load_model", lambda options: loaded.append(options.model) or FakeModel())
+    monkeypatch.setattr(subcommands, "load_model", lambda options: loaded.append(options.model) or FakeModel())
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["chat", *(argument.format(model) for argument in arguments)]) == 0
     assert loaded == [model]

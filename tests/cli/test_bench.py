@@ -109,7 +109,7 @@ def test_a_device_with_memory_of_its_own_is_refused_before_loading(
         "infer.cli.bench_command.device_backend", lambda device: SimpleNamespace(computes_on_host=False)
     )
     monkeypatch.setattr("infer.cli.bench_command.LLM", None)
-    monkeypatch.setattr("infer.cli.commands.kernels_ahead", lambda *_: nullcontext())
+    monkeypatch.setattr("infer.cli.subcommands.kernels_ahead", lambda *_: nullcontext())
     assert main(["bench", "--model", str(folder), "--device", "cuda"]) == 2
     assert "bench measures the host's memory, and cuda has its own: use --device cpu" in capsys.readouterr().err
 

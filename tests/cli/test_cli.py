@@ -20,7 +20,7 @@ import pytest
 import infer
 from fake_cli import FakeModel
 from infer.backends.cpu.isa import instruction_set
-from infer.cli import commands, main
+from infer.cli import main, subcommands
 from infer.cli.chat_commands import run_command
 from infer.cli.chat_session import ChatSession
 from infer.cli.terminal import Spinner
@@ -42,7 +42,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     model = FakeModel()
-    monkeypatch.setattr(commands, "load_model", lambda options: model)
+    monkeypatch.setattr(subcommands, "load_model", lambda options: model)
     return model
 
 
@@ -213,7 +213,7 @@ def test_a_warning_is_one_line_on_stderr(fake: FakeModel, capsys: Capture, monke
         warnings.warn("its template\nis broken", stacklevel=1)
         return fake
 
-    monkeypatch.setattr(commands, "load_model", load)
+    monkeypatch.setattr(subcommands, "load_model", load)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         assert main(["generate", "-q", "a"]) == 0
@@ -254,7 +254,7 @@ def test_each_constraint_reaches_the_model(fake: FakeModel, capsys: Capture, tmp
 def test_a_bad_schema_is_told_before_a_model_is_loaded(
     capsys: Capture, tmp_path: Path, schema: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "load_model", lambda options: pytest.fail("loaded"))
+    monkeypatch.setattr(subcommands, "load_model", lambda options: pytest.fail("loaded"))
     path = tmp_path / "schema.json"
     path.write_text(schema)
     assert main(["generate", "--json-schema", str(path)]) == 2
@@ -375,7 +375,7 @@ def test_the_model_is_loaded_as_the_options_say(
     command: str, loaded_with: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    for module in ("commands", "chat_loop"):
+    for module in ("subcommands", "chat_loop"):
         monkeypatch.setattr(f"infer.cli.{module}.check_options", lambda options, params: None)
     prompt = ["-p", "a"] if command == "generate" else []
     assert main([command, "-q", *prompt]) == 0
@@ -684,6 +684,6 @@ def test_a_chat_with_a_model_that_has_no_template_ends_before_the_first_question
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FakeModel, "can_chat", False)
-    monkeypatch.setattr(commands, "load_model", lambda options: FakeModel())
+    monkeypatch.setattr(subcommands, "load_model", lambda options: FakeModel())
     with pytest.raises(InvalidRequestError, match="no chat template"):
-        commands.infer.main(["chat"], standalone_mode=False)
+        subcommands.infer.main(["chat"], standalone_mode=False)

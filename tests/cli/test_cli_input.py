@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fake_cli import FakeModel
-from infer.cli import commands, main
+from infer.cli import main, subcommands
 from infer.cli.other_programs import INSTEAD
 from infer.sampling_params import SamplingParams
 from test_cli import FAKE, Screen, run_fake
@@ -23,7 +23,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     model = FakeModel()
-    monkeypatch.setattr(commands, "load_model", lambda options: model)
+    monkeypatch.setattr(subcommands, "load_model", lambda options: model)
     return model
 
 
@@ -141,7 +141,7 @@ def test_commands_of_other_programs_are_answered_with_ours(word: str, capsys: Ca
     assert f"no such command '{word}'; instead: {INSTEAD[word]}" in told
     assert told.count("\n") == 1
     for name in re.findall(r"infer ([a-z-]+)", INSTEAD[word]):
-        assert name in commands.infer.commands or name.startswith("--")
+        assert name in subcommands.infer.commands or name.startswith("--")
 
 
 @pytest.mark.parametrize(

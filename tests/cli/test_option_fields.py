@@ -8,8 +8,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from infer.cli.commands import infer
 from infer.cli.option_fields import Invocation, argument, option, takes_options
+from infer.cli.subcommands import infer
 
 
 @dataclass(frozen=True)

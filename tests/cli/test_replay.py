@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infer import LLM, InvalidRequestError, SamplingParams
-from infer.cli import commands, main
+from infer.cli import main, subcommands
 from infer.cli.permalink import HOST, Permalink, body_of, read_permalink, sha256_of
 from infer.protocols.asked import ask_chat, ask_completion
 from infer.protocols.bodies import ChatBody, CompletionBody
@@ -55,8 +55,8 @@ def served(llm: LLM) -> Iterator[Served]:
 
 @pytest.fixture(autouse=True)
 def _loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "load_model", lambda options: llm)
-    monkeypatch.setattr(commands, "check_options", lambda options, params: None)
+    monkeypatch.setattr(subcommands, "load_model", lambda options: llm)
+    monkeypatch.setattr(subcommands, "check_options", lambda options, params: None)
 
 
 def link_of(content: Any) -> str:

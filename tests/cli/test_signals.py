@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infer import LLM, InvalidRequestError, SamplingParams
-from infer.tokenizer import backend
+from infer.tokenizer import tokenizers_library
 
 NUMBER = signal.SIGUSR1
 SHORT = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
@@ -57,7 +57,7 @@ def signal_in_step(llm: LLM, number: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_tokenizer_lets_it_pass() -> None:
-    with pytest.raises(ValueError, match=r"\Astop\Z"), backend._panics_as(InvalidRequestError):
+    with pytest.raises(ValueError, match=r"\Astop\Z"), tokenizers_library._panics_as(InvalidRequestError):
         signal.raise_signal(NUMBER)
 
 

@@ -117,7 +117,7 @@ def test_progress_ends_where_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-@pytest.mark.parametrize("module", ["infer.cli", "click", "infer.cli.commands", "infer.sampling_params"])
+@pytest.mark.parametrize("module", ["infer.cli", "click", "infer.cli.subcommands", "infer.sampling_params"])
 def test_ctrl_c_during_the_first_imports_is_quiet(module: str, start: str) -> None:
     program = INTERRUPTED.format(module=module, start=start)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from fake_cli import FakeModel
 from infer import LLM, InvalidRequestError, SamplingParams
-from infer.cli import commands, main
+from infer.cli import main, subcommands
 from infer.cli.trace_command import trace_lines
 from infer.cli.wrapping import display_width
 from infer.outputs import SampleTrace
@@ -207,7 +207,7 @@ def test_the_last_logits_are_the_last_of_all(llm: LLM) -> None:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     model = FakeModel()
-    monkeypatch.setattr(commands, "load_model", lambda options: model)
+    monkeypatch.setattr(subcommands, "load_model", lambda options: model)
     return model
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from infer.cli.commands import infer
+from infer.cli.subcommands import infer
 from infer.server.app import ROUTES
 from infer.server.server_settings import ServerSettings
 

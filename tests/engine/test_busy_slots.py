@@ -14,7 +14,7 @@ from infer.engine.loop import Backlog, once
 from infer.engine.prompt_batch import answer_all
 from infer.engine.sequence import Sequence
 from infer.errors import ConstraintError
-from infer.grammar.base import Constraint
+from infer.grammar.constraint import Constraint
 from infer.kvcache.cache_settings import CacheSettings
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams

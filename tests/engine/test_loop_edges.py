@@ -17,7 +17,7 @@ from infer import LLM, InvalidRequestError, SamplingParams, load_model
 from infer.engine.engine import Engine
 from infer.engine.sequence import Sequence as Answering
 from infer.errors import ConstraintError
-from infer.grammar.base import Constraint
+from infer.grammar.constraint import Constraint
 from infer.operands.step import Chunk, Clock, StepEnd
 from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns

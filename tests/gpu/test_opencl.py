@@ -18,7 +18,7 @@ import opencl_platform
 from infer import LLM, SamplingParams, ops
 from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.sampling.launch import choose_tokens
-from infer.cli.commands import infer
+from infer.cli.subcommands import infer
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation

@@ -15,8 +15,8 @@ import pytest
 from byte_tokenizer import VOCAB_SIZE
 from infer import LLM, InvalidRequestError
 from infer.errors import ConstraintError
-from infer.grammar.compiler import Compiler, make_compiler
 from infer.grammar.grammar import Grammar
+from infer.grammar.grammar_compiler import Compiler, make_compiler
 from infer.grammar.trial import trial_lane, try_grammar
 from infer.system.lane import Lane, asking_for
 from infer.system.sized_cache import SizedCache
@@ -216,8 +216,8 @@ def test_a_compiler_forgets_the_grammar_that_was_not_used_for_longest(
         tried.append(grammar.text)
         return try_grammar(backend, grammar)
 
-    monkeypatch.setattr("infer.grammar.compiler.try_grammar", counted)
-    monkeypatch.setattr("infer.grammar.compiler.MAX_COMPILED_BYTES", 70_000)
+    monkeypatch.setattr("infer.grammar.grammar_compiler.try_grammar", counted)
+    monkeypatch.setattr("infer.grammar.grammar_compiler.MAX_COMPILED_BYTES", 70_000)
     compiler = make_compiler(llm.tokenizer, VOCAB_SIZE)
     for text in ("a", "b", "a", "c", "a", "b"):
         compiler.compile(Grammar("regex", text))

@@ -18,9 +18,9 @@ import hostile_grammars
 from byte_tokenizer import write_byte_tokenizer
 from constraint_walks import allowed_ids, schema_text, walk
 from infer.errors import InvalidRequestError
-from infer.grammar.base import Constraint
-from infer.grammar.compiler import Compiler, make_compiler
+from infer.grammar.constraint import Constraint
 from infer.grammar.grammar import Grammar, grammar_of
+from infer.grammar.grammar_compiler import Compiler, make_compiler
 from infer.grammar.horn import Clause, shortest
 from infer.grammar.pattern import without_anchors
 from infer.sampling_params import SamplingParams

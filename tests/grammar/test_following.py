@@ -11,9 +11,9 @@ import pytest
 from byte_tokenizer import write_byte_tokenizer
 from constraint_walks import allowed_ids
 from infer.errors import ConstraintError
-from infer.grammar.base import Constraint
-from infer.grammar.compiler import Compiler, make_compiler
+from infer.grammar.constraint import Constraint
 from infer.grammar.grammar import Grammar
+from infer.grammar.grammar_compiler import Compiler, make_compiler
 from infer.tokenizer import Tokenizer
 
 VOCABS = (300, 330, 700)  # beside a tokenizer of fewer ids: one word, another, many of masks that allow nothing

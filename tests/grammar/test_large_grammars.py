@@ -9,8 +9,8 @@ import pytest
 from byte_tokenizer import write_byte_tokenizer
 from constraint_walks import walk
 from infer.errors import ConstraintError, InvalidRequestError
-from infer.grammar.compiler import Compiler, make_compiler
 from infer.grammar.grammar import Grammar, GrammarKind, Source
+from infer.grammar.grammar_compiler import Compiler, make_compiler
 from infer.grammar.library_trials import llguidance_follow
 from infer.tokenizer import Tokenizer
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from byte_tokenizer import write_byte_tokenizer
 from constraint_walks import walk
 from infer.errors import InvalidRequestError
-from infer.grammar.compiler import Compiler, make_compiler
 from infer.grammar.grammar import Grammar
+from infer.grammar.grammar_compiler import Compiler, make_compiler
 from infer.grammar.json_schema import build_schema
 from infer.grammar.schema_pattern import pattern_without, translated
 from infer.tokenizer import Tokenizer

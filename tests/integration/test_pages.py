@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from infer.cli import commands, main
+from infer.cli import main, subcommands
 from infer.llm import LLM
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def test_a_page_shows_what_the_command_prints(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(commands, "load_model", lambda options: llm)
+    monkeypatch.setattr(subcommands, "load_model", lambda options: llm)
     monkeypatch.chdir(tmp_path)
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -6,7 +6,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from infer.cli import commands, main
+from infer.cli import main, subcommands
 from infer.llm import LLM
 
 SCHEMA = {
@@ -25,7 +25,7 @@ def llm(smollm2_path: Path) -> LLM:
 
 @pytest.fixture(autouse=True)
 def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "load_model", lambda options: llm)
+    monkeypatch.setattr(subcommands, "load_model", lambda options: llm)
 
 
 def answer(capsys: Capture, *options: str) -> str:

@@ -12,8 +12,8 @@ from constraint_walks import allowed_ids, schema_text, walk
 from extent import usual_or_all
 from infer import LLM, SamplingParams
 from infer.checkpoint import open_checkpoint
-from infer.grammar.compiler import Compiler, make_compiler
 from infer.grammar.grammar import Grammar
+from infer.grammar.grammar_compiler import Compiler, make_compiler
 from infer.tokenizer import Tokenizer
 
 VOCAB_SIZE = 49_152 + 40

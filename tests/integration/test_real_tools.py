@@ -9,7 +9,7 @@ import pytest
 from infer import Tokenizer
 from infer.engine.conversation import Conversation, TemplateProbes
 from infer.engine.request_options import RequestOptions
-from infer.grammar.compiler import make_compiler
+from infer.grammar.grammar_compiler import make_compiler
 from infer.prepare.answer import AnswerGrammars
 from infer.toolcalls.parser import AnswerParser
 from watched import script_command

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.cli import commands, main
+from infer.cli import main, subcommands
 from infer.llm import LLM
 
 OPTIONS = {
@@ -30,7 +30,7 @@ def llm(smollm2_path: Path) -> LLM:
 def test_every_step_is_the_one_that_generate_took(
     name: str, llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "load_model", lambda options: llm)
+    monkeypatch.setattr(subcommands, "load_model", lambda options: llm)
     options = ["--prompt", "Roses are red, violets are", *OPTIONS[name], "--json", "-q"]
     assert main(["generate", "-n", "10", *options]) == 0
     token_ids = json.loads(capsys.readouterr().out)["token_ids"]

@@ -11,8 +11,8 @@ import pytest
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import LLM, InvalidRequestError
-from infer.grammar.compiler import Compiler, make_compiler
 from infer.grammar.grammar import Grammar
+from infer.grammar.grammar_compiler import Compiler, make_compiler
 from infer.grammar.trial import trial_lane
 from infer.prepare.answer import AnswerGrammars
 from infer.prepare.tool_rules import ToolRules

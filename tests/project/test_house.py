@@ -126,6 +126,13 @@ def test_the_transformer_names_no_family() -> None:
         assert [family for family in FAMILIES if family in text] == [], name
 
 
+def test_no_file_name_occurs_twice() -> None:
+    """A part may have its own file in each backend, and one more where it is defined, such as `noise`."""
+    folders = {path: path.relative_to(SOURCE).parts[0] for path in SOURCES if path.name != "__init__.py"}
+    names = [path.name for path, folder in folders.items() if folder not in ("backends", "model")]
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
+
+
 def test_no_hasattr_global_or_type_checking() -> None:
     found = []
     for name, tree in syntax_trees():

@@ -13,8 +13,8 @@ import pytest
 from click.core import UNSET
 
 from infer import LLM
-from infer.cli.commands import infer
 from infer.cli.serve_command import client_lines
+from infer.cli.subcommands import infer
 from infer.server.app import ROUTES
 from infer.server.server_settings import ServerSettings
 from served import Served, serving

@@ -12,8 +12,8 @@ from byte_tokenizer import write_byte_tokenizer
 from infer.engine.conversation import Conversation, TemplateProbes
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
-from infer.grammar.compiler import Compiler, make_compiler
 from infer.grammar.grammar import Grammar
+from infer.grammar.grammar_compiler import Compiler, make_compiler
 from infer.protocols.tool_options import effort_variables
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat

@@ -16,10 +16,10 @@ from byte_tokenizer import write_byte_tokenizer
 from constraint_walks import random_schema, walk
 from extent import usual_or_all
 from infer.errors import InvalidRequestError
-from infer.grammar.base import Constraint
 from infer.grammar.budget import Budget, BudgetConstraint
-from infer.grammar.compiler import Compiler, make_compiler
+from infer.grammar.constraint import Constraint
 from infer.grammar.grammar import Grammar
+from infer.grammar.grammar_compiler import Compiler, make_compiler
 from infer.outputs import ReasoningDelta, ToolCall, assembled
 from infer.prepare.answer import AnswerGrammars
 from infer.tokenizer import Tokenizer

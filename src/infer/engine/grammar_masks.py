@@ -15,7 +15,7 @@ import torch
 from infer import ops
 from infer.engine.sequence import Sequence
 from infer.errors import ConstraintError
-from infer.grammar.base import Mask
+from infer.grammar.constraint import Mask
 from infer.operands.step import Chunk, Masks, StepEnd, TokenIds
 from infer.sampling.masks import num_mask_words
 

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import NamedTuple, SupportsIndex, final
 
 from infer.errors import ContextLengthError, InvalidRequestError
-from infer.grammar.base import Constraint
+from infer.grammar.constraint import Constraint
 from infer.grammar.grammar import grammar_of
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_TOKENS

@@ -18,10 +18,10 @@ from infer.engine.request import Limits, Request, check_ids, make_request
 from infer.engine.request_options import RequestOptions, split_options
 from infer.engine.sequence import Sequence
 from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning, about
-from infer.grammar.base import Constraint
 from infer.grammar.budget import Budget, BudgetConstraint
-from infer.grammar.compiler import make_compiler
+from infer.grammar.constraint import Constraint
 from infer.grammar.grammar import Grammar, grammar_of
+from infer.grammar.grammar_compiler import make_compiler
 from infer.prepare.answer import AnswerGrammars
 from infer.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
 from infer.sampling_params import SamplingParams

@@ -18,7 +18,7 @@ from infer.engine.sequence_grammar import SequenceGrammar
 from infer.engine.text_output import TextOutput
 from infer.engine.timing import AnswerTimer
 from infer.errors import ConstraintError, InvalidRequestError
-from infer.grammar.base import Mask
+from infer.grammar.constraint import Mask
 from infer.operands.step import Chunk, Clock
 from infer.outputs import FinishReason, GenerationResult, GenerationStats, Origin, Piece, TokenLogprob, assembled
 from infer.runner.sample_loop import SampledTokens

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import final
 
 from infer.errors import ConstraintError
-from infer.grammar.base import Constraint, Mask
+from infer.grammar.constraint import Constraint, Mask
 
 
 @final

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, final
 
-from infer.grammar.base import Constraint, Mask, keep_only
+from infer.grammar.constraint import Constraint, Mask, keep_only
 
 _SPACES = b" \t\r\n"
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from infer.errors import ConstraintError
-from infer.grammar.base import Mask
+from infer.grammar.constraint import Mask
 from infer.grammar.grammar import Source
 from infer.grammar.libraries import llguidance_limits
 from infer.grammar.matcher import Backend, Matcher

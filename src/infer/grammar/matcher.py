@@ -6,7 +6,7 @@ from threading import Lock
 from typing import Any, ClassVar, final
 
 from infer.errors import ConstraintError
-from infer.grammar.base import Constraint, Mask, keep_only
+from infer.grammar.constraint import Constraint, Mask, keep_only
 from infer.grammar.grammar import Source
 from infer.grammar.vocabulary import Vocabulary
 

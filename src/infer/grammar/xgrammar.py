@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from infer.grammar.base import Mask
+from infer.grammar.constraint import Mask
 from infer.grammar.grammar import Source
 from infer.grammar.libraries import compile_with_xgrammar
 from infer.grammar.matcher import Backend, Matcher

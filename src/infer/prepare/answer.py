@@ -11,8 +11,8 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError
-from infer.grammar.compiler import Compiler
 from infer.grammar.grammar import Grammar
+from infer.grammar.grammar_compiler import Compiler
 from infer.grammar.trial import ask_trial
 from infer.prepare.answer_text import format_to_json
 from infer.system.sized_cache import SizedCache

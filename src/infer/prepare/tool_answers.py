@@ -14,7 +14,7 @@ from infer.prepare.answer_text import format_of_json
 from infer.prepare.tool_rules import ToolRules
 from infer.system.processor_limit import OverLimitError, limited
 from infer.toolcalls.answer_format import AnswerFormat
-from infer.toolcalls.lark import answer_lark
+from infer.toolcalls.answer_grammar import answer_lark
 from infer.toolcalls.tool_schemas import ToolSchemas
 
 LOOSEST_SECONDS = 2.0  # of a processor, for tools without their schemas

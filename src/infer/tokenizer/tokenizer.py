@@ -15,7 +15,6 @@ from tokenizers import AddedToken
 
 from infer.errors import InvalidRequestError
 from infer.system.json_file import read_json_file, read_text_file
-from infer.tokenizer.backend import MAX_TOKENS, encode, load_backend, make_text_backend, read_vocabulary
 from infer.tokenizer.chat_template import ChatTemplate
 from infer.tokenizer.detokenizer import (
     DecodingRules,
@@ -28,6 +27,7 @@ from infer.tokenizer.gguf_vocabulary import CONTROL_NAMES, END_NAMES, make_bos_e
 from infer.tokenizer.infill import InfillMarks, find_marks
 from infer.tokenizer.length_bound import Bound, make_length_bound
 from infer.tokenizer.special_tokens import SpecialTexts
+from infer.tokenizer.tokenizers_library import MAX_TOKENS, encode, load_backend, make_text_backend, read_vocabulary
 from infer.tokenizer.value_checks import check_json
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

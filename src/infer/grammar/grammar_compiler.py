@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError
-from infer.grammar.base import Constraint
+from infer.grammar.constraint import Constraint
 from infer.grammar.grammar import Grammar, Source
 from infer.grammar.llguidance import LlguidanceBackend
 from infer.grammar.matcher import Backend, StepwiseConstraint

@@ -23,7 +23,7 @@ ALIASES = {  # taken where the command has the option that they stand for
     "--file": "--prompt-file",
     "--num-threads": "--threads",
 }
-REPLACED = {  # flags of document 003 that nothing is left to ask for
+REPLACED = {  # flags without effect
     "--zero-copy": "--zero-copy is always so where a device has the host's memory: nothing is copied",
     "--gpu-attn": "--gpu-attn is not needed: attention runs where the model does (--device)",
 }

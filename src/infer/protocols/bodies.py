@@ -8,7 +8,14 @@ from msgspec import Meta, Struct
 
 from infer.protocols.declared_fields import declares
 from infer.protocols.foreign import FOREIGN
-from infer.protocols.response_items import InputItem, ReasoningSettings, ResponseToolChoice, ResponseTools
+from infer.protocols.response_items import (
+    Function,
+    InputItem,
+    OutputRefusal,
+    ReasoningSettings,
+    ResponseToolChoice,
+    ResponseTools,
+)
 from infer.protocols.unknown_fields import Parameters, ToolKeys
 from infer.request_limits import MAX_BUDGET, MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS, MAX_TOOLS
 
@@ -34,18 +41,9 @@ class TextPart(Struct):
     text: str
 
 
-class _AnswerPart(Struct, tag_field="type"):
-    pass
-
-
 @final
-class AnswerText(_AnswerPart, tag="text"):
+class AnswerText(Struct, tag_field="type", tag="text"):
     text: str
-
-
-@final
-class RefusalPart(_AnswerPart, tag="refusal"):
-    refusal: str
 
 
 class _Message(Struct, kw_only=True, tag_field="role"):
@@ -87,7 +85,7 @@ class ToolCall(Struct, kw_only=True):
 class AssistantMessage(_Message, tag="assistant", kw_only=True):
     """An earlier answer of this server or another."""
 
-    content: str | list[AnswerText | RefusalPart] | None = None
+    content: str | list[AnswerText | OutputRefusal] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -148,16 +146,6 @@ Format = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 # Tools
-
-
-@final
-class Function(ToolKeys, kw_only=True):
-    """A function. With `strict`, a schema that cannot be built is refused; without it, the part is left out."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 @final

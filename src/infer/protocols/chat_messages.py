@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from infer.protocols.bodies import AssistantMessage, DeveloperMessage, Message, RefusalPart, ToolMessage
+from infer.protocols.bodies import AssistantMessage, DeveloperMessage, Message, ToolMessage
 from infer.protocols.refusals import refuse
 from infer.protocols.response_items import OutputRefusal
 from infer.protocols.unknown_fields import Reading
@@ -192,4 +192,4 @@ def text_of(content: Any) -> str:
     """Return the text of a content. The texts of parts are joined; no content is an empty text."""
     if not isinstance(content, list):
         return content or ""
-    return "".join(part.refusal if isinstance(part, RefusalPart | OutputRefusal) else part.text for part in content)
+    return "".join(part.refusal if isinstance(part, OutputRefusal) else part.text for part in content)

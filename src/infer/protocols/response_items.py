@@ -1,4 +1,4 @@
-"""The items of `/v1/responses` (messages, calls, results and reasoning), and its tools."""
+"""The items of `/v1/responses` (messages, calls, results and reasoning) and its tools. Chats share two structs."""
 
 from typing import Annotated, Any, Literal, final
 
@@ -70,17 +70,22 @@ class ReasoningItem(_Item, tag="reasoning"):
 InputItem = InputMessage | CallItem | ResultItem | ReasoningItem
 
 
-@final
-class ResponseTool(ToolKeys, kw_only=True, tag_field="type", tag="function"):
-    """A function. With `strict`, a schema that cannot be built is refused; without it, the part is left out.
-
-    A `namespace` precedes the names of its tools. A call of such a tool is answered with namespace and name separated.
-    """
+class Function(ToolKeys, kw_only=True):
+    """A function. With `strict`, a schema that cannot be built is refused; without it, the part is left out."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+@final
+class ResponseTool(Function, kw_only=True, tag_field="type", tag="function"):
+    """A function. With `strict`, a schema that cannot be built is refused; without it, the part is left out.
+
+    A `namespace` precedes the names of its tools. A call of such a tool is answered with namespace and name separated.
+    """
+
     namespace: str | None = None
 
 

@@ -43,7 +43,6 @@ class TraceBody(OneAnswerBody, kw_only=True):
     from what the sampler gives.
     """
 
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
     num_candidates: Annotated[int, Meta(ge=1, le=MAX_CANDIDATES)] | None = None  # 10 unless given
     answer_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     position: Annotated[int, Meta(ge=0)] | None = None  # 0 unless given

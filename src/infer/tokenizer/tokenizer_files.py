@@ -1,0 +1,131 @@
+"""Read the parts of a tokenizer from the JSON files of a folder, or from the metadata of a GGUF file."""
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken
+
+from infer.system.json_file import read_json_file, read_text_file
+from infer.tokenizer.gguf_vocabulary import CONTROL_NAMES, make_bos_eos_processor, make_gguf_backend
+from infer.tokenizer.tokenizers_library import load_backend
+from infer.tokenizer.value_checks import check_json
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_GGUF_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_ENDS = ("bos", "eos")
+_ADDED_TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+
+
+class TokenizerParts(NamedTuple):
+    """The arguments of `Tokenizer`."""
+
+    backend: tokenizers.Tokenizer
+    named_tokens: Mapping[str, str]
+    end_token_ids: Iterable[int]
+    chat_templates: Mapping[str, str]
+    vocabulary: Sequence[str] | None = None
+
+
+def read_folder(path: Path) -> TokenizerParts:
+    """Return the parts of a folder's tokenizer. Raises ModelError if a file is missing or breaks its format."""
+    backend = load_backend(path / "tokenizer.json")
+    config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / "tokenizer_config.json")}
+    _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
+    named_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+    _make_special(backend, CONTROL_NAMES.union(named_tokens.values()))
+    if "add_bos_token" in config or "add_eos_token" in config:
+        ends = [named_tokens.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in _ENDS]
+        backend.post_processor = make_bos_eos_processor(backend, *ends)
+    end_ids = _read_json(path / "generation_config.json").get("eos_token_id")
+    return TokenizerParts(
+        backend,
+        named_tokens=named_tokens,
+        end_token_ids=_ids(end_ids),
+        chat_templates=_read_chat_templates(path, config),
+    )
+
+
+def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
+    """Return the parts of a GGUF file's tokenizer. Raises ModelError if a key is missing or its value is wrong."""
+    backend, vocabulary = make_gguf_backend(metadata)
+    named_tokens: dict[str, str] = {}
+    for gguf_name, name in _GGUF_NAMES.items():
+        token_id = metadata.get(f"tokenizer.ggml.{gguf_name}_token_id")
+        if token_id is not None and 0 <= token_id < len(vocabulary):
+            named_tokens[name] = vocabulary[token_id]
+    end_ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    prefix = "tokenizer.chat_template"
+    templates = {
+        key[len(prefix) + 1 :] or "default": value
+        for key, value in metadata.items()
+        if (key == prefix or key.startswith(f"{prefix}.")) and isinstance(value, str)
+    }
+    return TokenizerParts(
+        backend,
+        named_tokens=named_tokens,
+        end_token_ids=[token_id for token_id in end_ids if token_id is not None],
+        chat_templates=templates,
+        vocabulary=vocabulary,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not os.path.lexists(path):  # lexists: a broken link must be an error
+        return {}
+    settings = read_json_file(path)
+    check_json(path, settings)
+    return settings
+
+
+def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the templates by name.
+
+    The first of these is used: `chat_template.jinja`, `chat_template.json`, the configuration's, which may be a list of
+    named templates. Templates of `additional_chat_templates/` are added, named by their files.
+    """
+    template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
+    templates = {"default": template} if isinstance(template, str) else {}
+    for entry in template if isinstance(template, list) else ():
+        templates[entry["name"]] = entry["template"]
+    if os.path.lexists(file := path / "chat_template.jinja"):
+        templates = {"default": read_text_file(file)}
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = read_text_file(file)
+    return templates
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: Mapping[str, Any]) -> None:
+    for entry in added_tokens.values():
+        if backend.token_to_id(entry["content"]) is None:
+            options = {name: entry[name] for name in _ADDED_TOKEN_OPTIONS if name in entry}
+            backend.add_tokens([AddedToken(entry["content"], **options)])
+
+
+def _make_special(backend: tokenizers.Tokenizer, names: Collection[str]) -> None:
+    """Make tokens with these names special, if the vocabulary has them.
+
+    Some files call a token that begins a turn an ordinary one.
+    """
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for text in sorted(names):
+        token = added.get(text)
+        if (token is None or not token.special) and backend.token_to_id(text) is not None:
+            options = {} if token is None else {name: getattr(token, name) for name in _ADDED_TOKEN_OPTIONS[:-1]}
+            backend.add_special_tokens([AddedToken(text, **{"normalized": False, **options, "special": True})])
+
+
+def _token_text(value: Any) -> str | None:
+    """Return the text of a named token, which is given as its text or as an object with the text in `content`."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _ids(value: Any) -> Collection[int]:
+    """Return the ids of `eos_token_id`, which is missing, an id or a list of ids."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)

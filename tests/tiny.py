@@ -365,6 +365,21 @@ DELTA_NETS = [
     ),
 ]  # fmt: skip
 
+# The attention of these families: output gates and partial rotation.
+GATED = [
+    Tiny(
+        "qwen3_5_gates",
+        Qwen3_5TextConfig(
+            num_hidden_layers=2, layer_types=["full_attention"] * 2, attention_bias=True,
+            **_DELTA_NETS | {"head_dim": 256},
+        ),
+    ),
+    Tiny(
+        "qwen3_next_gates",
+        Qwen3NextConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2, **_DELTA_NETS_MOE),
+    ),
+]  # fmt: skip
+
 RECURRENT = [
     Tiny(
         "lfm2",

@@ -20,7 +20,7 @@ _EPS = 1e-6  # of the norms of q and k
 
 
 class _Inputs(NamedTuple):
-    """What the recurrence reads of some tokens: one q, k and v for each value head."""
+    """Inputs of the recurrence from some tokens: one q, k and v for each value head."""
 
     q: Float[Tensor, "tokens value_heads key_dim"]
     k: Float[Tensor, "tokens key_heads key_dim"]
@@ -60,14 +60,14 @@ def _convolved(
 def gated_delta_net(projected: Activations, weights: DeltaNetWeights, layer: DeltaNetCache, step: Step) -> Activations:
     net, x = weights.net, projected.floats
     heads = net.num_value_heads
-    qkv, z, b, a = x.split([net.num_channels, net.value_features, heads, heads], dim=-1)
+    qkv, z, b, a = torch.split(x, [net.num_channels, net.value_features, heads, heads], dim=-1)
     mixed = F.silu(_convolved(qkv, ConvWeights(weights.taps, None), ConvCache(layer.inputs, layer.pages), step))
     key_features = net.num_key_heads * net.key_dim
-    q, k, v = mixed.split([key_features, key_features, net.value_features], dim=-1)
+    q, k, v = torch.split(mixed, [key_features, key_features, net.value_features], dim=-1)
     inputs = _Inputs(
-        _unit(q.unflatten(1, (-1, net.key_dim)))[:, _key_heads(weights)] * net.key_dim**-0.5,
-        _unit(k.unflatten(1, (-1, net.key_dim))),
-        v.unflatten(1, (-1, net.value_dim)),
+        _unit(q.view(len(x), -1, net.key_dim))[:, _key_heads(weights)] * net.key_dim**-0.5,
+        _unit(k.view(len(x), -1, net.key_dim)),
+        v.view(len(x), -1, net.value_dim),
         weights.decay.to(x.dtype) * F.softplus(a + weights.dt_bias.to(x.dtype)),
         torch.sigmoid(b),
     )

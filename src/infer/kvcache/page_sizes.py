@@ -1,5 +1,7 @@
 """Bytes of a page of the cache, for each kind of layer. Loads no torch."""
 
+from math import prod
+
 from infer.operands.architecture import Attention, GatedDeltaNet, Mixer
 from infer.quantization.kv_formats import key_block_bytes, num_blocks, value_block_bytes
 
@@ -12,8 +14,5 @@ def page_bytes(layer: Mixer, kv_type: str, page_tokens: int) -> int:
         block = key_block_bytes(kv_type, layer.head_dim) + value_block_bytes(kv_type, layer.head_dim)
         return num_blocks(page_tokens) * layer.num_kv_heads * block
     if isinstance(layer, GatedDeltaNet):
-        state = layer.num_value_heads * layer.key_dim * layer.value_dim
-        per_token = layer.num_channels + layer.num_key_heads * layer.key_dim
-        per_token += layer.value_features + layer.num_value_heads
-        return _FLOAT_BYTES * (state + page_tokens * per_token)
+        return _FLOAT_BYTES * sum(map(prod, layer.page_shapes(page_tokens)))
     return _FLOAT_BYTES * page_tokens * layer.num_channels

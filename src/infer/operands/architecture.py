@@ -159,6 +159,16 @@ class GatedDeltaNet:
         """Values per token of each tensor that ranks of a group gather."""
         return self.num_channels + self.value_features + 2 * self.num_value_heads, self.value_features
 
+    def page_shapes(self, page_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the float32 tensors in a page of the cache: `delta_net_cache` names them."""
+        return (
+            (page_tokens, self.num_channels),
+            (self.num_value_heads, self.key_dim, self.value_dim),
+            (self.num_key_heads, self.key_dim, page_tokens),
+            (self.num_value_heads, page_tokens, self.value_dim),
+            (self.num_value_heads, page_tokens),
+        )
+
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""
         heads = self.num_value_heads

@@ -36,17 +36,9 @@ class DeltaNetCache:
     @classmethod
     def of_memory(cls, memory: UInt8[Tensor, "pages bytes"], net: GatedDeltaNet, pages: Pages) -> Self:
         """Return the views of a page memory that has the layer's part of each page."""
-        floats, shapes = memory.view(torch.float32), _shapes(net, pages.page_tokens)
+        floats, shapes = memory.view(torch.float32), net.page_shapes(pages.page_tokens)
         borders = pairwise(accumulate(map(prod, shapes), initial=0))
-        parts = (floats[:, first:end].unflatten(1, shape) for (first, end), shape in zip(borders, shapes, strict=True))
-        return cls(*parts, pages)
-
-
-def _shapes(net: GatedDeltaNet, page_tokens: int) -> tuple[tuple[int, ...], ...]:
-    return (
-        (page_tokens, net.num_channels),
-        (net.num_value_heads, net.key_dim, net.value_dim),
-        (net.num_key_heads, net.key_dim, page_tokens),
-        (net.num_value_heads, page_tokens, net.value_dim),
-        (net.num_value_heads, page_tokens),
-    )
+        inputs, states, keys, updates, decays = (
+            floats[:, first:end].view(len(floats), *shape) for (first, end), shape in zip(borders, shapes, strict=True)
+        )
+        return cls(inputs, states, keys, updates, decays, pages)

@@ -1,4 +1,4 @@
-"""What the recurrence reads of a page's tokens: the convolution with its silu, the norms of q and k, and the gates."""
+"""Inputs of the recurrence from a page's tokens: the convolution with its silu, the norms of q and k, and the gates."""
 
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
     """Tokens of one row that follow each other in a step, and lie in one page."""
 
     first: int  # number in the step
-    count: int
+    num: int
     row: int
     position: int  # of the first
     num_before: int  # tokens of this row before the first in this step
@@ -63,7 +63,7 @@ def convolve(args, tokens, channel, num_channels, out, out_bytes):
     """Store silu(convolution) of some channels of each token, and their inputs in the page."""
     sources = simd.stack(_SOURCE_BYTES)
     kept = args.inputs + tokens.page * args.page_bytes + 4 * args.num_channels * tokens.place
-    for t in range(tokens.count):
+    for t in range(tokens.num):
         for tap in range(args.num_taps):
             store_i64(sources + 8 * tap, _input_of(args, tokens, t - (args.num_taps - 1 - tap)))
         for i in range(4 * channel, 4 * (channel + num_channels), 4 * LANES):
@@ -100,7 +100,7 @@ def store_keys_and_queries(args, tokens, key_head, out):
     convolve(args, tokens, (args.num_key_heads + key_head) * dim, dim, out, 8 * dim)
     convolve(args, tokens, key_head * dim, dim, out + 4 * dim, 8 * dim)
     scale = np.float32(1) / np.sqrt(np.float32(dim))
-    for t in range(tokens.count):
+    for t in range(tokens.num):
         k = out + 8 * dim * t
         _normalize(k, dim, np.float32(1))
         _normalize(k + 4 * dim, dim, scale)
@@ -122,12 +122,12 @@ def _normalize(x, dim, scale):
 def store_gates(args, tokens, value_head, log_alphas, betas):
     """Store log α and β of each token, for a value head. Whole vectors are written."""
     last = args.num_columns - args.num_value_heads + value_head
-    for t in range(tokens.count):
+    for t in range(tokens.num):
         a = column(args, tokens.first + t, last)
         store_scalar_f32(log_alphas + 4 * t, load_scalar_f32(a))
         store_scalar_f32(betas + 4 * t, load_scalar_f32(a - 4 * args.num_value_heads))
     bias = splat_f32(load_scalar_f32(args.dt_bias + 4 * value_head))
     decay = splat_f32(load_scalar_f32(args.decay + 4 * value_head))
-    for at in range(0, 4 * tokens.count, 4 * LANES):
+    for at in range(0, 4 * tokens.num, 4 * LANES):
         store_f32(log_alphas + at, decay * softplus(load_f32(log_alphas + at) + bias))
         store_f32(betas + at, sigmoid(load_f32(betas + at)))

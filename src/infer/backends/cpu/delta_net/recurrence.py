@@ -157,10 +157,10 @@ def _sum_log_alphas(log_alphas, count, totals):
 def _multiply_keys(args, tokens, key_head, arrays):
     """Multiply each k and q with the page's keys."""
     dim, row = args.key_dim, 4 * args.page_tokens
-    num_vectors = (tokens.place + tokens.count + LANES - 1) // LANES
+    num_vectors = (tokens.place + tokens.num + LANES - 1) // LANES
     keys = _in_page(args, args.keys, tokens.page, key_head, dim * args.page_tokens)
-    clear(arrays.dots, 2 * tokens.count, row, num_vectors)
-    add_products(2 * tokens.count, arrays.keys_queries, 4 * dim, keys, row, dim, arrays.dots, row, num_vectors)
+    clear(arrays.dots, 2 * tokens.num, row, num_vectors)
+    add_products(2 * tokens.num, arrays.keys_queries, 4 * dim, keys, row, dim, arrays.dots, row, num_vectors)
 
 
 @njit
@@ -172,15 +172,15 @@ def _append(args, tokens, value_head, arrays):
     convolve(args, tokens, num_before + value_head * value_dim, value_dim, arrays.values, row)
     store_gates(args, tokens, value_head, arrays.log_alphas, arrays.betas)
     decays = _in_page(args, args.decays, page, value_head, args.page_tokens)
-    for t in range(tokens.count):
+    for t in range(tokens.num):
         store_scalar_f32(decays + 4 * (place + t), load_scalar_f32(arrays.log_alphas + 4 * t))
-    _sum_log_alphas(decays, place + tokens.count, arrays.totals)
+    _sum_log_alphas(decays, place + tokens.num, arrays.totals)
     state = _in_page(args, args.states, page, value_head, key_dim * value_dim)
     updates = _in_page(args, args.updates, page, value_head, args.page_tokens * value_dim)
-    clear(sums, 2 * tokens.count, row, num_vectors)
-    add_products(2 * tokens.count, arrays.keys_queries, 4 * key_dim, state, row, key_dim, sums, row, num_vectors)
-    for begin in range(0, tokens.count, _TILE):
-        count, past = min(_TILE, tokens.count - begin), place + begin
+    clear(sums, 2 * tokens.num, row, num_vectors)
+    add_products(2 * tokens.num, arrays.keys_queries, 4 * key_dim, state, row, key_dim, sums, row, num_vectors)
+    for begin in range(0, tokens.num, _TILE):
+        count, past = min(_TILE, tokens.num - begin), place + begin
         for t in range(begin, begin + count):
             _decay(args, place + t, t, t - begin, arrays)
         own, share_row = sums + 2 * row * begin, 4 * args.page_tokens
@@ -214,7 +214,7 @@ def _decay(args, place, t, in_tile, arrays):
 def _store_result(args, state, tokens, value_head, sums):
     """Store norm(o) × silu(z) of a head, and quantise it if asked to."""
     dim, features = args.value_dim, args.num_value_heads * args.value_dim
-    for t in range(tokens.count):
+    for t in range(tokens.num):
         token, o = tokens.first + t, sums + 4 * dim * (2 * t + 1)
         z = column(args, token, args.num_channels + value_head * dim)
         out = args.out + 4 * (token * features + value_head * dim)

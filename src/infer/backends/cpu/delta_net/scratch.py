@@ -1,4 +1,4 @@
-"""What a thread holds while it mixes the tokens of one page for one key head and its value heads."""
+"""Memory of a thread while it mixes the tokens of one page for one key head and its value heads."""
 
 from typing import NamedTuple
 

@@ -110,6 +110,8 @@ class Slots:
             num_computed = runner.lengths[slot]
             if num_computed > num_common:
                 raise InferError(f"the cache holds {num_computed} tokens where {num_common} are right: {_OUR_FAULT}")
+            if not num_computed:  # of a state, more may be found where a step ended than the row can be cut back to
+                num_computed = runner.adopt(slot, sequence.token_ids, sequence.request.salt)
             num_dropped = num_held - num_common
         self._sequence_by_slot[slot] = sequence
         self.waiting.pop(sequence, None)

@@ -14,6 +14,7 @@ from infer.operands.architecture import Attention, GatedDeltaNet, Mixer
 from infer.operands.limits import STATE_TOKENS
 from infer.quantization.kv_formats import check_kv_type
 
+_STATES_PER_ROW, _SHARED_STATES = 2, 8  # pages of recurrent layers
 RECENT_PAGES = 3  # of the last tokens of a step, in which layers with a state keep all that they computed
 
 
@@ -112,9 +113,17 @@ def pool_sizes(groups: Sequence[PageGroup], num_rows: int, pool_pages: int | Non
     """Return the number of pages in each group's pool: enough for all rows when full, but at most `pool_pages` if
     given.
 
+    Pages with states are large, and few rows write long texts at the same time: all rows share the pages for that.
+    What they leave is for states that other rows may go on from.
+
     Raises InvalidRequestError if a row of `capacity` tokens would not fit.
     """
-    full = [num_rows * group.pages_per_row for group in groups]
+    full = [
+        min(num_rows * group.pages_per_row, num_rows * _STATES_PER_ROW + _SHARED_STATES)
+        if group.is_recurrent
+        else num_rows * group.pages_per_row
+        for group in groups
+    ]
     if pool_pages is None:
         return full
     if pool_pages < (least := most_pages(groups)):

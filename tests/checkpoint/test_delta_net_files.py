@@ -1,5 +1,6 @@
 """Files of Qwen3-Next and Qwen3.5: fused projections, drafting layers, multimodal models, metadata that cannot be."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,32 @@ def test_a_projection_without_gates_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"q_proj\.weight'.*expected rows of q and a gate for each of 4 heads, got .*132"
     ):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "shape", "problem"),
+    [
+        ("layers.0.linear_attn.in_proj_ba", {"linear_num_key_heads": 2**30}, (0, 64), "expected 0 rows for 1073741824"),
+        ("layers.0.linear_attn.in_proj_ba", {"linear_num_value_heads": 1}, (0, 64), "expected 0 rows for 2 key heads"),
+        (
+            "layers.0.linear_attn.in_proj_qkvz",
+            {"linear_num_key_heads": 2**30},
+            (0, 64),
+            "rows for 1073741824 key heads",
+        ),
+        ("layers.3.self_attn.q_proj", {"num_attention_heads": 2**30}, (0, 64), "a gate for each of 1073741824 heads"),
+        ("layers.3.self_attn.q_proj", {}, (), "a gate for each of 4 heads"),
+    ],
+)
+def test_parts_without_rows_cost_nothing(
+    name: str, settings: dict[str, int], shape: tuple[int, ...], problem: str, tmp_path: Path
+) -> None:
+    make_folder("qwen3_next", tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors.update({f"model.{name}.weight": torch.zeros(shape)}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | settings))
+    with pytest.raises(ModelError, match=problem):
         open_checkpoint(tmp_path)
 
 

@@ -34,7 +34,7 @@ def each_projection(info: TensorInfo, module: str, config: Mapping[str, Any]) ->
     shared = num_value_heads // num_groups
     parts = (shared, shared) if module.endswith(_BA) else (key_dim, key_dim, shared * value_dim, shared * value_dim)
     total = num_groups * sum(parts)
-    if len(info.shape) != 2 or info.shape[0] != total:
+    if len(info.shape) != 2 or not total or info.shape[0] != total:
         problem = f"expected {total} rows for {num_groups} key heads, got the shape {info.shape}"
         raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
     ranges = row_ranges(num_groups, parts)

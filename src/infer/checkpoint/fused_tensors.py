@@ -72,7 +72,7 @@ def _q_and_gate(info: TensorInfo, module: str, kind: str, config: Mapping[str, A
     heads = config.get("num_attention_heads")
     if not isinstance(heads, int) or heads < 1:
         return {f"{module}.{kind}": info}  # the family says what is wrong with the config
-    if not info.shape or info.shape[0] % (2 * heads):
+    if not info.shape or not info.shape[0] or info.shape[0] % (2 * heads):
         problem = f"expected rows of q and a gate for each of {heads} heads, got the shape {info.shape}"
         raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
     q, gate = row_ranges(heads, [info.shape[0] // (2 * heads)] * 2)

@@ -34,11 +34,12 @@ from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Tra
 from infer.tensor_parallel.ranks import Ranks, digest_of
 from looping import loop_of
 from path_cases import CASES, CONFIGS, CONTEXT, Outcome, Way, World, make_sequence, make_world
-from tiny import LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
+from tiny import GATED, LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
 
 CAPACITY, NUM_SLOTS = 96, 4
-SOME = "llama", "gemma3", "olmo2", "qwen2_moe", "qwen3_5_gates"
-FAMILIES = [*(TINY if IS_WHOLE else ONE_EACH), LONGROPE]
+SOME = "llama", "gemma3", "olmo2", "qwen2_moe"
+# GATED[0] has wider heads than the first family, whose ranks have no room for them. It has a test of its own.
+FAMILIES = [*([tiny for tiny in TINY if tiny is not GATED[0]] if IS_WHOLE else ONE_EACH), LONGROPE]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -154,8 +155,8 @@ def check_same(runner: Runner, expected: tuple[list[Tensor], list[list[int]]]) -
 
 @pytest.mark.parametrize(("size", "transport"), [(2, "memory"), (3, "memory"), (4, "memory"), (2, "gloo"), (4, "gloo")])
 def test_every_family_has_the_bits_of_one_rank(families: list[Path], size: int, transport: Transport) -> None:
-    """Only five families are tried with more than two ranks, which compete for the cores, and over gloo: one has post
-    norms, one has norms over all heads, one has experts beside a shared expert, and one has output gates.
+    """Only four families are tried with more than two ranks, which compete for the cores, and over gloo: one has post
+    norms, one has norms over all heads, and one has experts beside a shared expert.
     """
     ranks = ranks_of(families[0], size, transport)
     try:
@@ -163,6 +164,16 @@ def test_every_family_has_the_bits_of_one_rank(families: list[Path], size: int, 
             if not IS_WHOLE and (size > 2 or transport == "gloo") and tiny.name not in SOME:
                 continue
             check_same(runner_of(folder, ranks, capture=transport == "memory"), steps(runner_of(folder)))
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize(("size", "capture"), [(2, True), (3, True), (3, False)])
+def test_output_gates_have_the_bits_of_one_rank(tmp_path: Path, size: int, capture: bool) -> None:
+    make_tiny(GATED[0], tmp_path)
+    ranks = ranks_of(tmp_path, size)
+    try:
+        check_same(runner_of(tmp_path, ranks, capture=capture), steps(runner_of(tmp_path)))
     finally:
         ranks.close()
 

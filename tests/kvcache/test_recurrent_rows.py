@@ -12,13 +12,13 @@ from infer.errors import OutOfPagesError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.paged import PagedCache
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Attention, ShortConv
+from infer.operands.architecture import Attention, GatedDeltaNet, ShortConv
 from infer.operands.step import Chunk, Step
-from infer.operands.weights import ConvWeights
+from infer.operands.weights import ConvWeights, DeltaNetWeights, Norm
 
 CPU = torch.device("cpu")
 CHANNELS, TAPS, CAPACITY, NUM_ROWS, PAGE = 24, 4, 700, 4, 16
-CONV = ShortConv(CHANNELS, TAPS)
+CONV, NET = ShortConv(CHANNELS, TAPS), GatedDeltaNet(1, 2, 16, 16, TAPS)
 SETTINGS = CacheSettings(page_tokens=PAGE, reuse_prefixes=True)
 BACKENDS = ["cpu", "reference"]
 
@@ -29,10 +29,20 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 WEIGHTS = ConvWeights(numbers(TAPS, CHANNELS, seed=1), numbers(CHANNELS, seed=2))
 ROW_OF_TOKEN = numbers(50, 3 * CHANNELS, seed=3)  # what a layer's projection gives for each token
+NET_WEIGHTS = DeltaNetWeights(
+    NET,
+    numbers(TAPS, NET.num_channels, seed=4),
+    numbers(2, seed=5),
+    -numbers(2, seed=6).exp(),
+    Norm(torch.ones(16), 1e-6),
+)
+NET_ROW_OF_TOKEN = numbers(50, NET.num_channels + NET.value_features + 4, seed=7)
 
 
-def make(pool_pages: int | None = None, step_tokens: int = 512) -> PagedCache:
-    layers, sizes = [CONV, Attention(1, 1, 8, None, 1.0)], {"step_tokens": step_tokens, "pool_pages": pool_pages}
+def make(
+    pool_pages: int | None = None, step_tokens: int = 512, recurrent: ShortConv | GatedDeltaNet = CONV
+) -> PagedCache:
+    layers, sizes = [recurrent, Attention(1, 1, 8, None, 1.0)], {"step_tokens": step_tokens, "pool_pages": pool_pages}
     return PagedCache(layers, NUM_ROWS, CAPACITY, "f32", CPU, settings=SETTINGS, **sizes)
 
 
@@ -57,16 +67,42 @@ class Rows:
         for row, new in new_by_row.items():
             self.cache.reserve(row, len(new))
         step = Step.of_chunks([Chunk(row, new) for row, new in new_by_row.items()], starts)
-        projected = Activations(ROW_OF_TOKEN[step.tokens].contiguous())
-        with ops.using(self.backend):
-            found = self.cache.short_conv(0, projected, WEIGHTS, step).floats
-        wanted = [expected(self.texts[row] + new)[len(self.texts[row]) :] for row, new in new_by_row.items()]
-        torch.testing.assert_close(found.double(), torch.cat(wanted), rtol=1e-5, atol=1e-5)
+        found = self.mix(step)
+        wanted = [self.expected(self.texts[row] + new)[len(self.texts[row]) :] for row, new in new_by_row.items()]
+        self.compare(found, torch.cat(wanted))
         for row, new in new_by_row.items():
             count = kept(len(new))
             self.cache.commit(row, count)
             self.texts[row] += new[:count]
         return found
+
+    def mix(self, step: Step) -> Tensor:
+        projected = Activations(ROW_OF_TOKEN[step.tokens].contiguous())
+        with ops.using(self.backend):
+            return self.cache.short_conv(0, projected, WEIGHTS, step).floats
+
+    def expected(self, text: Sequence[int]) -> Tensor:
+        return expected(text)
+
+    def compare(self, found: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+class StateRows(Rows):
+    """Rows of a gated delta net. Their results have the bits of the whole text in one step of a new cache."""
+
+    def mix(self, step: Step) -> Tensor:
+        projected = Activations(NET_ROW_OF_TOKEN[step.tokens].contiguous())
+        with ops.using(self.backend):
+            return self.cache.gated_delta_net(0, projected, NET_WEIGHTS, step).floats
+
+    def expected(self, text: Sequence[int]) -> Tensor:
+        alone = StateRows(make(step_tokens=CAPACITY, recurrent=NET), self.backend)
+        alone.cache.reserve(0, len(text))
+        return alone.mix(Step.of(text))
+
+    def compare(self, found: Tensor, wanted: Tensor) -> None:
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -82,10 +118,18 @@ def test_results_and_bits_do_not_depend_on_the_chunks(backend: str, size: int) -
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_go_on_as_one_text_whatever_happens_to_them(backend: str, seed: int) -> None:
-    chosen, cache = random.Random(seed), make()
-    rows, known = Rows(cache, backend), list[list[int]]()
+    go_on_at_random(Rows(make(), backend), seed, 120 if backend == "reference" else 300)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_with_states_go_on_as_one_text_whatever_happens_to_them(seed: int) -> None:
+    go_on_at_random(StateRows(make(recurrent=NET), "cpu"), seed, 200)
+
+
+def go_on_at_random(rows: Rows, seed: int, num_times: int) -> None:
+    chosen, cache, known = random.Random(seed), rows.cache, list[list[int]]()
     num_adopted = num_continued = 0
-    for _ in range(120 if backend == "reference" else 300):
+    for _ in range(num_times):
         row, what = chosen.randrange(NUM_ROWS), chosen.choice("sssstfrraae")
         text = rows.texts[row]
         if what == "s":  # a step of several rows, of which some drafts are dropped

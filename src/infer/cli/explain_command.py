@@ -24,6 +24,7 @@ _WORDS = {
     "qk_norm": "q and k norms ({})",
 }
 _FLAGS = {"has_bias": "mlp bias", "has_sinks": "attention sinks", "has_gate": "output gates"}
+_IN_FILES = ("is_decay_log", "are_heads_tiled")  # how a file stores a layer, which computes the same
 _MAX_ENDS = 8
 
 
@@ -82,6 +83,8 @@ def _group(group: LayerGroup) -> tuple[str, str]:
 def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
     """Yield the features of layers in words. A missing feature is named only if other layers have it."""
     for name, value in values.items():
+        if name in _IN_FILES:
+            continue
         plain = _FLAGS.get(name, name.removeprefix("has_").replace("_", " "))
         if name == "rope" and value is not None:
             yield _rope(value)

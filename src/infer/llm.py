@@ -72,7 +72,7 @@ class LLM:
         weights: "q8" or "q4" quantises float weights at load, "bf16" rounds them.
         precision: Precision of activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8 bits).
         max_seq_len: Number of tokens of the context. None: the model's own, but at most 8,192.
-        kv_type: This argument and those up to `reuse_prefixes` are fields of `CacheSettings`.
+        kv_type: This argument and those up to `state_memory_mb` are fields of `CacheSettings`.
         pool_pages: Number of pages of 64 tokens that all answers and sessions share. None: enough for 8 full contexts,
             or as many as fit in memory.
         grammar_backend: Library that constrains answers to a schema, a pattern or a grammar.
@@ -109,6 +109,7 @@ class LLM:
         protected_prefix: int = CacheSettings().protected_prefix,
         memory_threshold_mb: int | None = None,
         reuse_prefixes: bool = False,
+        state_memory_mb: int | None = None,
         pool_pages: int | None = None,
         grammar_backend: GrammarBackend = "llguidance",
         threads: int | None = None,
@@ -122,6 +123,7 @@ class LLM:
         cache = CacheSettings(
             kv_type=kv_type, eviction_policy=eviction_policy, eviction_window=eviction_window,
             protected_prefix=protected_prefix, memory_threshold_mb=memory_threshold_mb, reuse_prefixes=reuse_prefixes,
+            state_memory_mb=state_memory_mb,
         )  # fmt: skip
         kept_dtype = dtype_name(dtype)
         with threads_if_loaded(threads, tensor_parallel):

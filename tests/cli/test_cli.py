@@ -383,7 +383,8 @@ def test_the_model_is_loaded_as_the_options_say(
         "model": "smollm2", "device": "cpu", "dtype": "auto", "weights": "auto", "precision": "exact", "capture": True,
         "max_seq_len": None, "threads": None, "chat_template": None, "allow_special": False,
         "kv_type": "auto", "eviction_policy": "none", "eviction_window": 1024, "protected_prefix": 4,
-        "memory_threshold_mb": None, "reuse_prefixes": False, "grammar_backend": "llguidance", "tensor_parallel": 1,
+        "memory_threshold_mb": None, "state_memory_mb": None, "reuse_prefixes": False, "tensor_parallel": 1,
+        "grammar_backend": "llguidance",
     }  # fmt: skip
     options = ["--model", "m", "--precision", "fast", "--weights", "q8", "--no-capture", "--threads", "3"]
     template = tmp_path / "t.jinja"
@@ -391,13 +392,14 @@ def test_the_model_is_loaded_as_the_options_say(
     options += ["--chat-template", str(template), "--allow-special"]
     options += ["--kv-type", "q8", "--eviction-policy", "snapkv", "--eviction-window", "512", "--protected-prefix", "2"]
     options += ["--memory-threshold-mb", "7", "--reuse-prefixes", "--grammar-backend", "xgrammar"]
-    options += ["--tensor-parallel", "2"]
+    options += ["--tensor-parallel", "2", "--state-memory", "900"]
     assert main([command, "-q", *prompt, *options, "--max-seq-len", "99", "--dtype", "float16"]) == 0
     assert loaded_with == {
         "model": "m", "device": "cpu", "dtype": "float16", "weights": "q8", "precision": "fast", "capture": False,
         "max_seq_len": 99, "threads": 3, "chat_template": "{{ messages }}", "allow_special": True,
         "kv_type": "q8", "eviction_policy": "snapkv", "eviction_window": 512, "protected_prefix": 2,
-        "memory_threshold_mb": 7, "reuse_prefixes": True, "grammar_backend": "xgrammar", "tensor_parallel": 2,
+        "memory_threshold_mb": 7, "state_memory_mb": 900, "reuse_prefixes": True, "tensor_parallel": 2,
+        "grammar_backend": "xgrammar",
     }  # fmt: skip
 
 

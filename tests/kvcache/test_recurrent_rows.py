@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from infer import ops
-from infer.errors import OutOfPagesError
+from infer.errors import InvalidRequestError, OutOfPagesError
 from infer.kvcache.cache_settings import CacheSettings
+from infer.kvcache.groups import check_layers, make_groups, pool_sizes
+from infer.kvcache.page_sizes import page_bytes
 from infer.kvcache.paged import PagedCache
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import Attention, GatedDeltaNet, ShortConv
@@ -184,6 +186,19 @@ def test_a_long_step_takes_few_pages_and_keeps_the_last_two_borders() -> None:
         assert cache.adopt(1, text[:length]) == found
     rows.step({0: [1] * 9, 1: [2]})
     assert sorted(recurrent.page_by_index(0)) == [36, 37, 38]
+
+
+def test_the_memory_for_states_is_as_asked_for_and_enough_for_a_row() -> None:
+    net = GatedDeltaNet(2, 4, 64, 64, 4)
+    size = page_bytes(net, "f32", 64)
+    for megabytes, expected_pages in ((None, 16), (3, (3 << 20) // size), (9, (9 << 20) // size)):
+        settings = CacheSettings(state_memory_mb=megabytes)
+        assert pool_sizes(make_groups([net], settings, CAPACITY, 512), NUM_ROWS, None, CAPACITY) == [expected_pages]
+    needed = -(-5 * size >> 20)
+    with pytest.raises(InvalidRequestError, match=f"must be at least {needed}, the states of one sequence, got 1"):
+        make_groups([net], CacheSettings(state_memory_mb=1), CAPACITY, 512)
+    with pytest.raises(InvalidRequestError, match="state_memory_mb=5 is for models with states, and this one has none"):
+        check_layers(CacheSettings(state_memory_mb=5), [Attention(1, 1, 8, None, 1.0)])
 
 
 def test_pages_that_a_step_reads_are_no_other_row_s() -> None:

@@ -77,3 +77,19 @@ def test_a_saved_session_goes_on_with_its_state(llm: LLM, tmp_path: Path) -> Non
     found = loaded.send("and then", SAMPLED)
     assert found.token_ids == wanted.token_ids
     assert found.reused_tokens >= cached
+
+
+def test_answers_that_wait_for_states_say_the_same(tmp_path: Path) -> None:
+    """Of eight answers some are preempted, or wait: there is memory for few pages."""
+    net = Qwen3_5TextConfig(
+        head_dim=32, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32,
+        linear_value_head_dim=32, **_SIZES,
+    )  # fmt: skip
+    make_tiny(Tiny("few", net), tmp_path)
+    write_byte_tokenizer(tmp_path, merges=[("a", "b"), ("e", " ")], chat_template=TEMPLATE)
+    prompts = [LONG[number:] for number in range(8)]
+    wanted = LLM(tmp_path).generate_all(prompts, SAMPLED, batch_size=8)
+    few = LLM(tmp_path, state_memory_mb=4, reuse_prefixes=True)
+    found = few.generate_all(prompts, SAMPLED, batch_size=8)
+    assert min(few._opened.engine.runner.cache.pool_pages) < 2 * len(prompts)
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]

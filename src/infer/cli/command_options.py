@@ -141,6 +141,9 @@ class EvictionOptions:
                                    help="With a policy: first tokens that are never forgotten.")
     memory_threshold_mb: int | None = option(
         metavar="MB", help="With a policy: forget only once the system has less memory than this available.")
+    state_memory_mb: int | None = option(
+        "--state-memory-mb", "--state-memory", metavar="MB",
+        help="For states of recurrent layers, running and to go on from.  [default: as the slots need]")
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,9 @@ class CacheSettings:
     A page is the unit that is allocated, shared and freed: `page_tokens` tokens. With `reuse_prefixes`, a prefix that
     rows of one cache have in common is stored once, and later rows find it again. This does not apply if a policy
     evicts.
+
+    `state_memory_mb` is the memory for states of recurrent layers: those of the running rows, and those that later rows
+    may go on from. None: two pages per row, and eight that all rows share.
     """
 
     kv_type: str = "auto"  # one of KV_TYPES
@@ -43,6 +46,7 @@ class CacheSettings:
     memory_threshold_mb: int | None = None
     page_tokens: int = STATE_TOKENS
     reuse_prefixes: bool = False
+    state_memory_mb: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("kv_type", self.kv_type, KV_TYPES)
@@ -59,6 +63,8 @@ class CacheSettings:
             raise InvalidRequestError(
                 f"eviction_window must be larger than {why}, which it includes, got {self.eviction_window}"
             )
+        if self.state_memory_mb is not None:
+            _check_count("state_memory_mb", self.state_memory_mb, 1)
         self._check_threshold()
 
     def _check_threshold(self) -> None:

@@ -9,6 +9,7 @@ from typing import final
 
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
+from infer.kvcache.page_sizes import page_bytes
 from infer.kvcache.pages import num_pages
 from infer.operands.architecture import Attention, GatedDeltaNet, Mixer
 from infer.operands.limits import STATE_TOKENS
@@ -36,6 +37,7 @@ class PageGroup:
     furthest: int | None = None  # position from which later tokens see the sinks; None: no row comes there
     is_recurrent: bool = False
     has_states: bool = False
+    most_pages: int | None = None  # that fit in the memory for states; None: as many as the rows need
 
 
 def check_layers(settings: CacheSettings, layers: Sequence[Mixer]) -> None:
@@ -48,6 +50,10 @@ def check_layers(settings: CacheSettings, layers: Sequence[Mixer]) -> None:
         raise InvalidRequestError(
             f"page_tokens must be {STATE_TOKENS} for a model with states, whose bits depend on it, "
             f"got {settings.page_tokens}"
+        )
+    if settings.state_memory_mb is not None and len(attention) == len(layers):
+        raise InvalidRequestError(
+            f"state_memory_mb={settings.state_memory_mb} is for models with states, and this one has none: leave it out"
         )
     if settings.evicts and all(layer.window is not None for layer in attention):
         raise InvalidRequestError(
@@ -85,22 +91,35 @@ def make_groups(
         furthest = context - 1 if is_evicting and context is not None and capacity > context else None
         groups.append(PageGroup(tuple(indices), sinks, window, num_fixed, share, is_late, furthest))
     if recurrent:
-        groups.append(_recurrent_group(layers, recurrent, num_pages(capacity, page_tokens)))
+        groups.append(_recurrent_group(layers, recurrent, settings, num_pages(capacity, page_tokens)))
     return tuple(groups)
 
 
-def _recurrent_group(layers: Sequence[Mixer], indices: Sequence[int], full: int) -> PageGroup:
-    """Return the group of the recurrent layers. A full row would have `full` pages."""
+def _recurrent_group(layers: Sequence[Mixer], indices: Sequence[int], settings: CacheSettings, full: int) -> PageGroup:
+    """Return the group of the recurrent layers. A full row would have `full` pages.
+
+    Raises InvalidRequestError if the memory for states is too small for one row.
+    """
     own = [layer for index in indices if not isinstance(layer := layers[index], Attention)]
+    least, most, megabytes = min(full, RECENT_PAGES + 2), None, settings.state_memory_mb
+    if megabytes is not None:
+        num_bytes = sum(page_bytes(layer, "f32", settings.page_tokens) for layer in own)
+        most = (megabytes << 20) // num_bytes
+        if most < least:
+            needed = -(-least * num_bytes >> 20)
+            raise InvalidRequestError(
+                f"state_memory_mb must be at least {needed}, the states of one sequence, got {megabytes}"
+            )
     return PageGroup(
         tuple(indices),
         sinks=0,
         window=max(layer.num_taps for layer in own),
         num_fixed=0,
-        pages_per_row=min(full, RECENT_PAGES + 2),  # the page that goes on, and the one before, to take tokens back
+        pages_per_row=least,  # with the page that goes on, and the one before, to take tokens back
         is_late=False,
         is_recurrent=True,
         has_states=any(isinstance(layer, GatedDeltaNet) for layer in own),
+        most_pages=most,
     )
 
 
@@ -118,12 +137,7 @@ def pool_sizes(groups: Sequence[PageGroup], num_rows: int, pool_pages: int | Non
 
     Raises InvalidRequestError if a row of `capacity` tokens would not fit.
     """
-    full = [
-        min(num_rows * group.pages_per_row, num_rows * _STATES_PER_ROW + _SHARED_STATES)
-        if group.is_recurrent
-        else num_rows * group.pages_per_row
-        for group in groups
-    ]
+    full = [_full_pool(group, num_rows) for group in groups]
     if pool_pages is None:
         return full
     if pool_pages < (least := most_pages(groups)):
@@ -131,4 +145,11 @@ def pool_sizes(groups: Sequence[PageGroup], num_rows: int, pool_pages: int | Non
             f"pool_pages must be at least {least}, the pages of one sequence of {capacity:,} tokens, got {pool_pages}: "
             "give the cache more, or set a smaller max_seq_len"
         )
-    return [min(count, pool_pages) for count in full]
+    return [count if group.is_recurrent else min(count, pool_pages) for group, count in zip(groups, full, strict=True)]
+
+
+def _full_pool(group: PageGroup, num_rows: int) -> int:
+    if group.most_pages is not None:
+        return group.most_pages
+    full = num_rows * group.pages_per_row
+    return min(full, num_rows * _STATES_PER_ROW + _SHARED_STATES) if group.is_recurrent else full

@@ -1,4 +1,4 @@
-"""Sessions of models with states: an answer is that to its ids alone, and a turn reads only what is new."""
+"""Sessions of models with states: an answer depends on its ids alone, and a turn reads only new tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def test_a_turn_reads_only_what_is_new(llm: LLM, params: Any) -> None:
 
 
 def test_a_turn_whose_template_forgets_the_end_goes_on_from_the_page_before(llm: LLM) -> None:
-    """As with thoughts: the template drops what stands before the bar, so only the first prompt is shared."""
+    """As with thoughts: the template drops all before the bar, so the turns share only the first prompt."""
     session = llm.session(prefix="thought|")
     session.send(LONG, GREEDY)
     num_shared = len(llm.tokenizer.encode_chat([{"role": "user", "content": LONG}]))

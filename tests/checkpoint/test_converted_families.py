@@ -15,7 +15,7 @@ from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
-from tiny import LONGROPE, TINY, Tiny, make_tiny
+from tiny import DELTA_NETS, LONGROPE, TINY, Tiny, make_tiny
 
 # What llama.cpp's files have no word for: another activation, some settings of yarn, an order of their own of layers
 # that do not rotate, a cap that is off.
@@ -44,4 +44,5 @@ def test_a_converted_file_gives_the_logits_of_the_folder(tiny: Tiny, tmp_path: P
         config.query_pre_attn_scalar = config.head_dim  # as it is in a file but for two sizes
     make_tiny(replace(tiny, config=config), tmp_path)
     path = convert(tmp_path, tmp_path / "model.gguf")
-    assert (logits(path) - logits(tmp_path)).abs().max() <= 2e-5
+    # The value heads of a delta net have another order in a file, and so have the sums over them.
+    assert (logits(path) - logits(tmp_path)).abs().max() <= (2e-4 if tiny in DELTA_NETS else 2e-5)

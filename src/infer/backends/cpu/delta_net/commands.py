@@ -41,7 +41,8 @@ def _arguments(weights: DeltaNetWeights, layer: DeltaNetCache) -> Arguments:
     arguments.keeps.append(layer)
     cached = {name: getattr(layer, name) for name in ("inputs", "states", "keys", "updates", "decays")}
     for name, tensor in cached.items():
-        if tensor.dtype != torch.float32 or tensor.stride(0) != layer.inputs.stride(0) or not tensor[0].is_contiguous():
+        is_apart = len(tensor) > 1 and tensor.stride(0) != layer.inputs.stride(0)  # a single page has no distance
+        if tensor.dtype != torch.float32 or is_apart or not tensor[0].is_contiguous():
             raise InvalidRequestError(f"{name} of a page must be contiguous float32, at the same distance as inputs")
         arguments.set(**{name: tensor.data_ptr()})
     arguments.set(page_bytes=4 * layer.inputs.stride(0), page_tokens=pages.page_tokens)

@@ -13,10 +13,10 @@ from infer import ops
 from infer.backends.cpu.recording import record
 from infer.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.backends.cpu.threads.pool import set_num_threads, thread_pool
-from infer.errors import InvalidRequestError
+from infer.errors import UnsupportedModelError
 from infer.kvcache.page_sizes import page_bytes
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import GatedDeltaNet
+from infer.operands.architecture import GatedDeltaNet, Layer
 from infer.operands.delta_net_cache import DeltaNetCache
 from infer.operands.step import Step
 from infer.operands.weights import DeltaNetWeights, Norm, Projection, StoredWeight
@@ -325,10 +325,17 @@ def quantized(x: Tensor) -> StoredWeight:
     return StoredWeight("Q8_0", tuple(x.shape), data)
 
 
-def test_heads_that_are_no_whole_vectors_are_refused_in_a_line() -> None:
-    net = GatedDeltaNet(1, 1, key_dim=24, value_dim=32, num_taps=4)
-    with pytest.raises(InvalidRequestError, match="must be multiples of 16 on a CPU, got 24 and 32"):
-        whole(make_projected(net, 2), make_weights(net))
-    net = GatedDeltaNet(1, 1, key_dim=16, value_dim=32, num_taps=17)
-    with pytest.raises(InvalidRequestError, match="must have at most 16 taps on a CPU, got 17"):
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (GatedDeltaNet(1, 1, key_dim=24, value_dim=32, num_taps=4), "must be multiples of 16 on a CPU, got 24 and 32"),
+        (GatedDeltaNet(1, 1, key_dim=16, value_dim=32, num_taps=17), "must have at most 16 taps on a CPU, got 17"),
+    ],
+)
+def test_shapes_that_kernels_do_not_compute_are_refused_before_weights_are_read(
+    net: GatedDeltaNet, message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        ops.backend_of(torch.device("cpu")).check_layers([Layer(net, None)])
+    with pytest.raises(UnsupportedModelError, match=message):
         whole(make_projected(net, 2), make_weights(net))

@@ -81,7 +81,7 @@ class Rows:
     def mix(self, step: Step) -> Tensor:
         projected = Activations(ROW_OF_TOKEN[step.tokens].contiguous())
         with ops.using(self.backend):
-            return self.cache.short_conv(0, projected, WEIGHTS, step).floats
+            return self.cache.mix(0, projected, WEIGHTS, step).floats
 
     def expected(self, text: Sequence[int]) -> Tensor:
         return expected(text)
@@ -96,7 +96,7 @@ class StateRows(Rows):
     def mix(self, step: Step) -> Tensor:
         projected = Activations(NET_ROW_OF_TOKEN[step.tokens].contiguous())
         with ops.using(self.backend):
-            return self.cache.gated_delta_net(0, projected, NET_WEIGHTS, step).floats
+            return self.cache.mix(0, projected, NET_WEIGHTS, step).floats
 
     def expected(self, text: Sequence[int]) -> Tensor:
         alone = StateRows(make(step_tokens=CAPACITY, recurrent=NET), self.backend)

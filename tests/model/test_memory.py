@@ -26,7 +26,7 @@ from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_model
-from infer.model.layers import LoadedAttention, LoadedDeltaNet, LoadedExperts, LoadedShortConv
+from infer.model.layers import LoadedAttention, LoadedExperts, LoadedRecurrent
 from infer.model.load import load_transformer
 from infer.model.memory_estimate import (
     LoadSettings,
@@ -82,10 +82,8 @@ def held_bytes(model: Transformer) -> int:
     found: dict[int, int] = {}
     members = [member for layer in model.layers for part in layer.parts for member in vars(part).values()]
     for part in (part for layer in model.layers for part in layer.parts):
-        if isinstance(part, LoadedShortConv):
-            members += vars(part.conv).values()
-        if isinstance(part, LoadedDeltaNet):
-            members += vars(part.mixing).values()
+        if isinstance(part, LoadedRecurrent):
+            members += vars(part.weights).values()
         if isinstance(part, LoadedExperts):
             members += vars(part.experts).values()
             members += [] if part.experts.shared is None else vars(part.experts.shared).values()

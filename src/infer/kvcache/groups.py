@@ -37,7 +37,7 @@ class PageGroup:
     furthest: int | None = None  # position from which later tokens see the sinks; None: no row comes there
     is_recurrent: bool = False
     has_states: bool = False
-    most_pages: int | None = None  # that fit in the memory for states; None: as many as the rows need
+    pool_limit: int | None = None  # pages that fit in the memory for states; None: as many as the rows need
 
 
 def check_layers(settings: CacheSettings, layers: Sequence[Mixer]) -> None:
@@ -119,7 +119,7 @@ def _recurrent_group(layers: Sequence[Mixer], indices: Sequence[int], settings: 
         is_late=False,
         is_recurrent=True,
         has_states=any(isinstance(layer, GatedDeltaNet) for layer in own),
-        most_pages=most,
+        pool_limit=most,
     )
 
 
@@ -149,7 +149,7 @@ def pool_sizes(groups: Sequence[PageGroup], num_rows: int, pool_pages: int | Non
 
 
 def _full_pool(group: PageGroup, num_rows: int) -> int:
-    if group.most_pages is not None:
-        return group.most_pages
+    if group.pool_limit is not None:
+        return group.pool_limit
     full = num_rows * group.pages_per_row
     return min(full, num_rows * _STATES_PER_ROW + _SHARED_STATES) if group.is_recurrent else full

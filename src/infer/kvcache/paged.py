@@ -199,16 +199,15 @@ class PagedCache:
             self.observer(layer, qkv.floats, heads, step)
         return attended
 
-    def short_conv(self, layer: int, projected: Activations, weights: ConvWeights, step: Step) -> Activations:
-        """Append the step's inputs of a convolution provisionally and convolve. Raises as `attend` does."""
+    def mix(
+        self, layer: int, projected: Activations, weights: ConvWeights | DeltaNetWeights, step: Step
+    ) -> Activations:
+        """Append the step's tokens to a layer's state provisionally and mix them with it. Raises as `attend` does."""
         own = self._own_of(layer, step)
-        assert isinstance(own, ConvCache)
-        return ops.short_conv(projected, weights, own, step)
-
-    def gated_delta_net(self, layer: int, projected: Activations, weights: DeltaNetWeights, step: Step) -> Activations:
-        """Append the step's tokens to a state provisionally and mix. Raises as `attend` does."""
-        own = self._own_of(layer, step)
+        if isinstance(own, ConvCache) and isinstance(weights, ConvWeights):
+            return ops.short_conv(projected, weights, own, step)
         assert isinstance(own, DeltaNetCache)
+        assert isinstance(weights, DeltaNetWeights)
         return ops.gated_delta_net(projected, weights, own, step)
 
     def _own_of(self, layer: int, step: Step) -> CachedLayer:

@@ -19,11 +19,12 @@ from infer.backends.base import Captured, Forward, KernelStore
 from infer.backends.cpu import isa, operations
 from infer.backends.cpu.compile import addresses, kernel_cache
 from infer.backends.cpu.compile.kernel import Kernel
+from infer.backends.cpu.delta_net.commands import check_net
 from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.backends.cpu.ranks.memory_group import MemoryGroup
 from infer.backends.cpu.threads import pool
 from infer.backends.torch_backend import TorchBackend
-from infer.operands.architecture import ModelOutline
+from infer.operands.architecture import GatedDeltaNet, Layer, ModelOutline
 from infer.system.cores import default_num_threads
 
 
@@ -32,6 +33,11 @@ class CpuBackend(TorchBackend):
     @property
     def kernels(self) -> ModuleType:
         return operations
+
+    def check_layers(self, layers: Iterable[Layer]) -> None:
+        for layer in layers:
+            if isinstance(layer.mixer, GatedDeltaNet):
+                check_net(layer.mixer)
 
     def description(self) -> str:
         used = isa.instruction_set()

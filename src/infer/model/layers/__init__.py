@@ -12,27 +12,25 @@ from torch import Tensor
 
 from infer.kvcache.paged import PagedCache
 from infer.model.layers.attention import LoadedAttention
-from infer.model.layers.delta_net import LoadedDeltaNet
 from infer.model.layers.dense import LoadedDense
 from infer.model.layers.experts import LoadedExperts
-from infer.model.layers.short_conv import LoadedShortConv
+from infer.model.layers.recurrent import LoadedRecurrent
 from infer.model.weight_loader import WeightLoader
-from infer.operands.architecture import Attention, Dense, Experts, GatedDeltaNet, Layer, ShortConv
+from infer.operands.architecture import Attention, Dense, Experts, Layer
 from infer.operands.step import Step
 from infer.operands.weights import Projection
 
 __all__ = [
     "LoadedAttention",
-    "LoadedDeltaNet",
     "LoadedDense",
     "LoadedExperts",
     "LoadedLayer",
     "LoadedPart",
-    "LoadedShortConv",
+    "LoadedRecurrent",
     "load_layer",
 ]
 
-LoadedMixer = LoadedAttention | LoadedShortConv | LoadedDeltaNet
+LoadedMixer = LoadedAttention | LoadedRecurrent
 
 
 @runtime_checkable
@@ -67,10 +65,8 @@ def load_layer(layer: Layer, loader: WeightLoader, cache_index: int) -> LoadedLa
     feed_forward: LoadedDense | LoadedExperts | None = None
     if isinstance(layer.mixer, Attention):
         mixer = LoadedAttention.load(layer.mixer, layer.norms, loader, cache_index)
-    elif isinstance(layer.mixer, ShortConv):
-        mixer = LoadedShortConv.load(layer.mixer, layer.norms, loader, cache_index)
-    elif isinstance(layer.mixer, GatedDeltaNet):
-        mixer = LoadedDeltaNet.load(layer.mixer, layer.norms, loader, cache_index)
+    elif layer.mixer is not None:
+        mixer = LoadedRecurrent.load(layer.mixer, layer.norms, loader, cache_index)
     if isinstance(layer.feed_forward, Dense):
         feed_forward = LoadedDense.load(layer.feed_forward, layer.norms, loader)
     elif isinstance(layer.feed_forward, Experts):

@@ -6,8 +6,9 @@ from infer.backends.cpu.layouts import BLOCK, LANES
 from infer.backends.cpu.recording import scope
 from infer.backends.cpu.records import GATED_DELTA_NET, MAX_TAPS, delta_net_scratch_bytes
 from infer.backends.cpu.threads.dispatch_table import BARRIER, Arguments
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, UnsupportedModelError
 from infer.operands.activation_values import Activations
+from infer.operands.architecture import GatedDeltaNet
 from infer.operands.delta_net_cache import DeltaNetCache
 from infer.operands.step import Step
 from infer.operands.weights import DeltaNetWeights
@@ -26,13 +27,18 @@ def gated_delta_net(projected: Activations, weights: DeltaNetWeights, layer: Del
         return Activations(out, run.offer("mixed", arguments, None) if net.value_dim % BLOCK == 0 else None)
 
 
-def _arguments(weights: DeltaNetWeights, layer: DeltaNetCache) -> Arguments:
-    net, pages = weights.net, layer.pages
+def check_net(net: GatedDeltaNet) -> None:
+    """Raise UnsupportedModelError if the kernels do not compute a net of this shape."""
     if net.key_dim % LANES or net.value_dim % LANES:
         dims = f"{net.key_dim} and {net.value_dim}"
-        raise InvalidRequestError(f"head dims of a gated delta net must be multiples of {LANES} on a CPU, got {dims}")
+        raise UnsupportedModelError(f"head dims of a gated delta net must be multiples of {LANES} on a CPU, got {dims}")
     if net.num_taps > MAX_TAPS:
-        raise InvalidRequestError(f"a convolution must have at most {MAX_TAPS} taps on a CPU, got {net.num_taps}")
+        raise UnsupportedModelError(f"a gated delta net must have at most {MAX_TAPS} taps on a CPU, got {net.num_taps}")
+
+
+def _arguments(weights: DeltaNetWeights, layer: DeltaNetCache) -> Arguments:
+    net, pages = weights.net, layer.pages
+    check_net(net)
     arguments = Arguments(GATED_DELTA_NET, num_channels=net.num_channels)
     arguments.set(num_key_heads=net.num_key_heads, num_value_heads=net.num_value_heads)
     arguments.set(key_dim=net.key_dim, value_dim=net.value_dim, are_heads_tiled=net.are_heads_tiled)

@@ -1,0 +1,68 @@
+"""A mixer with a state, with its weights: norm → input; mix with what the cache keeps; output → residual stream."""
+
+from dataclasses import dataclass
+from typing import Self, final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from infer import ops
+from infer.kvcache.paged import PagedCache
+from infer.model.weight_loader import WeightLoader
+from infer.operands.architecture import GatedDeltaNet, Norms, Recurrent, ShortConv
+from infer.operands.step import Step
+from infer.operands.weights import ConvWeights, DeltaNetWeights, Norm, Projection
+
+
+@final
+@dataclass(frozen=True)
+class LoadedRecurrent:
+    own: Recurrent
+    cache_index: int  # the cache's layer for its state
+    norm: Norm | None
+    input: Projection
+    weights: ConvWeights | DeltaNetWeights  # between the projections
+    output: Projection
+    post_norm: Norm | None
+
+    @classmethod
+    def load(cls, mixer: Recurrent, norms: Norms, loader: WeightLoader, cache_index: int) -> Self:
+        weights: ConvWeights | DeltaNetWeights
+        if isinstance(mixer, ShortConv):
+            at, parts, weights = "conv", ["in"], _conv_weights(mixer, loader)
+        else:
+            at, parts, weights = "linear_attn", ["qkv", "z", "b", "a"], _delta_net_weights(mixer, loader)
+        return cls(
+            own=mixer,
+            cache_index=cache_index,
+            norm=loader.norm("attention_norm") if norms.before else None,
+            input=loader.by_rows(*(f"{at}.{part}_proj" for part in parts), label="input"),
+            weights=weights,
+            output=loader.by_rows(f"{at}.out_proj", label="output"),
+            post_norm=loader.norm("post_attention_norm") if norms.after else None,
+        )
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return self.input, self.output
+
+    def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
+        projected = ops.norm_project(x, self.norm, self.input)
+        mixed = cache.mix(self.cache_index, projected, self.weights, step)
+        return ops.project_add(x, mixed, self.output, self.post_norm)
+
+
+def _conv_weights(conv: ShortConv, loader: WeightLoader) -> ConvWeights:
+    bias = loader.vector("conv.bias") if conv.has_bias else None
+    return ConvWeights(loader.vector("conv.taps").T.contiguous(), bias)
+
+
+def _delta_net_weights(net: GatedDeltaNet, loader: WeightLoader) -> DeltaNetWeights:
+    decay = loader.vector("linear_attn.decay")
+    return DeltaNetWeights(
+        net=net,
+        taps=loader.vector("linear_attn.taps").T.contiguous(),
+        dt_bias=loader.vector("linear_attn.dt_bias"),
+        decay=-decay.exp() if net.is_decay_log else decay,
+        norm=loader.norm("linear_attn.norm"),
+    )

@@ -19,9 +19,10 @@ from infer.checkpoint import open_checkpoint
 from infer.cli import main, subcommands
 from infer.cli.model_choice import Offer, offer_lines
 from infer.kvcache.cache_settings import CacheSettings
+from infer.kvcache.page_sizes import slot_bytes
 from infer.model.context_length import context_length
 from infer.model.families import make_architecture
-from infer.model.memory_estimate import LoadSettings, decode_bytes, estimate, loaded_types, slot_bytes, weight_bytes
+from infer.model.memory_estimate import LoadSettings, decode_bytes, estimate, loaded_types, weight_bytes
 from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.system.cores import default_num_threads
 from test_chat_terminal import CTRL_C, CTRL_D, plain, terminal

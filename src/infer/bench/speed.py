@@ -19,11 +19,11 @@ import torch
 
 from infer import ops
 from infer.errors import InvalidRequestError
+from infer.kvcache.page_sizes import read_bytes
 from infer.llm import LLM
 from infer.model.transformer import Transformer
 from infer.operands.weights import Projection
 from infer.outputs import GenerationTiming, percentile
-from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
 from infer.sampling_params import SamplingParams
 
 READ_BYTES = 512 << 20  # by all threads together, more if they are many; larger than any cache
@@ -175,12 +175,7 @@ def _bytes_per_token(projection: Projection) -> int:
 
 def kv_bytes(model: Transformer, context: int) -> int:
     """Return the bytes that a decode step reads of a cache that holds `context` tokens and evicts none."""
-    total = 0
-    for layer in model.architecture.attention:
-        visible = context if layer.window is None else min(context, layer.window)
-        block = key_block_bytes(model.kv_type, layer.head_dim) + value_block_bytes(model.kv_type, layer.head_dim)
-        total += layer.num_kv_heads * visible * block // BLOCK_POSITIONS
-    return total
+    return sum(read_bytes(layer, model.kv_type, context) for layer in model.architecture.mixers)
 
 
 # Memory

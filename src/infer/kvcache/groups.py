@@ -12,11 +12,10 @@ from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.page_sizes import page_bytes
 from infer.kvcache.pages import num_pages
 from infer.operands.architecture import Attention, GatedDeltaNet, Mixer
-from infer.operands.limits import STATE_TOKENS
+from infer.operands.limits import RECENT_PAGES, STATE_TOKENS
 from infer.quantization.kv_formats import check_kv_type
 
 _STATES_PER_ROW, _SHARED_STATES = 2, 8  # pages of recurrent layers
-RECENT_PAGES = 3  # of the last tokens of a step, in which layers with a state keep all that they computed
 
 
 @final

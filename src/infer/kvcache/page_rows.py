@@ -11,8 +11,9 @@ from typing import NamedTuple, Self, final
 
 import numpy as np
 
-from infer.kvcache.groups import RECENT_PAGES, PageGroup
+from infer.kvcache.groups import PageGroup
 from infer.kvcache.pages import PageTable
+from infer.operands.limits import RECENT_PAGES
 
 _KEY_BYTES = 16
 

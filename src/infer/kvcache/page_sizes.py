@@ -3,7 +3,8 @@
 from math import prod
 
 from infer.operands.architecture import Attention, GatedDeltaNet, Mixer
-from infer.quantization.kv_formats import key_block_bytes, num_blocks, value_block_bytes
+from infer.operands.limits import STATE_TOKENS
+from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, num_blocks, value_block_bytes
 
 _FLOAT_BYTES = 4
 
@@ -16,3 +17,22 @@ def page_bytes(layer: Mixer, kv_type: str, page_tokens: int) -> int:
     if isinstance(layer, GatedDeltaNet):
         return _FLOAT_BYTES * sum(map(prod, layer.page_shapes(page_tokens)))
     return _FLOAT_BYTES * page_tokens * layer.num_channels
+
+
+def slot_bytes(layer: Attention, kv_type: str) -> int:
+    """Return the bytes of one token's keys and values in a layer."""
+    return page_bytes(layer, kv_type, BLOCK_POSITIONS) // BLOCK_POSITIONS
+
+
+def read_bytes(layer: Mixer, kv_type: str, context: int) -> int:
+    """Return the bytes of a layer's cache that a decode step reads after `context` tokens, if no policy evicts.
+
+    A gated delta net reads a state, and on average half a page of its log.
+    """
+    if isinstance(layer, Attention):
+        visible = context if layer.window is None else min(context, layer.window)
+        return visible * slot_bytes(layer, kv_type)
+    if isinstance(layer, GatedDeltaNet):
+        _, state, keys, updates, _ = map(prod, layer.page_shapes(STATE_TOKENS))
+        return _FLOAT_BYTES * (state + (keys + updates) // 2)
+    return _FLOAT_BYTES * layer.num_channels * (layer.num_taps - 1)

@@ -15,13 +15,12 @@ from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups, most_pages, pool_sizes
-from infer.kvcache.page_sizes import page_bytes
+from infer.kvcache.page_sizes import page_bytes, read_bytes, slot_bytes
 from infer.kvcache.pages import num_pages
 from infer.model.tensors import expected_shapes
 from infer.operands.architecture import KEPT_AS_FLOATS, Architecture, Attention, Experts, Mixer
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.quantization.ggml_types import BLOCK_TYPES
-from infer.quantization.kv_formats import BLOCK_POSITIONS
 
 # Of a process that has loaded torch and our compiled kernels, and of each token of a vocabulary: measured resident.
 PROCESS_BYTES, VOCABULARY_BYTES = 249_000_000, 400
@@ -258,16 +257,14 @@ def _unread_bytes(architecture: Architecture, types: Mapping[str, str]) -> int:
 
 
 def decode_bytes(architecture: Architecture, types: Mapping[str, str], kv_type: str, context: int) -> int:
-    """Return the bytes that one decode step of one row reads after `context` tokens: weights, keys and values.
+    """Return the bytes that one decode step of one row reads after `context` tokens: weights and cache.
 
     An embedding table that is not the head is left out: a step reads one row of the table.
     """
     total = weight_bytes(architecture, types) - _unread_bytes(architecture, types)
     if not architecture.tied_embeddings:
         total -= memory_rules().matrix_bytes(types[_TABLES[0]], architecture.vocab_size, architecture.hidden_size)
-    visible = (context if layer.window is None else min(context, layer.window) for layer in architecture.attention)
-    slots = (slot_bytes(layer, kv_type) for layer in architecture.attention)
-    return total + sum(count * size for count, size in zip(visible, slots, strict=True))
+    return total + sum(read_bytes(layer, kv_type, context) for layer in architecture.mixers)
 
 
 def rope_bytes(architecture: Architecture, num_positions: int) -> int:
@@ -288,11 +285,6 @@ def cache_bytes(
     for group, count in zip(groups, pool_sizes(groups, num_rows, pool_pages, num_tokens), strict=True):
         total += count * sum(page_bytes(layers[index], kv_type, settings.page_tokens) for index in group.layers)
     return total
-
-
-def slot_bytes(layer: Attention, kv_type: str) -> int:
-    """Return the bytes of one token's keys and values in a layer."""
-    return page_bytes(layer, kv_type, BLOCK_POSITIONS) // BLOCK_POSITIONS
 
 
 def cache_bytes_per_token(layers: Sequence[Attention], kv_type: str) -> tuple[int, int]:

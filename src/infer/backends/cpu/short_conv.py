@@ -7,8 +7,7 @@ from infer.backends.cpu import simd
 from infer.backends.cpu.activations import quantize_row
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.simd import load_upto, splat_f32, store_upto
-
-_SHARED_PAGES = 3  # pages of a row that are so far apart may share memory in a step: `kvcache.groups`
+from infer.operands.limits import RECENT_PAGES
 
 
 def short_conv(args, state, thread, num_threads):
@@ -20,7 +19,7 @@ def short_conv(args, state, thread, num_threads):
         num_before = 0  # of the taps' tokens in this step
         while num_before < args.num_taps - 1 and num_before < token and state.rows[token - num_before - 1] == row:
             num_before += 1
-        later = token + _SHARED_PAGES * page_tokens  # which overwrites what this one would store in a page of the step
+        later = token + RECENT_PAGES * page_tokens  # which overwrites what this one would store in a page of the step
         first = token - (position & (page_tokens - 1))
         goes_on = first < 0 or state.rows[first] != row  # the page is older than the step, and shares no memory
         is_kept = goes_on or later >= num_tokens or state.rows[later] != row

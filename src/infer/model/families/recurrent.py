@@ -33,6 +33,6 @@ def gated_delta_net(config: Config) -> GatedDeltaNet:
         key_dim=count(config, "linear_key_head_dim", maximum=_MAX_HEAD_DIM),
         value_dim=count(config, "linear_value_head_dim", maximum=_MAX_HEAD_DIM),
         num_taps=count(config, "linear_conv_kernel_dim", maximum=_MAX_TAPS),
-        is_decay_log=config.get("linear_decay_is_log", True),
-        are_heads_tiled=config.get("linear_value_heads_are_tiled", False),
+        is_decay_log=flag({"linear_decay_is_log": True, **config}, "linear_decay_is_log"),
+        are_heads_tiled=flag(config, "linear_value_heads_are_tiled"),
     )

@@ -155,8 +155,15 @@ _GEMMA3 = Family(
     qk_norm="head",
 )
 
-_LFM2 = _defaults(128_000, eps=1e-5, num_key_value_heads=8, tie_word_embeddings=True, conv_L_cache=3)
-_LFM2_NAMES = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
+_LFM2 = Family(
+    _defaults(128_000, eps=1e-5, num_key_value_heads=8, tie_word_embeddings=True, conv_L_cache=3),
+    fixed={"hidden_act": "silu"},
+    renamed={"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"},
+    layer_kinds=convolutions_but_listed,
+    recurrent={CONVOLUTION: short_conv},
+    rope_settings=_million_rope,
+    qk_norm="head",
+)
 
 _DELTA_NETS = _defaults(32_768, head_dim=256, partial_rotary_factor=0.25) | {"linear_conv_kernel_dim": 4}
 _DELTA_NETS |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
@@ -305,26 +312,18 @@ FAMILIES: dict[str, Family] = {
         | {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
         experts=granite_experts,
     ),
-    "lfm2": Family(
-        _LFM2 | {"block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0},
-        fixed={"hidden_act": "silu"},
-        renamed=_LFM2_NAMES | {"block_ff_dim": "intermediate_size"},
-        layer_kinds=convolutions_but_listed,
-        recurrent={CONVOLUTION: short_conv},
-        rope_settings=_million_rope,
+    "lfm2": replace(
+        _LFM2,
+        defaults={**_LFM2.defaults}
+        | {"block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0},
+        renamed={**_LFM2.renamed, "block_ff_dim": "intermediate_size"},
         dense_size=lfm2_size,
-        qk_norm="head",
     ),
-    "lfm2_moe": Family(
-        _LFM2
+    "lfm2_moe": replace(
+        _LFM2,
+        defaults={**_LFM2.defaults}
         | {"num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2}
         | {"use_expert_bias": True, "norm_topk_prob": True},
-        fixed={"hidden_act": "silu"},
-        renamed=_LFM2_NAMES,
-        layer_kinds=convolutions_but_listed,
-        recurrent={CONVOLUTION: short_conv},
-        rope_settings=_million_rope,
-        qk_norm="head",
         experts=lfm2_experts,
         is_sparse=is_sparse_in_lfm2,
     ),

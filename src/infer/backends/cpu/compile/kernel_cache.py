@@ -120,6 +120,7 @@ _PACKAGE = Path(__file__).parents[1]
 _CONSTANTS = [
     _PACKAGE.parents[1] / name
     for name in (
+        "operands/limits.py",
         "quantization/ggml_types.py",
         "quantization/kv_formats.py",
         "sampling/constants.py",

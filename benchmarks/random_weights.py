@@ -11,12 +11,13 @@ import torch
 from infer.checkpoint.tensor_names import names_from_gguf
 from infer.model.families import make_architecture
 from infer.model.tensors import expected_shapes
-from infer.operands.architecture import Architecture
+from infer.operands.architecture import Architecture, Attention
 from infer.operands.weights import StoredWeight
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _HALVES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}  # f16 in a block, if not at its start
+_GGUF_NAMES = {"gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 _WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
@@ -52,9 +53,9 @@ def random_layers(
     made, weights = dict[tuple[int, ...], StoredWeight](), dict[str, StoredWeight]()
     for name, shape in expected_shapes(few).items():
         if len(shape) == 1:
-            is_norm = name.endswith("norm.weight")  # others are biases and sinks
+            is_norm = name.endswith("norm.weight")  # others are biases, sinks and a state's decay
             weights[name] = StoredWeight("F32", shape, torch.ones(shape) if is_norm else torch.zeros(shape))
-        elif "router" in name:
+        elif "router" in name or name.endswith("taps"):
             weights[name] = make_weight("F32", *shape)
         else:
             if shape not in made:
@@ -71,7 +72,7 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
     import gguf
     import numpy as np
 
-    architecture = {"gpt_oss": "gpt-oss"}.get(config["model_type"], config["model_type"].replace("_", ""))
+    architecture = _GGUF_NAMES.get(config["model_type"], config["model_type"].replace("_", ""))
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(num_layers)
     for add, key in (
@@ -89,9 +90,18 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
         (writer.add_sliding_window, "sliding_window"),
         (writer.add_expert_used_count, "num_experts_per_tok"),
         (writer.add_expert_feed_forward_length, "moe_intermediate_size"),
+        (writer.add_ssm_conv_kernel, "linear_conv_kernel_dim"),
+        (writer.add_ssm_state_size, "linear_key_head_dim"),
+        (writer.add_ssm_group_count, "linear_num_key_heads"),
+        (writer.add_ssm_time_step_rank, "linear_num_value_heads"),
+        (writer.add_full_attention_interval, "full_attention_interval"),
     ):
         if config.get(key) is not None:
             add(config[key])
+    if "linear_num_value_heads" in config:
+        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+        writer.add_rope_dimension_count(int(config["head_dim"] * config["partial_rotary_factor"]))
+        writer.add_rope_dimension_sections([*config["rope_parameters"]["mrope_section"], 0])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     letters = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 324))]  # GPT-2's for 256 bytes
@@ -100,10 +110,18 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
     writer.add_eos_token_id(0)
     kind = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     in_file = (gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind])
-    endings = ("weight", "bias")
-    every = [f"{name.format(bid=at)}.{end}" for name in in_file for at in range(num_layers) for end in endings]
+    endings = (".weight", ".bias", "")
+    every = [f"{name.format(bid=at)}{end}" for name in in_file for at in range(num_layers) for end in endings]
+    few, weights = random_layers(config, num_layers, type_, vocab_size)
+    attention = [at for at, layer in enumerate(few.layers) if isinstance(layer.mixer, Attention)]
+    every = [name for name in every if not (".ssm_" in name and any(f"blk.{at}." in name for at in attention))]
     names = {ours: theirs for theirs, ours in names_from_gguf(every).items()}
-    weights = random_layers(config, num_layers, type_, vocab_size)[1]
+    for at in attention:
+        if gate := weights.pop(f"model.layers.{at}.self_attn.gate_proj.weight", None):  # a file has q and gate in turns
+            q = f"model.layers.{at}.self_attn.q_proj.weight"
+            weights[q] = make_weight(type_, 2 * gate.shape[0], gate.shape[1], scale=0.001)
+    for name in [name for name in weights if name.endswith(".decay")]:
+        weights[name].data.fill_(-1)  # a file has -exp(log)
     weights["lm_head.weight"] = make_weight(type_, vocab_size, config["hidden_size"], seed=1)  # repeats no token
     stacks = dict[str, list[StoredWeight]]()
     for name, weight in weights.items():

@@ -14,7 +14,13 @@ from safetensors.numpy import load_file
 from converted_delta_nets import add_delta_nets, convert_delta_net
 from gguf_files import permuted
 
-_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
+_ARCHITECTURES = {
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "olmo3": "olmo2",
+    "mixtral": "llama",
+}
 _ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss"}
 _ARCHITECTURES |= {"lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next"}
 _ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
@@ -35,6 +41,8 @@ def convert(folder: Path, path: Path) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     _add_settings(writer, config)
     _add_rope(writer, config)
+    if family == "gemma4_text":
+        _add_gemma4(writer, config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     tensors = _with_stacked_experts(load_file(folder / "model.safetensors"))
     if "linear_num_key_heads" in config:
@@ -46,6 +54,7 @@ def convert(folder: Path, path: Path) -> Path:
             values = permuted(values, heads[module] or config["num_attention_heads"])
         if family in _NORMS_PLUS_ONE and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
             values = values + 1
+        name = f"{name}.weight" if name.endswith("layer_scalar") else name
         stored = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         writer.add_tensor(stored, np.ascontiguousarray(values))
@@ -91,17 +100,24 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     if "intermediate_size" in config:
-        writer.add_feed_forward_length(_intermediate_size(config))
+        size = _intermediate_size(config)
+        num_own = config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
+        sizes = [size if layer < num_own else 2 * size for layer in range(config["num_hidden_layers"])]
+        writer.add_feed_forward_length(sizes if config.get("use_double_wide_mlp") else size)
     writer.add_head_count(heads)
     kv_heads = config.get("num_key_value_heads") or heads
     if config["model_type"] in ("lfm2", "lfm2_moe"):
         writer.add_head_count_kv([0 if kind == "conv" else kv_heads for kind in config["layer_types"]])
         writer.add_shortconv_l_cache(config["conv_L_cache"])
+    elif "per_layer_config" in config:
+        layers = config["per_layer_config"]
+        counts = [layers.get(str(at), {}).get("num_key_value_heads") for at in range(config["num_hidden_layers"])]
+        writer.add_head_count_kv([count or kv_heads for count in counts] if any(counts) else kv_heads)
     else:
         writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config["norm_eps" if "norm_eps" in config else "rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    if config.get("head_dim") is not None:
+    if config.get("head_dim") is not None and "per_layer_config" not in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     if config.get("sliding_window"):
@@ -122,7 +138,10 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         if "shared_expert_intermediate_size" in config:
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    has_kinds = config["model_type"] in ("gemma3_text", "olmo3", "exaone4") and config.get("sliding_window") is not None
+    has_kinds = (
+        config["model_type"] in ("gemma3_text", "gemma4_text", "olmo3", "exaone4")
+        and config.get("sliding_window") is not None
+    )
     if has_kinds or config.get("use_sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     for key, add in (
@@ -148,9 +167,12 @@ def _intermediate_size(config: dict[str, Any]) -> int:
 def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     rope = config["rope_parameters"]
     if "sliding_attention" in rope:
-        if config["model_type"] == "gemma3_text":
+        if config["model_type"] in ("gemma3_text", "gemma4_text"):
             writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
+    if rope.get("rope_type") == "proportional":  # `_add_gemma4` has the rest
+        writer.add_rope_freq_base(rope["rope_theta"])
+        return
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -177,6 +199,24 @@ def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_tensor(f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32))
     if kind == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, rotated))
+
+
+def _add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    full = next(layer["head_dim"] for layer in config["per_layer_config"].values())
+    for add, dim in ((writer.add_key_length, full), (writer.add_value_length, full)):
+        add(dim)
+    for add, dim in (
+        (writer.add_key_length_swa, config["head_dim"]),
+        (writer.add_value_length_swa, config["head_dim"]),
+    ):
+        add(dim)
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    turned = int(full * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+    factors = [1.0] * turned + [1e30] * (full // 2 - turned)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
 
 
 def _llama3_factors(rope: dict[str, Any], rotated: int) -> np.ndarray:

@@ -14,7 +14,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import Gemma3TextConfig, Lfm2Config, LlamaConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3_5TextConfig
+from transformers import (
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    Lfm2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3_5TextConfig,
+)
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import load_model, load_tokenizer
@@ -72,6 +80,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "experts": Qwen2MoeConfig(
         num_hidden_layers=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
         shared_expert_intermediate_size=128, **_SIZES,
+    ),
+    "shared keys": Gemma4TextConfig(
+        num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=2,
+        head_dim=16, global_head_dim=32, sliding_window=WINDOW, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+        num_global_key_value_heads=1, **_SIZES,
     ),
     "convolutions": Lfm2Config(num_hidden_layers=4, full_attn_idxs=[1, 3], **_SIZES),
     "states": Qwen3_5TextConfig(

@@ -10,6 +10,7 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
@@ -411,6 +412,25 @@ RECURRENT = [
     ),
 ]  # fmt: skip
 
+_GEMMA4: dict[str, Any] = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "final_logit_softcapping": 30.0}
+_GEMMA4 |= {"hidden_size_per_layer_input": 0}
+GEMMA4 = [
+    Tiny(
+        "gemma4",
+        Gemma4TextConfig(
+            num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, attention_k_eq_v=True,
+            num_global_key_value_heads=1, **_SIZES | _GEMMA4,
+        ),
+    ),
+    Tiny(
+        "gemma4_shared",
+        Gemma4TextConfig(
+            num_hidden_layers=7, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2
+            + ["full_attention"], num_kv_shared_layers=4, use_double_wide_mlp=True, **_SIZES | _GEMMA4,
+        ),
+    ),
+]  # fmt: skip
+
 LONGROPE = Tiny(
     "phi3_longrope",
     Phi3Config(
@@ -421,9 +441,9 @@ LONGROPE = Tiny(
         **_SIZES,
     ),
 )
-TINY += [*RECURRENT, *DELTA_NETS, *GATED]
+TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4]
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
-DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in [*RECURRENT, *DELTA_NETS, *GATED]]
+DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4]]
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]
 
 
@@ -443,5 +463,9 @@ def make_tiny(tiny: Tiny, folder: Path) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.3)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.3, 1.3)
     model.save_pretrained(folder)
+    if tiny.config.model_type == "gemma4_text":
+        model.config.output_hidden_states = True  # without, transformers 5.24 fails where there are no such embeddings
     return model

@@ -58,6 +58,7 @@ CASES = [
     ("lfm2_biases", "q4"),
     ("qwen3_5", "q8"),
     ("qwen3_next", "auto"),
+    ("gemma4_shared", "q8"),
 ]
 EACH_FAMILY = [(tiny.name, kind) for tiny, kind in zip(ONE_EACH, cycle(["bf16", "auto", "q4", "q8"]), strict=False)]
 ATTENTION = Attention(4, 2, 32, Rope(10_000.0, 32), 0.25)
@@ -96,7 +97,7 @@ def held_bytes(model: Transformer) -> int:
             tensors = [member.weight] if type(member).__name__ == "Norm" else []
             tensors += [member] if isinstance(member, torch.Tensor) else []
         found |= {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
-    return sum(found.values())
+    return sum(found.values()) + 4 * sum(layer.has_scale for layer in model.architecture.layers)
 
 
 @pytest.mark.parametrize(("name", "weights"), [*CASES, *EACH_FAMILY])

@@ -89,12 +89,14 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     q, k, v = split_heads(qkv.floats, heads)
     pages, kv_type = layer.pages, layer.kv_type
     q, far = rotate_queries(q, heads, pages, step)
-    k = rotate(k, heads.k_norm, heads.rope, pages, step)
     slots = step.positions - pages.shifts[step.rows]
     all_keys, all_values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
-    for parts, new in ((all_keys, encode_keys(k, kv_type)), (all_values, encode_values(v, kv_type))):
-        for part, stored in zip(parts, new, strict=True):
-            part[:, *place(pages, step.rows, slots)] = stored.transpose(0, 1)
+    if heads.has_keys:
+        k = rotate(k, heads.k_norm, heads.rope, pages, step)
+        v = v if heads.v_norm is None else normalize(v, heads.v_norm)
+        for parts, new in ((all_keys, encode_keys(k, kv_type)), (all_values, encode_values(v, kv_type))):
+            for part, stored in zip(parts, new, strict=True):
+                part[:, *place(pages, step.rows, slots)] = stored.transpose(0, 1)
 
     out = torch.empty_like(q)
     for row in sorted(set(step.rows.tolist())):
@@ -126,7 +128,7 @@ def attention_weights(
 
 
 def split_heads(qkv: Float[Tensor, "tokens out"], heads: Heads) -> list[Float[Tensor, "tokens some_heads dim"]]:
-    """Return q, k and v."""
+    """Return q, k and v. k and v are empty if the heads have none of their own."""
     counts = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
     starts = (start // heads.head_dim for start in heads.starts)
     each = qkv.view(len(qkv), -1, heads.head_dim)
@@ -198,9 +200,10 @@ def project_add(
     x: Activations,
     projection: Projection,
     post_norm: Norm | None,
+    scale: float = 1.0,
 ) -> Float[Tensor, "tokens hidden"]:
     y = gathered(project(x.floats, projection), projection.shares)
-    return residual + (y if post_norm is None else normalize(y, post_norm))
+    return (residual + (y if post_norm is None else normalize(y, post_norm))) * scale
 
 
 def norm_gate(

@@ -88,6 +88,7 @@ def explain(model: str | Path) -> Explanation:
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
     check_tensors(expected_shapes(architecture), checkpoint.tensors)
+    kept = tuple(mixer for mixer in architecture.attention if mixer.has_keys)
     weights = tuple(StoredWeights(*row) for row in weights_by_type(checkpoint.tensors))
     common, groups = group_layers(architecture.layers)
     return Explanation(
@@ -105,7 +106,7 @@ def explain(model: str | Path) -> Explanation:
         sampling_defaults=dict(defaults_of(checkpoint)),
         weights=weights,
         weight_bytes=weight_bytes(architecture, loaded_types(architecture, checkpoint.tensors, LoadSettings())),
-        cache=tuple(_cache_size(architecture.attention, kv_type) for kv_type in _kv_types(architecture.attention)),
+        cache=tuple(_cache_size(kept, kv_type) for kv_type in _kv_types(kept)),
         state_bytes=sum(
             page_bytes(mixer, "f32", STATE_TOKENS) for mixer in architecture.mixers if not isinstance(mixer, Attention)
         ),

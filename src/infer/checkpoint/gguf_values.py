@@ -28,17 +28,24 @@ class GGUFValues:
         return self.file.metadata.get(f"{self.architecture}.{key}", default)
 
     def count(
-        self, key: str, default: int | None = None, most: int = (1 << 31) - 1, *, skips_zeros: bool = False
+        self,
+        key: str,
+        default: int | None = None,
+        most: int = (1 << 31) - 1,
+        *,
+        skips_zeros: bool = False,
+        may_differ: bool = False,
     ) -> int:
         """Return an integer from 1 to `most`. A list with the same value for every layer counts as that value.
 
         skips_zeros: a list's zeros do not count, because they belong to layers of another kind.
+        may_differ: a list counts as its first value, because other settings are made of the whole list.
         """
         value = self.get(key, default)
         if skips_zeros and isinstance(value, list):
             value = [entry for entry in value if entry != 0] or default
         if isinstance(value, list) and value:
-            if any(entry != value[0] for entry in value):
+            if not may_differ and any(entry != value[0] for entry in value):
                 self.unsupported(key)
             value = value[0]
         if value is None:

@@ -58,6 +58,7 @@ _GGUF_LAYER = {
 _GGUF_VECTOR = {
     "exp_probs_b.bias": "mlp.router.correction",
     "attn_sinks.weight": "self_attn.sinks",
+    "layer_output_scale.weight": "layer_scalar",
     "shortconv.conv.weight": "conv.taps",
     "ssm_conv1d.weight": "linear_attn.taps",
     "ssm_dt.bias": "linear_attn.dt_bias",
@@ -117,7 +118,7 @@ _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
 # Not part of the text network, made from the config, or only for drafting tokens (mtp).
 _SKIPPED_GGUF = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 _SKIPPED = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision|mtp)\.|.*\.rotary_emb\.inv_freq"
+    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|embed_audio|multi_modal_projector|embed_vision|mtp)\.|.*\.rotary_emb\.inv_freq"
 )
 
 

@@ -195,7 +195,7 @@ class PagedCache:
         own = self._own_of(layer, step)
         assert isinstance(own, LayerCache)
         attended = ops.attend(qkv, heads, own, step)
-        if self.observer is not None:
+        if self.observer is not None and heads.has_keys:
             self.observer(layer, qkv.floats, heads, step)
         return attended
 

@@ -77,10 +77,8 @@ def load_transformer(
 def _each_layer(
     architecture: Architecture, loader: WeightLoader, on_progress: OnProgress | None
 ) -> Iterator[LoadedLayer]:
-    num_mixers = 0
-    for index, layer in enumerate(architecture.layers):
-        yield load_layer(layer, loader.of_layer(index), num_mixers)
-        num_mixers += layer.mixer is not None
+    for index, (layer, cache_index) in enumerate(zip(architecture.layers, architecture.cache_indices, strict=True)):
+        yield load_layer(layer, loader.of_layer(index), cache_index)
         if on_progress is not None:
             on_progress(index + 1, len(architecture.layers))
 

@@ -99,7 +99,7 @@ def estimate(
     sizes = StepSizes(num_tokens, MAX_STEP_TOKENS, MAX_STEP_LOGITS, load.precision, load.num_threads)
     return Estimate(
         weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
-        cache=cache_bytes(architecture.mixers, cache, kv_type, num_tokens, num_rows, pool_pages),
+        cache=cache_bytes(architecture.cached_mixers, cache, kv_type, num_tokens, num_rows, pool_pages),
         workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, num_rows) + history,
         process=0 if load.device == "cuda" else PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
     )
@@ -197,7 +197,7 @@ def largest_context(
     """
 
     def fits(count: int) -> bool:
-        groups = make_groups(architecture.mixers, cache, count, MAX_STEP_TOKENS)
+        groups = make_groups(architecture.cached_mixers, cache, count, MAX_STEP_TOKENS)
         if pool_pages is not None and most_pages(groups) > pool_pages:
             return False
         sizes = estimate(architecture, tensors, load, cache, num_tokens=count, num_rows=num_rows, pool_pages=pool_pages)
@@ -235,10 +235,15 @@ def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:
 def weight_bytes(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> int:
     """Return the bytes of the weights: matrices in the kernels' layout, norms and biases in float32."""
     rules = memory_rules(device)
-    return sum(
+    total = sum(
         rules.matrix_bytes(types[name], *shape) if name in types else 4 * prod(shape)
         for name, shape in expected_shapes(architecture).items()
     )
+    for index, layer in enumerate(architecture.layers):
+        if isinstance(layer.mixer, Attention) and layer.mixer.has_keys and layer.mixer.are_values_keys:
+            keys = types[f"model.layers.{index}.self_attn.k_proj.weight"]  # which stand there twice
+            total += rules.matrix_bytes(keys, layer.mixer.kv_features, architecture.hidden_size)
+    return total
 
 
 def _unread_bytes(architecture: Architecture, types: Mapping[str, str]) -> int:

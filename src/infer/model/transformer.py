@@ -13,7 +13,7 @@ from torch import Tensor
 from infer import ops
 from infer.kvcache.paged import PagedCache
 from infer.model.layers import LoadedLayer
-from infer.operands.architecture import Architecture, Mixer
+from infer.operands.architecture import Architecture, Mixer, keeps
 from infer.operands.step import Step
 from infer.operands.weights import Norm, Projection
 
@@ -39,8 +39,8 @@ class Transformer:
 
     @property
     def own_mixers(self) -> list[Mixer]:
-        """The mixers, in the order of the cache's layers, each with only the heads that this rank of a group has."""
-        return [layer.mixer.own for layer in self.layers if layer.mixer is not None]
+        """The mixers of the cache's layers, in order, each with only the heads that this rank of a group has."""
+        return [layer.mixer.own for layer in self.layers if layer.mixer is not None and keeps(layer.mixer.own)]
 
     @property
     def layer_projections(self) -> list[Projection]:

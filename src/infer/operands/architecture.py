@@ -51,7 +51,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class Attention:
-    """A mixer: softmax(q kᵀ × scale) v over the tokens before. It keeps keys and values of every token."""
+    """A mixer: softmax(q kᵀ × scale) v over the tokens before. It keeps keys and values of every token.
+
+    With `shared_from` it has neither, and attends to those of an earlier layer of the same kind.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -65,6 +68,21 @@ class Attention:
     qk_norm: Literal["head", "all"] | None = None  # over each head, or over all of them together
     has_sinks: bool = False  # a logit of each head beside the scores in the softmax, whose share is nobody's
     has_gate: bool = False  # what a head attends to is multiplied by sigmoid(gate · x), element by element
+    has_v_norm: bool = False  # each head's v is divided by its root mean square
+    are_values_keys: bool = False  # v is k as projected, before its norm and rotation
+    shared_from: int | None = None  # the layer whose keys and values this one attends to
+
+    @property
+    def has_keys(self) -> bool:
+        """Return True if the layer makes keys and values, and keeps them in the cache."""
+        return self.shared_from is None
+
+    @property
+    def projected(self) -> tuple[tuple[str, int], ...]:
+        """The matrices whose products stand side by side, in order, with their rows: q, k, v and the gates."""
+        kv = (("k", self.kv_features), ("k" if self.are_values_keys else "v", self.kv_features))
+        gate = (("gate", self.query_features),)
+        return (("q", self.query_features), *(kv if self.has_keys else ()), *(gate if self.has_gate else ()))
 
     @property
     def query_features(self) -> int:
@@ -79,13 +97,12 @@ class Attention:
     @property
     def widths(self) -> tuple[int, ...]:
         """Values per token of each tensor that ranks of a group gather."""
-        projected = self.query_features * (2 if self.has_gate else 1) + 2 * self.kv_features
-        return self.query_features, projected
+        return self.query_features, sum(rows for _, rows in self.projected)
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""
         wide, narrow = self.query_features, self.kv_features
-        rows = {"q": wide, "k": narrow, "v": narrow} | ({"gate": wide} if self.has_gate else {})
+        rows = dict(self.projected)
         shapes: Shapes = {f"self_attn.{which}_proj.weight": (count, hidden) for which, count in rows.items()}
         shapes["self_attn.o_proj.weight"] = (hidden, wide)
         if self.has_qkv_bias:
@@ -94,7 +111,8 @@ class Attention:
             shapes["self_attn.o_proj.bias"] = (hidden,)
         if self.qk_norm:
             sizes = (wide, narrow) if self.qk_norm == "all" else (self.head_dim, self.head_dim)
-            shapes |= {f"self_attn.{which}_norm.weight": (size,) for which, size in zip("qk", sizes, strict=True)}
+            normed = zip("qk" if self.has_keys else "q", sizes, strict=False)
+            shapes |= {f"self_attn.{which}_norm.weight": (size,) for which, size in normed}
         if self.has_sinks:
             shapes["self_attn.sinks"] = (self.num_heads,)
         return shapes
@@ -269,6 +287,11 @@ Mixer = Attention | Recurrent
 FeedForward = Dense | Experts
 
 
+def keeps(mixer: Mixer | None) -> bool:
+    """Return True if a mixer has a layer of the cache of its own."""
+    return mixer is not None and (not isinstance(mixer, Attention) or mixer.has_keys)
+
+
 @dataclass(frozen=True)
 class Norms:
     """The norms around each part of a layer."""
@@ -284,6 +307,7 @@ class Layer:
     mixer: Mixer | None
     feed_forward: FeedForward | None
     norms: Norms = Norms()
+    has_scale: bool = False  # the residual stream is multiplied by a number of the layer after its last part
 
     @property
     def parts(self) -> tuple[Mixer | FeedForward, ...]:
@@ -298,6 +322,8 @@ class Layer:
             shapes |= {f"{name}_norm.weight": (hidden,) for name in names}
         if self.norms.after:
             shapes |= {f"post_{name}_norm.weight": (hidden,) for name in names}
+        if self.has_scale:
+            shapes["layer_scalar"] = (1,)
         return shapes
 
 
@@ -316,13 +342,28 @@ class Architecture:
 
     @property
     def attention(self) -> tuple[Attention, ...]:
-        """The mixers that keep keys and values, in the order of their layers."""
+        """The mixers that attend, in the order of their layers."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """The mixers, in the order of their layers. The cache has a layer for each."""
+        """The mixers, in the order of their layers."""
         return tuple(layer.mixer for layer in self.layers if layer.mixer is not None)
+
+    @property
+    def cached_mixers(self) -> tuple[Mixer, ...]:
+        """The mixers that keep something of every token or a state. The cache has a layer for each, in this order."""
+        return tuple(mixer for mixer in self.mixers if keeps(mixer))
+
+    @property
+    def cache_indices(self) -> tuple[int | None, ...]:
+        """For each layer, the cache's layer that its mixer reads; None if it has no mixer."""
+        indices = list[int | None]()
+        for layer in self.layers:
+            num_before = sum(1 for earlier in self.layers[: len(indices)] if keeps(earlier.mixer))
+            shared = layer.mixer.shared_from if isinstance(layer.mixer, Attention) else None
+            indices.append(None if layer.mixer is None else num_before if shared is None else indices[shared])
+        return tuple(indices)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

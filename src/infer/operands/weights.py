@@ -250,6 +250,8 @@ class Heads:
     shares: Shares | None = None  # with them these are one rank's heads; what they attended to is gathered
     qkv_starts: tuple[int, int, int] | None = None  # where these heads begin in qkv of all ranks; None: it has no other
     gate_start: int | None = None  # the first column of these heads' gates, after q, k and v; None: they have none
+    v_norm: Norm | None = None  # over each head of v; its weight is all ones
+    has_keys: bool = True  # otherwise qkv has q alone, and an earlier layer of the step has stored keys and values
 
     @property
     def starts(self) -> tuple[int, int, int]:

@@ -131,12 +131,13 @@ def project_add(
     x: Activations,
     projection: Projection,
     post_norm: Norm | None,
+    scale: float = 1.0,
 ) -> Float[Tensor, "tokens hidden"]:
-    """Return residual + post_norm(project(x)).
+    """Return (residual + post_norm(project(x))) × scale.
 
     The result may share residual's memory: do not use residual afterwards.
     """
-    y: Tensor = backend_of(x.floats.device).kernels.project_add(residual, x, projection, post_norm)
+    y: Tensor = backend_of(x.floats.device).kernels.project_add(residual, x, projection, post_norm, scale)
     return y
 
 

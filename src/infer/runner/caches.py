@@ -58,7 +58,7 @@ def default_pool_pages(model: Transformer, settings: CacheSettings) -> int:
     """Return the pages of 1 to 8 full contexts: as many contexts as the available memory holds."""
     each, available = num_pages(model.max_seq_len, settings.page_tokens), model.backend.available_bytes()
     kv_type, num_tokens = _kv_type(model, settings), model.max_seq_len
-    layers, vocab_size = model.architecture.mixers, model.architecture.vocab_size
+    layers, vocab_size = model.architecture.cached_mixers, model.architecture.vocab_size
     for count in range(MAX_FULL_CONTEXTS, 1, -1):
         with suppress(InvalidRequestError):
             check_rows_fit(

@@ -203,7 +203,8 @@ def normalize(args, state, thread, num_threads):
 
 
 def add_rows(args, state, thread, num_threads):
-    """Add y, or y × weight / rms(y), to residual. Tokens are divided among the threads."""
+    """Add y, or y × weight / rms(y), to residual, and scale the sum. Tokens are divided among the threads."""
+    scale = splat_f32(args.scale)
     for token in range(thread, state.num_tokens, num_threads):
         y, residual = args.y + 4 * args.features * token, args.residual + 4 * args.features * token
         factor = splat_f32(np.float32(1) if args.weight == 0 else inverse_rms(y, args.features, args.eps))
@@ -212,4 +213,4 @@ def add_rows(args, state, thread, num_threads):
             value = load_upto(y + 4 * i, room)
             if args.weight != 0:
                 value = value * factor * load_upto(args.weight + 4 * i, room)
-            store_upto(at, room, load_upto(at, room) + value)
+            store_upto(at, room, (load_upto(at, room) + value) * scale)

@@ -107,16 +107,17 @@ def project_add(
     x: Activations,
     projection: Projection,
     post_norm: Norm | None,
+    scale: float = 1.0,
 ) -> Float[Tensor, "tokens hidden"]:
     with scope(projection.label, num_tokens=len(x.floats)) as run:
         shares = projection.shares
-        if post_norm is None and shares is None:
+        if post_norm is None and shares is None and scale == 1:
             project(run, x, None, projection, (residual, 0), kind="add")
             return residual
         y, first = run.columns("before post norm", run.capacity, projection.out_features, shares)
         project(run, x, None, projection, (y, first))
         y = run.gathered(y, shares)
-        arguments = Arguments(ADD_ROWS, residual=residual, y=y, features=y.shape[1])
+        arguments = Arguments(ADD_ROWS, residual=residual, y=y, features=y.shape[1], scale=scale)
         if post_norm is not None:
             arguments.set(weight=post_norm.weight.float().contiguous(), eps=post_norm.eps)
         run.append("add" if post_norm is None else "post_norm", arguments, BARRIER, ".activations:add_rows")
@@ -254,6 +255,8 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
         if blocks.shape[3] != size or blocks.stride()[2:] != (size, 1):
             raise InvalidRequestError(f"a head's blocks of {layer.kv_type} must be contiguous and of {size} bytes")
     arguments = Arguments(ATTEND, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, dim=dim)
+    arguments.set(num_new_heads=heads.num_kv_heads if heads.has_keys else 0)
+    arguments.set(v_eps=-1 if heads.v_norm is None else heads.v_norm.eps)
     arguments.set(scale=heads.scale, softcap=heads.softcap or 0)
     if heads.sinks is not None:
         arguments.set(sink_logits=heads.sinks)

@@ -67,7 +67,7 @@ ADD_ROWS = np.dtype(
         ("y", np.int64),
         ("weight", np.int64),  # 0: y is added as it is
         ("eps", np.float32),
-        ("padding", np.float32),
+        ("scale", np.float32),  # multiplies the sum
         ("features", np.int64),
     ]
 )
@@ -101,10 +101,13 @@ ATTEND = np.dtype(
         ("qkv_bytes", np.int64),  # from token to token
         ("num_heads", np.int64),
         ("num_kv_heads", np.int64),
+        ("num_new_heads", np.int64),  # whose k and v are stored: as many, or 0 if an earlier layer has stored them
         ("dim", np.int64),
         ("scale", np.float32),
         ("eps", np.float32, 2),  # of q's and k's norm
+        ("v_eps", np.float32),  # of each head of v, which is divided by its root mean square; −1: it is not
         ("softcap", np.float32),  # 0: none
+        ("padding", np.float32),
         ("sink_logits", np.int64),  # f32 [heads], or 0
         ("gates", np.int64),  # f32 [heads × dim] of the first token, qkv_bytes from token to token, or 0
         ("norms", np.int64, 2),  # their weights, or 0

@@ -89,10 +89,9 @@ def _add_attention(
     step: "_Step", attention: Attention, architecture: Architecture, types: Mapping[str, str], at: str
 ) -> None:
     tokens, context, hidden = step.sizes.tokens, step.sizes.context, architecture.hidden_size
-    wide, narrow = attention.query_features, attention.kv_features
-    rows = {"q": wide, "k": narrow, "v": narrow} | ({"gate": wide} if attention.has_gate else {})
-    step.floats("projected", tokens, sum(rows.values()))
-    step.project([types[f"{at}self_attn.{which}_proj.weight"] for which in rows], list(rows.values()), hidden)
+    wide, (names, rows) = attention.query_features, zip(*attention.projected, strict=True)
+    step.floats("projected", tokens, sum(rows))
+    step.project([types[f"{at}self_attn.{which}_proj.weight"] for which in names], list(rows), hidden)
     step.floats("attended", tokens, wide)
     is_beyond = context > architecture.most_positions and attention.window is None and attention.rope is not None
     step.floats("queries", (2 if is_beyond else 1) * tokens, wide)

@@ -39,6 +39,7 @@ def project_add(
     x: Activations,
     projection: Projection,
     post_norm: Norm | None,
+    scale: float = 1.0,  # `check_only_dense` refuses others
 ) -> Float[Tensor, "tokens hidden"]:
     """Add the projection to `residual` in place, and return it."""
     if post_norm is None:

@@ -113,6 +113,7 @@ class Operations:
         x: Activations,
         projection: Projection,
         post_norm: Norm | None,
+        scale: float = 1.0,  # `check_only_dense` refuses others
     ) -> Float[Tensor, "tokens hidden"]:
         with scope(self._runtime, len(x.floats)) as run:
             if post_norm is None:

@@ -6,6 +6,8 @@ A config is a mapping with the names of Hugging Face's `config.json`; `checkpoin
 is refused.
 """
 
+from dataclasses import replace
+
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, choice, count, flag, optional_positive, positive
 from infer.model.families.layer_kinds import SLIDING
@@ -72,7 +74,7 @@ def make_architecture(config: Config) -> Architecture:
 
 def _as_read(config: Config, family: Family) -> Config:
     """Return the config with the family's defaults added and without the settings that the family's code ignores."""
-    if config.get("use_bidirectional_attention"):
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images: there are none
         raise UnsupportedModelError("use_bidirectional_attention=true (an embedding model) is not supported")
     unread = OPTIONAL - family.reads
     by_own_name = {usual: config[own] for own, usual in family.renamed.items() if own in config}
@@ -91,10 +93,26 @@ def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
     experts = None if family.experts is None else family.experts(config, activation)
     are_sparse = [experts is not None and family.is_sparse(config, index) for index in range(num_layers)]
     dense = None if all(are_sparse) else _dense(config, family, activation)
-    return tuple(
-        Layer(mixer_by_kind[each], experts if is_sparse else dense, family.norms)
+    sources = family.shared_layers(config, kinds)
+    layers = [
+        Layer(mixer_by_kind[each], experts if is_sparse else dense, family.norms, family.has_scale)
         for each, is_sparse in zip(wanted, are_sparse, strict=True)
+    ]
+    return tuple(
+        layer if source is None else _sharing(config, layer, source)
+        for layer, source in zip(layers, sources, strict=True)
     )
+
+
+def _sharing(config: Config, layer: Layer, source: int) -> Layer:
+    """Return the layer without keys and values of its own."""
+    mixer, dense = layer.mixer, layer.feed_forward
+    assert isinstance(mixer, Attention)
+    assert isinstance(dense, Dense)
+    if flag(config, "use_double_wide_mlp"):
+        dense = replace(dense, intermediate_size=2 * dense.intermediate_size)
+    mixer = replace(mixer, shared_from=source, has_v_norm=False, are_values_keys=False)
+    return replace(layer, mixer=mixer, feed_forward=dense)
 
 
 def _dense(config: Config, family: Family, activation: Activation) -> Dense:
@@ -108,6 +126,7 @@ def _mixer(config: Config, family: Family, kind: str, is_rotated: bool) -> Mixer
 
 
 def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> Attention:
+    config = family.of_kind(config, kind)
     num_heads = count(config, "num_attention_heads")
     num_kv_heads = count(config, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -133,6 +152,8 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
         has_output_bias=flag(config, "attention_output_bias") if "attention_output_bias" in config else has_qkv_bias,
         has_sinks=family.has_sinks,
         has_gate=family.has_gate,
+        has_v_norm=family.has_v_norm,
+        are_values_keys=flag(config, "attention_k_eq_v"),
         qk_norm=family.qk_norm if family.qk_norm_setting is None or flag(config, family.qk_norm_setting) else None,
     )
 

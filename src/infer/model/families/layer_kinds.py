@@ -52,6 +52,27 @@ def all_windowed_but_every(period: int) -> Callable[[Config, int], Sequence[str]
     return kinds
 
 
+def gemma4_kinds(config: Config, num_layers: int) -> Sequence[str]:
+    """Return windows for all layers but each sixth and the last, whatever a config says of the last."""
+    return [*all_windowed_but_every(6)(config, num_layers)[:-1], FULL]
+
+
+def none_shared(config: Config, kinds: Sequence[str]) -> Sequence[int | None]:
+    return [None] * len(kinds)
+
+
+def last_share_keys(config: Config, kinds: Sequence[str]) -> Sequence[int | None]:
+    """Return, for each of the last `num_kv_shared_layers` layers, the last layer before all these of its kind."""
+    num_shared = config.get("num_kv_shared_layers", 0)
+    if type(num_shared) is not int or not 0 <= num_shared < len(kinds):
+        raise ModelError(f"num_kv_shared_layers must be from 0 to {len(kinds) - 1}, got {num_shared!r:.60}")
+    own = kinds[: len(kinds) - num_shared]
+    sources = {kind: index for index, kind in enumerate(own)}
+    if missing := set(kinds) - set(sources):
+        raise ModelError(f"num_kv_shared_layers={num_shared} leaves no layer with keys of kind {min(missing)}")
+    return [None] * len(own) + [sources[kind] for kind in kinds[len(own) :]]
+
+
 def exaone4_kinds(config: Config, num_layers: int) -> Sequence[str]:
     if config.get("sliding_window") is None:
         return _given_kinds(config, num_layers) or all_full(config, num_layers)

@@ -41,7 +41,8 @@ def make_rope(config: Config, head_dim: int, given: Config) -> Rope:
 
     `given` is the result of `rope_settings`. `config` has the other values that some kinds of scaling need.
     """
-    partial = positive(given, "partial_rotary_factor", 1.0)
+    is_proportional = given.get("rope_type") == "proportional"
+    partial = 1.0 if is_proportional else positive(given, "partial_rotary_factor", 1.0)
     rope = Rope(theta=positive(given, "rope_theta"), dim=int(head_dim * partial))
     if not 0 < 2 * rope.half <= head_dim:
         raise ModelError(f"config: {rope.dim} elements of a head cannot rotate in pairs, as head_dim is {head_dim}")
@@ -54,6 +55,16 @@ def make_rope(config: Config, head_dim: int, given: Config) -> Rope:
 
 def _default(rope: Rope, given: Config, config: Config) -> Rope:
     return rope
+
+
+def _proportional(rope: Rope, given: Config, config: Config) -> Rope:
+    """Turn the first pairs of a head alone, with the frequencies that they have if all pairs turn."""
+    partial = positive(given, "partial_rotary_factor", 1.0)
+    num_turned = int(partial * rope.dim // 2)
+    if not 0 < num_turned <= rope.half:
+        raise ModelError(f"config: partial_rotary_factor must be above 0 and at most 1, got {partial:g}")
+    factor = positive(given, "factor", 1.0)
+    return replace(rope, frequency_factors=(factor,) * num_turned + (math.inf,) * (rope.half - num_turned))
 
 
 def _linear(rope: Rope, given: Config, config: Config) -> Rope:
@@ -143,6 +154,7 @@ def _original_positions(given: Config, config: Config) -> int:
 
 _KINDS: dict[str, Callable[[Rope, Config, Config], Rope]] = {
     "default": _default,
+    "proportional": _proportional,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from infer.errors import UnsupportedModelError
-from infer.model.families.config_values import Config, positive, settings
+from infer.model.families.config_values import Config, count, flag, positive, settings
 from infer.model.families.experts import (
     every_layer_is_sparse,
     glm_experts,
@@ -32,7 +32,10 @@ from infer.model.families.layer_kinds import (
     all_windowed_but_every,
     convolutions_but_listed,
     exaone4_kinds,
+    gemma4_kinds,
+    last_share_keys,
     linear_but_every_nth,
+    none_shared,
     rotated_but_every_nth,
     rotated_where_windowed,
     windowed_from_a_layer_on,
@@ -47,12 +50,13 @@ from infer.operands.architecture import Activation, Experts, Norms, Recurrent
 OPTIONAL = frozenset(
     {"attention_bias", "attention_output_bias", "mlp_bias", "query_pre_attn_scalar"}
     | {"attn_logit_softcapping", "final_logit_softcapping"}
-    | {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+    | {"attention_k_eq_v", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
 )
 # A null is a value of these; of others it is as if it were not there.
 OFF_IF_NULL = frozenset({"head_dim", "num_key_value_heads", "sliding_window", "attn_logit_softcapping"}) | {
     "final_logit_softcapping",
     "block_ffn_dim_multiplier",
+    "hidden_size_per_layer_input",
 }
 _ATTENTION_BIAS = frozenset({"attention_bias", "attention_output_bias"})
 _PRE_NORMS = Norms(before=True, after=False)
@@ -96,6 +100,36 @@ def _olmo3_rope(config: Config, kind: str) -> Config:
     return {"rope_theta": positive(config, "rope_theta", 500_000.0), **nested, **scaling}
 
 
+def _gemma4_rope(config: Config, kind: str) -> Config:
+    """Return Gemma 4's rope settings. A GGUF file has a theta for each kind, and the factors of full layers."""
+    given = settings(settings(config, "rope_parameters"), kind)
+    if kind == FULL:
+        turned = given or {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+        return {"rope_theta": positive(config, "rope_theta", 1_000_000.0), **turned}
+    return {"rope_theta": positive(config, "rope_local_base_freq", 10_000.0), **given}
+
+
+def _gemma4_of_kind(config: Config, kind: str) -> Config:
+    """Return Gemma 4's settings for layers of a kind: full attention has heads of other numbers and sizes."""
+    for name, what in (
+        ("hidden_size_per_layer_input", "per-layer embeddings"),
+        ("enable_moe_block", "experts beside MLPs"),
+    ):
+        if config.get(name):
+            raise UnsupportedModelError(f"{name}={config[name]!r:.60} is not supported yet for gemma4_text: {what}")
+    if kind != FULL:
+        return {**config, "attention_k_eq_v": False, "rope_frequency_factors": None}
+    own = {"head_dim": config["global_head_dim"]}
+    if flag(config, "attention_k_eq_v") and config.get("num_global_key_value_heads") is not None:
+        own["num_key_value_heads"] = config["num_global_key_value_heads"]
+    layers = settings(config, "per_layer_config")  # of configs that transformers 5.24 writes
+    kinds = gemma4_kinds(config, count(config, "num_hidden_layers"))
+    changed = [
+        settings(layers, name) for name in layers if name.isdigit() and kinds[int(name) : int(name) + 1] == [FULL]
+    ]
+    return {**config, **own, **(changed[0] if changed else {})}
+
+
 def _gemma3_rope(config: Config, kind: str) -> Config:
     """Return Gemma 3's rope settings.
 
@@ -105,6 +139,10 @@ def _gemma3_rope(config: Config, kind: str) -> Config:
     if kind == FULL:
         return {"rope_theta": positive(config, "rope_theta", 1_000_000.0), **nested, **settings(config, "rope_scaling")}
     return {"rope_theta": positive(config, "rope_local_base_freq", 10_000.0), **nested}
+
+
+def _of_any_kind(config: Config, kind: str) -> Config:
+    return config
 
 
 @dataclass(frozen=True)
@@ -125,6 +163,10 @@ class Family:
     experts: Callable[[Config, Activation], Experts] | None = None
     is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # whether a layer has experts
     qk_norm: Literal["head", "all"] | None = None
+    of_kind: Callable[[Config, str], Config] = _of_any_kind  # the settings of attention in layers of a kind
+    shared_layers: Callable[[Config, Sequence[str]], Sequence[int | None]] = none_shared  # whose keys a layer reads
+    has_v_norm: bool = False
+    has_scale: bool = False  # of each layer
     qk_norm_setting: str | None = None  # the setting that says whether there are such norms
     has_sinks: bool = False
     has_gate: bool = False
@@ -153,6 +195,24 @@ _GEMMA3 = Family(
     scales_embedding=True,
     norms=Norms(after=True),
     qk_norm="head",
+)
+
+_GEMMA4 = Family(
+    defaults={**_GEMMA3.defaults, "num_hidden_layers": 30, "vocab_size": 262_144, "sliding_window": 512}
+    | {"global_head_dim": 512, "hidden_size_per_layer_input": 256},
+    fixed={"query_pre_attn_scalar": 1.0},
+    reads=_ATTENTION_BIAS | {"final_logit_softcapping", "attention_k_eq_v"},
+    layer_kinds=gemma4_kinds,
+    of_kind=_gemma4_of_kind,
+    shared_layers=last_share_keys,
+    rope_settings=_gemma4_rope,
+    rotates_partly=True,
+    activation_name="hidden_activation",
+    scales_embedding=True,
+    norms=Norms(after=True),
+    qk_norm="head",
+    has_v_norm=True,
+    has_scale=True,
 )
 
 _LFM2 = Family(
@@ -212,6 +272,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": _GEMMA3,
     "gemma3": _GEMMA3,
+    "gemma4_text": _GEMMA4,
+    "gemma4": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
+    "gemma4_unified": _GEMMA4,
     "phi3": Family(
         _defaults(4096, eps=1e-5, original_max_position_embeddings=4096),
         layer_kinds=all_windowed,
@@ -360,8 +424,6 @@ NEEDS: dict[str, str] = {
     "glm4_moe_lite": _LATENT,
     "granitemoehybrid": _STATES,
     "nemotron_h": _STATES,
-    "gemma4": "keys and values that layers share",
-    "gemma4_text": "keys and values that layers share",
     "llama4": "attention in chunks",
     "llama4_text": "attention in chunks",
     "ministral3": "queries scaled by their position",

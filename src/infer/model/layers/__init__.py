@@ -59,16 +59,19 @@ class LoadedLayer:
         return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
 
 
-def load_layer(layer: Layer, loader: WeightLoader, cache_index: int) -> LoadedLayer:
-    """Return the layer that `loader` is for. What its mixer keeps is in the cache's layer `cache_index`."""
+def load_layer(layer: Layer, loader: WeightLoader, cache_index: int | None) -> LoadedLayer:
+    """Return the layer that `loader` is for. What its mixer reads is in the cache's layer `cache_index`."""
     mixer: LoadedMixer | None = None
     feed_forward: LoadedDense | LoadedExperts | None = None
     if isinstance(layer.mixer, Attention):
+        assert cache_index is not None
         mixer = LoadedAttention.load(layer.mixer, layer.norms, loader, cache_index)
     elif layer.mixer is not None:
+        assert cache_index is not None
         mixer = LoadedRecurrent.load(layer.mixer, layer.norms, loader, cache_index)
     if isinstance(layer.feed_forward, Dense):
-        feed_forward = LoadedDense.load(layer.feed_forward, layer.norms, loader)
+        scale = float(loader.vector("layer_scalar")[0]) if layer.has_scale else 1.0
+        feed_forward = LoadedDense.load(layer.feed_forward, layer.norms, loader, scale)
     elif isinstance(layer.feed_forward, Experts):
         feed_forward = LoadedExperts.load(layer.feed_forward, layer.norms, loader)
     return LoadedLayer(mixer, feed_forward)

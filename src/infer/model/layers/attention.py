@@ -53,11 +53,9 @@ class LoadedAttention:
 
 def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, Heads]:
     """Return this rank's share of the query, key and value projection, and its heads."""
-    names, dim = [f"self_attn.{which}_proj" for which in "qkv"], attention.head_dim
-    if attention.has_gate:
-        names.append("self_attn.gate_proj")
-    before_v = attention.num_heads + attention.num_kv_heads
-    before_gate = before_v + attention.num_kv_heads
+    dim, names = attention.head_dim, [f"self_attn.{which}_proj" for which, _ in attention.projected]
+    num_new = attention.num_kv_heads if attention.has_keys else 0
+    before_v, before_gate = attention.num_heads + num_new, attention.num_heads + 2 * num_new
     heads = Heads(
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
@@ -65,10 +63,12 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
         scale=attention.scale,
         rope=None if attention.rope is None else loader.rope_tables[attention.rope],
         q_norm=loader.norm("self_attn.q_norm") if attention.qk_norm else None,
-        k_norm=loader.norm("self_attn.k_norm") if attention.qk_norm else None,
+        k_norm=loader.norm("self_attn.k_norm") if attention.qk_norm and attention.has_keys else None,
         softcap=attention.softcap,
         sinks=loader.vector("self_attn.sinks") if attention.has_sinks else None,
         gate_start=dim * before_gate if attention.has_gate else None,
+        v_norm=loader.norm_of_ones(dim) if attention.has_v_norm and attention.has_keys else None,
+        has_keys=attention.has_keys,
     )
     if loader.group is None:
         return loader.projection(*names, label="qkv"), heads
@@ -84,8 +84,9 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
         qkv_starts = dim * first, dim * (attention.num_heads + kv_first), dim * (before_v + kv_first)
         gate_start = dim * (before_gate + first) if attention.has_gate else None
         return loader.by_rows(*names, label="qkv"), replace(heads, qkv_starts=qkv_starts, gate_start=gate_start)
-    ranges = [(dim * first, dim * end), *[(dim * kv_first, dim * kv_end)] * 2]
+    num_new = kv_end - kv_first if attention.has_keys else 0
+    ranges = [(dim * first, dim * end), *[(dim * kv_first, dim * kv_end)] * (2 if attention.has_keys else 0)]
     if attention.has_gate:
         ranges.append(ranges[0])
-        heads = replace(heads, gate_start=dim * (end - first + 2 * (kv_end - kv_first)))
+        heads = replace(heads, gate_start=dim * (end - first + 2 * num_new))
     return loader.projection(*names, label="qkv", ranges=ranges), heads

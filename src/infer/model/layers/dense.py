@@ -22,15 +22,17 @@ class LoadedDense:
     activation: Activation
     down: Projection
     post_norm: Norm | None
+    scale: float  # multiplies the residual stream after all
 
     @classmethod
-    def load(cls, dense: Dense, norms: Norms, loader: WeightLoader) -> Self:
+    def load(cls, dense: Dense, norms: Norms, loader: WeightLoader, scale: float) -> Self:
         return cls(
             norm=loader.norm("mlp_norm") if norms.before else None,
             gate_up=loader.each_by_rows("mlp.gate_proj", "mlp.up_proj", label="gate_up", are_blocks=True),
             activation=dense.activation,
             down=loader.by_rows("mlp.down_proj", label="down"),
             post_norm=loader.norm("post_mlp_norm") if norms.after else None,
+            scale=scale,
         )
 
     @property
@@ -39,4 +41,4 @@ class LoadedDense:
 
     def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
         hidden = ops.norm_gate(x, self.norm, self.gate_up, self.activation)
-        return ops.project_add(x, hidden, self.down, self.post_norm)
+        return ops.project_add(x, hidden, self.down, self.post_norm, self.scale)

@@ -55,6 +55,13 @@ def _rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):
         store_upto(out + 4 * i, dim - i, load_upto(out + 4 * i, dim - i) * splat_f32(scale))
 
 
+@njit
+def _normalize(x, dim, factor, out):
+    """Store x × factor at out."""
+    for i in range(0, dim, LANES):
+        store_upto(out + 4 * i, dim - i, load_upto(x + 4 * i, dim - i) * splat_f32(factor))
+
+
 @njit(forceinline=True)
 def _of_token(args, state, token):
     """Return (the token's position, its cosines, its sines)."""
@@ -102,7 +109,7 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
 
     def rotate(args, state, thread, num_threads):
         num_queries = args.num_heads if is_split(args, state, num_threads) else 0  # else each is made by who needs it
-        total = (state.num_tokens + LANES - 1) // LANES * (num_queries + 2 * args.num_kv_heads)
+        total = (state.num_tokens + LANES - 1) // LANES * (num_queries + 2 * args.num_new_heads)
         begin_units(state, thread)
         begin, stop = take_share(state, thread, num_threads, total, _LEAST)
         while begin < stop:
@@ -122,14 +129,16 @@ def _make_rotate_share(kv_type: str) -> Any:
 
     @njit
     def rotate_share(args, state, num_queries, begin, stop):
-        dim, kv_heads, tokens = args.dim, args.num_kv_heads, state.num_tokens
-        group, of_16, rotated = args.num_heads // kv_heads, num_queries + 2 * kv_heads, simd.stack(_HEAD_BYTES)
+        dim, kv_heads, tokens, rotated = args.dim, args.num_new_heads, state.num_tokens, simd.stack(_HEAD_BYTES)
+        group, of_16 = args.num_heads // args.num_kv_heads, num_queries + 2 * kv_heads
         end = min(tokens, (stop + of_16 - 1) // of_16 * LANES)
         for token in range(begin // of_16 * LANES, end):
             first = token // LANES * of_16
             for head in range(max(0, begin - first), min(num_queries, stop - first)):
                 column = token * group + head % group
                 put_queries(args, state, head // group, column, column + 1)
+            if kv_heads == 0:
+                continue
             first += num_queries
             position, cos, sin = _of_token(args, state, token)
             row, ahead = state.rows[token], args.qkv_bytes * token
@@ -144,6 +153,10 @@ def _make_rotate_share(kv_type: str) -> Any:
                     mix(rotated, dim)
                     put_key(keys, slot % LANES, dim, rotated)
                 else:
-                    put_value(values, slot % LANES, dim, v + at)
+                    source = v + at
+                    if args.v_eps >= 0:
+                        _normalize(source, dim, inverse_rms(source, dim, args.v_eps), rotated)
+                        source = rotated
+                    put_value(values, slot % LANES, dim, source)
 
     return rotate_share

@@ -228,3 +228,25 @@ def test_a_tenant_that_sat_out_for_long_is_owed_a_second_at_most() -> None:
         shares.computed([QUIET], 1, 2e-3)
         num_alone += 1
     assert MOST_OWED / 2e-3 <= num_alone <= 2.5 * MOST_OWED / 2e-3
+
+
+def test_a_prompt_s_step_ends_at_a_checkpoint_whose_state_it_would_not_keep() -> None:
+    """A step keeps the states of its last two page borders, and of the end of its last page."""
+    scheduler, end = Scheduler(64), 600
+    for num_computed, checkpoints, expected in (
+        (0, (), end),
+        (0, (63,), end),
+        (0, (300,), 256),
+        (0, (200, 400), 192),
+        (0, (300, 400), 384),
+        (0, (450, 595), 448),
+        (0, (512, 599), end),
+        (0, (511,), 448),
+        (256, (300, 400), 384),
+        (384, (300, 400), end),
+    ):
+        demand = Demand(end - num_computed, 3, num_computed=num_computed, checkpoints=checkpoints)
+        plan = scheduler.plan([demand], end)
+        assert plan.num_tokens == [expected - num_computed], checkpoints
+        assert plan.work.num_tokens == plan.num_tokens[0] + plan.num_drafts[0]
+    assert Scheduler(64, page_tokens=16).plan([Demand(end, checkpoints=(300,))], end).num_tokens == [288]

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
-from infer.engine.prompt_encoding import Prompt
+from infer.engine.place import common_length
+from infer.engine.prompt_encoding import Message, Prompt, system_messages
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError, about
 from infer.system.sized_cache import SizedCache
@@ -82,6 +83,20 @@ class Conversation:
             )
         shown, variables = self.shown(list(messages))
         return self.tokenizer.encode_chat(shown, **variables)
+
+    def checkpoints(self, messages: Sequence[Message], token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the two positions, ascending, up to which later prompts will probably be equal to this one.
+
+        Other conversations share the tools and the messages of the system. The next turn shares all but the generation
+        prompt. Both are found in the ids of a conversation that has the same system messages and an empty question. If
+        the template refuses that conversation, there are none.
+        """
+        try:
+            other = self.encode([*system_messages(messages), {"role": "user", "content": ""}])
+        except InvalidRequestError:
+            return ()
+        beginning, ending = common_length(other, token_ids), common_length(other[::-1], token_ids[::-1])
+        return tuple(sorted((beginning, len(token_ids) - ending)))
 
     def shown(self, messages: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return messages and variables as the template takes them."""

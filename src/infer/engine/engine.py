@@ -23,7 +23,7 @@ from infer.engine.snapshot import EngineSnapshot, take_snapshot
 from infer.engine.step_costs import Kind
 from infer.engine.step_shares import Part, StepShares
 from infer.errors import InferError, OutOfPagesError, closed
-from infer.operands.limits import MAX_STEP_LOGITS
+from infer.operands.limits import MAX_STEP_LOGITS, STATE_TOKENS
 from infer.operands.step import Chunk, Clock, Interrupt, Masks, StepEnd
 from infer.runner.runner import Runner
 from infer.runner.sample_loop import SampledTokens
@@ -80,7 +80,8 @@ class Engine:
         self._taking_part: dict[Sequence, None] = {}  # in the step, and those that have just ended
         self._looked_at = 0.0  # when the watched ones that wait were last looked at
         self.max_running = runner.num_slots  # at the same time
-        self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps)
+        page_tokens = runner.checkpoint_tokens or STATE_TOKENS
+        self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps, page_tokens=page_tokens)
         self._shares = StepShares(self.scheduler.costs, self._queue.tenants.weight)
         self._resting: list[Sequence] = []  # that sit a step out
         self._slot_params = SlotParams(runner)

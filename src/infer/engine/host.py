@@ -65,7 +65,13 @@ class Host:
         loop.own(self.engine)
         self.answers = AsyncAnswers(loop)
         limits = limits_of(model, tokenizer)
-        self.requests = RequestMaker(limits, tokenizer, settings.sampling_defaults, settings.grammar_backend)
+        self.requests = RequestMaker(
+            limits,
+            tokenizer,
+            settings.sampling_defaults,
+            settings.grammar_backend,
+            self.runner.checkpoint_tokens,
+        )
 
     def close(self) -> None:
         """End all answers, and free the caches and the weights. A second call does nothing."""

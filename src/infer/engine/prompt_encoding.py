@@ -6,7 +6,7 @@ A prompt that is far too long is refused before it is tokenized.
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import repeat, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,6 +96,11 @@ def is_conversation(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(m, Mapping) for m in prompt)
 
 
+def system_messages(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages of the system with which a conversation begins."""
+    return list(takewhile(lambda message: message.get("role") in _SYSTEM_ROLES, messages))
+
+
 def check_length_of(text: str, tokenizer: Tokenizer, max_seq_len: int) -> None:
     least = tokenizer.least_num_tokens(text)
     if least > max_seq_len:
@@ -135,10 +140,8 @@ def _last_turns(
     messages: Sequence[Any], encode: Callable[[Prompt], list[int]], num_tokens: int, most: int
 ) -> PromptIds:
     """System messages stay; the oldest turns, each from a user's message to the next, are left out."""
-    num_system = 0
-    while num_system < len(messages) and messages[num_system].get("role") in _SYSTEM_ROLES:
-        num_system += 1
-    head = list(messages[:num_system])
+    head = system_messages(messages)
+    num_system = len(head)
     starts = [index for index in range(num_system, len(messages)) if messages[index].get("role") == "user"]
     starts = starts or [num_system]
 

@@ -39,6 +39,7 @@ class Request:
     cache_salt: str = ""  # prefixes are shared with those of the same salt
     answer_prefix: tuple[int, ...] = ()  # ids with which the answer begins
     answer_format: AnswerFormat | None = None  # what it is made of besides text
+    checkpoints: tuple[int, ...] = ()  # positions, ascending, before which chunks of the prompt end if there are states
     warnings: tuple[str, ...] = ()  # parts of tools and messages that were left out or changed
 
     @property

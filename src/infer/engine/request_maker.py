@@ -22,6 +22,7 @@ from infer.grammar.budget import Budget, BudgetConstraint
 from infer.grammar.constraint import Constraint
 from infer.grammar.grammar import Grammar, grammar_of
 from infer.grammar.grammar_compiler import make_compiler
+from infer.operands.limits import RECENT_PAGES
 from infer.prepare.answer import AnswerGrammars
 from infer.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
 from infer.sampling_params import SamplingParams
@@ -74,6 +75,7 @@ class ReadPrompt(NamedTuple):
     ids: PromptIds
     params: SamplingParams
     conversation: Conversation | None
+    checkpoints: tuple[int, ...] = ()
 
 
 @final
@@ -81,8 +83,15 @@ class RequestMaker:
     """For any thread."""
 
     def __init__(
-        self, limits: Limits, tokenizer: Tokenizer, sampling_defaults: Mapping[str, Any], grammar_backend: str
+        self,
+        limits: Limits,
+        tokenizer: Tokenizer,
+        sampling_defaults: Mapping[str, Any],
+        grammar_backend: str,
+        checkpoint_tokens: int = 0,
     ) -> None:
+        """`checkpoint_tokens` is that of the runner."""
+        self._least_with_checkpoints = RECENT_PAGES * checkpoint_tokens  # a step leaves all states of shorter prompts
         self.limits, self._tokenizer, self._sampling_defaults = limits, tokenizer, sampling_defaults
         self._compiler = make_compiler(tokenizer, limits.vocab_size, backend=grammar_backend)
         self._answer_grammars = AnswerGrammars(self._compiler)
@@ -187,11 +196,14 @@ class RequestMaker:
 
         _, most, bos_token_id = self.limits
         ids = fitted(prompt, encode, bos_token_id, most, params, overflow)
-        return ReadPrompt(ids, params, conversation)
+        checkpoints: tuple[int, ...] = ()
+        if conversation is not None and ids.messages and 0 < self._least_with_checkpoints < len(ids.token_ids):
+            checkpoints = conversation.checkpoints(ids.messages, ids.token_ids)
+        return ReadPrompt(ids, params, conversation, checkpoints)
 
     def complete(self, prompt: ReadPrompt, params: SamplingParams, options: RequestOptions) -> Request:
         """Raises InvalidRequestError for parameters, tools or a grammar that cannot be served."""
-        ids, _, conversation = prompt
+        ids, _, conversation, checkpoints = prompt
         answer_format = None if conversation is None else conversation.answer_format(ids.token_ids)
         grammar = grammar_of(params)
         answer_format, make_constraint = self._constrained(grammar, answer_format)
@@ -215,6 +227,7 @@ class RequestMaker:
             timeout=options.timeout,
             cache_salt=options.cache_salt,
             answer_prefix=tuple(options.answer_prefix),
+            checkpoints=checkpoints,
         )
 
     def _warn(self, category: type[RequestWarning], messages: Iterable[str]) -> None:

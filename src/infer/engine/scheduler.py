@@ -12,7 +12,7 @@ from operator import add
 from typing import NamedTuple, Self, final
 
 from infer.engine.step_costs import StepCosts, StepWork, context_of
-from infer.operands.limits import MAX_STEP_TOKENS
+from infer.operands.limits import MAX_STEP_TOKENS, RECENT_PAGES, STATE_TOKENS
 from infer.speculation.policy import StepTimes
 
 FIRST_STEPS = 8  # without a return to Python, while it is not known how long they take
@@ -37,6 +37,7 @@ class Demand(NamedTuple):
     num_computed: int = 0
     number: int = 0  # in the order in which they entered
     is_streamed: bool = False
+    checkpoints: tuple[int, ...] = ()  # positions, ascending: a chunk leaves a state at the page border before each
 
 
 class Plan(NamedTuple):
@@ -69,10 +70,18 @@ NO_PLAN = Plan([], [], 1, StepWork(0, 0, 0))
 
 @final
 class Scheduler:
-    def __init__(self, max_logits: int, max_steps: int | None = None, prompt_seconds: float = inf) -> None:
+    def __init__(
+        self,
+        max_logits: int,
+        max_steps: int | None = None,
+        prompt_seconds: float = inf,
+        page_tokens: int = STATE_TOKENS,
+    ) -> None:
         """`max_logits` are those of one step. `max_steps` without a return None: as many as `MAX_SECONDS` allow, 64 at
         most. `prompt_seconds` are those of a step with prompts while nobody streams, `gap_seconds` while others do.
+        Checkpoints are at the borders of pages of `page_tokens` tokens.
         """
+        self._page_tokens = page_tokens
         self._max_logits, self._max_steps, self._prompt_seconds = max_logits, max_steps, prompt_seconds
         self.gap_seconds = GAP_SECONDS
         self._num_plain = PLAIN_STEPS  # since the last one with drafts
@@ -127,6 +136,8 @@ class Scheduler:
             seconds = self._seconds_for_prompts(demands, decoding, num_drafts, others_stream)
             for index, count in self._shares(demands, prefilling, budget + kept, seconds):
                 num_tokens[index] += count
+            for index in prefilling:
+                num_tokens[index] = self._up_to_checkpoint(demands[index], num_tokens[index])
             budget += kept - sum(num_tokens[index] for index in prefilling)
         for index in prefilling:
             if num_tokens[index] == demands[index].num_pending:
@@ -223,6 +234,19 @@ class Scheduler:
         if not any(count for _, count in shares):
             shares.append((shortest[0], min(num_tokens, 1)))
         return shares
+
+    def _up_to_checkpoint(self, demand: Demand, num_tokens: int) -> int:
+        """Return how many of a prompt's next tokens are read, so that no checkpoint among them is left without a state.
+
+        A step keeps states in its last `RECENT_PAGES` pages, so few checkpoints need a step that ends there.
+        """
+        start, page_tokens = demand.num_computed, self._page_tokens
+        end = start + num_tokens
+        for position in reversed(demand.checkpoints):
+            border = position - position % page_tokens
+            if border > start and end > border + (RECENT_PAGES - 1) * page_tokens:
+                end = border
+        return end - start
 
     def _fitting(self, demand: Demand, num_pending: int, num_tokens: int, seconds: float) -> int:
         """How many tokens of a prompt are so few and take no longer."""

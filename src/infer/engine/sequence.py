@@ -53,6 +53,7 @@ class Sequence:
         self.stats = GenerationStats()
         self.timer = AnswerTimer()
         self.num_reused, self.num_dropped = 0, 0
+        self.checkpoints = request.checkpoints
         self.error: str | None = None
         self._is_cancelled = False
         self._tail: Parsed | None = None  # what was held back of an answer that was cut
@@ -157,9 +158,15 @@ class Sequence:
         """Note whether the prompt is yet to be compressed, once it is complete."""
         self.must_end_prompt = must
 
-    def enter(self, slot: int, num_computed: int, num_dropped: int = 0) -> None:
-        """Take a slot, whose cache holds the first `num_computed` tokens and has dropped some of its lease's."""
+    def enter(self, slot: int, num_computed: int, num_dropped: int = 0, num_matched: int = 0) -> None:
+        """Take a slot, whose cache holds the first `num_computed` tokens and has dropped some of its lease's.
+
+        If others began with `num_matched` tokens, more than could be reused, a state is to be left after these.
+        """
         self.slot, self.num_computed = slot, num_computed
+        self.checkpoints = self.request.checkpoints
+        if num_matched > num_computed:
+            self.checkpoints = tuple(sorted((*self.checkpoints, num_matched)))
         if self.place.lease is not None:
             self.num_dropped = num_dropped
         if not self.pieces:
@@ -268,6 +275,7 @@ class Sequence:
             self.num_computed,
             self.place.entry,
             self.is_streamed,
+            self.checkpoints,
         )
 
     def schedule(self, num_tokens: int, num_drafts: int) -> Chunk:

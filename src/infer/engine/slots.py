@@ -99,9 +99,8 @@ class Slots:
         slot = self._free_slot() if lease is None else self.hold(lease)
         if slot is None:
             return False
-        if lease is None:
-            num_computed, num_dropped = runner.adopt(slot, sequence.token_ids, sequence.request.salt), 0
-        else:
+        num_computed = num_dropped = num_matched = 0
+        if lease is not None:
             num_held = len(lease.token_ids)
             num_common = common_length(lease.token_ids, sequence.token_ids)
             lease.token_ids = []
@@ -110,12 +109,13 @@ class Slots:
             num_computed = runner.lengths[slot]
             if num_computed > num_common:
                 raise InferError(f"the cache holds {num_computed} tokens where {num_common} are right: {_OUR_FAULT}")
-            if not num_computed:  # of a state, more may be found where a step ended than the row can be cut back to
-                num_computed = runner.adopt(slot, sequence.token_ids, sequence.request.salt)
             num_dropped = num_held - num_common
+        if not num_computed:  # of a state, more may be found where a step ended than a lease's row can be cut back to
+            num_computed = runner.adopt(slot, sequence.token_ids, sequence.request.salt)
+            num_matched = runner.num_matched
         self._sequence_by_slot[slot] = sequence
         self.waiting.pop(sequence, None)
-        sequence.enter(slot, num_computed, num_dropped)
+        sequence.enter(slot, num_computed, num_dropped, num_matched)
         self._queue.entered(sequence)
         return True
 

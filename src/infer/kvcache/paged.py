@@ -71,6 +71,7 @@ class PagedCache:
                 check_kv_type(kv_type, layer.head_dim)
         self.settings, self.capacity, self.step_tokens = settings or CacheSettings(), capacity, step_tokens
         self.observer: Observer | None = None
+        self.num_matched = 0  # tokens of the last prompt that `adopt` got; of these only states may not be stored
         self._kv_type = kv_type
         self._lengths = [0] * num_rows
         self._keys: list[list[bytes]] = [[] for _ in range(num_rows)]  # of each row's whole pages, as far as known
@@ -287,6 +288,14 @@ class PagedCache:
     def shares_prefixes(self) -> bool:
         return self.settings.reuse_prefixes and not self.settings.evicts
 
+    @property
+    def checkpoint_tokens(self) -> int:
+        """Number of tokens between two places at which a step may leave a state for other rows. 0: there are no states,
+        or rows share nothing.
+        """
+        has_states = any(rows.group.is_recurrent for rows in self.groups)
+        return self.settings.page_tokens if has_states and self.shares_prefixes else 0
+
     def has_new_pages(self, row: int) -> bool:
         """Return True if `remember` would find whole pages of the row that it does not know yet."""
         return self.shares_prefixes and not self.is_long(row) and self._shareable_pages(row) > len(self._keys[row])
@@ -319,13 +328,18 @@ class PagedCache:
         tokens.
 
         The pages must have been stored with the same salt. The last token is never included. Takes cached pages and
-        shares held ones, but takes no free page. A row that is long gets nothing.
+        shares held ones, but takes no free page. A row that is long gets nothing. In a cache with states, `num_matched`
+        is the length of the prefix that would have been adopted if all its states were stored.
         """
+        self.num_matched = 0
         if not self.shares_prefixes or self._lengths[row] or self.is_long(row):
             return 0
         page_tokens = self.settings.page_tokens
         keys = page_keys(token_ids[:-1], page_tokens, salt=salt)
-        for count in range(min(rows.num_found(keys) for rows in self.groups), 0, -1):
+        longest = min(rows.num_found(keys) for rows in self.groups)
+        if self.checkpoint_tokens:
+            self.num_matched = longest * page_tokens
+        for count in range(longest, 0, -1):
             found = [rows.has_pages(row, count * page_tokens, keys) for rows in self.groups]
             if None not in found:
                 for rows, needed in zip(self.groups, found, strict=True):

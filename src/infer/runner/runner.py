@@ -104,6 +104,16 @@ class Runner:
         return self._cache.shares_prefixes and self.model.rope_border is None
 
     @property
+    def checkpoint_tokens(self) -> int:
+        """`PagedCache.checkpoint_tokens`, or 0 if prefixes cannot be shared."""
+        return self._cache.checkpoint_tokens if self.shares_prefixes else 0
+
+    @property
+    def num_matched(self) -> int:
+        """Number of tokens that the last `adopt` would have found if no state were missing. 0 without states."""
+        return self._cache.num_matched
+
+    @property
     def compresses_prompts(self) -> bool:
         """True if the cache compresses a prompt once it is complete."""
         return self._compression is not None

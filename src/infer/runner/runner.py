@@ -111,7 +111,7 @@ class Runner:
     @property
     def num_matched(self) -> int:
         """Number of tokens that the last `adopt` would have found if no state were missing. 0 without states."""
-        return self._cache.num_matched
+        return self._cache.num_matched if self.shares_prefixes else 0
 
     @property
     def compresses_prompts(self) -> bool:

@@ -113,7 +113,7 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
         ("ministral3", {}, "it needs queries scaled by their position"),
         ("llama", {"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
         ("llama", {"hidden_act": 3}, "hidden_act 3 is not supported"),
-        ("llama", {"rope_scaling": {"rope_type": "proportional"}}, "rope_type 'proportional' is not supported"),
+        ("llama", {"rope_scaling": {"rope_type": "axial"}}, "rope_type 'axial' is not supported"),
         ("llama", {"rope_scaling": {"type": "mrope"}}, "type 'mrope' is not supported"),
         ("llama", {"rope_scaling": "yarn"}, "rope_scaling must be a mapping, got 'yarn'"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "factor must be a number above 0, got None"),

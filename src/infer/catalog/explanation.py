@@ -135,6 +135,7 @@ def _values(layer: Layer) -> dict[str, Any]:
         found[name] = None if part is None else _WORD_STARTS.sub("_", type(part).__name__).lower()
         if part is not None:
             found |= {field.name: _plain(getattr(part, field.name)) for field in fields(part)}
+    found["has_layer_scale"] = layer.has_scale
     return found | {f"norms_{field.name}": getattr(layer.norms, field.name) for field in fields(layer.norms)}
 
 
@@ -144,11 +145,17 @@ def _plain(value: Any) -> Any:
     return _rope(value) if isinstance(value, Rope) else value
 
 
+_STILL = 1e20  # pairs with larger factors do not turn: files write 1e30
+
+
 def _rope(rope: Rope) -> dict[str, Any]:
-    """Return the rope's values. A table of factors becomes its smallest and its largest factor."""
+    """Return the rope's values. A table of factors becomes its smallest and its largest factor of pairs that turn."""
     found: dict[str, Any] = {"theta": rope.theta, "dim": rope.dim}
     if rope.frequency_factors is not None:
-        found["frequency_factors"] = [min(rope.frequency_factors), max(rope.frequency_factors)]
+        turned = [factor for factor in rope.frequency_factors if factor < _STILL]
+        found["frequency_factors"] = [min(turned, default=1.0), max(turned, default=1.0)]
+        if num_still := rope.half - len(turned):
+            found["pairs_that_do_not_turn"] = num_still
     if rope.attention_factor != 1.0:
         found["attention_factor"] = rope.attention_factor
     if rope.long is not None:

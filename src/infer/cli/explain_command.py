@@ -24,6 +24,7 @@ _WORDS = {
     "qk_norm": "q and k norms ({})",
 }
 _FLAGS = {"has_bias": "mlp bias", "has_sinks": "attention sinks", "has_gate": "output gates"}
+_FLAGS |= {"has_v_norm": "norm of values", "are_values_keys": "keys as values"}
 _IN_FILES = ("is_decay_log", "are_heads_tiled")  # how a file stores a layer, which computes the same
 _MAX_ENDS = 8
 
@@ -86,7 +87,10 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
         if name in _IN_FILES:
             continue
         plain = _FLAGS.get(name, name.removeprefix("has_").replace("_", " "))
-        if name == "rope" and value is not None:
+        if name == "shared_from":  # layer 0 is one, too
+            if value is not None:
+                yield f"keys and values of layer {value}"
+        elif name == "rope" and value is not None:
             yield _rope(value)
         elif name == "router" and value is not None:
             yield f"{value['num_chosen']:,} of {value['num_experts']:,} chosen by {value['scores'].replace('_', ' ')}"
@@ -102,7 +106,10 @@ def _rope(rope: Mapping[str, Any]) -> str:
     text = f"rope of {rope['dim']} at {rope['theta']:,.10g}"
     if "frequency_factors" in rope:
         low, high = rope["frequency_factors"]
-        text += f" slowed {low:g}×" if low == high else f" slowed {low:.4g} to {high:.4g}×"
+        if (low, high) != (1, 1):
+            text += f" slowed {low:g}×" if low == high else f" slowed {low:.4g} to {high:.4g}×"
+    if "pairs_that_do_not_turn" in rope:
+        text += f" but {rope['pairs_that_do_not_turn']} pairs"
     if "attention_factor" in rope:
         text += f" times {rope['attention_factor']:.4g}"
     return text + (f", another beyond {rope['other_beyond']:,} tokens" if "other_beyond" in rope else "")

@@ -75,7 +75,8 @@ def make_architecture(config: Config) -> Architecture:
 def _as_read(config: Config, family: Family) -> Config:
     """Return the config with the family's defaults added and without the settings that the family's code ignores."""
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images: there are none
-        raise UnsupportedModelError("use_bidirectional_attention=true (an embedding model) is not supported")
+        given = config["use_bidirectional_attention"]
+        raise UnsupportedModelError(f"use_bidirectional_attention={given!r:.60} (an embedding model) is not supported")
     unread = OPTIONAL - family.reads
     by_own_name = {usual: config[own] for own, usual in family.renamed.items() if own in config}
     usual = {name: value for name, value in config.items() if name not in family.renamed} | by_own_name

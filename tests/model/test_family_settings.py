@@ -136,7 +136,7 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
         ("gemma2", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is not supported"),
         ("gemma2", {"sliding_window": None}, "sliding_window must be a whole number from 1"),
         ("gemma2", {"final_logit_softcapping": -1}, "final_logit_softcapping must be a number above 0, got -1"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window and sliding_window are not set"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must list num_hidden_layers=4 zeros and ones"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a whole number from 1"),

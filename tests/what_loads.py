@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from infer.catalog.supported import SUPPORTED
 from infer.model.families import make_architecture
 from infer.operands.architecture import Architecture, Attention, Experts, GatedDeltaNet, Layer, ShortConv
 from infer.quantization.ggml_types import BLOCK_TYPES
@@ -11,35 +12,6 @@ from tiny import LONGROPE, TINY, Tiny
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- what loads: written by tests/what_loads.py -->\n", "<!-- end of what loads -->\n"
-
-_MODELS = {
-    "llama": "Llama 2 and 3, SmolLM2",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2, Qwen2.5",
-    "qwen3": "Qwen3",
-    "gemma2": "Gemma 2",
-    "gemma3_text": "Gemma 3 (text, also inside the multimodal models)",
-    "gemma4_text": "Gemma 4 12B and 31B (text, also inside the multimodal models)",
-    "phi3": "Phi-3, Phi-4-mini",
-    "smollm3": "SmolLM3",
-    "olmo2": "OLMo 2",
-    "olmo3": "OLMo 3",
-    "exaone4": "EXAONE 4",
-    "seed_oss": "Seed-OSS",
-    "granite": "Granite 3",
-    "qwen3_moe": "Qwen3-MoE (Qwen3-30B-A3B, Qwen3-Coder-30B-A3B)",
-    "qwen2_moe": "Qwen2-MoE, Qwen1.5-MoE",
-    "glm4_moe": "GLM-4.5, GLM-4.6, GLM-4.7 (also Air)",
-    "mixtral": "Mixtral",
-    "olmoe": "OLMoE",
-    "granitemoe": "Granite 3 MoE",
-    "gpt_oss": "gpt-oss (20b, 120b)",
-    "lfm2": "LFM2, LFM2.5",
-    "lfm2_moe": "LFM2-MoE (LFM2-8B-A1B)",
-    "qwen3_next": "Qwen3-Next",
-    "qwen3_5_text": "Qwen3.5, Qwen3.6 (text, also inside the multimodal models)",
-    "qwen3_5_moe_text": "Qwen3.5-MoE, Qwen3.6-MoE (text, also inside the multimodal models)",
-}
 
 
 def _of_attention(has: Callable[[Attention], bool]) -> Callable[[Layer], bool]:
@@ -75,14 +47,12 @@ def table() -> str:
     tested = [*TINY, LONGROPE]
     types = [name for name, kind in BLOCK_TYPES.items() if not kind.is_float]
     floats = [name for name, kind in BLOCK_TYPES.items() if kind.is_float]
-    lines = ["| models | `model_type` | folder | GGUF | settings proven |", "|---|---|---|---|---|"]
-    for family, models in _MODELS.items():
-        mine = [tiny for tiny in tested if tiny.config.model_type == family]
-        if not mine:
-            continue
+    lines = ["| models | `model_type` | GGUF too | proven on | settings proven |", "|---|---|---|---|---|"]
+    for each in SUPPORTED:
+        mine = [tiny for tiny in tested if tiny.config.model_type == each.model_type]
         gguf = "yes" if any(tiny in CONVERTED for tiny in mine) else "no"
         found = dict.fromkeys(setting for tiny in mine for setting in settings(tiny))
-        lines.append(f"| {models} | `{family}` | yes | {gguf} | {', '.join(found)} |")
+        lines.append(f"| {each.models} | `{each.model_type}` | {gguf} | {each.proof} | {', '.join(found)} |")
     lines.append("")
     lines.append(f"Folders hold {', '.join(floats)}; GGUF files those and {', '.join(types)}.")
     return "\n".join(lines) + "\n"

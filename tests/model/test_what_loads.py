@@ -1,5 +1,11 @@
 """The page of models says what loads, and the tests' own lists say what it says."""
 
+import json
+
+import pytest
+
+from infer.catalog.supported import SUPPORTED
+from infer.cli.models_command import run_supported
 from infer.model.families import FAMILIES
 from tiny import TINY
 from what_loads import PAGE, page_with_table
@@ -13,3 +19,14 @@ def test_every_family_is_compared_with_transformers() -> None:
     alias = {"gemma3", "qwen3_5", "qwen3_5_moe"}  # a multimodal model's text part by another name
     alias |= {"gemma4", "gemma4_unified", "gemma4_unified_text"}
     assert {tiny.config.model_type for tiny in TINY} == set(FAMILIES) - alias
+    assert {each.model_type for each in SUPPORTED} == set(FAMILIES) - alias
+
+
+def test_the_command_prints_what_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    run_supported(as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert [each["model_type"] for each in found] == [each.model_type for each in SUPPORTED]
+    run_supported(as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(SUPPORTED)
+    assert any("gemma3_text" in line and line.endswith("random weights and Gemma 3 270M") for line in lines)

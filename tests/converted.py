@@ -17,10 +17,11 @@ from gguf_files import permuted
 _ARCHITECTURES = {
     "mistral": "llama",
     "gemma3_text": "gemma3",
-    "gemma4_text": "gemma4",
     "olmo3": "olmo2",
     "mixtral": "llama",
 }
+_GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+_ARCHITECTURES |= dict.fromkeys(_GEMMA4, "gemma4")
 _ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss"}
 _ARCHITECTURES |= {"lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next"}
 _ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
@@ -41,7 +42,7 @@ def convert(folder: Path, path: Path) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     _add_settings(writer, config)
     _add_rope(writer, config)
-    if family == "gemma4_text":
+    if family in _GEMMA4:
         _add_gemma4(writer, config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     tensors = _with_stacked_experts(load_file(folder / "model.safetensors"))
@@ -139,7 +140,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         if "shared_expert_intermediate_size" in config:
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     has_kinds = (
-        config["model_type"] in ("gemma3_text", "gemma4_text", "olmo3", "exaone4")
+        config["model_type"] in ("gemma3_text", *_GEMMA4, "olmo3", "exaone4")
         and config.get("sliding_window") is not None
     )
     if has_kinds or config.get("use_sliding_window"):
@@ -167,7 +168,7 @@ def _intermediate_size(config: dict[str, Any]) -> int:
 def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     rope = config["rope_parameters"]
     if "sliding_attention" in rope:
-        if config["model_type"] in ("gemma3_text", "gemma4_text"):
+        if config["model_type"] in ("gemma3_text", *_GEMMA4):
             writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     if rope.get("rope_type") == "proportional":  # `_add_gemma4` has the rest
@@ -213,7 +214,7 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(full)
     writer.add_rope_dimension_count_swa(config["head_dim"])
     writer.add_shared_kv_layers(config["num_kv_shared_layers"])
-    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input", 0))
     turned = int(full * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
     factors = [1.0] * turned + [1e30] * (full // 2 - turned)
     writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))

@@ -11,6 +11,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
@@ -420,6 +421,14 @@ GEMMA4 = [
         Gemma4TextConfig(
             num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, attention_k_eq_v=True,
             num_global_key_value_heads=1, **_SIZES | _GEMMA4,
+        ),
+    ),
+    Tiny(
+        "gemma4_unified",
+        Gemma4UnifiedTextConfig(
+            num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "full_attention"],
+            attention_k_eq_v=True, num_global_key_value_heads=1, head_dim=16, global_head_dim=32, sliding_window=9,
+            **_SIZES,
         ),
     ),
     Tiny(

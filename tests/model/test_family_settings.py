@@ -17,6 +17,7 @@ from infer.model.load import load_transformer
 from infer.operands.architecture import Architecture, LongRope
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
+from tiny import GEMMA4
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 256}
@@ -186,3 +187,12 @@ def test_the_text_of_a_multimodal_gemma_3_is_that_of_transformers(tmp_path: Path
         logits = model.forward(Step.of(token_ids, logit_indices=range(50)), cache)
         expected = oracle(torch.tensor([token_ids])).logits[0]
     assert (logits - expected).abs().max() <= 1e-4
+
+
+def test_layers_of_one_kind_have_the_same_heads_in_gemma_4() -> None:
+    config = next(tiny for tiny in GEMMA4 if tiny.name == "gemma4").config.to_dict()
+    layers = config["per_layer_config"]
+    assert make_architecture({**config, "per_layer_config": {str(index): own for index, own in layers.items()}})
+    changed = {str(index): {**own, "head_dim": 32 + 16 * int(index)} for index, own in layers.items()}
+    with pytest.raises(ModelError, match="per_layer_config must have equal values for all layers of kind full"):
+        make_architecture({**config, "per_layer_config": changed})

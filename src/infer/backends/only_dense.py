@@ -1,11 +1,17 @@
 """The check of devices whose kernels compute usual attention and dense feed-forwards, and no other part of a layer."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from infer.errors import UnsupportedModelError
 from infer.operands.architecture import Attention, Experts, GatedDeltaNet, Layer, ShortConv
 
 _NAMES = {Experts: "experts", ShortConv: "short convolutions", GatedDeltaNet: "gated delta nets"}
+_OF_ATTENTION: dict[str, Callable[[Attention], bool]] = {
+    "attention sinks": lambda attention: attention.has_sinks,
+    "output gates": lambda attention: attention.has_gate,
+    "norms of values": lambda attention: attention.has_v_norm,
+    "shared keys": lambda attention: not attention.has_keys,
+}
 
 
 def check_only_dense(layers: Iterable[Layer], device: str) -> None:
@@ -13,10 +19,8 @@ def check_only_dense(layers: Iterable[Layer], device: str) -> None:
     layers = list(layers)
     parts = [part for layer in layers for part in layer.parts]
     others = {_NAMES[type(part)] for part in parts if type(part) in _NAMES}
-    others |= {"attention sinks" for part in parts if isinstance(part, Attention) and part.has_sinks}
-    others |= {"output gates" for part in parts if isinstance(part, Attention) and part.has_gate}
-    others |= {"norms of values" for part in parts if isinstance(part, Attention) and part.has_v_norm}
-    others |= {"shared keys" for part in parts if isinstance(part, Attention) and not part.has_keys}
+    attention = [part for part in parts if isinstance(part, Attention)]
+    others |= {name for name, is_part in _OF_ATTENTION.items() if any(map(is_part, attention))}
     others |= {"layers with a scale" for layer in layers if layer.has_scale}
     if others:
         raise UnsupportedModelError(f"device {device} has no kernels for {', '.join(sorted(others))}: use device cpu")

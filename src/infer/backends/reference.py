@@ -93,7 +93,7 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     all_keys, all_values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
     if heads.has_keys:
         k = rotate(k, heads.k_norm, heads.rope, pages, step)
-        v = v if heads.v_norm is None else normalize(v, heads.v_norm)
+        v = v if heads.v_eps is None else F.rms_norm(v, v.shape[-1:], eps=heads.v_eps)
         for parts, new in ((all_keys, encode_keys(k, kv_type)), (all_values, encode_values(v, kv_type))):
             for part, stored in zip(parts, new, strict=True):
                 part[:, *place(pages, step.rows, slots)] = stored.transpose(0, 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.checkpoint.gguf import GGUFFile
+from infer.checkpoint.gguf_gemma4 import gemma4_settings
 from infer.checkpoint.gguf_recurrent import WITH_SHORT_CONVS, recurrent_settings
 from infer.checkpoint.gguf_values import GGUFValues, shortest
 from infer.errors import ModelFormatError, UnsupportedModelError
@@ -140,33 +141,10 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         is_27b = num_layers == _27B_LAYERS[values.architecture]
         config["query_pre_attn_scalar"] = hidden_size // num_heads if is_27b else head_dim
     if values.architecture == "gemma4":
-        config |= _gemma4(file, values, config)
+        config |= gemma4_settings(values, config)
     if values.architecture in ("gemma3", "gemma4"):
         config["rope_local_base_freq"] = values.real("rope.freq_base_swa", default=_GEMMA3_LOCAL_BASE)
     return config
-
-
-def _gemma4(file: GGUFFile, values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Gemma 4's settings of the two kinds of layers, of which a file has lists."""
-    kinds = config.get("layer_types") or []
-    full = kinds.index("full_attention") if "full_attention" in kinds else 0
-    kv_heads, sizes = values.get("attention.head_count_kv"), values.get("feed_forward_length")
-    for key, given in (("attention.head_count_kv", kv_heads), ("feed_forward_length", sizes)):
-        if isinstance(given, list) and len(given) != config["num_hidden_layers"]:
-            values.fail(key, f"expected a number for each of {config['num_hidden_layers']} layers, got {len(given)}")
-    found: dict[str, Any] = {
-        "global_head_dim": config["head_dim"],
-        "head_dim": values.count("attention.key_length_swa", default=config["head_dim"]),
-        "hidden_size_per_layer_input": values.get("embedding_length_per_layer_input", 0),
-        "num_kv_shared_layers": values.get("attention.shared_kv_layers", 0),
-        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
-        "enable_moe_block": bool(values.get("expert_count", 0)),
-        "use_double_wide_mlp": isinstance(sizes, list) and sizes[-1] == 2 * sizes[0],
-    }
-    if isinstance(kv_heads, list):
-        found["num_key_value_heads"] = kv_heads[kinds.index("sliding_attention") if "sliding_attention" in kinds else 0]
-        found["num_global_key_value_heads"] = kv_heads[full]
-    return found
 
 
 def _experts(values: GGUFValues) -> dict[str, Any]:

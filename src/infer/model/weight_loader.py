@@ -65,10 +65,6 @@ class WeightLoader:
         weight = dense(self.weights[f"{self.prefix}{name}.weight"]).to(self.backend.device, torch.float32)
         return Norm(weight * scale, self.norm_eps)
 
-    def norm_of_ones(self, dim: int) -> Norm:
-        """Return a norm without a weight."""
-        return Norm(torch.ones(dim, device=self.backend.device), self.norm_eps)
-
     def vector(self, name: str) -> Tensor:
         return dense(self.weights[self.prefix + name]).to(self.backend.device, torch.float32)
 

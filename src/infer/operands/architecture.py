@@ -358,11 +358,11 @@ class Architecture:
     @property
     def cache_indices(self) -> tuple[int | None, ...]:
         """For each layer, the cache's layer that its mixer reads; None if it has no mixer."""
-        indices = list[int | None]()
+        indices, num_kept = list[int | None](), 0
         for layer in self.layers:
-            num_before = sum(1 for earlier in self.layers[: len(indices)] if keeps(earlier.mixer))
             shared = layer.mixer.shared_from if isinstance(layer.mixer, Attention) else None
-            indices.append(None if layer.mixer is None else num_before if shared is None else indices[shared])
+            indices.append(None if layer.mixer is None else num_kept if shared is None else indices[shared])
+            num_kept += keeps(layer.mixer)
         return tuple(indices)
 
     @property

@@ -256,7 +256,7 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
             raise InvalidRequestError(f"a head's blocks of {layer.kv_type} must be contiguous and of {size} bytes")
     arguments = Arguments(ATTEND, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, dim=dim)
     arguments.set(num_new_heads=heads.num_kv_heads if heads.has_keys else 0)
-    arguments.set(v_eps=-1 if heads.v_norm is None else heads.v_norm.eps)
+    arguments.set(v_eps=-1 if heads.v_eps is None else heads.v_eps)
     arguments.set(scale=heads.scale, softcap=heads.softcap or 0)
     if heads.sinks is not None:
         arguments.set(sink_logits=heads.sinks)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from infer.errors import UnsupportedModelError
-from infer.model.families.config_values import Config, count, flag, positive, settings
+from infer.model.families.config_values import Config, positive, settings
 from infer.model.families.experts import (
     every_layer_is_sparse,
     glm_experts,
@@ -22,6 +22,7 @@ from infer.model.families.experts import (
     olmoe_experts,
     qwen_experts,
 )
+from infer.model.families.gemma import gemma3_rope, gemma4_of_kind, gemma4_rope
 from infer.model.families.layer_kinds import (
     CONVOLUTION,
     FULL,
@@ -100,47 +101,6 @@ def _olmo3_rope(config: Config, kind: str) -> Config:
     return {"rope_theta": positive(config, "rope_theta", 500_000.0), **nested, **scaling}
 
 
-def _gemma4_rope(config: Config, kind: str) -> Config:
-    """Return Gemma 4's rope settings. A GGUF file has a theta for each kind, and the factors of full layers."""
-    given = settings(settings(config, "rope_parameters"), kind)
-    if kind == FULL:
-        turned = given or {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-        return {"rope_theta": positive(config, "rope_theta", 1_000_000.0), **turned}
-    return {"rope_theta": positive(config, "rope_local_base_freq", 10_000.0), **given}
-
-
-def _gemma4_of_kind(config: Config, kind: str) -> Config:
-    """Return Gemma 4's settings for layers of a kind: full attention has heads of other numbers and sizes."""
-    for name, what in (
-        ("hidden_size_per_layer_input", "per-layer embeddings"),
-        ("enable_moe_block", "experts beside MLPs"),
-    ):
-        if config.get(name):
-            raise UnsupportedModelError(f"{name}={config[name]!r:.60} is not supported yet for gemma4_text: {what}")
-    if kind != FULL:
-        return {**config, "attention_k_eq_v": False, "rope_frequency_factors": None}
-    own = {"head_dim": config["global_head_dim"]}
-    if flag(config, "attention_k_eq_v") and config.get("num_global_key_value_heads") is not None:
-        own["num_key_value_heads"] = config["num_global_key_value_heads"]
-    layers = settings(config, "per_layer_config")  # of configs that transformers 5.24 writes
-    kinds = gemma4_kinds(config, count(config, "num_hidden_layers"))
-    changed = [
-        settings(layers, name) for name in layers if name.isdigit() and kinds[int(name) : int(name) + 1] == [FULL]
-    ]
-    return {**config, **own, **(changed[0] if changed else {})}
-
-
-def _gemma3_rope(config: Config, kind: str) -> Config:
-    """Return Gemma 3's rope settings.
-
-    Layers with full attention use the settings of the flat dialect. Windowed layers have only a theta of their own.
-    """
-    nested = settings(settings(config, "rope_parameters"), kind)
-    if kind == FULL:
-        return {"rope_theta": positive(config, "rope_theta", 1_000_000.0), **nested, **settings(config, "rope_scaling")}
-    return {"rope_theta": positive(config, "rope_local_base_freq", 10_000.0), **nested}
-
-
 def _of_any_kind(config: Config, kind: str) -> Config:
     return config
 
@@ -190,7 +150,7 @@ _GEMMA3 = Family(
     # attn_logit_softcapping is a setting that its code has and never applies.
     reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "final_logit_softcapping"},
     layer_kinds=all_windowed_but_every(6),
-    rope_settings=_gemma3_rope,
+    rope_settings=gemma3_rope,
     activation_name="hidden_activation",
     scales_embedding=True,
     norms=Norms(after=True),
@@ -203,9 +163,9 @@ _GEMMA4 = Family(
     fixed={"query_pre_attn_scalar": 1.0},
     reads=_ATTENTION_BIAS | {"final_logit_softcapping", "attention_k_eq_v"},
     layer_kinds=gemma4_kinds,
-    of_kind=_gemma4_of_kind,
+    of_kind=gemma4_of_kind,
     shared_layers=last_share_keys,
-    rope_settings=_gemma4_rope,
+    rope_settings=gemma4_rope,
     rotates_partly=True,
     activation_name="hidden_activation",
     scales_embedding=True,
@@ -213,6 +173,12 @@ _GEMMA4 = Family(
     qk_norm="head",
     has_v_norm=True,
     has_scale=True,
+)
+
+_GEMMA4_UNIFIED = replace(
+    _GEMMA4,
+    defaults={**_GEMMA4.defaults, "sliding_window": 1024, "max_position_embeddings": 262_144}
+    | {"hidden_size_per_layer_input": None, "enable_moe_block": False},
 )
 
 _LFM2 = Family(
@@ -274,8 +240,8 @@ FAMILIES: dict[str, Family] = {
     "gemma3": _GEMMA3,
     "gemma4_text": _GEMMA4,
     "gemma4": _GEMMA4,
-    "gemma4_unified_text": _GEMMA4,
-    "gemma4_unified": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4_UNIFIED,
+    "gemma4_unified": _GEMMA4_UNIFIED,
     "phi3": Family(
         _defaults(4096, eps=1e-5, original_max_position_embeddings=4096),
         layer_kinds=all_windowed,

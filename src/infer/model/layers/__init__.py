@@ -63,12 +63,12 @@ def load_layer(layer: Layer, loader: WeightLoader, cache_index: int | None) -> L
     """Return the layer that `loader` is for. What its mixer reads is in the cache's layer `cache_index`."""
     mixer: LoadedMixer | None = None
     feed_forward: LoadedDense | LoadedExperts | None = None
-    if isinstance(layer.mixer, Attention):
+    if layer.mixer is not None:
         assert cache_index is not None
-        mixer = LoadedAttention.load(layer.mixer, layer.norms, loader, cache_index)
-    elif layer.mixer is not None:
-        assert cache_index is not None
-        mixer = LoadedRecurrent.load(layer.mixer, layer.norms, loader, cache_index)
+        if isinstance(layer.mixer, Attention):
+            mixer = LoadedAttention.load(layer.mixer, layer.norms, loader, cache_index)
+        else:
+            mixer = LoadedRecurrent.load(layer.mixer, layer.norms, loader, cache_index)
     if isinstance(layer.feed_forward, Dense):
         scale = float(loader.vector("layer_scalar")[0]) if layer.has_scale else 1.0
         feed_forward = LoadedDense.load(layer.feed_forward, layer.norms, loader, scale)

@@ -67,7 +67,7 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
         softcap=attention.softcap,
         sinks=loader.vector("self_attn.sinks") if attention.has_sinks else None,
         gate_start=dim * before_gate if attention.has_gate else None,
-        v_norm=loader.norm_of_ones(dim) if attention.has_v_norm and attention.has_keys else None,
+        v_eps=loader.norm_eps if attention.has_v_norm and attention.has_keys else None,
         has_keys=attention.has_keys,
     )
     if loader.group is None:

@@ -11,13 +11,15 @@ import torch
 from infer.checkpoint.tensor_names import names_from_gguf
 from infer.model.families import make_architecture
 from infer.model.tensors import expected_shapes
-from infer.operands.architecture import Architecture, Attention
+from infer.operands.architecture import PER_LAYER_TABLE, Architecture, Attention
 from infer.operands.weights import StoredWeight
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _HALVES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}  # f16 in a block, if not at its start
-_GGUF_NAMES = {"gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+_GGUF_NAMES = {"gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"} | {
+    "gemma4_text": "gemma4"
+}
 _WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
@@ -51,10 +53,10 @@ def random_layers(
     architecture = make_architecture(config)
     few = replace(architecture, layers=architecture.layers[:num_layers], vocab_size=vocab_size, tied_embeddings=True)
     made, weights = dict[tuple[int, ...], StoredWeight](), dict[str, StoredWeight]()
+    ones = ("norm.weight", "layer_scalar", "expert_scales")  # other vectors are biases, sinks and a state's decay
     for name, shape in expected_shapes(few).items():
         if len(shape) == 1:
-            is_norm = name.endswith("norm.weight")  # others are biases, sinks and a state's decay
-            weights[name] = StoredWeight("F32", shape, torch.ones(shape) if is_norm else torch.zeros(shape))
+            weights[name] = StoredWeight("F32", shape, torch.ones(shape) if name.endswith(ones) else torch.zeros(shape))
         elif "router" in name or name.endswith("taps"):
             weights[name] = make_weight("F32", *shape)
         else:
@@ -72,6 +74,9 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
     import gguf
     import numpy as np
 
+    kinds = config.get("layer_types", [])[:num_layers]
+    few_layers = {"layer_types": kinds, "num_hidden_layers": num_layers, "num_kv_shared_layers": 0}
+    config = {**config, **few_layers} if kinds else config
     architecture = _GGUF_NAMES.get(config["model_type"], config["model_type"].replace("_", ""))
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(num_layers)
@@ -80,15 +85,13 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
         (writer.add_embedding_length, "hidden_size"),
         (writer.add_feed_forward_length, "intermediate_size"),
         (writer.add_head_count, "num_attention_heads"),
-        (writer.add_head_count_kv, "num_key_value_heads"),
-        (writer.add_key_length, "head_dim"),
-        (writer.add_value_length, "head_dim"),
         (writer.add_layer_norm_rms_eps, "rms_norm_eps"),
         (writer.add_rope_freq_base, "rope_theta"),
         (writer.add_expert_count, "num_experts"),
         (writer.add_expert_count, "num_local_experts"),
         (writer.add_sliding_window, "sliding_window"),
         (writer.add_expert_used_count, "num_experts_per_tok"),
+        (writer.add_expert_used_count, "top_k_experts"),
         (writer.add_expert_feed_forward_length, "moe_intermediate_size"),
         (writer.add_ssm_conv_kernel, "linear_conv_kernel_dim"),
         (writer.add_ssm_state_size, "linear_key_head_dim"),
@@ -98,6 +101,12 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
     ):
         if config.get(key) is not None:
             add(config[key])
+    if architecture == "gemma4":
+        _add_gemma4(writer, config)
+    else:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        for add in (writer.add_key_length, writer.add_value_length):
+            add(config["head_dim"])
     if "linear_num_value_heads" in config:
         writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
         writer.add_rope_dimension_count(int(config["head_dim"] * config["partial_rotary_factor"]))
@@ -110,7 +119,7 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
     writer.add_eos_token_id(0)
     kind = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     in_file = (gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind])
-    endings = (".weight", ".bias", "")
+    endings = (".weight", ".bias", ".scale", "")
     every = [f"{name.format(bid=at)}{end}" for name in in_file for at in range(num_layers) for end in endings]
     few, weights = random_layers(config, num_layers, type_, vocab_size)
     attention = [at for at, layer in enumerate(few.layers) if isinstance(layer.mixer, Attention)]
@@ -122,6 +131,8 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
             weights[q] = make_weight(type_, 2 * gate.shape[0], gate.shape[1], scale=0.001)
     for name in [name for name in weights if name.endswith(".decay")]:
         weights[name].data.fill_(-1)  # a file has -exp(log)
+    if (table := weights.get(PER_LAYER_TABLE)) is not None:
+        weights[PER_LAYER_TABLE] = make_weight(type_, *table.shape)
     weights["lm_head.weight"] = make_weight(type_, vocab_size, config["hidden_size"], seed=1)  # repeats no token
     stacks = dict[str, list[StoredWeight]]()
     for name, weight in weights.items():
@@ -129,9 +140,40 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
     repeated = functools.cache(lambda weight, times: np.repeat(weight.data.numpy()[None], times, axis=0))
     for name, stack in stacks.items():
         values = repeated(stack[0], len(stack)) if len(stack) > 1 else stack[0].data.numpy()
+        if name not in names and ".experts.up_proj." in name:
+            continue  # it stands with gate's
+        if name not in names and ".experts.gate_proj." in name:
+            up, name = stacks[name.replace("gate", "up")], name.replace("gate", "gate_up")
+            values = np.concatenate([values, repeated(up[0], len(up))], axis=1)
         raw = None if stack[0].type == "F32" else gguf.GGMLQuantizationType[stack[0].type]
         writer.add_tensor(names[name], values, raw_dtype=raw)
+    if architecture == "gemma4":
+        factors = np.ones(config["global_head_dim"] // 2, np.float32)
+        factors[len(factors) // 4 :] = 1e30  # pairs that do not turn
+        writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_gemma4(writer: Any, config: dict[str, Any]) -> None:
+    """Add what Gemma 4 has for each of its two kinds of layers. No layer uses an earlier one's keys."""
+    is_sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+    kv_heads = config["num_key_value_heads"], config.get("num_global_key_value_heads") or config["num_key_value_heads"]
+    writer.add_head_count_kv([kv_heads[0 if sliding else 1] for sliding in is_sliding])
+    writer.add_sliding_window_pattern(is_sliding)
+    for add, size in (
+        (writer.add_key_length, config["global_head_dim"]),
+        (writer.add_value_length, config["global_head_dim"]),
+        (writer.add_rope_dimension_count, config["global_head_dim"]),
+        (writer.add_key_length_swa, config["head_dim"]),
+        (writer.add_value_length_swa, config["head_dim"]),
+        (writer.add_rope_dimension_count_swa, config["head_dim"]),
+        (writer.add_rope_freq_base, 1e6),
+        (writer.add_rope_freq_base_swa, 1e4),
+        (writer.add_shared_kv_layers, 0),
+        (writer.add_embedding_length_per_layer_input, config.get("hidden_size_per_layer_input") or 0),
+        (writer.add_final_logit_softcapping, config["final_logit_softcapping"]),
+    ):
+        add(size)

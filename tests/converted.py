@@ -30,6 +30,9 @@ _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _GRANITE_EXPERTS = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
 _GPT_OSS_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
+_GEMMA4_EXPERTS = re.compile(r"model\.layers\.(\d+)\.(router\..*scale|experts\..*)")
+_GEMMA4_PARTS = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+_GEMMA4_PARTS |= {f"experts.{kind}_proj": f"ffn_{kind}_exps.weight" for kind in ("gate_up", "down")}
 _NORMS_PLUS_ONE = {"gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 
 
@@ -82,6 +85,8 @@ def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
             parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if match[2] == "gate_up" else {"down": rows}
             ending = "bias" if match[3] else "weight"
             found |= {f"blk.{match[1]}.ffn_{kind}_exps.{ending}": part for kind, part in parts.items()}
+        elif match := _GEMMA4_EXPERTS.fullmatch(name):
+            found[f"blk.{match[1]}.{_GEMMA4_PARTS[match[2]]}"] = values
         elif name.endswith("self_attn.sinks"):
             found[f"blk.{name.split('.')[2]}.attn_sinks.weight"] = values
         elif name.endswith((".e_score_correction_bias", ".feed_forward.expert_bias")):
@@ -123,10 +128,11 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_value_length(config["head_dim"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-    if config.get("num_experts_per_tok") is not None:
+    num_chosen = config.get("num_experts_per_tok", config.get("top_k_experts"))
+    if num_chosen is not None:
         names = ("num_experts", "n_routed_experts", "num_local_experts")
         writer.add_expert_count(next(config[name] for name in names if config.get(name)))
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(num_chosen)
         if "moe_intermediate_size" in config:
             writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
         if config["model_type"] == "glm4_moe":

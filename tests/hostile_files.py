@@ -19,7 +19,7 @@ from infer.checkpoint.generation_config import sampling_defaults
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_tokenizer
-from infer.model.tensors import check_tensors, expected_shapes
+from infer.model.tensors import check_tensors
 from infer.tokenizer import Tokenizer
 
 NUM_TOKENS = 258  # of the GGUF file: bytes, "ab" and the end of a turn; the folder's has one more
@@ -196,7 +196,7 @@ def read_network(path: Path) -> Checkpoint:
     checkpoint = open_checkpoint(path)
     SamplingParams(**sampling_defaults(checkpoint.generation_config))
     weights = LazyWeights(checkpoint.tensors)
-    check_tensors(expected_shapes(make_architecture(checkpoint.config)), weights)
+    check_tensors(make_architecture(checkpoint.config), weights)
     for name in weights:
         assert weights[name].data.numel() > 0
     return checkpoint

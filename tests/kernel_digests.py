@@ -9,6 +9,7 @@ Inputs are whole numbers divided by powers of two, so that no library of mathema
 
 import hashlib
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,16 +24,22 @@ from infer.kvcache.page_sizes import page_bytes
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import GatedDeltaNet, Router
 from infer.operands.delta_net_cache import DeltaNetCache
+from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Step
 from infer.operands.weights import (
+    ConvWeights,
     DeltaNetWeights,
+    ExpertNorms,
     ExpertWeights,
+    FilePlace,
     Heads,
     Norm,
+    PerLayerWeights,
     Projection,
     RopeTable,
     SharedExpert,
     StoredWeight,
+    UnreadWeight,
 )
 from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
@@ -147,6 +154,70 @@ def experts(type_: str, scores: Any) -> Iterator[Tensor]:
         yield ops.add_experts(numbers(rng, num_tokens, hidden), Norm(numbers(rng, hidden), 1e-5), weights, None)
 
 
+def experts_with_norms() -> Iterator[Tensor]:
+    """Experts beside an MLP, as Gemma 4 has them."""
+    rng, count, hidden, inner = np.random.default_rng(8), 6, 256, 64
+
+    def ready(*parts: StoredWeight) -> Projection:
+        return ops.prepare(Projection(parts), CPU)
+
+    def stacked(rows: int, columns: int) -> Projection:
+        return ready(*(sized(rng, "Q8_0", rows, columns) for _ in range(count)))
+
+    def norm() -> Norm:
+        return Norm(numbers(rng, hidden), 1e-6)
+
+    weights = ExpertWeights(
+        router=Router(count, 2, "softmax", is_normalized=True, has_expert_scales=True),
+        router_logits=ready(sized(rng, "F32", count, hidden)),
+        correction=None,
+        gate=stacked(inner, hidden),
+        up=stacked(inner, hidden),
+        down=stacked(hidden, inner),
+        activation="gelu_tanh",
+        shared=SharedExpert(
+            ready(*(sized(rng, "Q4_K", hidden, hidden) for _ in range(2))),
+            ready(sized(rng, "Q4_K", hidden, hidden)),
+            None,
+        ),
+        expert_scales=numbers(rng, count),
+        norms=ExpertNorms(norm(), norm(), norm(), norm()),
+    )
+    for num_tokens in (1, 40):
+        yield ops.add_experts(numbers(rng, num_tokens, hidden), norm(), weights, norm(), 0.75)
+
+
+def per_layer_inputs(type_: str) -> Iterator[Tensor]:
+    """Inputs of three layers from a table in a file, and a layer's gate."""
+    rng, num_layers, dim, hidden, vocab = np.random.default_rng(9), 3, 256, 128, 20
+    whole = sized(rng, type_, vocab, num_layers * dim)
+    with tempfile.TemporaryFile() as file:
+        file.write(whole.data.contiguous().view(torch.uint8).numpy().tobytes())
+        file.flush()
+        table = UnreadWeight(type_, whole.shape, whole.data.__getitem__, FilePlace(file.fileno(), 0))
+        context = ops.prepare(Projection((sized(rng, "F32", num_layers * dim, hidden),)), CPU)
+        weights = PerLayerWeights(table, 0.75, context, Norm(numbers(rng, dim), 1e-6))
+        gate = ops.prepare(Projection((sized(rng, "F32", dim, hidden),)), CPU)
+        for num_tokens in (1, 17):
+            x, token_ids = numbers(rng, num_tokens, hidden), torch.from_numpy(rng.integers(0, vocab, num_tokens))
+            inputs = ops.per_layer_inputs(x, token_ids, weights)
+            yield inputs
+            yield ops.gate_inputs(x, gate, "gelu_tanh", inputs, dim).floats
+
+
+def short_convolution() -> Iterator[Tensor]:
+    """A prompt, a token and drafts of a row over two pages."""
+    rng, features, pages = np.random.default_rng(10), 64, 2
+    weights = ConvWeights(numbers(rng, 3, features), numbers(rng, features))
+    none = torch.zeros(1, dtype=torch.int64)
+    layout = Pages(PAGE_TOKENS, torch.arange(pages).view(1, pages), none, none, none, none)
+    layer = ConvCache(torch.zeros(pages, PAGE_TOKENS, features), layout)
+    for start, count in ((0, 70), (70, 1), (71, 5)):
+        step = Step.of([0] * count, start)
+        projected = Activations(numbers(rng, count, 3 * features))
+        yield ops.short_conv(projected, weights, layer, step).floats
+
+
 def delta_net() -> Iterator[Tensor]:
     """A prompt, tokens and drafts of two rows over four pages."""
     rng, net = np.random.default_rng(7), GatedDeltaNet(2, 4, 32, 48, 4)
@@ -184,6 +255,10 @@ def cases() -> Iterator[tuple[str, Iterator[Tensor]]]:
         yield f"gate {name}", activation(name)
     for scores in ("softmax", "sigmoid", "softmax_of_chosen"):
         yield f"experts {scores}", experts("Q4_K", scores)
+    yield "experts with norms", experts_with_norms()
+    for type_ in ("BF16", "Q4_0", "Q6_K"):
+        yield f"per-layer inputs {type_}", per_layer_inputs(type_)
+    yield "short convolution", short_convolution()
     yield "gated delta net", delta_net()
     yield "sample", tokens()
 

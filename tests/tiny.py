@@ -432,6 +432,22 @@ GEMMA4 = [
         ),
     ),
     Tiny(
+        "gemma4_per_layer",
+        Gemma4TextConfig(
+            num_hidden_layers=5, layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            num_kv_shared_layers=2, use_double_wide_mlp=True, vocab_size_per_layer_input=96,
+            **_SIZES | _GEMMA4 | {"hidden_size_per_layer_input": 24},
+        ),
+    ),
+    Tiny(
+        "gemma4_moe",
+        Gemma4TextConfig(
+            num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, attention_k_eq_v=True,
+            num_global_key_value_heads=1, enable_moe_block=True, num_experts=6, top_k_experts=2,
+            moe_intermediate_size=48, **_SIZES | _GEMMA4,
+        ),
+    ),
+    Tiny(
         "gemma4_shared",
         Gemma4TextConfig(
             num_hidden_layers=7, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2
@@ -475,6 +491,6 @@ def make_tiny(tiny: Tiny, folder: Path) -> Any:
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.3, 1.3)
     model.save_pretrained(folder)
-    if tiny.config.model_type == "gemma4_text":
+    if tiny.config.model_type == "gemma4_text" and not tiny.config.hidden_size_per_layer_input:
         model.config.output_hidden_states = True  # without, transformers 5.24 fails where there are no such embeddings
     return model

@@ -18,9 +18,15 @@ def _of_attention(has: Callable[[Attention], bool]) -> Callable[[Layer], bool]:
     return lambda layer: isinstance(layer.mixer, Attention) and has(layer.mixer)
 
 
+def _has_shared(experts: Experts) -> bool:
+    return experts.shared_size > 0 and not experts.has_norms
+
+
 _SETTINGS = (
     ("experts", lambda layer: isinstance(layer.feed_forward, Experts)),
-    ("a shared expert", lambda layer: isinstance(layer.feed_forward, Experts) and layer.feed_forward.shared_size > 0),
+    ("experts beside an MLP", lambda layer: isinstance(layer.feed_forward, Experts) and layer.feed_forward.has_norms),
+    ("per-layer inputs", lambda layer: layer.per_layer_input is not None),
+    ("a shared expert", lambda layer: isinstance(layer.feed_forward, Experts) and _has_shared(layer.feed_forward)),
     ("windows", _of_attention(lambda attention: attention.window is not None)),
     ("q, k, v biases", _of_attention(lambda attention: attention.has_qkv_bias)),
     ("output bias", _of_attention(lambda attention: attention.has_output_bias)),

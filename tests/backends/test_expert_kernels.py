@@ -14,7 +14,7 @@ from infer.backends.cpu.recording import record
 from infer.backends.cpu.threads.pool import set_num_threads
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Router
-from infer.operands.weights import ExpertWeights, Norm, Projection, SharedExpert, StoredWeight
+from infer.operands.weights import ExpertNorms, ExpertWeights, Norm, Projection, SharedExpert, StoredWeight
 from test_cpu_kernels import CPU, TYPES, assert_near, make_weight
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 256, 256, 9, 3
@@ -83,11 +83,24 @@ def make_x(num_tokens: int, seed: int = 0) -> Tensor:
     return torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-def both(experts: ExpertWeights, num_tokens: int) -> tuple[Tensor, Tensor]:
+def both(
+    experts: ExpertWeights, num_tokens: int, post_norm: Norm | None = None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     x = make_x(num_tokens)
-    actual = cpu.add_experts(x.clone(), NORM, prepared(experts), None)
-    expected = reference.add_experts(x, NORM, prepared(experts, "reference"), None)
-    return actual - x, expected - x
+    actual = cpu.add_experts(x.clone(), NORM, prepared(experts), post_norm, scale)
+    expected = reference.add_experts(x, NORM, prepared(experts, "reference"), post_norm, scale)
+    return actual - scale * x, expected - scale * x
+
+
+def with_norms(experts: ExpertWeights) -> ExpertWeights:
+    """Return the experts as Gemma 4 has them beside an MLP."""
+    generator = torch.Generator().manual_seed(9)
+    weights = (torch.rand(HIDDEN, generator=generator) + 0.5 for _ in range(4))
+    scales = torch.rand(experts.router.num_experts, generator=generator) + 0.5
+    assert experts.shared is not None
+    shared = replace(experts.shared, gate=None)
+    norms = ExpertNorms(*(Norm(weight, NORM.eps) for weight in weights))
+    return replace(experts, norms=norms, expert_scales=scales, shared=shared)
 
 
 @pytest.mark.parametrize("type_", TYPES)
@@ -100,6 +113,19 @@ def test_experts_of_each_type_agree_with_reference(type_: str, num_tokens: int) 
 @pytest.mark.parametrize("shared", [0, 96])
 def test_routers_agree_with_reference(router: Router, shared: int) -> None:
     assert_near(*both(make_experts("F32", router=router, shared=shared), 21), 2e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.6])
+@pytest.mark.parametrize("post_norm", [None, NORM])
+@pytest.mark.parametrize("shared", [0, 96])
+def test_a_norm_of_the_sum_and_a_scale_agree_with_reference(shared: int, post_norm: Norm | None, scale: float) -> None:
+    assert_near(*both(make_experts("F32", shared=shared), 21, post_norm, scale), 2e-5)
+
+
+@pytest.mark.parametrize("type_", ["F32", "Q8_0"])
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_experts_with_norms_of_their_own_agree_with_reference(type_: str, num_tokens: int) -> None:
+    assert_near(*both(with_norms(make_experts(type_, shared=96)), num_tokens, NORM, 0.7), 2e-3)
 
 
 @pytest.mark.parametrize(
@@ -117,16 +143,18 @@ def test_matrices_of_different_types_and_biases_agree_with_reference(
 def test_a_token_has_the_same_bits_in_every_batch_chunk_and_number_of_threads(
     type_: str, precision: ops.Precision
 ) -> None:
-    experts, x = prepared(make_experts(type_, shared=256), precision=precision), make_x(70)
-    together = cpu.add_experts(x.clone(), NORM, experts, None)
-    for size in (1, 7, 32):
-        parts = [cpu.add_experts(part.clone(), NORM, experts, None) for part in x.split(size)]
-        assert torch.equal(torch.cat(parts), together)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(cpu.add_experts(x[order].clone(), NORM, experts, None), together[order])
-    for num_threads in (1, 3):
-        set_num_threads(num_threads)
-        assert torch.equal(cpu.add_experts(x.clone(), NORM, experts, None), together)
+    plain, x = make_experts(type_, shared=256), make_x(70)
+    for own, post_norm in ((plain, None), (with_norms(plain), NORM)):
+        experts = prepared(own, precision=precision)
+        together = cpu.add_experts(x.clone(), NORM, experts, post_norm)
+        for size in (1, 7, 32):
+            parts = [cpu.add_experts(part.clone(), NORM, experts, post_norm) for part in x.split(size)]
+            assert torch.equal(torch.cat(parts), together)
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+        assert torch.equal(cpu.add_experts(x[order].clone(), NORM, experts, post_norm), together[order])
+        for num_threads in (1, 3):
+            set_num_threads(num_threads)
+            assert torch.equal(cpu.add_experts(x.clone(), NORM, experts, post_norm), together)
 
 
 def test_equal_scores_choose_the_lower_numbers() -> None:

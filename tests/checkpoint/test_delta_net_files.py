@@ -41,10 +41,9 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> 
 
 def values_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return every tensor of the architecture, after the names and shapes are checked."""
-    names = expected_shapes(make_architecture(checkpoint.config))
-    check_tensors(names, checkpoint.tensors)
-    weights = LazyWeights(checkpoint.tensors)
-    return {name: dense(weights[name]) for name in names}
+    architecture, weights = make_architecture(checkpoint.config), LazyWeights(checkpoint.tensors)
+    check_tensors(architecture, checkpoint.tensors)
+    return {name: dense(weights[name]) for name in expected_shapes(architecture)}
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

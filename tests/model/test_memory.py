@@ -59,6 +59,9 @@ CASES = [
     ("qwen3_5", "q8"),
     ("qwen3_next", "auto"),
     ("gemma4_shared", "q8"),
+    ("gemma4_per_layer", "q8"),
+    ("gemma4_per_layer", "auto"),
+    ("gemma4_moe", "q4"),
 ]
 EACH_FAMILY = [(tiny.name, kind) for tiny, kind in zip(ONE_EACH, cycle(["bf16", "auto", "q4", "q8"]), strict=False)]
 ATTENTION = Attention(4, 2, 32, Rope(10_000.0, 32), 0.25)
@@ -88,6 +91,10 @@ def held_bytes(model: Transformer) -> int:
         if isinstance(part, LoadedExperts):
             members += vars(part.experts).values()
             members += [] if part.experts.shared is None else vars(part.experts.shared).values()
+            members += [] if part.experts.norms is None else vars(part.experts.norms).values()
+    for own in (layer.per_layer_input for layer in model.layers):
+        members += [] if own is None else vars(own).values()
+    members += [] if model.per_layer is None else vars(model.per_layer).values()
     members += [each for heads in all_heads(model) for each in (heads.q_norm, heads.k_norm, heads.sinks)]
     for member in (model.embedding, model.head, model.norm, *members):
         if isinstance(member, Projection):

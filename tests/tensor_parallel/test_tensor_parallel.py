@@ -34,12 +34,13 @@ from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Tra
 from infer.tensor_parallel.ranks import Ranks, digest_of
 from looping import loop_of
 from path_cases import CASES, CONFIGS, CONTEXT, Outcome, Way, World, make_sequence, make_world
-from tiny import GATED, LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
+from tiny import GATED, GEMMA4, LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
 
 CAPACITY, NUM_SLOTS = 96, 4
 SOME = "llama", "gemma3", "olmo2", "qwen2_moe"
 # GATED[0] has wider heads than the first family, whose ranks have no room for them. It has a test of its own.
-FAMILIES = [*([tiny for tiny in TINY if tiny is not GATED[0]] if IS_WHOLE else ONE_EACH), LONGROPE]
+WITH_MORE = [tiny for tiny in GEMMA4 if tiny.name in ("gemma4_per_layer", "gemma4_moe")]
+FAMILIES = [*([tiny for tiny in TINY if tiny is not GATED[0]] if IS_WHOLE else [*ONE_EACH, *WITH_MORE]), LONGROPE]
 
 
 @pytest.fixture(scope="module", autouse=True)

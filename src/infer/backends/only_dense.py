@@ -3,9 +3,14 @@
 from collections.abc import Callable, Iterable
 
 from infer.errors import UnsupportedModelError
-from infer.operands.architecture import Attention, Experts, GatedDeltaNet, Layer, ShortConv
+from infer.operands.architecture import Attention, Experts, GatedDeltaNet, Layer, PerLayerInput, ShortConv
 
-_NAMES = {Experts: "experts", ShortConv: "short convolutions", GatedDeltaNet: "gated delta nets"}
+_NAMES = {
+    PerLayerInput: "per-layer inputs",
+    Experts: "experts",
+    ShortConv: "short convolutions",
+    GatedDeltaNet: "gated delta nets",
+}
 _OF_ATTENTION: dict[str, Callable[[Attention], bool]] = {
     "attention sinks": lambda attention: attention.has_sinks,
     "output gates": lambda attention: attention.has_gate,

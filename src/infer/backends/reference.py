@@ -23,6 +23,7 @@ from infer.operands.weights import (
     ExpertWeights,
     Heads,
     Norm,
+    PerLayerWeights,
     Projection,
     RopeTable,
     StoredWeight,
@@ -213,12 +214,44 @@ def norm_gate(
     return Activations(gathered(gated(gate, up, activation), gate_up.shares))
 
 
+def per_layer_inputs(
+    x: Float[Tensor, "tokens hidden"], token_ids: Int[Tensor, "tokens"], weights: PerLayerWeights
+) -> Float[Tensor, "tokens inputs"]:
+    table = weights.table
+    rows = torch.cat([dense(table.rows(token, token + 1)) for token in token_ids.tolist()]).to(x.device)
+    contexts = project(x, weights.projection).view(len(x), -1, weights.dim)
+    return normalize(contexts, weights.norm).flatten(1) + rows.to(x.dtype) * weights.table_scale
+
+
+def gate_inputs(
+    x: Float[Tensor, "tokens hidden"],
+    gate: Projection,
+    activation: Activation,
+    inputs: Float[Tensor, "tokens inputs"],
+    first_column: int,
+) -> Activations:
+    own = inputs[:, first_column : first_column + gate.out_features]
+    return Activations(gated(project(x, gate), own, activation))
+
+
 def add_experts(
-    residual: Float[Tensor, "tokens hidden"], norm: Norm | None, experts: ExpertWeights, post_norm: Norm | None
+    residual: Float[Tensor, "tokens hidden"],
+    norm: Norm | None,
+    experts: ExpertWeights,
+    post_norm: Norm | None,
+    scale: float = 1.0,
 ) -> Float[Tensor, "tokens hidden"]:
-    x = residual if norm is None else normalize(residual, norm)
-    logits = project(x.float(), experts.router_logits)
+    norms = experts.norms
+    shared_x = residual if norm is None else normalize(residual, norm)
+    router_x, x = (
+        (shared_x, shared_x)
+        if norms is None
+        else (normalize(residual, norms.router), normalize(residual, norms.experts))
+    )
+    logits = project(router_x.float(), experts.router_logits)
     chosen, weights = route(logits, experts.router, experts.correction)
+    if experts.expert_scales is not None:
+        weights = weights * experts.expert_scales[chosen]
     y = torch.zeros_like(x)
     for expert in sorted(set(chosen.flatten().tolist())):
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
@@ -226,13 +259,16 @@ def add_experts(
         hidden = gathered(gated(gate, up, experts.activation), experts.gate.shares)
         result = gathered(of_expert(hidden, experts.down, expert, experts.router), experts.down.shares)
         y[tokens] += result * weights[tokens, places, None].to(y.dtype)
+    y = y if norms is None else normalize(y, norms.post_experts)
     if experts.shared is not None:
-        shared = project(norm_gate(x, None, experts.shared.gate_up, experts.activation).floats, experts.shared.down)
+        shared = project(
+            norm_gate(shared_x, None, experts.shared.gate_up, experts.activation).floats, experts.shared.down
+        )
         shared = gathered(shared, experts.shared.down.shares)
         if experts.shared.gate is not None:
-            shared = shared * torch.sigmoid(project(x.float(), experts.shared.gate)).to(shared.dtype)
-        y = y + shared
-    return residual + (y if post_norm is None else normalize(y, post_norm))
+            shared = shared * torch.sigmoid(project(shared_x.float(), experts.shared.gate)).to(shared.dtype)
+        y = y + (shared if norms is None else normalize(shared, norms.post_shared))
+    return (residual + (y if post_norm is None else normalize(y, post_norm))) * scale
 
 
 def route(

@@ -13,7 +13,7 @@ from infer.checkpoint.generation_config import defaults_of
 from infer.kvcache.page_sizes import page_bytes
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, cache_bytes_per_token, loaded_types, weight_bytes, weights_by_type
-from infer.model.tensors import check_tensors, expected_shapes
+from infer.model.tensors import check_tensors
 from infer.operands.architecture import Architecture, Attention, Layer, Rope, Router
 from infer.operands.limits import STATE_TOKENS
 from infer.quantization.kv_formats import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
@@ -87,7 +87,7 @@ def explain(model: str | Path) -> Explanation:
     """
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
-    check_tensors(expected_shapes(architecture), checkpoint.tensors)
+    check_tensors(architecture, checkpoint.tensors)
     kept = tuple(mixer for mixer in architecture.attention if mixer.has_keys)
     weights = tuple(StoredWeights(*row) for row in weights_by_type(checkpoint.tensors))
     common, groups = group_layers(architecture.layers)
@@ -135,6 +135,7 @@ def _values(layer: Layer) -> dict[str, Any]:
         found[name] = None if part is None else _WORD_STARTS.sub("_", type(part).__name__).lower()
         if part is not None:
             found |= {field.name: _plain(getattr(part, field.name)) for field in fields(part)}
+    found["per_layer_input"] = None if layer.per_layer_input is None else layer.per_layer_input.dim
     found["has_layer_scale"] = layer.has_scale
     return found | {f"norms_{field.name}": getattr(layer.norms, field.name) for field in fields(layer.norms)}
 

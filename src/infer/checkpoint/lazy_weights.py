@@ -18,7 +18,7 @@ from torch import Tensor
 
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelError
-from infer.operands.weights import FileWeight, StoredWeight, UnreadWeight
+from infer.operands.weights import FilePlace, FileWeight, StoredWeight, UnreadWeight
 from infer.quantization.ggml_blocks import dequantize
 from infer.quantization.ggml_types import BLOCK_TYPES
 
@@ -75,7 +75,7 @@ def _unread(info: TensorInfo) -> UnreadWeight:
         return _read(info, (last - first, num_columns), first * row_bytes, (last - first) * row_bytes)
 
     if not info.num_paired_heads:
-        return UnreadWeight(info.type, info.shape, read)
+        return UnreadWeight(info.type, info.shape, read, FilePlace(info.file.descriptor, info.offset))
     head_rows = num_rows // info.num_paired_heads
 
     def read_in_half_order(first: int, last: int) -> Tensor:

@@ -17,6 +17,9 @@ _GGUF_TOP = {
     "token_embd_norm.weight": "model.norm.weight",  # LFM2's name of the last norm
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 _GGUF_LAYER = {
     "attn_norm": "attention_norm",
@@ -43,6 +46,12 @@ _GGUF_LAYER = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_gate",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "pre_ffw_norm_2": "mlp.experts_norm",
+    "post_ffw_norm_1": "mlp.post_shared_norm",
+    "post_ffw_norm_2": "mlp.post_experts_norm",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
     "linear_attn_qkv": "linear_attn.qkv_proj",  # what we call attn_qkv in layers with ssm_conv1d
@@ -54,9 +63,11 @@ _GGUF_LAYER = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-# Tensors without ".weight" or ".bias" in our names.
+# Tensors that end otherwise in our names.
 _GGUF_VECTOR = {
     "exp_probs_b.bias": "mlp.router.correction",
+    "ffn_gate_inp.scale": "mlp.router_norm.weight",
+    "ffn_down_exps.scale": "mlp.router.expert_scales",
     "attn_sinks.weight": "self_attn.sinks",
     "layer_output_scale.weight": "layer_scalar",
     "shortconv.conv.weight": "conv.taps",
@@ -75,8 +86,11 @@ _FOUR_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "post_mlp_norm",
+    "post_feedforward_layernorm_1": "mlp.post_shared_norm",  # of Gemma 4, with experts beside the MLP
+    "pre_feedforward_layernorm_2": "mlp.experts_norm",
+    "post_feedforward_layernorm_2": "mlp.post_experts_norm",
 }
-# Names of the parts of experts: of Qwen, OLMoE and GLM; then of Granite and Mixtral. The last are parts of
+# Names of the parts of experts: of Qwen, OLMoE and GLM; then of Granite, Mixtral and Gemma 4. The last are parts of
 # LFM2 and of gated delta nets.
 _PARTS = (
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.gate\.weight"), r"\1mlp.router.weight"),
@@ -92,6 +106,10 @@ _PARTS = (
     (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w1\."), r"mlp.experts.\1.gate_proj."),
     (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w3\."), r"mlp.experts.\1.up_proj."),
     (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w2\."), r"mlp.experts.\1.down_proj."),
+    (re.compile(r"(model\.layers\.[0-9]+\.)router\.proj\.weight"), r"\1mlp.router.weight"),
+    (re.compile(r"(model\.layers\.[0-9]+\.)router\.scale"), r"\1mlp.router_norm.weight"),
+    (re.compile(r"(model\.layers\.[0-9]+\.)router\.per_expert_scale"), r"\1mlp.router.expert_scales"),
+    (re.compile(r"(model\.layers\.[0-9]+\.)experts\.(gate_up|down)_proj"), r"\1mlp.experts.\2_proj.weight"),
     (re.compile(r"\.feed_forward\.(experts\.[0-9]+\.)?w1\."), r".mlp.\1gate_proj."),
     (re.compile(r"\.feed_forward\.(experts\.[0-9]+\.)?w3\."), r".mlp.\1up_proj."),
     (re.compile(r"\.feed_forward\.(experts\.[0-9]+\.)?w2\."), r".mlp.\1down_proj."),

@@ -13,7 +13,7 @@ from infer.kvcache.cache_settings import CacheSettings
 from infer.model.compile_ahead import make_outline
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings
-from infer.model.tensors import check_tensors, expected_shapes
+from infer.model.tensors import check_tensors
 from infer.quantization.kv_formats import KV_TYPES
 
 
@@ -21,7 +21,7 @@ def run_compile(model: str, *, is_all: bool) -> None:
     """Compile the missing kernels of a model. Raises InferError if they cannot be stored."""
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
-    check_tensors(expected_shapes(architecture), checkpoint.tensors)
+    check_tensors(architecture, checkpoint.tensors)
 
     settings = product(("exact", "fast"), KV_TYPES) if is_all else [("exact", "auto")]
     loads = [(LoadSettings(precision=precision), CacheSettings(kv_type=kv_type)) for precision, kv_type in settings]

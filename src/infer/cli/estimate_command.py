@@ -16,7 +16,7 @@ from infer.kvcache.groups import check_layers
 from infer.model.context_length import context_length
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, estimate, largest_context
-from infer.model.tensors import check_tensors, expected_shapes
+from infer.model.tensors import check_tensors
 from infer.system.available_memory import available_memory_bytes
 from infer.system.cores import check_num_threads, default_num_threads
 from infer.system.memory_speed import read_bandwidth
@@ -25,7 +25,7 @@ from infer.system.memory_speed import read_bandwidth
 def run_estimate(options: EstimateOptions) -> None:
     checkpoint = open_checkpoint(options.model)
     architecture, tensors = make_architecture(checkpoint.config), checkpoint.tensors
-    check_tensors(expected_shapes(architecture), tensors)
+    check_tensors(architecture, tensors)
     if options.dtype != "auto" and options.weights != "auto":
         raise InvalidRequestError("dtype and weights contradict each other: give one of them")
     cache = CacheSettings(**cache_values(options))

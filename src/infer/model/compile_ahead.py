@@ -11,7 +11,7 @@ from infer.errors import InferError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, loaded_types
-from infer.model.tensors import check_tensors, expected_shapes
+from infer.model.tensors import check_tensors
 from infer.operands.architecture import Architecture, ModelOutline
 
 
@@ -38,5 +38,5 @@ def compiling_ahead(model: str, device: str, load: LoadSettings, cache: CacheSet
 def _outline_of(model: str, load: LoadSettings, cache: CacheSettings) -> ModelOutline:
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
-    check_tensors(expected_shapes(architecture), checkpoint.tensors)
+    check_tensors(architecture, checkpoint.tensors)
     return make_outline(architecture, checkpoint.tensors, load, cache)

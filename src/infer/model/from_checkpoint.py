@@ -20,7 +20,7 @@ from infer.model.context_length import context_length, fitting_length
 from infer.model.families import make_architecture
 from infer.model.load import OnProgress, load_transformer
 from infer.model.memory_estimate import LoadSettings, check_fits
-from infer.model.tensors import check_tensors, expected_shapes
+from infer.model.tensors import check_tensors
 from infer.model.transformer import Transformer
 from infer.model.weight_loader import FloatsAs
 from infer.operands.architecture import Architecture
@@ -118,7 +118,7 @@ def load_checked(
     keep_floats_as = _choice("weights", weights, get_args(FloatsAs))
     chosen_precision = _choice("precision", precision, get_args(Precision))
     load = LoadSettings(dtype_name(dtype), weights, precision)
-    check_tensors(expected_shapes(architecture), checkpoint.tensors)
+    check_tensors(architecture, checkpoint.tensors)
     with backend.compiling([make_outline(architecture, checkpoint.tensors, load, cache)]):
         if tokenizer is not None:
             asked = replace(load, num_threads=backend.num_threads(), device=backend.device.type)

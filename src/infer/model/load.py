@@ -8,6 +8,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.model.layers import LoadedLayer, load_layer
+from infer.model.layers.per_layer_input import load_per_layer_weights
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Transformer
 from infer.model.weight_loader import FloatsAs, WeightLoader, Weights
@@ -39,7 +40,7 @@ def load_transformer(
     Raises ModelError that lists every missing, extra and misshapen tensor, twenty at most.
     """
     expected = expected_shapes(architecture)
-    check_tensors(expected, weights)
+    check_tensors(architecture, weights)
     backend.check_layers(architecture.layers)
     positions = max_seq_len or architecture.max_positions
     loader = WeightLoader(
@@ -59,10 +60,12 @@ def load_transformer(
     else:
         head = loader.by_rows("model.embed_tokens" if architecture.tied_embeddings else "lm_head", label="head")
     layers = tuple(_each_layer(architecture, loader, on_progress))
+    per_layer = architecture.per_layer_input
     beyond = min((long.beyond for long in architecture.long_ropes), default=positions)
     return Transformer(
         architecture=architecture,
         embedding=embedding,
+        per_layer=None if per_layer is None else load_per_layer_weights(per_layer, architecture.hidden_size, loader),
         layers=layers,
         norm=loader.norm("model.norm", architecture.logit_scale),
         head=head,
@@ -78,7 +81,7 @@ def _each_layer(
     architecture: Architecture, loader: WeightLoader, on_progress: OnProgress | None
 ) -> Iterator[LoadedLayer]:
     for index, (layer, cache_index) in enumerate(zip(architecture.layers, architecture.cache_indices, strict=True)):
-        yield load_layer(layer, loader.of_layer(index), cache_index)
+        yield load_layer(layer, index, loader.of_layer(index), cache_index)
         if on_progress is not None:
             on_progress(index + 1, len(architecture.layers))
 

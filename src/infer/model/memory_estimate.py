@@ -18,7 +18,7 @@ from infer.kvcache.groups import make_groups, most_pages, pool_sizes
 from infer.kvcache.page_sizes import page_bytes, read_bytes, slot_bytes
 from infer.kvcache.pages import num_pages
 from infer.model.tensors import expected_shapes
-from infer.operands.architecture import KEPT_AS_FLOATS, Architecture, Attention, Experts, Mixer
+from infer.operands.architecture import KEPT_AS_FLOATS, PER_LAYER_TABLE, Architecture, Attention, Experts, Mixer
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.quantization.ggml_types import BLOCK_TYPES
 
@@ -223,6 +223,8 @@ def loaded_types(architecture: Architecture, tensors: Mapping[str, StoredMatrix]
 def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:
     if name.endswith(("mlp.router.weight", "mlp.shared_gate.weight")):
         return "F32"
+    if name == PER_LAYER_TABLE:
+        return info.type
     if load.dtype != "auto":
         return _TYPE_BY_DTYPE[load.dtype]
     if load.weights == "auto" or not BLOCK_TYPES[info.type].is_float or name.endswith(KEPT_AS_FLOATS):
@@ -233,11 +235,15 @@ def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:
 
 
 def weight_bytes(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> int:
-    """Return the bytes of the weights: matrices in the kernels' layout, norms and biases in float32."""
+    """Return the bytes of the weights: matrices in the kernels' layout, norms and biases in float32.
+
+    A table that stays in its file takes none.
+    """
     rules = memory_rules(device)
     total = sum(
         rules.matrix_bytes(types[name], *shape) if name in types else 4 * prod(shape)
         for name, shape in expected_shapes(architecture).items()
+        if name != PER_LAYER_TABLE
     )
     for index, layer in enumerate(architecture.layers):
         if isinstance(layer.mixer, Attention) and layer.mixer.has_keys and layer.mixer.are_values_keys:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from infer.errors import ModelError
-from infer.operands.architecture import Architecture
+from infer.operands.architecture import Architecture, Attention
 
 _MAX_LISTED = 20
+_OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 @runtime_checkable
@@ -21,14 +22,28 @@ def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not architecture.tied_embeddings:
         shapes["lm_head.weight"] = (vocab, hidden)
+    if architecture.per_layer_input is not None:
+        shapes |= architecture.per_layer_input.model_shapes(hidden, vocab, len(architecture.layers))
     for index, layer in enumerate(architecture.layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.shapes(hidden).items()}
     return shapes
 
 
-def check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Shaped]) -> None:
+def _unused_names(architecture: Architecture) -> set[str]:
+    """Return the names of tensors that files may have and no layer uses.
+
+    They are a tied head, stored a second time, and keys and values of layers that attend to an earlier layer's.
+    """
+    names = {"lm_head.weight"}
+    for index, layer in enumerate(architecture.layers):
+        if isinstance(layer.mixer, Attention) and not layer.mixer.has_keys:
+            names |= {f"model.layers.{index}.self_attn.{part}.weight" for part in _OF_KEYS}
+    return names
+
+
+def check_tensors(architecture: Architecture, found: Mapping[str, Shaped]) -> None:
     """Raise ModelError that lists every missing, extra and misshapen tensor, twenty at most."""
-    allowed_extra = {"lm_head.weight"}  # some files store a tied head a second time
+    expected, allowed_extra = expected_shapes(architecture), _unused_names(architecture)
     problems = [f"missing {name} {expected[name]}" for name in expected if name not in found]
     problems += [f"unexpected {name!r:.80}" for name in found if name not in expected and name not in allowed_extra]
     for name, shape in expected.items():

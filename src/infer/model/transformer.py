@@ -15,7 +15,7 @@ from infer.kvcache.paged import PagedCache
 from infer.model.layers import LoadedLayer
 from infer.operands.architecture import Architecture, Mixer, keeps
 from infer.operands.step import Step
-from infer.operands.weights import Norm, Projection
+from infer.operands.weights import Norm, PerLayerWeights, Projection
 
 
 @final
@@ -23,6 +23,7 @@ from infer.operands.weights import Norm, Projection
 class Transformer:
     architecture: Architecture
     embedding: Projection
+    per_layer: PerLayerWeights | None
     layers: tuple[LoadedLayer, ...]
     norm: Norm
     head: Projection
@@ -45,7 +46,7 @@ class Transformer:
     @property
     def layer_projections(self) -> list[Projection]:
         """The matrices of the layers that every token is multiplied with, in order."""
-        return [each for layer in self.layers for part in layer.parts for each in part.projections]
+        return [each for layer in self.layers for each in layer.projections]
 
     def is_long(self, length: int) -> bool:
         """Return True if a sequence of `length` tokens uses the second set of rope factors, for all its tokens."""
@@ -61,9 +62,12 @@ class Transformer:
         """Return the residual stream after the last layer, before the norm and the projection to logits."""
         with ops.using(self.backend):
             x = ops.embed(self.embedding.parts[0], step.tokens, self.architecture.embedding_scale).to(self.dtype)
+            inputs = None if self.per_layer is None else ops.per_layer_inputs(x, step.tokens, self.per_layer)
             for layer in self.layers:
                 for part in layer.parts:
                     x = part.add(x, cache, step)
+                if layer.per_layer_input is not None and inputs is not None:
+                    x = layer.per_layer_input.add(x, inputs)
             return x
 
     def final_norm(self, residual: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:

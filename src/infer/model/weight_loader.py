@@ -14,7 +14,15 @@ from infer.errors import ModelError
 from infer.model.sharding import Range, part_ranges, row_starts, rows_of
 from infer.operands.architecture import KEPT_AS_FLOATS, Rope, Shapes
 from infer.operands.group import Group, Shares
-from infer.operands.weights import ConvertedWeight, FileWeight, Norm, Projection, RopeTable, StoredWeight
+from infer.operands.weights import (
+    ConvertedWeight,
+    FileWeight,
+    Norm,
+    Projection,
+    RopeTable,
+    StoredWeight,
+    UnreadWeight,
+)
 from infer.quantization.ggml_blocks import dequantize, quantize, quantize_fitted
 from infer.quantization.ggml_types import BLOCK_TYPES
 
@@ -60,6 +68,12 @@ class WeightLoader:
             return self.projection(*names, label=label)
         shares = Shares(self.group, row_starts(self._num_rows(names[0]), self.group.size, are_blocks=are_blocks))
         return replace(self.projection(*names, label=label, ranges=[shares.own] * len(names)), shares=shares)
+
+    def in_file(self, name: str) -> UnreadWeight:
+        """Return a matrix that stays in its file, in the type that it has there."""
+        weight = self.weights[f"{self.prefix}{name}.weight"]
+        assert isinstance(weight, UnreadWeight)
+        return weight
 
     def norm(self, name: str, scale: float = 1.0) -> Norm:
         weight = dense(self.weights[f"{self.prefix}{name}.weight"]).to(self.backend.device, torch.float32)

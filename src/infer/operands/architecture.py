@@ -14,6 +14,8 @@ MAX_EXPERTS = 4096  # of a layer: each has tensors of its own
 Shapes = dict[str, tuple[int, ...]]  # tensor name → shape
 # Matrices that are never quantised here: what is lost of them adds up along a text.
 KEPT_AS_FLOATS = ("linear_attn.a_proj.weight", "linear_attn.b_proj.weight")
+# A table that stays in its file: a step reads the rows of its tokens.
+PER_LAYER_TABLE = "model.embed_tokens_per_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -232,9 +234,12 @@ class Router:
     scale: float = 1.0  # multiplies the weights
     has_bias: bool = False  # of the logits
     has_correction: bool = False  # is added to the scores to choose, and not to weigh
+    has_expert_scales: bool = False  # each expert's weight is multiplied by a number of the expert at last
 
     def shapes(self, hidden: int) -> Shapes:
         shapes: Shapes = {"mlp.router.weight": (self.num_experts, hidden)}
+        if self.has_expert_scales:
+            shapes["mlp.router.expert_scales"] = (self.num_experts,)
         if self.has_bias:
             shapes["mlp.router.bias"] = (self.num_experts,)
         if self.has_correction:
@@ -255,6 +260,19 @@ class Experts:
     has_bias: bool = False
     shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
     has_shared_gate: bool = False  # the shared expert's result is multiplied by sigmoid(gate · x)
+    # The router and the chosen experts have norms of their own before them. Their sum and the shared expert's result
+    # have one each after them. The norms of the layer are the shared expert's before, and that of all together after.
+    has_norms: bool = False
+
+    @property
+    def shared(self) -> Dense:
+        """The shared expert."""
+        return Dense(self.shared_size, self.activation, self.has_bias)
+
+    @property
+    def shared_module(self) -> str:
+        """The beginning of the names of the shared expert's tensors: in some models it is the layer's usual MLP."""
+        return "mlp" if self.has_norms else "mlp.shared_expert"
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -267,10 +285,15 @@ class Experts:
         for expert in range(self.router.num_experts):
             shapes |= _mlp_shapes(f"mlp.experts.{expert}", hidden, self.intermediate_size, has_bias=self.has_bias)
         if self.shared_size:
-            shapes |= _mlp_shapes("mlp.shared_expert", hidden, self.shared_size, has_bias=self.has_bias)
+            shapes |= _mlp_shapes(self.shared_module, hidden, self.shared_size, has_bias=self.has_bias)
+        if self.has_norms:
+            shapes |= {f"mlp.{name}_norm.weight": (hidden,) for name in _EXPERT_NORMS}
         if self.has_shared_gate:
             shapes["mlp.shared_gate.weight"] = (1, hidden)
         return shapes
+
+
+_EXPERT_NORMS = ("router", "experts", "post_experts", "post_shared")
 
 
 def _mlp_shapes(at: str, hidden: int, intermediate: int, *, has_bias: bool) -> Shapes:
@@ -280,6 +303,40 @@ def _mlp_shapes(at: str, hidden: int, intermediate: int, *, has_bias: bool) -> S
         shapes |= {f"{at}.{which}_proj.bias": (intermediate,) for which in ("gate", "up")}
         shapes[f"{at}.down_proj.bias"] = (hidden,)
     return shapes
+
+
+@dataclass(frozen=True)
+class PerLayerInput:
+    """A part after the feed-forward: norm(projection(activation(gate(x)) × p)), for p of a token and a layer.
+
+    All layers' p are made before the first layer of what is embedded there, x₀, and of a table with a row for each
+    token: p = (norm(model_projection(x₀)) + √dim × row) / √2, in which each layer has `dim` columns.
+    """
+
+    dim: int
+    activation: Activation
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Values per token of each tensor that ranks of a group gather: each computes the gate for itself."""
+        return ()
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shape of each tensor, by its name within the layer."""
+        shapes: Shapes = {"per_layer_input_gate.weight": (self.dim, hidden)}
+        return shapes | {
+            "per_layer_projection.weight": (hidden, self.dim),
+            "post_per_layer_input_norm.weight": (hidden,),
+        }
+
+    def model_shapes(self, hidden: int, vocab: int, num_layers: int) -> Shapes:
+        """Return the shape of each tensor that all layers share, by its name."""
+        wide = num_layers * self.dim
+        return {
+            PER_LAYER_TABLE: (vocab, wide),
+            "model.per_layer_model_projection.weight": (wide, hidden),
+            "model.per_layer_projection_norm.weight": (self.dim,),
+        }
 
 
 Recurrent = ShortConv | GatedDeltaNet  # mixers that keep a state of what came before, instead of every token
@@ -307,12 +364,13 @@ class Layer:
     mixer: Mixer | None
     feed_forward: FeedForward | None
     norms: Norms = Norms()
+    per_layer_input: PerLayerInput | None = None
     has_scale: bool = False  # the residual stream is multiplied by a number of the layer after its last part
 
     @property
-    def parts(self) -> tuple[Mixer | FeedForward, ...]:
+    def parts(self) -> tuple[Mixer | FeedForward | PerLayerInput, ...]:
         """The parts that there are, in the order in which they run."""
-        return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
+        return tuple(part for part in (self.mixer, self.feed_forward, self.per_layer_input) if part is not None)
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""
@@ -364,6 +422,11 @@ class Architecture:
             indices.append(None if layer.mixer is None else num_kept if shared is None else indices[shared])
             num_kept += keeps(layer.mixer)
         return tuple(indices)
+
+    @property
+    def per_layer_input(self) -> PerLayerInput | None:
+        """The part of this kind, which all layers or none have."""
+        return self.layers[0].per_layer_input
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

@@ -6,7 +6,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 from jaxtyping import Float
 from torch import Tensor
@@ -67,6 +67,13 @@ class StoredWeight(Weight):
         return StoredWeight(self.type, (last - first, *self.shape[1:]), self.data[first:last])
 
 
+class FilePlace(NamedTuple):
+    """A place in a file where rows follow each other, for kernels that read it themselves."""
+
+    descriptor: int  # open as long as the weight's `read` exists
+    offset: int
+
+
 @final
 @dataclass(frozen=True)
 class UnreadWeight(Weight):
@@ -78,6 +85,7 @@ class UnreadWeight(Weight):
     type: str
     shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]  # rows [first, last) → their `StoredWeight.data`
+    place: FilePlace | None = None  # None: the file has the rows in another order, or with others between them
 
     @property
     def out_features(self) -> int:
@@ -178,6 +186,26 @@ class SharedExpert:
 
 @final
 @dataclass(frozen=True)
+class Norm:
+    """RMSNorm (arXiv:1910.07467): x / sqrt(mean(x²) + eps) × weight."""
+
+    weight: Float[Tensor, "hidden"]
+    eps: float
+
+
+@final
+@dataclass(frozen=True)
+class ExpertNorms:
+    """Norms of a layer of experts besides those that any feed-forward has."""
+
+    router: Norm  # of what the router reads of the residual stream
+    experts: Norm  # of what the chosen experts read of it
+    post_experts: Norm  # of the chosen experts' sum
+    post_shared: Norm  # of the shared expert's result
+
+
+@final
+@dataclass(frozen=True)
 class ExpertWeights:
     """The experts of a layer. gate, up and down have the rows of all experts, one expert below the other."""
 
@@ -189,15 +217,23 @@ class ExpertWeights:
     down: Projection
     activation: Activation
     shared: SharedExpert | None
+    expert_scales: Float[Tensor, "experts"] | None = None
+    norms: ExpertNorms | None = None
 
 
 @final
 @dataclass(frozen=True)
-class Norm:
-    """RMSNorm (arXiv:1910.07467): x / sqrt(mean(x²) + eps) × weight."""
+class PerLayerWeights:
+    """The weights that make the inputs of all layers for a token: `PerLayerInput`."""
 
-    weight: Float[Tensor, "hidden"]
-    eps: float
+    table: UnreadWeight  # [vocab, layers × dim]
+    table_scale: float
+    projection: Projection  # of the embedded token
+    norm: Norm  # of each layer's columns
+
+    @property
+    def dim(self) -> int:
+        return len(self.norm.weight)
 
 
 @final

@@ -1,7 +1,8 @@
 """Signature of every kernel. A model runs its ops `using` its backend; `backend_of` finds the backend of a device.
 
 The ops are fused. A layer is five calls: norm → qkv; rotate, append, attend; output → residual; norm → gate · up; down
-→ residual. `embed` comes before the layers and `head` after them. `backends.reference` defines each op in plain torch.
+→ residual. `embed` comes before the layers and `head` after them. Per-layer inputs are made once after `embed`, and each
+layer takes its own with two calls more. `backends.reference` defines each op in plain torch.
 Every other kernel module exports the same names and agrees with it. What one op makes for the product of the next is
 `Activations`: an op takes only those that the same backend made, or floats without a twin.
 """
@@ -16,7 +17,16 @@ from infer.operands.architecture import Activation
 from infer.operands.delta_net_cache import DeltaNetCache
 from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Step
-from infer.operands.weights import ConvWeights, DeltaNetWeights, ExpertWeights, Heads, Norm, Projection, Weight
+from infer.operands.weights import (
+    ConvWeights,
+    DeltaNetWeights,
+    ExpertWeights,
+    Heads,
+    Norm,
+    PerLayerWeights,
+    Projection,
+    Weight,
+)
 from infer.ops.device import (
     backend_named,
     backend_of,
@@ -49,6 +59,7 @@ __all__ = [
     "cuda_backend",
     "cuda_devices",
     "embed",
+    "gate_inputs",
     "gated_delta_net",
     "head",
     "is_gpu_of_use",
@@ -56,6 +67,7 @@ __all__ = [
     "norm_project",
     "normalize",
     "opencl_devices",
+    "per_layer_inputs",
     "prepare",
     "project_add",
     "sample",
@@ -149,6 +161,26 @@ def norm_gate(
     return y
 
 
+def per_layer_inputs(
+    x: Float[Tensor, "tokens hidden"], token_ids: Int[Tensor, "tokens"], weights: PerLayerWeights
+) -> Float[Tensor, "tokens inputs"]:
+    """Return all layers' inputs of the tokens, which `PerLayerInput` defines. x is what is embedded."""
+    y: Tensor = backend_of(x.device).kernels.per_layer_inputs(x, token_ids, weights)
+    return y
+
+
+def gate_inputs(
+    x: Float[Tensor, "tokens hidden"],
+    gate: Projection,
+    activation: Activation,
+    inputs: Float[Tensor, "tokens inputs"],
+    first_column: int,
+) -> Activations:
+    """Return activation(gate(x)) × inputs, of as many columns of inputs from `first_column` on."""
+    y: Activations = backend_of(x.device).kernels.gate_inputs(x, gate, activation, inputs, first_column)
+    return y
+
+
 def normalize(x: Float[Tensor, "tokens hidden"], norm: Norm) -> Float[Tensor, "tokens hidden"]:
     """Return norm(x)."""
     y: Tensor = backend_of(x.device).kernels.normalize(x, norm)
@@ -156,14 +188,19 @@ def normalize(x: Float[Tensor, "tokens hidden"], norm: Norm) -> Float[Tensor, "t
 
 
 def add_experts(
-    residual: Float[Tensor, "tokens hidden"], norm: Norm | None, experts: ExpertWeights, post_norm: Norm | None
+    residual: Float[Tensor, "tokens hidden"],
+    norm: Norm | None,
+    experts: ExpertWeights,
+    post_norm: Norm | None,
+    scale: float = 1.0,
 ) -> Float[Tensor, "tokens hidden"]:
-    """Return residual + post_norm(Σ weight × expert(x) + shared(x)) for x = norm(residual), by each token's experts.
+    """Return (residual + post_norm(Σ weight × expert(x) + shared(x))) × scale for x = norm(residual).
 
     `Router` defines which experts a token chooses, and their weights. The sum adds the chosen experts in ascending
-    order, then the shared one. The result may share residual's memory: do not use residual afterwards.
+    order, then the shared one; `Experts.has_norms` says where more norms stand. The result may share residual's
+    memory: do not use residual afterwards.
     """
-    y: Tensor = backend_of(residual.device).kernels.add_experts(residual, norm, experts, post_norm)
+    y: Tensor = backend_of(residual.device).kernels.add_experts(residual, norm, experts, post_norm, scale)
     return y
 
 

@@ -35,6 +35,11 @@ class OpenFile:
         if self.size < at_least:
             raise ModelFormatError(path, "file size", f"expected at least {at_least} bytes, got {self.size}")
 
+    @property
+    def descriptor(self) -> int:
+        """The file's descriptor, which is open as long as this object lives."""
+        return self._descriptor
+
     def read(self, offset: int, count: int) -> bytes:
         """Return `count` bytes from byte `offset` on.
 

@@ -203,14 +203,28 @@ def normalize(args, state, thread, num_threads):
 
 
 def add_rows(args, state, thread, num_threads):
-    """Add y, or y × weight / rms(y), to residual, and scale the sum. Tokens are divided among the threads."""
+    """Add y, or y × weight / rms(y), to residual, or to residual × own weight / rms(residual), and scale the sum.
+
+    A token has one row or several. Rows are divided among the threads.
+    """
     scale = splat_f32(args.scale)
-    for token in range(thread, state.num_tokens, num_threads):
-        y, residual = args.y + 4 * args.features * token, args.residual + 4 * args.features * token
+    for row in range(thread, state.num_tokens * args.rows_per_token, num_threads):
+        y, residual = args.y + 4 * args.features * row, args.residual + 4 * args.features * row
         factor = splat_f32(np.float32(1) if args.weight == 0 else inverse_rms(y, args.features, args.eps))
+        own = splat_f32(np.float32(1) if args.own_weight == 0 else inverse_rms(residual, args.features, args.eps))
         for i in range(0, args.features, LANES):
             at, room = residual + 4 * i, args.features - i
-            value = load_upto(y + 4 * i, room)
+            value, before = load_upto(y + 4 * i, room), load_upto(at, room)
             if args.weight != 0:
                 value = value * factor * load_upto(args.weight + 4 * i, room)
-            store_upto(at, room, (load_upto(at, room) + value) * scale)
+            if args.own_weight != 0:
+                before = before * own * load_upto(args.own_weight + 4 * i, room)
+            store_upto(at, room, (before + value) * scale)
+
+
+def clear_rows(args, state, thread, num_threads):
+    """Set residual to 0. Tokens are divided among the threads."""
+    zero = splat_f32(np.float32(0))
+    for token in range(thread, state.num_tokens, num_threads):
+        for i in range(0, args.features, LANES):
+            store_upto(args.residual + 4 * (args.features * token + i), args.features - i, zero)

@@ -11,7 +11,16 @@ from infer.backends.cpu.compile.kernel import Kernel
 from infer.backends.cpu.isa import InstructionSet, instruction_set
 from infer.backends.cpu.layouts import PLANES
 from infer.backends.cpu.workspace import are_paired
-from infer.operands.architecture import Architecture, Dense, Experts, GatedDeltaNet, Layer, ModelOutline, ShortConv
+from infer.operands.architecture import (
+    PER_LAYER_TABLE,
+    Architecture,
+    Dense,
+    Experts,
+    GatedDeltaNet,
+    Layer,
+    ModelOutline,
+    ShortConv,
+)
 
 _SAMPLING = (
     *("stage_1_edit:scan", "stage_2_candidates:narrow", "stage_3_draw:choose"),
@@ -60,10 +69,13 @@ def _of_weights(
 ) -> Iterator[Kernel]:
     table = "model.embed_tokens.weight"
     yield Kernel(".weights.embed:make_embed", (types[table], isa.inputs), "EMBED", f"weights {types[table]}")
-    for type_ in sorted(set(types.values())):
+    kept = types.get(PER_LAYER_TABLE)
+    if kept is not None:
+        yield Kernel(".weights.file_rows:make_embed_from_file", (kept,), "EMBED_FROM_FILE", "per-layer embeddings")
+    for type_ in sorted({type_ for name, type_ in types.items() if name != PER_LAYER_TABLE}):
         yield Kernel(".weights.pack_kernels:make_pack", (type_, isa.inputs), "PACK", f"weights {type_}")
     others = {name for name in types if ".mlp.experts." in name}  # multiplied by kernels of their own
-    others |= set() if architecture.tied_embeddings else {table}
+    others |= {PER_LAYER_TABLE} if architecture.tied_embeddings else {PER_LAYER_TABLE, table}
     multiplied = {type_ for name, type_ in types.items() if name not in others}
     for type_ in sorted(multiplied):
         reason = f"weights {type_}" if precision == "exact" else f"precision {precision}"
@@ -75,11 +87,21 @@ def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kerne
         yield Kernel(".short_conv:short_conv", (), "SHORT_CONV", "short convolutions")
     elif isinstance(layer.mixer, GatedDeltaNet):
         yield Kernel(".delta_net.recurrence:gated_delta_net", (), "GATED_DELTA_NET", "gated delta nets")
-    if layer.norms.after:
+    if (
+        layer.norms.after
+        or layer.has_scale
+        or (isinstance(layer.feed_forward, Experts) and layer.feed_forward.has_norms)
+    ):
         yield Kernel(".activations:add_rows", (), "ADD_ROWS", "post norms")
-    else:
+    if not layer.norms.after:
         yield Kernel(".matmul.matmul:make_store", ("add",), "EPILOGUE")
+    if layer.per_layer_input is not None:
+        yield Kernel(
+            ".matmul.matmul:make_store", (f"gate {layer.per_layer_input.activation}",), "EPILOGUE", "per-layer inputs"
+        )
     dense = layer.feed_forward
+    if isinstance(dense, Experts) and (dense.has_norms or layer.norms.after or layer.has_scale):
+        yield Kernel(".activations:clear_rows", (), "ADD_ROWS", "experts")
     if isinstance(dense, Dense):
         maker = "gate" if are_paired(dense, types, at + "mlp") else "store"
         yield Kernel(f".matmul.matmul:make_{maker}", (dense.activation,), "EPILOGUE", f"activation {dense.activation}")
@@ -100,9 +122,8 @@ def _of_experts(
     yield Kernel(f".matmul.matmul:make_{maker}", (experts.activation,), "EPILOGUE", f"activation {experts.activation}")
     yield Kernel(".matmul.matmul:make_store", ("weighted",), "EPILOGUE", reason)
     if experts.shared_size:
-        shared = Dense(experts.shared_size, experts.activation)
-        maker = "gate" if are_paired(shared, types, f"{at}.shared_expert") else "store"
+        shared_at = f"{at.removesuffix('mlp')}{experts.shared_module}"
+        maker = "gate" if are_paired(experts.shared, types, shared_at) else "store"
         yield Kernel(f".matmul.matmul:make_{maker}", (experts.activation,), "EPILOGUE", reason)
-        yield Kernel(
-            ".matmul.matmul:make_store", ("sigmoid" if experts.has_shared_gate else "add",), "EPILOGUE", reason
-        )
+        kind = "plain" if experts.has_norms else "sigmoid" if experts.has_shared_gate else "add"
+        yield Kernel(".matmul.matmul:make_store", (kind,), "EPILOGUE", reason)

@@ -14,8 +14,10 @@ from infer.backends.cpu.delta_net.commands import gated_delta_net
 from infer.backends.cpu.experts.commands import add_down, exchange_sums, gate_and_up, route, weigh_shared
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.per_layer_inputs import gate_inputs, per_layer_inputs
 from infer.backends.cpu.projections import (
     activations_of,
+    add_rows,
     append_matmul,
     epilogue_of,
     is_in_blocks,
@@ -57,11 +59,13 @@ __all__ = [
     "attention_weights",
     "choose_tokens",
     "embed",
+    "gate_inputs",
     "gated_delta_net",
     "head",
     "norm_gate",
     "norm_project",
     "normalize",
+    "per_layer_inputs",
     "prepare",
     "project_add",
     "short_conv",
@@ -117,10 +121,7 @@ def project_add(
         y, first = run.columns("before post norm", run.capacity, projection.out_features, shares)
         project(run, x, None, projection, (y, first))
         y = run.gathered(y, shares)
-        arguments = Arguments(ADD_ROWS, residual=residual, y=y, features=y.shape[1], scale=scale)
-        if post_norm is not None:
-            arguments.set(weight=post_norm.weight.float().contiguous(), eps=post_norm.eps)
-        run.append("add" if post_norm is None else "post_norm", arguments, BARRIER, ".activations:add_rows")
+        add_rows(run, residual, y, post_norm, scale)
         return residual
 
 
@@ -151,28 +152,44 @@ def norm_gate(
 
 
 def add_experts(
-    residual: Float[Tensor, "tokens hidden"], norm: Norm | None, experts: ExpertWeights, post_norm: Norm | None
+    residual: Float[Tensor, "tokens hidden"],
+    norm: Norm | None,
+    experts: ExpertWeights,
+    post_norm: Norm | None,
+    scale: float = 1.0,
 ) -> Float[Tensor, "tokens hidden"]:
-    if post_norm is not None:
-        raise InvalidRequestError("a norm of the result of experts is not supported on a CPU")
-    num_tokens, shared = len(residual), experts.shared
+    num_tokens, shared, norms, total = len(residual), experts.shared, experts.norms, residual
+    router_norm, expert_norm = (norm, norm) if norms is None else (norms.router, norms.experts)
     if shared is not None:  # of the residual stream as it is before anything is added
         shared_hidden = norm_gate(residual, norm, shared.gate_up, experts.activation)
         weights = None if shared.gate is None else weigh_shared(residual, norm, shared.gate)
     with scope(experts.router_logits.label, num_tokens=num_tokens) as run:
-        routing = route(run, residual, norm, experts)
+        routing = route(run, residual, router_norm, experts)
     with scope(experts.gate.label, num_tokens=num_tokens) as run:
-        hidden = gate_and_up(run, residual, norm, experts, routing)
+        hidden = gate_and_up(run, residual, expert_norm, experts, routing)
     with scope(experts.down.label, num_tokens=num_tokens) as run:
-        add_down(run, hidden, experts, routing, residual)
-    if shared is not None:
+        if norms is not None or post_norm is not None or scale != 1:
+            total = run.tensor("expert total", run.capacity, residual.shape[1])
+            arguments = Arguments(ADD_ROWS, residual=total, features=total.shape[1], rows_per_token=1)
+            run.append("clear", arguments, BARRIER, ".activations:clear_rows")
+        add_down(run, hidden, experts, routing, total)
+    if shared is not None and norms is None:
         kind = "add" if weights is None else "weighted"
         with scope(shared.down.label, num_tokens=num_tokens) as run:
-            own = residual, own_columns(shared.down, residual.shape[1])[0]
+            own = total, own_columns(shared.down, total.shape[1])[0]
             project(run, shared_hidden, None, shared.down, own, kind=kind, weights=weights)
     if experts.down.shares is not None:
         with scope(experts.down.label, num_tokens=num_tokens) as run:
-            exchange_sums(run, residual, experts.down.shares)
+            exchange_sums(run, total, experts.down.shares)
+    if shared is not None and norms is not None:
+        with scope(shared.down.label, num_tokens=num_tokens) as run:
+            y, first = run.columns("before post norm", run.capacity, shared.down.out_features, shared.down.shares)
+            project(run, shared_hidden, None, shared.down, (y, first))
+            y = run.gathered(y, shared.down.shares)
+            add_rows(run, total, y, norms.post_shared, own_norm=norms.post_experts)
+    if total is not residual:
+        with scope(experts.down.label, num_tokens=num_tokens) as run:
+            add_rows(run, residual, total, post_norm, scale)
     return residual
 
 

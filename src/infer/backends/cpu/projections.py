@@ -10,7 +10,7 @@ from infer.backends.cpu.compile.addresses import compiled_address
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import BLOCK, PANEL, SPARE_TOKENS
 from infer.backends.cpu.recording import Offer, Run
-from infer.backends.cpu.records import EPILOGUE, MATMUL, NORMALIZE
+from infer.backends.cpu.records import ADD_ROWS, EPILOGUE, MATMUL, NORMALIZE
 from infer.backends.cpu.threads.dispatch_table import BARRIER, BARRIER_IF_MANY, NO_BARRIER, Arguments
 from infer.backends.cpu.weights.packed_weight import PackedWeight
 from infer.backends.cpu.workspace import groups_per_unit
@@ -33,10 +33,12 @@ def project(
     of_logits: bool = False,
     softcap: float = 0,
     weights: Tensor | None = None,
+    factors: tuple[Tensor, int] | None = None,
 ) -> None:
     """Append project(norm(x)), stored as `matmul.make_store` defines for the kind. `to` is out and its first column.
 
-    `weights` has what each row is multiplied by, if the kind is "weighted".
+    `weights` has what each row is multiplied by, if the kind is "weighted". `factors` and their first column are for
+    the kinds that gate them.
     """
     function = compiled_address(".matmul.matmul:make_store", EPILOGUE, kind)
     sources: dict[int, dict[str, int]] = {}
@@ -49,6 +51,9 @@ def project(
         epilogue.set(softcap=softcap)
         if weights is not None:
             epilogue.set(weights=weights)
+        if factors is not None:
+            epilogue.set(factors=factors[0].data_ptr() + 4 * (factors[1] + column), factor_stride=factors[0].shape[1])
+            epilogue.keeps.append(factors[0])
         column += weight.out_features
         arguments = matmul_arguments(run, weight, weight.num_groups, second_weights=0)
         arguments.set(epilogue=function, epilogue_arguments=epilogue.address, of_logits=of_logits)
@@ -108,6 +113,28 @@ def matmul_arguments(
 def append_matmul(run: Run, weight: PackedWeight, arguments: Arguments, barrier: int) -> None:
     variant = weight.layout.type, weight.planes, instruction_set().name
     run.append(f"matmul {weight.layout.type}", arguments, barrier, ".matmul.matmul:make_matmul", *variant)
+
+
+def add_rows(
+    run: Run,
+    residual: Tensor,
+    y: Tensor,
+    norm: Norm | None,
+    scale: float = 1.0,
+    *,
+    own_norm: Norm | None = None,
+    rows_per_token: int = 1,
+) -> None:
+    """Append residual = (own_norm(residual) + norm(y)) × scale, for each of a token's rows by itself."""
+    features = y.shape[1] // rows_per_token
+    arguments = Arguments(ADD_ROWS, residual=residual, y=y, features=features, scale=scale)
+    arguments.set(rows_per_token=rows_per_token)
+    if norm is not None:
+        arguments.set(weight=norm.weight.float().contiguous(), eps=norm.eps)
+    if own_norm is not None:
+        assert norm is None or norm.eps == own_norm.eps
+        arguments.set(own_weight=own_norm.weight.float().contiguous(), eps=own_norm.eps)
+    run.append("add" if norm is None else "post_norm", arguments, BARRIER, ".activations:add_rows")
 
 
 def own_columns(projection: Projection, width: int) -> tuple[int, int]:

@@ -46,6 +46,19 @@ EMBED = np.dtype(
     ]
 )
 
+EMBED_FROM_FILE = np.dtype(
+    [
+        ("descriptor", np.int64),  # of the file
+        ("offset", np.int64),  # of the table in it
+        ("row_bytes", np.int64),
+        ("in_features", np.int64),
+        ("num_rows", np.int64),
+        ("out", np.int64),  # f32 [tokens, in_features]
+        ("scale", np.float32),
+        ("padding", np.float32),
+    ]
+)
+
 # activations
 
 NORMALIZE = np.dtype(
@@ -66,9 +79,11 @@ ADD_ROWS = np.dtype(
         ("residual", np.int64),  # f32 [tokens, features], changed in place
         ("y", np.int64),
         ("weight", np.int64),  # 0: y is added as it is
-        ("eps", np.float32),
+        ("own_weight", np.int64),  # not 0: residual is normalised first, with this weight
+        ("eps", np.float32),  # of both
         ("scale", np.float32),  # multiplies the sum
-        ("features", np.int64),
+        ("features", np.int64),  # of a row
+        ("rows_per_token", np.int64),
     ]
 )
 
@@ -253,6 +268,8 @@ EPILOGUE = np.dtype(
         ("form", np.int64),
         ("softcap", np.float32),  # of `store`, where it caps
         ("padding", np.float32),
+        ("factors", np.int64),  # of `store`, where it gates them: f32 [tokens, factor_stride], from its first column on
+        ("factor_stride", np.int64),
         ("tokens", pointer(np.int64)),  # of `store`, where it weighs: the row of `out` for each row here; 0: the same
         ("weights", pointer(np.float32)),  # likewise: what each row is multiplied by
     ]
@@ -270,6 +287,7 @@ ROUTING = np.dtype(
         ("is_normalized", np.int64),
         ("floor", np.float32),
         ("scale", np.float32),
+        ("expert_scales", np.int64),  # f32 [experts], multiplies an expert's weights; 0: none
         ("chosen", pointer(np.int64)),  # [tokens, num_chosen], ascending
         ("chosen_weights", pointer(np.float32)),  # [tokens, num_chosen]
         ("counts", pointer(np.int64)),  # [experts]: tokens that chose it

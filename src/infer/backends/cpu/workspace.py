@@ -19,7 +19,16 @@ from infer.backends.cpu.records import (
     attend_scratch_bytes,
     delta_net_scratch_bytes,
 )
-from infer.operands.architecture import Architecture, Attention, Dense, Experts, GatedDeltaNet, Layer, ShortConv
+from infer.operands.architecture import (
+    Architecture,
+    Attention,
+    Dense,
+    Experts,
+    GatedDeltaNet,
+    Layer,
+    PerLayerInput,
+    ShortConv,
+)
 from infer.operands.limits import STATE_TOKENS
 
 Buffers = dict[tuple[str, int], int]  # role and size → bytes
@@ -61,6 +70,8 @@ def step_buffers(architecture: Architecture, types: Mapping[str, str], sizes: St
     step = _Step(sizes)
     hidden, vocab = architecture.hidden_size, architecture.vocab_size
     step.floats("x", sizes.tokens, hidden)
+    if architecture.per_layer_input is not None:
+        _add_per_layer_inputs(step, architecture.per_layer_input, architecture, types)
     for index, layer in enumerate(architecture.layers):
         _add_layer(step, layer, architecture, types, f"model.layers.{index}.")
     head = types["model.embed_tokens.weight" if architecture.tied_embeddings else "lm_head.weight"]
@@ -81,8 +92,24 @@ def _add_layer(step: "_Step", layer: Layer, architecture: Architecture, types: M
         _add_dense(step, layer.feed_forward, hidden, types, at)
     elif isinstance(layer.feed_forward, Experts):
         _add_experts(step, layer.feed_forward, hidden, types, at)
-    if layer.norms.after:
+        if layer.feed_forward.has_norms or layer.norms.after or layer.has_scale:
+            step.floats("expert total", step.sizes.tokens, hidden)
+    if layer.per_layer_input is not None:
+        dim = layer.per_layer_input.dim
+        step.project([types[at + "per_layer_input_gate.weight"]], [dim], hidden)
+        step.floats("gated inputs", step.sizes.tokens, dim)
+        step.project([types[at + "per_layer_projection.weight"]], [hidden], dim)
+    if layer.norms.after or layer.has_scale or layer.per_layer_input is not None:
         step.floats("before post norm", step.sizes.tokens, hidden)
+
+
+def _add_per_layer_inputs(
+    step: "_Step", own: PerLayerInput, architecture: Architecture, types: Mapping[str, str]
+) -> None:
+    wide, hidden = len(architecture.layers) * own.dim, architecture.hidden_size
+    for role in ("per-layer inputs", "per-layer contexts"):
+        step.floats(role, step.sizes.tokens, wide)
+    step.project([types["model.per_layer_model_projection.weight"]], [wide], hidden)
 
 
 def _add_attention(
@@ -163,7 +190,7 @@ def _add_experts(step: "_Step", experts: Experts, hidden: int, types: Mapping[st
         if experts.has_shared_gate:
             step.project(["F32"], [1], hidden)
             step.floats("shared weights", tokens, 1)
-        _add_dense(step, Dense(experts.shared_size, experts.activation), hidden, types, at, "mlp.shared_expert")
+        _add_dense(step, experts.shared, hidden, types, at, experts.shared_module)
 
 
 @final

@@ -13,7 +13,16 @@ from infer.model.families.config_values import Config, choice, count, flag, opti
 from infer.model.families.layer_kinds import SLIDING
 from infer.model.families.rope_scaling import make_rope
 from infer.model.families.table import FAMILIES, NEEDS, OFF_IF_NULL, OPTIONAL, Family
-from infer.operands.architecture import Activation, Architecture, Attention, Dense, Layer, Mixer
+from infer.operands.architecture import (
+    Activation,
+    Architecture,
+    Attention,
+    Dense,
+    Experts,
+    FeedForward,
+    Layer,
+    Mixer,
+)
 
 __all__ = ["FAMILIES", "make_architecture"]
 
@@ -94,9 +103,9 @@ def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
     experts = None if family.experts is None else family.experts(config, activation)
     are_sparse = [experts is not None and family.is_sparse(config, index) for index in range(num_layers)]
     dense = None if all(are_sparse) else _dense(config, family, activation)
-    sources = family.shared_layers(config, kinds)
+    sources, own_input = family.shared_layers(config, kinds), family.per_layer_input(config, activation)
     layers = [
-        Layer(mixer_by_kind[each], experts if is_sparse else dense, family.norms, family.has_scale)
+        Layer(mixer_by_kind[each], experts if is_sparse else dense, family.norms, own_input, family.has_scale)
         for each, is_sparse in zip(wanted, are_sparse, strict=True)
     ]
     return tuple(
@@ -107,13 +116,19 @@ def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
 
 def _sharing(config: Config, layer: Layer, source: int) -> Layer:
     """Return the layer without keys and values of its own."""
-    mixer, dense = layer.mixer, layer.feed_forward
+    mixer, feed_forward = layer.mixer, layer.feed_forward
     assert isinstance(mixer, Attention)
-    assert isinstance(dense, Dense)
     if flag(config, "use_double_wide_mlp"):
-        dense = replace(dense, intermediate_size=2 * dense.intermediate_size)
+        feed_forward = _with_wide_mlp(feed_forward)
     mixer = replace(mixer, shared_from=source, has_v_norm=False, are_values_keys=False)
-    return replace(layer, mixer=mixer, feed_forward=dense)
+    return replace(layer, mixer=mixer, feed_forward=feed_forward)
+
+
+def _with_wide_mlp(feed_forward: FeedForward | None) -> FeedForward:
+    if isinstance(feed_forward, Experts):
+        return replace(feed_forward, shared_size=2 * feed_forward.shared_size)
+    assert feed_forward is not None
+    return replace(feed_forward, intermediate_size=2 * feed_forward.intermediate_size)
 
 
 def _dense(config: Config, family: Family, activation: Activation) -> Dense:

@@ -70,6 +70,15 @@ def lfm2_experts(config: Config, activation: Activation) -> Experts:
     return Experts(router, count(config, "moe_intermediate_size"), activation)
 
 
+def gemma4_experts(config: Config, activation: Activation) -> Experts | None:
+    """Return the experts of Gemma 4's 26B-A4B, beside the layer's usual MLP; None if a model has none."""
+    if not flag(config, "enable_moe_block"):
+        return None
+    router = replace(_router(config, scores="softmax", is_normalized=True), has_expert_scales=True)
+    size, shared_size = count(config, "moe_intermediate_size"), count(config, "intermediate_size")
+    return Experts(router, size, activation, shared_size=shared_size, has_norms=True)
+
+
 def every_layer_is_sparse(config: Config, index: int) -> bool:
     return True
 

@@ -3,6 +3,7 @@
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag, positive, settings
 from infer.model.families.layer_kinds import FULL, gemma4_kinds
+from infer.operands.architecture import Activation, PerLayerInput
 
 
 def gemma3_rope(config: Config, kind: str) -> Config:
@@ -27,18 +28,24 @@ def gemma4_rope(config: Config, kind: str) -> Config:
 
 def gemma4_of_kind(config: Config, kind: str) -> Config:
     """Return Gemma 4's settings for layers of a kind: full attention has heads of other numbers and sizes."""
-    for name, what in (
-        ("hidden_size_per_layer_input", "per-layer embeddings"),
-        ("enable_moe_block", "experts beside MLPs"),
-    ):
-        if config.get(name):
-            raise UnsupportedModelError(f"{name}={config[name]!r:.60} is not supported yet for gemma4_text: {what}")
     if kind != FULL:
         return {**config, "attention_k_eq_v": False, "rope_frequency_factors": None, **_of_layers(config, kind)}
     own = {"head_dim": config["global_head_dim"]}
     if flag(config, "attention_k_eq_v") and config.get("num_global_key_value_heads") is not None:
         own["num_key_value_heads"] = config["num_global_key_value_heads"]
     return {**config, **own, **_of_layers(config, kind)}
+
+
+def gemma4_per_layer_input(config: Config, activation: Activation) -> PerLayerInput | None:
+    """Return what each layer does with a token's own input, in E2B and E4B; None in larger models."""
+    if config.get("hidden_size_per_layer_input") in (None, 0):
+        return None
+    vocab_size, num_rows = count(config, "vocab_size"), config.get("vocab_size_per_layer_input")
+    if num_rows not in (None, vocab_size):
+        raise UnsupportedModelError(
+            f"vocab_size_per_layer_input={num_rows!r:.60} is not supported: it must be vocab_size={vocab_size}"
+        )
+    return PerLayerInput(count(config, "hidden_size_per_layer_input"), activation)
 
 
 def _of_layers(config: Config, kind: str) -> Config:

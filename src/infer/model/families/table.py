@@ -11,6 +11,7 @@ from infer.errors import UnsupportedModelError
 from infer.model.families.config_values import Config, positive, settings
 from infer.model.families.experts import (
     every_layer_is_sparse,
+    gemma4_experts,
     glm_experts,
     gpt_oss_experts,
     granite_experts,
@@ -22,7 +23,7 @@ from infer.model.families.experts import (
     olmoe_experts,
     qwen_experts,
 )
-from infer.model.families.gemma import gemma3_rope, gemma4_of_kind, gemma4_rope
+from infer.model.families.gemma import gemma3_rope, gemma4_of_kind, gemma4_per_layer_input, gemma4_rope
 from infer.model.families.layer_kinds import (
     CONVOLUTION,
     FULL,
@@ -45,7 +46,7 @@ from infer.model.families.layer_kinds import (
 from infer.model.families.recurrent import gated_delta_net, short_conv
 from infer.model.families.rope_scaling import rope_settings
 from infer.model.families.widths import intermediate_size, lfm2_size
-from infer.operands.architecture import Activation, Experts, Norms, Recurrent
+from infer.operands.architecture import Activation, Experts, Norms, PerLayerInput, Recurrent
 
 # Settings that some families' code reads, and others' does not though a config may have them.
 OPTIONAL = frozenset(
@@ -101,6 +102,10 @@ def _olmo3_rope(config: Config, kind: str) -> Config:
     return {"rope_theta": positive(config, "rope_theta", 500_000.0), **nested, **scaling}
 
 
+def _no_per_layer_input(config: Config, activation: Activation) -> None:
+    return None
+
+
 def _of_any_kind(config: Config, kind: str) -> Config:
     return config
 
@@ -120,11 +125,12 @@ class Family:
     dense_size: Callable[[Config], int] = intermediate_size
     scales_embedding: bool = False  # by the root of hidden_size
     norms: Norms = _PRE_NORMS
-    experts: Callable[[Config, Activation], Experts] | None = None
+    experts: Callable[[Config, Activation], Experts | None] | None = None
     is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # whether a layer has experts
     qk_norm: Literal["head", "all"] | None = None
     of_kind: Callable[[Config, str], Config] = _of_any_kind  # the settings of attention in layers of a kind
     shared_layers: Callable[[Config, Sequence[str]], Sequence[int | None]] = none_shared  # whose keys a layer reads
+    per_layer_input: Callable[[Config, Activation], PerLayerInput | None] = _no_per_layer_input
     has_v_norm: bool = False
     has_scale: bool = False  # of each layer
     qk_norm_setting: str | None = None  # the setting that says whether there are such norms
@@ -161,7 +167,10 @@ _GEMMA4 = Family(
     defaults={**_GEMMA3.defaults, "num_hidden_layers": 30, "vocab_size": 262_144, "sliding_window": 512}
     | {"global_head_dim": 512, "hidden_size_per_layer_input": 256},
     fixed={"query_pre_attn_scalar": 1.0},
+    renamed={"top_k_experts": "num_experts_per_tok"},
     reads=_ATTENTION_BIAS | {"final_logit_softcapping", "attention_k_eq_v"},
+    experts=gemma4_experts,
+    per_layer_input=gemma4_per_layer_input,
     layer_kinds=gemma4_kinds,
     of_kind=gemma4_of_kind,
     shared_layers=last_share_keys,

@@ -14,6 +14,7 @@ from infer.kvcache.paged import PagedCache
 from infer.model.layers.attention import LoadedAttention
 from infer.model.layers.dense import LoadedDense
 from infer.model.layers.experts import LoadedExperts
+from infer.model.layers.per_layer_input import LoadedPerLayerInput
 from infer.model.layers.recurrent import LoadedRecurrent
 from infer.model.weight_loader import WeightLoader
 from infer.operands.architecture import Attention, Dense, Experts, Layer
@@ -26,6 +27,7 @@ __all__ = [
     "LoadedExperts",
     "LoadedLayer",
     "LoadedPart",
+    "LoadedPerLayerInput",
     "LoadedRecurrent",
     "load_layer",
 ]
@@ -52,15 +54,22 @@ class LoadedLayer:
 
     mixer: LoadedMixer | None
     feed_forward: LoadedDense | LoadedExperts | None
+    per_layer_input: LoadedPerLayerInput | None = None
 
     @property
     def parts(self) -> tuple[LoadedPart, ...]:
-        """The parts that there are, in the order in which they run."""
+        """The mixer and the feed-forward, as far as there are any, in the order in which they run."""
         return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
 
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The matrices that every token is multiplied with, in order."""
+        parts = (*self.parts, *(() if self.per_layer_input is None else (self.per_layer_input,)))
+        return tuple(each for part in parts for each in part.projections)
 
-def load_layer(layer: Layer, loader: WeightLoader, cache_index: int | None) -> LoadedLayer:
-    """Return the layer that `loader` is for. What its mixer reads is in the cache's layer `cache_index`."""
+
+def load_layer(layer: Layer, index: int, loader: WeightLoader, cache_index: int | None) -> LoadedLayer:
+    """Return the layer of this index, that `loader` is for. What its mixer reads is in the cache's `cache_index`."""
     mixer: LoadedMixer | None = None
     feed_forward: LoadedDense | LoadedExperts | None = None
     if layer.mixer is not None:
@@ -69,9 +78,13 @@ def load_layer(layer: Layer, loader: WeightLoader, cache_index: int | None) -> L
             mixer = LoadedAttention.load(layer.mixer, layer.norms, loader, cache_index)
         else:
             mixer = LoadedRecurrent.load(layer.mixer, layer.norms, loader, cache_index)
+    per_layer_input: LoadedPerLayerInput | None = None
+    scale = float(loader.vector("layer_scalar")[0]) if layer.has_scale else 1.0
+    if layer.per_layer_input is not None:  # the last part scales
+        per_layer_input = LoadedPerLayerInput.load(layer.per_layer_input, index, loader, scale)
+        scale = 1.0
     if isinstance(layer.feed_forward, Dense):
-        scale = float(loader.vector("layer_scalar")[0]) if layer.has_scale else 1.0
         feed_forward = LoadedDense.load(layer.feed_forward, layer.norms, loader, scale)
     elif isinstance(layer.feed_forward, Experts):
-        feed_forward = LoadedExperts.load(layer.feed_forward, layer.norms, loader)
-    return LoadedLayer(mixer, feed_forward)
+        feed_forward = LoadedExperts.load(layer.feed_forward, layer.norms, loader, scale)
+    return LoadedLayer(mixer, feed_forward, per_layer_input)

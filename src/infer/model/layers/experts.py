@@ -11,7 +11,7 @@ from infer.kvcache.paged import PagedCache
 from infer.model.weight_loader import WeightLoader
 from infer.operands.architecture import Experts, Norms
 from infer.operands.step import Step
-from infer.operands.weights import ExpertWeights, Norm, Projection, SharedExpert
+from infer.operands.weights import ExpertNorms, ExpertWeights, Norm, Projection, SharedExpert
 
 
 @final
@@ -20,9 +20,10 @@ class LoadedExperts:
     norm: Norm | None
     experts: ExpertWeights
     post_norm: Norm | None
+    scale: float  # multiplies the residual stream after all
 
     @classmethod
-    def load(cls, experts: Experts, norms: Norms, loader: WeightLoader) -> Self:
+    def load(cls, experts: Experts, norms: Norms, loader: WeightLoader, scale: float) -> Self:
         names = [f"mlp.experts.{expert}" for expert in range(experts.router.num_experts)]
         used_share = experts.router.num_chosen / experts.router.num_experts
         gate, up, down = (
@@ -34,20 +35,24 @@ class LoadedExperts:
             )
             for which in ("gate", "up", "down")
         )
+        router_logits = loader.float_projection("mlp.router", label="router")
         weights = ExpertWeights(
             router=experts.router,
-            router_logits=loader.float_projection("mlp.router", label="router"),
+            router_logits=router_logits,
             correction=loader.vector("mlp.router.correction") if experts.router.has_correction else None,
             gate=gate,
             up=up,
             down=down,
             activation=experts.activation,
             shared=_load_shared(experts, loader) if experts.shared_size else None,
+            expert_scales=loader.vector("mlp.router.expert_scales") if experts.router.has_expert_scales else None,
+            norms=_load_norms(loader, router_logits.in_features) if experts.has_norms else None,
         )
         return cls(
             norm=loader.norm("mlp_norm") if norms.before else None,
             experts=weights,
             post_norm=loader.norm("post_mlp_norm") if norms.after else None,
+            scale=scale,
         )
 
     @property
@@ -58,13 +63,22 @@ class LoadedExperts:
         return own.router_logits, own.gate, own.up, own.down, *shared
 
     def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
-        return ops.add_experts(x, self.norm, self.experts, self.post_norm)
+        return ops.add_experts(x, self.norm, self.experts, self.post_norm, self.scale)
 
 
 def _load_shared(experts: Experts, loader: WeightLoader) -> SharedExpert:
-    at = "mlp.shared_expert"
+    at = experts.shared_module
     return SharedExpert(
         gate_up=loader.each_by_rows(f"{at}.gate_proj", f"{at}.up_proj", label="shared_gate_up", are_blocks=True),
         down=loader.by_rows(f"{at}.down_proj", label="shared_down"),
         gate=loader.float_projection("mlp.shared_gate", label="shared_gate") if experts.has_shared_gate else None,
+    )
+
+
+def _load_norms(loader: WeightLoader, hidden: int) -> ExpertNorms:
+    return ExpertNorms(
+        router=loader.norm("mlp.router_norm", hidden**-0.5),
+        experts=loader.norm("mlp.experts_norm"),
+        post_experts=loader.norm("mlp.post_experts_norm"),
+        post_shared=loader.norm("mlp.post_shared_norm"),
     )

@@ -41,6 +41,8 @@ def route(run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights) -> Arg
     arguments.set(floor=router.floor, scale=router.scale)
     if experts.correction is not None:
         arguments.set(correction=experts.correction)
+    if experts.expert_scales is not None:
+        arguments.set(expert_scales=experts.expert_scales)
     sizes = {"chosen": num_slots, "counts": count, "starts": count, "active": count, "num_active": 1}
     for name, size in (sizes | {"tokens": num_slots}).items():
         arguments.set(**{name: run.tensor(f"expert {name}", size, dtype=torch.int64)})

@@ -81,7 +81,10 @@ def _weigh(args, first, softmax):
         weight = args.chosen_weights[first + place]
         if softmax or args.is_normalized != 0:
             weight = weight / divisor
-        args.chosen_weights[first + place] = weight * args.scale
+        weight = weight * args.scale
+        if args.expert_scales != 0:
+            weight = weight * load_scalar_f32(args.expert_scales + 4 * args.chosen[first + place])
+        args.chosen_weights[first + place] = weight
 
 
 def make_route(scores: str) -> Callable[..., None]:

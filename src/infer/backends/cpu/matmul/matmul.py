@@ -166,12 +166,12 @@ def make_store(kind: str) -> Callable[..., None]:
     """Return the epilogue of this kind.
 
     plain: out = y + bias. add: out += y + bias. capped: out = softcap × tanh((y + bias) / softcap). The name of an
-    activation: out = activation(out, y + bias). sigmoid: out = sigmoid(y + bias). weighted: out[its token] += weight
-    × (y + bias).
+    activation: out = activation(out, y + bias); "gate " before it: out = activation(y + bias, factor). sigmoid: out =
+    sigmoid(y + bias). weighted: out[its token] += weight × (y + bias).
     """
     adding, capping, gating, weighing = kind == "add", kind == "capped", kind in GATED, kind == "weighted"
-    squashing = kind == "sigmoid"
-    activate: Any = GATED.get(kind)
+    squashing, gating_factors = kind == "sigmoid", kind.startswith("gate ")
+    activate: Any = GATED.get(kind.removeprefix("gate "))
 
     def store(args, state, buffer, first_row):
         panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
@@ -196,6 +196,9 @@ def make_store(kind: str) -> Callable[..., None]:
                     value = sigmoid(value)
                 if capping:
                     value = softcapped(value, args.softcap)
+                if gating_factors:
+                    factors = args.factors + 4 * (to * args.factor_stride + row)
+                    value = activate(value, load_upto(factors, room))
                 if gating:
                     value = activate(load_upto(out, room), value)
                 store_upto(out, room, value)

@@ -105,51 +105,51 @@ def _futex(b: Builder, where: Value, what: int, value: Value) -> None:
 @operation(types.void)
 def sleep_briefly(b: Builder) -> None:
     """Yield the core to another process for a moment: for a thread that waits for that process."""
-    _call(b, "usleep", I32, I32(_MOMENT_MICROSECONDS))
+    call_system(b, "usleep", I32, I32(_MOMENT_MICROSECONDS))
 
 
 @operation(types.void)
 def yield_thread(b: Builder) -> None:
     if sys.platform != "win32":
-        _call(b, "sched_yield", I32)
+        call_system(b, "sched_yield", I32)
 
 
 @operation(types.void, words)
 def post_semaphore(b: Builder, semaphore: Value) -> None:
     if _IS_MACOS:
-        _call(b, "dispatch_semaphore_signal", I64, _dispatched(b, semaphore))
+        call_system(b, "dispatch_semaphore_signal", I64, _dispatched(b, semaphore))
     else:
-        _call(b, "sem_post", I32, b.bitcast(semaphore, _POINTER))
+        call_system(b, "sem_post", I32, b.bitcast(semaphore, _POINTER))
 
 
 @operation(types.int64, words)
 def wait_semaphore(b: Builder, semaphore: Value) -> Value:
     """Sleep until it is posted. Return nonzero if a signal arrived instead."""
     if _IS_MACOS:
-        return _call(b, "dispatch_semaphore_wait", I64, _dispatched(b, semaphore), I64(_FOR_EVER))
-    return b.sext(_call(b, "sem_wait", I32, b.bitcast(semaphore, _POINTER)), I64)
+        return call_system(b, "dispatch_semaphore_wait", I64, _dispatched(b, semaphore), I64(_FOR_EVER))
+    return b.sext(call_system(b, "sem_wait", I32, b.bitcast(semaphore, _POINTER)), I64)
 
 
 @operation(types.int64, words)
 def wait_semaphore_briefly(b: Builder, semaphore: Value) -> Value:
     """Wait like `wait_semaphore`, but never long if signals do not end it. Return nonzero if it was not posted."""
     if _IS_MACOS:
-        until = _call(b, "dispatch_time", I64, I64(0), I64(_TURN_NANOSECONDS))
-        return _call(b, "dispatch_semaphore_wait", I64, _dispatched(b, semaphore), until)
-    return b.sext(_call(b, "sem_wait", I32, b.bitcast(semaphore, _POINTER)), I64)
+        until = call_system(b, "dispatch_time", I64, I64(0), I64(_TURN_NANOSECONDS))
+        return call_system(b, "dispatch_semaphore_wait", I64, _dispatched(b, semaphore), until)
+    return b.sext(call_system(b, "sem_wait", I32, b.bitcast(semaphore, _POINTER)), I64)
 
 
 @operation(types.int64)
 def thread_id(b: Builder) -> Value:
     """Return the number of this thread, as `threading.get_ident` does."""
-    return _call(b, "pthread_self", I64)
+    return call_system(b, "pthread_self", I64)
 
 
 @operation(types.int64)
 def nanoseconds(b: Builder) -> Value:
     """Return the time of the clock that `time.perf_counter_ns` reads."""
     now = cgutils.alloca_once(b, ir.ArrayType(I64, 2))  # struct timespec
-    _call(b, "clock_gettime", I32, I32(_CLOCK), b.bitcast(now, _POINTER))
+    call_system(b, "clock_gettime", I32, I32(_CLOCK), b.bitcast(now, _POINTER))
     seconds, rest = (b.load(b.gep(now, [I32(0), I32(index)])) for index in (0, 1))
     return b.add(b.mul(seconds, I64(10**9)), rest)
 
@@ -159,7 +159,7 @@ def cycles(b: Builder) -> Value:
     return call(b, "readcyclecounter", I64)
 
 
-def _call(b: Builder, name: str, result: ir.Type, *arguments: Value) -> Value:
+def call_system(b: Builder, name: str, result: ir.Type, *arguments: Value) -> Value:
     """Call a function of the C library."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)

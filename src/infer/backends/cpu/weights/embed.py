@@ -4,6 +4,7 @@ A token outside the table gets the nearest row in it.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -26,8 +27,7 @@ def make_embed(type_: str, inputs: int) -> Callable[..., None]:
     layout = LAYOUTS[type_]
     if layout.is_float:
         return _make_embed_floats(layout)
-    unpack, is_paired = make_unpack(layout, BY_NAME["portable"]), inputs == 8
-    has_minimum, parts = layout.has_minimum, layout.parts
+    unpack, read = make_unpack(layout, BY_NAME["portable"]), make_read_unpacked(layout, is_paired=inputs == 8)
     per_super, super_bytes, record_bytes = layout.records_per_super, layout.super_bytes, layout.unpacked_bytes
     buffer_bytes = per_super * record_bytes
 
@@ -38,31 +38,50 @@ def make_embed(type_: str, inputs: int) -> Callable[..., None]:
             for first in range(0, args.in_features, BLOCK * per_super):
                 unpack(group + first // (BLOCK * per_super) * super_bytes, per_super, buffer)
                 for i in range(BLOCK * per_super):
-                    record, within = buffer + i // BLOCK * record_bytes, i % BLOCK
-                    at = 64 * (within // 4) + 4 * lane + within % 4
-                    if is_paired:
-                        at = 128 * (within // 8) + 8 * lane + within % 8
-                    scale_at = record + QUADS_BYTES + 4 * (within * parts // BLOCK * LANES + lane)
-                    value = load_scalar_f32(scale_at) * np.float32(load_i8(record + at))
-                    if has_minimum:
-                        value += load_scalar_f32(scale_at + 4 * LANES * parts)
+                    value = read(buffer + i // BLOCK * record_bytes, lane, i % BLOCK)
                     store_scalar_f32(out + 4 * (first + i), value * args.scale)
 
     return embed
 
 
+def make_read_unpacked(layout: Layout, *, is_paired: bool = False) -> Any:
+    """Return read(record, lane, within): one of the 32 values of a lane in an unpacked record."""
+    has_minimum, parts = layout.has_minimum, layout.parts
+
+    @njit(forceinline=True)
+    def read(record, lane, within):
+        at = 64 * (within // 4) + 4 * lane + within % 4
+        if is_paired:
+            at = 128 * (within // 8) + 8 * lane + within % 8
+        scale_at = record + QUADS_BYTES + 4 * (within * parts // BLOCK * LANES + lane)
+        value = load_scalar_f32(scale_at) * np.float32(load_i8(record + at))
+        if has_minimum:
+            value += load_scalar_f32(scale_at + 4 * LANES * parts)
+        return value
+
+    return read
+
+
+def make_read_float(layout: Layout) -> Any:
+    """Return read(at): the number of a float type at an address."""
+    if layout.low_bits == 32:
+        return load_scalar_f32
+    is_f16 = layout.type == "F16"
+
+    @njit(forceinline=True)
+    def read(at):
+        return widen_f16(load_u16(at)) if is_f16 else widen_bf16(load_u16(at))
+
+    return read
+
+
 def _make_embed_floats(layout: Layout) -> Callable[..., None]:
-    width, is_f16 = layout.low_bits // 8, layout.type == "F16"
+    width, read = layout.low_bits // 8, make_read_float(layout)
 
     def embed(args, state, thread, num_threads):
         for token in range(thread, state.num_tokens, num_threads):
             group, lane, out = _row_of(args, state, token)
             for i in range(args.in_features):
-                at = group + (i * LANES + lane) * width
-                if width == 4:
-                    value = load_scalar_f32(at)
-                else:
-                    value = widen_f16(load_u16(at)) if is_f16 else widen_bf16(load_u16(at))
-                store_scalar_f32(out + 4 * i, value * args.scale)
+                store_scalar_f32(out + 4 * i, read(group + (i * LANES + lane) * width) * args.scale)
 
     return embed

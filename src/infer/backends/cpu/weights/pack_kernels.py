@@ -121,7 +121,7 @@ def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
     return put_bits
 
 
-def _make_pack_block(layout: Layout) -> Any:
+def make_pack_block(layout: Layout) -> Any:
     """Return pack(source, out, lane), which packs one block of a row."""
     fields = BLOCK_FIELDS[layout.type]
     word, scale_from, minimum_from = _make_word(fields), fields.scale_at, fields.minimum_at or 0
@@ -214,7 +214,7 @@ def make_pack(type_: str, inputs: int) -> Callable[..., None]:
     layout, block_size, source_bytes = LAYOUTS[type_], BLOCK_TYPES[type_].block_size, BLOCK_TYPES[type_].block_bytes
     super_bytes = LANES * source_bytes if layout.is_float else layout.super_bytes
     header, record_bytes, per_super = layout.super_header, layout.record_bytes, layout.records_per_super
-    pack_block = _make_pack_float(source_bytes) if layout.is_float else _make_pack_block(layout)
+    pack_block = _make_pack_float(source_bytes) if layout.is_float else make_pack_block(layout)
     pair_quads, is_paired = _make_pair_quads(layout), inputs == 8 and not layout.is_float
 
     def pack(args, state, thread, num_threads):

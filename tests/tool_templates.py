@@ -1,8 +1,8 @@
 """How chat templates of public models write tools, calls and results, in as few lines as tell them apart.
 
 Written after the models' own templates (Apache-2.0 or MIT: Qwen2.5, Qwen3-Coder, Qwen3.5, Mistral v3, v7 and v13,
-Granite 3.3, Phi-4-mini, SmolLM3, DeepSeek-V3.1, GLM-4.6, MiniMax-M2, Seed-OSS) and the published prompt formats of
-Llama 3.1, LFM2, Firefunction and Command R+.
+Granite 3.3, Phi-4-mini, SmolLM3, DeepSeek-V3.1, GLM-4.6, MiniMax-M2, Seed-OSS, Gemma 4) and the published prompt
+formats of Llama 3.1, LFM2, Firefunction and Command R+.
 """
 
 _TURN = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -127,15 +127,72 @@ _FUNCTOOLS = (
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
     "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}\n{% endfor %}"
 )
-# After FunctionGemma's published format, and Gemma 4's, whose quote is another.
-_GEMMA = (
+# After FunctionGemma's published format.
+_FUNCTION_GEMMA = (
     "{% for tool in tools or [] %}declaration:{{ tool.function.name }}"
-    "{description:QUOTE{{ tool.function.description }}QUOTE}{% endfor %}"
+    "{description:<escape>{{ tool.function.description }}<escape>}{% endfor %}"
     "{% for message in messages %}<start_of_turn>{{ message.role }}\n"
-    "{% for call in message.tool_calls or [] %}OPENINGcall:{{ call.function.name }}{{ '{' }}"
+    "{% for call in message.tool_calls or [] %}<start_function_call>call:{{ call.function.name }}{{ '{' }}"
     "{% for name, value in call.function.arguments | dictsort %}"
-    "{{ name }}:{{ 'QUOTE' + value + 'QUOTE' if value is string else value | tojson }}{{ ',' if not loop.last }}"
-    "{% endfor %}}CLOSING{% endfor %}{{ message.content }}<end_of_turn>\n{% endfor %}"
+    "{{ name }}:{{ '<escape>' + value + '<escape>' if value is string else value | tojson }}{{ ',' if not loop.last }}"
+    "{% endfor %}}<end_function_call>{% endfor %}{{ message.content }}<end_of_turn>\n{% endfor %}"
+)
+# After Gemma 4's: results follow their calls in the model's turn, and a prompt without thinking has an empty thought.
+_GEMMA4_WORDS = (
+    "{% macro write(value) %}{% if value is string %}<|\"|>{{ value }}<|\"|>{% elif value is mapping %}{{ '{' }}"
+    "{% for key, each in value | dictsort %}{{ key }}:{{ write(each) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}"
+    "{% elif value is sequence %}[{% for each in value %}{{ write(each) }}{{ ',' if not loop.last }}{% endfor %}]"
+    "{% else %}{{ value | tojson }}{% endif %}{% endmacro %}"
+    "{% macro said(text) %}{% set kept = namespace(text='') %}{% for part in text.split('<channel|>') %}"
+    "{% set kept.text = kept.text + part.split('<|channel>')[0] %}{% endfor %}{{ kept.text | trim }}{% endmacro %}"
+    "{% macro result(name, value) %}<|tool_response>response:{{ name }}{value:{{ write(value) }}}<tool_response|>"
+    "{% endmacro %}{{ bos_token }}{% set begins = messages[0].role in ['system', 'developer'] %}"
+    "{% if enable_thinking or tools or begins %}<|turn>system\n{{ '<|think|>\n' if enable_thinking }}"
+    "{{ messages[0].content | trim if begins }}{% for tool in tools or [] %}{% set tool = tool.function %}"
+    '<|tool>declaration:{{ tool.name }}{description:<|"|>{{ tool.description }}<|"|>,'
+    "parameters:{{ write(tool.parameters or {}) }}}<tool|>{% endfor %}<turn|>\n{% endif %}"
+    "{% set rest = messages[1:] if begins else messages %}{% set last = namespace(user=-1, part='', role='') %}"
+    "{% for message in rest %}{% if message.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+)
+_GEMMA4_CALLS = (
+    "{% if message.tool_calls and message.reasoning_content and loop.index0 > last.user %}"
+    "<|channel>thought\n{{ message.reasoning_content }}\n<channel|>{% endif %}"
+    "{% for call in message.tool_calls or [] %}{% set last.part = 'call' %}<|tool_call>call:{{ call.function.name }}"
+    "{{ write(call.function.arguments) }}<tool_call|>{% endfor %}"
+)
+_GEMMA4_END = (
+    "{% set content = message.content or '' %}{{ said(content) if message.role == 'assistant' else content | trim }}"
+    "{% if (last.part != 'result' or content) and not goes_on %}<turn|>\n{% endif %}"
+)
+_GEMMA4_PROMPT = (
+    "{% if add_generation_prompt %}{{ '<|turn>model\n' if last.part != 'result' }}"
+    "{{ '<|channel>thought\n<channel|>' if not enable_thinking }}{% endif %}"
+)
+_GEMMA4 = (
+    _GEMMA4_WORDS
+    + "{% for message in rest %}{% if message.role != 'tool' %}{% set last.part = '' %}"
+    + "{{ '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' "
+    + "if message.role != 'assistant' or last.role != 'assistant' }}{% set last.role = message.role %}"
+    + _GEMMA4_CALLS
+    + "{% set next = namespace(role='tool') %}{% for each in rest[loop.index:] if next.role == 'tool' %}"
+    + "{% set next.role = each.role %}{% for call in message.tool_calls or [] if next.role == 'tool' and "
+    + "call.id == each.tool_call_id %}{{ result(call.function.name, each.content) }}{% set last.part = 'result' %}"
+    + "{% endfor %}{% endfor %}{% set goes_on = message.role == next.role == 'assistant' %}"
+    + _GEMMA4_END
+    + "{% endif %}{% endfor %}"
+    + _GEMMA4_PROMPT
+)
+# The first one, which reads the results in the message that calls.
+_GEMMA4_FIRST = (
+    _GEMMA4_WORDS
+    + "{% for message in rest %}{{ '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' "
+    + "if last.part != 'result' or not message.tool_calls }}{% set last.part = '' %}"
+    + _GEMMA4_CALLS
+    + "{% for each in message.tool_responses or [] %}{{ result(each.name, each.response) }}"
+    + "{% set last.part = 'result' %}{% endfor %}"
+    + _GEMMA4_END
+    + "{% endfor %}"
+    + _GEMMA4_PROMPT
 )
 # After gpt-oss's published format. As there, reasoning is shown only beside a call that no later text answers.
 _HARMONY = (
@@ -206,14 +263,8 @@ TEMPLATES = {
     "lfm2": _LFM2,
     "deepseek-v3.1": _DEEPSEEK,
     "functools": _FUNCTOOLS,
-    "functiongemma": (
-        _GEMMA.replace("OPENING", "<start_function_call>")
-        .replace("CLOSING", "<end_function_call>")
-        .replace("QUOTE", "<escape>")
-    ),
-    "gemma-4": (
-        _GEMMA.replace("OPENING", "<|tool_call>").replace("CLOSING", "<tool_call|>").replace("QUOTE", '<|"|>')
-    ),
+    "functiongemma": _FUNCTION_GEMMA,
+    "gemma-4": _GEMMA4,
     "harmony": _HARMONY,
     "json": _PLAIN,
 }  # fmt: skip
@@ -221,4 +272,5 @@ ALTERNATING = _ALTERNATING
 LFM2_LISTS = {"<|tool_list_start|>": _LFM2_LIST, "List of tools: [": _LFM25_LIST}
 LFM25_CALLS = _LFM25_CALLS
 QWEN35 = _QWEN35
+GEMMA4_FIRST = _GEMMA4_FIRST
 TOOLS_ALONE = _FIREFUNCTION

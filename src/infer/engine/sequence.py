@@ -169,8 +169,8 @@ class Sequence:
             self.checkpoints = tuple(sorted((*self.checkpoints, num_matched)))
         if self.place.lease is not None:
             self.num_dropped = num_dropped
-        if not self.pieces:
-            self.num_reused = num_computed
+        if len(self.pieces) == len(self.request.answer_prefix):
+            self.num_reused = min(num_computed, self.num_prompt_tokens)
 
     def leave(self) -> None:
         """Drop the state that only further tokens need: the sequence has ended, or waits for a slot."""

@@ -41,14 +41,16 @@ class TokenType(IntEnum):
 END_NAMES = frozenset(
     {
         *("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end_of_turn|>", "<end_of_turn>", "<|im_end|>"),
-        *("<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<turn|>"),
+        *("<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<turn|>", "<|tool_response>"),
         *("<|end_of_text|>", "<|endoftext|>", "<eos>"),
     }
 )
-# What only a template writes: the same, and what begins a turn.
+# What only a template or a call writes: the same, what begins a turn, and Gemma 4's channels, tools and quotes.
 CONTROL_NAMES = END_NAMES | {
     *("<|end|>", "<|im_start|>", "<start_of_turn>", "<|turn>", "<|start_header_id|>", "<|end_header_id|>"),
     *("<|start_of_role|>", "<|end_of_role|>", "<|START_OF_TURN_TOKEN|>", "<|user|>", "<|assistant|>", "<|system|>"),
+    *("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<tool_response|>", "<|tool>", "<tool|>"),
+    *("<|think|>", '<|"|>'),
 }
 _ADDED_TYPES = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
 

@@ -120,6 +120,7 @@ REASONING_FORMATS = (
         text_channel="final",
         aside_channel="commentary",
     ),
+    ReasoningFormat("<|channel>thought", "<channel|>"),  # Gemma 4
 )
 
 GENERIC = ToolCallFormat(name="json", separator="\n")

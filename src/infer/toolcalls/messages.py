@@ -24,6 +24,10 @@ def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: 
     if formats.shows_calls and not formats.calls.is_parallel:
         messages = _with_single_calls(messages)
     names = _names_by_id(messages)
+    if not formats.takes_text_before_calls:
+        messages = _with_text_before_calls(messages)
+    if formats.takes_results_in_calls:
+        messages = _with_results_in_calls(messages, names)
     found = list[Message]()
     for index, message in enumerate(messages):
         shown = message
@@ -67,6 +71,34 @@ def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
             num_pending = Counter(_text_of(call, "id") for call in calls[1:])
         found.append(message)
     return [*found, *pending]
+
+
+def _with_text_before_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the text of each message with calls in a message before it."""
+    found = list[Message]()
+    for message in messages:
+        if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content"):
+            found += [{"role": message.get("role"), "content": message["content"]}, {**message, "content": ""}]
+        else:
+            found.append(message)
+    return found
+
+
+def _with_results_in_calls(messages: Sequence[Message], names: Mapping[str, str]) -> list[Message]:
+    """Return the messages with the results of calls in the message that calls, and the text that answers them."""
+    found = list[Message]()
+    for message in messages:
+        last = found[-1] if found and isinstance(found[-1], Mapping) else {}
+        calls, role = last.get("tool_calls"), _role_of(message)
+        if role == "tool" and calls:
+            name = message.get("name") or names.get(str(message.get("tool_call_id")), "unknown")
+            response = {"name": name, "response": message.get("content")}
+            found[-1] = {**last, "tool_responses": [*last.get("tool_responses", ()), response]}
+        elif role == "assistant" and last.get("tool_responses") and not message.get("tool_calls"):
+            found[-1] = {**last, "content": message.get("content")}
+        else:
+            found.append(message)
+    return found
 
 
 def _text_of(value: Mapping[str, Any], name: str) -> str | None:

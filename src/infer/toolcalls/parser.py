@@ -26,7 +26,7 @@ def make_parser(form: AnswerFormat, id_of: Callable[[int], str]) -> Parser:
 class AnswerParser(Parser):
     """Parser of one answer. It holds back text that could begin another part.
 
-    Spaces around reasoning and before calls are not text.
+    Spaces around reasoning and before calls are not text. If a control token opens reasoning, it may do so after text.
     """
 
     def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:
@@ -35,6 +35,8 @@ class AnswerParser(Parser):
         self._reasons = False  # some was found
         self._calls_in_reasoning = form.calls_in_reasoning
         self._literal, self._after = "", self._name
+        opening = form.reasoning.opening if form.reasoning is not None and form.is_apart else ""
+        self._later_opening = opening if MARKS.match(opening) else ""
         if form.reasoning is None:
             self._state = self._beginning
         else:
@@ -136,9 +138,14 @@ class AnswerParser(Parser):
         return True
 
     def _content(self) -> bool:
-        self._text += self._held
-        self._held = ""
-        return False
+        opening = self._later_opening
+        at = self._held.find(opening) if opening else -1
+        known = self._held[: at if at >= 0 else len(self._held) - num_held(self._held, opening)]
+        self._text += known
+        self._held = self._held[len(known) :]
+        if at >= 0:
+            self._expect(opening, self._reasoning)
+        return at >= 0
 
     def _until_call(self) -> bool:
         assert self._form.calls is not None

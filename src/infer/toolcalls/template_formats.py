@@ -27,6 +27,7 @@ _RESULT = "probed result"
 _USER = {"role": "user", "content": "Hello"}
 _ID = "abcdefghi"  # what Mistral's templates take
 _STYLES = ((False, True), (True, True), (False, False), (True, False))  # takes_no_content, takes_values
+_RESPONSES = "tool_responses"  # of a message with calls, in the first templates of Gemma 4
 _PHI_TOOLS = "<|tool|>"  # a template with it reads the tools of a system message
 # Text of templates that list tools, and leave it to the model to know how calls are written.
 _SIGNS = {"<|tool_list_start|>": "lfm2", "List of tools: [": "lfm2"}
@@ -38,8 +39,8 @@ class TemplateFormats:
     """Format of tool calls, and how the template takes them.
 
     `shows_…` is true if the template writes tools, past calls or their results; otherwise our own messages contain
-    them. With `takes_tools_in_system` it takes tools as a system message's `tools`. The other fields say how it expects
-    a message with calls.
+    them. With `takes_tools_in_system` it takes tools as a system message's `tools`, and with `takes_results_in_calls`
+    results as a calling message's `tool_responses`. The other fields say how it expects a message with calls.
     """
 
     calls: ToolCallFormat
@@ -50,6 +51,8 @@ class TemplateFormats:
     takes_values: bool = True  # arguments as values, not as a text
     takes_no_content: bool = False  # of a message with calls and no text
     takes_both: bool = True  # reasoning and text, in a message with calls
+    takes_results_in_calls: bool = False
+    takes_text_before_calls: bool = True  # in the message that calls, and not after the results
 
 
 def reasoning_of(source: str) -> ReasoningFormat | None:
@@ -82,8 +85,18 @@ def probe_template(render: Render, source: str, name: str | None) -> TemplateFor
     shows_calls, (takes_no_content, takes_values) = bool(styles), (styles or _STYLES)[0]
     shows_results = (shows_tools or in_system) and _shows_results(render, shows_calls)
     takes_both = not shows_calls or _takes_both(render, takes_values)
+    takes_results = shows_calls and _takes_results_in_calls(render, source)
     return TemplateFormats(
-        found, shows_tools, shows_calls, shows_results, in_system, takes_values, takes_no_content, takes_both
+        found,
+        shows_tools=shows_tools,
+        shows_calls=shows_calls,
+        shows_results=shows_results,
+        takes_tools_in_system=in_system,
+        takes_values=takes_values,
+        takes_no_content=takes_no_content,
+        takes_both=takes_both,
+        takes_results_in_calls=takes_results,
+        takes_text_before_calls=not shows_results or _takes_text_before_calls(render, takes_results),
     )
 
 
@@ -149,3 +162,26 @@ def _shows_results(render: Render, shows_calls: bool) -> bool:
     result = {"role": "tool", "tool_call_id": _ID, "name": _TOOL.name, "content": _RESULT}
     tools = [_TOOL.to_json()]
     return any(_RESULT in _tried(render, [_USER, call | content, result], tools) for content in ({}, {"content": ""}))
+
+
+def _takes_results_in_calls(render: Render, source: str) -> bool:
+    """Return True if the template shows the results in a message with calls, and a message with a result elsewhere."""
+    if _RESPONSES not in source:
+        return False
+    inside, found, _ = _with_result(render, "", is_inside=True).partition(_RESULT)
+    return bool(found) and inside != _with_result(render, "", is_inside=False).partition(_RESULT)[0]
+
+
+def _takes_text_before_calls(render: Render, takes_results_in_calls: bool) -> bool:
+    """Return False if the template shows a message's text after the results of the message's calls."""
+    text = _with_result(render, "probed text", is_inside=takes_results_in_calls)
+    return text.find("probed text") <= text.find(_RESULT)
+
+
+def _with_result(render: Render, text: str, *, is_inside: bool) -> str:
+    """Return a rendered conversation with a text, a call and its result, which `is_inside` the message or a message."""
+    call = _call_message(_ARGUMENTS) | {"content": text}
+    result = {"role": "tool", "tool_call_id": _ID, "name": _TOOL.name, "content": _RESULT}
+    responses = [{"name": _TOOL.name, "response": _RESULT}]
+    messages = [_USER, call | {_RESPONSES: responses}] if is_inside else [_USER, call, result]
+    return _tried(render, messages, [_TOOL.to_json()])

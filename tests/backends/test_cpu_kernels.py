@@ -280,6 +280,9 @@ def step_of(row: int, start: int, count: int) -> Step:
         ((4, 4, 40), None, 0, 0.5, "f32", False, False),
         ((6, 2, 20), 7, 20, 3.0, "f32", True, True),
         ((4, 2, 32), 40, 8, None, "q8", False, True),
+        ((6, 2, 64), 128, 64, None, "f16", True, False),
+        ((6, 2, 64), 128, 64, None, "q8", True, False),
+        ((6, 2, 64), None, 64, None, "q4", True, False),
     ],
 )
 def test_attention_agrees_with_reference(

@@ -25,6 +25,7 @@ _ARCHITECTURES |= dict.fromkeys(_GEMMA4, "gemma4")
 _ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss"}
 _ARCHITECTURES |= {"lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next"}
 _ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+_NAMED_AS = {"mellum": "qwen3moe"}  # architectures that the `gguf` package does not have
 _PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe"}
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
@@ -41,7 +42,8 @@ def convert(folder: Path, path: Path) -> Path:
     family = config["model_type"]
     architecture = _ARCHITECTURES.get(family, family)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
+    known = _NAMED_AS.get(architecture, architecture)
+    names = gguf.get_tensor_name_map(kinds[known], config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, architecture)
     _add_settings(writer, config)
     _add_rope(writer, config)
@@ -146,7 +148,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         if "shared_expert_intermediate_size" in config:
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     has_kinds = (
-        config["model_type"] in ("gemma3_text", *_GEMMA4, "olmo3", "exaone4")
+        config["model_type"] in ("gemma3_text", *_GEMMA4, "olmo3", "exaone4", "mellum")
         and config.get("sliding_window") is not None
     )
     if has_kinds or config.get("use_sliding_window"):
@@ -174,7 +176,7 @@ def _intermediate_size(config: dict[str, Any]) -> int:
 def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     rope = config["rope_parameters"]
     if "sliding_attention" in rope:
-        if config["model_type"] in ("gemma3_text", *_GEMMA4):
+        if config["model_type"] in ("gemma3_text", *_GEMMA4, "mellum"):
             writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     if rope.get("rope_type") == "proportional":  # `_add_gemma4` has the rest

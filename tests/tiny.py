@@ -19,6 +19,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    MellumConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -456,6 +457,28 @@ GEMMA4 = [
     ),
 ]  # fmt: skip
 
+_MELLUM: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "head_dim": 32}
+MELLUM = [
+    Tiny(
+        "mellum",
+        MellumConfig(
+            num_hidden_layers=4, sliding_window=9, **_SIZES | _MELLUM,
+            layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            rope_parameters={
+                "full_attention": _yarn(),
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+            },
+        ),
+    ),
+    Tiny(
+        "mellum_mixed",
+        MellumConfig(
+            num_hidden_layers=3, attention_bias=True, norm_topk_prob=False, tie_word_embeddings=True,
+            mlp_layer_types=["sparse", "dense", "sparse"], **_SIZES | _MELLUM,
+        ),
+    ),
+]  # fmt: skip
+
 LONGROPE = Tiny(
     "phi3_longrope",
     Phi3Config(
@@ -466,7 +489,7 @@ LONGROPE = Tiny(
         **_SIZES,
     ),
 )
-TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4]
+TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM]
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
 DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4]]
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]

@@ -142,6 +142,12 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must list num_hidden_layers=4 zeros and ones"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a whole number from 1"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier must be a number above 0, got 0"),
+        (
+            "mellum",
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "rope_parameters must have full_attention, got rope_theta",
+        ),
+        ("mellum", {"num_experts": 8, "mlp_layer_types": ["moe"] * 4}, "mlp_layer_types must list 4 times dense or"),
     ],
 )
 def test_what_is_not_run_is_refused_by_name(family: str, settings: dict[str, Any], message: str) -> None:

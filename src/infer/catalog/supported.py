@@ -42,5 +42,6 @@ SUPPORTED = (
     SupportedModels("olmo3", "OLMo 3"),
     SupportedModels("olmoe", "OLMoE"),
     SupportedModels("exaone4", "EXAONE 4"),
+    SupportedModels("mellum", "Mellum 2"),
     SupportedModels("seed_oss", "Seed-OSS"),
 )

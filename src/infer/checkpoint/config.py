@@ -31,9 +31,9 @@ _MODEL_TYPES = {
 _WITH_WINDOWS = {"llama": "mistral", "olmo2": "olmo3"}  # an architecture whose layers have windows is another family
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
 # whose attention is scaled by hidden_size / heads instead of head_dim.
-_WINDOW_PATTERNS, _GEMMA3_LOCAL_BASE = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}, 10000.0
+_WINDOW_PATTERNS, _GEMMA3_LOCAL_BASE = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "mellum": 4}, 10000.0
 _27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-_NORMALIZED_EXPERTS = {"qwen3moe", "lfm2moe", "qwen3next", "qwen35moe"}
+_NORMALIZED_EXPERTS = {"qwen3moe", "lfm2moe", "qwen3next", "qwen35moe", "mellum"}
 _SIGMOID = 2  # of `expert_gating_func`
 _SCALES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -144,6 +144,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         config |= gemma4_settings(values, config)
     if values.architecture in ("gemma3", "gemma4"):
         config["rope_local_base_freq"] = values.real("rope.freq_base_swa", default=_GEMMA3_LOCAL_BASE)
+    if values.architecture == "mellum":
+        config["rope_local_base_freq"] = values.real("rope.freq_base_swa", default=config["rope_theta"])
     return config
 
 

@@ -1,8 +1,8 @@
 """Signature of every kernel. A model runs its ops `using` its backend; `backend_of` finds the backend of a device.
 
 The ops are fused. A layer is five calls: norm → qkv; rotate, append, attend; output → residual; norm → gate · up; down
-→ residual. `embed` comes before the layers and `head` after them. Per-layer inputs are made once after `embed`, and each
-layer takes its own with two calls more. `backends.reference` defines each op in plain torch.
+→ residual. `embed` comes before the layers and `head` after them. Per-layer inputs are made once after `embed`. A layer
+takes its own with two calls more. `backends.reference` defines each op in plain torch.
 Every other kernel module exports the same names and agrees with it. What one op makes for the product of the next is
 `Activations`: an op takes only those that the same backend made, or floats without a twin.
 """

@@ -93,6 +93,21 @@ def is_sparse_in_lfm2(config: Config, index: int) -> bool:
     return index >= _num_dense(config, "num_dense_layers", 2)
 
 
+def is_sparse_as_listed(config: Config, index: int) -> bool:
+    """Return True for every layer that `mlp_layer_types` calls sparse; without the list, for every layer."""
+    given = config.get("mlp_layer_types")
+    if given is None:
+        return True
+    num_layers = count(config, "num_hidden_layers")
+    if (
+        not isinstance(given, list)
+        or len(given) != num_layers
+        or not all(each in ("dense", "sparse") for each in given)
+    ):
+        raise ModelError(f"config: mlp_layer_types must list {num_layers} times dense or sparse, got {given!r:.60}")
+    return bool(given[index] == "sparse")
+
+
 def _num_dense(config: Config, name: str, default: int) -> int:
     first = config.get(name, default)
     if type(first) is not int or first < 0:

@@ -28,6 +28,10 @@ def _given_kinds(config: Config, num_layers: int, known: Collection[str] = (FULL
     return given
 
 
+def full_unless_given(config: Config, num_layers: int) -> Sequence[str]:
+    return _given_kinds(config, num_layers) or all_full(config, num_layers)
+
+
 def windowed_from_a_layer_on(config: Config, num_layers: int) -> Sequence[str]:
     """Return windowed kinds from `max_window_layers` on, if windows are used at all."""
     kinds = _given_kinds(config, num_layers)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from infer.errors import UnsupportedModelError
+from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, positive, settings
 from infer.model.families.experts import (
     every_layer_is_sparse,
@@ -15,6 +15,7 @@ from infer.model.families.experts import (
     glm_experts,
     gpt_oss_experts,
     granite_experts,
+    is_sparse_as_listed,
     is_sparse_in_glm,
     is_sparse_in_lfm2,
     is_sparse_in_qwen,
@@ -34,6 +35,7 @@ from infer.model.families.layer_kinds import (
     all_windowed_but_every,
     convolutions_but_listed,
     exaone4_kinds,
+    full_unless_given,
     gemma4_kinds,
     last_share_keys,
     linear_but_every_nth,
@@ -104,6 +106,24 @@ def _olmo3_rope(config: Config, kind: str) -> Config:
 
 def _no_per_layer_input(config: Config, activation: Activation) -> None:
     return None
+
+
+def _rope_by_kind(full_theta: float, sliding_theta: float) -> Callable[[Config, str], Config]:
+    """Return a reader of rope settings that a config gives for each kind of layer, or leaves out altogether.
+
+    A GGUF file has a theta for each kind. Its scaling is that of layers with full attention.
+    """
+
+    def read(config: Config, kind: str) -> Config:
+        given = settings(config, "rope_parameters")
+        if given and kind not in given:
+            raise ModelError(f"config: rope_parameters must have {kind}, got {', '.join(map(str, given)):.80}")
+        if kind == FULL:
+            scaling = settings(config, "rope_scaling")
+            return {"rope_theta": positive(config, "rope_theta", full_theta), **scaling, **settings(given, kind)}
+        return {"rope_theta": positive(config, "rope_local_base_freq", sliding_theta), **settings(given, kind)}
+
+    return read
 
 
 def _of_any_kind(config: Config, kind: str) -> Config:
@@ -304,6 +324,17 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         experts=qwen_experts,
         is_sparse=is_sparse_in_qwen,
+    ),
+    "mellum": Family(
+        _defaults(131_072, num_key_value_heads=4, num_experts_per_tok=8, moe_intermediate_size=896)
+        | {"head_dim": 128, "sliding_window": 1024, "norm_topk_prob": True},
+        reads=_ATTENTION_BIAS,
+        layer_kinds=full_unless_given,
+        rope_settings=_rope_by_kind(500_000.0, 10_000.0),
+        rotates_partly=True,
+        qk_norm="head",
+        experts=qwen_experts,
+        is_sparse=is_sparse_as_listed,
     ),
     "qwen2_moe": Family(
         _defaults(32_768, num_key_value_heads=16, num_experts_per_tok=4, moe_intermediate_size=1408)

@@ -31,6 +31,7 @@ from infer.model.load import load_transformer
 from infer.model.memory_estimate import (
     LoadSettings,
     cache_bytes,
+    cache_bytes_per_token,
     estimate,
     largest_context,
     loaded_types,
@@ -182,6 +183,19 @@ def test_a_cache_takes_what_was_said(
     kv_type = load.kv_type if settings.kv_type == "auto" else settings.kv_type
     layers = model.architecture.mixers
     assert cache_bytes(layers, settings, kv_type, num_tokens, num_rows, pool_pages) == cache.num_bytes
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_shared", "gemma4_per_layer"])
+def test_a_long_context_of_windows_and_shared_keys_takes_what_was_said(name: str, kv_type: str, tmp_path: Path) -> None:
+    _, model = load_tiny(name, "auto", tmp_path)
+    settings, num_tokens = CacheSettings(kv_type=kv_type), 131_072
+    layers = model.architecture.cached_mixers
+    said = cache_bytes(layers, settings, kv_type, num_tokens, 1)
+    assert said == make_cache(model, num_tokens, settings=settings).num_bytes
+    full = [layer for layer in model.architecture.attention if layer.has_keys and layer.window is None]
+    bytes_per_token = cache_bytes_per_token(full, kv_type)[0]
+    assert said == pytest.approx(num_tokens * bytes_per_token, rel=0.01)  # windows take next to nothing
 
 
 def test_a_context_is_no_longer_than_the_pool() -> None:

@@ -5,18 +5,22 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig
+from transformers import Gemma3TextConfig, Lfm2Config, Qwen3_5TextConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, InvalidRequestError
 from infer.backends.cpu.isa import instruction_set
+from infer.bench.mixer_costs import mixer_bytes, mixer_flops
 from infer.bench.profile import profile, split_label, summarize
 from infer.bench.speed import MemoryProbe, Workload, kv_bytes, measure, weight_bytes_by_kind
 from infer.cli import main
 from infer.cli.bench_command import columns, profile_lines, speed_lines
+from infer.model.families import make_architecture
+from infer.operands.architecture import Architecture, GatedDeltaNet
 from infer.system.status_line import bar
 from tiny import Tiny, make_tiny
 
@@ -168,6 +172,97 @@ def test_a_prefills_times_and_multiplications_are_a_tokens(llm: LLM) -> None:
     assert flops[1]["qkv"] == flops[0]["qkv"] == 2 * 2 * 64 * (4 + 2 + 2) * 16
     assert flops[1]["head"] == flops[0]["head"] // 4
     assert (flops[0]["attend"], flops[1]["attend"]) == (2 * 4 * 4 * 16, 2 * 4 * 4 * 16 * (1 + 2 + 3 + 4) // 4)
+
+
+# Layers with a state
+
+NET = GatedDeltaNet(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=32, num_taps=4)
+CHANNELS, ENTRY, STATE = 2 * 32 + 128, 2 * 16 + 4 * 32 + 4, 4 * 16 * 32  # floats of a token's input and log, and of S
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"vocab_size": VOCAB_SIZE, "intermediate_size": 96, "bos_token_id": None, "eos_token_id": 256}
+HYBRIDS = {
+    "delta_net": Qwen3_5TextConfig(
+        layer_types=["linear_attention", "full_attention"],
+        head_dim=16,
+        linear_num_key_heads=NET.num_key_heads,
+        linear_num_value_heads=NET.num_value_heads,
+        linear_key_head_dim=NET.key_dim,
+        linear_value_head_dim=NET.value_dim,
+        **SIZES,
+    ),
+    "conv": Lfm2Config(layer_types=["conv", "full_attention"], conv_L_cache=3, **SIZES),
+}
+
+
+def architecture_of(kind: str) -> Architecture:
+    architecture = make_architecture(HYBRIDS[kind].to_dict())
+    assert kind != "delta_net" or architecture.mixers[0] == NET
+    return architecture
+
+
+@pytest.mark.parametrize(
+    ("context", "floats"),
+    [
+        (0, STATE + CHANNELS + ENTRY),  # a state of zeros, the token's input and its entry of the log are written
+        (1, STATE + ENTRY + CHANNELS + (CHANNELS + ENTRY)),
+        (100, STATE + 36 * ENTRY + 3 * CHANNELS + (CHANNELS + ENTRY)),  # place 36 of the second page
+        (128, STATE + 64 * ENTRY + 3 * CHANNELS + (STATE + CHANNELS + ENTRY)),  # makes the third page's state
+    ],
+)
+def test_a_delta_net_moves_a_state_its_log_and_inputs_of_its_convolution(context: int, floats: int) -> None:
+    assert mixer_bytes(architecture_of("delta_net"), "f16", context)["delta_net"] == 4 * floats
+
+
+@pytest.mark.parametrize(
+    ("context", "of_log", "of_states"),
+    [
+        (0, 1, 2),  # q with its own k; k and q with the state
+        (1, 3, 2),
+        (100, 2 * 36 + 1, 2),
+        (128, 1, 2 + 64),  # each token of the page before is added to the state
+    ],
+)
+def test_a_delta_net_multiplies_with_its_state_and_its_log(context: int, of_log: int, of_states: int) -> None:
+    found = mixer_flops(architecture_of("delta_net"), 1, context)["delta_net"]
+    of_each_token = 2 * 16 + 4 * 32  # k of the key heads, u of the value heads
+    assert found == 2 * (4 * CHANNELS + of_log * of_each_token + of_states * STATE)
+
+
+def test_a_short_convolution_moves_inputs_and_multiplies_with_its_taps() -> None:
+    architecture = architecture_of("conv")
+    assert [mixer_bytes(architecture, "f16", context)["conv"] for context in (0, 1, 2, 9)] == [
+        4 * 64 * count for count in (1, 2, 3, 3)
+    ]
+    assert mixer_flops(architecture, 1, 9)["conv"] == 2 * 3 * 64
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_prefills_operations_are_a_tokens_share(kind: str) -> None:
+    architecture = architecture_of(kind)
+    each = [mixer_flops(architecture, 1, position) for position in range(70)]
+    found = mixer_flops(architecture, 70, 0)
+    assert found.keys() == {kind, "attend"}
+    for name, flops in found.items():
+        assert flops == sum(one[name] for one in each) // 70
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_profile_shows_the_costs_of_layers_with_a_state(kind: str, tmp_path: Path) -> None:
+    make_tiny(Tiny(kind, HYBRIDS[kind]), tmp_path)
+    write_byte_tokenizer(tmp_path)
+    llm = LLM(tmp_path)
+    model = llm.model
+    workload = Workload(prompt_tokens=512, new_tokens=1, context=100)  # more pages than the calibration has left free
+    prefill, decode = profile(llm, workload, read_bytes=READ_BYTES)
+    by_kind = {operation.kind: operation for operation in decode.operations}
+    assert by_kind[kind].num_bytes == mixer_bytes(model.architecture, model.kv_type, 100)[kind]
+    assert by_kind["attend"].num_bytes == 100 * 2 * 2 * 16 * 2  # keys and values of two heads, in f16
+    for found, amount in ((prefill, "num_flops"), (decode, "num_bytes")):
+        operation = next(each for each in found.operations if each.kind == kind)
+        rate = f"{getattr(operation, amount) / operation.seconds / 1e9:.1f}"
+        line = next(line for line in profile_lines(found, 100) if line.split()[0] == kind)
+        assert line.split()[5] == rate
+        assert operation.num_flops == mixer_flops(model.architecture, found.num_tokens, found.context)[kind]
 
 
 # Pictures

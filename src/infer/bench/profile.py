@@ -12,11 +12,11 @@ from typing import Any, final
 
 import torch
 
+from infer.bench.mixer_costs import mixer_bytes, mixer_flops
 from infer.bench.speed import (
     MemoryProbe,
     OnProgress,
     Workload,
-    kv_bytes,
     make_prompt,
     projections_by_kind,
     weight_bytes_by_kind,
@@ -43,7 +43,7 @@ class StepOperation:
     kind: str
     calls: int
     seconds: float
-    num_bytes: int  # read from memory; 0 where many tokens share what is read
+    num_bytes: int  # read from memory, and written by layers with a state; 0 if many tokens share the reads
     num_flops: int
 
 
@@ -129,7 +129,7 @@ def summarize(
         layers[layer] += spent / num_tokens
     num_bytes: dict[str, int] = {}
     if num_tokens == 1:
-        num_bytes = weight_bytes_by_kind(model) | {"attend": kv_bytes(model, context)}
+        num_bytes = weight_bytes_by_kind(model) | mixer_bytes(model.architecture, model.kv_type, context)
     num_flops = flops_by_kind(model, num_tokens, context)
     operations = [
         StepOperation(kind, calls[kind], seconds[kind], num_bytes.get(kind, 0), num_flops.get(kind, 0))
@@ -150,13 +150,7 @@ def flops_by_kind(model: Transformer, num_tokens: int, context: int) -> dict[str
     kinds = projections_by_kind(model).items()
     flops = {kind: sum(_flops(each) for each in found) for kind, found in kinds}
     flops["head"] //= num_tokens
-    flops["attend"] = 0
-    for layer in model.architecture.attention:
-        first = context + 1
-        seen = range(first, first + num_tokens)
-        visible = sum(seen if layer.window is None else (min(count, layer.window) for count in seen))
-        flops["attend"] += 4 * layer.num_heads * layer.head_dim * visible // num_tokens
-    return flops
+    return flops | mixer_flops(model.architecture, num_tokens, context)
 
 
 def _flops(projection: Projection) -> int:

@@ -291,5 +291,9 @@ class Runner:
         """Return the label and the cycles of each command of a step. The sequence is unchanged."""
         if not isinstance(self._captured, ops.Captured):
             raise InvalidRequestError("a profile needs steps that are recorded: they are on a CPU, with capture on")
+        length = self._cache.lengths[0]
         self._cache.reserve(0, len(token_ids))
-        return self._captured.profile(Step.of(token_ids, self._cache.lengths[0]))
+        try:
+            return self._captured.profile(Step.of(token_ids, length))
+        finally:
+            self._cache.truncate(0, length)  # so that a step of another length finds free pages

@@ -23,10 +23,10 @@ _ARCHITECTURES = {
 _GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 _ARCHITECTURES |= dict.fromkeys(_GEMMA4, "gemma4")
 _ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss"}
-_ARCHITECTURES |= {"lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next"}
+_ARCHITECTURES |= {"ministral3": "mistral3", "lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next"}
 _ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 _NAMED_AS = {"mellum": "qwen3moe"}  # architectures that the `gguf` package does not have
-_PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe"}
+_PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe", "ministral3"}
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _GRANITE_EXPERTS = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
@@ -199,6 +199,9 @@ def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         ):
             if rope.get(key) is not None:
                 add(rope[key])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     if kind == "longrope":
         original = config["original_max_position_embeddings"]
         scale = config["max_position_embeddings"] / original

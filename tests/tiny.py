@@ -20,6 +20,7 @@ from transformers import (
     Lfm2MoeConfig,
     LlamaConfig,
     MellumConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -479,6 +480,25 @@ MELLUM = [
     ),
 ]  # fmt: skip
 
+_MINISTRAL3 = _yarn(mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0)
+MINISTRAL3 = [
+    Tiny(
+        "ministral3",
+        Ministral3Config(
+            num_hidden_layers=3, head_dim=32, **_SIZES,
+            rope_parameters=_MINISTRAL3 | {"original_max_position_embeddings": 16, "factor": 16.0}
+            | {"llama_4_scaling_beta": 0.3},
+        ),
+    ),
+    Tiny(
+        "ministral3_windows",
+        Ministral3Config(
+            num_hidden_layers=2, head_dim=16, sliding_window=9, tie_word_embeddings=True, **_SIZES,
+            rope_parameters=_MINISTRAL3 | {"llama_4_scaling_beta": 0.5},
+        ),
+    ),
+]  # fmt: skip
+
 LONGROPE = Tiny(
     "phi3_longrope",
     Phi3Config(
@@ -489,7 +509,7 @@ LONGROPE = Tiny(
         **_SIZES,
     ),
 )
-TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM]
+TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM, *MINISTRAL3]
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
 DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4]]
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]

@@ -42,6 +42,7 @@ _SETTINGS = (
     ("norms of v", _of_attention(lambda attention: attention.has_v_norm)),
     ("values that are keys", _of_attention(lambda attention: attention.are_values_keys)),
     ("shared keys and values", _of_attention(lambda attention: not attention.has_keys)),
+    ("queries scaled by position", _of_attention(lambda attention: attention.query_scale is not None)),
     ("layers with a scale", lambda layer: layer.has_scale),
     ("layers that do not rotate", _of_attention(lambda attention: attention.rope is None)),
     ("partial rotation", _of_attention(lambda own: own.rope is not None and own.rope.dim < own.head_dim)),

@@ -311,6 +311,29 @@ def test_attention_agrees_with_reference(
         assert_near(actual, expected, 5e-6 if kv_type == "f32" else 2e-2)
 
 
+@pytest.mark.parametrize("kv_type", ["f32", "q8"])
+def test_scaled_queries_agree_with_reference(kv_type: str) -> None:
+    heads = make_heads(4, 2, 32, 32, normed=True)
+    scaled = replace(heads, query_scales=1 + torch.arange(400).div(20, rounding_mode="floor"))
+    qkv = torch.randn(330, 8 * 32, generator=torch.manual_seed(0))
+    found = []
+    for own in (heads, scaled):
+        caches = [make_layer(own, 1, 400, kv_type) for _ in range(2)]
+        for start, count in ((0, 300), (300, 1), (301, 29)):
+            remaining = iter(caches)
+            actual, expected = both(
+                lambda own=own, start=start, count=count, left=remaining: (
+                    ops.attend(
+                        Activations(qkv[start : start + count]), own, next(left), step_of(0, start, count)
+                    ).floats
+                )
+            )
+            assert_near(actual, expected, 5e-6 if kv_type == "f32" else 2e-2)
+            found.append(actual)
+    assert torch.equal(found[0][:20], found[3][:20])
+    assert not torch.equal(found[0][20:], found[3][20:])
+
+
 @pytest.mark.parametrize("count", [1, 40])
 def test_a_query_that_is_not_a_number_stays_in_its_head_and_shows(count: int) -> None:
     heads = make_heads(6, 2, 32, 32, normed=False)

@@ -111,7 +111,7 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
         ("glm4", {}, "model_type 'glm4' is not supported: it needs a rotation of neighbouring elements"),
         ("cohere2", {}, "model_type 'cohere2' is not supported: it needs LayerNorm, and attention beside the MLP"),
         ("hunyuan_v1_dense", {}, "it needs norms of q and k after their rotation"),
-        ("ministral3", {}, "it needs queries scaled by their position"),
+        ("mistral3", {}, "it needs the model_type of its text_config"),
         ("llama", {"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
         ("llama", {"hidden_act": 3}, "hidden_act 3 is not supported"),
         ("llama", {"rope_scaling": {"rope_type": "axial"}}, "rope_type 'axial' is not supported"),

@@ -116,6 +116,8 @@ def test_weights_take_what_was_said(name: str, weights: str, tmp_path: Path) -> 
     assert weight_bytes(architecture, types) == held_bytes(model)
     tables = {heads.rope.cos.data_ptr(): heads.rope for heads in all_heads(model) if heads.rope}
     held = sum(rope.cos.nbytes + rope.sin.nbytes for rope in tables.values())
+    scales = {own.data_ptr(): own for heads in all_heads(model) if (own := heads.query_scales) is not None}
+    held += sum(own.nbytes for own in scales.values())
     assert rope_bytes(architecture, model.max_seq_len) == held
 
 

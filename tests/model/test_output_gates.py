@@ -1,4 +1,4 @@
-"""Output gates of attention: who refuses and who names them, and that they change nothing that a prompt keeps."""
+"""Output gates and scaled queries of attention: who refuses and who names them, and what gates do not change."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from infer.operands.step import Chunk, Step
 from infer.operands.weights import Heads
 from infer.runner.runner import Runner
 from layer_caches import make_layer
-from tiny import GATED, make_tiny
+from tiny import GATED, MINISTRAL3, make_tiny
 
 CPU = torch.device("cpu")
 
@@ -35,6 +35,20 @@ def test_devices_without_kernels_refuse_output_gates_in_a_line(tmp_path: Path) -
         load_transformer(architecture, LazyWeights(checkpoint.tensors), backend=CudaBackend(CPU))
     with pytest.raises(UnsupportedModelError, match=r"^device opencl has no kernels for output gates: use device cpu$"):
         check_only_dense(architecture.layers, "opencl")
+
+
+def test_devices_without_kernels_refuse_scaled_queries_in_a_line() -> None:
+    layers = make_architecture(MINISTRAL3[0].config.to_dict()).layers
+    for device in ("cuda", "opencl"):
+        with pytest.raises(UnsupportedModelError, match=rf"^device {device} has no kernels for scaled queries: use"):
+            check_only_dense(layers, device)
+
+
+def test_explain_names_scaled_queries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny(MINISTRAL3[0], tmp_path)
+    write_byte_tokenizer(tmp_path)
+    assert main(["explain", str(tmp_path)]) == 0
+    assert ", queries that grow every 16 tokens" in capsys.readouterr().out
 
 
 def test_explain_names_output_gates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ _OF_ATTENTION: dict[str, Callable[[Attention], bool]] = {
     "output gates": lambda attention: attention.has_gate,
     "norms of values": lambda attention: attention.has_v_norm,
     "shared keys": lambda attention: not attention.has_keys,
+    "scaled queries": lambda attention: attention.query_scale is not None,
 }
 
 

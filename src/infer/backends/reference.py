@@ -177,12 +177,15 @@ def attention_shares(
 def rotate_queries(
     q: Float[Tensor, "tokens heads dim"], heads: Heads, pages: Pages, step: Step
 ) -> tuple[Float[Tensor, "tokens heads dim"], Float[Tensor, "tokens heads dim"]]:
-    """Return the queries rotated for the window's keys, and for the sinks' keys."""
-    near = rotate(q, heads.q_norm, heads.rope, pages, step)
-    if pages.furthest is None:
-        return near, near
-    step = replace(step, positions=step.positions.clamp(max=pages.furthest))
-    return near, rotate(q, heads.q_norm, heads.rope, pages, step)
+    """Return the queries rotated and scaled for the window's keys, and for the sinks' keys."""
+    near = far = rotate(q, heads.q_norm, heads.rope, pages, step)
+    if pages.furthest is not None:
+        from_there = replace(step, positions=step.positions.clamp(max=pages.furthest))
+        far = rotate(q, heads.q_norm, heads.rope, pages, from_there)
+    if heads.query_scales is None:
+        return near, far
+    scales = heads.query_scales[step.positions][:, None, None]
+    return near * scales, far * scales
 
 
 def softcapped(x: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "*shape"]:

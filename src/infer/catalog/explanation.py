@@ -14,7 +14,7 @@ from infer.kvcache.page_sizes import page_bytes
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, cache_bytes_per_token, loaded_types, weight_bytes, weights_by_type
 from infer.model.tensors import check_tensors
-from infer.operands.architecture import Architecture, Attention, Layer, Rope, Router
+from infer.operands.architecture import Architecture, Attention, Layer, QueryScale, Rope, Router
 from infer.operands.limits import STATE_TOKENS
 from infer.quantization.kv_formats import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
 from infer.tokenizer import Tokenizer
@@ -141,7 +141,7 @@ def _values(layer: Layer) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Router):
+    if isinstance(value, Router | QueryScale):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     return _rope(value) if isinstance(value, Rope) else value
 

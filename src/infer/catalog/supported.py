@@ -31,6 +31,7 @@ SUPPORTED = (
     SupportedModels("gemma4_unified_text", "Gemma 4 12B (text, also inside the multimodal models)"),
     SupportedModels("gpt_oss", "gpt-oss (20b, 120b)"),
     SupportedModels("mistral", "Mistral"),
+    SupportedModels("ministral3", "Ministral 3 (text, also inside the multimodal models)"),
     SupportedModels("mixtral", "Mixtral"),
     SupportedModels("phi3", "Phi-3, Phi-4-mini"),
     SupportedModels("glm4_moe", "GLM-4.5, GLM-4.6, GLM-4.7 (also Air)"),

@@ -23,6 +23,7 @@ _MODEL_TYPES = {
     "qwen2moe": "qwen2_moe",
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
+    "mistral3": "ministral3",
     "lfm2moe": "lfm2_moe",
     "qwen3next": "qwen3_next",
     "qwen35": "qwen3_5_text",
@@ -48,6 +49,8 @@ _YARN = {
     "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+    "attention.temperature_scale": "llama_4_scaling_beta",
 }
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _OF_THE_WHOLE = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")  # of a multimodal model
@@ -236,11 +239,13 @@ def _rope(file: GGUFFile, values: GGUFValues, head_dim: int) -> dict[str, Any]:
             found |= {"original_max_position_embeddings": values.count(key)} if has_two_sets else {}
         if values.architecture == "gpt-oss":  # whose files do not say that yarn's bounds are not rounded
             scaling["truncate"] = False
+        if "mscale_all_dim" in scaling:  # of which llama.cpp's factor is a quotient
+            scaling["mscale"] = 1.0
         if has_two_sets:
             scaling["long_factor"] = file.floats(_LONG_FACTORS, rotated // 2)
             scaling["short_factor"] = file.floats(_SHORT_FACTORS, rotated // 2)
         found["rope_scaling"] = scaling
-    elif values.architecture == "gpt-oss":  # else its family's default would be taken
+    elif values.architecture in ("gpt-oss", "mistral3"):  # else its family's default would be taken
         found["rope_scaling"] = {"rope_type": "default"}
     if "rope_freqs.weight" in file.tensors:
         found["rope_frequency_factors"] = file.floats("rope_freqs.weight", rotated // 2)

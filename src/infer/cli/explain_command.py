@@ -94,6 +94,8 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
                 yield f"keys and values of layer {value}"
         elif name == "rope" and value is not None:
             yield _rope(value)
+        elif name == "query_scale" and value is not None:
+            yield f"queries that grow every {value['period']:,} tokens"
         elif name == "router" and value is not None:
             yield f"{value['num_chosen']:,} of {value['num_experts']:,} chosen by {value['scores'].replace('_', ' ')}"
         elif value is None or value == 0:  # False too

@@ -12,7 +12,7 @@ from infer.model.layers.per_layer_input import load_per_layer_weights
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Transformer
 from infer.model.weight_loader import FloatsAs, WeightLoader, Weights
-from infer.operands.architecture import Architecture, Attention, Rope
+from infer.operands.architecture import Architecture, Attention, QueryScale, Rope
 from infer.operands.group import Group
 from infer.operands.weights import RopeTable
 
@@ -53,6 +53,7 @@ def load_transformer(
         group=group,
         norm_eps=architecture.norm_eps,
         rope_tables={rope: make_rope_table(rope, positions, backend.device) for rope in architecture.ropes},
+        query_scales={each: make_query_scales(each, positions, backend.device) for each in architecture.query_scales},
     )
     embedding = loader.projection("model.embed_tokens", label="embed")
     if architecture.tied_embeddings and group is None:
@@ -101,6 +102,12 @@ def make_rope_table(rope: Rope, num_positions: int, device: torch.device) -> Rop
     """
     cos, sin = zip(*(_cos_and_sin(own, num_positions) for own in rope.sets(num_positions)), strict=True)
     return RopeTable(torch.stack(cos).to(device), torch.stack(sin).to(device))
+
+
+def make_query_scales(scale: QueryScale, num_positions: int, device: torch.device) -> Float[Tensor, "positions"]:
+    """Return the factor of every position's queries."""
+    periods = ((torch.arange(num_positions) + scale.offset) / scale.period).floor()
+    return (1 + scale.growth * torch.log(1 + periods)).to(device)
 
 
 def _cos_and_sin(

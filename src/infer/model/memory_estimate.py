@@ -279,8 +279,11 @@ def decode_bytes(architecture: Architecture, types: Mapping[str, str], kv_type: 
 
 
 def rope_bytes(architecture: Architecture, num_positions: int) -> int:
-    """Return the bytes of cosines and sines, one table per kind of rotation."""
-    return sum(2 * 4 * num_positions * rope.half * len(rope.sets(num_positions)) for rope in architecture.ropes)
+    """Return the bytes of cosines and sines, one table per kind of rotation, and of the scales of queries."""
+    scales = 4 * num_positions * len(architecture.query_scales)
+    return scales + sum(
+        2 * 4 * num_positions * rope.half * len(rope.sets(num_positions)) for rope in architecture.ropes
+    )
 
 
 def cache_bytes(

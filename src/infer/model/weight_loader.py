@@ -12,7 +12,7 @@ from torch import Tensor
 from infer import ops
 from infer.errors import ModelError
 from infer.model.sharding import Range, part_ranges, row_starts, rows_of
-from infer.operands.architecture import KEPT_AS_FLOATS, Rope, Shapes
+from infer.operands.architecture import KEPT_AS_FLOATS, QueryScale, Rope, Shapes
 from infer.operands.group import Group, Shares
 from infer.operands.weights import (
     ConvertedWeight,
@@ -46,6 +46,7 @@ class WeightLoader:
     group: Group | None
     norm_eps: float
     rope_tables: Mapping[Rope, RopeTable]
+    query_scales: Mapping[QueryScale, Tensor]
     prefix: str = ""  # before the names of tensors
     label: str = ""  # before the names of projections in profiles
 

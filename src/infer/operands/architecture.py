@@ -52,6 +52,15 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """Queries that grow with their position: × 1 + growth × log(1 + floor((position + offset) / period))."""
+
+    growth: float
+    period: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class Attention:
     """A mixer: softmax(q kᵀ × scale) v over the tokens before. It keeps keys and values of every token.
 
@@ -73,6 +82,7 @@ class Attention:
     has_v_norm: bool = False  # each head's v is divided by its root mean square
     are_values_keys: bool = False  # v is k as projected, before its norm and rotation
     shared_from: int | None = None  # the layer whose keys and values this one attends to
+    query_scale: QueryScale | None = None
 
     @property
     def has_keys(self) -> bool:
@@ -432,6 +442,11 @@ class Architecture:
     def ropes(self) -> tuple[Rope, ...]:
         """The layers' ropes, each once."""
         return tuple({mixer.rope: None for mixer in self.attention if mixer.rope is not None})
+
+    @property
+    def query_scales(self) -> tuple[QueryScale, ...]:
+        """The scales of the layers' queries, each once."""
+        return tuple({mixer.query_scale: None for mixer in self.attention if mixer.query_scale is not None})
 
     @property
     def long_ropes(self) -> tuple[LongRope, ...]:

@@ -287,6 +287,7 @@ class Heads:
     qkv_starts: tuple[int, int, int] | None = None  # where these heads begin in qkv of all ranks; None: it has no other
     gate_start: int | None = None  # the first column of these heads' gates, after q, k and v; None: they have none
     v_eps: float | None = None  # of the norm of each head of v, which has no weight; None: it is not normalised
+    query_scales: Float[Tensor, "positions"] | None = None  # multiply the queries of each position
     has_keys: bool = True  # otherwise qkv has q alone, and an earlier layer of the step has stored keys and values
 
     @property

@@ -275,6 +275,8 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     arguments.set(num_new_heads=heads.num_kv_heads if heads.has_keys else 0)
     arguments.set(v_eps=-1 if heads.v_eps is None else heads.v_eps)
     arguments.set(scale=heads.scale, softcap=heads.softcap or 0)
+    if heads.query_scales is not None:
+        arguments.set(query_scales=heads.query_scales)
     if heads.sinks is not None:
         arguments.set(sink_logits=heads.sinks)
     norms = heads.q_norm, heads.k_norm

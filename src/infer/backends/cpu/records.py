@@ -124,6 +124,7 @@ ATTEND = np.dtype(
         ("softcap", np.float32),  # 0: none
         ("padding", np.float32),
         ("sink_logits", np.int64),  # f32 [heads], or 0
+        ("query_scales", np.int64),  # f32 [positions], or 0
         ("gates", np.int64),  # f32 [heads × dim] of the first token, qkv_bytes from token to token, or 0
         ("norms", np.int64, 2),  # their weights, or 0
         ("norm_strides", np.int64, 2),  # bytes of weight from head to head; 0: a head is normalised by itself

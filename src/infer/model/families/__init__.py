@@ -170,6 +170,7 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
         has_gate=family.has_gate,
         has_v_norm=family.has_v_norm,
         are_values_keys=flag(config, "attention_k_eq_v"),
+        query_scale=family.query_scale(config),
         qk_norm=family.qk_norm if family.qk_norm_setting is None or flag(config, family.qk_norm_setting) else None,
     )
 

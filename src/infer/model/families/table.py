@@ -48,7 +48,7 @@ from infer.model.families.layer_kinds import (
 from infer.model.families.recurrent import gated_delta_net, short_conv
 from infer.model.families.rope_scaling import rope_settings
 from infer.model.families.widths import intermediate_size, lfm2_size
-from infer.operands.architecture import Activation, Experts, Norms, PerLayerInput, Recurrent
+from infer.operands.architecture import Activation, Experts, Norms, PerLayerInput, QueryScale, Recurrent
 
 # Settings that some families' code reads, and others' does not though a config may have them.
 OPTIONAL = frozenset(
@@ -83,6 +83,22 @@ def _gpt_oss_rope(config: Config, kind: str) -> Config:
     if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
         config = {**config, "rope_scaling": _GPT_OSS_YARN}
     return rope_settings(config, kind, theta=150_000.0)
+
+
+def _ministral3_rope(config: Config, kind: str) -> Config:
+    """Return Ministral 3's rope settings: those of the published models if a config has none."""
+    if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
+        config = {**config, "rope_scaling": _MINISTRAL3_YARN}
+    return rope_settings(config, kind, theta=1_000_000.0)
+
+
+def _ministral3_scale(config: Config) -> QueryScale | None:
+    """Return the scale of queries, which is among Ministral 3's rope settings."""
+    given = _ministral3_rope(config, FULL)
+    if not given.get("llama_4_scaling_beta"):
+        return None
+    original = count(given, "original_max_position_embeddings", default=count(config, "max_position_embeddings"))
+    return QueryScale(positive(given, "llama_4_scaling_beta"), original)
 
 
 def _phi3_rope(config: Config, kind: str) -> Config:
@@ -130,6 +146,10 @@ def _of_any_kind(config: Config, kind: str) -> Config:
     return config
 
 
+def _not_scaled(config: Config) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Family:
     defaults: Mapping[str, Any]  # where a config has not even a null
@@ -154,6 +174,7 @@ class Family:
     has_v_norm: bool = False
     has_scale: bool = False  # of each layer
     qk_norm_setting: str | None = None  # the setting that says whether there are such norms
+    query_scale: Callable[[Config], QueryScale | None] = _not_scaled
     has_sinks: bool = False
     has_gate: bool = False
 
@@ -164,8 +185,16 @@ def _defaults(max_positions: int, *, eps: float = 1e-6, **others: Any) -> dict[s
 
 _GEMMA: dict[str, Any] = {"rms_norm_eps": 1e-6, "head_dim": 256, "tie_word_embeddings": True}
 _GEMMA |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
-_GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_GPT_OSS_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 _GPT_OSS_YARN |= {"original_max_position_embeddings": 4096}
+_MINISTRAL3_YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16_384}
+_MINISTRAL3_YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 _GEMMA3 = Family(
@@ -244,6 +273,12 @@ _QWEN35_MOE = replace(
 FAMILIES: dict[str, Family] = {
     "llama": Family(_defaults(2048), reads=_ATTENTION_BIAS | {"mlp_bias"}),
     "mistral": Family(_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=all_windowed),
+    "ministral3": Family(
+        _defaults(262_144, eps=1e-5, num_key_value_heads=8, head_dim=128),
+        layer_kinds=all_windowed,
+        rope_settings=_ministral3_rope,
+        query_scale=_ministral3_scale,
+    ),
     "qwen2": Family(
         _defaults(32_768, **_QWEN_WINDOWS),
         fixed={"attention_bias": True, "attention_output_bias": False},
@@ -432,6 +467,5 @@ NEEDS: dict[str, str] = {
     "nemotron_h": _STATES,
     "llama4": "attention in chunks",
     "llama4_text": "attention in chunks",
-    "ministral3": "queries scaled by their position",
-    "mistral3": "queries scaled by their position",
+    "mistral3": "the model_type of its text_config",
 }

@@ -68,6 +68,7 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
         sinks=loader.vector("self_attn.sinks") if attention.has_sinks else None,
         gate_start=dim * before_gate if attention.has_gate else None,
         v_eps=loader.norm_eps if attention.has_v_norm and attention.has_keys else None,
+        query_scales=None if attention.query_scale is None else loader.query_scales[attention.query_scale],
         has_keys=attention.has_keys,
     )
     if loader.group is None:

@@ -13,7 +13,7 @@ from infer.backends.cpu.attention.cache_slots import make_block_at, slot_of
 from infer.backends.cpu.attention.partition import is_split
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_HEAD_DIM
-from infer.backends.cpu.simd import load_upto, splat_f32, store_upto
+from infer.backends.cpu.simd import load_scalar_f32, load_upto, splat_f32, store_upto
 from infer.backends.cpu.threads.work_stealing import begin_units, take_share
 
 _HEAD_BYTES = 4 * MAX_HEAD_DIM
@@ -79,11 +79,14 @@ def make_put_queries(kv_type: str) -> Any:
 
     @njit
     def put_queries(args, state, kv, first, end):
-        dim, group, scale = args.dim, args.num_heads // args.num_kv_heads, args.scale
+        dim, group = args.dim, args.num_heads // args.num_kv_heads
         of_all, of_token = np.float32(1), -1
         for column in range(first, end):
             token, head = column // group, kv * group + column % group
             position, cos, sin = _of_token(args, state, token)
+            scale = args.scale
+            if args.query_scales != 0:
+                scale *= load_scalar_f32(args.query_scales + 4 * position)
             x = args.q + args.qkv_bytes * token
             if token != of_token:
                 of_all, of_token = _norm_of_all(args, 0, x, args.num_heads), token

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.model.families.config_values import Config, positive, settings
+from infer.model.families.config_values import Config, count, positive, settings
 from infer.model.families.experts import (
     every_layer_is_sparse,
     gemma4_experts,

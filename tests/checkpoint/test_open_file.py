@@ -43,7 +43,7 @@ def weights_file(model: Path) -> Path:
 
 
 def state_of(model: Transformer) -> Iterator[torch.Tensor]:
-    for projection in model.layer_projections:
+    for projection in model.projections:
         yield from (part.data for part in projection.parts)  # type: ignore[attr-defined]
     for layer in model.layers:
         assert layer.mixer is not None

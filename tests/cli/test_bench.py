@@ -82,7 +82,7 @@ def test_the_share_is_what_decode_reads_over_what_memory_gives(llm: LLM) -> None
 
 def test_decode_reads_every_matrix_once_and_one_row_of_the_embedding(llm: LLM) -> None:
     model = llm.model
-    matrices = [part for projection in model.layer_projections for part in projection.parts]
+    matrices = [part for projection in model.projections for part in projection.parts]
     table = model.embedding.parts[0]
     expected = sum(part.num_bytes for part in (*matrices, *model.head.parts)) + table.num_bytes // table.out_features
     assert sum(weight_bytes_by_kind(model).values()) == expected

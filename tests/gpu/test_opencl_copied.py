@@ -114,7 +114,7 @@ def test_weights_and_pages_take_memory_of_the_device_while_they_live(memory: Mem
     llm = LLM(folder, device="opencl")
     taken = before - memory.available_bytes()
     assert taken > sum(
-        part.num_bytes for each in llm.model.layer_projections if each.label.endswith("gate_up") for part in each.parts
+        part.num_bytes for each in llm.model.projections if each.label.endswith("gate_up") for part in each.parts
     )
     assert ops.backend_named("opencl").available_bytes() == before - taken
     del llm

@@ -156,7 +156,7 @@ def make_prompt(model: Transformer, num_tokens: int, seed: int) -> list[int]:
 def projections_by_kind(model: Transformer) -> dict[str, list[Projection]]:
     """Return the matrices that every token is multiplied with, by the names that a profile has for them."""
     by_kind = defaultdict[str, list[Projection]](list)
-    for projection in model.layer_projections:
+    for projection in model.projections:
         by_kind[projection.label.rpartition(".")[2]].append(projection)
     return {**by_kind, "head": [model.head]}
 

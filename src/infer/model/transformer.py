@@ -44,9 +44,10 @@ class Transformer:
         return [layer.mixer.own for layer in self.layers if layer.mixer is not None and keeps(layer.mixer.own)]
 
     @property
-    def layer_projections(self) -> list[Projection]:
-        """The matrices of the layers that every token is multiplied with, in order."""
-        return [each for layer in self.layers for each in layer.projections]
+    def projections(self) -> list[Projection]:
+        """The matrices before the head that every token is multiplied with, in order."""
+        first = [] if self.per_layer is None else [self.per_layer.projection]
+        return [*first, *(each for layer in self.layers for each in layer.projections)]
 
     def is_long(self, length: int) -> bool:
         """Return True if a sequence of `length` tokens uses the second set of rope factors, for all its tokens."""

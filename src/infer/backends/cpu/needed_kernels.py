@@ -97,7 +97,7 @@ def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kerne
         yield Kernel(".matmul.matmul:make_store", ("add",), "EPILOGUE")
     if layer.per_layer_input is not None:
         yield Kernel(
-            ".matmul.matmul:make_store", (f"gate {layer.per_layer_input.activation}",), "EPILOGUE", "per-layer inputs"
+            ".matmul.matmul:make_store", (f"gate_{layer.per_layer_input.activation}",), "EPILOGUE", "per-layer inputs"
         )
     dense = layer.feed_forward
     if isinstance(dense, Experts) and (dense.has_norms or layer.norms.after or layer.has_scale):

@@ -16,7 +16,7 @@ def per_layer_inputs(
     x: Float[Tensor, "tokens hidden"], token_ids: Int[Tensor, "tokens"], weights: PerLayerWeights
 ) -> Float[Tensor, "tokens inputs"]:
     features = weights.projection.out_features
-    with scope("per_layer_inputs", tokens=token_ids) as run:
+    with scope(weights.projection.label, tokens=token_ids) as run:
         inputs = run.tensor("per-layer inputs", run.capacity, features)
         contexts = run.tensor("per-layer contexts", run.capacity, features)
         _embed_from_file(run, weights.table, weights.table_scale, inputs)
@@ -44,5 +44,5 @@ def gate_inputs(
 ) -> Activations:
     with scope(gate.label, num_tokens=len(x)) as run:
         out = run.tensor("gated inputs", run.capacity, gate.out_features)
-        project(run, Activations(x), None, gate, (out, 0), kind=f"gate {activation}", factors=(inputs, first_column))
+        project(run, Activations(x), None, gate, (out, 0), kind=f"gate_{activation}", factors=(inputs, first_column))
         return Activations(out)

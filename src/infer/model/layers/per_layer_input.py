@@ -54,6 +54,6 @@ def load_per_layer_weights(own: PerLayerInput, hidden: int, loader: WeightLoader
     return PerLayerWeights(
         table=loader.in_file("model.embed_tokens_per_layer"),
         table_scale=(own.dim / 2) ** 0.5,
-        projection=loader.projection("model.per_layer_model_projection", label="per_layer_projection"),
+        projection=loader.projection("model.per_layer_model_projection", label="per_layer_inputs"),
         norm=Norm(norm.weight, norm.eps * hidden),
     )

@@ -166,12 +166,12 @@ def make_store(kind: str) -> Callable[..., None]:
     """Return the epilogue of this kind.
 
     plain: out = y + bias. add: out += y + bias. capped: out = softcap × tanh((y + bias) / softcap). The name of an
-    activation: out = activation(out, y + bias); "gate " before it: out = activation(y + bias, factor). sigmoid: out =
+    activation: out = activation(out, y + bias); "gate_" before it: out = activation(y + bias, factor). sigmoid: out =
     sigmoid(y + bias). weighted: out[its token] += weight × (y + bias).
     """
     adding, capping, gating, weighing = kind == "add", kind == "capped", kind in GATED, kind == "weighted"
-    squashing, gating_factors = kind == "sigmoid", kind.startswith("gate ")
-    activate: Any = GATED.get(kind.removeprefix("gate "))
+    squashing, gating_factors = kind == "sigmoid", kind.startswith("gate_")
+    activate: Any = GATED.get(kind.removeprefix("gate_"))
 
     def store(args, state, buffer, first_row):
         panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)

@@ -16,6 +16,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -499,6 +500,30 @@ MINISTRAL3 = [
     ),
 ]  # fmt: skip
 
+_LAGUNA: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "head_dim": 32}
+_LAGUNA |= {"shared_expert_intermediate_size": 96}
+LAGUNA = [
+    Tiny(
+        "laguna",
+        LagunaConfig(
+            num_hidden_layers=4, sliding_window=9, moe_routed_scaling_factor=2.5, **_SIZES | _LAGUNA,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
+            num_attention_heads_per_layer=[4, 6, 6, 6],
+            rope_parameters={
+                "full_attention": _yarn(partial_rotary_factor=0.5),
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0, "partial_rotary_factor": 1.0},
+            },
+        ),
+    ),
+    Tiny(
+        "laguna_elements",
+        LagunaConfig(
+            num_hidden_layers=3, gating="per-element", attention_bias=False, tie_word_embeddings=True,
+            mlp_layer_types=["dense", "dense", "sparse"], **_SIZES | _LAGUNA,
+        ),
+    ),
+]  # fmt: skip
+
 LONGROPE = Tiny(
     "phi3_longrope",
     Phi3Config(
@@ -509,9 +534,13 @@ LONGROPE = Tiny(
         **_SIZES,
     ),
 )
-TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM, *MINISTRAL3]
+TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM, *MINISTRAL3, *LAGUNA]
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
-DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4]]
+DENSE = [
+    tiny
+    for tiny in TINY
+    if not tiny.has_experts and tiny not in [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MINISTRAL3]
+]
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]
 
 

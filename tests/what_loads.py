@@ -35,6 +35,7 @@ _SETTINGS = (
     ("biases of convolutions", lambda layer: isinstance(layer.mixer, ShortConv) and layer.mixer.has_bias),
     ("gated delta nets", lambda layer: isinstance(layer.mixer, GatedDeltaNet)),
     ("gated attention", _of_attention(lambda attention: attention.has_gate)),
+    ("one gate per head", _of_attention(lambda attention: attention.are_gates_of_heads)),
     ("attention sinks", _of_attention(lambda attention: attention.has_sinks)),
     ("capped scores", _of_attention(lambda attention: attention.softcap is not None)),
     ("norms of each q and k head", _of_attention(lambda attention: attention.qk_norm == "head")),
@@ -71,6 +72,8 @@ def settings(tiny: Tiny) -> Iterator[str]:
     for name, has in _SETTINGS:
         if any(has(layer) for layer in architecture.layers):
             yield name
+    if len({attention.num_heads for attention in architecture.attention}) > 1:
+        yield "heads that differ by layer"
     yield from _values(architecture, architecture.layers[0])
     yield from _ropes(tiny)
 

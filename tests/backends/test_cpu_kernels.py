@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import gguf
 import numpy as np
@@ -311,10 +311,28 @@ def test_attention_agrees_with_reference(
         assert_near(actual, expected, 5e-6 if kv_type == "f32" else 2e-2)
 
 
+@pytest.mark.parametrize("of_heads", [True, False])
+@pytest.mark.parametrize("curve", ["sigmoid", "softplus"])
+def test_output_gates_agree_with_reference(curve: Literal["sigmoid", "softplus"], of_heads: bool) -> None:
+    num_heads, dim = 6, 40
+    heads = make_heads(num_heads, 2, dim, 32, normed=True)
+    width = (num_heads + 4) * dim
+    heads = replace(heads, gate_start=width, gate_curve=curve, are_gates_of_heads=of_heads)
+    qkv = 8 * torch.randn(330, width + num_heads * (1 if of_heads else dim), generator=torch.manual_seed(0))
+    caches = [make_layer(heads, 1, 400) for _ in range(2)]
+    for start, count in ((0, 300), (300, 1), (301, 29)):
+        part, remaining = Activations(qkv[start : start + count]), iter(caches)
+        step = step_of(0, start, count)
+        actual, expected = both(
+            lambda part=part, step=step, left=remaining: ops.attend(part, heads, next(left), step).floats
+        )
+        assert_near(actual, expected, 5e-6)
+
+
 @pytest.mark.parametrize("kv_type", ["f32", "q8"])
 def test_scaled_queries_agree_with_reference(kv_type: str) -> None:
     heads = make_heads(4, 2, 32, 32, normed=True)
-    scaled = replace(heads, query_scales=1 + torch.arange(400).div(20, rounding_mode="floor"))
+    scaled = replace(heads, query_scales=1 + torch.arange(400.0).div(20).floor())
     qkv = torch.randn(330, 8 * 32, generator=torch.manual_seed(0))
     found = []
     for own in (heads, scaled):

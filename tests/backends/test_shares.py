@@ -24,7 +24,7 @@ from infer.operands.group import Group
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
 from steps import join
-from tiny import GATED, ONE_EACH, TINY, Tiny, make_tiny
+from tiny import GATED, LAGUNA, MINISTRAL3, ONE_EACH, TINY, Tiny, make_tiny
 
 LENGTH = 40
 CHUNKS = (25, 1, 1, 13)
@@ -150,6 +150,15 @@ def test_output_gates_of_every_type(tmp_path: Path, weights: str, kv_type: str, 
     settings = CacheSettings(kv_type=kv_type)
     expected = logits_of(load(tmp_path, weights=weights), settings)
     for logits in in_ranks(size, lambda group: logits_of(load(tmp_path, group, weights), settings)):
+        assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("tiny", [LAGUNA[0], MINISTRAL3[0]], ids=["one gate per head", "scaled queries"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_have_their_gates_and_scales(tmp_path: Path, tiny: Tiny, size: int) -> None:
+    make_tiny(tiny, tmp_path)
+    expected = logits_of(load(tmp_path), CacheSettings())
+    for logits in in_ranks(size, lambda group: logits_of(load(tmp_path, group), CacheSettings())):
         assert torch.equal(logits, expected)
 
 

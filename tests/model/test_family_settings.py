@@ -23,6 +23,7 @@ SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 256}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LAGUNA: dict[str, Any] = {"num_experts": 8, "num_key_value_heads": 2}
 LONG = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 64}
 
 
@@ -142,6 +143,19 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must list num_hidden_layers=4 zeros and ones"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a whole number from 1"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier must be a number above 0, got 0"),
+        (
+            "laguna",
+            LAGUNA | {"gating": False},
+            "gating=False is not supported for laguna: true, per-head or",
+        ),
+        ("laguna", LAGUNA | {"attention_bias": True}, "attention_bias=true is not supported for laguna"),
+        (
+            "laguna",
+            LAGUNA | {"num_attention_heads_per_layer": [4]},
+            "num_attention_heads_per_layer must list 4",
+        ),
+        ("laguna", LAGUNA | {"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping=5.0 is not supported"),
+        ("laguna", LAGUNA | {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input=True is not"),
         (
             "mellum",
             {"rope_parameters": {"rope_theta": 1e4}},

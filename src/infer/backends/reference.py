@@ -111,8 +111,16 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
         out[mine] = attend_row((q[mine], far[mine]), *decoded, seen[:, held], are_sinks, heads)
     attended = out.flatten(1)
     if heads.gate_start is not None:
-        attended = attended * torch.sigmoid(qkv.floats[:, heads.gate_start : heads.gate_start + attended.shape[1]])
+        attended = attended * output_gates(qkv.floats, heads)
     return Activations(gathered(attended, heads.shares))
+
+
+def output_gates(qkv: Float[Tensor, "tokens out"], heads: Heads) -> Float[Tensor, "tokens heads_dim"]:
+    """Return the factor of each element of what the heads attend to."""
+    num_gates = heads.num_heads * (1 if heads.are_gates_of_heads else heads.head_dim)
+    gates = qkv[:, heads.gate_start :][:, :num_gates]
+    gates = torch.sigmoid(gates) if heads.gate_curve == "sigmoid" else F.softplus(gates)
+    return gates.repeat_interleave(heads.head_dim, 1) if heads.are_gates_of_heads else gates
 
 
 def attention_weights(
@@ -130,10 +138,12 @@ def attention_weights(
 
 def split_heads(qkv: Float[Tensor, "tokens out"], heads: Heads) -> list[Float[Tensor, "tokens some_heads dim"]]:
     """Return q, k and v. k and v are empty if the heads have none of their own."""
-    counts = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
-    starts = (start // heads.head_dim for start in heads.starts)
-    each = qkv.view(len(qkv), -1, heads.head_dim)
-    return [each[:, start : start + count] for start, count in zip(starts, counts, strict=True)]
+    num_new, dim = heads.num_kv_heads if heads.has_keys else 0, heads.head_dim
+    counts = heads.num_heads, num_new, num_new
+    return [
+        qkv[:, start : start + count * dim].reshape(len(qkv), count, dim)
+        for start, count in zip(heads.starts, counts, strict=True)
+    ]
 
 
 def place(

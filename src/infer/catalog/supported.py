@@ -44,5 +44,6 @@ SUPPORTED = (
     SupportedModels("olmoe", "OLMoE"),
     SupportedModels("exaone4", "EXAONE 4"),
     SupportedModels("mellum", "Mellum 2"),
+    SupportedModels("laguna", "Laguna"),
     SupportedModels("seed_oss", "Seed-OSS"),
 )

@@ -94,7 +94,8 @@ _FOUR_NORMS = {
 # LFM2 and of gated delta nets.
 _PARTS = (
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.gate\.weight"), r"\1mlp.router.weight"),
-    (re.compile(r"\.mlp\.gate\.e_score_correction_bias"), ".mlp.router.correction"),
+    (re.compile(r"\.mlp\.(gate|experts)\.e_score_correction_bias"), ".mlp.router.correction"),
+    (re.compile(r"\.self_attn\.g_proj\."), ".self_attn.gate_proj."),
     (re.compile(r"\.mlp\.shared_experts\."), ".mlp.shared_expert."),
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.shared_expert_gate\.weight"), r"\1mlp.shared_gate.weight"),
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.experts\.(gate_up|down)_proj"), r"\1mlp.experts.\2_proj.weight"),

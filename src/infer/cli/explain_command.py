@@ -27,6 +27,7 @@ _WORDS = {
 _FLAGS = {"has_bias": "mlp bias", "has_sinks": "attention sinks", "has_gate": "output gates"}
 _FLAGS |= {"has_v_norm": "norm of values", "are_values_keys": "keys as values", "has_norms": "experts beside the mlp"}
 _FLAGS |= {"per_layer_input": "per-layer inputs"}
+_FLAGS |= {"are_gates_of_heads": "one gate per head"}
 _IN_FILES = ("is_decay_log", "are_heads_tiled")  # how a file stores a layer, which computes the same
 _MAX_ENDS = 8
 

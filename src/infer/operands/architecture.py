@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared", "clamped_swiglu"]
 MAX_EXPERTS = 4096  # of a layer: each has tensors of its own
+GateCurve = Literal["sigmoid", "softplus"]
 Shapes = dict[str, tuple[int, ...]]  # tensor name → shape
 # Matrices that are never quantised here: what is lost of them adds up along a text.
 KEPT_AS_FLOATS = ("linear_attn.a_proj.weight", "linear_attn.b_proj.weight")
@@ -78,7 +79,9 @@ class Attention:
     has_output_bias: bool = False
     qk_norm: Literal["head", "all"] | None = None  # over each head, or over all of them together
     has_sinks: bool = False  # a logit of each head beside the scores in the softmax, whose share is nobody's
-    has_gate: bool = False  # what a head attends to is multiplied by sigmoid(gate · x), element by element
+    has_gate: bool = False  # what a head attends to is multiplied by gate_curve(gate · x), element by element
+    gate_curve: GateCurve = "sigmoid"
+    are_gates_of_heads: bool = False  # a head has one gate, for all its elements
     has_v_norm: bool = False  # each head's v is divided by its root mean square
     are_values_keys: bool = False  # v is k as projected, before its norm and rotation
     shared_from: int | None = None  # the layer whose keys and values this one attends to
@@ -93,7 +96,7 @@ class Attention:
     def projected(self) -> tuple[tuple[str, int], ...]:
         """The matrices whose products stand side by side, in order, with their rows: q, k, v and the gates."""
         kv = (("k", self.kv_features), ("k" if self.are_values_keys else "v", self.kv_features))
-        gate = (("gate", self.query_features),)
+        gate = (("gate", self.num_heads if self.are_gates_of_heads else self.query_features),)
         return (("q", self.query_features), *(kv if self.has_keys else ()), *(gate if self.has_gate else ()))
 
     @property

@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.operands.architecture import Activation, GatedDeltaNet, Router
+from infer.operands.architecture import Activation, GateCurve, GatedDeltaNet, Router
 from infer.operands.group import Shares
 from infer.quantization.ggml_types import BLOCK_TYPES
 
@@ -287,6 +287,8 @@ class Heads:
     qkv_starts: tuple[int, int, int] | None = None  # where these heads begin in qkv of all ranks; None: it has no other
     gate_start: int | None = None  # the first column of these heads' gates, after q, k and v; None: they have none
     v_eps: float | None = None  # of the norm of each head of v, which has no weight; None: it is not normalised
+    gate_curve: GateCurve = "sigmoid"
+    are_gates_of_heads: bool = False  # otherwise there is a gate for each element of each head
     query_scales: Float[Tensor, "positions"] | None = None  # multiply the queries of each position
     has_keys: bool = True  # otherwise qkv has q alone, and an earlier layer of the step has stored keys and values
 

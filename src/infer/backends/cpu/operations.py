@@ -222,7 +222,8 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
         arguments.set(q=floats, qkv_bytes=4 * floats.shape[1])  # which checks and keeps it; they begin within it:
         arguments.set(**{name: floats.data_ptr() + 4 * start for name, start in zip("qkv", heads.starts, strict=True)})
         if heads.gate_start is not None:
-            arguments.set(gates=floats.data_ptr() + 4 * heads.gate_start)
+            arguments.set(gates=floats.data_ptr() + 4 * heads.gate_start, are_gates_of_heads=heads.are_gates_of_heads)
+            arguments.set(is_gate_softplus=heads.gate_curve == "softplus")
         arguments.set(
             queries=run.tensor("queries", run.capacity * (2 if has_far else 1), features),
             far_bytes=4 * run.capacity * features if has_far else 0,

@@ -126,6 +126,8 @@ ATTEND = np.dtype(
         ("sink_logits", np.int64),  # f32 [heads], or 0
         ("query_scales", np.int64),  # f32 [positions], or 0
         ("gates", np.int64),  # f32 [heads × dim] of the first token, qkv_bytes from token to token, or 0
+        ("are_gates_of_heads", np.int64),  # so there are f32 [heads] of a token
+        ("is_gate_softplus", np.int64),  # otherwise sigmoid
         ("norms", np.int64, 2),  # their weights, or 0
         ("norm_strides", np.int64, 2),  # bytes of weight from head to head; 0: a head is normalised by itself
         ("cos", np.int64),  # f32 [sets, positions, half], or 0

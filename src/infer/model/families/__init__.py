@@ -97,7 +97,7 @@ def _as_read(config: Config, family: Family) -> Config:
 def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
     num_layers = count(config, "num_hidden_layers", maximum=_MAX_LAYERS)
     kinds, rotated = family.layer_kinds(config, num_layers), family.rotated_layers(config, num_layers)
-    wanted = list(zip(kinds, rotated, strict=True))
+    wanted = list(zip(kinds, rotated, family.num_heads(config, num_layers), strict=True))
     mixer_by_kind = {each: _mixer(config, family, *each) for each in sorted(set(wanted))}
     activation = choice(config, family.activation_name, _ACTIVATIONS)
     experts = None if family.experts is None else family.experts(config, activation)
@@ -135,10 +135,10 @@ def _dense(config: Config, family: Family, activation: Activation) -> Dense:
     return Dense(family.dense_size(config), activation, has_bias=flag(config, "mlp_bias"))
 
 
-def _mixer(config: Config, family: Family, kind: str, is_rotated: bool) -> Mixer:
+def _mixer(config: Config, family: Family, kind: str, is_rotated: bool, num_heads: int) -> Mixer:
     if kind in family.recurrent:
         return family.recurrent[kind](config)
-    return _attention(config, family, kind, is_rotated)
+    return _attention({**config, "num_attention_heads": num_heads}, family, kind, is_rotated)
 
 
 def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> Attention:
@@ -154,6 +154,7 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
         raise UnsupportedModelError(f"{refused} is not supported for {config['model_type']}")
     if family.has_gate and config.get("attn_output_gate") is False:
         raise UnsupportedModelError(f"attn_output_gate=false is not supported for {config['model_type']}")
+    gate_curve, are_gates_of_heads = family.gates(config)
     has_qkv_bias = flag(config, "attention_bias")
     scale = positive(config, "query_pre_attn_scalar", float(head_dim)) ** -0.5
     return Attention(
@@ -168,6 +169,8 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
         has_output_bias=flag(config, "attention_output_bias") if "attention_output_bias" in config else has_qkv_bias,
         has_sinks=family.has_sinks,
         has_gate=family.has_gate,
+        gate_curve=gate_curve,
+        are_gates_of_heads=are_gates_of_heads,
         has_v_norm=family.has_v_norm,
         are_values_keys=flag(config, "attention_k_eq_v"),
         query_scale=family.query_scale(config),

@@ -60,6 +60,20 @@ def glm_experts(config: Config, activation: Activation) -> Experts:
     return Experts(router, size, activation, shared_size=size * count(config, "n_shared_experts", default=1))
 
 
+def laguna_experts(config: Config, activation: Activation) -> Experts:
+    """Return Laguna's experts: chosen by a corrected sigmoid, beside a shared one without a gate."""
+    for name in ("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"):
+        if config.get(name):
+            raise UnsupportedModelError(f"{name}={config[name]!r:.60} is not supported for laguna")
+    router = replace(
+        _router(config, scores="sigmoid", is_normalized=True),
+        scale=positive(config, "moe_routed_scaling_factor", 1.0),
+        has_correction=True,
+    )
+    size, shared = (count(config, f"{name}_intermediate_size") for name in ("moe", "shared_expert"))
+    return Experts(router, size, activation, shared_size=shared)
+
+
 def lfm2_experts(config: Config, activation: Activation) -> Experts:
     router = replace(
         _router(config, scores="sigmoid", is_normalized=flag(config, "norm_topk_prob")),
@@ -106,6 +120,11 @@ def is_sparse_as_listed(config: Config, index: int) -> bool:
     ):
         raise ModelError(f"config: mlp_layer_types must list {num_layers} times dense or sparse, got {given!r:.60}")
     return bool(given[index] == "sparse")
+
+
+def is_sparse_in_laguna(config: Config, index: int) -> bool:
+    """Return True for every layer that `mlp_layer_types` calls sparse; without the list, for all but the first."""
+    return is_sparse_as_listed(config, index) if config.get("mlp_layer_types") is not None else index > 0
 
 
 def _num_dense(config: Config, name: str, default: int) -> int:

@@ -17,18 +17,22 @@ from infer.model.families.experts import (
     granite_experts,
     is_sparse_as_listed,
     is_sparse_in_glm,
+    is_sparse_in_laguna,
     is_sparse_in_lfm2,
     is_sparse_in_qwen,
+    laguna_experts,
     lfm2_experts,
     mixtral_experts,
     olmoe_experts,
     qwen_experts,
 )
 from infer.model.families.gemma import gemma3_rope, gemma4_of_kind, gemma4_per_layer_input, gemma4_rope
+from infer.model.families.heads import equal_heads, laguna_gates, laguna_heads, sigmoid_of_elements
 from infer.model.families.layer_kinds import (
     CONVOLUTION,
     FULL,
     LINEAR,
+    SLIDING,
     all_full,
     all_rotated,
     all_windowed,
@@ -48,7 +52,7 @@ from infer.model.families.layer_kinds import (
 from infer.model.families.recurrent import gated_delta_net, short_conv
 from infer.model.families.rope_scaling import rope_settings
 from infer.model.families.widths import intermediate_size, lfm2_size
-from infer.operands.architecture import Activation, Experts, Norms, PerLayerInput, QueryScale, Recurrent
+from infer.operands.architecture import Activation, Experts, GateCurve, Norms, PerLayerInput, QueryScale, Recurrent
 
 # Settings that some families' code reads, and others' does not though a config may have them.
 OPTIONAL = frozenset(
@@ -142,6 +146,13 @@ def _rope_by_kind(full_theta: float, sliding_theta: float) -> Callable[[Config, 
     return read
 
 
+def _laguna_rope(config: Config, kind: str) -> Config:
+    """Return Laguna's rope settings: layers with full attention rotate half of a head if a config has none."""
+    if not settings(config, "rope_parameters") and config.get("partial_rotary_factor") is None:
+        config = {**config, "rope_parameters": _LAGUNA_ROPE}
+    return {"partial_rotary_factor": 1.0, **_rope_by_kind(500_000.0, 10_000.0)(config, kind)}
+
+
 def _of_any_kind(config: Config, kind: str) -> Config:
     return config
 
@@ -177,6 +188,8 @@ class Family:
     query_scale: Callable[[Config], QueryScale | None] = _not_scaled
     has_sinks: bool = False
     has_gate: bool = False
+    gates: Callable[[Config], tuple[GateCurve, bool]] = sigmoid_of_elements  # their curve, and True for one per head
+    num_heads: Callable[[Config, int], Sequence[int]] = equal_heads  # of each layer
 
 
 def _defaults(max_positions: int, *, eps: float = 1e-6, **others: Any) -> dict[str, Any]:
@@ -193,6 +206,7 @@ _GPT_OSS_YARN: dict[str, Any] = {
     "truncate": False,
 }
 _GPT_OSS_YARN |= {"original_max_position_embeddings": 4096}
+_LAGUNA_ROPE = {FULL: {"partial_rotary_factor": 0.5}, SLIDING: {"partial_rotary_factor": 1.0}}
 _MINISTRAL3_YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16_384}
 _MINISTRAL3_YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -370,6 +384,20 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         experts=qwen_experts,
         is_sparse=is_sparse_as_listed,
+    ),
+    "laguna": Family(
+        _defaults(131_072, num_key_value_heads=8, num_experts_per_tok=8, moe_intermediate_size=512)
+        | {"shared_expert_intermediate_size": 512, "head_dim": 128, "sliding_window": 512},
+        reads=_ATTENTION_BIAS,
+        layer_kinds=full_unless_given,
+        rope_settings=_laguna_rope,
+        rotates_partly=True,
+        qk_norm="head",
+        experts=laguna_experts,
+        is_sparse=is_sparse_in_laguna,
+        has_gate=True,
+        gates=laguna_gates,
+        num_heads=laguna_heads,
     ),
     "qwen2_moe": Family(
         _defaults(32_768, num_key_value_heads=16, num_experts_per_tok=4, moe_intermediate_size=1408)

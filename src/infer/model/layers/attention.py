@@ -68,11 +68,14 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
         sinks=loader.vector("self_attn.sinks") if attention.has_sinks else None,
         gate_start=dim * before_gate if attention.has_gate else None,
         v_eps=loader.norm_eps if attention.has_v_norm and attention.has_keys else None,
+        gate_curve=attention.gate_curve,
+        are_gates_of_heads=attention.are_gates_of_heads,
         query_scales=None if attention.query_scale is None else loader.query_scales[attention.query_scale],
         has_keys=attention.has_keys,
     )
     if loader.group is None:
         return loader.projection(*names, label="qkv"), heads
+    of_gate = 1 if attention.are_gates_of_heads else dim  # columns of a head's gates
     starts = head_starts(attention, loader.group.size)
     if starts is None:
         return loader.by_rows(*names, label="qkv"), heads
@@ -83,11 +86,11 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
     heads = replace(heads, num_heads=end - first, num_kv_heads=kv_end - kv_first, sinks=sinks, shares=shares)
     if len({after - before for before, after in pairwise(starts)}) > 1:  # to gather costs less than to wait
         qkv_starts = dim * first, dim * (attention.num_heads + kv_first), dim * (before_v + kv_first)
-        gate_start = dim * (before_gate + first) if attention.has_gate else None
+        gate_start = dim * before_gate + of_gate * first if attention.has_gate else None
         return loader.by_rows(*names, label="qkv"), replace(heads, qkv_starts=qkv_starts, gate_start=gate_start)
     num_new = kv_end - kv_first if attention.has_keys else 0
     ranges = [(dim * first, dim * end), *[(dim * kv_first, dim * kv_end)] * (2 if attention.has_keys else 0)]
     if attention.has_gate:
-        ranges.append(ranges[0])
+        ranges.append((of_gate * first, of_gate * end))
         heads = replace(heads, gate_start=dim * (end - first + 2 * num_new))
     return loader.projection(*names, label="qkv", ranges=ranges), heads

@@ -15,7 +15,7 @@ from infer.backends.cpu import simd
 from infer.backends.cpu.attention.cache_slots import parts_of_chunk, seen_lanes, seen_of_chunk
 from infer.backends.cpu.attention.chunk_products import make_add_chunk_values, make_chunk_scores
 from infer.backends.cpu.layouts import LANES
-from infer.backends.cpu.math_functions import exp_scalar, exp_up_to_0, sigmoid, softcapped
+from infer.backends.cpu.math_functions import exp_scalar, exp_up_to_0, sigmoid, softcapped, softplus
 from infer.backends.cpu.records import CHUNK, SCORE_BYTES
 from infer.backends.cpu.simd import (
     load_f32,
@@ -183,11 +183,22 @@ def merge(into, partial, dim):
     store_scalar_f32(into + 4 * dim + 4, l_left * left + l_right * right)
 
 
+@njit(forceinline=True)
+def _gate(args, token, head, i):
+    """Return the factors of a head's elements from i on."""
+    first = args.gates + args.qkv_bytes * token
+    if args.are_gates_of_heads != 0:
+        gate = splat_f32(load_scalar_f32(first + 4 * head))
+    else:
+        gate = load_upto(first + 4 * (args.dim * head + i), args.dim - i)
+    return softplus(gate) if args.is_gate_softplus != 0 else sigmoid(gate)
+
+
 @njit
 def divide(partial, args, token, head, out):
     """Store the values' sum divided by the sum of weights, and of the head's sink if it has one: attention's result.
 
-    It is multiplied by the sigmoid of the token's gates, if there are any.
+    It is multiplied by the token's gates, if there are any.
     """
     dim, share = args.dim, np.float32(1)
     total = load_scalar_f32(partial + 4 * dim + 4)
@@ -204,5 +215,5 @@ def divide(partial, args, token, head, out):
             value = value * splat_f32(share)
         value = value / splat_f32(total)
         if args.gates != 0:
-            value = value * sigmoid(load_upto(args.gates + args.qkv_bytes * token + 4 * (dim * head + i), dim - i))
+            value = value * _gate(args, token, head, i)
         store_upto(out + 4 * i, dim - i, value)

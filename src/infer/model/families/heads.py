@@ -1,0 +1,35 @@
+"""Config → the number of query heads of each layer, and the gates of what they attend to."""
+
+from collections.abc import Sequence
+
+from infer.errors import ModelError, UnsupportedModelError
+from infer.model.families.config_values import Config, count, flag
+from infer.operands.architecture import GateCurve
+
+
+def equal_heads(config: Config, num_layers: int) -> Sequence[int]:
+    return [count(config, "num_attention_heads")] * num_layers
+
+
+def laguna_heads(config: Config, num_layers: int) -> Sequence[int]:
+    """Return Laguna's numbers of heads, which `num_attention_heads_per_layer` may list."""
+    given = config.get("num_attention_heads_per_layer")
+    if given is None:
+        return equal_heads(config, num_layers)
+    if not isinstance(given, list) or len(given) != num_layers:
+        raise ModelError(f"num_attention_heads_per_layer must list {num_layers} numbers, got {given!r:.80}")
+    return [count({"num_attention_heads_per_layer": each}, "num_attention_heads_per_layer") for each in given]
+
+
+def sigmoid_of_elements(config: Config) -> tuple[GateCurve, bool]:
+    return "sigmoid", False
+
+
+def laguna_gates(config: Config) -> tuple[GateCurve, bool]:
+    """Return Laguna's gates: softplus, one per head unless `gating` says one per element."""
+    if flag(config, "attention_bias"):
+        raise UnsupportedModelError("attention_bias=true is not supported for laguna, whose gates have no bias")
+    gating = config.get("gating", True)
+    if gating not in (True, "per-head", "per-element"):
+        raise UnsupportedModelError(f"gating={gating!r:.60} is not supported for laguna: true, per-head or per-element")
+    return "softplus", gating != "per-element"

@@ -476,6 +476,9 @@ _NEIGHBOURS = "a rotation of neighbouring elements"
 _COHERE = "LayerNorm, and attention beside the MLP"
 _LATENT = "latent attention"
 _STATES = "recurrent layers"
+_LLAMA4 = "attention in chunks, a rotation of neighbouring elements, and experts whose input is weighted"
+_ALTUP = "four residual streams at once"
+_NORMED_EMBEDDING = "a norm of the embedding"
 # Parts that models need which we refuse, by the names of both worlds.
 NEEDS: dict[str, str] = {
     "glm": _NEIGHBOURS,
@@ -493,7 +496,13 @@ NEEDS: dict[str, str] = {
     "glm4_moe_lite": _LATENT,
     "granitemoehybrid": _STATES,
     "nemotron_h": _STATES,
-    "llama4": "attention in chunks",
-    "llama4_text": "attention in chunks",
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
+    "gemma3n": _ALTUP,
+    "gemma3n_text": _ALTUP,
+    "muse_glimmer": _NORMED_EMBEDDING,
+    "muse_glimmer_text": _NORMED_EMBEDDING,
+    "muse-glimmer": _NORMED_EMBEDDING,
+    "olmo_hybrid": "gated delta nets with q, k and v apart and beta up to 2",
     "mistral3": "the model_type of its text_config",
 }

@@ -2,17 +2,19 @@
 
 A config is a mapping with the names of Hugging Face's `config.json`; `checkpoint` gives GGUF metadata the same names. A
 `Family` describes the values that its published configs leave out, and the optional settings that its code reads.
-`table` lists all families. A setting that `transformers` ignores is ignored here, unless other engines read it: then it
-is refused.
+`table` has a row for each, and `refused` names those that are not run. A setting that `transformers` ignores is ignored
+here, unless other engines read it: then it is refused.
 """
 
 from dataclasses import replace
 
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, choice, count, flag, optional_positive, positive
+from infer.model.families.family import OFF_IF_NULL, OPTIONAL, Family
 from infer.model.families.layer_kinds import SLIDING
+from infer.model.families.refused import NEEDS
 from infer.model.families.rope_scaling import make_rope
-from infer.model.families.table import FAMILIES, NEEDS, OFF_IF_NULL, OPTIONAL, Family
+from infer.model.families.table import FAMILIES
 from infer.operands.architecture import (
     Activation,
     Architecture,

@@ -1,0 +1,70 @@
+"""A family as data: values that its configs leave out, settings that its code reads, and differences of its layers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from infer.model.families.config_values import Config
+from infer.model.families.experts import every_layer_is_sparse
+from infer.model.families.heads import equal_heads, sigmoid_of_elements
+from infer.model.families.layer_kinds import all_full, all_rotated, none_shared
+from infer.model.families.ropes import usual_rope
+from infer.model.families.widths import intermediate_size
+from infer.operands.architecture import Activation, Experts, GateCurve, Norms, PerLayerInput, QueryScale, Recurrent
+
+# Settings that some families' code reads, and others' does not though a config may have them.
+OPTIONAL = frozenset(
+    {"attention_bias", "attention_output_bias", "mlp_bias", "query_pre_attn_scalar"}
+    | {"attn_logit_softcapping", "final_logit_softcapping"}
+    | {"attention_k_eq_v", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+)
+# A null is a value of these; of others it is as if it were not there.
+OFF_IF_NULL = frozenset({"head_dim", "num_key_value_heads", "sliding_window", "attn_logit_softcapping"}) | {
+    "final_logit_softcapping",
+    "block_ffn_dim_multiplier",
+    "hidden_size_per_layer_input",
+}
+_PRE_NORMS = Norms(before=True, after=False)
+
+
+def _of_any_kind(config: Config, kind: str) -> Config:
+    return config
+
+
+def _not_scaled(config: Config) -> None:
+    return None
+
+
+def _no_per_layer_input(config: Config, activation: Activation) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Family:
+    defaults: Mapping[str, Any]  # where a config has not even a null
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # whatever a config says
+    reads: frozenset[str] = frozenset()  # of the optional settings
+    renamed: Mapping[str, str] = field(default_factory=dict)  # its names of settings → the usual ones
+    layer_kinds: Callable[[Config, int], Sequence[str]] = all_full
+    recurrent: Mapping[str, Callable[[Config], Recurrent]] = field(default_factory=dict)  # kind → mixer; others attend
+    rotated_layers: Callable[[Config, int], Sequence[bool]] = all_rotated
+    rope_settings: Callable[[Config, str], Config] = usual_rope
+    rotates_partly: bool = False  # reads partial_rotary_factor, which other engines read for every family
+    activation_name: str = "hidden_act"
+    dense_size: Callable[[Config], int] = intermediate_size
+    scales_embedding: bool = False  # by the root of hidden_size
+    norms: Norms = _PRE_NORMS
+    experts: Callable[[Config, Activation], Experts | None] | None = None
+    is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # whether a layer has experts
+    qk_norm: Literal["head", "all"] | None = None
+    of_kind: Callable[[Config, str], Config] = _of_any_kind  # the settings of attention in layers of a kind
+    shared_layers: Callable[[Config, Sequence[str]], Sequence[int | None]] = none_shared  # whose keys a layer reads
+    per_layer_input: Callable[[Config, Activation], PerLayerInput | None] = _no_per_layer_input
+    has_v_norm: bool = False
+    has_scale: bool = False  # of each layer
+    qk_norm_setting: str | None = None  # the setting that says whether there are such norms
+    query_scale: Callable[[Config], QueryScale | None] = _not_scaled
+    has_sinks: bool = False
+    has_gate: bool = False
+    gates: Callable[[Config], tuple[GateCurve, bool]] = sigmoid_of_elements  # their curve, and True for one per head
+    num_heads: Callable[[Config, int], Sequence[int]] = equal_heads  # of each layer

@@ -1,0 +1,36 @@
+"""Families that are refused by name, and the parts that they need."""
+
+_NEIGHBOURS = "a rotation of neighbouring elements"
+_COHERE = "LayerNorm, and attention beside the MLP"
+_LATENT = "latent attention"
+_STATES = "recurrent layers"
+_LLAMA4 = "attention in chunks, a rotation of neighbouring elements, and experts whose input is weighted"
+_ALTUP = "four residual streams at once"
+_NORMED_EMBEDDING = "a norm of the embedding"
+# Parts that models need which we refuse, by the names of both worlds.
+NEEDS: dict[str, str] = {
+    "glm": _NEIGHBOURS,
+    "glm4": _NEIGHBOURS,
+    "ernie4_5": _NEIGHBOURS,
+    "cohere": _COHERE,
+    "command-r": _COHERE,
+    "cohere2": _COHERE,
+    "hunyuan_v1_dense": "norms of q and k after their rotation",
+    "hunyuan-dense": "norms of q and k after their rotation",
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "deepseek2": _LATENT,
+    "kimi_k2": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "granitemoehybrid": _STATES,
+    "nemotron_h": _STATES,
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
+    "gemma3n": _ALTUP,
+    "gemma3n_text": _ALTUP,
+    "muse_glimmer": _NORMED_EMBEDDING,
+    "muse_glimmer_text": _NORMED_EMBEDDING,
+    "muse-glimmer": _NORMED_EMBEDDING,
+    "olmo_hybrid": "gated delta nets with q, k and v apart and beta up to 2",
+    "mistral3": "the model_type of its text_config",
+}

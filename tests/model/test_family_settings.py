@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    SiglipVisionConfig,
+)
 
 from infer import ops
 from infer.checkpoint import open_checkpoint
@@ -17,6 +24,7 @@ from infer.model.load import load_transformer
 from infer.operands.architecture import Architecture, LongRope
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
+from test_families import load
 from tiny import GEMMA4
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
@@ -211,6 +219,27 @@ def test_the_text_of_a_multimodal_gemma_3_is_that_of_transformers(tmp_path: Path
         logits = model.forward(Step.of(token_ids, logit_indices=range(50)), cache)
         expected = oracle(torch.tensor([token_ids])).logits[0]
     assert (logits - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["gemma4_per_layer", "gemma4_moe"])
+def test_the_text_of_a_multimodal_gemma_4_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    text = next(tiny for tiny in GEMMA4 if tiny.name == name).config.to_dict()
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"num_key_value_heads": 2, "head_dim": 16}
+    ids = {"image_token_id": 90, "boi_token_id": 91, "eoi_token_id": 92, "audio_token_id": 93}
+    torch.manual_seed(0)
+    config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None, **ids)
+    oracle = Gemma4ForConditionalGeneration._from_config(config, attn_implementation="eager").float().eval()
+    oracle.save_pretrained(tmp_path)
+    oracle.model.language_model.config.output_hidden_states = True  # `tiny.make_tiny` says why
+    token_ids = torch.randint(3, 90, (50,)).tolist()
+    with torch.inference_mode():
+        model = load(tmp_path)
+        cache = make_cache(model, 50)
+        cache.reserve(0, 50)
+        logits = model.forward(Step.of(token_ids, logit_indices=range(50)), cache)
+        expected = oracle(torch.tensor([token_ids])).logits[0]
+    assert (logits - expected).abs().max() <= 4e-4
 
 
 def test_layers_of_one_kind_have_the_same_heads_in_gemma_4() -> None:

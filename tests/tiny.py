@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     Exaone4Config,
@@ -24,6 +26,8 @@ from transformers import (
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    MuseGlimmerTextConfig,
+    MuseGlimmerTextModel,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -524,6 +528,23 @@ LAGUNA = [
     ),
 ]  # fmt: skip
 
+MUSE_GLIMMER = [
+    Tiny(
+        "muse_glimmer",
+        MuseGlimmerTextConfig(
+            num_hidden_layers=5, head_dim=32, sliding_window=9, output_multiplier=0.7, qk_scale_factor=1.5,
+            post_norm_eps=1e-3, **_SIZES,
+        ),
+    ),
+    Tiny(
+        "muse_glimmer_listed",
+        MuseGlimmerTextConfig(
+            num_hidden_layers=2, head_dim=16, layer_types=["full_attention", "sliding_attention"], sliding_window=7,
+            layer_rope_theta=[10_000.0, 0], final_logit_softcapping=3.0, **_SIZES,
+        ),
+    ),
+]  # fmt: skip
+
 LONGROPE = Tiny(
     "phi3_longrope",
     Phi3Config(
@@ -534,7 +555,7 @@ LONGROPE = Tiny(
         **_SIZES,
     ),
 )
-TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM, *MINISTRAL3, *LAGUNA]
+TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER]
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
 DENSE = [
     tiny
@@ -544,10 +565,36 @@ DENSE = [
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]
 
 
+class TextOfMuseGlimmer(MuseGlimmerTextModel):
+    """The text model with its head, which transformers has only inside the multimodal model."""
+
+    def __init__(self, config: MuseGlimmerTextConfig) -> None:
+        super().__init__(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def base_model(self) -> Any:
+        return super().forward
+
+    def forward(self, token_ids: torch.Tensor) -> Any:
+        cap, scale = self.config.final_logit_softcapping, self.config.output_multiplier
+        logits = self.lm_head(super().forward(token_ids).last_hidden_state) * scale
+        return SimpleNamespace(logits=cap * torch.tanh(logits / cap))
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.config.save_pretrained(folder)
+        tensors = {name if "lm_head" in name else f"model.{name}": each for name, each in self.state_dict().items()}
+        save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+
+
 def make_tiny(tiny: Tiny, folder: Path) -> Any:
     """The `transformers` model with random float32 weights, norms included, saved to the folder."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny.config, attn_implementation="eager").float().eval()
+    if isinstance(tiny.config, MuseGlimmerTextConfig):
+        tiny.config._attn_implementation = "eager"
+        model: Any = TextOfMuseGlimmer(tiny.config).float().eval()
+    else:
+        model = AutoModelForCausalLM.from_config(tiny.config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5

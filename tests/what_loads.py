@@ -39,6 +39,7 @@ _SETTINGS = (
     ("attention sinks", _of_attention(lambda attention: attention.has_sinks)),
     ("capped scores", _of_attention(lambda attention: attention.softcap is not None)),
     ("norms of each q and k head", _of_attention(lambda attention: attention.qk_norm == "head")),
+    ("norms of each q and k head without weights", _of_attention(lambda own: own.qk_norm == "head_unweighted")),
     ("norms over all q and k heads", _of_attention(lambda attention: attention.qk_norm == "all")),
     ("norms of v", _of_attention(lambda attention: attention.has_v_norm)),
     ("values that are keys", _of_attention(lambda attention: attention.are_values_keys)),
@@ -74,6 +75,8 @@ def settings(tiny: Tiny) -> Iterator[str]:
             yield name
     if len({attention.num_heads for attention in architecture.attention}) > 1:
         yield "heads that differ by layer"
+    if architecture.has_embedding_norm:
+        yield "a norm of the embedding"
     yield from _values(architecture, architecture.layers[0])
     yield from _ropes(tiny)
 

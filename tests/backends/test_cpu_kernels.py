@@ -143,6 +143,13 @@ def test_embedding_rows_are_the_dequantised_ones(type_: str) -> None:
     assert torch.equal(actual, expected.float())
 
 
+@pytest.mark.parametrize("type_", ["F32", "BF16", "Q4_1", "Q6_K"])
+def test_normed_embedding_rows_agree_with_reference(type_: str) -> None:
+    weight, ids = make_weight(type_, 50, 512, seed=3), torch.tensor([0, 15, 49])
+    actual, expected = both(lambda: ops.embed(prepared(weight).parts[0], ids, 1.0, 1e-5))
+    assert_near(actual, expected, 1e-6)
+
+
 @pytest.mark.parametrize(
     ("activation", "types"),
     [

@@ -21,7 +21,16 @@ from tiny import DELTA_NETS, LONGROPE, TINY, Tiny, make_tiny
 # that do not rotate, a cap that is off.
 _NOT_IN_GGUF = {"llama_relu", "llama_relu2", "llama_quick_gelu", "llama_odd_sizes", "llama_yarn_mscale"}
 _NOT_IN_GGUF |= {"gemma3_capped", "gemma2_uncapped", "smollm3_windows", "qwen3_moe_mixed", "gpt_oss_plain"}
-_NOT_IN_GGUF |= {"mellum_mixed", "laguna", "laguna_elements", "lfm2_biases", "lfm2_moe_plain", "qwen3_next_mixed"}
+_NOT_IN_GGUF |= {
+    "mellum_mixed",
+    "laguna",
+    "laguna_elements",
+    "muse_glimmer",
+    "muse_glimmer_listed",
+    "lfm2_biases",
+    "lfm2_moe_plain",
+    "qwen3_next_mixed",
+}
 CONVERTED = [tiny for tiny in [*TINY, LONGROPE] if tiny.name not in _NOT_IN_GGUF]
 
 

@@ -146,7 +146,8 @@ def test_only_wanted_logits_are_computed(pair: tuple[Any, Transformer]) -> None:
 def test_hidden_states_equal_transformers_after_the_last_norm(pair: tuple[Any, Transformer]) -> None:
     oracle, model = pair
     token_ids = random_ids(LENGTH)
-    scale = getattr(oracle.config, "logits_scaling", 1.0)  # which is in the norm's weights here
+    # Which is in the norm's weights here.
+    scale = getattr(oracle.config, "logits_scaling", 1.0) / getattr(oracle.config, "output_multiplier", 1.0)
     expected = oracle.base_model(torch.tensor([token_ids])).last_hidden_state[0] / scale
     found = ops.normalize(model.residual(Step.of(token_ids), make_reserved(model)), model.norm)
     assert (found - expected).abs().max() <= tolerance_of(oracle)

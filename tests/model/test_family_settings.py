@@ -122,7 +122,12 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
         ("hunyuan_v1_dense", {}, "it needs norms of q and k after their rotation"),
         ("llama4", {}, "it needs attention in chunks, a rotation of neighbouring elements"),
         ("gemma3n_text", {}, "it needs four residual streams at once"),
-        ("muse_glimmer", {}, "it needs a norm of the embedding"),
+        (
+            "muse_glimmer",
+            {"head_dim": 16, "num_key_value_heads": 2, "attention_bias": True},
+            "whose gates have no bias",
+        ),
+        ("muse_glimmer", {"layer_rope_theta": [1]}, "layer_rope_theta must list num_hidden_layers=4 numbers, got [1]"),
         ("olmo_hybrid", {}, "it needs gated delta nets with q, k and v apart"),
         ("mistral3", {}, "it needs the model_type of its text_config"),
         ("llama", {"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),

@@ -76,9 +76,13 @@ def prepare(projection: Projection, device: torch.device, precision: str = "exac
     return replace(projection, parts=tuple(map(move, projection.parts)), bias=bias)
 
 
-def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
+def embed(
+    table: Weight, token_ids: Int[Tensor, "tokens"], scale: float, norm_eps: float | None = None
+) -> Float[Tensor, "tokens hidden"]:
+    """Return the tokens' rows × scale. With `norm_eps`, each is then divided by its root mean square."""
     assert isinstance(table, StoredWeight)
-    return dense(StoredWeight(table.type, (len(token_ids), table.in_features), table.data[token_ids])) * scale
+    x = dense(StoredWeight(table.type, (len(token_ids), table.in_features), table.data[token_ids])) * scale
+    return x if norm_eps is None else normalize(x.float(), Norm(torch.ones(x.shape[1], device=x.device), norm_eps))
 
 
 def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:

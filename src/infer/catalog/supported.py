@@ -45,5 +45,6 @@ SUPPORTED = (
     SupportedModels("exaone4", "EXAONE 4"),
     SupportedModels("mellum", "Mellum 2"),
     SupportedModels("laguna", "Laguna"),
+    SupportedModels("muse_glimmer_text", "Muse-Glimmer (text, also inside the multimodal models)"),
     SupportedModels("seed_oss", "Seed-OSS"),
 )

@@ -41,7 +41,10 @@ _INSTEAD = (
     "take the model's bfloat16 safetensors (weights q8 or q4 quantises them at load) or a GGUF of it, such as Q8_0"
 )
 _INTERLEAVED_EXPERTS = frozenset({"gpt_oss"})  # Hugging Face's, not GGUF's: see `stacked_experts`
-_NORMS_LESS_ONE = WITH_GATES | {"gemma", "gemma2", "gemma3", "gemma3_text"}  # Hugging Face's, not GGUF's
+_WITH_A_WHOLE_LAST_NORM = frozenset({"muse_glimmer", "muse_glimmer_text"})
+_NORMS_LESS_ONE = (  # Hugging Face's, not GGUF's
+    WITH_GATES | {"gemma", "gemma2", "gemma3", "gemma3_text"} | _WITH_A_WHOLE_LAST_NORM
+)
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,11 @@ def _open_folder(folder: Path) -> Checkpoint:
     _check_unquantised(folder, config)
     stored = read_safetensors_folder(folder)
     added = 1.0 if config.get("model_type") in _NORMS_LESS_ONE else 0.0
+    whole = {"model.norm.weight"} if config.get("model_type") in _WITH_A_WHOLE_LAST_NORM else set[str]()
     tensors: dict[str, TensorInfo] = {}
     for name, info in with_joined_scales(_renamed(folder, stored, names_from_hugging_face(stored))).items():
         _check_supported(info)
-        tensors[name] = replace(info, added=added) if is_norm(name) else info
+        tensors[name] = replace(info, added=added) if is_norm(name) and name not in whole else info
     are_interleaved = config.get("model_type") in _INTERLEAVED_EXPERTS
     tensors = taken_apart(_without_drafting_layers(tensors, config), config, are_interleaved=are_interleaved)
     files = tuple(dict.fromkeys(info.file for info in stored.values()))

@@ -98,8 +98,9 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """Return the config of a GGUF file. Raises ModelFormatError for a key that is missing or of the wrong type."""
     _check_whole(file)
     values = GGUFValues(file)
-    if values.architecture == "laguna":
-        raise UnsupportedModelError(f"{file.path.name}: GGUF files of laguna are not supported: take its safetensors")
+    if values.architecture in ("laguna", "muse-glimmer"):
+        name = f"GGUF files of {values.architecture}"
+        raise UnsupportedModelError(f"{file.path.name}: {name} are not supported: take the model's safetensors")
     num_drafting = values.get("nextn_predict_layers", 0)  # layers after the network's, which draft tokens
     if type(num_drafting) is not int or num_drafting < 0:
         values.fail("nextn_predict_layers", f"expected an integer of at least 0, got {num_drafting!r:.60}")

@@ -137,7 +137,7 @@ _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
 # Not part of the text network, made from the config, or only for drafting tokens (mtp).
 _SKIPPED_GGUF = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 _SKIPPED = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|embed_audio|multi_modal_projector|embed_vision|mtp)\.|.*\.rotary_emb\.inv_freq"
+    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|embed_audio|multi_modal_projector|embed_vision|vision_adapter|vision_projection|mtp)\.|.*\.rotary_emb\.inv_freq"
 )
 
 

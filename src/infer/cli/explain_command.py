@@ -69,6 +69,8 @@ def _network(network: Mapping[str, Any]) -> Iterator[str]:
     for name in ("embedding_scale", "logit_scale"):
         if network[name] != 1.0:
             yield f"{name.replace('_', ' ')} {network[name]:g}"
+    if network["has_embedding_norm"]:
+        yield "a norm of the embedding"
     if network["logit_softcap"] is not None:
         yield f"logit softcap {network['logit_softcap']:g}"
     yield "tied embeddings" if network["tied_embeddings"] else "a head of its own"
@@ -95,6 +97,9 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
                 yield f"keys and values of layer {value}"
         elif name == "rope" and value is not None:
             yield _rope(value)
+        elif name == "gate_curve":
+            if value != "sigmoid":
+                yield f"gates of {value}"
         elif name == "query_scale" and value is not None:
             yield f"queries that grow every {value['period']:,} tokens"
         elif name == "router" and value is not None:
@@ -103,7 +108,7 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
             if not is_common:
                 yield f"no {plain}"
         else:
-            text = value.replace("_", " ") if name in ("mixer", "feed_forward") else value
+            text = value.replace("_", " ") if name in ("mixer", "feed_forward", "qk_norm") else value
             yield plain if value is True else _WORDS.get(name, plain + " {}").format(text)
 
 

@@ -62,7 +62,9 @@ class Transformer:
     def residual(self, step: Step, cache: PagedCache) -> Float[Tensor, "tokens hidden"]:
         """Return the residual stream after the last layer, before the norm and the projection to logits."""
         with ops.using(self.backend):
-            x = ops.embed(self.embedding.parts[0], step.tokens, self.architecture.embedding_scale).to(self.dtype)
+            network = self.architecture
+            eps = network.norm_eps if network.has_embedding_norm else None
+            x = ops.embed(self.embedding.parts[0], step.tokens, network.embedding_scale, eps).to(self.dtype)
             inputs = None if self.per_layer is None else ops.per_layer_inputs(x, step.tokens, self.per_layer)
             for layer in self.layers:
                 for part in layer.parts:

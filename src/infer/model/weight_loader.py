@@ -76,9 +76,13 @@ class WeightLoader:
         assert isinstance(weight, UnreadWeight)
         return weight
 
-    def norm(self, name: str, scale: float = 1.0) -> Norm:
+    def norm(self, name: str, scale: float = 1.0, eps: float | None = None) -> Norm:
         weight = dense(self.weights[f"{self.prefix}{name}.weight"]).to(self.backend.device, torch.float32)
-        return Norm(weight * scale, self.norm_eps)
+        return Norm(weight * scale, self.norm_eps if eps is None else eps)
+
+    def norm_of_ones(self, dim: int) -> Norm:
+        """Return a norm without a weight."""
+        return Norm(torch.ones(dim, device=self.backend.device), self.norm_eps)
 
     def vector(self, name: str) -> Tensor:
         return dense(self.weights[self.prefix + name]).to(self.backend.device, torch.float32)

@@ -77,7 +77,7 @@ class Attention:
     softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap)
     has_qkv_bias: bool = False
     has_output_bias: bool = False
-    qk_norm: Literal["head", "all"] | None = None  # over each head, or over all of them together
+    qk_norm: Literal["head", "head_unweighted", "all"] | None = None  # over each head, or over all of them together
     has_sinks: bool = False  # a logit of each head beside the scores in the softmax, whose share is nobody's
     has_gate: bool = False  # what a head attends to is multiplied by gate_curve(gate · x), element by element
     gate_curve: GateCurve = "sigmoid"
@@ -124,7 +124,7 @@ class Attention:
             shapes |= {f"self_attn.{which}_proj.bias": (count,) for which, count in rows.items()}
         if self.has_output_bias:
             shapes["self_attn.o_proj.bias"] = (hidden,)
-        if self.qk_norm:
+        if self.qk_norm and self.qk_norm != "head_unweighted":
             sizes = (wide, narrow) if self.qk_norm == "all" else (self.head_dim, self.head_dim)
             normed = zip("qk" if self.has_keys else "q", sizes, strict=False)
             shapes |= {f"self_attn.{which}_norm.weight": (size,) for which, size in normed}
@@ -368,6 +368,7 @@ class Norms:
 
     before: bool = True  # of the part's input
     after: bool = False  # of the part's result, before it is added to the residual stream
+    eps_after: float | None = None  # of the norms after; None: that of all norms
 
 
 @dataclass(frozen=True)
@@ -407,6 +408,7 @@ class Architecture:
     norm_eps: float
     max_positions: int  # the context the model was made for
     embedding_scale: float = 1.0
+    has_embedding_norm: bool = False  # a token's embedding is divided by its root mean square
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # after the scale: softcap × tanh(logit / softcap)
     tied_embeddings: bool = False

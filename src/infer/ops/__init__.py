@@ -86,9 +86,12 @@ def prepare(projection: Projection, device: torch.device, precision: Precision =
     return prepared
 
 
-def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
-    """Return the tokens' rows of the table, times scale."""
-    x: Tensor = backend_of(token_ids.device).kernels.embed(table, token_ids, scale)
+def embed(
+    table: Weight, token_ids: Int[Tensor, "tokens"], scale: float, norm_eps: float | None = None
+) -> Float[Tensor, "tokens hidden"]:
+    """Return the tokens' rows of the table, times scale. With `norm_eps`, each has a root mean square of 1."""
+    norm = () if norm_eps is None else (norm_eps,)
+    x: Tensor = backend_of(token_ids.device).kernels.embed(table, token_ids, scale, *norm)
     return x
 
 

@@ -72,13 +72,15 @@ __all__ = [
 ]
 
 
-def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
+def embed(
+    table: Weight, token_ids: Int[Tensor, "tokens"], scale: float, norm_eps: float | None = None
+) -> Float[Tensor, "tokens hidden"]:
     weight = packed(table)
     rows, features = weight.shape
     with scope("embed", tokens=token_ids) as run:
         out = run.tensor("x", run.capacity, features)
         arguments = Arguments(EMBED, table=weight.data, group_bytes=weight.group_bytes, num_rows=rows)
-        arguments.set(in_features=features, out=out, scale=scale)
+        arguments.set(in_features=features, out=out, scale=scale, norm_eps=-1 if norm_eps is None else norm_eps)
         run.append(
             "rows", arguments, BARRIER, ".weights.embed:make_embed", weight.layout.type, instruction_set().inputs
         )

@@ -42,7 +42,7 @@ EMBED = np.dtype(
         ("num_rows", np.int64),
         ("out", np.int64),
         ("scale", np.float32),
-        ("padding", np.float32),
+        ("norm_eps", np.float32),  # of a row, which is divided by its root mean square; −1: it is not
     ]
 )
 

@@ -72,8 +72,9 @@ def make_architecture(config: Config) -> Architecture:
         layers=_layers(config, family),
         norm_eps=positive({"rms_norm_eps": positive(config, "rms_norm_eps") / residual**2}, "rms_norm_eps"),
         max_positions=count(config, "max_position_embeddings"),
+        has_embedding_norm=family.has_embedding_norm,
         embedding_scale=positive({"embedding_multiplier": embedding / residual}, "embedding_multiplier"),
-        logit_scale=1 / positive(config, "logits_scaling", 1.0),
+        logit_scale=positive(config, "output_multiplier", 1.0) / positive(config, "logits_scaling", 1.0),
         logit_softcap=optional_positive(config, "final_logit_softcapping"),
         tied_embeddings=flag(config, "tie_word_embeddings"),
     )
@@ -105,9 +106,12 @@ def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
     experts = None if family.experts is None else family.experts(config, activation)
     are_sparse = [experts is not None and family.is_sparse(config, index) for index in range(num_layers)]
     dense = None if all(are_sparse) else _dense(config, family, activation)
-    sources, own_input = family.shared_layers(config, kinds), family.per_layer_input(config, activation)
+    norms, sources = family.norms, family.shared_layers(config, kinds)
+    if family.eps_after_setting is not None:
+        norms = replace(norms, eps_after=positive(config, family.eps_after_setting))
+    own_input = family.per_layer_input(config, activation)
     layers = [
-        Layer(mixer_by_kind[each], experts if is_sparse else dense, family.norms, own_input, family.has_scale)
+        Layer(mixer_by_kind[each], experts if is_sparse else dense, norms, own_input, family.has_scale)
         for each, is_sparse in zip(wanted, are_sparse, strict=True)
     ]
     return tuple(

@@ -16,7 +16,14 @@ from infer.operands.architecture import Activation, Experts, GateCurve, Norms, P
 OPTIONAL = frozenset(
     {"attention_bias", "attention_output_bias", "mlp_bias", "query_pre_attn_scalar"}
     | {"attn_logit_softcapping", "final_logit_softcapping"}
-    | {"attention_k_eq_v", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+    | {
+        "output_multiplier",
+        "attention_k_eq_v",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+    }
 )
 # A null is a value of these; of others it is as if it were not there.
 OFF_IF_NULL = frozenset({"head_dim", "num_key_value_heads", "sliding_window", "attn_logit_softcapping"}) | {
@@ -53,10 +60,12 @@ class Family:
     activation_name: str = "hidden_act"
     dense_size: Callable[[Config], int] = intermediate_size
     scales_embedding: bool = False  # by the root of hidden_size
+    has_embedding_norm: bool = False
     norms: Norms = _PRE_NORMS
+    eps_after_setting: str | None = None  # the setting that has the eps of norms of results, if they have their own
     experts: Callable[[Config, Activation], Experts | None] | None = None
     is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # whether a layer has experts
-    qk_norm: Literal["head", "all"] | None = None
+    qk_norm: Literal["head", "head_unweighted", "all"] | None = None
     of_kind: Callable[[Config, str], Config] = _of_any_kind  # the settings of attention in layers of a kind
     shared_layers: Callable[[Config, Sequence[str]], Sequence[int | None]] = none_shared  # whose keys a layer reads
     per_layer_input: Callable[[Config, Activation], PerLayerInput | None] = _no_per_layer_input

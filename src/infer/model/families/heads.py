@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.model.families.config_values import Config, count, flag
+from infer.model.families.config_values import Config, count
 from infer.operands.architecture import GateCurve
 
 
@@ -25,11 +25,24 @@ def sigmoid_of_elements(config: Config) -> tuple[GateCurve, bool]:
     return "sigmoid", False
 
 
+def sigmoid_without_bias(config: Config) -> tuple[GateCurve, bool]:
+    """Return sigmoid, one per element. Raises UnsupportedModelError for biases, which the gates do not have."""
+    if config.get("attention_bias"):
+        name = config["model_type"]
+        raise UnsupportedModelError(f"attention_bias=true is not supported for {name}, whose gates have no bias")
+    return sigmoid_of_elements(config)
+
+
 def laguna_gates(config: Config) -> tuple[GateCurve, bool]:
     """Return Laguna's gates: softplus, one per head unless `gating` says one per element."""
-    if flag(config, "attention_bias"):
-        raise UnsupportedModelError("attention_bias=true is not supported for laguna, whose gates have no bias")
+    sigmoid_without_bias(config)
     gating = config.get("gating", True)
     if gating not in (True, "per-head", "per-element"):
         raise UnsupportedModelError(f"gating={gating!r:.60} is not supported for laguna: true, per-head or per-element")
     return "softplus", gating != "per-element"
+
+
+def muse_of_kind(config: Config, kind: str) -> Config:
+    """Return Muse-Glimmer's settings with the factor of its normalised queries in the factor of scores."""
+    factor = positive(config, "qk_scale_factor")
+    return {**config, "attention_multiplier": factor * count(config, "head_dim") ** -0.5}

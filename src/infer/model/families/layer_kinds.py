@@ -56,6 +56,12 @@ def all_windowed_but_every(period: int) -> Callable[[Config, int], Sequence[str]
     return kinds
 
 
+def windowed_but_every_nth_from_the_end(config: Config, num_layers: int) -> Sequence[str]:
+    """Return windows for all layers but the last and each fourth before it."""
+    given = _given_kinds(config, num_layers)
+    return given or [SLIDING if (num_layers - 1 - layer) % 4 else FULL for layer in range(num_layers)]
+
+
 def gemma4_kinds(config: Config, num_layers: int) -> Sequence[str]:
     """Return windows for all layers but each sixth and the last, whatever a config says of the last."""
     return [*all_windowed_but_every(6)(config, num_layers)[:-1], FULL]
@@ -122,6 +128,16 @@ def rotated_where_windowed(config: Config, num_layers: int) -> Sequence[bool]:
     """Return True for each layer with a window, and for every layer if the model has no windows."""
     has_windows = config.get("sliding_window") is not None
     return [kind == SLIDING or not has_windows for kind in exaone4_kinds(config, num_layers)]
+
+
+def rotated_with_a_theta(config: Config, num_layers: int) -> Sequence[bool]:
+    """Return True for each layer with a theta in `layer_rope_theta`; only zeros count, and the theta is that of all."""
+    given = config.get("layer_rope_theta")
+    if given is None:
+        return [(num_layers - 1 - layer) % 4 != 0 for layer in range(num_layers)]
+    if not isinstance(given, list) or len(given) != num_layers or not all(type(each) in (int, float) for each in given):
+        raise ModelError(f"layer_rope_theta must list num_hidden_layers={num_layers} numbers, got {given!r:.80}")
+    return [each != 0 for each in given]
 
 
 def rotated_but_every_nth(config: Config, num_layers: int) -> Sequence[bool]:

@@ -6,7 +6,6 @@ _LATENT = "latent attention"
 _STATES = "recurrent layers"
 _LLAMA4 = "attention in chunks, a rotation of neighbouring elements, and experts whose input is weighted"
 _ALTUP = "four residual streams at once"
-_NORMED_EMBEDDING = "a norm of the embedding"
 # Parts that models need which we refuse, by the names of both worlds.
 NEEDS: dict[str, str] = {
     "glm": _NEIGHBOURS,
@@ -28,9 +27,6 @@ NEEDS: dict[str, str] = {
     "llama4_text": _LLAMA4,
     "gemma3n": _ALTUP,
     "gemma3n_text": _ALTUP,
-    "muse_glimmer": _NORMED_EMBEDDING,
-    "muse_glimmer_text": _NORMED_EMBEDDING,
-    "muse-glimmer": _NORMED_EMBEDDING,
     "olmo_hybrid": "gated delta nets with q, k and v apart and beta up to 2",
     "mistral3": "the model_type of its text_config",
 }

@@ -24,7 +24,7 @@ from infer.model.families.experts import (
 )
 from infer.model.families.family import Family
 from infer.model.families.gemma import gemma3_rope, gemma4_of_kind, gemma4_per_layer_input, gemma4_rope
-from infer.model.families.heads import laguna_gates, laguna_heads
+from infer.model.families.heads import laguna_gates, laguna_heads, muse_of_kind, sigmoid_without_bias
 from infer.model.families.layer_kinds import (
     CONVOLUTION,
     LINEAR,
@@ -38,6 +38,8 @@ from infer.model.families.layer_kinds import (
     linear_but_every_nth,
     rotated_but_every_nth,
     rotated_where_windowed,
+    rotated_with_a_theta,
+    windowed_but_every_nth_from_the_end,
     windowed_from_a_layer_on,
     windowed_where_not_rotated,
 )
@@ -109,6 +111,23 @@ _GEMMA4_UNIFIED = replace(
     | {"hidden_size_per_layer_input": None, "enable_moe_block": False},
 )
 
+_MUSE_GLIMMER = Family(
+    _defaults(131_072, eps=1e-5, head_dim=128, num_key_value_heads=2, sliding_window=2048)
+    | {"hidden_activation": "silu", "final_logit_softcapping": 20.0, "qk_scale_factor": 3.87}
+    | {"output_multiplier": 0.19611613513818404, "post_norm_eps": 1e-8},
+    reads=frozenset({"attention_bias", "final_logit_softcapping", "output_multiplier"}),
+    layer_kinds=windowed_but_every_nth_from_the_end,
+    rotated_layers=rotated_with_a_theta,
+    activation_name="hidden_activation",
+    has_embedding_norm=True,
+    norms=Norms(after=True),
+    eps_after_setting="post_norm_eps",
+    qk_norm="head_unweighted",
+    of_kind=muse_of_kind,
+    has_gate=True,
+    gates=sigmoid_without_bias,
+)
+
 _LFM2 = Family(
     _defaults(128_000, eps=1e-5, num_key_value_heads=8, tie_word_embeddings=True, conv_L_cache=3),
     fixed={"hidden_act": "silu"},
@@ -176,6 +195,8 @@ FAMILIES: dict[str, Family] = {
     "gemma4": _GEMMA4,
     "gemma4_unified_text": _GEMMA4_UNIFIED,
     "gemma4_unified": _GEMMA4_UNIFIED,
+    "muse_glimmer": _MUSE_GLIMMER,
+    "muse_glimmer_text": _MUSE_GLIMMER,
     "phi3": Family(
         _defaults(4096, eps=1e-5, original_max_position_embeddings=4096),
         layer_kinds=all_windowed,

@@ -38,7 +38,7 @@ class LoadedAttention:
             qkv=qkv,
             heads=heads,
             output=loader.by_rows("self_attn.o_proj", label="output"),
-            post_norm=loader.norm("post_attention_norm") if norms.after else None,
+            post_norm=loader.norm("post_attention_norm", eps=norms.eps_after) if norms.after else None,
         )
 
     @property
@@ -49,6 +49,12 @@ class LoadedAttention:
         qkv = ops.norm_project(x, self.norm, self.qkv)
         attended = cache.attend(self.cache_index, qkv, self.heads, step)
         return ops.project_add(x, attended, self.output, self.post_norm)
+
+
+def _qk_norm(attention: Attention, loader: WeightLoader, which: str) -> Norm | None:
+    if attention.qk_norm == "head_unweighted":
+        return loader.norm_of_ones(attention.head_dim)
+    return loader.norm(f"self_attn.{which}_norm") if attention.qk_norm else None
 
 
 def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, Heads]:
@@ -62,8 +68,8 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
         head_dim=dim,
         scale=attention.scale,
         rope=None if attention.rope is None else loader.rope_tables[attention.rope],
-        q_norm=loader.norm("self_attn.q_norm") if attention.qk_norm else None,
-        k_norm=loader.norm("self_attn.k_norm") if attention.qk_norm and attention.has_keys else None,
+        q_norm=_qk_norm(attention, loader, "q"),
+        k_norm=_qk_norm(attention, loader, "k") if attention.has_keys else None,
         softcap=attention.softcap,
         sinks=loader.vector("self_attn.sinks") if attention.has_sinks else None,
         gate_start=dim * before_gate if attention.has_gate else None,

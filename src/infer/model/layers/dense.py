@@ -31,7 +31,7 @@ class LoadedDense:
             gate_up=loader.each_by_rows("mlp.gate_proj", "mlp.up_proj", label="gate_up", are_blocks=True),
             activation=dense.activation,
             down=loader.by_rows("mlp.down_proj", label="down"),
-            post_norm=loader.norm("post_mlp_norm") if norms.after else None,
+            post_norm=loader.norm("post_mlp_norm", eps=norms.eps_after) if norms.after else None,
             scale=scale,
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from infer.backends.cpu.activations import inverse_rms
 from infer.backends.cpu.isa import BY_NAME
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, QUADS_BYTES, Layout
 from infer.backends.cpu.simd import load_i8, load_scalar_f32, load_u16, stack, store_scalar_f32, widen_bf16, widen_f16
@@ -20,6 +21,15 @@ def _row_of(args, state, token):
     """Return the address of the group with a token's row, the row's lane, and the address of its output floats."""
     row = min(max(state.tokens[token], 0), args.num_rows - 1)
     return args.table + row // LANES * args.group_bytes, row % LANES, args.out + 4 * args.in_features * token
+
+
+@njit
+def _normalize(args, out):
+    """Divide a token's row by its root mean square, if it is to be."""
+    if args.norm_eps >= 0:
+        factor = inverse_rms(out, args.in_features, args.norm_eps)
+        for i in range(args.in_features):
+            store_scalar_f32(out + 4 * i, load_scalar_f32(out + 4 * i) * factor)
 
 
 def make_embed(type_: str, inputs: int) -> Callable[..., None]:
@@ -40,6 +50,7 @@ def make_embed(type_: str, inputs: int) -> Callable[..., None]:
                 for i in range(BLOCK * per_super):
                     value = read(buffer + i // BLOCK * record_bytes, lane, i % BLOCK)
                     store_scalar_f32(out + 4 * (first + i), value * args.scale)
+            _normalize(args, out)
 
     return embed
 
@@ -83,5 +94,6 @@ def _make_embed_floats(layout: Layout) -> Callable[..., None]:
             group, lane, out = _row_of(args, state, token)
             for i in range(args.in_features):
                 store_scalar_f32(out + 4 * i, read(group + (i * LANES + lane) * width) * args.scale)
+            _normalize(args, out)
 
     return embed

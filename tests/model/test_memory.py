@@ -96,7 +96,10 @@ def held_bytes(model: Transformer) -> int:
     for own in (layer.per_layer_input for layer in model.layers):
         members += [] if own is None else vars(own).values()
     members += [] if model.per_layer is None else vars(model.per_layer).values()
-    members += [each for heads in all_heads(model) for each in (heads.q_norm, heads.k_norm, heads.sinks)]
+    members += [heads.sinks for heads in all_heads(model)]
+    for own in (layer.mixer for layer in model.layers if isinstance(layer.mixer, LoadedAttention)):
+        if own.own.qk_norm != "head_unweighted":  # whose few ones are in no file
+            members += [own.heads.q_norm, own.heads.k_norm]
     for member in (model.embedding, model.head, model.norm, *members):
         if isinstance(member, Projection):
             tensors = [part.data for part in member.parts]  # type: ignore[attr-defined]

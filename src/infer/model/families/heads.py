@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.model.families.config_values import Config, count
+from infer.model.families.config_values import Config, count, positive
 from infer.operands.architecture import GateCurve
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.checkpoint.pooling import Pooling
-from infer.engine.embedding import embed, texts_to_embed
+from infer.engine.embedding import VectorOptions, embed, texts_to_embed, warn_if_cut
 from infer.engine.host import Host
 from infer.engine.loop_messages import once
 from infer.engine.prompt_batch import BATCH_SIZE, OnResult, answer_all_as_task, check_batch_size
@@ -203,12 +203,20 @@ class AsyncLLM:
         return [results[number] for number, _ in requests]
 
     async def embed(
-        self, texts: Sequence[Prompt], pooling: Pooling | None = None, *, normalize: bool = True
-    ) -> Float[Tensor, "texts hidden"]:
+        self,
+        texts: Sequence[Prompt],
+        pooling: Pooling | None = None,
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        truncate: bool = False,
+    ) -> Float[Tensor, "texts size"]:
         """Return one vector per text. See `LLM.embed`. Calls of several tasks run one after the other."""
-        host = self.host
-        token_ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, pooling))
-        return await host.answers.call(embed(host, token_ids, pooling, normalize=normalize))
+        host, options = self.host, VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
+        ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, options))
+        warn_if_cut(ids, self.llm.max_seq_len)
+        return await host.answers.call(embed(host, ids.token_ids, options))
 
     async def trace(
         self,

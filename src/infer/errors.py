@@ -112,6 +112,10 @@ class MessageWarning(RequestWarning):
     """A message of the history is shown to the model in another form."""
 
 
+class TruncationWarning(RequestWarning):
+    """Texts were longer than the context, and were cut at its end."""
+
+
 class ConstraintError(InvalidRequestError):
     """A compiled grammar cannot be followed further, because it has become too complex."""
 

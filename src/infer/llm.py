@@ -15,7 +15,7 @@ from infer.catalog.models_at_hand import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
 from infer.checkpoint.pooling import Pooling
-from infer.engine.embedding import embed, texts_to_embed
+from infer.engine.embedding import VectorOptions, embed, texts_to_embed, warn_if_cut
 from infer.engine.host import Host, HostSettings
 from infer.engine.loop import Loop
 from infer.engine.model_settings import (
@@ -140,8 +140,9 @@ class LLM:
             # Rows of weights lie on the node of memory of the thread that packs them.
             network = loop.load(lambda show: load_checked(*asked, show, cache, group=group), on_progress)
         fingerprint = f"{checkpoint.fingerprint()} {weights} {precision} {kept_dtype}"
-        kept = fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults, checkpoint.pooling
-        self._host = Host(loop, network, tokenizer, HostSettings(*kept), ranks)
+        kept = fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults
+        settings = HostSettings(*kept, checkpoint.pooling, checkpoint.prompts)
+        self._host = Host(loop, network, tokenizer, settings, ranks)
         forms = kept_dtype, weights, stored
         self._shown = shown_as(model, checkpoint, network.architecture, forms, network.max_seq_len)
         self._host.warn_of_template(stacklevel=4)
@@ -531,8 +532,15 @@ class LLM:
         return trace_token(host, replace(ask, token_ids=prompt_ids), step, num_candidates)
 
     def embed(
-        self, texts: Sequence[Prompt], pooling: Pooling | None = None, *, normalize: bool = True
-    ) -> Float[Tensor, "texts hidden"]:
+        self,
+        texts: Sequence[Prompt],
+        pooling: Pooling | None = None,
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        truncate: bool = False,
+    ) -> Float[Tensor, "texts size"]:
         """Return one vector per text: the mean, or the last, of the hidden states after the last norm.
 
         Models that were trained for embeddings return vectors that can be compared.
@@ -540,17 +548,27 @@ class LLM:
         Args:
             texts: Texts, lists of token ids, or conversations.
             pooling: "mean" or "last". None: the pooling that the model was made for, otherwise the mean.
+            prompt_name: Name of the prompt of the model's files that stands before each text, such as "query". None:
+                the prompt that the files name as default, if any.
+            dimensions: Number of first dimensions that are kept. None: all.
             normalize: True for vectors of length 1.
+            truncate: True to cut texts that do not fit the context, with a `TruncationWarning`. False refuses them.
 
         Returns:
-            float32 vectors, `[texts, hidden]`.
+            float32 vectors, `[texts, dimensions]`.
 
         Raises:
-            InvalidRequestError: An argument breaks a rule.
+            InvalidRequestError: An argument breaks a rule, or a text does not fit the context.
             ClosedError: The model is closed.
+
+        Example:
+            query = llm.embed(["where do cats sleep?"], prompt_name="query")
+            scores = query @ llm.embed(documents).T
         """
-        host = self._opened
-        return host.loop.call(embed(host, texts_to_embed(host, texts, pooling), pooling, normalize=normalize)).get()
+        host, options = self._opened, VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
+        ids = texts_to_embed(host, texts, options)
+        warn_if_cut(ids, self.max_seq_len)
+        return host.loop.call(embed(host, ids.token_ids, options)).get()
 
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """Return float32 logits after every token, or after the last few.

@@ -12,7 +12,7 @@ from torch import Tensor
 from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams, ops
 from infer.checkpoint.pooling import pooling_from_folder, pooling_from_gguf
 from infer.engine import embedding
-from infer.engine.embedding import embed
+from infer.engine.embedding import VectorOptions, embed
 from infer.errors import ClosedError
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
@@ -50,13 +50,17 @@ def test_the_mean_and_the_last_are_those_of_the_hidden_states(llm: LLM, normaliz
         (["Transformer", "Pooling", "Normalize"], {"lasttoken": True, "mean_tokens": False}, "last"),
         (["Transformer", "Pooling"], {"mean_tokens": True}, "mean"),
         (["Transformer", "Pooling"], {"cls_token": True}, None),
+        (["Transformer", "Pooling"], {"pooling_mode": "lasttoken", "include_prompt": False}, "last"),
+        (["Transformer", "Pooling"], {"pooling_mode": ["mean"]}, "mean"),
+        (["Transformer", "Pooling"], {"pooling_mode": "cls"}, None),
+        (["Transformer", "Pooling"], {"mean_tokens": True, "include_prompt": False}, None),
         (["Transformer", "Pooling"], {"mean_tokens": True, "max_tokens": True}, None),
         (["Transformer", "Pooling", "Dense"], {"mean_tokens": True}, None),
         (["Transformer"], {}, None),
     ],
 )
 def test_a_folder_of_sentence_transformers_says_how_it_pools(
-    tmp_path: Path, kinds: list[str], modes: dict[str, bool], pooling: str | None
+    tmp_path: Path, kinds: list[str], modes: dict[str, Any], pooling: str | None
 ) -> None:
     assert pooling_from_folder(tmp_path) is None
     modules = [
@@ -64,7 +68,8 @@ def test_a_folder_of_sentence_transformers_says_how_it_pools(
     ]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     (tmp_path / "1_Pooling").mkdir()
-    config = {f"pooling_mode_{mode}": is_on for mode, is_on in modes.items()}
+    own = ("pooling_mode", "include_prompt")
+    config = {mode if mode in own else f"pooling_mode_{mode}": value for mode, value in modes.items()}
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 8, **config}))
     assert pooling_from_folder(tmp_path) == pooling
 
@@ -131,7 +136,7 @@ def test_memory_is_given_back(llm: LLM) -> None:
         (["a"], "max", "pooling must be 'mean' or 'last', got 'max'"),
         (["a", ""], "mean", "text 1: the prompt is empty"),
         ([[1, 10_000]], "mean", "text 0: the prompt: token ids must be from 0"),
-        (["a" * 2000], "last", "text 0: the prompt has 2000 tokens"),
+        (["a" * 2000], "last", "text 0: the text has 2000 tokens and the context holds 400: shorten it"),
     ],
 )
 def test_what_is_no_text_is_refused(llm: LLM, texts: Any, pooling: Any, message: str) -> None:
@@ -191,4 +196,4 @@ def test_a_closed_model_gives_no_vectors(folder: Path) -> None:
     with pytest.raises(ClosedError):
         llm.embed(["a"])
     with pytest.raises(ClosedError):
-        host.loop.call(embed(host, [[1]], "mean", normalize=True))
+        host.loop.call(embed(host, [[1]], VectorOptions()))

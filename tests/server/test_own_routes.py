@@ -135,7 +135,8 @@ def test_fewer_dimensions_are_the_first_ones_at_length_1(served: Served, llm: LL
         ({"input": []}, "input", "length >= 1"),
         ({"input": [1, "a"]}, "input[0]", "token ids"),
         ({"input": ["a"] * 2049}, "input", "length <= 2048"),
-        ({"input": "a", "dimensions": 65}, "dimensions", "at most 64"),
+        ({"input": "a", "dimensions": 65}, "dimensions", "in [1, 64]"),
+        ({"input": "a", "prompt_name": "query"}, "prompt_name", "the model's files have no prompts"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'base64' or 'float'"),
         ({"input": [[1], [9999]]}, "input", "text 1: the prompt: token ids"),
         ({"input": "a" * 500}, "input", "holds 400"),
@@ -156,7 +157,7 @@ def test_a_model_that_is_not_for_embeddings_says_what_to_do(llm: LLM) -> None:
 
 def test_nothing_of_a_vector_that_is_nothing_is_nothing() -> None:
     vector = torch.zeros(1, 4).numpy()
-    assert answer_of("m", vector, 2, "float", 1).data[0].embedding == [0.0, 0.0]
+    assert answer_of("m", vector, "float", 1).data[0].embedding == [0.0] * 4
     assert texts_of([[1, 2], [3]]) == [[1, 2], [3]]
     with pytest.raises(BodyError, match=r"input\[0\]\[1\]"):
         texts_of([[1, "a"]])

@@ -26,6 +26,7 @@ from infer.checkpoint.safetensors import read_safetensors_folder
 from infer.checkpoint.stacked_experts import with_joined_scales
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.checkpoint.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
+from infer.checkpoint.text_prompts import TextPrompts, prompts_from_folder
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.quantization.ggml_types import FLOAT_TYPES
 from infer.system.open_file import OpenFile
@@ -58,6 +59,7 @@ class Checkpoint:
     generation_config: Mapping[str, Any]  # {} if the model has none
     files: tuple[OpenFile, ...] = field(default=(), repr=False)  # of the weights
     pooling: Pooling | None = None  # of a model that was made for embeddings
+    prompts: TextPrompts = field(default_factory=TextPrompts)  # of such a model
 
     def without_metadata(self) -> "Checkpoint":
         """Return the checkpoint without metadata, to free up to 40 MB of a large vocabulary after the tokenizer is
@@ -109,7 +111,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     tensors = taken_apart(_without_drafting_layers(tensors, config), config, are_interleaved=are_interleaved)
     files = tuple(dict.fromkeys(info.file for info in stored.values()))
     generation_config, pooling = generation_config_from_folder(folder), pooling_from_folder(folder)
-    return Checkpoint(folder, config, {}, tensors, generation_config, files, pooling)
+    if pooling is not None and "lm_head.weight" not in tensors:
+        config["tie_word_embeddings"] = True  # no text is generated: the files may lack the head that the config names
+    return Checkpoint(folder, config, {}, tensors, generation_config, files, pooling, prompts_from_folder(folder))
 
 
 def _open_gguf(path: Path) -> Checkpoint:

@@ -8,7 +8,8 @@ from infer.system.json_file import MAX_BYTES, inside, parse_json, read_json_file
 
 Pooling = Literal["mean", "last"]
 _PREFIX = "pooling_mode_"
-_POOLING_BY_MODE: dict[str, Pooling] = {"mean_tokens": "mean", "lasttoken": "last"}  # sentence-transformers'
+# Of sentence-transformers: names of its flags, and of its newer `pooling_mode`.
+_POOLING_BY_MODE: dict[str, Pooling] = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
 _POOLING_BY_NUMBER: dict[int, Pooling] = {1: "mean", 3: "last"}  # llama.cpp's enum llama_pooling_type
 _COMPUTED = {"Transformer", "Pooling", "Normalize"}  # of sentence-transformers' modules: others have weights
 
@@ -29,7 +30,11 @@ def pooling_from_folder(folder: Path) -> Pooling | None:
         return None
     config = read_json_file(inside(folder, f"{path_by_kind['Pooling']}/config.json"))
     modes = [name.removeprefix(_PREFIX) for name, value in config.items() if name.startswith(_PREFIX) and value]
-    return _POOLING_BY_MODE.get(modes[0]) if len(modes) == 1 else None
+    if (named := config.get("pooling_mode")) is not None:
+        modes = named if isinstance(named, list) else [named]
+    pooling = _POOLING_BY_MODE.get(str(modes[0])) if len(modes) == 1 else None
+    is_partial = config.get("include_prompt") is False  # the mean is of the tokens after a prompt
+    return None if pooling == "mean" and is_partial else pooling
 
 
 def pooling_from_gguf(metadata: Mapping[str, Any]) -> Pooling | None:

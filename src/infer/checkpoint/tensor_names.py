@@ -133,6 +133,7 @@ _OURS = re.compile(
 _GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
 _NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.weight)")
 _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
+_WITHOUT_MODEL = re.compile(r"(embed_tokens|layers\.[0-9]+|norm)\.")  # names in files of embedding models
 
 # Not part of the text network, made from the config, or only for drafting tokens (mtp).
 _SKIPPED_GGUF = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -185,5 +186,7 @@ def _from_gguf(name: str) -> str:
 
 
 def _without_prefix(name: str) -> str:
+    if _WITHOUT_MODEL.match(name):
+        return f"model.{name}"
     text = _TEXT_PREFIX.sub("model.", name, count=1) if _TEXT_PREFIX.match(name) else name
     return text.removeprefix("language_model.") if text.startswith("language_model.lm_head.") else text

@@ -3,11 +3,12 @@
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, final
 
 from infer.checkpoint.pooling import Pooling
+from infer.checkpoint.text_prompts import TextPrompts
 from infer.engine.async_answers import AsyncAnswers
 from infer.engine.engine import Engine
 from infer.engine.loop import Loop
@@ -36,8 +37,8 @@ _Found = TypeVar("_Found")
 @final
 @dataclass(frozen=True)
 class HostSettings:
-    """`weights` tells them from others; `sampling_defaults` are the model's own, and so is the `pooling` of one made
-    for embeddings.
+    """`weights` tells them from others; `sampling_defaults` are the model's own, and so are the `pooling` and the
+    `prompts` of one made for embeddings.
     """
 
     weights: str
@@ -47,6 +48,7 @@ class HostSettings:
     grammar_backend: str
     sampling_defaults: Mapping[str, Any]
     pooling: Pooling | None = None
+    prompts: TextPrompts = field(default_factory=TextPrompts)
 
 
 @final

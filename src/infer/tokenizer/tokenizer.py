@@ -66,6 +66,7 @@ class Tokenizer:
         given_end_ids = frozenset(filter(self._is_token, end_token_ids))
         self.eos_token_ids = (given_end_ids | self._named_end_ids(added)) - self._message_end_ids(added)
         self.adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
+        self.ending_ids = backend.encode("").ids[self.adds_bos :]  # that `encode` adds after a text
         self._vocabulary = vocabulary
 
     def __repr__(self) -> str:
@@ -127,8 +128,9 @@ class Tokenizer:
             InvalidRequestError: The text cannot be spelled.
         """
         if not parse_special:
-            added = self.encode("", add_special_tokens)
-            return [*added[: self.adds_bos], *self._encode_as_text(text), *added[self.adds_bos :]]
+            first = [self.bos_token_id] if self.adds_bos and self.bos_token_id is not None else []
+            ids = self._encode_as_text(text)
+            return [*first, *ids, *self.ending_ids] if add_special_tokens else ids
         _check_encodable(text)
         return encode(self.backend, text, add_special_tokens)
 

@@ -37,8 +37,7 @@ def read_folder(path: Path) -> TokenizerParts:
     named_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
     _make_special(backend, CONTROL_NAMES.union(named_tokens.values()))
     if "add_bos_token" in config or "add_eos_token" in config:
-        ends = [named_tokens.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in _ENDS]
-        backend.post_processor = make_bos_eos_processor(backend, *ends)
+        backend.post_processor = make_bos_eos_processor(backend, *_added_ends(backend, config, named_tokens))
     end_ids = _read_json(path / "generation_config.json").get("eos_token_id")
     return TokenizerParts(
         backend,
@@ -70,6 +69,26 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         chat_templates=templates,
         vocabulary=vocabulary,
     )
+
+
+def _added_ends(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named_tokens: Mapping[str, str]
+) -> tuple[str | None, str | None]:
+    """Return the tokens before and after each text.
+
+    A flag of the config decides if it is there. Otherwise the file's own processor does: that of Qwen3-Embedding ends
+    texts with another token than `eos_token`.
+    """
+    tokens, text = backend.encode("a").tokens, backend.encode("a", add_special_tokens=False).tokens
+    num_first = next((at for at in range(len(tokens)) if tokens[at : at + len(text)] == text), 0)
+    own = tokens[:num_first][:1], tokens[num_first + len(text) :][-1:]
+    bos, eos = (
+        (named_tokens.get(f"{name}_token") if config[f"add_{name}_token"] else None)
+        if f"add_{name}_token" in config
+        else next(iter(tokens), None)
+        for name, tokens in zip(_ENDS, own, strict=True)
+    )
+    return bos, eos
 
 
 def _read_json(path: Path) -> dict[str, Any]:

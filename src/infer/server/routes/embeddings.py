@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, final
 
 import msgspec
@@ -9,32 +10,36 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from infer.engine.embedding import VectorOptions, embed, texts_to_embed
 from infer.errors import InvalidRequestError
 from infer.protocols.bodies import Body
 from infer.protocols.params import prompts_of, refusal
 from infer.protocols.refusals import refuse
 from infer.request_limits import MAX_TEXTS
-from infer.server.answer_types import Count
+from infer.server.answer_types import Answer, Count
 from infer.server.asking import enter, text_tokens, while_connected
 from infer.server.call import call_of
 from infer.server.door import Arrival
 from infer.server.endpoint import post
+from infer.server.replies import with_warnings
 from infer.server.routes.served_models import check_model
 from infer.server.server_state import ServerState
 
 Encoding = Literal["float", "base64"]
+_OWN_FIELDS = ("dimensions", "prompt_name")
 
 
 @final
 class EmbeddingsBody(Body, kw_only=True):
-    """OpenAI's fields, and `pooling`. Vectors have length 1. With `dimensions`, the shortened vectors are scaled to
-    length 1.
-    """
+    """OpenAI's fields, and those of `LLM.embed`. Vectors have length 1, also if `dimensions` shortens them."""
 
     input: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_TEXTS)]
     encoding_format: Encoding | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     pooling: Literal["mean", "last"] | None = None  # the model's own unless given, else the mean
+    prompt_name: str | None = None
+    normalize: bool | None = None
+    truncate: bool | None = None
 
 
 async def embeddings(request: Request, state: ServerState, body: EmbeddingsBody) -> Response:
@@ -44,27 +49,34 @@ async def embeddings(request: Request, state: ServerState, body: EmbeddingsBody)
     if not (state.settings.allow_embeddings or host.settings.pooling):
         message = "this model was not trained for embeddings: start the server with --embeddings to have them anyway"
         raise refuse(message, "model", "unsupported_model")
-    most = llm.llm.architecture.hidden_size
-    if (dimensions := body.dimensions or most) > most:
-        message = f"dimensions must be at most {most}, got {dimensions}"
-        raise refuse(message, "dimensions")
+    options = VectorOptions(
+        body.pooling,
+        body.prompt_name,
+        body.dimensions,
+        normalize=body.normalize is not False,
+        truncate=bool(body.truncate),
+    )
     await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
+    call = call_of(request)
 
-    async def embed() -> bytes:
-        ids = await host.answers.prepare(lambda check: [host.requests.encode(text) for text in texts])
-        found = await llm.embed(ids, body.pooling)
-        num_tokens = sum(map(len, ids))
+    async def embedded() -> bytes:
+        ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, options))
+        if warning := ids.warning(host.requests.limits.max_seq_len):
+            call.warnings.append(warning)
+        found = await host.answers.call(embed(host, ids.token_ids, options))
+        answer = partial(answer_of, call.model, found.numpy(), body.encoding_format, sum(map(len, ids.token_ids)))
         # Vectors become text in a thread: 2,048 of them take the loop's time.
-        return await host.answers.prepare(
-            lambda check: msgspec.json.encode(
-                answer_of(call_of(request).model, found.numpy(), dimensions, body.encoding_format, num_tokens)
-            )
-        )
+        return await host.answers.prepare(lambda check: msgspec.json.encode(with_warnings(answer(), call)))
 
     try:
-        return Response(await while_connected(request, embed()), media_type="application/json")
+        return Response(await while_connected(request, embedded()), media_type="application/json")
     except InvalidRequestError as error:
-        raise refusal(error, "input") from error
+        raise refuse_of_texts(error) from error
+
+
+def refuse_of_texts(error: InvalidRequestError) -> InvalidRequestError:
+    """Return the library's error about texts with the name of the body's field."""
+    return refuse(str(error), error.param) if error.param in _OWN_FIELDS else refusal(error, "input")
 
 
 def texts_of(given: str | Sequence[Any]) -> list[Any]:
@@ -87,24 +99,16 @@ class EmbeddingsUsage(Struct):
     total_tokens: Count
 
 
-class Embeddings(Struct, tag_field="object", tag="list"):
+class Embeddings(Answer, tag_field="object", tag="list"):
     data: list[Embedding]
     model: str
     usage: EmbeddingsUsage
 
 
-def answer_of(model: str, vectors: Any, dimensions: int, encoding: Encoding | None, num_tokens: int) -> Embeddings:
-    """Return the answer. `vectors` is an array `[texts, hidden]` of float32, whose vectors have length 1."""
-    data = [Embedding(index, _written(_first(each, dimensions), encoding)) for index, each in enumerate(vectors)]
-    return Embeddings(data, model, EmbeddingsUsage(num_tokens, num_tokens))
-
-
-def _first(vector: Any, dimensions: int) -> Any:
-    if dimensions == len(vector):
-        return vector
-    first = vector[:dimensions].astype("float64")
-    length = float((first**2).sum()) ** 0.5
-    return (first / length if length else first).astype("float32")
+def answer_of(model: str, vectors: Any, encoding: Encoding | None, num_tokens: int) -> Embeddings:
+    """Return the answer. `vectors` is an array `[texts, size]` of float32."""
+    data = [Embedding(index, _written(each, encoding)) for index, each in enumerate(vectors)]
+    return Embeddings(data=data, model=model, usage=EmbeddingsUsage(num_tokens, num_tokens))
 
 
 def _written(vector: Any, encoding: Encoding | None) -> str | list[float]:

@@ -1,0 +1,45 @@
+"""Prompts of an embedding model: texts that stand before a text, by name, as sentence-transformers' file has them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+from infer.errors import InvalidRequestError, ModelFormatError
+from infer.system.json_file import inside, read_json_file
+
+_FILE = "config_sentence_transformers.json"
+
+
+@final
+@dataclass(frozen=True)
+class TextPrompts:
+    """Prompts by name. The prompt named `default` is for texts of calls that name none."""
+
+    by_name: Mapping[str, str] = field(default_factory=dict)
+    default: str | None = None
+
+    def text_of(self, name: str | None) -> str:
+        """Return the prompt with a name, or the default prompt. Raises InvalidRequestError for an unknown name."""
+        name = self.default if name is None else name
+        if name is None:
+            return ""
+        if name not in self.by_name:
+            known = f"must be one of {', '.join(map(repr, self.by_name))}" if self.by_name else "must be left out"
+            why = "" if self.by_name else ": the model's files have no prompts"
+            raise InvalidRequestError(f"prompt_name {known}, got {name!r:.80}{why}", param="prompt_name")
+        return self.by_name[name]
+
+
+def prompts_from_folder(folder: Path) -> TextPrompts:
+    """Return the prompts of a folder, none if it has no such file. Raises ModelFormatError for a malformed file."""
+    path = folder / _FILE
+    if not path.exists():
+        return TextPrompts()
+    config = read_json_file(inside(folder, _FILE))
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not (isinstance(prompts, dict) and all(isinstance(each, str) for each in prompts.values())):
+        raise ModelFormatError(path, "key 'prompts'", "expected texts by name")
+    if default is not None and default not in prompts:
+        raise ModelFormatError(path, "key 'default_prompt_name'", f"{default!r:.80} is no name of a prompt")
+    return TextPrompts(prompts, default)

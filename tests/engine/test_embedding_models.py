@@ -1,0 +1,160 @@
+"""Models that were made for embeddings: their names of tensors, prompts, ends of texts, and shortened vectors."""
+
+import asyncio
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from transformers import AutoTokenizer
+
+from byte_tokenizer import EOS
+from embedding_model import CONTEXT, PROMPTS, make_embedding_model
+from infer import LLM, AsyncLLM, InvalidRequestError, ModelError
+from infer.errors import TruncationWarning
+from served import Served, serving
+
+TEXTS = ["hello", "", "once upon a time " * 9, "hello"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("embedding")
+    make_embedding_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, kv_type="f32") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    with serving(llm, model="tiny") as served:
+        yield served
+
+
+@torch.inference_mode()
+def vectors_of(folder: Path, texts: list[str]) -> Tensor:
+    """Return the states of the last tokens by `transformers`."""
+    from transformers import AutoModel
+
+    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    each = [torch.tensor([tokenizer(text).input_ids]) for text in texts]
+    return torch.cat([model(ids).last_hidden_state[:, -1] for ids in each])
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_vectors_are_those_of_transformers(llm: LLM, folder: Path, is_normalized: bool) -> None:
+    expected = vectors_of(folder, TEXTS)
+    found = llm.embed(TEXTS, normalize=is_normalized)
+    assert torch.allclose(found, normalize(expected) if is_normalized else expected, atol=1e-4)
+
+
+def test_a_prompt_stands_before_each_text(llm: LLM, folder: Path) -> None:
+    expected = normalize(vectors_of(folder, [PROMPTS["query"] + text for text in TEXTS]))
+    found = llm.embed(TEXTS, prompt_name="query")
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.equal(llm.embed(TEXTS, prompt_name="document"), llm.embed(TEXTS))
+    assert torch.equal(found[2], llm.embed([TEXTS[2]], prompt_name="query")[0])
+
+
+def test_the_prompt_that_is_the_default_needs_no_name(tmp_path: Path, llm: LLM) -> None:
+    make_embedding_model(tmp_path, default_prompt_name="query")
+    with LLM(tmp_path, kv_type="f32") as other:
+        assert torch.equal(other.embed(TEXTS), llm.embed(TEXTS, prompt_name="query"))
+        ids = [llm.tokenizer.encode("hello")]
+        assert torch.equal(other.embed(ids), llm.embed(ids))  # a prompt is text
+
+
+@pytest.mark.parametrize("dimensions", [1, 32, 64])
+def test_dimensions_cut_a_vector_and_normalise_it_again(llm: LLM, dimensions: int) -> None:
+    whole = llm.embed(TEXTS, normalize=False)
+    assert torch.allclose(llm.embed(TEXTS, dimensions=dimensions), normalize(whole[:, :dimensions]), atol=1e-6)
+    assert torch.equal(llm.embed(TEXTS, dimensions=dimensions, normalize=False), whole[:, :dimensions])
+
+
+@pytest.mark.parametrize("flags", [{}, {"add_bos_token": False}, {"add_bos_token": False, "add_eos_token": True}])
+def test_the_end_of_a_text_is_that_of_the_file_unless_a_flag_says_otherwise(
+    tmp_path: Path, flags: dict[str, bool]
+) -> None:
+    make_embedding_model(tmp_path, flags=flags)
+    with LLM(tmp_path) as llm:
+        assert llm.tokenizer.encode("ab")[2:] == [EOS + 1 if "add_eos_token" in flags else EOS]
+        assert llm.tokenizer.encode("ab", parse_special=False) == llm.tokenizer.encode("ab")
+
+
+def test_long_texts_are_cut_before_their_end_token(llm: LLM) -> None:
+    texts = ["x" * CONTEXT, "short", "y" * 1000]
+    with pytest.warns(TruncationWarning, match=f"2 of 3 texts were cut to {CONTEXT} tokens"):
+        found = llm.embed(texts, truncate=True)
+    cut = ["x" * (CONTEXT - 1), "short", "y" * (CONTEXT - 1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(found, llm.embed(cut, truncate=True))
+    with pytest.warns(TruncationWarning):
+        (of_ids,) = llm.embed([[7] * 300], truncate=True)
+    assert torch.equal(of_ids, llm.embed([[7] * CONTEXT])[0])
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        (["a"], {"prompt_name": "passage"}, "prompt_name must be one of 'query', 'document', got 'passage'"),
+        ([[1]], {"prompt_name": "query"}, "text 0: prompt_name is for texts"),
+        (["a"], {"dimensions": 65}, "dimensions must be a whole number in .1, 64., got 65"),
+        (["a"], {"dimensions": 0}, "dimensions must be a whole number in .1, 64., got 0"),
+        (["a", "x" * CONTEXT], {}, f"text 1: the text has {CONTEXT + 1} tokens and the context holds {CONTEXT}"),
+        (["x" * (CONTEXT - 1)], {"prompt_name": "query"}, "text 0: the text has 280 tokens"),
+    ],
+)
+def test_what_cannot_be_embedded_is_one_line(llm: LLM, texts: Any, options: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        llm.embed(texts, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"prompts": ["query"]}, "key 'prompts': expected texts by name"),
+        ({"prompts": {"query": 5}}, "key 'prompts': expected texts by name"),
+        ({"prompts": {}, "default_prompt_name": "query"}, "'query' is no name of a prompt"),
+        ("{", "JSON"),
+    ],
+)
+def test_broken_prompts_are_an_error_of_the_model(tmp_path: Path, config: Any, message: str) -> None:
+    make_embedding_model(tmp_path)
+    text = config if isinstance(config, str) else json.dumps(config)
+    (tmp_path / "config_sentence_transformers.json").write_text(text)
+    with pytest.raises(ModelError, match=message):
+        LLM(tmp_path)
+
+
+def test_a_task_has_the_same_vectors(llm: LLM) -> None:
+    async def embedded() -> Tensor:
+        return await AsyncLLM(llm).embed(TEXTS, prompt_name="query", dimensions=8)
+
+    assert torch.equal(asyncio.run(embedded()), llm.embed(TEXTS, prompt_name="query", dimensions=8))
+
+
+def test_a_server_takes_the_same_options_and_says_what_it_cut(served: Served, llm: LLM) -> None:
+    body = {"input": ["hello", "x" * 999], "prompt_name": "query", "dimensions": 8, "normalize": False}
+    refused = served.client.post("/v1/embeddings", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    answer = served.client.post("/v1/embeddings", json=body | {"truncate": True}).json()
+    with pytest.warns(TruncationWarning):
+        expected = llm.embed(["hello", "x" * 999], prompt_name="query", dimensions=8, normalize=False, truncate=True)
+    assert torch.equal(torch.tensor([each["embedding"] for each in answer["data"]]), expected)
+    assert answer["infer"]["warnings"] == [f"1 of 2 texts were cut to {CONTEXT} tokens"]
+    assert answer["usage"]["prompt_tokens"] == len(PROMPTS["query"] + "hello") + 1 + CONTEXT
+    unknown = served.client.post("/v1/embeddings", json={"input": "a", "prompt_name": "passage"})
+    assert unknown.json()["error"]["param"] == "prompt_name"

@@ -47,10 +47,15 @@ def make_embedding_model(folder: Path, *, flags: dict[str, bool] | None = None, 
     config = {"eos_token": "<|im_end|>", "pad_token": "<eos>", "tokenizer_class": "Qwen2Tokenizer", **(flags or {})}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds.items()]
+    modules = [
+        {"idx": at, "name": str(at), "type": f"sentence_transformers.models.{kind}", "path": path}
+        for at, (kind, path) in enumerate(kinds.items())
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true, "include_prompt": true}')
+    (folder / "1_Pooling" / "config.json").write_text(
+        '{"word_embedding_dimension": 64, "pooling_mode_lasttoken": true}'
+    )
     settings = {"prompts": PROMPTS, "default_prompt_name": None} | prompts
     (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
     return model

@@ -21,6 +21,7 @@ _MODULE_BY_NAME = {
     "GenerationResult": "infer.outputs",
     "GenerationTiming": "infer.outputs",
     "Piece": "infer.outputs",
+    "RankedDocument": "infer.outputs",
     "ReasoningDelta": "infer.outputs",
     "ToolCall": "infer.outputs",
     "ToolCallDelta": "infer.outputs",

@@ -11,6 +11,7 @@ from infer.llm import load_tokenizer as load_tokenizer
 from infer.outputs import GenerationResult as GenerationResult
 from infer.outputs import GenerationTiming as GenerationTiming
 from infer.outputs import Piece as Piece
+from infer.outputs import RankedDocument as RankedDocument
 from infer.outputs import ReasoningDelta as ReasoningDelta
 from infer.outputs import ToolCall as ToolCall
 from infer.outputs import ToolCallDelta as ToolCallDelta

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.checkpoint.pooling import Pooling
-from infer.engine.embedding import VectorOptions, embed, texts_to_embed, warn_if_cut
+from infer.engine.embedding import embed, texts_to_embed, warn_if_cut
 from infer.engine.host import Host
 from infer.engine.loop_messages import once
 from infer.engine.prompt_batch import BATCH_SIZE, OnResult, answer_all_as_task, check_batch_size
@@ -19,12 +19,14 @@ from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pair
 from infer.engine.request import Request
 from infer.engine.request_maker import Ask
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
+from infer.engine.reranking import check_top_n, documents_of, pairs_to_score, ranked, scores
 from infer.engine.scheduler import MAX_SECONDS
 from infer.engine.stream import AsyncStream
 from infer.engine.token_trace import check_traceable, ids_to_score, score_prompt, trace_answer
+from infer.engine.vector_options import Computed, VectorOptions
 from infer.grammar.grammar import grammar_of
 from infer.llm import LLM
-from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
+from infer.outputs import GenerationResult, RankedDocument, SampleTrace, TokenLogprob
 from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams
 
@@ -213,10 +215,41 @@ class AsyncLLM:
         truncate: bool = False,
     ) -> Float[Tensor, "texts size"]:
         """Return one vector per text. See `LLM.embed`. Calls of several tasks run one after the other."""
-        host, options = self.host, VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
+        options = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
+        computed = await self.compute_vectors(texts, options)
+        warn_if_cut(computed.texts)
+        vectors: Tensor = computed.found
+        return vectors
+
+    async def compute_vectors(self, texts: Sequence[Prompt], options: VectorOptions) -> Computed:
+        """Return the vectors of `embed` with their texts' ids, for servers. It warns of nothing. See `LLM.embed`."""
+        host = self.host
         ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, options))
-        warn_if_cut(ids, self.llm.max_seq_len)
-        return await host.answers.call(embed(host, ids.token_ids, options))
+        return Computed(await host.answers.call(embed(host, ids.token_ids, options)), ids)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        instruction: str | None = None,
+        *,
+        truncate: bool = False,
+    ) -> list[RankedDocument]:
+        """Return documents by their relevance to a query. See `LLM.rerank`."""
+        given = documents_of(documents)
+        check_top_n(top_n)
+        computed = await self.score_pairs([(query, each) for each in given], instruction, truncate=truncate)
+        warn_if_cut(computed.texts)
+        return ranked(computed.found, given, top_n)
+
+    async def score_pairs(
+        self, pairs: Sequence[tuple[str, str]], instruction: str | None = None, *, truncate: bool = False
+    ) -> Computed:
+        """Return the score of each query and document with their ids, for servers. See `LLM.rerank`."""
+        host = self.host
+        ids = await host.answers.prepare(lambda check: pairs_to_score(host, pairs, instruction, truncate=truncate))
+        return Computed(await host.answers.call(scores(host, ids.token_ids)), ids)
 
     async def trace(
         self,

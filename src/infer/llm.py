@@ -15,7 +15,7 @@ from infer.catalog.models_at_hand import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
 from infer.checkpoint.pooling import Pooling
-from infer.engine.embedding import VectorOptions, embed, texts_to_embed, warn_if_cut
+from infer.engine.embedding import embed, texts_to_embed, warn_if_cut
 from infer.engine.host import Host, HostSettings
 from infer.engine.loop import Loop
 from infer.engine.model_settings import (
@@ -25,6 +25,7 @@ from infer.engine.model_settings import (
     GrammarBackend,
     KVType,
     PrecisionName,
+    RerankerName,
     WeightsType,
     checks_settings,
 )
@@ -32,8 +33,17 @@ from infer.engine.prompt_batch import BATCH_SIZE, Ended, OnResult, answer_all, b
 from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
 from infer.engine.request_maker import Ask, OnError
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
+from infer.engine.reranking import (
+    check_top_n,
+    documents_of,
+    make_reranker,
+    pairs_to_score,
+    ranked,
+    scores,
+)
 from infer.engine.stream import AsyncStream, OnPrefill, OnToken, Stream
 from infer.engine.token_trace import ids_to_score, logits_of, score_prompt, trace_token
+from infer.engine.vector_options import VectorOptions
 from infer.errors import InvalidRequestError, closed
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.from_checkpoint import (
@@ -47,7 +57,7 @@ from infer.model.from_checkpoint import (
 from infer.model.load import OnProgress
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Architecture
-from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
+from infer.outputs import GenerationResult, RankedDocument, SampleTrace, TokenLogprob
 from infer.sampling.defaults import default_params
 from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams
@@ -80,6 +90,7 @@ class LLM:
         capture: False runs each op by itself: slower, with the same tokens.
         chat_template: Template that replaces the model's own.
         allow_special: True if control tokens that are written in a message are control tokens, not text.
+        reranker: "qwen3" makes a reranker of a copy of Qwen3-Reranker. "auto" asks the model's files and its name.
         on_progress: Called with the numbers of loaded and of all blocks.
 
     Raises:
@@ -117,6 +128,7 @@ class LLM:
         capture: bool = True,
         chat_template: str | None = None,
         allow_special: bool = False,
+        reranker: RerankerName = "auto",
         on_progress: OnProgress | None = None,
     ) -> None:
         self._host, self._shown = None, str(model)
@@ -130,6 +142,7 @@ class LLM:
             checkpoint = open_checkpoint(model)
             tokenizer = load_tokenizer(checkpoint, chat_template=chat_template, allow_special=allow_special)
             stored = weights_name(checkpoint.metadata, checkpoint.tensors)
+            found = make_reranker(checkpoint, tokenizer, reranker)
             checkpoint = checkpoint.without_metadata()
             if tokenizer.chat_template is not None:
                 start_rendering()
@@ -141,7 +154,7 @@ class LLM:
             network = loop.load(lambda show: load_checked(*asked, show, cache, group=group), on_progress)
         fingerprint = f"{checkpoint.fingerprint()} {weights} {precision} {kept_dtype}"
         kept = fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults
-        settings = HostSettings(*kept, checkpoint.pooling, checkpoint.prompts)
+        settings = HostSettings(*kept, checkpoint.pooling, checkpoint.prompts, found)
         self._host = Host(loop, network, tokenizer, settings, ranks)
         forms = kept_dtype, weights, stored
         self._shown = shown_as(model, checkpoint, network.architecture, forms, network.max_seq_len)
@@ -567,8 +580,45 @@ class LLM:
         """
         host, options = self._opened, VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
         ids = texts_to_embed(host, texts, options)
-        warn_if_cut(ids, self.max_seq_len)
+        warn_if_cut(ids)
         return host.loop.call(embed(host, ids.token_ids, options)).get()
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        instruction: str | None = None,
+        *,
+        truncate: bool = False,
+    ) -> list[RankedDocument]:
+        """Return documents by their relevance to a query, the most relevant first.
+
+        The model must be a reranker, such as Qwen3-Reranker.
+
+        Args:
+            query: The query.
+            documents: The documents.
+            top_n: Number of documents that are returned. None: all.
+            instruction: The task, in a sentence. None: the one that the model was trained with.
+            truncate: True to cut documents that do not fit the context, with a `TruncationWarning`. False refuses them.
+
+        Returns:
+            The documents with their places in `documents` and their scores from 0 to 1.
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule, a document does not fit, or the model is no reranker.
+            ClosedError: The model is closed.
+
+        Example:
+            best = llm.rerank("where do cats sleep?", documents, top_n=3)
+            print(best[0].score, best[0].document)
+        """
+        host, given = self._opened, documents_of(documents)
+        check_top_n(top_n)
+        ids = pairs_to_score(host, [(query, each) for each in given], instruction, truncate=truncate)
+        warn_if_cut(ids)
+        return ranked(host.loop.call(scores(host, ids.token_ids)).get(), given, top_n)
 
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """Return float32 logits after every token, or after the last few.

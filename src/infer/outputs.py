@@ -317,6 +317,15 @@ class SampleTrace:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
+    """A document of `LLM.rerank`: its place in the list that was given, and the probability that it is relevant."""
+
+    index: int
+    score: float
+    document: str
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return a percentile by linear interpolation between the order statistics, as numpy does; 0 for no values."""
     if not values:

@@ -12,7 +12,8 @@ from torch import Tensor
 from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams, ops
 from infer.checkpoint.pooling import pooling_from_folder, pooling_from_gguf
 from infer.engine import embedding
-from infer.engine.embedding import VectorOptions, embed
+from infer.engine.embedding import embed
+from infer.engine.vector_options import VectorOptions
 from infer.errors import ClosedError
 from infer.operands.step import Step
 from infer.runner.caches import make_cache

@@ -22,6 +22,7 @@ from infer.checkpoint.fused_tensors import WITH_GATES, taken_apart
 from infer.checkpoint.gguf import GGUFFile
 from infer.checkpoint.gguf_split import read_whole_gguf
 from infer.checkpoint.pooling import Pooling, pooling_from_folder, pooling_from_gguf
+from infer.checkpoint.reranker_files import RerankerFiles, reranker_from_folder, reranker_from_gguf
 from infer.checkpoint.safetensors import read_safetensors_folder
 from infer.checkpoint.stacked_experts import with_joined_scales
 from infer.checkpoint.tensor_info import TensorInfo
@@ -60,6 +61,7 @@ class Checkpoint:
     files: tuple[OpenFile, ...] = field(default=(), repr=False)  # of the weights
     pooling: Pooling | None = None  # of a model that was made for embeddings
     prompts: TextPrompts = field(default_factory=TextPrompts)  # of such a model
+    reranker: RerankerFiles | None = None  # of a model that says how relevant a document is
 
     def without_metadata(self) -> "Checkpoint":
         """Return the checkpoint without metadata, to free up to 40 MB of a large vocabulary after the tokenizer is
@@ -111,9 +113,10 @@ def _open_folder(folder: Path) -> Checkpoint:
     tensors = taken_apart(_without_drafting_layers(tensors, config), config, are_interleaved=are_interleaved)
     files = tuple(dict.fromkeys(info.file for info in stored.values()))
     generation_config, pooling = generation_config_from_folder(folder), pooling_from_folder(folder)
-    if pooling is not None and "lm_head.weight" not in tensors:
+    reranker, prompts = reranker_from_folder(folder, config, tensors), prompts_from_folder(folder)
+    if (pooling or reranker) and "lm_head.weight" not in tensors:
         config["tie_word_embeddings"] = True  # no text is generated: the files may lack the head that the config names
-    return Checkpoint(folder, config, {}, tensors, generation_config, files, pooling, prompts_from_folder(folder))
+    return Checkpoint(folder, config, {}, tensors, generation_config, files, pooling, prompts, reranker)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -129,7 +132,9 @@ def _open_gguf(path: Path) -> Checkpoint:
         tensors[name] = info
     tensors = taken_apart(_without_drafting_layers(tensors, config), config)
     generation_config, pooling = generation_config_from_gguf(file), pooling_from_gguf(file.metadata)
-    return Checkpoint(file.path, config, file.metadata, tensors, generation_config, file.files, pooling)
+    reranker = reranker_from_gguf(path, file.metadata, tensors)
+    own = config, file.metadata, tensors, generation_config, file.files
+    return Checkpoint(file.path, *own, pooling, TextPrompts(), reranker)
 
 
 def _without_drafting_layers(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:

@@ -61,6 +61,12 @@ def read_weight(info: TensorInfo) -> StoredWeight:
     return StoredWeight(info.type, info.shape, _read(info, info.shape, 0, info.num_bytes))
 
 
+def read_row(info: TensorInfo, row: int) -> Tensor:
+    """Return a row of a matrix as float32, `[columns]`. Raises ModelError if reading fails."""
+    stored = StoredWeight(info.type, (1, info.shape[1]), _unread(info).read(row, row + 1))
+    return as_float32(stored).data[0]
+
+
 def _unread(info: TensorInfo) -> UnreadWeight:
     num_rows, num_columns = info.shape
     if info.scales is not None:

@@ -6,53 +6,19 @@ work. A text's vector has the same bits whatever its neighbours and its steps ar
 
 import warnings
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
-from typing import NamedTuple, final, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.checkpoint.pooling import Pooling
 from infer.engine.host import Host
 from infer.engine.prompt_encoding import Prompt, pairs_of, prompt_ids
 from infer.engine.request import check_prompt
-from infer.engine.request_options import check_choice, check_count
 from infer.engine.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
+from infer.engine.vector_options import TextIds, VectorOptions
 from infer.errors import ContextLengthError, InvalidRequestError, TruncationWarning
-from infer.runner.hidden_states import MAX_TEXTS, STEP_TOKENS
-
-
-@final
-@dataclass(frozen=True)
-class VectorOptions:
-    """How texts become vectors: the arguments of `LLM.embed`."""
-
-    pooling: Pooling | None = None
-    prompt_name: str | None = None
-    dimensions: int | None = None
-    normalize: bool = True
-    truncate: bool = False
-
-    def check(self, hidden_size: int) -> None:
-        """Raise InvalidRequestError for a pooling that does not exist, or a number of dimensions that is too large."""
-        if self.pooling is not None:
-            check_choice("pooling", self.pooling, get_args(Pooling))
-        if self.dimensions is not None:
-            check_count("dimensions", self.dimensions, 1, hidden_size)
-
-
-class TextIds(NamedTuple):
-    """The ids of each text, and the number of texts that were cut at the end of the context."""
-
-    token_ids: list[list[int]]
-    num_cut: int = 0
-
-    def warning(self, most: int) -> str:
-        """Return the warning about texts that were cut to `most` tokens, "" if none was."""
-        total = len(self.token_ids)
-        return f"{self.num_cut} of {total} texts were cut to {most} tokens" if self.num_cut else ""
+from infer.runner.hidden_states import MAX_SHARED_TOKENS, MAX_TEXTS, STEP_TOKENS
 
 
 def texts_to_embed(host: Host, texts: Sequence[Prompt], options: VectorOptions) -> TextIds:
@@ -74,7 +40,7 @@ def texts_to_embed(host: Host, texts: Sequence[Prompt], options: VectorOptions) 
             found.append(check_prompt(host.requests.limits, _cut(host, text, ids, most), room=0))
         except InvalidRequestError as error:
             raise type(error)(f"text {index}: {error}") from error
-    return TextIds(found, num_cut)
+    return TextIds(found, most, num_cut)
 
 
 def _ids_of(host: Host, text: Prompt, most: int, *, may_cut: bool) -> list[int]:
@@ -101,14 +67,14 @@ def too_long(count: str, most: int) -> ContextLengthError:
     return ContextLengthError(f"{message}: shorten it, raise max_seq_len or pass truncate=True")
 
 
-def warn_if_cut(ids: TextIds, most: int) -> None:
-    """Warn the caller of `LLM.embed` if texts were cut to `most` tokens."""
-    if warning := ids.warning(most):
-        warnings.warn(warning, TruncationWarning, stacklevel=3)
+def warn_if_cut(ids: TextIds) -> None:
+    """Warn the caller of a method of `LLM` if texts were cut."""
+    if ids.warning:
+        warnings.warn(ids.warning, TruncationWarning, stacklevel=3)
 
 
 def embed(
-    host: Host, texts: Sequence[Sequence[int]], options: VectorOptions
+    host: Host, texts: Sequence[list[int]], options: VectorOptions
 ) -> Generator[None, None, Float[Tensor, "texts size"]]:
     """Return one float32 vector per text of ids. Work for the loop, a step at a time.
 
@@ -119,8 +85,13 @@ def embed(
     pooled = torch.zeros(len(texts), host.model.architecture.hidden_size, dtype=torch.float64)
 
     yield  # the texts of the calls before have the cache for themselves
-    for batch in _batches(texts):
-        for step in host.hidden_states().of([texts[index] for index in batch], partial(step_tokens, host)):
+    hidden_states, room = host.hidden_states(), partial(step_tokens, host)
+    num_shared = _num_shared(host, texts) if pooling == "last" else 0
+    if num_shared:
+        for _ in hidden_states.share(texts[0][:num_shared], room):
+            yield
+    for batch in _batches(texts, num_shared):
+        for step in hidden_states.of([texts[index] for index in batch], room, num_shared):
             for row, states in step:
                 text, found = batch[row], states.double().cpu()
                 # Token by token, as the steps may be any.
@@ -140,14 +111,28 @@ def step_tokens(host: Host) -> int:
     return max(LEAST_PROMPT_TOKENS, min(STEP_TOKENS, costs.tokens_in(STREAM_SECONDS, 0)))
 
 
-def _batches(texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Short texts together, as many as a step takes, and each longer one by itself: which of `texts`."""
+def _num_shared(host: Host, texts: Sequence[list[int]]) -> int:
+    """Return the number of tokens with which all texts begin and that are read once, 0 for few of them.
+
+    The last token of each text is read with the text.
+    """
+    if len(texts) < 2 or host.model.is_long(max(map(len, texts))):
+        return 0
+    first, last = min(texts), max(texts)
+    most = min(min(map(len, texts)) - 1, MAX_SHARED_TOKENS)
+    count = next((at for at in range(most) if first[at] != last[at]), max(0, most))
+    return count if count >= LEAST_PROMPT_TOKENS else 0
+
+
+def _batches(texts: Sequence[Sequence[int]], num_shared: int) -> Iterator[list[int]]:
+    """Yield indices of texts: of short ones as many as a step takes, and of each longer one by itself."""
     batch, num_tokens = list[int](), 0
     for index in sorted(range(len(texts)), key=lambda index: len(texts[index])):
-        num_tokens += len(texts[index])
+        own = len(texts[index]) - num_shared
+        num_tokens += own
         if batch and (num_tokens > STEP_TOKENS or len(batch) == MAX_TEXTS):
             yield batch
-            batch, num_tokens = [], len(texts[index])
+            batch, num_tokens = [], own
         batch.append(index)
     if batch:
         yield batch

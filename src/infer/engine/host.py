@@ -49,6 +49,7 @@ class HostSettings:
     sampling_defaults: Mapping[str, Any]
     pooling: Pooling | None = None
     prompts: TextPrompts = field(default_factory=TextPrompts)
+    reranker: object = None  # `engine.reranking.Reranker`, which needs the host
 
 
 @final

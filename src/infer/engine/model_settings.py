@@ -22,6 +22,7 @@ EvictionPolicy = Literal["none", "sliding", "snapkv"]
 GrammarBackend = Literal["llguidance", "xgrammar"]
 Speculation = Literal["ngram"]
 Overflow = Literal["error", "truncate_left"]
+RerankerName = Literal["auto", "qwen3"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "weights": get_args(WeightsType),
@@ -29,6 +30,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kv_type": get_args(KVType),
     "eviction_policy": get_args(EvictionPolicy),
     "grammar_backend": get_args(GrammarBackend),
+    "reranker": get_args(RerankerName),
 }
 _FLAGS = ("capture", "allow_special", "reuse_prefixes")
 _INSTALL_BY_BACKEND = {"llguidance": "llguidance", "xgrammar": "'infer-engine[xgrammar]'"}

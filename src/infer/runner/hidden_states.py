@@ -16,6 +16,8 @@ from infer.runner.caches import make_cache
 
 MAX_TEXTS = 32  # in one step
 STEP_TOKENS = 256
+MAX_SHARED_TOKENS = 1024  # with which all texts of a call begin
+_SHARED_ROW = MAX_TEXTS
 
 
 @final
@@ -25,10 +27,13 @@ class HiddenStates:
     def __init__(self, model: Transformer, kv_type: str, *, capture: bool) -> None:
         """Raises InvalidRequestError if the memory does not hold one more full context."""
         settings, capacity = CacheSettings(kv_type=kv_type), model.max_seq_len
-        pages = max(num_pages(capacity, settings.page_tokens), MAX_TEXTS + STEP_TOKENS // settings.page_tokens)
+        page_tokens = settings.page_tokens
+        shared = num_pages(min(capacity, MAX_SHARED_TOKENS), page_tokens)
+        # A row copies the last page that it shares before it writes.
+        pages = max(num_pages(capacity, page_tokens) + 1, 2 * MAX_TEXTS + STEP_TOKENS // page_tokens + shared)
         self._model = model
         self._cache = make_cache(
-            model, capacity, MAX_TEXTS, settings=settings, step_tokens=STEP_TOKENS, pool_pages=pages
+            model, capacity, MAX_TEXTS + 1, settings=settings, step_tokens=STEP_TOKENS, pool_pages=pages
         )
         self._captured = self._capture() if capture else None
 
@@ -41,18 +46,38 @@ class HiddenStates:
         self._cache.truncate(0, 0)
         return captured
 
+    def share(self, beginning: Sequence[int], num_step_tokens: Callable[[], int]) -> Iterator[None]:
+        """Compute the beginning of all texts of the next calls of `of`, step after step."""
+        self._cache.truncate(_SHARED_ROW, 0)
+        self._cache.set_rope(_SHARED_ROW, is_long=False)
+        start = 0
+        while start < len(beginning):
+            taken = beginning[start : start + num_step_tokens()]
+            self._cache.reserve(_SHARED_ROW, len(taken))
+            self._run(Step.of_chunks([Chunk(_SHARED_ROW, taken, num_drafts=len(taken) - 1)], [start]))
+            self._cache.commit(_SHARED_ROW, len(taken))
+            start += len(taken)
+            yield
+
     def of(
-        self, texts: Sequence[Sequence[int]], num_step_tokens: Callable[[], int]
+        self, texts: Sequence[Sequence[int]], num_step_tokens: Callable[[], int], num_shared: int = 0
     ) -> Iterator[list[tuple[int, Float[Tensor, "tokens hidden"]]]]:
         """Compute texts that one step could take, or one text of any length, step after step.
+
+        The first `num_shared` tokens of each were computed by `share`.
 
         Yields, for each step, the indices of its texts with the float32 states of their next tokens. `num_step_tokens`
         is called before each step. Only one call may be active: a later one empties the rows of an earlier one.
         """
-        done, cache = [0] * len(texts), self._cache
+        done, cache = [num_shared] * len(texts), self._cache
+        if not num_shared:
+            cache.truncate(_SHARED_ROW, 0)
         for row, text in enumerate(texts):
             cache.truncate(row, 0)  # a call that was abandoned left its tokens
-            cache.set_rope(row, is_long=self._model.is_long(len(text)))
+            if num_shared:
+                cache.copy_row(row, _SHARED_ROW)
+            else:
+                cache.set_rope(row, is_long=self._model.is_long(len(text)))
         while any(start < len(text) for start, text in zip(done, texts, strict=True)):
             room, chunks = num_step_tokens(), list[Chunk]()
             for row, text in enumerate(texts):

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.engine.embedding import VectorOptions, embed, texts_to_embed
+from infer.engine.vector_options import VectorOptions
 from infer.errors import InvalidRequestError
 from infer.protocols.bodies import Body
 from infer.protocols.params import prompts_of, refusal
@@ -60,11 +60,9 @@ async def embeddings(request: Request, state: ServerState, body: EmbeddingsBody)
     call = call_of(request)
 
     async def embedded() -> bytes:
-        ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, options))
-        if warning := ids.warning(host.requests.limits.max_seq_len):
-            call.warnings.append(warning)
-        found = await host.answers.call(embed(host, ids.token_ids, options))
-        answer = partial(answer_of, call.model, found.numpy(), body.encoding_format, sum(map(len, ids.token_ids)))
+        vectors, ids = await llm.compute_vectors(texts, options)
+        call.warnings += [ids.warning] if ids.warning else []
+        answer = partial(answer_of, call.model, vectors.numpy(), body.encoding_format, ids.num_tokens)
         # Vectors become text in a thread: 2,048 of them take the loop's time.
         return await host.answers.prepare(lambda check: msgspec.json.encode(with_warnings(answer(), call)))
 

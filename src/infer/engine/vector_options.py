@@ -1,0 +1,51 @@
+"""How texts become vectors and scores, and what came of it, as values. Loads no torch."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final, get_args
+
+from infer.checkpoint.pooling import Pooling
+from infer.engine.request_options import check_choice, check_count
+
+
+@final
+@dataclass(frozen=True)
+class VectorOptions:
+    """How texts become vectors: the arguments of `LLM.embed`."""
+
+    pooling: Pooling | None = None
+    prompt_name: str | None = None
+    dimensions: int | None = None
+    normalize: bool = True
+    truncate: bool = False
+
+    def check(self, hidden_size: int) -> None:
+        """Raise InvalidRequestError for a pooling that does not exist, or a number of dimensions that is too large."""
+        if self.pooling is not None:
+            check_choice("pooling", self.pooling, get_args(Pooling))
+        if self.dimensions is not None:
+            check_count("dimensions", self.dimensions, 1, hidden_size)
+
+
+class TextIds(NamedTuple):
+    """The ids of each text, and the number of texts that were cut to `most` tokens."""
+
+    token_ids: list[list[int]]
+    most: int
+    num_cut: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def warning(self) -> str:
+        """The warning about texts that were cut, "" if none was."""
+        total = len(self.token_ids)
+        return f"{self.num_cut} of {total} texts were cut to {self.most} tokens" if self.num_cut else ""
+
+
+class Computed(NamedTuple):
+    """Vectors `[texts, size]`, or a list of scores, and the texts of which they were computed."""
+
+    found: Any
+    texts: TextIds

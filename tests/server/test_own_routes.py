@@ -13,7 +13,8 @@ from starlette.requests import Request
 
 from infer import LLM
 from infer.protocols.refusals import BodyError
-from infer.server.routes.embeddings import answer_of, texts_of
+from infer.protocols.retrieval_bodies import texts_of
+from infer.server.routes.embeddings import answer_of
 from infer.server.routes.engine_events import OTHERS, interval_of, seen_by
 from served import Served, serving
 

@@ -22,6 +22,7 @@ from infer.engine.model_settings import (
     KVType,
     Overflow,
     PrecisionName,
+    RerankerName,
     Speculation,
     WeightsType,
 )
@@ -180,7 +181,13 @@ class LoadOptions(WeightOptions, CacheOptions, RunningOptions):
 
 
 @dataclass(frozen=True)
-class ServedOptions(WeightOptions, EvictionOptions, RunningOptions):
+class RerankerOption:
+    reranker: RerankerName = option(
+        default="auto", help="qwen3: the model is a copy of Qwen3-Reranker; auto: as its files and its name say.")
+
+
+@dataclass(frozen=True)
+class ServedOptions(WeightOptions, EvictionOptions, RunningOptions, RerankerOption):
     """The options of a server's model."""
 
 
@@ -196,7 +203,7 @@ class GenerateOptions(PromptOptions, ManyPromptsOptions, ConstraintOptions, Samp
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions(SamplingOptions, LoadOptions):
+class BatchOptions(SamplingOptions, LoadOptions, RerankerOption):
     source: Path = argument(metavar="IN.jsonl")
     output: Path = argument(metavar="OUT.jsonl")
     workers: int = option(type=AT_LEAST_1, default=1, help="Processes, each with the model.")

@@ -6,7 +6,14 @@ from dataclasses import fields
 from typing import Any
 
 import infer
-from infer.cli.command_options import BenchOptions, CacheOptions, EvictionOptions, LoadOptions, ServedOptions
+from infer.cli.command_options import (
+    BenchOptions,
+    CacheOptions,
+    EvictionOptions,
+    LoadOptions,
+    RerankerOption,
+    ServedOptions,
+)
 from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.cli.signals import exit_on_signal, keeping_garbage
 from infer.cli.terminal import Spinner
@@ -47,6 +54,8 @@ def served_arguments(options: ServeOptions | DeployOptions) -> dict[str, Any]:
 def load_arguments(options: LoadOptions | ServedOptions) -> dict[str, Any]:
     """Return the arguments of `LLM` that the options give."""
     same = {name: getattr(options, name) for name in _SAME_NAMES}
+    if isinstance(options, RerankerOption):
+        same["reranker"] = options.reranker
     return same | cache_values(options) | {"capture": not options.no_capture}
 
 

@@ -28,6 +28,7 @@ from infer.server.routes import (
     health,
     prometheus,
     props,
+    rerank,
     responses,
     served_models,
     tokens,
@@ -37,8 +38,8 @@ from infer.server.routes.openapi import description_routes
 from infer.server.server_state import ServerState
 
 _MODULES = (
-    *(health, prometheus, served_models, chat_completions, completions, responses, embeddings, anthropic_messages),
-    *(tokens, answer_trace, branch, engine_events, props, web_files),
+    *(health, prometheus, served_models, chat_completions, completions, responses, embeddings, rerank),
+    *(anthropic_messages, tokens, answer_trace, branch, engine_events, props, web_files),
 )
 ROUTES = [route for module in _MODULES for route in module.ROUTES]
 ROUTES += description_routes(ROUTES)

@@ -9,8 +9,6 @@ _ELSEWHERE = {
     "api": "Ollama's API is not built: use /v1/chat/completions, or set the client to an OpenAI-compatible server",
     "completion": "use /v1/completions",
     "infill": "the model does not fill in text: use /v1/completions",
-    "rerank": "no reranker is served",
-    "score": "no reranker is served",
     "slots": "use /v1/engine/events",
     "version": "use /props",
     "ping": "use /health",

@@ -1,0 +1,104 @@
+"""`/v1/rerank` and `/v1/score`: the shapes of Cohere, Jina and vLLM, with the scores of the library."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from infer import LLM
+from infer.server.app import ROUTES
+from infer.server.routes.openapi import document
+from reranker_model import CONTEXT, make_reranker_model
+from served import Served, serving
+from test_session import make_model
+
+QUERY, DOCUMENTS = "cats", ["a roof", "a bridge", "a fire"]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("models") / "judge"
+    make_reranker_model(folder)
+    with LLM(folder, reranker="qwen3") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    with serving(llm, model="tiny") as served:
+        yield served
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+@pytest.mark.parametrize("documents", [DOCUMENTS, [{"text": each, "id": 3} for each in DOCUMENTS]])
+def test_documents_come_by_relevance(served: Served, llm: LLM, path: str, documents: list[Any]) -> None:
+    body = {"model": "tiny", "query": QUERY, "documents": documents, "top_n": 2}
+    answer = served.client.post(path, json=body).json()
+    expected = llm.rerank(QUERY, DOCUMENTS, top_n=2)
+    assert answer["results"] == [{"index": each.index, "relevance_score": each.score} for each in expected]
+    assert answer["model"] == "tiny"
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
+    whole = served.client.post(path, json=body | {"return_documents": True}).json()
+    assert [each["document"]["text"] for each in whole["results"]] == [each.document for each in expected]
+
+
+def test_names_of_other_servers_are_taken(served: Served, llm: LLM) -> None:
+    body = {"query": QUERY, "texts": DOCUMENTS, "top_k": 1, "return_text": True, "instruct": "find", "max_chunks": 3}
+    answer = served.client.post("/rerank", json=body).json()
+    (expected,) = llm.rerank(QUERY, DOCUMENTS, 1, "find")
+    found = {"index": expected.index, "relevance_score": expected.score, "document": {"text": expected.document}}
+    assert answer["results"] == [found]
+    assert "max_chunks" in answer["infer"]["warnings"][0]
+
+
+def test_pairs_are_scored_in_their_order(served: Served, llm: LLM) -> None:
+    scores = {each.document: each.score for each in llm.rerank(QUERY, DOCUMENTS)}
+    expected = [scores[each] for each in DOCUMENTS]
+    for first in (QUERY, [QUERY], [QUERY] * 3):
+        answer = served.client.post("/v1/score", json={"text_1": first, "text_2": DOCUMENTS}).json()
+        assert [each["score"] for each in answer["data"]] == expected
+        assert [each["index"] for each in answer["data"]] == [0, 1, 2]
+
+
+def test_answers_are_as_described(served: Served) -> None:
+    described = document(ROUTES)
+    bodies = {"/v1/rerank": {"query": "a", "documents": ["b"], "return_documents": True}}
+    bodies["/v1/score"] = {"text_1": "a", "text_2": "b"}
+    for path, body in bodies.items():
+        place = f"#/paths/{path.replace('/', '~1')}/post/responses/200/content/application~1json/schema"
+        Draft202012Validator({**described, "$ref": place}).validate(served.client.post(path, json=body).json())
+
+
+def test_a_long_document_is_refused_or_cut(served: Served) -> None:
+    body = {"query": QUERY, "documents": ["a", "x" * 9999]}
+    refused = served.client.post("/v1/rerank", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    answer = served.client.post("/v1/rerank", json=body | {"truncate": True}).json()
+    assert answer["infer"]["warnings"] == [f"1 of 2 texts were cut to {CONTEXT} tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/rerank", {"query": "a"}, 400, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": []}, 400, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": "b"}, 400, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": [5]}, 400, "documents[0]"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, 400, "top_n"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "model": "other"}, 404, "model"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, 400, "text_1"),
+        ("/v1/score", {"text_1": "a", "text_2": "b", "model": "other"}, 404, "model"),
+    ],
+)
+def test_what_cannot_be_ranked_is_refused(served: Served, path: str, body: Any, status: int, param: str) -> None:
+    answer = served.client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_a_model_that_is_no_reranker_says_what_to_do(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with LLM(make_model(tmp_path_factory.mktemp("model"))) as llm, serving(llm, model="tiny") as served:
+        answer = served.client.post("/v1/rerank", json={"query": "a", "documents": ["b"]})
+        assert answer.status_code == 400
+        assert "--reranker" in answer.json()["error"]["message"]

@@ -7,6 +7,7 @@ from typing import Any
 from infer.batch_file.result_line import error_line, result_line
 from infer.batch_file.row import ENDPOINTS, Row
 from infer.batch_file.settings import BatchSettings, Write
+from infer.batch_file.texts import line_of_texts
 from infer.engine.prompt_batch import answer_all
 from infer.engine.request_maker import Ask
 from infer.engine.sequence import Sequence
@@ -32,6 +33,9 @@ def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: W
     def sequences() -> Iterator[tuple[int, Sequence]]:
         for number, row in enumerate(rows):
             try:
+                if row.texts is not None and row.problem is None:
+                    write(line_of_texts(llm, row, settings.model))
+                    continue
                 sequence = _sequence_of(llm, row, settings)
             except InvalidRequestError as error:
                 write(error_line(row, _REFUSED, str(error), settings.model))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from infer.batch_file.row import ENDPOINTS, Row
@@ -29,8 +30,19 @@ def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelli
             "total_tokens": result.prompt_tokens + result.generated_tokens,
         },
     }
-    if result.warnings:
-        body["infer"] = {"warnings": list(result.warnings)}
+    return _answered(row, body, result.warnings)
+
+
+def texts_line(row: Row, values: dict[str, Any], num_tokens: int, model: str, warnings: Sequence[str]) -> Line:
+    """Return the line of a row that asked for vectors or scores. `values` are those fields of the answer."""
+    head = {"object": "list"} if row.endpoint == "/v1/embeddings" else {"id": _named("rerank", row.id)}
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return _answered(row, {**head, "model": model, **values, "usage": usage}, warnings)
+
+
+def _answered(row: Row, body: dict[str, Any], warnings: Sequence[str]) -> Line:
+    if warnings:
+        body["infer"] = {"warnings": list(warnings)}
     response = {"status_code": 200, "request_id": _named("req", row.id), "body": body}
     record = {"id": _named("batch_req", row.id), "custom_id": row.id, "response": response, "error": None}
     return Line(row.id, _json(record), has_failed=False)

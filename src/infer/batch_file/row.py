@@ -9,7 +9,7 @@ A plain row without an id is named after its line.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from infer.engine.request_options import OPTIONS
 from infer.errors import InvalidRequestError
@@ -20,12 +20,13 @@ from infer.protocols.declared_fields import values_of
 from infer.protocols.params import prompts_of, template_variables
 from infer.protocols.read_body import as_given, body_from
 from infer.protocols.refusals import refuse
+from infer.protocols.retrieval_bodies import EmbeddingsBody, RerankBody
 from infer.protocols.tool_options import option_values
 from infer.protocols.unknown_fields import Reading
 from infer.system.strict_json import RepeatedKeyError, unique_keys
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
-ENDPOINTS: tuple[Endpoint, ...] = ("/v1/chat/completions", "/v1/completions")
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank"]
+ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 _TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format", "reasoning_format", "reasoning_budget")
 # Fields of a body that a line cannot answer, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -39,7 +40,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 class Row(NamedTuple):
     """A request. `endpoint` is None for a plain row. `options` are fields of RequestOptions.
 
-    `variables` and the `effort` of reasoning are for the chat template. `problem` says why the row cannot be answered.
+    `variables` and the `effort` of reasoning are for the chat template. `texts` is the body of a row that asks for
+    vectors or scores. `problem` says why the row cannot be answered.
     """
 
     id: str
@@ -50,6 +52,7 @@ class Row(NamedTuple):
     variables: Mapping[str, Any] = {}
     effort: str | None = None
     warnings: tuple[str, ...] = ()
+    texts: EmbeddingsBody | RerankBody | None = None
     problem: str | None = None
 
 
@@ -121,6 +124,13 @@ def _of_openai(row_id: str, endpoint: Endpoint, record: dict[str, Any]) -> Row:
     if not isinstance(body, dict):
         raise InvalidRequestError(f"body must be an object, got {body!r:.60}")
     reading = Reading()
+    if endpoint in ("/v1/embeddings", "/v1/rerank"):
+        texts: EmbeddingsBody | RerankBody = (
+            body_from(body, EmbeddingsBody, as_given, reading)
+            if endpoint == "/v1/embeddings"
+            else body_from(body, RerankBody, as_given, reading)
+        )
+        return Row(row_id, endpoint, warnings=tuple(reading.warnings), texts=texts)
     if endpoint == ENDPOINTS[0]:
         chat = body_from(body, ChatBody, complete_chat, reading)
         _check(chat)

@@ -1,0 +1,54 @@
+"""Rows of `/v1/embeddings` and `/v1/rerank`: the line with their vectors or scores."""
+
+from infer.batch_file.result_line import texts_line
+from infer.batch_file.row import Row
+from infer.batch_file.settings import Line
+from infer.engine.embedding import embed, texts_to_embed
+from infer.engine.reranking import pairs_to_score, ranked, scores
+from infer.errors import InvalidRequestError
+from infer.llm import LLM
+from infer.protocols.retrieval_bodies import (
+    EmbeddingsBody,
+    RerankBody,
+    documents_of_body,
+    texts_of,
+    vector_options,
+    written,
+)
+
+
+def line_of_texts(llm: LLM, row: Row, model: str) -> Line:
+    """Return the line of a row. Raises InvalidRequestError for what the model cannot compute."""
+    if isinstance(row.texts, EmbeddingsBody):
+        return _vectors(llm, row, row.texts, model)
+    assert row.texts is not None
+    return _ranks(llm, row, row.texts, model)
+
+
+def _vectors(llm: LLM, row: Row, body: EmbeddingsBody, model: str) -> Line:
+    host, options = llm._opened, vector_options(body)
+    if host.settings.pooling is None and body.pooling is None:
+        raise InvalidRequestError("this model was not trained for embeddings: give pooling to have them anyway")
+    ids = texts_to_embed(host, texts_of(body.input), options)
+    vectors = host.loop.call(embed(host, ids.token_ids, options)).get().numpy()
+    data = [
+        {"object": "embedding", "index": index, "embedding": written(each, body.encoding_format)}
+        for index, each in enumerate(vectors)
+    ]
+    return texts_line(row, {"data": data}, ids.num_tokens, model, _warnings(row, ids.warning))
+
+
+def _ranks(llm: LLM, row: Row, body: RerankBody, model: str) -> Line:
+    host, documents = llm._opened, documents_of_body(body)
+    pairs = [(body.query, each) for each in documents]
+    ids = pairs_to_score(host, pairs, body.instruction, truncate=bool(body.truncate))
+    results = [
+        {"index": each.index, "relevance_score": each.score}
+        | ({"document": {"text": each.document}} if body.return_documents else {})
+        for each in ranked(host.loop.call(scores(host, ids.token_ids)).get(), documents, body.top_n)
+    ]
+    return texts_line(row, {"results": results}, ids.num_tokens, model, _warnings(row, ids.warning))
+
+
+def _warnings(row: Row, warning: str) -> list[str]:
+    return [*row.warnings, *([warning] if warning else [])]

@@ -1,0 +1,74 @@
+"""Rows of `/v1/embeddings` and `/v1/rerank`: their lines are what the routes answer."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from embedding_model import make_embedding_model
+from infer import LLM
+from infer.batch_file.answering import answer_rows
+from infer.batch_file.row import read_rows
+from infer.batch_file.settings import BatchSettings, Line
+from infer.engine.request_options import RequestOptions
+from reranker_model import make_reranker_model
+
+SETTINGS = BatchSettings("tiny", 0, 4, {}, RequestOptions())
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("embedding")
+    make_embedding_model(folder)
+    with LLM(folder) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("models") / "Qwen3-Reranker-tiny"
+    make_reranker_model(folder)
+    with LLM(folder) as llm:
+        yield llm
+
+
+def answered(llm: LLM, url: str, **body: Any) -> dict[str, Any]:
+    """Return the line of a row."""
+    lines = list[Line]()
+    row = json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body})
+    answer_rows(llm, read_rows([row]), SETTINGS, lines.append)
+    (line,) = lines
+    found: dict[str, Any] = json.loads(line.text)
+    assert line.has_failed == (found["error"] is not None)
+    return found
+
+
+def test_a_row_of_embeddings_has_the_library_s_vectors(embedder: LLM) -> None:
+    texts = ["hello", "x" * 999]
+    line = answered(embedder, "/v1/embeddings", input=texts, prompt_name="query", dimensions=8, truncate=True, odd=1)
+    body = line["response"]["body"]
+    with pytest.warns(UserWarning, match="were cut"):
+        expected = embedder.embed(texts, prompt_name="query", dimensions=8, truncate=True)
+    assert torch.equal(torch.tensor([each["embedding"] for each in body["data"]]), expected)
+    assert body["infer"]["warnings"] == ["odd is not known and was ignored", "1 of 2 texts were cut to 256 tokens"]
+    assert line == answered(
+        embedder, "/v1/embeddings", input=texts, prompt_name="query", dimensions=8, truncate=True, odd=1
+    )
+
+
+def test_a_row_of_rerank_has_the_library_s_scores(judge: LLM) -> None:
+    documents = ["a roof", "a bridge"]
+    body = answered(judge, "/v1/rerank", query="cats", documents=documents, return_documents=True)["response"]["body"]
+    found = [(each["index"], each["relevance_score"], each["document"]["text"]) for each in body["results"]]
+    assert found == [(each.index, each.score, each.document) for each in judge.rerank("cats", documents)]
+    assert body["usage"]["total_tokens"] > 0
+
+
+def test_what_a_model_cannot_compute_is_the_line_s_error(embedder: LLM, judge: LLM) -> None:
+    assert "no reranker" in answered(embedder, "/v1/rerank", query="a", documents=["b"])["error"]["message"]
+    assert "not trained for embeddings" in answered(judge, "/v1/embeddings", input="a")["error"]["message"]
+    assert answered(judge, "/v1/embeddings", input="a", pooling="last")["error"] is None
+    assert "the context holds" in answered(embedder, "/v1/embeddings", input="x" * 999)["error"]["message"]
+    assert "documents is missing" in answered(judge, "/v1/rerank", query="a")["error"]["message"]

@@ -214,6 +214,29 @@ class BatchOptions(SamplingOptions, LoadOptions, RerankerOption):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmbedOptions(LoadOptions):
+    source: Path = argument(metavar="[FILE]", default="-", type=FILE)
+    output: Path | None = option("-o", "--output", type=FILE, metavar="OUT",
+                                 help="A .npy file for all vectors, or JSON lines.  [default: JSON lines on stdout]")
+    prompt_name: str | None = option(metavar="NAME",
+                                     help="A prompt of the model's files that stands before each text, such as query.")
+    pooling: Literal["mean", "last"] | None = option(help="How states become a vector.  [default: the model's own]")
+    dimensions: int | None = option(type=AT_LEAST_1, help="Number of first dimensions that are kept.")
+    no_normalize: bool = option(help="Vectors of any length, not of length 1.")
+    truncate: bool = option(help="Cut texts that do not fit the context.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerankOptions(LoadOptions, RerankerOption):
+    query: str = argument(metavar="QUERY")
+    source: Path = argument(metavar="[FILE]", default="-", type=FILE)
+    top_n: int | None = option("-n", "--top-n", type=AT_LEAST_1, help="Documents that are shown.  [default: all]")
+    instruction: str | None = option(metavar="TEXT", help="The task, in a sentence.  [default: the model's own]")
+    truncate: bool = option(help="Cut documents that do not fit the context.")
+    as_json: bool = option("--json", help="One JSON object per document, with its place in FILE.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChatOptions(ModelArgument, SamplingOptions, LoadOptions):
     system: str | None = option(metavar="TEXT", help="A system message to begin with.")
     plain: bool = option(help="Answers without styles for their Markdown.")

@@ -15,11 +15,13 @@ from infer.cli.command_options import (
     BenchOptions,
     ChatOptions,
     CompileOptions,
+    EmbedOptions,
     EstimateOptions,
     ExplainOptions,
     GenerateOptions,
     ModelsOptions,
     ReplayOptions,
+    RerankOptions,
     TraceOptions,
 )
 from infer.cli.model_choice import choose_model, take_named
@@ -128,6 +130,31 @@ def batch(context: click.Context, options: BatchOptions) -> int:
     from infer.cli.batch_command import run_batch
 
     return run_batch(options, given, partial(load_model, options), load_arguments(options))
+
+
+@infer.command()
+@takes_options(EmbedOptions)
+def embed(context: click.Context, options: EmbedOptions) -> None:
+    """Convert the lines of FILE, or of stdin, to vectors.
+
+    The lines of a .jsonl file are strings, or objects {"text": …, "id": …}.
+    """
+    check_options(options, [])
+    from infer.cli.retrieval_commands import read_texts, run_embed
+
+    texts = read_texts(options.source)
+    run_embed(load_model(options), texts, options)
+
+
+@infer.command()
+@takes_options(RerankOptions)
+def rerank(context: click.Context, options: RerankOptions) -> None:
+    """Rank the lines of FILE, or of stdin, by their relevance to a QUERY, with a reranker."""
+    check_options(options, [])
+    from infer.cli.retrieval_commands import read_texts, run_rerank
+
+    texts = read_texts(options.source)
+    run_rerank(load_model(options), texts, options)
 
 
 @infer.command()

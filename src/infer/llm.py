@@ -231,6 +231,11 @@ class LLM:
         return self.tokenizer.chat_template is not None
 
     @property
+    def prompt_names(self) -> tuple[str, ...]:
+        """Names of the prompts that the model's files have for `embed`."""
+        return tuple(self._opened.settings.prompts.by_name)
+
+    @property
     def system_fingerprint(self) -> str:
         """Digest of weights, tokenizer, template and settings.
 

@@ -59,6 +59,7 @@ def test_vectors_are_those_of_transformers(llm: LLM, folder: Path, is_normalized
 
 
 def test_a_prompt_stands_before_each_text(llm: LLM, folder: Path) -> None:
+    assert llm.prompt_names == ("query", "document")
     expected = normalize(vectors_of(folder, [PROMPTS["query"] + text for text in TEXTS]))
     found = llm.embed(TEXTS, prompt_name="query")
     assert torch.allclose(found, expected, atol=1e-4)

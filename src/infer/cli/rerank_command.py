@@ -1,4 +1,4 @@
-"""`infer embed` and `infer rerank`: texts as vectors, and documents by their relevance to a query."""
+"""`infer rerank`: documents by their relevance to a query; and the texts that it and `infer embed` read."""
 
 import json
 import sys
@@ -6,16 +6,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import infer
-from infer.cli.command_options import EmbedOptions, RerankOptions
+from infer.cli.command_options import RerankOptions
 from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text
 from infer.cli.signals import exit_on_signal
 from infer.cli.terminal import Spinner, TextWriter, note
 from infer.errors import InvalidRequestError, TruncationWarning
-
-_TEXTS_PER_CALL = 64  # between two steps of the bar
 
 
 class GivenText(NamedTuple):
@@ -54,52 +52,6 @@ def _json_text(line: str, where: str) -> GivenText:
     raise InvalidRequestError(f'{where} must be a string or an object with "text", got {line.strip():.60}')
 
 
-def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions) -> None:
-    """Write one vector per text: a `.npy` file of all, or one JSON line per text."""
-    import torch
-
-    from infer.engine.embedding import embed, texts_to_embed
-    from infer.engine.vector_options import VectorOptions
-
-    asked = VectorOptions(
-        options.pooling,
-        options.prompt_name,
-        options.dimensions,
-        normalize=not options.no_normalize,
-        truncate=options.truncate,
-    )
-    host, found = model._opened, list[Any]()
-    if not (options.quiet or host.settings.pooling or options.pooling):
-        note("the model was not trained for embeddings: the mean of its states is taken")
-    with exit_on_signal(), Spinner("embedding", shown=not options.quiet) as spinner:
-        ids = texts_to_embed(host, [each.text for each in texts], asked)
-        for start in range(0, len(texts), _TEXTS_PER_CALL):
-            few = ids.token_ids[start : start + _TEXTS_PER_CALL]
-            found.append(host.loop.call(embed(host, few, asked)).get())
-            spinner.progress(start + len(few), len(texts))
-    if ids.warning and not options.quiet:
-        note(ids.warning)
-    vectors = torch.cat(found)
-    if options.output is not None and options.output.suffix == ".npy":
-        import numpy as np
-
-        with _opened(options.output, "wb") as file:
-            np.save(file, vectors.numpy())
-    elif options.output is not None:
-        with _opened(options.output, "w") as file:
-            file.writelines(_lines(texts, vectors))
-    else:
-        writer = TextWriter(sys.stdout)
-        for line in _lines(texts, vectors):
-            writer.write(line)
-
-
-def _lines(texts: list[GivenText], vectors: Any) -> Iterator[str]:
-    for index, (each, vector) in enumerate(zip(texts, vectors, strict=True)):
-        record = {"index": index} | ({} if each.id is None else {"id": each.id})
-        yield json.dumps(record | {"embedding": vector.tolist()}, ensure_ascii=False) + "\n"
-
-
 def run_rerank(model: "infer.LLM", texts: list[GivenText], options: RerankOptions) -> None:
     """Write the documents by their relevance, each with its score and its place, or as one JSON line each."""
     documents, writer = [each.text for each in texts], TextWriter(sys.stdout)
@@ -120,11 +72,3 @@ def _noting_cuts(is_quiet: bool) -> Iterator[None]:
         yield
     for each in () if is_quiet else found:
         note(str(each.message))
-
-
-def _opened(path: Path, mode: str) -> Any:
-    """Open an output. Raises InvalidRequestError if it cannot be written."""
-    try:
-        return path.open(mode, encoding=None if "b" in mode else "utf-8")
-    except OSError as error:
-        raise InvalidRequestError(f"the output {path} cannot be written: {error.strerror}") from error

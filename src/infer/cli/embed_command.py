@@ -1,0 +1,68 @@
+"""`infer embed`: texts as vectors, in a `.npy` file or as JSON lines."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import infer
+from infer.cli.command_options import EmbedOptions
+from infer.cli.rerank_command import GivenText
+from infer.cli.signals import exit_on_signal
+from infer.cli.terminal import Spinner, TextWriter, note
+from infer.engine.embedding import embed, texts_to_embed
+from infer.engine.vector_options import VectorOptions
+from infer.errors import InvalidRequestError
+
+_TEXTS_PER_CALL = 64  # between two steps of the bar
+
+
+def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions) -> None:
+    """Write one vector per text: a `.npy` file of all, or one JSON line per text."""
+    asked = VectorOptions(
+        options.pooling,
+        options.prompt_name,
+        options.dimensions,
+        normalize=not options.no_normalize,
+        truncate=options.truncate,
+    )
+    host, found = model._opened, list[Any]()
+    if not (options.quiet or host.settings.pooling or options.pooling):
+        note("the model was not trained for embeddings: the mean of its states is taken")
+    with exit_on_signal(), Spinner("embedding", shown=not options.quiet) as spinner:
+        ids = texts_to_embed(host, [each.text for each in texts], asked)
+        for start in range(0, len(texts), _TEXTS_PER_CALL):
+            few = ids.token_ids[start : start + _TEXTS_PER_CALL]
+            found.append(host.loop.call(embed(host, few, asked)).get())
+            spinner.progress(start + len(few), len(texts))
+    if ids.warning and not options.quiet:
+        note(ids.warning)
+    vectors = torch.cat(found)
+    if options.output is not None and options.output.suffix == ".npy":
+        with _opened(options.output, "wb") as file:
+            np.save(file, vectors.numpy())
+    elif options.output is not None:
+        with _opened(options.output, "w") as file:
+            file.writelines(_lines(texts, vectors))
+    else:
+        writer = TextWriter(sys.stdout)
+        for line in _lines(texts, vectors):
+            writer.write(line)
+
+
+def _lines(texts: list[GivenText], vectors: Any) -> Iterator[str]:
+    for index, (each, vector) in enumerate(zip(texts, vectors, strict=True)):
+        record = {"index": index} | ({} if each.id is None else {"id": each.id})
+        yield json.dumps(record | {"embedding": vector.tolist()}, ensure_ascii=False) + "\n"
+
+
+def _opened(path: Path, mode: str) -> Any:
+    """Open an output. Raises InvalidRequestError if it cannot be written."""
+    try:
+        return path.open(mode, encoding=None if "b" in mode else "utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"the output {path} cannot be written: {error.strerror}") from error

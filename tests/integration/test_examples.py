@@ -12,6 +12,7 @@ from watched import script_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_LINES = 30
+MAX_LINES_OF_SEARCH = 48  # it embeds, ranks and answers
 NUM_TOKENS = 100  # more than a page of the cache, and than several
 
 # What each program's stdout must contain, as a regular expression.
@@ -46,15 +47,26 @@ def load(path: Path) -> LLM:
 
 def test_every_example_is_run_and_short() -> None:
     programs = sorted(EXAMPLES.glob("*.py"))
-    assert [program.name for program in programs] == sorted([*PROMISES, "ray_batch.py"])  # which `test_ray` runs
+    assert [program.name for program in programs] == sorted(
+        [*PROMISES, "ray_batch.py", "search.py"]
+    )  # `test_ray` runs the first
     for program in programs:
-        assert len(program.read_text(encoding="utf-8").splitlines()) < MAX_LINES, program.name
+        assert len(program.read_text(encoding="utf-8").splitlines()) < (
+            MAX_LINES_OF_SEARCH if program.name == "search.py" else MAX_LINES
+        ), program.name
 
 
 @pytest.mark.parametrize("name", sorted(PROMISES))
 def test_the_example_keeps_its_promise(name: str, smollm2_path: Path) -> None:
     out = run(name, smollm2_path)
     assert re.search(PROMISES[name], out), out
+
+
+def test_the_search_answers_with_its_sources(smollm2_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "cats.txt").write_text("Cats sleep on warm roofs.\n\nThey wake at night.")
+    (tmp_path / "bridge.md").write_text("The bridge was built in 1932.")
+    out = run("search.py", tmp_path, "Where do cats sleep?", smollm2_path, smollm2_path)
+    assert re.search(r"\w[^[]*\n(\[\d\] (cats\.txt|bridge\.md)\n){3}$", out), out
 
 
 def test_a_loop_of_ones_own_gives_the_tokens_of_generate(smollm2_path: Path) -> None:

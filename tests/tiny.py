@@ -557,11 +557,8 @@ LONGROPE = Tiny(
 )
 TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER]
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
-DENSE = [
-    tiny
-    for tiny in TINY
-    if not tiny.has_experts and tiny not in [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MINISTRAL3]
-]
+ON_CPUS = [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER]  # GPUs refuse them
+DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in ON_CPUS]
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]
 
 

@@ -247,8 +247,9 @@ def gate_inputs(
     inputs: Float[Tensor, "tokens inputs"],
     first_column: int,
 ) -> Activations:
-    own = inputs[:, first_column : first_column + gate.out_features]
-    return Activations(gated(project(x, gate), own, activation))
+    first = first_column if gate.shares is None else first_column + gate.shares.own[0]
+    own = inputs[:, first : first + gate.out_features]
+    return Activations(gathered(gated(project(x, gate), own, activation), gate.shares))
 
 
 def add_experts(

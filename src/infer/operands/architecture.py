@@ -331,8 +331,8 @@ class PerLayerInput:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Values per token of each tensor that ranks of a group gather: each computes the gate for itself."""
-        return ()
+        """Values per token of each tensor that ranks of a group gather."""
+        return (self.dim,)
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""

@@ -43,6 +43,7 @@ def gate_inputs(
     first_column: int,
 ) -> Activations:
     with scope(gate.label, num_tokens=len(x)) as run:
-        out = run.tensor("gated inputs", run.capacity, gate.out_features)
-        project(run, Activations(x), None, gate, (out, 0), kind=f"gate_{activation}", factors=(inputs, first_column))
-        return Activations(out)
+        out, first = run.columns("gated inputs", run.capacity, gate.out_features, gate.shares)
+        own = first_column if gate.shares is None else first_column + gate.shares.own[0]
+        project(run, Activations(x), None, gate, (out, first), kind=f"gate_{activation}", factors=(inputs, own))
+        return Activations(run.gathered(out, gate.shares))

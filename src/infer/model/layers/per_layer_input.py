@@ -25,7 +25,7 @@ class LoadedPerLayerInput:
     @classmethod
     def load(cls, own: PerLayerInput, index: int, loader: WeightLoader, scale: float) -> Self:
         return cls(
-            gate=loader.projection("per_layer_input_gate", label="input_gate"),
+            gate=loader.by_rows("per_layer_input_gate", label="input_gate"),
             activation=own.activation,
             first_column=index * own.dim,
             output=loader.by_rows("per_layer_projection", label="input_output"),

@@ -10,7 +10,6 @@ from typing import Any, Self, Unpack, final, overload
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.checkpoint.pooling import Pooling
 from infer.engine.embedding import embed, texts_to_embed, warn_if_cut
 from infer.engine.host import Host
 from infer.engine.loop_messages import once
@@ -26,7 +25,7 @@ from infer.engine.token_trace import check_traceable, ids_to_score, score_prompt
 from infer.engine.vector_options import Computed, VectorOptions
 from infer.grammar.grammar import grammar_of
 from infer.llm import LLM
-from infer.outputs import GenerationResult, RankedDocument, SampleTrace, TokenLogprob
+from infer.outputs import GenerationResult, Pooling, RankedDocument, SampleTrace, TokenLogprob
 from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from infer.catalog.models_at_hand import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
-from infer.checkpoint.pooling import Pooling
 from infer.engine.embedding import embed, texts_to_embed, warn_if_cut
 from infer.engine.host import Host, HostSettings
 from infer.engine.loop import Loop
@@ -57,7 +56,7 @@ from infer.model.from_checkpoint import (
 from infer.model.load import OnProgress
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Architecture
-from infer.outputs import GenerationResult, RankedDocument, SampleTrace, TokenLogprob
+from infer.outputs import GenerationResult, Pooling, RankedDocument, SampleTrace, TokenLogprob
 from infer.sampling.defaults import default_params
 from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 FinishReason = Literal["eos", "stop", "length", "abort", "error"]
 Origin = Literal["sampled", "draft", "forced", "given"]
+Pooling = Literal["mean", "last"]  # how the states of a text's tokens become one vector
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from infer.checkpoint.find import resolve
 from infer.checkpoint.fused_tensors import WITH_GATES, taken_apart
 from infer.checkpoint.gguf import GGUFFile
 from infer.checkpoint.gguf_split import read_whole_gguf
-from infer.checkpoint.pooling import Pooling, pooling_from_folder, pooling_from_gguf
+from infer.checkpoint.pooling import pooling_from_folder, pooling_from_gguf
 from infer.checkpoint.reranker_files import RerankerFiles, reranker_from_folder, reranker_from_gguf
 from infer.checkpoint.safetensors import read_safetensors_folder
 from infer.checkpoint.stacked_experts import with_joined_scales
@@ -29,6 +29,7 @@ from infer.checkpoint.tensor_info import TensorInfo
 from infer.checkpoint.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
 from infer.checkpoint.text_prompts import TextPrompts, prompts_from_folder
 from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.outputs import Pooling
 from infer.quantization.ggml_types import FLOAT_TYPES
 from infer.system.open_file import OpenFile
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from infer.outputs import Pooling
 from infer.system.json_file import MAX_BYTES, inside, parse_json, read_json_file, read_whole
 
-Pooling = Literal["mean", "last"]
 _PREFIX = "pooling_mode_"
 # Of sentence-transformers: names of its flags, and of its newer `pooling_mode`.
 _POOLING_BY_MODE: dict[str, Pooling] = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}

@@ -29,7 +29,6 @@ REPLACED = {  # flags without effect
 }
 _CHAT, _GENERATE = 'infer chat, or infer generate "TEXT"', 'infer generate "TEXT"'
 _DOWNLOAD = "infer generate -m org/repo:Q4_K_M downloads a model when it is first named"
-_EMBED = "infer serve --embeddings, or from Python LLM(...).embed(texts)"
 _LIST, _SHOW, _SPEED = "infer models", "infer explain MODEL", "infer bench"
 INSTEAD = {  # what other programs call their commands → what to type here
     "run": _CHAT, "repl": _CHAT, "talk": _CHAT, "cli": _CHAT, "start": _CHAT, "interactive": _CHAT,
@@ -48,7 +47,7 @@ INSTEAD = {  # what other programs call their commands → what to type here
     "create": "safetensors folders and .gguf files are read as they are: infer chat PATH",
     "benchmark": _SPEED, "speed": _SPEED, "perf": _SPEED, "profile": "infer bench --profile",
     "memory": "infer estimate MODEL", "trace": 'infer sample-trace "TEXT"', "sample": 'infer sample-trace "TEXT"',
-    "embed": _EMBED, "embeddings": _EMBED,
+    "embeddings": "infer embed, or from Python LLM(...).embed(texts)",
     "tokenize": "from Python, infer.load_tokenizer(MODEL).encode(TEXT)",
     "perplexity": "from Python, LLM(MODEL).prompt_logprobs(TEXT)",
     "eval": "from Python, LLM(MODEL).prompt_logprobs(TEXT)",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, final
 
-from infer.checkpoint.pooling import Pooling
 from infer.checkpoint.text_prompts import TextPrompts
 from infer.engine.async_answers import AsyncAnswers
 from infer.engine.engine import Engine
@@ -23,6 +22,7 @@ from infer.errors import InvalidRequestError, closed
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
+from infer.outputs import Pooling
 from infer.runner.caches import default_pool_pages
 from infer.runner.hidden_states import HiddenStates
 from infer.runner.runner import Runner

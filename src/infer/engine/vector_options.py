@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final, get_args
 
-from infer.checkpoint.pooling import Pooling
 from infer.engine.request_options import check_choice, check_count
+from infer.outputs import Pooling
 
 
 @final

@@ -120,6 +120,29 @@ def llm(folder: Path) -> "LLM":
 
 
 @pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator["LLM"]:
+    from embedding_model import make_embedding_model
+    from infer import LLM
+
+    folder = tmp_path_factory.mktemp("embedding")
+    make_embedding_model(folder)
+    with LLM(folder) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator["LLM"]:
+    """Return a reranker that is known by its name."""
+    from infer import LLM
+    from reranker_model import make_reranker_model
+
+    folder = tmp_path_factory.mktemp("models") / "Qwen3-Reranker-tiny"
+    make_reranker_model(folder)
+    with LLM(folder) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> "World":
     """Engines of a model of random weights, and what the definition answers."""
     from path_cases import make_world

@@ -18,11 +18,11 @@ from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pair
 from infer.engine.request import Request
 from infer.engine.request_maker import Ask
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
-from infer.engine.reranking import check_top_n, documents_of, pairs_to_score, ranked, scores
+from infer.engine.reranking import check_top_n, documents_of, pairs_to_score, scores
 from infer.engine.scheduler import MAX_SECONDS
 from infer.engine.stream import AsyncStream
 from infer.engine.token_trace import check_traceable, ids_to_score, score_prompt, trace_answer
-from infer.engine.vector_options import Computed, VectorOptions
+from infer.engine.vector_options import Computed, VectorOptions, ranked
 from infer.grammar.grammar import grammar_of
 from infer.llm import LLM
 from infer.outputs import GenerationResult, Pooling, RankedDocument, SampleTrace, TokenLogprob
@@ -223,7 +223,7 @@ class AsyncLLM:
     async def compute_vectors(self, texts: Sequence[Prompt], options: VectorOptions) -> Computed:
         """Return the vectors of `embed` with their texts' ids, for servers. It warns of nothing. See `LLM.embed`."""
         host = self.host
-        ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, options))
+        ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, options, check))
         return Computed(await host.answers.call(embed(host, ids.token_ids, options)), ids)
 
     async def rerank(
@@ -247,7 +247,9 @@ class AsyncLLM:
     ) -> Computed:
         """Return the score of each query and document with their ids, for servers. See `LLM.rerank`."""
         host = self.host
-        ids = await host.answers.prepare(lambda check: pairs_to_score(host, pairs, instruction, truncate=truncate))
+        ids = await host.answers.prepare(
+            lambda check: pairs_to_score(host, pairs, instruction, truncate=truncate, check=check)
+        )
         return Computed(await host.answers.call(scores(host, ids.token_ids)), ids)
 
     async def trace(

@@ -32,17 +32,11 @@ from infer.engine.prompt_batch import BATCH_SIZE, Ended, OnResult, answer_all, b
 from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
 from infer.engine.request_maker import Ask, OnError
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
-from infer.engine.reranking import (
-    check_top_n,
-    documents_of,
-    make_reranker,
-    pairs_to_score,
-    ranked,
-    scores,
-)
+from infer.engine.reranker import make_reranker
+from infer.engine.reranking import check_top_n, documents_of, pairs_to_score, scores
 from infer.engine.stream import AsyncStream, OnPrefill, OnToken, Stream
 from infer.engine.token_trace import ids_to_score, logits_of, score_prompt, trace_token
-from infer.engine.vector_options import VectorOptions
+from infer.engine.vector_options import VectorOptions, ranked
 from infer.errors import InvalidRequestError, closed
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.from_checkpoint import (

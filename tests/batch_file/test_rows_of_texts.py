@@ -1,37 +1,18 @@
 """Rows of `/v1/embeddings` and `/v1/rerank`: their lines are what the routes answer."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from embedding_model import make_embedding_model
 from infer import LLM
 from infer.batch_file.answering import answer_rows
 from infer.batch_file.row import read_rows
 from infer.batch_file.settings import BatchSettings, Line
 from infer.engine.request_options import RequestOptions
-from reranker_model import make_reranker_model
 
 SETTINGS = BatchSettings("tiny", 0, 4, {}, RequestOptions())
-
-
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("embedding")
-    make_embedding_model(folder)
-    with LLM(folder) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("models") / "Qwen3-Reranker-tiny"
-    make_reranker_model(folder)
-    with LLM(folder) as llm:
-        yield llm
 
 
 def answered(llm: LLM, url: str, **body: Any) -> dict[str, Any]:

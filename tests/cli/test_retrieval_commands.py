@@ -1,35 +1,16 @@
 """`infer embed` and `infer rerank`: lines in, vectors or ranks out."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from embedding_model import make_embedding_model
 from infer import LLM
 from infer.cli import main, subcommands
-from reranker_model import make_reranker_model
 
 Capture = pytest.CaptureFixture[str]
 TEXTS = ["hello", "", "a longer text"]
-
-
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("embedding")
-    make_embedding_model(folder)
-    with LLM(folder) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("models") / "Qwen3-Reranker-tiny"
-    make_reranker_model(folder)
-    with LLM(folder) as llm:
-        yield llm
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from infer.batch_file.result_line import texts_line
 from infer.batch_file.row import Row
 from infer.batch_file.settings import Line
 from infer.engine.embedding import embed, texts_to_embed
-from infer.engine.reranking import pairs_to_score, ranked, scores
+from infer.engine.reranking import pairs_to_score, scores
+from infer.engine.vector_options import ranked
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.protocols.retrieval_bodies import (

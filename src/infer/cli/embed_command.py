@@ -11,7 +11,7 @@ import torch
 
 import infer
 from infer.cli.command_options import EmbedOptions
-from infer.cli.rerank_command import GivenText
+from infer.cli.given_texts import GivenText
 from infer.cli.signals import exit_on_signal
 from infer.cli.terminal import Spinner, TextWriter, note
 from infer.engine.embedding import embed, texts_to_embed

@@ -140,7 +140,7 @@ def embed(context: click.Context, options: EmbedOptions) -> None:
     The lines of a .jsonl file are strings, or objects {"text": …, "id": …}.
     """
     check_options(options, [])
-    from infer.cli.rerank_command import read_texts
+    from infer.cli.given_texts import read_texts
 
     texts, model = read_texts(options.source), load_model(options)
     from infer.cli.embed_command import run_embed
@@ -153,7 +153,8 @@ def embed(context: click.Context, options: EmbedOptions) -> None:
 def rerank(context: click.Context, options: RerankOptions) -> None:
     """Rank the lines of FILE, or of stdin, by their relevance to a QUERY, with a reranker."""
     check_options(options, [])
-    from infer.cli.rerank_command import read_texts, run_rerank
+    from infer.cli.given_texts import read_texts
+    from infer.cli.rerank_command import run_rerank
 
     texts = read_texts(options.source)
     run_rerank(load_model(options), texts, options)

@@ -5,7 +5,7 @@ work. A text's vector has the same bits whatever its neighbours and its steps ar
 """
 
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial, reduce
 
 import torch
@@ -21,8 +21,10 @@ from infer.errors import ContextLengthError, InvalidRequestError, TruncationWarn
 from infer.runner.hidden_states import MAX_SHARED_TOKENS, MAX_TEXTS, STEP_TOKENS
 
 
-def texts_to_embed(host: Host, texts: Sequence[Prompt], options: VectorOptions) -> TextIds:
-    """Return the ids of texts, with their prompt before them.
+def texts_to_embed(
+    host: Host, texts: Sequence[Prompt], options: VectorOptions, check: Callable[[], None] = lambda: None
+) -> TextIds:
+    """Return the ids of texts, with their prompt before them. `check` is called before each, and may raise.
 
     Raises InvalidRequestError for an option that cannot be served, and for a text that is no prompt or is too long.
     """
@@ -30,6 +32,7 @@ def texts_to_embed(host: Host, texts: Sequence[Prompt], options: VectorOptions) 
     before, most = host.settings.prompts.text_of(options.prompt_name), host.requests.limits.max_seq_len
     found, num_cut = list[list[int]](), 0
     for index, (text, _) in enumerate(pairs_of(texts, None)):
+        check()
         try:
             if isinstance(text, str):
                 text = before + text

@@ -16,6 +16,7 @@ from infer.engine.mailbox import Mailbox
 from infer.engine.place import Lease
 from infer.engine.request import limits_of
 from infer.engine.request_maker import RequestMaker
+from infer.engine.reranker import Reranker
 from infer.engine.sequence import Sequence
 from infer.engine.stream import OnPrefill, OpenAnswer, Stream
 from infer.errors import InvalidRequestError, closed
@@ -38,7 +39,7 @@ _Found = TypeVar("_Found")
 @dataclass(frozen=True)
 class HostSettings:
     """`weights` tells them from others; `sampling_defaults` are the model's own, and so are the `pooling` and the
-    `prompts` of one made for embeddings.
+    `prompts` of one made for embeddings. `reranker` is None if the model is none.
     """
 
     weights: str
@@ -49,7 +50,7 @@ class HostSettings:
     sampling_defaults: Mapping[str, Any]
     pooling: Pooling | None = None
     prompts: TextPrompts = field(default_factory=TextPrompts)
-    reranker: object = None  # `engine.reranking.Reranker`, which needs the host
+    reranker: Reranker | None = None
 
 
 @final

@@ -1,10 +1,11 @@
 """How texts become vectors and scores, and what came of it, as values. Loads no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final, get_args
 
 from infer.engine.request_options import check_choice, check_count
-from infer.outputs import Pooling
+from infer.outputs import Pooling, RankedDocument
 
 
 @final
@@ -49,3 +50,9 @@ class Computed(NamedTuple):
 
     found: Any
     texts: TextIds
+
+
+def ranked(found: Sequence[float], documents: Sequence[str], top_n: int | None) -> list[RankedDocument]:
+    """Return the documents by their scores, the most relevant first, `top_n` at most. At ties, the first one leads."""
+    order = sorted(range(len(found)), key=lambda index: -found[index])[:top_n]
+    return [RankedDocument(index, found[index], documents[index]) for index in order]

@@ -72,7 +72,7 @@ class WeightLoader:
 
     def in_file(self, name: str) -> UnreadWeight:
         """Return a matrix that stays in its file, in the type that it has there."""
-        weight = self.weights[f"{self.prefix}{name}.weight"]
+        weight = self.weights[name]
         assert isinstance(weight, UnreadWeight)
         return weight
 

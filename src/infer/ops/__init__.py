@@ -90,8 +90,7 @@ def embed(
     table: Weight, token_ids: Int[Tensor, "tokens"], scale: float, norm_eps: float | None = None
 ) -> Float[Tensor, "tokens hidden"]:
     """Return the tokens' rows of the table, times scale. With `norm_eps`, each has a root mean square of 1."""
-    norm = () if norm_eps is None else (norm_eps,)
-    x: Tensor = backend_of(token_ids.device).kernels.embed(table, token_ids, scale, *norm)
+    x: Tensor = backend_of(token_ids.device).kernels.embed(table, token_ids, scale, norm_eps)
     return x
 
 

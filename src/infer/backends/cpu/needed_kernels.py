@@ -10,7 +10,7 @@ from infer.backends.cpu.compile import addresses, kernel_cache
 from infer.backends.cpu.compile.kernel import Kernel
 from infer.backends.cpu.isa import InstructionSet, instruction_set
 from infer.backends.cpu.layouts import PLANES
-from infer.backends.cpu.workspace import are_paired
+from infer.backends.cpu.workspace import add_apart, are_paired
 from infer.operands.architecture import (
     PER_LAYER_TABLE,
     Architecture,
@@ -87,11 +87,7 @@ def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kerne
         yield Kernel(".short_conv:short_conv", (), "SHORT_CONV", "short convolutions")
     elif isinstance(layer.mixer, GatedDeltaNet):
         yield Kernel(".delta_net.recurrence:gated_delta_net", (), "GATED_DELTA_NET", "gated delta nets")
-    if (
-        layer.norms.after
-        or layer.has_scale
-        or (isinstance(layer.feed_forward, Experts) and layer.feed_forward.has_norms)
-    ):
+    if layer.norms.after or layer.has_scale or layer.per_layer_input is not None or add_apart(layer):
         yield Kernel(".activations:add_rows", (), "ADD_ROWS", "post norms")
     if not layer.norms.after:
         yield Kernel(".matmul.matmul:make_store", ("add",), "EPILOGUE")
@@ -100,7 +96,7 @@ def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kerne
             ".matmul.matmul:make_store", (f"gate_{layer.per_layer_input.activation}",), "EPILOGUE", "per-layer inputs"
         )
     dense = layer.feed_forward
-    if isinstance(dense, Experts) and (dense.has_norms or layer.norms.after or layer.has_scale):
+    if add_apart(layer):
         yield Kernel(".activations:clear_rows", (), "ADD_ROWS", "experts")
     if isinstance(dense, Dense):
         maker = "gate" if are_paired(dense, types, at + "mlp") else "store"

@@ -48,6 +48,12 @@ def are_paired(dense: Dense, types: Mapping[str, str], at: str) -> bool:
     return types[f"{at}.gate_proj.weight"] == types[f"{at}.up_proj.weight"] and not has_odd_bias
 
 
+def add_apart(layer: Layer) -> bool:
+    """Return True if a layer has experts that add to a buffer of their own, because more is done with their sum."""
+    experts, has_scale = layer.feed_forward, layer.has_scale and layer.per_layer_input is None  # the last part scales
+    return isinstance(experts, Experts) and (experts.has_norms or layer.norms.after or has_scale)
+
+
 def merged(types: Sequence[str], rows: Sequence[int]) -> list[list[int]]:
     """Return which parts of a projection are packed together: neighbours of one type, if groups of rows allow it."""
 
@@ -92,7 +98,7 @@ def _add_layer(step: "_Step", layer: Layer, architecture: Architecture, types: M
         _add_dense(step, layer.feed_forward, hidden, types, at)
     elif isinstance(layer.feed_forward, Experts):
         _add_experts(step, layer.feed_forward, hidden, types, at)
-        if layer.feed_forward.has_norms or layer.norms.after or layer.has_scale:
+        if add_apart(layer):
             step.floats("expert total", step.sizes.tokens, hidden)
     if layer.per_layer_input is not None:
         dim = layer.per_layer_input.dim

@@ -15,7 +15,12 @@ _BLOCKS = 32  # that a program has
 _FLOATS = 1024
 
 
-def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
+def embed(
+    table: Weight,
+    token_ids: Int[Tensor, "tokens"],
+    scale: float,
+    norm_eps: None = None,  # `check_only_dense` refuses models with such a norm
+) -> Float[Tensor, "tokens hidden"]:
     assert isinstance(table, PackedWeight)
     x = torch.empty(len(token_ids), table.in_features, device=token_ids.device)
     if table.layout.is_float and len(token_ids):

@@ -54,7 +54,13 @@ class Operations:
         parts = [replace(part, data=place(part.data)) for part in map(packed, prepared.parts)]
         return replace(prepared, parts=tuple(parts))
 
-    def embed(self, table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
+    def embed(
+        self,
+        table: Weight,
+        token_ids: Int[Tensor, "tokens"],
+        scale: float,
+        norm_eps: None = None,  # `check_only_dense` refuses models with such a norm
+    ) -> Float[Tensor, "tokens hidden"]:
         weight, tokens = packed(table), token_ids.to(torch.int64).contiguous()
         (rows, features), records = weight.shape, weight.layout.num_records(weight.in_features)
         with scope(self._runtime, len(tokens)) as run:

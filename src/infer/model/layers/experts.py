@@ -51,7 +51,7 @@ class LoadedExperts:
         return cls(
             norm=loader.norm("mlp_norm") if norms.before else None,
             experts=weights,
-            post_norm=loader.norm("post_mlp_norm") if norms.after else None,
+            post_norm=loader.norm("post_mlp_norm", eps=norms.eps_after) if norms.after else None,
             scale=scale,
         )
 

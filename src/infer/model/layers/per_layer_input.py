@@ -8,7 +8,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.model.weight_loader import WeightLoader
-from infer.operands.architecture import Activation, PerLayerInput
+from infer.operands.architecture import PER_LAYER_TABLE, Activation, PerLayerInput
 from infer.operands.weights import Norm, PerLayerWeights, Projection
 
 
@@ -52,7 +52,7 @@ def load_per_layer_weights(own: PerLayerInput, hidden: int, loader: WeightLoader
     """
     norm = loader.norm("model.per_layer_projection_norm", 0.5**0.5)
     return PerLayerWeights(
-        table=loader.in_file("model.embed_tokens_per_layer"),
+        table=loader.in_file(PER_LAYER_TABLE),
         table_scale=(own.dim / 2) ** 0.5,
         projection=loader.projection("model.per_layer_model_projection", label="per_layer_inputs"),
         norm=Norm(norm.weight, norm.eps * hidden),

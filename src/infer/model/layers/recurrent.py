@@ -39,7 +39,7 @@ class LoadedRecurrent:
             input=loader.by_rows(*(f"{at}.{part}_proj" for part in parts), label="input"),
             weights=weights,
             output=loader.by_rows(f"{at}.out_proj", label="output"),
-            post_norm=loader.norm("post_attention_norm") if norms.after else None,
+            post_norm=loader.norm("post_attention_norm", eps=norms.eps_after) if norms.after else None,
         )
 
     @property

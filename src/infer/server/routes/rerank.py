@@ -6,7 +6,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.engine.vector_options import Computed
+from infer.engine.vector_options import Computed, ranked
 from infer.errors import InvalidRequestError
 from infer.protocols.refusals import refuse
 from infer.protocols.retrieval_bodies import (
@@ -33,9 +33,10 @@ async def rerank(request: Request, state: ServerState, body: RerankBody) -> Resp
     check_model(request, state, body.model)
     pairs = [(body.query, each) for each in documents]
     scores, texts = await _scored(request, state, pairs, body, "documents")
-    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
-    shown = [RerankDocument(each) if body.return_documents else UNSET for each in documents]
-    results = [RerankResult(index, scores[index], shown[index]) for index in order]
+    results = [
+        RerankResult(each.index, each.score, RerankDocument(each.document) if body.return_documents else UNSET)
+        for each in ranked(scores, documents, body.top_n)
+    ]
     usage = EmbeddingsUsage(texts.num_tokens, texts.num_tokens)
     name = "rerank-" + call.id.removeprefix("req-")
     return json_response(RerankAnswer(id=name, model=call.model, results=results, usage=usage), call)

@@ -1,0 +1,104 @@
+"""A reranker: the prompt for a query and a document, and the row that makes a score of the prompt's last state."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.checkpoint import Checkpoint
+from infer.checkpoint.lazy_weights import read_row
+from infer.checkpoint.reranker_files import RerankerFiles, Row, head_of
+from infer.engine.model_settings import RerankerName
+from infer.errors import ModelError
+from infer.tokenizer import Tokenizer
+
+QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_INSTRUCTION, _QUERY, _DOCUMENT = (f"{{{{ messages[{index}].content }}}}" for index in range(3))
+# The prompt of Qwen3-Reranker's model card. An expression ends it, because Jinja drops a newline at the end.
+QWEN3_TEMPLATE = f"""<|im_start|>system
+Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
+Note that the answer can only be "yes" or "no".<|im_end|>
+<|im_start|>user
+<Instruct>: {_INSTRUCTION}
+<Query>: {_QUERY}
+<Document>: {_DOCUMENT}<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+{{{{ '\\n' }}}}"""
+_ROLES = [re.compile(f"[\"']{role}[\"']") for role in ("query", "document")]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Reranker:
+    """A prompt for a query and a document, and the row by which the last state is multiplied.
+
+    `template` None is the model's own chat template, which has messages with the roles query and document.
+    `instruction` is the one of calls that give none.
+    """
+
+    row: Float[Tensor, "hidden"]
+    template: str | None
+    instruction: str | None
+    takes_instruction: bool = True
+
+    def encode(self, tokenizer: Tokenizer, instruction: str | None, query: str, document: str) -> list[int]:
+        """Return the ids of the prompt for a pair. Raises InvalidRequestError."""
+        instruction = self.instruction if instruction is None else instruction
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        if instruction is not None or self.template is not None:
+            messages.insert(0, {"role": "system", "content": instruction or ""})
+        return tokenizer.encode_chat(messages, chat_template=self.template)
+
+    def score(self, state: Float[Tensor, "hidden"]) -> float:
+        """Return the probability that the document is relevant."""
+        logit = float((state.double() * self.row).sum())
+        return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
+
+
+def make_reranker(checkpoint: Checkpoint, tokenizer: Tokenizer, name: RerankerName) -> Reranker | None:
+    """Return the reranker of a model, or None. `name` "qwen3" makes one of a model whose files do not say so.
+
+    Raises ModelError for a tokenizer without the answers.
+    """
+    files = checkpoint.reranker
+    if files is None:
+        head = head_of(checkpoint.tensors)
+        if name == "auto" or head is None:
+            return None
+        files = RerankerFiles(head)
+    row = _row_of(files, files.yes, tokenizer)
+    if files.no is not None:
+        row = row - _row_of(files, files.no, tokenizer)
+    own = tokenizer.chat_template or ""
+    if files.prompt is not None:
+        template, takes_instruction = _template_of(files.prompt)
+        return Reranker(row, template, QWEN3_INSTRUCTION if takes_instruction else None, takes_instruction)
+    if name == "auto" and all(role.search(own) for role in _ROLES):
+        return Reranker(row, None, checkpoint.prompts.text_of(None) or None)
+    if name == "qwen3" or files.is_qwen3:
+        return Reranker(row, QWEN3_TEMPLATE, QWEN3_INSTRUCTION)
+    return None  # no file says how the model reads a pair
+
+
+def _row_of(files: RerankerFiles, row: Row, tokenizer: Tokenizer) -> Float[Tensor, "hidden"]:
+    if isinstance(row, str):
+        ids = tokenizer.encode(row, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ModelError(f"a reranker answers {row!r} in one token, and this tokenizer has {len(ids)} for it")
+        row = ids[0]
+    if row >= files.tensor.shape[0]:
+        raise ModelError(f"the reranker's token {row} is not one of the {files.tensor.shape[0]} rows of the head")
+    return read_row(files.tensor, row).double()
+
+
+def _template_of(prompt: str) -> tuple[str, bool]:
+    """Return llama.cpp's prompt as a chat template, and True if it has the instruction that a call may replace."""
+    text = prompt.replace("{query}", _QUERY).replace("{document}", _DOCUMENT)
+    text = text.replace(QWEN3_INSTRUCTION, _INSTRUCTION)
+    return (text[:-1] + "{{ '\\n' }}" if text.endswith("\n") else text), _INSTRUCTION in text

@@ -53,8 +53,9 @@ class AsyncLLM:
 
     def __init__(self, model: LLM | str | Path = "smollm2", **settings: Any) -> None:
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
-        # A later request then waits for a short step only.
-        self.host.loop.call(once(self.host.engine.scheduler.limit_prompts, MAX_SECONDS))
+        if (engine := self.host.engine_if_any) is not None:
+            # A later request then waits for a short step only.
+            self.host.loop.call(once(engine.scheduler.limit_prompts, MAX_SECONDS))
 
     def __repr__(self) -> str:
         return f"Async{self.llm!r}"

@@ -28,6 +28,7 @@ from infer.system.available_memory import available_memory_bytes
 
 Precision = Literal["exact", "fast"]
 Forward = Callable[[Step], Tensor]
+Stage = Callable[[Tensor | None, Step], Tensor]  # (residual stream before it, None for the first; step) → after it
 
 
 class Generated(NamedTuple):
@@ -49,6 +50,31 @@ class Recorded(ABC):
     @abstractmethod
     def run(self, step: Step) -> Float[Tensor, "logits vocab"]:
         """Return the requested logits, in a buffer that the next run may overwrite."""
+
+
+class Stages(ABC):
+    """A forward in stages, of which each may be run for many steps before the next."""
+
+    @abstractmethod
+    def run(self, first: int, end: int, x: Tensor | None, step: Step) -> Float[Tensor, "tokens hidden"]:
+        """Run stages [first, end) for a step. x is the residual stream before them.
+
+        Returns that after them, in a buffer that the next run may overwrite.
+        """
+
+
+class EagerStages(Stages):
+    """Stages whose ops are run one by one."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+
+    def run(self, first: int, end: int, x: Tensor | None, step: Step) -> Float[Tensor, "tokens hidden"]:
+        x = None if x is None else x.clone()
+        for stage in self._stages[first:end]:
+            x = stage(x, step)
+        assert x is not None
+        return x
 
 
 class Captured(Recorded):
@@ -200,6 +226,10 @@ class Backend(ABC):
         The tensors that it reads and writes (weights, cache) must stay where they are. Recording runs no kernel.
         """
         return None
+
+    def capture_stages(self, stages: Sequence[Stage], capacity: int) -> Stages:
+        """Return a forward in stages for steps of up to `capacity` tokens, recorded if the device can do it."""
+        return EagerStages(stages)
 
     def make_group(self, rank: int, size: int, memory: mmap.mmap) -> Group:
         """Return one rank of a group whose processes share this memory, which is zero at first."""

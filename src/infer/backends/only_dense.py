@@ -15,6 +15,7 @@ _OF_ATTENTION: dict[str, Callable[[Attention], bool]] = {
     "attention sinks": lambda attention: attention.has_sinks,
     "output gates": lambda attention: attention.has_gate,
     "norms of values": lambda attention: attention.has_v_norm,
+    "attention without a mask": lambda attention: not attention.is_causal,
     "shared keys": lambda attention: not attention.has_keys,
     "scaled queries": lambda attention: attention.query_scale is not None,
 }

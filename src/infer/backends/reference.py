@@ -27,6 +27,7 @@ from infer.operands.weights import (
     Projection,
     RopeTable,
     StoredWeight,
+    TextInputWeights,
     UnreadWeight,
     Weight,
 )
@@ -97,16 +98,12 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     slots = step.positions - pages.shifts[step.rows]
     all_keys, all_values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
     if heads.has_keys:
-        k = rotate(k, heads.k_norm, heads.rope, pages, step)
-        v = v if heads.v_eps is None else F.rms_norm(v, v.shape[-1:], eps=heads.v_eps)
-        for parts, new in ((all_keys, encode_keys(k, kv_type)), (all_values, encode_values(v, kv_type))):
-            for part, stored in zip(parts, new, strict=True):
-                part[:, *place(pages, step.rows, slots)] = stored.transpose(0, 1)
+        store_keys(k, v, heads, layer, step)
 
     out = torch.empty_like(q)
     for row in sorted(set(step.rows.tolist())):
         mine = step.rows == row
-        seen = visible(pages, row, slots[mine])
+        seen = visible(pages, row, slots[mine], heads.num_ahead)
         held = seen.any(0).nonzero().flatten()  # the pages of what nobody sees may be another row's
         where = place(pages, torch.full_like(held, row), held)
         row_keys, row_values = (tuple(part[:, *where] for part in parts) for parts in (all_keys, all_values))
@@ -117,6 +114,28 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     if heads.gate_start is not None:
         attended = attended * output_gates(qkv.floats, heads)
     return Activations(gathered(attended, heads.shares))
+
+
+def append_keys(kv: Activations, heads: Heads, layer: LayerCache, step: Step) -> None:
+    k, v = kv.floats.view(len(kv.floats), 2, heads.num_kv_heads, heads.head_dim).unbind(1)
+    store_keys(k, v, heads, layer, step)
+
+
+def store_keys(
+    k: Float[Tensor, "tokens kv_heads dim"],
+    v: Float[Tensor, "tokens kv_heads dim"],
+    heads: Heads,
+    layer: LayerCache,
+    step: Step,
+) -> None:
+    pages, kv_type = layer.pages, layer.kv_type
+    slots = step.positions - pages.shifts[step.rows]
+    k = rotate(k, heads.k_norm, heads.rope, pages, step)
+    v = v if heads.v_eps is None else F.rms_norm(v, v.shape[-1:], eps=heads.v_eps)
+    keys, values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
+    for parts, new in ((keys, encode_keys(k, kv_type)), (values, encode_values(v, kv_type))):
+        for part, stored in zip(parts, new, strict=True):
+            part[:, *place(pages, step.rows, slots)] = stored.transpose(0, 1)
 
 
 def output_gates(qkv: Float[Tensor, "tokens out"], heads: Heads) -> Float[Tensor, "tokens heads_dim"]:
@@ -206,10 +225,13 @@ def softcapped(x: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def visible(pages: Pages, row: int, slots: Int[Tensor, "tokens"]) -> Bool[Tensor, "tokens slots"]:
+def visible(
+    pages: Pages, row: int, slots: Int[Tensor, "tokens"], num_ahead: int = 0
+) -> Bool[Tensor, "tokens slots"]:
     """Return which of its row's slots each token sees, from the first slot on."""
-    held, own = torch.arange(int(slots.max()) + 1, device=slots.device), slots[:, None]
-    seen, window = held <= own, int(pages.windows[row])
+    end = int(slots.max()) + 1 if num_ahead == 0 or pages.ends is None else int(pages.ends[row])
+    held, own = torch.arange(end, device=slots.device), slots[:, None]
+    seen, window = held <= own + num_ahead, int(pages.windows[row])
     return seen if window == 0 else seen & ((held < pages.sinks[row]) | (held > own - window))
 
 
@@ -224,11 +246,35 @@ def project_add(
     return (residual + (y if post_norm is None else normalize(y, post_norm))) * scale
 
 
+def project_add_norm(
+    residual: Float[Tensor, "tokens hidden"], x: Activations, projection: Projection, norm: Norm
+) -> Float[Tensor, "tokens hidden"]:
+    return normalize(residual + project(x.floats, projection), norm)
+
+
+def add_text_inputs(
+    x: Float[Tensor, "tokens hidden"], step: Step, second_starts: Int[Tensor, "rows"], weights: TextInputWeights
+) -> Float[Tensor, "tokens hidden"]:
+    if weights.types is not None:
+        are_second = step.positions >= second_starts[step.rows]
+        x = x + weights.types[are_second.long().clamp(max=len(weights.types) - 1)].to(x.dtype)
+    if weights.positions is not None:
+        x = x + weights.positions[step.positions].to(x.dtype)
+    return normalize(x, weights.norm)
+
+
 def norm_gate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
 ) -> Activations:
     gate, up = project(x if norm is None else normalize(x, norm), gate_up).chunk(2, dim=-1)
     return Activations(gathered(gated(gate, up, activation), gate_up.shares))
+
+
+def norm_activate(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection, activation: Activation
+) -> Activations:
+    y = project(x if norm is None else normalize(x, norm), projection)
+    return Activations(gathered(ACTIVATIONS[activation](y), projection.shares))
 
 
 def per_layer_inputs(
@@ -349,8 +395,10 @@ def gathered(own: Float[Tensor, "rows own"], shares: Shares | None) -> Float[Ten
 
 def normalize(x: Float[Tensor, "*rows hidden"], norm: Norm) -> Float[Tensor, "*rows hidden"]:
     wide = x.float()
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    return (scaled * norm.weight.float()).to(x.dtype)
+    if norm.is_centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+    return (scaled if norm.bias is None else scaled + norm.bias.float()).to(x.dtype)
 
 
 def rotate(

@@ -17,6 +17,7 @@ from infer.checkpoint.config import (
     generation_config_from_folder,
     generation_config_from_gguf,
 )
+from infer.checkpoint.encoder_names import ENCODERS, encoder_names, without_padded_positions, without_poolers
 from infer.checkpoint.find import resolve
 from infer.checkpoint.fused_tensors import WITH_GATES, taken_apart
 from infer.checkpoint.gguf import GGUFFile
@@ -107,7 +108,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     added = 1.0 if config.get("model_type") in _NORMS_LESS_ONE else 0.0
     whole = {"model.norm.weight"} if config.get("model_type") in _WITH_A_WHOLE_LAST_NORM else set[str]()
     tensors: dict[str, TensorInfo] = {}
-    for name, info in with_joined_scales(_renamed(folder, stored, names_from_hugging_face(stored))).items():
+    is_encoder = config.get("model_type") in ENCODERS
+    names = encoder_names(stored) if is_encoder else names_from_hugging_face(stored)
+    for name, info in with_joined_scales(_renamed(folder, stored, names)).items():
         _check_supported(info)
         tensors[name] = replace(info, added=added) if is_norm(name) and name not in whole else info
     are_interleaved = config.get("model_type") in _INTERLEAVED_EXPERTS
@@ -115,6 +118,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     files = tuple(dict.fromkeys(info.file for info in stored.values()))
     generation_config, pooling = generation_config_from_folder(folder), pooling_from_folder(folder)
     reranker, prompts = reranker_from_folder(folder, config, tensors), prompts_from_folder(folder)
+    if is_encoder:
+        tensors = without_poolers(without_padded_positions(tensors, config))
     if (pooling or reranker) and "lm_head.weight" not in tensors:
         config["tie_word_embeddings"] = True  # no text is generated: the files may lack the head that the config names
     return Checkpoint(folder, config, {}, tensors, generation_config, files, pooling, prompts, reranker)

@@ -52,7 +52,7 @@ def taken_apart(
             continue
         shares = _shares(config) if fused == "self_attn.qkv_proj" else (1, 1)
         for part, rows in zip(_PARTS[fused], _rows(info, shares), strict=True):
-            found[f"{module.removesuffix(fused)}{part}.{kind}"] = _between(info, *rows)
+            found[f"{module.removesuffix(fused)}{part}.{kind}"] = rows_between(info, *rows)
     return _without_gates_in_q(found, config)
 
 
@@ -100,7 +100,8 @@ def _rows(info: TensorInfo, shares: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def _between(info: TensorInfo, first: int, end: int) -> TensorInfo:
+def rows_between(info: TensorInfo, first: int, end: int) -> TensorInfo:
+    """Return a tensor of some rows of another."""
     kind, columns = BLOCK_TYPES[info.type], info.shape[1:]
     row_bytes = kind.row_bytes(columns[-1]) * prod(columns[:-1]) if columns else kind.block_bytes
     shape, num_bytes = (end - first, *columns), (end - first) * row_bytes

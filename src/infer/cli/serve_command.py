@@ -136,12 +136,12 @@ def _announce(settings: ServerSettings, port: int, state: ServerState) -> None:
 
 def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str]:
     """Yield lines about the URL, the model, the slots, the memory and the limits."""
-    pages = sum(llm._opened.runner.pool_pages)
     keys = f"{len(settings.api_keys)} keys" if settings.api_keys else "no key needed"
     yield f"url      {url}/v1 ({keys})"
     yield f"model    {settings.model}: {llm!r}"
     yield f"slots    {settings.slots}; {settings.max_queue} may wait, {settings.max_ttft:g} s for a first token"
-    yield f"memory   {pages:,} pages of 64 tokens of keys and values"
+    if not llm.architecture.reads_whole_texts:
+        yield f"memory   {sum(llm._opened.runner.pool_pages):,} pages of 64 tokens of keys and values"
     yield f"limits   body {settings.max_body_bytes:,} bytes, {settings.max_connections:,} connections"
     yield f"ends     with SIGTERM or Ctrl-C: answers have {settings.drain_seconds:g} s, a second one ends at once"
 

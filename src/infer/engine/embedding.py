@@ -5,8 +5,8 @@ work. A text's vector has the same bits whatever its neighbours and its steps ar
 """
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Generator, Sequence
+from functools import reduce
 
 import torch
 from jaxtyping import Float
@@ -15,10 +15,9 @@ from torch import Tensor
 from infer.engine.host import Host
 from infer.engine.prompt_encoding import Prompt, pairs_of, prompt_ids
 from infer.engine.request import check_prompt
-from infer.engine.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
+from infer.engine.text_states import text_states
 from infer.engine.vector_options import TextIds, VectorOptions
 from infer.errors import ContextLengthError, InvalidRequestError, TruncationWarning
-from infer.runner.hidden_states import MAX_SHARED_TOKENS, MAX_TEXTS, STEP_TOKENS
 
 
 def texts_to_embed(
@@ -88,54 +87,13 @@ def embed(
     pooled = torch.zeros(len(texts), host.model.architecture.hidden_size, dtype=torch.float64)
 
     yield  # the texts of the calls before have the cache for themselves
-    hidden_states, room = host.hidden_states(), partial(step_tokens, host)
-    num_shared = _num_shared(host, texts) if pooling == "last" else 0
-    if num_shared:
-        for _ in hidden_states.share(texts[0][:num_shared], room):
-            yield
-    for batch in _batches(texts, num_shared):
-        for step in hidden_states.of([texts[index] for index in batch], room, num_shared):
-            for row, states in step:
-                text, found = batch[row], states.double().cpu()
-                # Token by token, as the steps may be any.
-                pooled[text] = reduce(torch.add, found, pooled[text]) if pooling == "mean" else found[-1]
-            yield
+    for step in text_states(host, texts, only_last=pooling == "last"):
+        for text, states in step:
+            found = states.double().cpu()
+            # Token by token, as the steps may be any.
+            pooled[text] = reduce(torch.add, found, pooled[text]) if pooling == "mean" else found[-1]
+        yield
     if pooling == "mean":
         pooled /= torch.tensor([[len(text)] for text in texts]).reshape(-1, 1)
     pooled = pooled[:, : options.dimensions]
     return (torch.nn.functional.normalize(pooled) if options.normalize else pooled).float()
-
-
-def step_tokens(host: Host) -> int:
-    """Return how many tokens a step may have without keeping others waiting for longer than their own steps do."""
-    costs = host.engine.scheduler.costs
-    if not host.loop.num_sequences or not costs.costs.per_token:
-        return STEP_TOKENS
-    return max(LEAST_PROMPT_TOKENS, min(STEP_TOKENS, costs.tokens_in(STREAM_SECONDS, 0)))
-
-
-def _num_shared(host: Host, texts: Sequence[list[int]]) -> int:
-    """Return the number of tokens with which all texts begin and that are read once, 0 for few of them.
-
-    The last token of each text is read with the text.
-    """
-    if len(texts) < 2 or host.model.is_long(max(map(len, texts))):
-        return 0
-    first, last = min(texts), max(texts)
-    most = min(min(map(len, texts)) - 1, MAX_SHARED_TOKENS)
-    count = next((at for at in range(most) if first[at] != last[at]), max(0, most))
-    return count if count >= LEAST_PROMPT_TOKENS else 0
-
-
-def _batches(texts: Sequence[Sequence[int]], num_shared: int) -> Iterator[list[int]]:
-    """Yield indices of texts: of short ones as many as a step takes, and of each longer one by itself."""
-    batch, num_tokens = list[int](), 0
-    for index in sorted(range(len(texts)), key=lambda index: len(texts[index])):
-        own = len(texts[index]) - num_shared
-        num_tokens += own
-        if batch and (num_tokens > STEP_TOKENS or len(batch) == MAX_TEXTS):
-            yield batch
-            batch, num_tokens = [], own
-        batch.append(index)
-    if batch:
-        yield batch

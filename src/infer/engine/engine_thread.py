@@ -31,6 +31,7 @@ from infer.engine.loop_messages import (
 from infer.engine.mailbox import Mailbox, Relay
 from infer.engine.sequence import Sequence
 from infer.errors import EngineFailedError, InferError, closed
+from infer.ops import Backend
 
 _POLL_SECONDS = 0.1  # while all answers pause: one may time out or be cancelled by its event
 
@@ -107,8 +108,8 @@ class _EngineThread:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Own(engine):
-                self._own(engine)
+            case Own(engine, backend):
+                self._own(engine, backend)
             case Submit():
                 self._begin(message)
             case Refill(backlog):
@@ -136,10 +137,10 @@ class _EngineThread:
         assert self._engine is not None
         return self._engine
 
-    def _own(self, engine: Engine) -> None:
+    def _own(self, engine: Engine | None, backend: Backend) -> None:
         """Step this engine from now on. Torch has one thread on this one, for as long as it lives."""
         self._engine = engine
-        self._held.enter_context(engine.runner.model.backend.threads())
+        self._held.enter_context(backend.threads())
         self._held.enter_context(torch.inference_mode())
 
     def _begin(self, asked: Submit) -> None:

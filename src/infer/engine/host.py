@@ -27,6 +27,7 @@ from infer.outputs import Pooling
 from infer.runner.caches import default_pool_pages
 from infer.runner.hidden_states import HiddenStates
 from infer.runner.runner import Runner
+from infer.runner.text_encoder import TextEncoder
 from infer.tensor_parallel.leading import LeadingRunner
 from infer.tensor_parallel.rank_settings import RunnerSettings
 from infer.tensor_parallel.ranks import Ranks
@@ -63,10 +64,14 @@ class Host:
         """
         self.loop, self.tokenizer, self.settings, self._ranks = loop, tokenizer, settings, ranks
         self._open_model: Transformer | None = model
-        self._open_runner: Runner | None = loop.run(_make_runner, model, settings, ranks)
+        self._open_runner: Runner | None = None
+        self.engine_if_any: Engine | None = None  # None: an encoder
         self._hidden_states: HiddenStates | None = None
-        self.engine = Engine(self.runner)
-        loop.own(self.engine)
+        self._text_encoder: TextEncoder | None = None
+        if not self.reads_whole_texts:
+            self._open_runner = loop.run(_make_runner, model, settings, ranks)
+            self.engine_if_any = Engine(self._open_runner)
+        loop.own(self.engine_if_any, model.backend)
         self.answers = AsyncAnswers(loop)
         limits = limits_of(model, tokenizer)
         self.requests = RequestMaker(
@@ -74,14 +79,15 @@ class Host:
             tokenizer,
             settings.sampling_defaults,
             settings.grammar_backend,
-            self.runner.checkpoint_tokens,
+            0 if self._open_runner is None else self._open_runner.checkpoint_tokens,
+            self._refusal if self.reads_whole_texts else None,
         )
 
     def close(self) -> None:
         """End all answers, and free the caches and the weights. A second call does nothing."""
         self.loop.close()
         self.answers.close()
-        self._open_model = self._open_runner = self._hidden_states = None
+        self._open_model = self._open_runner = self._hidden_states = self._text_encoder = None
         if self._ranks is not None:
             self._ranks.close()
 
@@ -93,11 +99,33 @@ class Host:
         return model
 
     @property
+    def reads_whole_texts(self) -> bool:
+        """True for an encoder, which has no engine. Raises ClosedError after `close`."""
+        return self.model.architecture.reads_whole_texts
+
+    @property
+    def _refusal(self) -> str:
+        return f"{self.model.architecture.family} is an encoder, which generates nothing: use embed(), or load a decoder"
+
+    @property
     def runner(self) -> Runner:
-        """Raises ClosedError after `close`."""
+        """Raises ClosedError after `close`, and InvalidRequestError for an encoder."""
         if (runner := self._open_runner) is None:
-            raise closed()
+            raise InvalidRequestError(self._refusal) if self.reads_whole_texts else closed()
         return runner
+
+    @property
+    def engine(self) -> Engine:
+        """Raises InvalidRequestError for an encoder."""
+        if self.engine_if_any is None:
+            raise InvalidRequestError(self._refusal)
+        return self.engine_if_any
+
+    def text_encoder(self) -> TextEncoder:
+        """For the loop's thread, of an encoder. Made when it is first asked for."""
+        if self._text_encoder is None:
+            self._text_encoder = TextEncoder(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
+        return self._text_encoder
 
     def hidden_states(self) -> HiddenStates:
         """For the loop's thread. Made when it is first asked for. Raises InvalidRequestError for a model that is shared
@@ -139,7 +167,8 @@ class Host:
         """Fingerprint of the model and its settings. Equal fingerprints give equal answers to the same request and
         seed.
         """
-        model = self.fingerprint(self.runner.cache.kind), self.tokenizer.chat_templates
+        kind = "" if self._open_runner is None else self._open_runner.cache.kind
+        model = self.fingerprint(kind), self.tokenizer.chat_templates
         return f"fp_{_digest(repr((*model, sorted(self.settings.sampling_defaults.items()))))[:16]}"
 
     def stream(
@@ -155,7 +184,8 @@ class Host:
 
     def limit(self, max_running: int, gap_seconds: float) -> None:
         """Set `Engine.limit` before the next step. Never waits."""
-        self.loop.call(once(self.engine.limit, max_running, gap_seconds))
+        if self.engine_if_any is not None:
+            self.loop.call(once(self.engine_if_any.limit, max_running, gap_seconds))
 
     def change(self, lease: Lease, change: Callable[[int], _Found]) -> _Found:
         """Return `Engine.change(lease, change)`, called on the loop's thread."""

@@ -42,6 +42,7 @@ from infer.engine.place import Lease
 from infer.engine.sequence import Sequence
 from infer.errors import ClosedError, EngineFailedError, InferError, closed
 from infer.model.load import OnProgress
+from infer.ops import Backend
 from infer.system.thread_start import start_thread
 
 _Found = TypeVar("_Found")
@@ -64,10 +65,10 @@ class Loop:
         _living.add(self)
         _threads.add(self._thread)
 
-    def own(self, engine: Engine) -> None:
-        """Give the thread its engine. From now on only the thread changes it."""
+    def own(self, engine: Engine | None, backend: Backend) -> None:
+        """Give the thread its engine, None for an encoder. From now on only the thread changes it."""
         self._engine = engine
-        self._inbox.put(Own(engine))
+        self._inbox.put(Own(engine, backend))
 
     # State
 

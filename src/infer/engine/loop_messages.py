@@ -13,6 +13,7 @@ from infer.engine.mailbox import Mailbox, Relay, Waiters
 from infer.engine.place import Lease
 from infer.engine.sequence import Sequence
 from infer.errors import closed
+from infer.ops import Backend
 
 _Found = TypeVar("_Found")
 Work = Generator[None, None, _Found]  # runs to its next `yield` between two steps
@@ -85,9 +86,10 @@ class Backlog:
 
 
 class Own(NamedTuple):
-    """The engine whose steps the thread runs from now on."""
+    """The engine whose steps the thread runs from now on, None for an encoder, and the backend that computes."""
 
-    engine: Engine
+    engine: Engine | None
+    backend: Backend
 
 
 class Submit(NamedTuple):

@@ -89,8 +89,10 @@ class RequestMaker:
         sampling_defaults: Mapping[str, Any],
         grammar_backend: str,
         checkpoint_tokens: int = 0,
+        refusal: str | None = None,
     ) -> None:
-        """`checkpoint_tokens` is that of the runner."""
+        """`checkpoint_tokens` is that of the runner. `refusal` says why the model answers no request."""
+        self._refusal = refusal
         self._least_with_checkpoints = RECENT_PAGES * checkpoint_tokens  # a step leaves all states of shorter prompts
         self.limits, self._tokenizer, self._sampling_defaults = limits, tokenizer, sampling_defaults
         self._compiler = make_compiler(tokenizer, limits.vocab_size, backend=grammar_backend)
@@ -181,6 +183,8 @@ class RequestMaker:
 
     def read(self, ask: Ask) -> ReadPrompt:
         """Render and tokenize the prompt, and shorten it as its options allow. Raises InvalidRequestError."""
+        if self._refusal is not None:
+            raise InvalidRequestError(self._refusal)
         if ask.has_variables:
             sampling, variables = split_keywords(ask.sampling, self._tokenizer.chat_templates)
             ask = replace(ask, sampling=sampling, variables=variables)

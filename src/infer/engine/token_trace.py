@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.engine.embedding import step_tokens
+from infer.engine.text_states import step_tokens
 from infer.engine.host import Host
 from infer.engine.place import Lease
 from infer.engine.prompt_encoding import Prompt

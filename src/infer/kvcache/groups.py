@@ -42,6 +42,10 @@ class PageGroup:
 def check_layers(settings: CacheSettings, layers: Sequence[Mixer]) -> None:
     """Raise InvalidRequestError if a network with these layers does not support the settings."""
     attention = [layer for layer in layers if isinstance(layer, Attention)]
+    if settings.evicts and not all(layer.is_causal for layer in attention):
+        raise InvalidRequestError(
+            f"eviction_policy {settings.eviction_policy} is for models that generate, and this is an encoder: use none"
+        )
     if settings.kv_type != "auto":
         for head_dim in sorted({layer.head_dim for layer in attention}):
             check_kv_type(settings.kv_type, head_dim)

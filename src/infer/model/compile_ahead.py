@@ -19,7 +19,8 @@ def make_outline(
     architecture: Architecture, tensors: Mapping[str, TensorInfo], load: LoadSettings, cache: CacheSettings
 ) -> ModelOutline:
     """Return the outline of a model that is loaded with these settings."""
-    kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
+    default = "f32" if architecture.reads_whole_texts else load.kv_type
+    kv_type = default if cache.kv_type == "auto" else cache.kv_type
     return ModelOutline(architecture, loaded_types(architecture, tensors, load), kv_type, load.precision)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from infer import ops
 from infer.model.layers import LoadedLayer, load_layer
 from infer.model.layers.per_layer_input import load_per_layer_weights
+from infer.model.layers.text_inputs import load_text_inputs
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Transformer
 from infer.model.weight_loader import FloatsAs, WeightLoader, Weights
@@ -52,10 +53,11 @@ def load_transformer(
         precision=precision,
         group=group,
         norm_eps=architecture.norm_eps,
+        are_norms_centred=architecture.norms.are_centred,
         rope_tables={rope: make_rope_table(rope, positions, backend.device) for rope in architecture.ropes},
         query_scales={each: make_query_scales(each, positions, backend.device) for each in architecture.query_scales},
     )
-    embedding = loader.projection("model.embed_tokens", label="embed")
+    embedding, has_last_norm = loader.projection("model.embed_tokens", label="embed"), architecture.has_last_norm
     if architecture.tied_embeddings and group is None:
         head = embedding
     else:
@@ -68,7 +70,8 @@ def load_transformer(
         embedding=embedding,
         per_layer=None if per_layer is None else load_per_layer_weights(per_layer, architecture.hidden_size, loader),
         layers=layers,
-        norm=loader.norm("model.norm", architecture.logit_scale),
+        text_inputs=None if architecture.text_inputs is None else load_text_inputs(architecture.text_inputs, loader),
+        norm=loader.norm("model.norm", architecture.logit_scale) if has_last_norm else None,
         head=head,
         max_seq_len=positions,
         backend=backend,

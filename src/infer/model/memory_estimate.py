@@ -15,11 +15,11 @@ from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups, most_pages, pool_sizes
-from infer.kvcache.page_sizes import page_bytes, read_bytes, slot_bytes
+from infer.kvcache.page_sizes import page_bytes, read_bytes, slot_bytes, text_cache_bytes
 from infer.kvcache.pages import num_pages
 from infer.model.tensors import expected_shapes
 from infer.operands.architecture import KEPT_AS_FLOATS, PER_LAYER_TABLE, Architecture, Attention, Experts, Mixer
-from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
+from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TEXTS, MAX_STEP_TOKENS
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 # Of a process that has loaded torch and our compiled kernels, and of each token of a vocabulary: measured resident.
@@ -94,6 +94,8 @@ def estimate(
     If `pool_pages` is None, all rows fit when full. Raises InvalidRequestError if the pages cannot hold one row.
     """
     types = loaded_types(architecture, tensors, load)
+    if architecture.reads_whole_texts:
+        return _estimate_of_encoder(architecture, types, load, cache, num_tokens)
     kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
     history = num_rows * (8 * architecture.vocab_size + 8 * num_tokens)
     sizes = StepSizes(num_tokens, MAX_STEP_TOKENS, MAX_STEP_LOGITS, load.precision, load.num_threads)
@@ -102,6 +104,23 @@ def estimate(
         cache=cache_bytes(architecture.cached_mixers, cache, kv_type, num_tokens, num_rows, pool_pages),
         workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, num_rows) + history,
         process=0 if load.device == "cuda" else PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
+    )
+
+
+def _estimate_of_encoder(
+    architecture: Architecture, types: Mapping[str, str], load: LoadSettings, cache: CacheSettings, num_tokens: int
+) -> Estimate:
+    """Return the memory of an encoder. Its cache holds two layers of one text, or of the texts of a tile."""
+    sizes = StepSizes(num_tokens, MAX_STEP_TOKENS, 1, load.precision, load.num_threads)
+    kv_type = "f32" if cache.kv_type == "auto" else cache.kv_type
+    stream = 4 * num_tokens * architecture.hidden_size  # of a text that takes several tiles
+    return Estimate(
+        weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
+        cache=text_cache_bytes(
+            architecture.attention[0], MAX_STEP_TEXTS, max(num_tokens, MAX_STEP_TOKENS), kv_type
+        ),
+        workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, 1) + 2 * stream,
+        process=PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
     )
 
 
@@ -197,6 +216,8 @@ def largest_context(
     """
 
     def fits(count: int) -> bool:
+        if architecture.reads_whole_texts:
+            return estimate(architecture, tensors, load, cache, num_tokens=count).model <= available
         groups = make_groups(architecture.cached_mixers, cache, count, MAX_STEP_TOKENS)
         if pool_pages is not None and most_pages(groups) > pool_pages:
             return False

@@ -19,7 +19,11 @@ class Shaped(Protocol):
 def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that the architecture needs, by canonical name."""
     hidden, vocab = architecture.hidden_size, architecture.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    if architecture.text_inputs is not None:
+        shapes |= architecture.text_inputs.shapes(hidden, architecture.norms)
+    if architecture.has_last_norm:
+        shapes |= architecture.norms.shapes("model.norm", hidden)
     if not architecture.tied_embeddings:
         shapes["lm_head.weight"] = (vocab, hidden)
     if architecture.per_layer_input is not None:

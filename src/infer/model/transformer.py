@@ -12,10 +12,11 @@ from torch import Tensor
 
 from infer import ops
 from infer.kvcache.paged import PagedCache
-from infer.model.layers import LoadedLayer
+from infer.kvcache.text_cache import TextCache
+from infer.model.layers import LoadedAttention, LoadedLayer
 from infer.operands.architecture import Architecture, Mixer, keeps
 from infer.operands.step import Step
-from infer.operands.weights import Norm, PerLayerWeights, Projection
+from infer.operands.weights import Norm, PerLayerWeights, Projection, TextInputWeights
 
 
 @final
@@ -24,9 +25,10 @@ class Transformer:
     architecture: Architecture
     embedding: Projection
     per_layer: PerLayerWeights | None
+    text_inputs: TextInputWeights | None
     layers: tuple[LoadedLayer, ...]
-    norm: Norm
-    head: Projection
+    norm: Norm | None  # None: each layer ends with one
+    head: Projection  # of an encoder the embedding, which is not used as one
     max_seq_len: int  # positions that the rope tables cover
     backend: ops.Backend
     dtype: torch.dtype  # of the residual stream
@@ -55,6 +57,7 @@ class Transformer:
 
     def forward(self, step: Step, cache: PagedCache) -> Float[Tensor, "logits vocab"]:
         """Return float32 logits at `step.logit_indices`, and append the step's keys and values provisionally."""
+        assert self.norm is not None
         with ops.using(self.backend):
             x = self.residual(step, cache)
             return ops.head(x, step.logit_indices, self.norm, self.head, self.architecture.logit_softcap)
@@ -76,4 +79,33 @@ class Transformer:
     def final_norm(self, residual: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
         """Return the normalised residual stream, which is the input of the projection to logits."""
         with ops.using(self.backend):
-            return ops.normalize(residual, self.norm)
+            return residual if self.norm is None else ops.normalize(residual, self.norm)
+
+    # Encoders, which read whole texts: what a token sees must be in the cache before any token of the text attends.
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of an encoder. Each is run for all tokens of a text before the next."""
+        return 1 + len(self.layers)
+
+    def run_stage(
+        self, index: int, x: Float[Tensor, "tokens hidden"] | None, step: Step, cache: TextCache
+    ) -> Float[Tensor, "tokens hidden"]:
+        """Return the residual stream after a stage. x is that before it: None before the first, which embeds.
+
+        A stage ends with the next layer's keys and values. x must not be used afterwards.
+        """
+        network = self.architecture
+        with ops.using(self.backend):
+            if x is None:
+                x = ops.embed(self.embedding.parts[0], step.tokens, network.embedding_scale, None).to(self.dtype)
+                if self.text_inputs is not None:
+                    x = ops.add_text_inputs(x, step, cache.second_starts, self.text_inputs)
+            else:
+                for part in self.layers[index - 1].text_parts:
+                    x = part.add(x, cache, step)
+            if index < len(self.layers):
+                mixer = self.layers[index].mixer
+                assert isinstance(mixer, LoadedAttention)
+                mixer.append_keys(x, cache, step)
+            return x

@@ -45,6 +45,7 @@ class WeightLoader:
     precision: ops.Precision
     group: Group | None
     norm_eps: float
+    are_norms_centred: bool
     rope_tables: Mapping[Rope, RopeTable]
     query_scales: Mapping[QueryScale, Tensor]
     prefix: str = ""  # before the names of tensors
@@ -77,8 +78,10 @@ class WeightLoader:
         return weight
 
     def norm(self, name: str, scale: float = 1.0, eps: float | None = None) -> Norm:
-        weight = dense(self.weights[f"{self.prefix}{name}.weight"]).to(self.backend.device, torch.float32)
-        return Norm(weight * scale, self.norm_eps if eps is None else eps)
+        """Return a norm, with a bias if the architecture has one for it."""
+        eps, is_centred = self.norm_eps if eps is None else eps, self.are_norms_centred
+        bias = self.vector(f"{name}.bias") if f"{self.prefix}{name}.bias" in self.expected else None
+        return Norm(self.vector(f"{name}.weight") * scale, eps, bias, is_centred)
 
     def norm_of_ones(self, dim: int) -> Norm:
         """Return a norm without a weight."""

@@ -65,7 +65,8 @@ class QueryScale:
 class Attention:
     """A mixer: softmax(q kᵀ × scale) v over the tokens before. It keeps keys and values of every token.
 
-    With `shared_from` it has neither, and attends to those of an earlier layer of the same kind.
+    With `shared_from` it has neither, and attends to those of an earlier layer of the same kind. Attention that is not
+    causal sees the tokens after, too: a network with it reads whole texts.
     """
 
     num_heads: int
@@ -73,7 +74,7 @@ class Attention:
     head_dim: int
     rope: Rope | None
     scale: float  # multiplies q · k
-    window: int | None = None  # a token sees itself and the window − 1 before it
+    window: int | None = None  # a token sees itself and the window − 1 before it; if not causal, as many after it
     softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap)
     has_qkv_bias: bool = False
     has_output_bias: bool = False
@@ -86,6 +87,7 @@ class Attention:
     are_values_keys: bool = False  # v is k as projected, before its norm and rotation
     shared_from: int | None = None  # the layer whose keys and values this one attends to
     query_scale: QueryScale | None = None
+    is_causal: bool = True
 
     @property
     def has_keys(self) -> bool:
@@ -215,11 +217,15 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True)
 class Dense:
-    """A feed-forward: down(activation(gate(x)) × up(x)). `clamped_swiglu` is not a factor of up, but changes both."""
+    """A feed-forward: down(activation(gate(x)) × up(x)). `clamped_swiglu` is not a factor of up, but changes both.
+
+    Without a gate it is down(activation(up(x))).
+    """
 
     intermediate_size: int
     activation: Activation = "silu"
     has_bias: bool = False
+    is_gated: bool = True
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -228,7 +234,8 @@ class Dense:
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""
-        return _mlp_shapes("mlp", hidden, self.intermediate_size, has_bias=self.has_bias)
+        shapes = _mlp_shapes("mlp", hidden, self.intermediate_size, has_bias=self.has_bias)
+        return {name: shape for name, shape in shapes.items() if self.is_gated or "gate_proj" not in name}
 
 
 @dataclass(frozen=True)
@@ -364,11 +371,47 @@ def keeps(mixer: Mixer | None) -> bool:
 
 @dataclass(frozen=True)
 class Norms:
-    """The norms around each part of a layer."""
+    """The norms around each part of a layer.
+
+    They are RMSNorm (arXiv:1910.07467) or, with `are_centred`, LayerNorm (arXiv:1607.06450), which subtracts the mean.
+    """
 
     before: bool = True  # of the part's input
     after: bool = False  # of the part's result, before it is added to the residual stream
+    of_sum: bool = False  # of the residual stream, after the part's result is added to it
     eps_after: float | None = None  # of the norms after; None: that of all norms
+    are_centred: bool = False
+    have_bias: bool = False
+    skip_mixer: bool = False  # the mixer's input is the residual stream as it is
+
+    def shapes(self, name: str, hidden: int) -> Shapes:
+        """Return the shape of each tensor of the norm of this name."""
+        return {f"{name}.{kind}": (hidden,) for kind in (("weight", "bias") if self.have_bias else ("weight",))}
+
+    @property
+    def before_mixer(self) -> bool:
+        """Return True if the mixer's input is normalised."""
+        return self.before and not self.skip_mixer
+
+
+@dataclass(frozen=True)
+class TextInputs:
+    """What is added to a token's embedding in a network that reads whole texts, and the norm of the sum, if any.
+
+    It is a row for the position, and one for the type: the first text of a pair has type 0, the second type 1.
+    """
+
+    num_positions: int = 0  # rows of learned positions; 0: none
+    num_types: int = 0
+
+    def shapes(self, hidden: int, norms: Norms) -> Shapes:
+        """Return the shape of each tensor, by its name."""
+        shapes: Shapes = {}
+        if self.num_positions:
+            shapes["model.embed_positions.weight"] = (self.num_positions, hidden)
+        if self.num_types:
+            shapes["model.embed_types.weight"] = (self.num_types, hidden)
+        return shapes | norms.shapes("model.embed_norm", hidden)
 
 
 @dataclass(frozen=True)
@@ -390,10 +433,11 @@ class Layer:
         """Return the shape of each tensor, by its name within the layer."""
         shapes = {name: shape for part in self.parts for name, shape in part.shapes(hidden).items()}
         names = [name for name, part in (("attention", self.mixer), ("mlp", self.feed_forward)) if part is not None]
-        if self.norms.before:
-            shapes |= {f"{name}_norm.weight": (hidden,) for name in names}
-        if self.norms.after:
-            shapes |= {f"post_{name}_norm.weight": (hidden,) for name in names}
+        for name in names:
+            if self.norms.before_mixer if name == "attention" else self.norms.before:
+                shapes |= self.norms.shapes(f"{name}_norm", hidden)
+            if self.norms.after or self.norms.of_sum:
+                shapes |= self.norms.shapes(f"post_{name}_norm", hidden)
         if self.has_scale:
             shapes["layer_scalar"] = (1,)
         return shapes
@@ -412,6 +456,18 @@ class Architecture:
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # after the scale: softcap × tanh(logit / softcap)
     tied_embeddings: bool = False
+    text_inputs: TextInputs | None = None
+    has_last_norm: bool = True
+
+    @property
+    def reads_whole_texts(self) -> bool:
+        """Return True for an encoder: a token sees the whole text, so nothing can be generated after it."""
+        return any(not mixer.is_causal for mixer in self.attention)
+
+    @property
+    def norms(self) -> Norms:
+        """The norms of the layers, of which some may skip their mixer's."""
+        return self.layers[-1].norms
 
     @property
     def attention(self) -> tuple[Attention, ...]:

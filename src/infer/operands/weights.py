@@ -187,10 +187,15 @@ class SharedExpert:
 @final
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm (arXiv:1910.07467): x / sqrt(mean(x²) + eps) × weight."""
+    """RMSNorm (arXiv:1910.07467): x / sqrt(mean(x²) + eps) × weight (+ bias).
+
+    With `is_centred` it is LayerNorm (arXiv:1607.06450): the mean of x is subtracted from x first.
+    """
 
     weight: Float[Tensor, "hidden"]
     eps: float
+    bias: Float[Tensor, "hidden"] | None = None
+    is_centred: bool = False
 
 
 @final
@@ -259,6 +264,16 @@ class DeltaNetWeights:
 
 @final
 @dataclass(frozen=True)
+class TextInputWeights:
+    """What is added to the embeddings of a text's tokens, in float32, and the norm of the sum: `TextInputs`."""
+
+    positions: Float[Tensor, "positions hidden"] | None
+    types: Float[Tensor, "types hidden"] | None
+    norm: Norm
+
+
+@final
+@dataclass(frozen=True)
 class RopeTable:
     """cos and sin of every position's angles, one pair for each two elements that rotate together (i, i + dim / 2).
 
@@ -290,7 +305,8 @@ class Heads:
     gate_curve: GateCurve = "sigmoid"
     are_gates_of_heads: bool = False  # otherwise there is a gate for each element of each head
     query_scales: Float[Tensor, "positions"] | None = None  # multiply the queries of each position
-    has_keys: bool = True  # otherwise qkv has q alone, and an earlier layer of the step has stored keys and values
+    has_keys: bool = True  # otherwise qkv has q alone, and keys and values are already in the cache
+    num_ahead: int = 0  # slots after its own that a token sees, up to the end of its text
 
     @property
     def starts(self) -> tuple[int, int, int]:

@@ -25,6 +25,7 @@ from infer.operands.weights import (
     Norm,
     PerLayerWeights,
     Projection,
+    TextInputWeights,
     Weight,
 )
 from infer.ops.device import (
@@ -51,6 +52,8 @@ __all__ = [
     "Precision",
     "Recorded",
     "add_experts",
+    "add_text_inputs",
+    "append_keys",
     "attend",
     "attention_weights",
     "backend_named",
@@ -63,6 +66,7 @@ __all__ = [
     "gated_delta_net",
     "head",
     "is_gpu_of_use",
+    "norm_activate",
     "norm_gate",
     "norm_project",
     "normalize",
@@ -70,6 +74,7 @@ __all__ = [
     "per_layer_inputs",
     "prepare",
     "project_add",
+    "project_add_norm",
     "sample",
     "set_num_threads",
     "using",
@@ -94,10 +99,26 @@ def embed(
     return x
 
 
+def add_text_inputs(
+    x: Float[Tensor, "tokens hidden"], step: Step, second_starts: Int[Tensor, "rows"], weights: TextInputWeights
+) -> Float[Tensor, "tokens hidden"]:
+    """Return norm(x + the token's type + its position). Of each row, positions from `second_starts` on have type 1.
+
+    The result may share x's memory: do not use x afterwards.
+    """
+    y: Tensor = backend_of(x.device).kernels.add_text_inputs(x, step, second_starts, weights)
+    return y
+
+
 def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
     """Return project(norm(x))."""
     y: Activations = backend_of(x.device).kernels.norm_project(x, norm, projection)
     return y
+
+
+def append_keys(kv: Activations, heads: Heads, layer: LayerCache, step: Step) -> None:
+    """Write the step's k and v into the cache's layer as `attend` does. kv is k and v side by side."""
+    backend_of(kv.floats.device).kernels.append_keys(kv, heads, layer, step)
 
 
 def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
@@ -152,6 +173,25 @@ def project_add(
     The result may share residual's memory: do not use residual afterwards.
     """
     y: Tensor = backend_of(x.floats.device).kernels.project_add(residual, x, projection, post_norm, scale)
+    return y
+
+
+def project_add_norm(
+    residual: Float[Tensor, "tokens hidden"], x: Activations, projection: Projection, norm: Norm
+) -> Float[Tensor, "tokens hidden"]:
+    """Return norm(residual + project(x)).
+
+    The result may share residual's memory: do not use residual afterwards.
+    """
+    y: Tensor = backend_of(x.floats.device).kernels.project_add_norm(residual, x, projection, norm)
+    return y
+
+
+def norm_activate(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection, activation: Activation
+) -> Activations:
+    """Return activation(project(norm(x)))."""
+    y: Activations = backend_of(x.device).kernels.norm_activate(x, norm, projection, activation)
     return y
 
 

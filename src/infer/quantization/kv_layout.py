@@ -50,6 +50,9 @@ class Pages:
     no distance longer than its context.
 
     `rope_sets` is 1 for rows that use the second set of a `RopeTable` with two sets, otherwise 0.
+
+    `ends` is the number of slots of a row's whole text. Heads that see `num_ahead` slots after their own see none from
+    there on.
     """
 
     page_tokens: int  # a power of 2
@@ -59,6 +62,7 @@ class Pages:
     windows: Int64[Tensor, "rows"]
     rope_sets: Int64[Tensor, "rows"]
     furthest: int | None = None
+    ends: Int64[Tensor, "rows"] | None = None
 
 
 @final

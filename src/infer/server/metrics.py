@@ -116,7 +116,7 @@ class Metrics:
 
     def text(self, host: Any = None, snapshot: Any = None) -> str:
         """Return all metrics. The engine's current work needs its `Host` and an `EngineSnapshot`."""
-        current = [] if host is None else [*_engine_families(snapshot), *_settings_families(host)]
+        current = [] if host is None else [*([] if snapshot is None else _engine_families(snapshot)), *_settings_families(host)]
         return _text_of([*self._engine.collect(), *self._http.collect(), *current])
 
     def merged(self, texts: Iterable[tuple[str, Mapping[str, str]]]) -> str:
@@ -213,6 +213,9 @@ def _settings_families(host: Any) -> Iterator[Any]:
     """Yield the families of an `engine.host.Host` that do not change."""
     from prometheus_client.core import GaugeMetricFamily
 
+    yield GaugeMetricFamily("infer:threads", "Threads to compute with.", host.num_threads)
+    if host.engine_if_any is None:
+        return
     cache = host.settings.cache
     labels = {
         "page_tokens": str(cache.page_tokens),
@@ -221,7 +224,6 @@ def _settings_families(host: Any) -> Iterator[Any]:
         "eviction_policy": cache.eviction_policy,
         "reuse_prefixes": str(cache.reuse_prefixes).lower(),
     }
-    yield GaugeMetricFamily("infer:threads", "Threads to compute with.", host.num_threads)
     stored = GaugeMetricFamily(
         "infer:cache_config_info", "How keys and values are stored, as labels.", labels=[*labels]
     )

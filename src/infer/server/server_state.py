@@ -166,7 +166,8 @@ class ServerState:
             if self.phase == "ready":
                 self.fail(InferError("the model was closed"))
             return
-        self.metrics.count_steps(_taken(host.engine.scheduler.taken))
+        if host.engine_if_any is not None:
+            self.metrics.count_steps(_taken(host.engine_if_any.scheduler.taken))
         if (failure := host.loop.failure) is not None and self.phase != "failed":
             self.fail(InferError(f"the engine has failed: {type(failure).__name__}"))
 

@@ -10,7 +10,7 @@ from typing import final
 
 from torch import Tensor
 
-from infer.engine.embedding import step_tokens
+from infer.engine.text_states import step_tokens
 from infer.engine.host import Host
 from infer.engine.loop_messages import Work
 from infer.engine.place import Lease, common_length

@@ -4,7 +4,7 @@ The modules that compile and that record are imported when they are first needed
 """
 
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from types import ModuleType
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from infer.backends import torch_threads
-from infer.backends.base import Captured, Forward, KernelStore
+from infer.backends.base import Captured, Forward, KernelStore, Stage, Stages
 from infer.backends.cpu import isa, operations
 from infer.backends.cpu.compile import addresses, kernel_cache
 from infer.backends.cpu.compile.kernel import Kernel
@@ -54,6 +54,10 @@ class CpuBackend(TorchBackend):
         captured: Captured = import_module("infer.backends.cpu.capture.forward").CapturedForward(
             forward, capacity, max_logits
         )
+        return captured
+
+    def capture_stages(self, stages: Sequence[Stage], capacity: int) -> Stages:
+        captured: Stages = import_module("infer.backends.cpu.capture.stages").CapturedStages(stages, capacity)
         return captured
 
     def make_group(self, rank: int, size: int, memory: mmap.mmap) -> MemoryGroup:

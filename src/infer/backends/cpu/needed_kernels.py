@@ -42,7 +42,7 @@ def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Kernel]
         yield Kernel(f".threads.worker_loop:{name}", (), "JOB")
     yield Kernel(".threads.worker_loop:publish", (), "FLAG")
     yield Kernel(".threads.worker_loop:dispatch", (), "TABLE")
-    for name in _SAMPLING:
+    for name in () if architecture.reads_whole_texts else _SAMPLING:
         yield Kernel(f".sampling.{name}", (), "SAMPLE")
     yield from _of_weights(architecture, types, precision, isa)
     yield Kernel(".activations:normalize", (), "NORMALIZE")
@@ -87,9 +87,11 @@ def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kerne
         yield Kernel(".short_conv:short_conv", (), "SHORT_CONV", "short convolutions")
     elif isinstance(layer.mixer, GatedDeltaNet):
         yield Kernel(".delta_net.recurrence:gated_delta_net", (), "GATED_DELTA_NET", "gated delta nets")
+    if layer.norms.are_centred or layer.norms.of_sum:
+        yield Kernel(".sum_norm:sum_norm", (), "SUM_NORM", "norms of sums")
     if layer.norms.after or layer.has_scale or layer.per_layer_input is not None or add_apart(layer):
         yield Kernel(".activations:add_rows", (), "ADD_ROWS", "post norms")
-    if not layer.norms.after:
+    if not (layer.norms.after or layer.norms.of_sum):
         yield Kernel(".matmul.matmul:make_store", ("add",), "EPILOGUE")
     if layer.per_layer_input is not None:
         yield Kernel(
@@ -98,7 +100,10 @@ def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kerne
     dense = layer.feed_forward
     if add_apart(layer):
         yield Kernel(".activations:clear_rows", (), "ADD_ROWS", "experts")
-    if isinstance(dense, Dense):
+    if isinstance(dense, Dense) and not dense.is_gated:
+        kind = f"only_{dense.activation}"
+        yield Kernel(".matmul.matmul:make_store", (kind,), "EPILOGUE", f"activation {dense.activation}")
+    elif isinstance(dense, Dense):
         maker = "gate" if are_paired(dense, types, at + "mlp") else "store"
         yield Kernel(f".matmul.matmul:make_{maker}", (dense.activation,), "EPILOGUE", f"activation {dense.activation}")
 

@@ -5,6 +5,8 @@ They are appended to the active recording, or run immediately as a table of thei
 recorded step gives the same bits.
 """
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -40,6 +42,7 @@ from infer.backends.cpu.records import (
     attend_scratch_bytes,
 )
 from infer.backends.cpu.sampling.launch import choose_tokens
+from infer.backends.cpu.sum_norm import append_sum_norm, append_text_inputs, centred
 from infer.backends.cpu.threads.dispatch_table import BARRIER, NO_BARRIER, Arguments
 from infer.backends.cpu.weights.packed_weight import PackedWeight
 from infer.backends.cpu.weights.prepare_weights import prepare
@@ -49,12 +52,14 @@ from infer.operands.activation_values import Activations
 from infer.operands.architecture import Activation
 from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Step
-from infer.operands.weights import ConvWeights, ExpertWeights, Heads, Norm, Projection, Weight
+from infer.operands.weights import ConvWeights, ExpertWeights, Heads, Norm, Projection, TextInputWeights, Weight
 from infer.quantization.kv_formats import check_kv_type, key_block_bytes, value_block_bytes
 from infer.quantization.kv_layout import LayerCache
 
 __all__ = [
     "add_experts",
+    "add_text_inputs",
+    "append_keys",
     "attend",
     "attention_weights",
     "choose_tokens",
@@ -62,12 +67,14 @@ __all__ = [
     "gate_inputs",
     "gated_delta_net",
     "head",
+    "norm_activate",
     "norm_gate",
     "norm_project",
     "normalize",
     "per_layer_inputs",
     "prepare",
     "project_add",
+    "project_add_norm",
     "short_conv",
 ]
 
@@ -87,8 +94,17 @@ def embed(
         return out
 
 
+def add_text_inputs(
+    x: Float[Tensor, "tokens hidden"], step: Step, second_starts: Int[Tensor, "rows"], weights: TextInputWeights
+) -> Float[Tensor, "tokens hidden"]:
+    with scope("embed", step=step) as run:
+        append_text_inputs(run, x, second_starts, weights)
+        return x
+
+
 def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
     with scope(projection.label, num_tokens=len(x)) as run:
+        x, norm = centred(run, x, norm)
         out, first = run.columns("projected", run.capacity, projection.out_features, projection.shares)
         project(run, Activations(x), norm, projection, (out, first))
         return Activations(run.gathered(out, projection.shares))
@@ -127,11 +143,33 @@ def project_add(
         return residual
 
 
+def project_add_norm(
+    residual: Float[Tensor, "tokens hidden"], x: Activations, projection: Projection, norm: Norm
+) -> Float[Tensor, "tokens hidden"]:
+    with scope(projection.label, num_tokens=len(x.floats)) as run:
+        y = run.tensor("before post norm", run.capacity, projection.out_features)
+        project(run, x, None, projection, (y, 0))
+        append_sum_norm(run, residual, y, norm, residual)
+        return residual
+
+
+def norm_activate(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection, activation: Activation
+) -> Activations:
+    with scope(projection.label, num_tokens=len(x)) as run:
+        x, norm = centred(run, x, norm)
+        out = run.tensor("hidden", run.capacity, projection.out_features)
+        project(run, Activations(x), norm, projection, (out, 0), kind=f"only_{activation}")
+        return Activations(out)
+
+
 def norm_gate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
 ) -> Activations:
-    features, shares, source = gate_up.out_features // 2, gate_up.shares, Activations(x)
+    features, shares = gate_up.out_features // 2, gate_up.shares
     with scope(gate_up.label, num_tokens=len(x)) as run:
+        x, norm = centred(run, x, norm)
+        source = Activations(x)
         out, first = run.columns("hidden", run.capacity, features, shares)
         halves = _gate_and_up(gate_up)
         if halves is None:
@@ -211,6 +249,15 @@ def _gate_and_up(gate_up: Projection) -> tuple[PackedWeight, int] | None:
     return None
 
 
+def append_keys(kv: Activations, heads: Heads, layer: LayerCache, step: Step) -> None:
+    floats = kv.floats
+    with scope("keys", step=step) as run:
+        arguments = _attend_arguments(replace(heads, has_keys=True), layer)
+        arguments.set(only_stores=1, q=floats, k=floats, qkv_bytes=4 * floats.shape[1])
+        arguments.set(v=floats.data_ptr() + 4 * heads.num_kv_heads * heads.head_dim)
+        run.append("rotate", arguments, BARRIER, ".attention.rotation:make_rotate", layer.kv_type)
+
+
 def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
     features, pages, kv_type = heads.num_heads * heads.head_dim, layer.pages, layer.kv_type
     has_far = pages.furthest is not None and heads.rope is not None
@@ -278,6 +325,9 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     arguments.set(num_new_heads=heads.num_kv_heads if heads.has_keys else 0)
     arguments.set(v_eps=-1 if heads.v_eps is None else heads.v_eps)
     arguments.set(scale=heads.scale, softcap=heads.softcap or 0)
+    if heads.num_ahead:
+        assert pages.ends is not None
+        arguments.set(num_ahead=heads.num_ahead, ends=pages.ends)
     if heads.query_scales is not None:
         arguments.set(query_scales=heads.query_scales)
     if heads.sinks is not None:

@@ -87,6 +87,23 @@ ADD_ROWS = np.dtype(
     ]
 )
 
+SUM_NORM = np.dtype(
+    [
+        ("x", np.int64),  # f32 [tokens, features], like y and out
+        ("y", np.int64),  # 0: there is none
+        ("out", np.int64),  # may be x
+        ("weight", np.int64),  # f32 [features]
+        ("bias", np.int64),  # f32 [features], or 0
+        ("features", np.int64),
+        ("types", np.int64),  # f32 [last_type + 1, features], or 0
+        ("last_type", np.int64),
+        ("second_starts", pointer(np.int64)),  # [rows]: the position from which on a token's type is not 0
+        ("embedded_positions", np.int64),  # f32 [positions, features], or 0
+        ("eps", np.float32),
+        ("is_centred", np.int32),  # the mean is subtracted first
+    ]
+)
+
 # attention
 
 CHUNK = 256  # slots that give one partial result
@@ -116,7 +133,8 @@ ATTEND = np.dtype(
         ("qkv_bytes", np.int64),  # from token to token
         ("num_heads", np.int64),
         ("num_kv_heads", np.int64),
-        ("num_new_heads", np.int64),  # whose k and v are stored: as many, or 0 if an earlier layer has stored them
+        ("num_new_heads", np.int64),  # whose k and v are stored: as many, or 0 if they are in the cache
+        ("only_stores", np.int64),  # 1: there are no queries
         ("dim", np.int64),
         ("scale", np.float32),
         ("eps", np.float32, 2),  # of q's and k's norm
@@ -146,6 +164,8 @@ ATTEND = np.dtype(
         ("shifts", pointer(np.int64)),  # [rows] each
         ("sinks", pointer(np.int64)),
         ("windows", pointer(np.int64)),
+        ("num_ahead", np.int64),  # slots after its own that a token sees, before the end of its row
+        ("ends", pointer(np.int64)),  # likewise, of rows; read if num_ahead is not 0
         ("rope_sets", pointer(np.int64)),
         ("furthest", np.int64),  # sinks are seen as from there by those after it, or −1
         ("queries", np.int64),  # f32, as above

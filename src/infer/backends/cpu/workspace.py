@@ -80,6 +80,8 @@ def step_buffers(architecture: Architecture, types: Mapping[str, str], sizes: St
         _add_per_layer_inputs(step, architecture.per_layer_input, architecture, types)
     for index, layer in enumerate(architecture.layers):
         _add_layer(step, layer, architecture, types, f"model.layers.{index}.")
+    if architecture.reads_whole_texts:
+        return step.buffers
     head = types["model.embed_tokens.weight" if architecture.tied_embeddings else "lm_head.weight"]
     step.project([head], [vocab], hidden, tokens=sizes.logits)
     step.floats("logits", min(num_logits, sizes.logits), vocab)
@@ -105,8 +107,10 @@ def _add_layer(step: "_Step", layer: Layer, architecture: Architecture, types: M
         step.project([types[at + "per_layer_input_gate.weight"]], [dim], hidden)
         step.floats("gated inputs", step.sizes.tokens, dim)
         step.project([types[at + "per_layer_projection.weight"]], [hidden], dim)
-    if layer.norms.after or layer.has_scale or layer.per_layer_input is not None:
+    if layer.norms.after or layer.norms.of_sum or layer.has_scale or layer.per_layer_input is not None:
         step.floats("before post norm", step.sizes.tokens, hidden)
+    if layer.norms.before and layer.norms.are_centred:
+        step.floats("normed", step.sizes.tokens, hidden)
 
 
 def _add_per_layer_inputs(
@@ -122,9 +126,11 @@ def _add_attention(
     step: "_Step", attention: Attention, architecture: Architecture, types: Mapping[str, str], at: str
 ) -> None:
     tokens, context, hidden = step.sizes.tokens, step.sizes.context, architecture.hidden_size
-    wide, (names, rows) = attention.query_features, zip(*attention.projected, strict=True)
-    step.floats("projected", tokens, sum(rows))
-    step.project([types[f"{at}self_attn.{which}_proj.weight"] for which in names], list(rows), hidden)
+    wide, projected = attention.query_features, attention.projected
+    for parts in (projected,) if attention.is_causal else (projected[:1], projected[1:]):  # or queries by themselves
+        names, rows = zip(*parts, strict=True)
+        step.floats("projected", tokens, sum(rows))
+        step.project([types[f"{at}self_attn.{which}_proj.weight"] for which in names], list(rows), hidden)
     step.floats("attended", tokens, wide)
     is_beyond = context > architecture.most_positions and attention.window is None and attention.rope is not None
     step.floats("queries", (2 if is_beyond else 1) * tokens, wide)
@@ -159,6 +165,11 @@ def _add_dense(
     step: "_Step", dense: Dense, hidden: int, types: Mapping[str, str], at: str, module: str = "mlp"
 ) -> None:
     tokens, inner = step.sizes.tokens, dense.intermediate_size
+    if not dense.is_gated:
+        step.floats("hidden", tokens, inner)
+        step.project([types[f"{at}{module}.up_proj.weight"]], [inner], hidden)
+        step.project([types[f"{at}{module}.down_proj.weight"]], [hidden], inner)
+        return
     gate, up = (types[f"{at}{module}.{which}_proj.weight"] for which in ("gate", "up"))
     step.floats("hidden", tokens, inner)
     is_paired = are_paired(dense, types, at + module)

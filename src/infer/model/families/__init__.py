@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, choice, count, flag, optional_positive, positive
+from infer.model.families.encoders import ENCODERS
 from infer.model.families.family import OFF_IF_NULL, OPTIONAL, Family
 from infer.model.families.layer_kinds import SLIDING
 from infer.model.families.refused import NEEDS
@@ -26,7 +27,7 @@ from infer.operands.architecture import (
     Mixer,
 )
 
-__all__ = ["FAMILIES", "make_architecture"]
+__all__ = ["ENCODERS", "FAMILIES", "make_architecture"]
 
 _MAX_LAYERS, _MAX_HEAD_DIM = 1024, 2**16
 _ACTIVATIONS: dict[str, Activation] = {
@@ -53,8 +54,10 @@ def make_architecture(config: Config) -> Architecture:
     name = str(config.get("model_type", ""))
     if name in NEEDS:
         raise UnsupportedModelError(f"model_type {name!r} is not supported: it needs {NEEDS[name]}")
+    if name in ENCODERS:
+        return ENCODERS[name](config)
     if name not in FAMILIES:
-        names = ", ".join(sorted(FAMILIES))
+        names = ", ".join(sorted([*FAMILIES, *ENCODERS]))
         code = "; the code that auto_map names is never run" if config.get("auto_map") else ""
         problem = f"model_type {name or 'missing'!r:.60} is not supported{code}; supported are: {names}"
         raise UnsupportedModelError(problem)

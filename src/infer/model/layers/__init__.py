@@ -62,6 +62,12 @@ class LoadedLayer:
         return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
 
     @property
+    def text_parts(self) -> tuple[LoadedAttention | LoadedDense, ...]:
+        """The parts of a layer of an encoder."""
+        parts = (self.mixer, self.feed_forward)
+        return tuple(part for part in parts if isinstance(part, LoadedAttention | LoadedDense))
+
+    @property
     def projections(self) -> tuple[Projection, ...]:
         """The matrices that every token is multiplied with, in order."""
         parts = (*self.parts, *(() if self.per_layer_input is None else (self.per_layer_input,)))

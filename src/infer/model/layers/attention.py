@@ -9,6 +9,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.kvcache.paged import PagedCache
+from infer.kvcache.text_cache import TextCache
 from infer.model.sharding import head_starts, kv_heads_of
 from infer.model.weight_loader import WeightLoader
 from infer.operands.architecture import Attention, Norms
@@ -17,37 +18,59 @@ from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection
 
 
+_ALL = 1 << 40  # tokens, more than any text has
+
+AnyCache = PagedCache | TextCache
+
+
 @final
 @dataclass(frozen=True)
 class LoadedAttention:
     own: Attention  # with the heads that this rank of a group has
     cache_index: int  # the cache's layer for its keys and values
     norm: Norm | None
-    qkv: Projection
+    qkv: Projection  # q alone if the keys are appended before
     heads: Heads
     output: Projection
     post_norm: Norm | None
+    sum_norm: Norm | None
+    keys: Projection | None  # k and v, of all tokens before any of them attends; None: they are parts of qkv
 
     @classmethod
     def load(cls, attention: Attention, norms: Norms, loader: WeightLoader, cache_index: int) -> Self:
-        qkv, heads = _load_qkv(attention, loader)
+        keys: Projection | None = None
+        if attention.is_causal:
+            qkv, heads = _load_qkv(attention, loader)
+        else:
+            heads = replace(_heads(attention, loader), num_ahead=(attention.window or _ALL) - 1, has_keys=False)
+            qkv = loader.projection("self_attn.q_proj", label="q")
+            keys = loader.projection("self_attn.k_proj", "self_attn.v_proj", label="kv")
         return cls(
             own=replace(attention, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads),
             cache_index=cache_index,
-            norm=loader.norm("attention_norm") if norms.before else None,
+            norm=loader.norm("attention_norm") if norms.before_mixer else None,
             qkv=qkv,
             heads=heads,
             output=loader.by_rows("self_attn.o_proj", label="output"),
             post_norm=loader.norm("post_attention_norm", eps=norms.eps_after) if norms.after else None,
+            sum_norm=loader.norm("post_attention_norm") if norms.of_sum else None,
+            keys=keys,
         )
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        return self.qkv, self.output
+        return self.qkv, *(() if self.keys is None else (self.keys,)), self.output
 
-    def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
+    def append_keys(self, x: Float[Tensor, "tokens hidden"], cache: TextCache, step: Step) -> None:
+        """Store keys and values of the step's tokens, to which tokens before and after them attend."""
+        assert self.keys is not None
+        ops.append_keys(ops.norm_project(x, self.norm, self.keys), self.heads, cache.layers[self.cache_index], step)
+
+    def add(self, x: Float[Tensor, "tokens hidden"], cache: AnyCache, step: Step) -> Float[Tensor, "tokens hidden"]:
         qkv = ops.norm_project(x, self.norm, self.qkv)
         attended = cache.attend(self.cache_index, qkv, self.heads, step)
+        if self.sum_norm is not None:
+            return ops.project_add_norm(x, attended, self.output, self.sum_norm)
         return ops.project_add(x, attended, self.output, self.post_norm)
 
 
@@ -57,12 +80,11 @@ def _qk_norm(attention: Attention, loader: WeightLoader, which: str) -> Norm | N
     return loader.norm(f"self_attn.{which}_norm") if attention.qk_norm else None
 
 
-def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, Heads]:
-    """Return this rank's share of the query, key and value projection, and its heads."""
-    dim, names = attention.head_dim, [f"self_attn.{which}_proj" for which, _ in attention.projected]
-    num_new = attention.num_kv_heads if attention.has_keys else 0
-    before_v, before_gate = attention.num_heads + num_new, attention.num_heads + 2 * num_new
-    heads = Heads(
+def _heads(attention: Attention, loader: WeightLoader) -> Heads:
+    """Return the heads of all ranks."""
+    dim, num_new = attention.head_dim, attention.num_kv_heads if attention.has_keys else 0
+    before_gate = attention.num_heads + 2 * num_new
+    return Heads(
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_dim=dim,
@@ -79,6 +101,14 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
         query_scales=None if attention.query_scale is None else loader.query_scales[attention.query_scale],
         has_keys=attention.has_keys,
     )
+
+
+def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, Heads]:
+    """Return this rank's share of the query, key and value projection, and its heads."""
+    heads, dim = _heads(attention, loader), attention.head_dim
+    names = [f"self_attn.{which}_proj" for which, _ in attention.projected]
+    num_new = attention.num_kv_heads if attention.has_keys else 0
+    before_v, before_gate = attention.num_heads + num_new, attention.num_heads + 2 * num_new
     if loader.group is None:
         return loader.projection(*names, label="qkv"), heads
     of_gate = 1 if attention.are_gates_of_heads else dim  # columns of a head's gates

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer import ops
-from infer.kvcache.paged import PagedCache
+from infer.model.layers.attention import AnyCache
 from infer.model.weight_loader import WeightLoader
 from infer.operands.architecture import Activation, Dense, Norms
 from infer.operands.step import Step
@@ -18,27 +18,37 @@ from infer.operands.weights import Norm, Projection
 @dataclass(frozen=True)
 class LoadedDense:
     norm: Norm | None
-    gate_up: Projection
+    gate_up: Projection  # up alone if there is no gate
     activation: Activation
     down: Projection
     post_norm: Norm | None
+    sum_norm: Norm | None
     scale: float  # multiplies the residual stream after all
+    is_gated: bool
 
     @classmethod
     def load(cls, dense: Dense, norms: Norms, loader: WeightLoader, scale: float) -> Self:
+        names = ("mlp.gate_proj", "mlp.up_proj") if dense.is_gated else ("mlp.up_proj",)
         return cls(
             norm=loader.norm("mlp_norm") if norms.before else None,
-            gate_up=loader.each_by_rows("mlp.gate_proj", "mlp.up_proj", label="gate_up", are_blocks=True),
+            gate_up=loader.each_by_rows(*names, label="gate_up" if dense.is_gated else "up", are_blocks=True),
             activation=dense.activation,
             down=loader.by_rows("mlp.down_proj", label="down"),
             post_norm=loader.norm("post_mlp_norm", eps=norms.eps_after) if norms.after else None,
+            sum_norm=loader.norm("post_mlp_norm") if norms.of_sum else None,
             scale=scale,
+            is_gated=dense.is_gated,
         )
 
     @property
     def projections(self) -> tuple[Projection, ...]:
         return self.gate_up, self.down
 
-    def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
-        hidden = ops.norm_gate(x, self.norm, self.gate_up, self.activation)
+    def add(self, x: Float[Tensor, "tokens hidden"], cache: AnyCache, step: Step) -> Float[Tensor, "tokens hidden"]:
+        if self.is_gated:
+            hidden = ops.norm_gate(x, self.norm, self.gate_up, self.activation)
+        else:
+            hidden = ops.norm_activate(x, self.norm, self.gate_up, self.activation)
+        if self.sum_norm is not None:
+            return ops.project_add_norm(x, hidden, self.down, self.sum_norm)
         return ops.project_add(x, hidden, self.down, self.post_norm, self.scale)

@@ -12,7 +12,8 @@ _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 async def read_metrics(request: Request, state: ServerState) -> Response:
     if (llm := state.loaded) is None:
         return metrics_response(state.metrics.text())
-    snapshot = await llm.host.answers.run(llm.host.engine.snapshot)
+    engine = llm.host.engine_if_any
+    snapshot = None if engine is None else await llm.host.answers.run(engine.snapshot)
     return metrics_response(state.metrics.text(llm.host, snapshot))
 
 

@@ -46,6 +46,7 @@ async def props(request: Request, state: ServerState) -> Response:
 
 def props_of(state: ServerState) -> Props:
     host, llm = state.llm().host, state.llm().llm
+    cache = None if host.reads_whole_texts else host.runner.cache
     return Props(
         model=state.settings.model,
         description=repr(llm),
@@ -56,8 +57,8 @@ def props_of(state: ServerState) -> Props:
         vocab_size=host.requests.limits.vocab_size,
         num_layers=len(llm.architecture.layers),
         total_slots=state.settings.slots,
-        kv_type=host.runner.cache.kind,
-        cache_bytes=host.runner.cache.num_bytes,
+        kv_type="none" if cache is None else cache.kind,
+        cache_bytes=0 if cache is None else cache.num_bytes,
         default_sampling=DefaultSampling(
             _differing(llm.default_params(is_chat=True)), _differing(llm.default_params())
         ),

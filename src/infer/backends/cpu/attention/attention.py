@@ -19,7 +19,7 @@ from numba import njit
 
 from infer.backends.cpu import simd
 from infer.backends.cpu.activations import quantize_block, quantized_size, record_address
-from infer.backends.cpu.attention.cache_slots import chunks_seen, slot_of
+from infer.backends.cpu.attention.cache_slots import chunks_seen, last_seen, slot_of
 from infer.backends.cpu.attention.chunk_products import make_widen_chunk
 from infer.backends.cpu.attention.partials import Columns, clear, divide, make_chunk_partials, merge, parts_for
 from infer.backends.cpu.attention.partition import (
@@ -281,7 +281,7 @@ def finish(args, state, thread, num_threads):
             for head in range(first, first + per_item):
                 clear(result, dim)
                 query = (head // group * tokens + token) * group + head % group
-                for index in range(slot // CHUNK + 1 - num_skipped):
+                for index in range(last_seen(args, row, slot) // CHUNK + 1 - num_skipped):
                     chunk = index if index < num_first else index + num_skipped
                     merge(result, args.partials + (query * args.num_chunks + chunk) * partial_bytes, dim)
                 divide(result, args, token, head, _out_of_head(args, token, head))

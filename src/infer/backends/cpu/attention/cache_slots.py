@@ -59,10 +59,16 @@ def _first_seen(slot, window):
 
 
 @njit
+def last_seen(args, row, slot):
+    """Return the last slot that a token sees: its own, unless it sees slots ahead."""
+    return slot if args.num_ahead == 0 else min(slot + args.num_ahead, args.ends[row] - 1)
+
+
+@njit
 def num_seen(args, row, slot):
     """Return how many slots a token sees."""
     sinks = min(args.sinks[row], slot + 1)
-    return slot + 1 - max(0, _first_seen(slot, args.windows[row]) - sinks)
+    return last_seen(args, row, slot) + 1 - max(0, _first_seen(slot, args.windows[row]) - sinks)
 
 
 @njit
@@ -70,7 +76,7 @@ def chunks_seen(args, row, slot):
     """Return (number of first chunks, number of skipped chunks).
 
     A token sees something of the first chunks, nothing of the skipped ones after them, and something of the rest up to
-    its own.
+    that of the last slot that it sees.
     """
     sinks = min(args.sinks[row], slot + 1)
     num_first = (sinks + CHUNK - 1) // CHUNK
@@ -81,7 +87,7 @@ def chunks_seen(args, row, slot):
 def seen_of_chunk(args, row, chunk, slot):
     """Return (sinks, low, high): a token sees [0, sinks) and [low, high) of a chunk."""
     start = chunk * CHUNK
-    high = min(CHUNK, slot + 1 - start)
+    high = min(CHUNK, last_seen(args, row, slot) + 1 - start)
     low = max(0, _first_seen(slot, args.windows[row]) - start)
     sinks = min(args.sinks[row] - start, CHUNK)
     if sinks >= low:

@@ -6,7 +6,7 @@ of weights, in the order of the step. Results do not depend on any of this.
 
 from numba import njit
 
-from infer.backends.cpu.attention.cache_slots import chunks_seen, num_seen, parts_of_chunk, slot_of
+from infer.backends.cpu.attention.cache_slots import chunks_seen, last_seen, num_seen, parts_of_chunk, slot_of
 from infer.backends.cpu.attention.partials import seen_of_run
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import CHUNK, MOST_COLUMNS, SPLIT_TOKENS
@@ -26,7 +26,7 @@ def run_at(args, state, token, end):
 @njit
 def chunks_between(args, row, first_slot, last_slot):
     """Return how many chunks the tokens from one slot to another see something of."""
-    return last_slot // CHUNK + 1 - chunks_seen(args, row, first_slot)[1]
+    return last_seen(args, row, last_slot) // CHUNK + 1 - chunks_seen(args, row, first_slot)[1]
 
 
 @njit

@@ -111,7 +111,9 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
     rotate_share = _make_rotate_share(kv_type)
 
     def rotate(args, state, thread, num_threads):
-        num_queries = args.num_heads if is_split(args, state, num_threads) else 0  # else each is made by who needs it
+        num_queries = 0  # but for few, each is made by who needs it
+        if args.only_stores == 0 and is_split(args, state, num_threads):
+            num_queries = args.num_heads
         total = (state.num_tokens + LANES - 1) // LANES * (num_queries + 2 * args.num_new_heads)
         begin_units(state, thread)
         begin, stop = take_share(state, thread, num_threads, total, _LEAST)

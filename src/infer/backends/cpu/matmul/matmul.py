@@ -9,6 +9,7 @@ projection). So the inner loop is compiled once per type of weights, whatever fo
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from numba import njit
 
 from infer.backends.cpu import simd
@@ -166,12 +167,12 @@ def make_store(kind: str) -> Callable[..., None]:
     """Return the epilogue of this kind.
 
     plain: out = y + bias. add: out += y + bias. capped: out = softcap × tanh((y + bias) / softcap). The name of an
-    activation: out = activation(out, y + bias); "gate_" before it: out = activation(y + bias, factor). sigmoid: out =
-    sigmoid(y + bias). weighted: out[its token] += weight × (y + bias).
+    activation: out = activation(out, y + bias); "gate_" before it: out = activation(y + bias, factor); "only_" before
+    it: out = activation(y + bias). sigmoid: out = sigmoid(y + bias). weighted: out[its token] += weight × (y + bias).
     """
     adding, capping, gating, weighing = kind == "add", kind == "capped", kind in GATED, kind == "weighted"
-    squashing, gating_factors = kind == "sigmoid", kind.startswith("gate_")
-    activate: Any = GATED.get(kind.removeprefix("gate_"))
+    squashing, gating_factors, activating = kind == "sigmoid", kind.startswith("gate_"), kind.startswith("only_")
+    activate: Any = GATED.get(kind.removeprefix("gate_").removeprefix("only_"))
 
     def store(args, state, buffer, first_row):
         panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
@@ -196,6 +197,8 @@ def make_store(kind: str) -> Callable[..., None]:
                     value = sigmoid(value)
                 if capping:
                     value = softcapped(value, args.softcap)
+                if activating:
+                    value = activate(value, simd.splat_f32(np.float32(1)))
                 if gating_factors:
                     factors = args.factors + 4 * (to * args.factor_stride + row)
                     value = activate(value, load_upto(factors, room))

@@ -1,0 +1,78 @@
+"""Hidden states of texts, step after step: of a decoder over a cache of its own, or of an encoder stage after stage."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.engine.host import Host
+from infer.engine.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
+from infer.operands.limits import MAX_STEP_TEXTS, MAX_STEP_TOKENS
+from infer.runner.hidden_states import MAX_SHARED_TOKENS, MAX_TEXTS, STEP_TOKENS
+
+States = list[tuple[int, Float[Tensor, "tokens hidden"]]]  # of some texts their next tokens' states
+
+
+def text_states(
+    host: Host, texts: Sequence[list[int]], second_starts: Sequence[int] | None = None, *, only_last: bool = False
+) -> Iterator[States]:
+    """Yield the float32 states after the last norm of all tokens of the texts, after each step.
+
+    `second_starts` has for each text the place at which the second of a pair begins: an encoder may give it another
+    type. `only_last` says that the last state of each text is needed, so the first tokens of all may be read once.
+    """
+    if host.reads_whole_texts:
+        starts = [len(text) for text in texts] if second_starts is None else second_starts
+        yield from _of_encoder(host, texts, starts)
+        return
+    hidden_states, room = host.hidden_states(), partial(step_tokens, host)
+    num_shared = _num_shared(host, texts) if only_last else 0
+    if num_shared:
+        for _ in hidden_states.share(texts[0][:num_shared], room):
+            yield []
+    for batch in _batches([len(text) - num_shared for text in texts], STEP_TOKENS, MAX_TEXTS):
+        for step in hidden_states.of([texts[index] for index in batch], room, num_shared):
+            yield [(batch[row], states) for row, states in step]
+
+
+def _of_encoder(host: Host, texts: Sequence[list[int]], second_starts: Sequence[int]) -> Iterator[States]:
+    encoder = host.text_encoder()
+    for batch in _batches(list(map(len, texts)), MAX_STEP_TOKENS, MAX_STEP_TEXTS):
+        own = [texts[index] for index in batch]
+        for step in encoder.of(own, [second_starts[index] for index in batch]):
+            yield [(batch[row], states) for row, states in step]
+
+
+def step_tokens(host: Host) -> int:
+    """Return how many tokens a step may have without keeping others waiting for longer than their own steps do."""
+    costs = host.engine.scheduler.costs
+    if not host.loop.num_sequences or not costs.costs.per_token:
+        return STEP_TOKENS
+    return max(LEAST_PROMPT_TOKENS, min(STEP_TOKENS, costs.tokens_in(STREAM_SECONDS, 0)))
+
+
+def _num_shared(host: Host, texts: Sequence[list[int]]) -> int:
+    """Return the number of tokens with which all texts begin and that are read once, 0 for few of them.
+
+    The last token of each text is read with the text.
+    """
+    if len(texts) < 2 or host.model.is_long(max(map(len, texts))):
+        return 0
+    first, last = min(texts), max(texts)
+    most = min(min(map(len, texts)) - 1, MAX_SHARED_TOKENS)
+    count = next((at for at in range(most) if first[at] != last[at]), max(0, most))
+    return count if count >= LEAST_PROMPT_TOKENS else 0
+
+
+def _batches(lengths: Sequence[int], most_tokens: int, most_texts: int) -> Iterator[list[int]]:
+    """Yield indices of texts: of short ones as many as a step takes, and of each longer one by itself."""
+    batch, num_tokens = list[int](), 0
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        num_tokens += lengths[index]
+        if batch and (num_tokens > most_tokens or len(batch) == most_texts):
+            yield batch
+            batch, num_tokens = [], lengths[index]
+        batch.append(index)
+    if batch:
+        yield batch

@@ -1,0 +1,191 @@
+"""Configs of encoders → `Architecture`: BERT, RoBERTa and XLM-R, Nomic's BERT, ModernBERT.
+
+They share no setting's default with decoders, so each family is a function. Defaults are those of Hugging Face.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from infer.errors import ModelError, UnsupportedModelError
+from infer.model.families.config_values import Config, choice, count, flag, positive, settings
+from infer.model.families.layer_kinds import FULL, SLIDING
+from infer.operands.architecture import Activation, Architecture, Attention, Dense, Layer, Norms, Rope, TextInputs
+
+_MAX_LAYERS = 1024
+_CURVES: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swiglu": "silu",
+}
+_POST_NORMS = Norms(before=False, of_sum=True, are_centred=True, have_bias=True)
+_PADDED = 2  # positions that RoBERTa's tables begin with and no text uses: those up to padding's own
+
+
+def bert(config: Config) -> Architecture:
+    """Return BERT: learned positions and types, norms of sums."""
+    return _bert({"max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12, **config}, 0)
+
+
+def roberta(config: Config) -> Architecture:
+    """Return RoBERTa or XLM-R: BERT whose first two positions are for padding."""
+    defaults = {"max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 1}
+    config = {**defaults, **config}
+    if config["pad_token_id"] != _PADDED - 1:
+        raise UnsupportedModelError(f"pad_token_id={config['pad_token_id']!r:.40} is not supported: it must be 1")
+    return _bert(config, _PADDED)
+
+
+def _bert(config: Config, num_padded: int) -> Architecture:
+    kind = config.get("position_embedding_type") or "absolute"
+    if kind != "absolute":
+        raise UnsupportedModelError(f"position_embedding_type={kind!r:.40} is not supported: it must be 'absolute'")
+    if config.get("is_decoder"):
+        raise UnsupportedModelError("is_decoder=true is not supported: only encoders of this family are")
+    activation = choice({"hidden_act": "gelu", **config}, "hidden_act", _CURVES)
+    attention = _attention(config, None, has_bias=True)
+    dense = Dense(count(config, "intermediate_size"), activation, has_bias=True, is_gated=False)
+    num_positions = count(config, "max_position_embeddings") - num_padded
+    if num_positions < 1:
+        raise ModelError(f"max_position_embeddings must be more than {num_padded}, got {num_positions + num_padded}")
+    inputs = TextInputs(num_positions, count(config, "type_vocab_size"))
+    return _architecture(config, [attention] * _num_layers(config), dense, _POST_NORMS, inputs, num_positions)
+
+
+def nomic_bert(config: Config) -> Architecture:
+    """Return Nomic's BERT: types, but rotated positions; a gated feed-forward; no bias but the norms'."""
+    config = _with_usual_names(config)
+    for name in ("prenorm", "causal", "rotary_emb_interleaved", "use_rms_norm"):
+        if config.get(name) not in (False, None):
+            raise UnsupportedModelError(f"{name}={config[name]!r:.40} is not supported for nomic_bert")
+    if config.get("rotary_scaling_factor") is not None:
+        raise UnsupportedModelError("rotary_scaling_factor is not supported for nomic_bert: leave it out")
+    given = settings(config, "rope_parameters")
+    theta = positive({"rope_theta": 1000.0, **given}, "rope_theta")
+    part = {"rotary_emb_fraction": 1.0, **config}
+    rope = Rope(theta, int(_head_dim(config) * positive(part, "rotary_emb_fraction")))
+    has_bias = flag(config, "qkv_proj_bias")
+    attention = _attention(config, rope, has_bias=has_bias)
+    activation = choice({"hidden_act": "silu", **config}, "hidden_act", _CURVES)
+    dense = Dense(count(config, "intermediate_size"), activation, has_bias=flag(config, "mlp_fc1_bias"))
+    inputs = TextInputs(num_types=count(config, "type_vocab_size", default=2))
+    return _architecture(config, [attention] * _num_layers(config), dense, _POST_NORMS, inputs)
+
+
+_NOMIC_NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "activation_function": "hidden_act",
+}
+
+
+def _with_usual_names(config: Config) -> dict[str, Any]:
+    """Return a config with the names of transformers' own class; published files have older ones."""
+    usual = {name: value for name, value in config.items() if name not in _NOMIC_NAMES}
+    usual |= {_NOMIC_NAMES[name]: value for name, value in config.items() if name in _NOMIC_NAMES}
+    if (base := config.get("rotary_emb_base")) is not None:
+        usual["rope_parameters"] = {"rope_theta": base}
+    return {"layer_norm_eps": 1e-12, "max_position_embeddings": 2048, **usual}
+
+
+def modernbert(config: Config) -> Architecture:
+    """Return ModernBERT: norms before parts, windows in most layers, a gated feed-forward."""
+    config = {"max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "local_attention": 128, **config}
+    config["layer_norm_eps"] = config.get("norm_eps", config["layer_norm_eps"])
+    norms = Norms(are_centred=True, have_bias=flag(config, "norm_bias"))
+    has_bias, kinds = flag(config, "attention_bias"), _modernbert_kinds(config)
+    thetas = {FULL: 160_000.0, SLIDING: 10_000.0}
+    for kind, name in ((FULL, "global_rope_theta"), (SLIDING, "local_rope_theta")):
+        own = settings(settings(config, "rope_parameters"), kind)
+        if own.get("rope_type", "default") != "default":
+            raise UnsupportedModelError(f"rope_type={own['rope_type']!r:.40} is not supported for modernbert")
+        thetas[kind] = positive({"rope_theta": config.get(name) or thetas[kind], **own}, "rope_theta")
+    by_kind = {
+        kind: _attention(
+            config,
+            Rope(thetas[kind], _head_dim(config)),
+            has_bias=has_bias,
+            window=count(config, "local_attention") // 2 + 1 if kind == SLIDING else None,
+        )
+        for kind in set(kinds)
+    }
+    activation = choice({"hidden_activation": "gelu", **config}, "hidden_activation", _CURVES)
+    dense = Dense(count(config, "intermediate_size"), activation, has_bias=flag(config, "mlp_bias"))
+    return _architecture(config, [by_kind[kind] for kind in kinds], dense, norms, TextInputs())
+
+
+def _modernbert_kinds(config: Config) -> list[str]:
+    given, num_layers = config.get("layer_types"), _num_layers(config)
+    if given is None:
+        every = count(config, "global_attn_every_n_layers", default=3)
+        return [SLIDING if layer % every else FULL for layer in range(num_layers)]
+    if not isinstance(given, list) or len(given) != num_layers or not set(given) <= {FULL, SLIDING}:
+        raise ModelError(f"layer_types must list {num_layers} times {FULL} or {SLIDING}, got {given!r:.80}")
+    return given
+
+
+def _num_layers(config: Config) -> int:
+    return count(config, "num_hidden_layers", maximum=_MAX_LAYERS)
+
+
+def _head_dim(config: Config) -> int:
+    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+    if hidden % heads:
+        raise ModelError(f"hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
+    return hidden // heads
+
+
+def _attention(config: Config, rope: Rope | None, *, has_bias: bool, window: int | None = None) -> Attention:
+    head_dim, heads = _head_dim(config), count(config, "num_attention_heads")
+    return Attention(
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        rope=rope,
+        scale=head_dim**-0.5,
+        window=window,
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        is_causal=False,
+    )
+
+
+def _architecture(
+    config: Config,
+    mixers: list[Attention],
+    dense: Dense,
+    norms: Norms,
+    inputs: TextInputs,
+    max_positions: int | None = None,
+) -> Architecture:
+    # ModernBERT's first mixer reads the embeddings, which have just been normalised.
+    first = Norms(norms.before, are_centred=True, have_bias=norms.have_bias, skip_mixer=True)
+    layers = [
+        Layer(mixer, dense, first if norms.before and index == 0 else norms) for index, mixer in enumerate(mixers)
+    ]
+    return Architecture(
+        family=str(config["model_type"]),
+        vocab_size=count(config, "vocab_size"),
+        hidden_size=count(config, "hidden_size"),
+        layers=tuple(layers),
+        norm_eps=positive(config, "layer_norm_eps"),
+        max_positions=max_positions or count(config, "max_position_embeddings"),
+        tied_embeddings=True,
+        text_inputs=inputs,
+        has_last_norm=norms.before,
+    )
+
+
+ENCODERS: Mapping[str, Callable[[Config], Architecture]] = {
+    "bert": bert,
+    "roberta": roberta,
+    "xlm-roberta": roberta,
+    "nomic_bert": nomic_bert,
+    "modernbert": modernbert,
+}

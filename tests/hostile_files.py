@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,7 @@ from infer import SamplingParams
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.generation_config import sampling_defaults
 from infer.checkpoint.lazy_weights import LazyWeights
+from infer.errors import InvalidRequestError
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_tokenizer
 from infer.model.tensors import check_tensors
@@ -205,6 +207,8 @@ def read_network(path: Path) -> Checkpoint:
 def use(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Hello, 12 世界 <eos>\0")
     tokenizer.decode(ids)
+    with suppress(InvalidRequestError):  # few tokenizers have a form for pairs
+        tokenizer.encode_pair("Hello", "12 世界")
     detokenizer = tokenizer.make_detokenizer()
     for token_id in ids:
         detokenizer.push(token_id)

@@ -167,6 +167,16 @@ def test_a_cache_that_holds_a_part_is_not_enough(cache: Path, repo: str, missing
         resolve(repo)
 
 
+def test_a_vocab_txt_is_enough_in_place_of_a_tokenizer_json(cache: Path) -> None:
+    files = dict(REPOSITORIES["org/plain"])
+    del files["m.gguf"], files["tokenizer.json"]
+    fill(cache, "org/plain", files)
+    assert find_cached(HubName("org/plain")) is None
+    snapshot = fill(cache, "org/words", files | {"vocab.txt": b"[UNK]"})
+    assert find_cached(HubName("org/words")) == snapshot
+    assert "vocab.txt" in choose(HubName("org/plain"), [*files, "vocab.txt"], None).small
+
+
 def test_offline_says_what_to_do(cache: Path) -> None:
     with pytest.raises(
         InvalidRequestError, match=r"org/none@v1:Q4_0 is not in .* HF_HUB_OFFLINE is set: unset it"

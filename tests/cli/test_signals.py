@@ -57,7 +57,7 @@ def signal_in_step(llm: LLM, number: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_tokenizer_lets_it_pass() -> None:
-    with pytest.raises(ValueError, match=r"\Astop\Z"), tokenizers_library._panics_as(InvalidRequestError):
+    with pytest.raises(ValueError, match=r"\Astop\Z"), tokenizers_library.panics_as(InvalidRequestError):
         signal.raise_signal(NUMBER)
 
 

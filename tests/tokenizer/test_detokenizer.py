@@ -140,8 +140,8 @@ def test_streaming_equals_decoding_for_random_ids(strip: bool | None) -> None:
 
 
 def test_an_unknown_decoder_is_named() -> None:
-    with pytest.raises(UnsupportedModelError, match="WordPiece"):
-        read_decoding_rules('{"type": "WordPiece", "prefix": "##", "cleanup": true}')
+    with pytest.raises(UnsupportedModelError, match="'CTC'"):
+        read_decoding_rules('{"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": true}')
 
 
 def test_a_tokenizer_without_decoder_writes_its_tokens() -> None:

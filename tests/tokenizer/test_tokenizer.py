@@ -103,7 +103,7 @@ def test_bos_is_added_only_where_the_file_asks() -> None:
 
 
 def test_an_unknown_model_is_named_with_those_supported() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'rwkv'.*gpt2.*llama.*gemma4"):
+    with pytest.raises(UnsupportedModelError, match=r"'rwkv'.*gpt2.*llama.*gemma4.*bert.*t5"):
         Tokenizer.from_gguf(byte_level_metadata(model="rwkv"))
 
 

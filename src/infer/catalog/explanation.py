@@ -18,6 +18,7 @@ from infer.operands.architecture import Architecture, Attention, Layer, QuerySca
 from infer.operands.limits import STATE_TOKENS
 from infer.quantization.kv_formats import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
 from infer.tokenizer import Tokenizer
+from infer.tokenizer.gguf_encoders import is_encoder
 from infer.tokenizer.gguf_vocabulary import TokenType
 from infer.tokenizer.value_checks import check_metadata
 
@@ -183,7 +184,7 @@ def _summarize(checkpoint: Checkpoint) -> TokenizerSummary:
         reduced, ids = _without_words(metadata)
         tokenizer = Tokenizer.from_gguf(reduced)
         kind, vocab_size = str(metadata.get("tokenizer.ggml.model")), len(metadata["tokenizer.ggml.tokens"])
-        cut = "▁" if kind == "llama" else str(metadata.get("tokenizer.ggml.pre", "default"))
+        cut = "▁" if kind in ("llama", "t5") else str(metadata.get("tokenizer.ggml.pre", "default"))
     else:
         tokenizer = Tokenizer.from_folder(checkpoint.path)
         vocab_size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
@@ -202,12 +203,14 @@ def _summarize(checkpoint: Checkpoint) -> TokenizerSummary:
     )
 
 
-def _without_words(metadata: Mapping[str, Any]) -> tuple[dict[str, Any], Sequence[int]]:
+def _without_words(metadata: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[int]]:
     """Return the metadata of a tokenizer without plain words, and the ids that its tokens had.
 
     To create the words and merges of a large vocabulary takes seconds, but they do not affect how a text begins and
-    ends.
+    ends. The words of an encoder stay: they are created quickly.
     """
+    if is_encoder(metadata):
+        return metadata, range(len(metadata.get("tokenizer.ggml.tokens") or ()))
     is_marked = metadata.get("tokenizer.ggml.model") == "llama"
     model = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "default"} if is_marked else {}
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", is_marked)

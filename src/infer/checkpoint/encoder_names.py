@@ -14,7 +14,7 @@ _PADDED = {"roberta": 2, "xlm-roberta": 2}  # rows of the table of positions bef
 _PARTS = tuple(
     (re.compile(pattern), ours)
     for pattern, ours in (
-        (r"^(bert|roberta|model)\.(?=(embeddings|encoder|layers|final_norm|emb_ln)\b)", ""),
+        (r"^(bert|roberta|model)\.(?=(embeddings|encoder|layers|final_norm|emb_ln|pooler)\b)", ""),
         (r"^(encoder\.)?layers?\.([0-9]+)\.", r"model.layers.\2."),
         (r"^(model\.layers\.[0-9]+\.)attention\.self\.(query|key|value)\.", r"\1self_attn.\2."),
         (r"\.self_attn\.query\.", ".self_attn.q_proj."),

@@ -27,7 +27,8 @@ _MAX_LISTED = 20
 # Of a folder of safetensors, beside the weights: whatever checkpoint and tokenizer may look for.
 _SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json",
+    "vocab.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json", "modules.json",
+    "1_Pooling/config.json",
 )  # fmt: skip
 _ADDITIONAL_TEMPLATES = "additional_chat_templates/"
 
@@ -92,8 +93,8 @@ def find_cached(name: HubName) -> Path | None:
         chosen = choose(name, files, _shards(snapshot, files))
     except ModelError:  # what the cache lacks, the hub may have
         return None
-    required = {*chosen.weights} | ({"config.json", "tokenizer.json"} if chosen.entry is None else set())
-    if not required <= set(files):
+    required = {*chosen.weights} | ({"config.json"} if chosen.entry is None else set())
+    if not required <= set(files) or (chosen.entry is None and not {"tokenizer.json", "vocab.txt"} & set(files)):
         return None
     return snapshot if chosen.entry is None else snapshot / chosen.entry
 

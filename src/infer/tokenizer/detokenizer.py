@@ -6,13 +6,20 @@ Invariant: for every sequence of ids and every way to cut it, the streamed piece
 import codecs
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from infer.errors import InvalidRequestError, UnsupportedModelError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_NO_BYTES: Mapping[int, bytes] = MappingProxyType({})
+# Replacements of the WordPiece decoder in each word with the space before it, in this order.
+_CLEANED = {
+    " .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m", " do not": " don't",
+    " 's": "'s", " 've": "'ve", " 're": "'re",
+}  # fmt: skip
 
 
 def _byte_by_character() -> dict[str, int]:
@@ -34,11 +41,14 @@ class DecodingRules:
     replacements: tuple[tuple[str, str], ...] = ()
     num_stripped_spaces: int = 0
     """Spaces dropped from the beginning of a decoded text (Llama 2 writes one in front of every text)."""
+    subword_prefix: str | None = None
+    """WordPiece: the beginning of a token that continues a word. A space comes before all other tokens."""
 
 
 def read_decoding_rules(decoder_json: str | None) -> DecodingRules:
     """Return the rules from the JSON of a `tokenizers` decoder."""
     byte_level, byte_fallback, num_stripped = False, False, 0
+    subword_prefix: str | None = None
     replacements: list[tuple[str, str]] = []
     for step in _flat_steps(None if decoder_json is None else json.loads(decoder_json)):
         match step:
@@ -51,6 +61,9 @@ def read_decoding_rules(decoder_json: str | None) -> DecodingRules:
             case {"type": "Metaspace", "replacement": str(replacement)}:
                 replacements.append((replacement, " "))
                 num_stripped = 0 if step.get("prepend_scheme") == "never" else 1
+            case {"type": "WordPiece", "prefix": str(prefix), "cleanup": bool(cleans_up)}:
+                num_stripped, subword_prefix = 1, prefix
+                replacements += _CLEANED.items() if cleans_up else ()
             case {"type": "Strip", "content": " ", "start": int(start), "stop": 0}:
                 num_stripped = start
             case {"type": "Fuse"}:
@@ -58,9 +71,9 @@ def read_decoding_rules(decoder_json: str | None) -> DecodingRules:
             case _:
                 raise UnsupportedModelError(
                     f"tokenizer.json: decoder {step.get('type')!r} is not supported; "
-                    "supported: ByteLevel, ByteFallback, Replace, Metaspace, Strip, Fuse"
+                    "supported: ByteLevel, ByteFallback, Replace, Metaspace, WordPiece, Strip, Fuse"
                 )
-    return DecodingRules(byte_level, byte_fallback, tuple(replacements), num_stripped)
+    return DecodingRules(byte_level, byte_fallback, tuple(replacements), num_stripped, subword_prefix)
 
 
 def _flat_steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -86,6 +99,17 @@ def make_token_bytes(
     return tuple(table)
 
 
+def make_first_token_bytes(token_texts: Iterable[str], rules: DecodingRules) -> Mapping[int, bytes]:
+    """Return the bytes of the tokens that have others if they are the first of a text: WordPiece keeps their prefix."""
+    if not rules.subword_prefix:
+        return _NO_BYTES
+    return {
+        token_id: text.encode("utf-8", "replace")
+        for token_id, text in enumerate(token_texts)
+        if text.startswith(rules.subword_prefix)
+    }
+
+
 def _byte_level_bytes(token_texts: Iterable[str], text_token_ids: Collection[int]) -> list[bytes]:
     to_latin = str.maketrans({character: chr(byte) for character, byte in _byte_by_character().items()})
     alphabet = re.compile(f"[{re.escape(''.join(_byte_by_character()))}]*")
@@ -98,20 +122,30 @@ def _byte_level_bytes(token_texts: Iterable[str], text_token_ids: Collection[int
 
 
 def _replaced(text: str, rules: DecodingRules) -> str:
+    if rules.subword_prefix is not None:
+        continues = text.startswith(rules.subword_prefix)
+        text = text.removeprefix(rules.subword_prefix) if continues else f" {text}"
     for pattern, content in rules.replacements:
         text = text.replace(pattern, content)
     return text
 
 
 def decode_ids(
-    ids: Iterable[int], token_bytes: Sequence[bytes], skipped_token_ids: Collection[int], num_stripped_spaces: int
+    ids: Iterable[int],
+    token_bytes: Sequence[bytes],
+    skipped_token_ids: Collection[int],
+    num_stripped_spaces: int,
+    first_token_bytes: Mapping[int, bytes] = _NO_BYTES,
 ) -> str:
     """Return the text of all ids in one operation: the bytes are joined, decoded and stripped."""
     kept = [token_id for token_id in ids if token_id not in skipped_token_ids]
     if kept:
         _check_token_id(min(kept), len(token_bytes))
         _check_token_id(max(kept), len(token_bytes))
-    text = b"".join(map(token_bytes.__getitem__, kept)).decode("utf-8", "replace")
+    spelled = [*map(token_bytes.__getitem__, kept)]
+    if kept and kept[0] in first_token_bytes:
+        spelled[0] = first_token_bytes[kept[0]]
+    text = b"".join(spelled).decode("utf-8", "replace")
     num_spaces = len(text) - len(text.lstrip(" "))
     return text[min(num_spaces, num_stripped_spaces) :]
 
@@ -132,8 +166,10 @@ class Detokenizer:
         token_bytes: Sequence[bytes],
         skipped_token_ids: Collection[int] = frozenset(),
         num_stripped_spaces: int = 0,
+        first_token_bytes: Mapping[int, bytes] = _NO_BYTES,
     ) -> None:
         self._token_bytes = token_bytes
+        self._first_token_bytes = first_token_bytes
         self._skipped_token_ids = skipped_token_ids
         self._num_stripped_spaces = num_stripped_spaces
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -143,7 +179,10 @@ class Detokenizer:
         if token_id in self._skipped_token_ids:
             return ""
         _check_token_id(token_id, len(self._token_bytes))
-        return self._strip(self._decoder.decode(self._token_bytes[token_id]))
+        spelled = self._token_bytes[token_id]
+        if self._first_token_bytes:
+            spelled, self._first_token_bytes = self._first_token_bytes.get(token_id, spelled), _NO_BYTES
+        return self._strip(self._decoder.decode(spelled))
 
     def flush(self) -> str:
         """Return the text of an unfinished character: U+FFFD or nothing."""

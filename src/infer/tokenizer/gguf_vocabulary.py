@@ -52,7 +52,7 @@ CONTROL_NAMES = END_NAMES | {
     *("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<tool_response|>", "<|tool>", "<tool|>"),
     *("<|think|>", '<|"|>'),
 }
-_ADDED_TYPES = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
+ADDED_TYPES = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
 
 
 class GGUFBackend(NamedTuple):
@@ -69,10 +69,10 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
     """
     check_metadata(metadata)
     rules = _rules(metadata)
-    texts = _list_of(metadata, "tokenizer.ggml.tokens")
+    texts = list_of(metadata, "tokenizer.ggml.tokens")
     types: list[int] = [TokenType.NORMAL] * len(texts)
     if "tokenizer.ggml.token_type" in metadata:
-        types = _list_of(metadata, "tokenizer.ggml.token_type", len(texts))
+        types = list_of(metadata, "tokenizer.ggml.token_type", len(texts))
     types = _with_control_names(metadata, texts, types)
     if rules.marks_spaces:
         for token_id, token_type in enumerate(types):
@@ -80,20 +80,25 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
                 texts[token_id] = texts[token_id].replace(" ", _SPACE_MARK)
     vocabulary = {text: token_id for token_id, text in enumerate(texts)}
     if metadata["tokenizer.ggml.model"] == "llama":
-        merges = _derive_merges(texts, _list_of(metadata, "tokenizer.ggml.scores", len(texts)), types)
+        merges = _derive_merges(texts, list_of(metadata, "tokenizer.ggml.scores", len(texts)), types)
     else:
-        merges = [_split_merge(merge) for merge in _list_of(metadata, "tokenizer.ggml.merges")]
+        merges = [_split_merge(merge) for merge in list_of(metadata, "tokenizer.ggml.merges")]
     make_backend = _make_marked if rules.marks_spaces else _make_byte_level
     backend = make_backend(metadata, rules, vocabulary, merges)
+    add_tokens(backend, texts, types)
+    backend.post_processor = _make_post_processor(backend, metadata, texts, rules)
+    return GGUFBackend(backend, texts)
+
+
+def add_tokens(backend: Tokenizer, texts: Sequence[str], types: Sequence[int]) -> None:
+    """Add the tokens that are found in a text before it is cut into words."""
     backend.add_tokens(
         [
-            AddedToken(text, special=token_type != TokenType.USER_DEFINED, normalized=False)
-            for text, token_type in zip(texts, types, strict=True)
-            if text and token_type in _ADDED_TYPES
+            AddedToken(text, special=kind != TokenType.USER_DEFINED, normalized=False)
+            for text, kind in zip(texts, types, strict=True)
+            if text and kind in ADDED_TYPES
         ]
     )
-    backend.post_processor = _make_post_processor(backend, metadata, texts, rules.adds_bos)
-    return GGUFBackend(backend, texts)
 
 
 def _rules(metadata: Mapping[str, Any]) -> PreTokenizer:
@@ -104,7 +109,9 @@ def _rules(metadata: Mapping[str, Any]) -> PreTokenizer:
         return PRE_TOKENIZERS["gemma4"]
     if model == "gpt2":
         return pre_tokenizer_named(str(metadata.get("tokenizer.ggml.pre", "default")))
-    raise UnsupportedModelError(f"tokenizer {model!r} is not supported; supported: 'gpt2', 'llama', 'gemma4'")
+    raise UnsupportedModelError(
+        f"tokenizer {model!r} is not supported; supported: 'gpt2', 'llama', 'gemma4', 'bert', 't5'"
+    )
 
 
 def _with_control_names(metadata: Mapping[str, Any], texts: list[str], types: list[int]) -> list[int]:
@@ -270,11 +277,11 @@ def _make_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **optio
 
 
 def _make_post_processor(
-    backend: Tokenizer, metadata: Mapping[str, Any], texts: list[str], adds_bos: bool
+    backend: Tokenizer, metadata: Mapping[str, Any], texts: list[str], rules: PreTokenizer
 ) -> processors.TemplateProcessing:
     """Return a processor that adds BOS and EOS as `add_bos_token` and `add_eos_token` require."""
     asked: list[str | None] = []
-    for name, default in (("bos", adds_bos), ("eos", False)):
+    for name, default in (("bos", rules.adds_bos), ("eos", False)):
         token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if token_id is None or not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
             asked.append(None)
@@ -282,17 +289,28 @@ def _make_post_processor(
             asked.append(texts[token_id])
         else:
             raise ModelFormatError("GGUF metadata", f"tokenizer.ggml.{name}_token_id", f"{token_id} is not an id")
-    return make_bos_eos_processor(backend, *asked)
+    num_separators = 2 if metadata.get("tokenizer.ggml.add_sep_token") else rules.num_separators
+    return make_bos_eos_processor(backend, *asked, num_separators=num_separators)
 
 
-def make_bos_eos_processor(backend: Tokenizer, bos: str | None, eos: str | None) -> processors.TemplateProcessing:
-    """Return a processor that puts `bos` before a text and `eos` after it, if they are given."""
+def make_bos_eos_processor(
+    backend: Tokenizer, bos: str | None, eos: str | None, *, num_separators: int = 0
+) -> processors.TemplateProcessing:
+    """Return a processor that puts `bos` before a text and `eos` after it, if they are given.
+
+    Between two texts it puts `num_separators` times `eos`: one in BERT's form, whose second text has type 1, and two in
+    RoBERTa's form.
+    """
     pieces = [piece for piece in (bos, "$A", eos) if piece is not None]
     special_tokens = [(text, backend.token_to_id(text)) for text in dict.fromkeys((bos, eos)) if text is not None]
     for text, token_id in special_tokens:
         if token_id is None:
             raise ModelFormatError("tokenizer", "bos or eos token", f"{text!r:.80} is not in the vocabulary")
-    return processors.TemplateProcessing(single=pieces, pair=None, special_tokens=special_tokens)
+    pair = None
+    if eos is not None and num_separators:
+        second_type = int(num_separators == 1)
+        pair = [*pieces, *[eos] * (num_separators - 1), f"$B:{second_type}", f"{eos}:{second_type}"]
+    return processors.TemplateProcessing(single=pieces, pair=pair, special_tokens=special_tokens)
 
 
 def _split_merge(merge: str) -> tuple[str, str]:
@@ -302,7 +320,7 @@ def _split_merge(merge: str) -> tuple[str, str]:
     return merge[:space], merge[space + 1 :]
 
 
-def _list_of(metadata: Mapping[str, Any], key: str, length: int | None = None) -> list[Any]:
+def list_of(metadata: Mapping[str, Any], key: str, length: int | None = None) -> list[Any]:
     if metadata.get(key) is None:
         raise ModelFormatError("GGUF metadata", key, "missing")
     items = list(metadata[key])

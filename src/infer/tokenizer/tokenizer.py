@@ -18,12 +18,14 @@ from infer.tokenizer.detokenizer import (
     DecodingRules,
     Detokenizer,
     decode_ids,
+    make_first_token_bytes,
     make_token_bytes,
     read_decoding_rules,
 )
 from infer.tokenizer.gguf_vocabulary import END_NAMES
 from infer.tokenizer.infill import InfillMarks, find_marks
 from infer.tokenizer.length_bound import Bound, make_length_bound
+from infer.tokenizer.pairs import EncodedPair, encode_pair
 from infer.tokenizer.special_tokens import SpecialTexts
 from infer.tokenizer.tokenizer_files import read_folder, read_gguf
 from infer.tokenizer.tokenizers_library import MAX_TOKENS, encode, make_text_backend, read_vocabulary
@@ -62,11 +64,14 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.bos_token_id: int | None = self._id_of(named_tokens.get("bos_token"))
+        added_ids = backend.encode("").ids
+        cls_id = self._id_of(named_tokens.get("cls_token"))  # encoders begin a text with it
+        begins_with_cls = cls_id is not None and added_ids[:1] == [cls_id]
+        self.bos_token_id = cls_id if begins_with_cls else self._id_of(named_tokens.get("bos_token"))
         given_end_ids = frozenset(filter(self._is_token, end_token_ids))
         self.eos_token_ids = (given_end_ids | self._named_end_ids(added)) - self._message_end_ids(added)
-        self.adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
-        self.ending_ids = backend.encode("").ids[self.adds_bos :]  # that `encode` adds after a text
+        self.adds_bos = self.bos_token_id is not None and added_ids[:1] == [self.bos_token_id]
+        self.ending_ids = added_ids[self.adds_bos :]  # that `encode` adds after a text
         self._vocabulary = vocabulary
 
     def __repr__(self) -> str:
@@ -97,9 +102,14 @@ class Tokenizer:
         """
         return cls(**read_gguf(metadata)._asdict())
 
-    @cached_property
+    @property
     def token_bytes(self) -> tuple[bytes, ...]:
         """The raw bytes of each id. For a special token they are its text."""
+        return self._spelling[0]
+
+    @cached_property
+    def _spelling(self) -> tuple[tuple[bytes, ...], Mapping[int, bytes]]:
+        """The bytes of each id, and of the ids that have others at the beginning of a text."""
         vocabulary = self._vocabulary
         if vocabulary is None:
             ids = read_vocabulary(self.backend)
@@ -108,8 +118,8 @@ class Tokenizer:
                 texts[token_id] = text
             vocabulary = texts
         self._vocabulary = None
-        literal_ids = self._added_token_ids if self._rules.byte_level else self.special_token_ids
-        return make_token_bytes(vocabulary, self._rules, literal_ids)
+        token_bytes = make_token_bytes(vocabulary, self._rules, self._added_token_ids)
+        return token_bytes, make_first_token_bytes(vocabulary, self._rules)
 
     @property
     def vocab_size(self) -> int:
@@ -131,8 +141,21 @@ class Tokenizer:
             first = [self.bos_token_id] if self.adds_bos and self.bos_token_id is not None else []
             ids = self._encode_as_text(text)
             return [*first, *ids, *self.ending_ids] if add_special_tokens else ids
-        _check_encodable(text)
         return encode(self.backend, text, add_special_tokens)
+
+    def encode_pair(self, first: str, second: str) -> EncodedPair:
+        """Return the ids of two texts in the model's form for pairs. Special tokens in the texts are plain text.
+
+        Args:
+            first: The first text, such as a query.
+            second: The second text, such as a document.
+
+        Raises:
+            InvalidRequestError: The tokenizer has no form for pairs, or a text cannot be spelled.
+        """
+        pair, spelled = encode_pair(self._text_backend, first, second)
+        self._check_forged(spelled)
+        return pair
 
     def least_num_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of any encoding. It takes a small part of the time of `encode`.
@@ -153,12 +176,14 @@ class Tokenizer:
             skip_special_tokens: True to leave special tokens out.
         """
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
-        return decode_ids(ids, self.token_bytes, skipped, self._rules.num_stripped_spaces)
+        token_bytes, first_token_bytes = self._spelling
+        return decode_ids(ids, token_bytes, skipped, self._rules.num_stripped_spaces, first_token_bytes)
 
     def make_detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a converter that makes text from ids one by one. See `decode` for the argument."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
-        return Detokenizer(self.token_bytes, skipped, self._rules.num_stripped_spaces)
+        token_bytes, first_token_bytes = self._spelling
+        return Detokenizer(token_bytes, skipped, self._rules.num_stripped_spaces, first_token_bytes)
 
     @property
     def chat_template_names(self) -> tuple[str, ...]:
@@ -295,13 +320,15 @@ class Tokenizer:
         return ids
 
     def _encode_as_text(self, text: str) -> list[int]:
-        _check_encodable(text)
         ids = encode(self._text_backend, text, add_special_tokens=False)
+        self._check_forged(ids)
+        return ids
+
+    def _check_forged(self, ids: Sequence[int]) -> None:
         forged = self.special_token_ids.intersection(ids) - self._unknown_ids
         if forged:
             name = self.backend.id_to_token(min(forged))
             raise InvalidRequestError(f"a message holds {name!r}, which this tokenizer cannot spell; remove it")
-        return ids
 
     def _template(self, chosen: str | None, tools: Any) -> ChatTemplate:
         templates = self._chat_templates
@@ -362,13 +389,3 @@ class Tokenizer:
         """Return the ids that end a message and not an answer, whatever a file says: gpt-oss's `<|end|>`."""
         names = {token.content: token_id for token_id, token in added.items() if token.special}
         return frozenset({names["<|end|>"]} if {"<|end|>", "<|return|>"} <= names.keys() else ())
-
-
-def _check_encodable(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"the text holds a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
-            "which is not Unicode text; decode it with errors='replace'"
-        ) from None

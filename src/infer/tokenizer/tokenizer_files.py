@@ -9,13 +9,24 @@ import tokenizers
 from tokenizers import AddedToken
 
 from infer.system.json_file import read_json_file, read_text_file
+from infer.tokenizer.gguf_encoders import is_encoder, make_encoder_backend, with_default_ids
 from infer.tokenizer.gguf_vocabulary import CONTROL_NAMES, make_bos_eos_processor, make_gguf_backend
 from infer.tokenizer.tokenizers_library import load_backend
 from infer.tokenizer.value_checks import check_json
+from infer.tokenizer.wordpiece import load_vocab_txt, with_bert_defaults
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_GGUF_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_GGUF_NAMES = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "unknown": "unk_token",
+    "seperator": "sep_token",
+    "padding": "pad_token",
+    "cls": "cls_token",
+    "mask": "mask_token",
+}
 _ENDS = ("bos", "eos")
+Ends = tuple[str | None, str | None]
 _ADDED_TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
@@ -31,13 +42,21 @@ class TokenizerParts(NamedTuple):
 
 def read_folder(path: Path) -> TokenizerParts:
     """Return the parts of a folder's tokenizer. Raises ModelError if a file is missing or breaks its format."""
-    backend = load_backend(path / "tokenizer.json")
     config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / "tokenizer_config.json")}
-    _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
+    is_vocab_txt = not os.path.lexists(path / "tokenizer.json") and os.path.lexists(path / "vocab.txt")
+    if is_vocab_txt:
+        config = with_bert_defaults(path, config)
     named_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+    if is_vocab_txt:
+        backend = load_vocab_txt(path / "vocab.txt", config, named_tokens)
+    else:
+        backend = load_backend(path / "tokenizer.json")
+    _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
     _make_special(backend, CONTROL_NAMES.union(named_tokens.values()))
     if "add_bos_token" in config or "add_eos_token" in config:
-        backend.post_processor = make_bos_eos_processor(backend, *_added_ends(backend, config, named_tokens))
+        own, wanted = _added_ends(backend, config, named_tokens)
+        if wanted != own:  # otherwise the file's own processor stays, which may have a form for pairs
+            backend.post_processor = make_bos_eos_processor(backend, *wanted)
     end_ids = _read_json(path / "generation_config.json").get("eos_token_id")
     return TokenizerParts(
         backend,
@@ -49,7 +68,11 @@ def read_folder(path: Path) -> TokenizerParts:
 
 def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     """Return the parts of a GGUF file's tokenizer. Raises ModelError if a key is missing or its value is wrong."""
-    backend, vocabulary = make_gguf_backend(metadata)
+    if is_encoder(metadata):
+        metadata = with_default_ids(metadata)
+        backend, vocabulary = make_encoder_backend(metadata)
+    else:
+        backend, vocabulary = make_gguf_backend(metadata)
     named_tokens: dict[str, str] = {}
     for gguf_name, name in _GGUF_NAMES.items():
         token_id = metadata.get(f"tokenizer.ggml.{gguf_name}_token_id")
@@ -73,22 +96,22 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
 
 def _added_ends(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], named_tokens: Mapping[str, str]
-) -> tuple[str | None, str | None]:
-    """Return the tokens before and after each text.
+) -> tuple[Ends, Ends]:
+    """Return the tokens before and after each text: those of the file's own processor, and the wanted ones.
 
     A flag of the config decides if it is there. Otherwise the file's own processor does: that of Qwen3-Embedding ends
     texts with another token than `eos_token`.
     """
     tokens, text = backend.encode("a").tokens, backend.encode("a", add_special_tokens=False).tokens
     num_first = next((at for at in range(len(tokens)) if tokens[at : at + len(text)] == text), 0)
-    own = tokens[:num_first][:1], tokens[num_first + len(text) :][-1:]
+    own = (next(iter(tokens[:num_first]), None), next(iter(tokens[num_first + len(text) :][-1:]), None))
     bos, eos = (
         (named_tokens.get(f"{name}_token") if config[f"add_{name}_token"] else None)
         if f"add_{name}_token" in config
-        else next(iter(tokens), None)
-        for name, tokens in zip(_ENDS, own, strict=True)
+        else token
+        for name, token in zip(_ENDS, own, strict=True)
     )
-    return bos, eos
+    return own, (bos, eos)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers.models import Unigram
 
 from infer.errors import InferError, InvalidRequestError, ModelFormatError
-from infer.system.json_file import read_whole
+from infer.system.json_file import parse_json, read_whole
 
 MAX_BYTES = 128 << 20
 _OF_TOKENIZERS = {Exception, ValueError}  # the classes that tokenizers raises
 MAX_TOKENS = 1_000_000  # the largest vocabulary that we know of has 262,144
 
-_MAX_SHORT = 2_000  # characters
+MAX_SHORT = 2_000  # characters
 
 _PANIC = "PanicException"  # pyo3 exports no name for it
-# The library cuts characters off each merge for a prefix, inside a character or past the end where there are fewer.
+# The library cuts characters off each merge of BPE for a prefix, inside a character or past the end of a shorter merge.
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*(?!null|""|\s)')
 _CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*(?:"([^"]*)")?')
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:[46][1-9a-f]|[57][0-9a]|5f)", re.IGNORECASE)
@@ -40,42 +41,68 @@ def load_backend(path: Path) -> tokenizers.Tokenizer:
     """
     content = read_whole(path, MAX_BYTES)
     _check_for_traps(path, content)
-    with _panics_as(lambda problem: ModelFormatError(path, "tokenizer", problem)):
+    with panics_as(lambda problem: ModelFormatError(path, "tokenizer", problem)):
         backend = tokenizers.Tokenizer.from_buffer(content)
         backend.no_truncation()
         backend.no_padding()
         _check_steps(path, backend)
-        for text in _TRIED:
-            backend.encode(text)
+        try_backend(backend)
     return backend
 
 
+def try_backend(backend: tokenizers.Tokenizer) -> None:
+    """Encode some texts, on which the library fails if the backend's parts do not fit together."""
+    for text in _TRIED:
+        backend.encode(text)
+
+
 def encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Return the ids of a text. Raises InvalidRequestError if the library fails on the text.
+    """Return the ids of a text. Raises InvalidRequestError if the text or the library is at fault.
 
     `encode` holds the GIL and `encode_batch_fast` does not. A fork after `encode_batch_fast` warns on stderr, so short
     texts, which take about a millisecond, use `encode`.
     """
-    with _panics_as(lambda problem: InvalidRequestError(f"the tokenizer fails on the text: {problem}")):
-        if len(text) <= _MAX_SHORT:
+    check_encodable(text)
+    with panics_as(lambda problem: InvalidRequestError(f"the tokenizer fails on the text: {problem}")):
+        if len(text) <= MAX_SHORT:
             return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
         return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def make_text_backend(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """Return a backend that shares the model, for which special tokens in a text are ordinary text."""
-    twin = tokenizers.Tokenizer(backend.model)
+    added = backend.get_added_tokens_decoder()
+    names = {token_id: token.content for token_id, token in added.items()}
+    model = backend.model
+    if isinstance(model, Unigram):
+        names = {token_id: _unspellable(name) if added[token_id].special else name for token_id, name in names.items()}
+        model = _renamed(model, names)
+    twin = tokenizers.Tokenizer(model)
     for name in ("normalizer", "pre_tokenizer", "post_processor"):
         if (part := getattr(backend, name)) is not None:
             setattr(twin, name, part)
-    added = backend.get_added_tokens_decoder()
-    twin.add_tokens([added[token_id] for token_id in sorted(added)])
-    if {token_id: token.content for token_id, token in twin.get_added_tokens_decoder().items()} != {
-        token_id: token.content for token_id, token in added.items()
-    }:
+    twin.add_tokens([_with_text(added[token_id], names[token_id]) for token_id in sorted(added)])
+    if {token_id: token.content for token_id, token in twin.get_added_tokens_decoder().items()} != names:
         raise RuntimeError("the tokenizers library gave the added tokens other ids")
     twin.encode_special_tokens = True
     return twin
+
+
+def _with_text(token: tokenizers.AddedToken, text: str) -> tokenizers.AddedToken:
+    options = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+    return tokenizers.AddedToken(text, **options)
+
+
+def _unspellable(name: str) -> str:
+    """Return a text that no text contains after a space became ▁, as it does before Unigram."""
+    return f" \U0010ffff{name}"
+
+
+def _renamed(model: Unigram, names: Mapping[int, str]) -> Unigram:
+    """Return the model with other texts of some tokens. Unigram spells a text with any token, control tokens too."""
+    state = json.loads(model.__getstate__())
+    vocabulary = [(names.get(token_id, text), score) for token_id, (text, score) in enumerate(state["vocab"])]
+    return Unigram(vocabulary, state["unk_id"], state["byte_fallback"])
 
 
 def read_vocabulary(backend: tokenizers.Tokenizer) -> dict[str, int]:
@@ -92,8 +119,19 @@ def read_vocabulary(backend: tokenizers.Tokenizer) -> dict[str, int]:
     return ids
 
 
+def check_encodable(text: str) -> None:
+    """Raise InvalidRequestError for a lone surrogate."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text holds a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
+            "which is not Unicode text; decode it with errors='replace'"
+        ) from None
+
+
 @contextmanager
-def _panics_as(make_error: Callable[[str], InferError]) -> Iterator[None]:
+def panics_as(make_error: Callable[[str], InferError]) -> Iterator[None]:
     try:
         yield
     except InferError:
@@ -118,19 +156,28 @@ def _check_for_traps(path: Path, content: bytes) -> None:
             content = json.dumps(json.loads(content), ensure_ascii=False).encode("utf-8", "surrogatepass")
         except (ValueError, RecursionError) as error:
             raise ModelFormatError(path, "JSON", _one_line(error)) from error
-    if _PREFIX.search(content):
+    if _PREFIX.search(content) and not _is_wordpiece(path, content):
         raise ModelFormatError(path, "continuing_subword_prefix", "is not supported: expected null")
     for found in _CHARSMAP.finditer(content):
-        if found[1] is None or not _is_charsmap(found[1].replace(rb"\/", b"/")):
+        if found[1] is None or not _is_coded_charsmap(found[1].replace(rb"\/", b"/")):
             raise ModelFormatError(path, "precompiled_charsmap", "is not a map of characters", found.start())
 
 
-def _is_charsmap(text: bytes) -> bool:
-    """Return True if the text decodes to four bytes with the length of a trie, the trie, and text."""
+def _is_wordpiece(path: Path, content: bytes) -> bool:
+    """Return True for a file whose model says that it is WordPiece, which cuts nothing off. No key appears twice."""
+    model = parse_json(path, content).get("model")
+    return isinstance(model, dict) and model.get("type") == "WordPiece"
+
+
+def _is_coded_charsmap(text: bytes) -> bool:
     try:
-        content = base64.b64decode(text, validate=True)
+        return is_charsmap(base64.b64decode(text, validate=True))
     except binascii.Error:
         return False
+
+
+def is_charsmap(content: bytes) -> bool:
+    """Return True if the content is four bytes with the length of a trie, the trie, and text."""
     trie_bytes = int.from_bytes(content[:4], "little")
     return 4 <= trie_bytes <= len(content) - 4 and trie_bytes % 4 == 0
 
@@ -159,9 +206,9 @@ def _problem(step: Mapping[str, Any]) -> str | None:
         case {"type": "Replace", "pattern": {"String": ""}}:
             return "Replace has an empty pattern"
         case {"type": "TemplateProcessing", "single": list(single), "special_tokens": dict(known)}:
-            for piece in single:
-                if piece.get("Sequence", {}).get("id", "A") != "A":
-                    return "the template for one text holds a second one"
+            if any(piece.get("Sequence", {}).get("id", "A") != "A" for piece in single):
+                return "the template for one text holds a second one"
+            for piece in (*single, *(step.get("pair") or ())):
                 if "SpecialToken" in piece and piece["SpecialToken"]["id"] not in known:
                     return f"the template names {piece['SpecialToken']['id']!r:.80}, which special_tokens does not"
     return None

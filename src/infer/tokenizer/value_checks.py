@@ -47,6 +47,9 @@ _FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
 _JSON_KINDS = {
     "add_bos_token": _FLAG,
     "add_eos_token": _FLAG,
+    "do_lower_case": _FLAG,
+    "strip_accents": _FLAG,
+    "tokenize_chinese_chars": _FLAG,
     "added_tokens_decoder": _Kind(
         "an object of tokens", lambda value: isinstance(value, dict) and all(map(_is_token, value.values()))
     ),
@@ -64,7 +67,12 @@ _GGUF_KINDS = {
     "token_type": _Kind("a list of integers", _is_list(int)),
     "add_bos_token": _FLAG,
     "add_eos_token": _FLAG,
+    "add_sep_token": _FLAG,
     "add_space_prefix": _FLAG,
+    "remove_extra_whitespaces": _FLAG,
+    "normalizer.lowercase": _FLAG,
+    "normalizer.strip_accents": _FLAG,
+    "precompiled_charsmap": _Kind("a list of integers", _is_list(int)),
 }
 
 

@@ -1,0 +1,86 @@
+"""Tiny random encoders of every family, made by `transformers`: the oracle for hidden states and vectors."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel
+
+CONTEXT = 1200
+_SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 112,
+    "pad_token_id": 1,
+}
+_MARKS = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A family, and settings that differ from its class's defaults."""
+
+    name: str
+    model_type: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+ENCODERS = (
+    Encoder("bert", "bert", {"max_position_embeddings": CONTEXT}),
+    Encoder("bert-odd", "bert", {"max_position_embeddings": CONTEXT, "hidden_size": 60, "hidden_act": "gelu_new"}),
+    Encoder("bert-relu", "bert", {"max_position_embeddings": CONTEXT, "hidden_act": "relu", "type_vocab_size": 3}),
+    Encoder("roberta", "roberta", {"max_position_embeddings": CONTEXT + 2, "type_vocab_size": 1}),
+    Encoder("xlm-roberta", "xlm-roberta", {"max_position_embeddings": CONTEXT + 2, "layer_norm_eps": 1e-5}),
+    Encoder("nomic", "nomic_bert", {"max_position_embeddings": CONTEXT}),
+    Encoder("modernbert", "modernbert", {"max_position_embeddings": CONTEXT, "local_attention": 32, **_MARKS}),
+    Encoder(
+        "modernbert-biased",
+        "modernbert",
+        {"max_position_embeddings": CONTEXT, "local_attention": 600, "norm_bias": True, "attention_bias": True}
+        | {"mlp_bias": True, "global_attn_every_n_layers": 2, "norm_eps": 1e-3, **_MARKS},
+    ),
+)
+BY_NAME = {encoder.name: encoder for encoder in ENCODERS}
+
+
+def make_encoder(encoder: Encoder, folder: Path, **settings: Any) -> Any:
+    """Save a model with random weights, norms and biases included, and return it."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(encoder.model_type, **_SIZES | dict(encoder.settings) | settings)
+    model = AutoModel.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=1 if "embedding" in name else parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+def states_of(model: Any, ids: list[int], second_start: int | None = None) -> Tensor:
+    """Return the last hidden states of one text, or of a pair whose second text begins at a place."""
+    kinds: dict[str, Tensor] = {}
+    if second_start is not None:
+        kinds["token_type_ids"] = (torch.arange(len(ids)) >= second_start).long()[None]
+    with torch.inference_mode():
+        found: Tensor = model(torch.tensor([ids]), **kinds).last_hidden_state[0]
+    return found
+
+
+def write_modules(folder: Path, **pooling: Any) -> None:
+    """Write the files of sentence-transformers for a pooling and a norm of the vectors."""
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {"idx": at, "name": str(at), "type": f"sentence_transformers.models.{kind}", "path": path}
+        for at, (kind, path) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))

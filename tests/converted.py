@@ -23,7 +23,7 @@ _ARCHITECTURES = {
 _GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 _ARCHITECTURES |= dict.fromkeys(_GEMMA4, "gemma4")
 _ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss"}
-_ARCHITECTURES |= {"ministral3": "mistral3", "lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next"}
+_ARCHITECTURES |= {"llama4_text": "llama4", "ministral3": "mistral3", "lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next"}
 _ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 _NAMED_AS = {"mellum": "qwen3moe"}  # architectures that the `gguf` package does not have
 _PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe", "ministral3"}
@@ -31,6 +31,7 @@ _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _GRANITE_EXPERTS = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
 _GPT_OSS_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
+_LLAMA4_EXPERTS = re.compile(r"model\.layers\.(\d+)\.feed_forward\.experts\.(gate_up|down)_proj")
 _GEMMA4_EXPERTS = re.compile(r"model\.layers\.(\d+)\.(router\..*scale|experts\..*)")
 _GEMMA4_PARTS = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 _GEMMA4_PARTS |= {f"experts.{kind}_proj": f"ffn_{kind}_exps.weight" for kind in ("gate_up", "down")}
@@ -89,6 +90,14 @@ def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
             found |= {f"blk.{match[1]}.ffn_{kind}_exps.{ending}": part for kind, part in parts.items()}
         elif match := _GEMMA4_EXPERTS.fullmatch(name):
             found[f"blk.{match[1]}.{_GEMMA4_PARTS[match[2]]}"] = values
+        elif match := _LLAMA4_EXPERTS.fullmatch(name):
+            rows = values.swapaxes(1, 2)
+            parts = (
+                dict(zip(("gate", "up"), np.split(rows, 2, axis=1), strict=True))
+                if match[2] == "gate_up"
+                else {"down": rows}
+            )
+            found |= {f"blk.{match[1]}.ffn_{kind}_exps.weight": part for kind, part in parts.items()}
         elif name.endswith("self_attn.sinks"):
             found[f"blk.{name.split('.')[2]}.attn_sinks.weight"] = values
         elif name.endswith((".e_score_correction_bias", ".feed_forward.expert_bias")):
@@ -137,6 +146,9 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_used_count(num_chosen)
         if "moe_intermediate_size" in config:
             writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if config["model_type"] == "llama4_text":
+            writer.add_expert_feed_forward_length(config["intermediate_size"])
+            writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
         if config["model_type"] == "glm4_moe":
             writer.add_expert_shared_count(config["n_shared_experts"])
             writer.add_expert_weights_scale(config["routed_scaling_factor"])
@@ -166,7 +178,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _intermediate_size(config: dict[str, Any]) -> int:
-    size: int = config["intermediate_size"]
+    size: int = config.get("intermediate_size_mlp", config["intermediate_size"])
     if config.get("block_auto_adjust_ff_dim"):
         unit = config["block_multiple_of"]
         size = unit * ((int(config["block_ffn_dim_multiplier"] * int(2 * size / 3)) + unit - 1) // unit)

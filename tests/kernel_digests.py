@@ -99,7 +99,7 @@ def embedding(type_: str) -> Iterator[Tensor]:
     yield ops.embed(weight.parts[0], torch.tensor([0, 50, 7, 16]), 1.0)
 
 
-def attention(kv_type: str, *, has_gates: bool = False) -> Iterator[Tensor]:
+def attention(kv_type: str, *, has_gates: bool = False, window: int = 100) -> Iterator[Tensor]:
     """Prompts, tokens and drafts of two rows, the second with a window."""
     rng = np.random.default_rng(3)
     rope = RopeTable(numbers(rng, 1, 512, 32) / 4, numbers(rng, 1, 512, 32) / 4)
@@ -107,7 +107,7 @@ def attention(kv_type: str, *, has_gates: bool = False) -> Iterator[Tensor]:
     heads = Heads(6, 2, 64, 0.125, rope, Norm(numbers(rng, 64), 1e-5), None, gate_start=gates if has_gates else None)
     pages = 8
     none = torch.zeros(2, dtype=torch.int64)
-    table, windows = torch.arange(2 * pages).view(2, pages), torch.tensor([0, 100])
+    table, windows = torch.arange(2 * pages).view(2, pages), torch.tensor([0, window])
     layout = Pages(PAGE_TOKENS, table, none, none.clone(), windows, none.clone())
     shape = 2, 2 * pages, PAGE_TOKENS // BLOCK_POSITIONS
     sizes = key_block_bytes(kv_type, 64), value_block_bytes(kv_type, 64)
@@ -135,6 +135,7 @@ def experts(type_: str, scores: Any) -> Iterator[Tensor]:
         return ops.prepare(whole, CPU)
 
     router = Router(count, 2, scores, is_normalized=scores == "softmax", has_correction=scores == "sigmoid")
+    router = replace(router, weighs_inputs=scores == "sigmoid_of_chosen")
     shared = SharedExpert(
         ops.prepare(Projection((sized(rng, type_, inner, hidden), sized(rng, type_, inner, hidden))), CPU),
         ops.prepare(Projection((sized(rng, "Q8_0", hidden, inner),)), CPU),
@@ -251,9 +252,10 @@ def cases() -> Iterator[tuple[str, Iterator[Tensor]]]:
     for kv_type in ("f32", "f16", "bf16", "q8", "q4"):
         yield f"attend {kv_type}", attention(kv_type)
     yield "attend f32 with gates", attention("f32", has_gates=True)
+    yield "attend f32 in chunks", attention("f32", window=-100)
     for name in ("silu", "gelu_tanh"):
         yield f"gate {name}", activation(name)
-    for scores in ("softmax", "sigmoid", "softmax_of_chosen"):
+    for scores in ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen"):
         yield f"experts {scores}", experts("Q4_K", scores)
     yield "experts with norms", experts_with_norms()
     for type_ in ("BF16", "Q4_0", "Q6_K"):

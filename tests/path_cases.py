@@ -18,6 +18,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen2MoeConfig,
@@ -77,6 +78,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(num_hidden_layers=2, **_SIZES),
     "wide": LlamaConfig(num_hidden_layers=2, head_dim=32, **_SIZES),
     "windows": Gemma3TextConfig(num_hidden_layers=6, head_dim=16, sliding_window=WINDOW, **_SIZES),
+    "chunks": Llama4TextConfig(
+        num_hidden_layers=4, head_dim=16, attention_chunk_size=WINDOW, floor_scale=WINDOW, num_local_experts=4,
+        intermediate_size_mlp=96, **_SIZES,
+    ),
     "experts": Qwen2MoeConfig(
         num_hidden_layers=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
         shared_expert_intermediate_size=128, **_SIZES,

@@ -21,6 +21,7 @@ from transformers import (
     LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MellumConfig,
     Ministral3Config,
@@ -545,6 +546,26 @@ MUSE_GLIMMER = [
     ),
 ]  # fmt: skip
 
+_LLAMA4 = _SIZES | {"head_dim": 32, "num_local_experts": 6, "intermediate_size_mlp": 128}
+LLAMA4 = [
+    Tiny("llama4", Llama4TextConfig(num_hidden_layers=5, rope_parameters=_LLAMA3_ROPE, **_LLAMA4)),
+    Tiny(
+        "llama4_chunks",
+        Llama4TextConfig(
+            num_hidden_layers=4, attention_chunk_size=23, floor_scale=16, attn_scale=0.5, interleave_moe_layer_step=2,
+            no_rope_layers=[1, 0, 1, 1], **_LLAMA4,
+        ),
+    ),
+    Tiny(
+        "llama4_plain",
+        Llama4TextConfig(
+            num_hidden_layers=3, use_qk_norm=False, attn_temperature_tuning=False, attention_chunk_size=None,
+            moe_layers=[0, 1], num_experts_per_tok=2, attention_bias=True, tie_word_embeddings=True,
+            **_LLAMA4 | {"head_dim": 16},
+        ),
+    ),
+]  # fmt: skip
+
 LONGROPE = Tiny(
     "phi3_longrope",
     Phi3Config(
@@ -555,9 +576,9 @@ LONGROPE = Tiny(
         **_SIZES,
     ),
 )
-TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER]
+TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER, *LLAMA4]
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
-ON_CPUS = [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER]  # GPUs refuse them
+ON_CPUS = [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER, *LLAMA4]  # GPUs refuse them
 DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in ON_CPUS]
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]
 
@@ -609,4 +630,6 @@ def make_tiny(tiny: Tiny, folder: Path) -> Any:
     model.save_pretrained(folder)
     if tiny.config.model_type == "gemma4_text" and not tiny.config.hidden_size_per_layer_input:
         model.config.output_hidden_states = True  # without, transformers 5.24 fails where there are no such embeddings
+    if tiny.config.model_type == "llama4_text":
+        model.base_model_prefix = "model"  # transformers names that of the multimodal model
     return model

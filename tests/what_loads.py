@@ -5,7 +5,7 @@ from pathlib import Path
 
 from infer.catalog.supported import SUPPORTED
 from infer.model.families import make_architecture
-from infer.operands.architecture import Architecture, Attention, Experts, GatedDeltaNet, Layer, ShortConv
+from infer.operands.architecture import Architecture, Attention, Experts, FeedForward, GatedDeltaNet, Layer, ShortConv
 from infer.quantization.ggml_types import BLOCK_TYPES
 from test_converted_families import CONVERTED
 from tiny import LONGROPE, TINY, Tiny
@@ -22,12 +22,18 @@ def _has_shared(experts: Experts) -> bool:
     return experts.shared_size > 0 and not experts.has_norms
 
 
+def _has_weighted_inputs(feed_forward: FeedForward | None) -> bool:
+    return isinstance(feed_forward, Experts) and feed_forward.router.weighs_inputs
+
+
 _SETTINGS = (
     ("experts", lambda layer: isinstance(layer.feed_forward, Experts)),
+    ("experts with weighted inputs", lambda layer: _has_weighted_inputs(layer.feed_forward)),
     ("experts beside an MLP", lambda layer: isinstance(layer.feed_forward, Experts) and layer.feed_forward.has_norms),
     ("per-layer inputs", lambda layer: layer.per_layer_input is not None),
     ("a shared expert", lambda layer: isinstance(layer.feed_forward, Experts) and _has_shared(layer.feed_forward)),
     ("windows", _of_attention(lambda attention: attention.window is not None)),
+    ("chunks", _of_attention(lambda attention: attention.chunk is not None)),
     ("q, k, v biases", _of_attention(lambda attention: attention.has_qkv_bias)),
     ("output bias", _of_attention(lambda attention: attention.has_output_bias)),
     ("MLP biases", lambda layer: layer.feed_forward.has_bias),

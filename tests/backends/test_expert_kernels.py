@@ -20,11 +20,13 @@ from test_cpu_kernels import CPU, TYPES, assert_near, make_weight
 HIDDEN, INNER, EXPERTS, CHOSEN = 256, 256, 9, 3
 NORM = Norm(torch.linspace(0.5, 1.5, HIDDEN), 1e-6)
 ROUTER = Router(EXPERTS, CHOSEN, "softmax", is_normalized=True)
+WEIGHTED = replace(ROUTER, scores="sigmoid_of_chosen", is_normalized=False, weighs_inputs=True)
 ROUTERS = [
     ROUTER,
     replace(ROUTER, is_normalized=False, scale=2.5),
     replace(ROUTER, scores="sigmoid", floor=1e-20, scale=1.8, has_correction=True),
     replace(ROUTER, scores="softmax_of_chosen", is_normalized=False),
+    WEIGHTED,
     Router(40, 8, "softmax"),
     Router(1, 1, "softmax"),
 ]
@@ -115,6 +117,26 @@ def test_routers_agree_with_reference(router: Router, shared: int) -> None:
     assert_near(*both(make_experts("F32", router=router, shared=shared), 21), 2e-5)
 
 
+@pytest.mark.parametrize(("gate", "up"), [("Q8_0", "Q8_0"), ("BF16", "BF16"), ("Q4_K", "Q6_K")])
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_weighted_inputs_agree_with_reference(gate: str, up: str, num_tokens: int) -> None:
+    weighted = make_experts(gate, up=up, router=WEIGHTED)
+    actual, expected = both(weighted, num_tokens)
+    assert_near(actual, expected, 2e-3)
+    of_results, _ = both(replace(weighted, router=replace(WEIGHTED, weighs_inputs=False)), num_tokens)
+    assert (actual - of_results).abs().max() > 0.1 * actual.abs().max()
+
+
+def test_weighted_experts_are_chosen_by_logits_whose_sigmoids_are_equal() -> None:
+    experts = make_experts("F32", router=WEIGHTED)
+    far = StoredWeight("F32", (EXPERTS, HIDDEN), experts.router_logits.parts[0].data * 1000)
+    experts = replace(experts, router_logits=Projection((far,), label="L0.router"))
+    by_logits, expected = both(experts, 21)
+    assert_near(by_logits, expected, 2e-5)
+    by_sigmoids, _ = both(replace(experts, router=replace(WEIGHTED, scores="sigmoid")), 21)
+    assert (by_logits - by_sigmoids).abs().max() > 0.1 * by_logits.abs().max()
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.6])
 @pytest.mark.parametrize("post_norm", [None, NORM])
 @pytest.mark.parametrize("shared", [0, 96])
@@ -144,7 +166,8 @@ def test_a_token_has_the_same_bits_in_every_batch_chunk_and_number_of_threads(
     type_: str, precision: ops.Precision
 ) -> None:
     plain, x = make_experts(type_, shared=256), make_x(70)
-    for own, post_norm in ((plain, None), (with_norms(plain), NORM)):
+    weighted = make_experts(type_, shared=256, router=WEIGHTED)
+    for own, post_norm in ((plain, None), (with_norms(plain), NORM), (weighted, None)):
         experts = prepared(own, precision=precision)
         together = cpu.add_experts(x.clone(), NORM, experts, post_norm)
         for size in (1, 7, 32):

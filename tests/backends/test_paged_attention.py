@@ -34,7 +34,10 @@ ONE_BY_ONE = [1] * 40 + [240] + [1] * 30 + [LENGTH - 310]
 def make_layer(
     page_tokens: int = 64, *, seed: int | None = None, sinks: int = 0, window: int = 0, shift: int = 0
 ) -> LayerCache:
-    """One row, its pages in order or in any, among memory in which every number is another row's and not finite."""
+    """One row, its pages in order or in any, among memory in which every number is another row's and not finite.
+
+    A window of −n stands for chunks of n.
+    """
     num_pages = -(-CAPACITY // page_tokens)
     order = torch.arange(num_pages)
     if seed is not None:
@@ -76,7 +79,8 @@ def expected(sinks: int, window: int, shift: int = 0) -> Tensor:
 
     k, v = (x.repeat_interleave(NUM_HEADS // KV_HEADS, dim=1) for x in (rotate(k), v))
     slot, own = torch.arange(LENGTH), torch.arange(LENGTH)[:, None]
-    seen = (slot <= own) & ((slot < sinks) | (slot > own - (window or LENGTH)))
+    near = own // -window == slot // -window if window < 0 else slot > own - (window or LENGTH)
+    seen = (slot <= own) & ((slot < sinks) | near)
     scores = torch.einsum("thd,shd->hts", rotate(q), k).mul(DIM**-0.5).masked_fill(~seen, -torch.inf)
     scores = torch.cat([scores, SINKS.double().view(-1, 1, 1).expand(-1, LENGTH, 1)], dim=-1)
     attended = torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :-1], v)
@@ -100,9 +104,10 @@ def test_full_attention_is_what_torch_says(dense: Tensor) -> None:
 
 
 KEPT = [(0, 1), (0, 40), (4, 20), (4, 300), (16, 16), (20, 12), (30, 3), (100, 60), (260, 10), (300, 300), (600, 1)]
+CHUNKS = [(0, -1), (0, -16), (0, -23), (0, -100), (0, -256), (0, -300), (0, -1000)]
 
 
-@pytest.mark.parametrize(("sinks", "window"), KEPT)
+@pytest.mark.parametrize(("sinks", "window"), [*KEPT, *CHUNKS])
 def test_what_is_kept_is_attended_to_and_nothing_else(sinks: int, window: int) -> None:
     wanted = expected(sinks, window)
     layer = make_layer(16, seed=2, sinks=sinks, window=window)
@@ -115,12 +120,13 @@ def test_what_is_kept_is_attended_to_and_nothing_else(sinks: int, window: int) -
 
 
 def test_kept_tokens_as_many_as_there_are_change_no_bit(dense: Tensor) -> None:
-    for sinks, window in ((0, LENGTH), (4, LENGTH - 4), (LENGTH, 1)):
+    for sinks, window in ((0, LENGTH), (4, LENGTH - 4), (LENGTH, 1), (0, -LENGTH)):
         assert torch.equal(attend_all(make_layer(sinks=sinks, window=window)), dense)
 
 
-def test_the_pages_of_what_is_forgotten_may_hold_another_row() -> None:
-    sinks, window, page_tokens = 20, 70, 16
+@pytest.mark.parametrize(("sinks", "window"), [(20, 70), (0, -70)])
+def test_the_pages_of_what_is_forgotten_may_hold_another_row(sinks: int, window: int) -> None:
+    page_tokens = 16
     layer = make_layer(page_tokens, seed=5, sinks=sinks, window=window)
     clean, found = attend_all(layer), []
     start = 0
@@ -128,7 +134,8 @@ def test_the_pages_of_what_is_forgotten_may_hold_another_row() -> None:
     for size in SIZES:
         found.append(ops.attend(Activations(make_qkv(size, start)), HEADS, layer, Step.of([1] * size, start)).floats)
         start += size
-        lost = range(-(-sinks // page_tokens), (start + 1 - window) // page_tokens)
+        first_seen = start - start % -window if window < 0 else start + 1 - window
+        lost = range(-(-sinks // page_tokens), first_seen // page_tokens)
         for page in layer.pages.table[0, list(lost)].tolist():
             layer.keys[:, page].view(torch.float32).fill_(torch.nan)
             layer.values[:, page].view(torch.float32).fill_(torch.nan)
@@ -146,7 +153,7 @@ def test_a_shift_moves_slots_and_not_positions() -> None:
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_a_few_tokens_of_several_rows_are_shared_out_and_change_no_bit(num_threads: int) -> None:
     """Runs of every length up to a step's 16 tokens, at a chunk's beginning, across its end and far behind it."""
-    kept = ((0, 0), (20, 70), (4, 300), (0, 40))
+    kept = ((0, 0), (20, 70), (4, 300), (0, -40))
     layer = make_layer(64)
     table = torch.arange(len(kept) * layer.pages.table.shape[1]).view(len(kept), -1)
     sinks, windows = (torch.tensor(values) for values in zip(*kept, strict=True))

@@ -59,7 +59,7 @@ def worlds() -> dict[str, World]:
     return {}
 
 
-@pytest.fixture(scope="module", params=["llama", "windows", "shared keys", "convolutions", "states"])
+@pytest.fixture(scope="module", params=["llama", "windows", "chunks", "shared keys", "convolutions", "states"])
 def world(request: pytest.FixtureRequest, worlds: dict[str, World], tmp_path_factory: pytest.TempPathFactory) -> World:
     name = request.param
     if name not in worlds:

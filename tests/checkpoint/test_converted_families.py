@@ -27,6 +27,8 @@ _NOT_IN_GGUF |= {
     "laguna_elements",
     "muse_glimmer",
     "muse_glimmer_listed",
+    "llama4_chunks",
+    "llama4_plain",
     "lfm2_biases",
     "lfm2_moe_plain",
     "qwen3_next_mixed",

@@ -55,7 +55,7 @@ def test_a_model_may_not_have_what_its_heads_or_windows_forbid() -> None:
     with pytest.raises(InvalidRequestError, match="needs a head size that 32 divides, got 80: use f16"):
         check_layers(CacheSettings(kv_type="q4"), [make_layer(80)])
     check_layers(CacheSettings(kv_type="f16"), [make_layer(80)])
-    with pytest.raises(InvalidRequestError, match="every layer of this model has its own window: use none"):
+    with pytest.raises(InvalidRequestError, match="every layer of this model has its own window or chunks: use none"):
         check_layers(CacheSettings(eviction_policy="sliding"), [make_layer(window=8)])
     check_layers(CacheSettings(), [make_layer(window=8)])
 

@@ -32,6 +32,7 @@ WORLDS = {
     "sliding": ("llama", SLIDING),
     "windows": ("windows", CacheSettings(page_tokens=16)),
     "sliding beside windows": ("windows", SLIDING),
+    "sliding beside chunks": ("chunks", SLIDING),
     "q8": ("wide", replace(SLIDING, kv_type="q8")),
     "q4": ("wide", replace(SLIDING, kv_type="q4")),
 }

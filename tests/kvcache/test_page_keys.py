@@ -152,12 +152,13 @@ def test_a_held_page_is_forgotten_before_its_row_writes_to_it() -> None:
     assert not table.is_ready(0, 0, 2 * PAGE + 1)
 
 
-@pytest.mark.parametrize("window", [0, 1, 2, 5, 30])
+@pytest.mark.parametrize("window", [0, 1, 2, 5, 30, -1, -5, -16])
 @pytest.mark.parametrize("sinks", [0, 1, 3])
 def test_a_token_sees_the_sinks_and_as_many_as_its_window_has_with_itself(window: int, sinks: int) -> None:
     state = RowState(shift=0, sinks=sinks, window=window, first=0)
     for slot in range(40):
-        expected = {s for s in range(slot) if not window or s < sinks or s > slot - window}
+        first_near = slot - slot % -window if window < 0 else slot + 1 - window if window else 0
+        expected = {s for s in range(slot) if s < sinks or s >= first_near}
         first, rest = state.seen(slot)
         assert sorted([*first, *rest]) == sorted(expected), slot
         later = {s for at in range(slot, 45) for part in state.seen(at) for s in part if s < slot}

@@ -32,6 +32,7 @@ SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 256}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LAGUNA: dict[str, Any] = {"num_experts": 8, "num_key_value_heads": 2}
+LLAMA4: dict[str, Any] = {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size_mlp": 32}
 LONG = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 64}
 
 
@@ -120,7 +121,19 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
         ("glm4", {}, "model_type 'glm4' is not supported: it needs a rotation of neighbouring elements"),
         ("cohere2", {}, "model_type 'cohere2' is not supported: it needs LayerNorm, and attention beside the MLP"),
         ("hunyuan_v1_dense", {}, "it needs norms of q and k after their rotation"),
-        ("llama4", {}, "it needs attention in chunks, a rotation of neighbouring elements"),
+        (
+            "llama4",
+            LLAMA4 | {"layer_types": ["sliding_attention"] * 4},
+            "layer type 'sliding_attention' is not supported",
+        ),
+        ("llama4", LLAMA4 | {"attention_chunk_size": 0}, "attention_chunk_size must be a whole number from 1 to"),
+        ("llama4", LLAMA4 | {"moe_layers": 3}, "moe_layers must list the numbers of layers, got 3"),
+        ("llama4", LLAMA4 | {"rope_scaling": {"type": "yarn"}}, "rope_type 'yarn' is not supported for llama4"),
+        (
+            "llama4",
+            LLAMA4 | {"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": None},
+            "layer_types has chunked_attention, but attention_chunk_size is not set",
+        ),
         ("gemma3n_text", {}, "it needs four residual streams at once"),
         (
             "muse_glimmer",

@@ -17,6 +17,7 @@ _OF_ATTENTION: dict[str, Callable[[Attention], bool]] = {
     "norms of values": lambda attention: attention.has_v_norm,
     "attention without a mask": lambda attention: not attention.is_causal,
     "shared keys": lambda attention: not attention.has_keys,
+    "attention in chunks": lambda attention: attention.chunk is not None,
     "scaled queries": lambda attention: attention.query_scale is not None,
 }
 

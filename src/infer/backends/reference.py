@@ -232,7 +232,10 @@ def visible(
     end = int(slots.max()) + 1 if num_ahead == 0 or pages.ends is None else int(pages.ends[row])
     held, own = torch.arange(end, device=slots.device), slots[:, None]
     seen, window = held <= own + num_ahead, int(pages.windows[row])
-    return seen if window == 0 else seen & ((held < pages.sinks[row]) | (held > own - window))
+    if window == 0:
+        return seen
+    first = own - window + 1 if window > 0 else own - own % -window
+    return seen & ((held < pages.sinks[row]) | (held >= first))
 
 
 def project_add(
@@ -319,10 +322,12 @@ def add_experts(
     y = torch.zeros_like(x)
     for expert in sorted(set(chosen.flatten().tolist())):
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = (of_expert(x[tokens], each, expert, experts.router) for each in (experts.gate, experts.up))
+        factors = weights[tokens, places, None].to(y.dtype)
+        given = x[tokens] * factors if experts.router.weighs_inputs else x[tokens]
+        gate, up = (of_expert(given, each, expert, experts.router) for each in (experts.gate, experts.up))
         hidden = gathered(gated(gate, up, experts.activation), experts.gate.shares)
         result = gathered(of_expert(hidden, experts.down, expert, experts.router), experts.down.shares)
-        y[tokens] += result * weights[tokens, places, None].to(y.dtype)
+        y[tokens] += result if experts.router.weighs_inputs else result * factors
     y = y if norms is None else normalize(y, norms.post_experts)
     if experts.shared is not None:
         shared = project(
@@ -349,6 +354,8 @@ def route(
     weights = scores.gather(-1, chosen)
     if router.scores == "softmax_of_chosen":
         weights = weights.softmax(-1)
+    elif router.scores == "sigmoid_of_chosen":
+        weights = weights.sigmoid()
     if router.is_normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + router.floor)
     return chosen, weights * router.scale

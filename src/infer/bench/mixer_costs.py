@@ -67,6 +67,7 @@ def _flops(mixer: Mixer, position: int) -> int:
     """Return the operations of the token at a position."""
     if isinstance(mixer, Attention):
         num_seen = position + 1 if mixer.window is None else min(position + 1, mixer.window)
+        num_seen = num_seen if mixer.chunk is None else position % mixer.chunk + 1
         return 4 * mixer.num_heads * mixer.head_dim * num_seen
     convolution = 2 * mixer.num_taps * mixer.num_channels
     return convolution if isinstance(mixer, ShortConv) else convolution + _delta_rule_flops(mixer, position)

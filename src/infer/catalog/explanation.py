@@ -76,6 +76,7 @@ class Explanation:
     weight_bytes: int  # in memory
     cache: tuple[CacheSize, ...]
     state_bytes: int  # of layers that keep a state: of a sequence, for each page of 64 tokens that it holds
+    is_encoder: bool  # it embeds texts, and generates nothing
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -111,6 +112,7 @@ def explain(model: str | Path) -> Explanation:
         state_bytes=sum(
             page_bytes(mixer, "f32", STATE_TOKENS) for mixer in architecture.mixers if not isinstance(mixer, Attention)
         ),
+        is_encoder=architecture.reads_whole_texts,
     )
 
 

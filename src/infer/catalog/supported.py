@@ -17,6 +17,7 @@ class SupportedModels(NamedTuple):
 
 SUPPORTED = (
     SupportedModels("llama", "Llama 2 and 3, SmolLM2", "SmolLM2 135M"),
+    SupportedModels("llama4_text", "Llama 4 (text, also inside the multimodal models)"),
     SupportedModels("smollm3", "SmolLM3"),
     SupportedModels("qwen2", "Qwen2, Qwen2.5"),
     SupportedModels("qwen2_moe", "Qwen2-MoE, Qwen1.5-MoE"),
@@ -47,4 +48,9 @@ SUPPORTED = (
     SupportedModels("laguna", "Laguna"),
     SupportedModels("muse_glimmer_text", "Muse-Glimmer (text, also inside the multimodal models)"),
     SupportedModels("seed_oss", "Seed-OSS"),
+    SupportedModels("bert", "BERT (all-MiniLM, bge, e5, gte): encoders, which embed"),
+    SupportedModels("roberta", "RoBERTa: encoders, which embed"),
+    SupportedModels("xlm-roberta", "XLM-RoBERTa (bge-m3, multilingual-e5): encoders, which embed"),
+    SupportedModels("nomic_bert", "Nomic-BERT (nomic-embed-text v1.5): encoders, which embed"),
+    SupportedModels("modernbert", "ModernBERT (gte-modernbert, granite-embedding-r2): encoders, which embed"),
 )

@@ -25,7 +25,7 @@ from infer.checkpoint.gguf_split import read_whole_gguf
 from infer.checkpoint.pooling import pooling_from_folder, pooling_from_gguf
 from infer.checkpoint.reranker_files import RerankerFiles, reranker_from_folder, reranker_from_gguf
 from infer.checkpoint.safetensors import read_safetensors_folder
-from infer.checkpoint.stacked_experts import with_joined_scales
+from infer.checkpoint.stacked_experts import PLAIN, StackOrder, with_joined_scales
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.checkpoint.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
 from infer.checkpoint.text_prompts import TextPrompts, prompts_from_folder
@@ -37,14 +37,16 @@ from infer.system.open_file import OpenFile
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
 _ROWS_IN_PAIRS = frozenset(
-    {"llama", "granite", "granitemoe", "smollm3", "mistral3"}
-)  # GGUF's whose converter reorders q's and k's rows
+    {"llama", "granite", "granitemoe", "smollm3", "mistral3", "llama4"}
+)  # GGUF's in which elements of q and k that rotate together are neighbours
 _MOST_DRAFTING_LAYERS = 64
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
 _INSTEAD = (
     "take the model's bfloat16 safetensors (weights q8 or q4 quantises them at load) or a GGUF of it, such as Q8_0"
 )
-_INTERLEAVED_EXPERTS = frozenset({"gpt_oss"})  # Hugging Face's, not GGUF's: see `stacked_experts`
+_LLAMA4 = ("llama4", "llama4_text")
+_STACK_ORDERS = {"gpt_oss": StackOrder(are_transposed=True, are_interleaved=True)}  # Hugging Face's, not GGUF's
+_STACK_ORDERS |= dict.fromkeys(_LLAMA4, StackOrder(are_transposed=True))
 _WITH_A_WHOLE_LAST_NORM = frozenset({"muse_glimmer", "muse_glimmer_text"})
 _NORMS_LESS_ONE = (  # Hugging Face's, not GGUF's
     WITH_GATES | {"gemma", "gemma2", "gemma3", "gemma3_text"} | _WITH_A_WHOLE_LAST_NORM
@@ -113,8 +115,10 @@ def _open_folder(folder: Path) -> Checkpoint:
     for name, info in with_joined_scales(_renamed(folder, stored, names)).items():
         _check_supported(info)
         tensors[name] = replace(info, added=added) if is_norm(name) and name not in whole else info
-    are_interleaved = config.get("model_type") in _INTERLEAVED_EXPERTS
-    tensors = taken_apart(_without_drafting_layers(tensors, config), config, are_interleaved=are_interleaved)
+    order = _STACK_ORDERS.get(str(config.get("model_type")), PLAIN)
+    tensors = taken_apart(_without_drafting_layers(tensors, config), config, order)
+    if config.get("model_type") in _LLAMA4:
+        tensors = _with_paired_rows(tensors, config)
     files = tuple(dict.fromkeys(info.file for info in stored.values()))
     generation_config, pooling = generation_config_from_folder(folder), pooling_from_folder(folder)
     reranker, prompts = reranker_from_folder(folder, config, tensors), prompts_from_folder(folder)
@@ -141,6 +145,25 @@ def _open_gguf(path: Path) -> Checkpoint:
     reranker = reranker_from_gguf(path, file.metadata, tensors)
     own = config, file.metadata, tensors, generation_config, file.files
     return Checkpoint(file.path, *own, pooling, TextPrompts(), reranker)
+
+
+def _with_paired_rows(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Return the tensors with the rows of q and k marked as those of GGUF are, in which neighbours rotate together.
+
+    A layer that does not rotate has the same scores in any order. Wrong shapes and numbers are reported later.
+    """
+    found, num_heads = dict(tensors), config.get("num_attention_heads")
+    if type(num_heads) is not int or num_heads < 1:
+        return found
+    for name, info in tensors.items():
+        at, is_q, kind = name.partition(".self_attn.q_proj.")
+        if is_q and (head_rows := info.shape[0] // num_heads) and head_rows % 2 == 0:
+            of_k = f"{at}.self_attn.k_proj.{kind}"
+            for each in (name, of_k) if of_k in tensors else (name,):
+                num_rows = tensors[each].shape[0]
+                if num_rows % head_rows == 0:
+                    found[each] = replace(tensors[each], num_paired_heads=num_rows // head_rows)
+    return found
 
 
 def _without_drafting_layers(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:

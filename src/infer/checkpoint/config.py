@@ -11,6 +11,7 @@ from typing import Any
 
 from infer.checkpoint.gguf import GGUFFile
 from infer.checkpoint.gguf_gemma4 import gemma4_settings
+from infer.checkpoint.gguf_llama4 import llama4_settings
 from infer.checkpoint.gguf_recurrent import WITH_SHORT_CONVS, recurrent_settings
 from infer.checkpoint.gguf_values import GGUFValues, shortest
 from infer.errors import ModelFormatError, UnsupportedModelError
@@ -19,6 +20,7 @@ from infer.system.json_file import inside, read_json_file
 _MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
     "qwen3moe": "qwen3_moe",
     "qwen2moe": "qwen2_moe",
     "glm4moe": "glm4_moe",
@@ -34,6 +36,7 @@ _WITH_WINDOWS = {"llama": "mistral", "olmo2": "olmo3"}  # an architecture whose 
 # whose attention is scaled by hidden_size / heads instead of head_dim.
 _WINDOW_PATTERNS, _GEMMA3_LOCAL_BASE = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "mellum": 4}, 10000.0
 _27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+_OWN_SETTINGS = {"gemma4": gemma4_settings, "llama4": llama4_settings}
 _NORMALIZED_EXPERTS = {"qwen3moe", "lfm2moe", "qwen3next", "qwen35moe", "mellum"}
 _SIGMOID = 2  # of `expert_gating_func`
 _SCALES = {
@@ -146,8 +149,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if values.architecture in _27B_LAYERS:
         is_27b = num_layers == _27B_LAYERS[values.architecture]
         config["query_pre_attn_scalar"] = hidden_size // num_heads if is_27b else head_dim
-    if values.architecture == "gemma4":
-        config |= gemma4_settings(values, config)
+    if values.architecture in _OWN_SETTINGS:
+        config |= _OWN_SETTINGS[values.architecture](values, config)
     if values.architecture in ("gemma3", "gemma4"):
         config["rope_local_base_freq"] = values.real("rope.freq_base_swa", default=_GEMMA3_LOCAL_BASE)
     if values.architecture == "mellum":
@@ -258,7 +261,7 @@ def _rope(file: GGUFFile, values: GGUFValues, head_dim: int) -> dict[str, Any]:
 def _windows(values: GGUFValues, num_layers: int) -> dict[str, Any]:
     """Return the layers that have a window, and its size. llama.cpp has its own pattern for some architectures."""
     found: dict[str, Any] = {"sliding_window": None}
-    if values.has("attention.sliding_window"):
+    if values.get("attention.sliding_window", 0) != 0:
         found["sliding_window"] = values.count("attention.sliding_window")
         if values.architecture in _WITH_WINDOWS:
             found["model_type"] = _WITH_WINDOWS[values.architecture]

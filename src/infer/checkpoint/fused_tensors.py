@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from infer.checkpoint.fused_delta_nets import each_projection, gathered_rows, is_fused, row_ranges
-from infer.checkpoint.stacked_experts import each_expert, is_stack
+from infer.checkpoint.stacked_experts import PLAIN, StackOrder, each_expert, is_stack
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError
 from infer.quantization.ggml_types import BLOCK_TYPES
@@ -25,11 +25,11 @@ WITH_GATES = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", 
 
 
 def taken_apart(
-    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, are_interleaved: bool = False
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], order: StackOrder = PLAIN
 ) -> dict[str, TensorInfo]:
     """Return the tensors with fused ones split. Raises ModelFormatError if the rows cannot be divided.
 
-    are_interleaved: stacks of experts are as `stacked_experts.each_expert` describes them.
+    order: that of stacks of experts.
     """
     found: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
@@ -41,7 +41,7 @@ def taken_apart(
             found[name] = replace(info, shape=(info.shape[0], info.shape[2]))
             continue
         if is_stack(module):
-            found |= each_expert(info, module, kind, are_interleaved=are_interleaved)
+            found |= each_expert(info, module, kind, order)
             continue
         if is_fused(module):
             found |= each_projection(info, module, config)

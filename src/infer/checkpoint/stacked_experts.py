@@ -1,7 +1,7 @@
 """Stacks: tensors with the matrices or biases of all experts. They are split here, in each layout that files have.
 
     [experts, rows, columns]            of most files; if gate and up are in one tensor, gate's rows come first
-    [experts, columns, rows]            of gpt-oss in floats
+    [experts, columns, rows]            of gpt-oss and Llama 4 in floats
     codes [experts, rows, blocks, 16],  of gpt-oss in MXFP4
     scales [experts, rows, blocks]
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError
@@ -23,28 +23,33 @@ _STACK = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate|up|gate_up|do
 _MXFP4, _CODES_BYTES = BLOCK_TYPES["MXFP4"], 16  # of a block, which has a scale of one byte besides
 
 
+class StackOrder(NamedTuple):
+    are_transposed: bool = False  # matrices of floats are
+    are_interleaved: bool = False  # rows of gate and up alternate
+
+
+PLAIN = StackOrder()
+
+
 def is_stack(module: str) -> bool:
     """Return True if a tensor of this name, without its ending, is a stack."""
     return _STACK.fullmatch(module) is not None
 
 
-def each_expert(info: TensorInfo, module: str, kind: str, *, are_interleaved: bool) -> dict[str, TensorInfo]:
-    """Return each expert's part of a stack, by our names.
-
-    kind: weight or bias. are_interleaved: rows of gate and up alternate, and matrices of floats are transposed.
-    """
+def each_expert(info: TensorInfo, module: str, kind: str, order: StackOrder) -> dict[str, TensorInfo]:
+    """Return each expert's part of a stack, by our names. kind: weight or bias."""
     match = _STACK.fullmatch(module)
     assert match is not None
     names = ("gate", "up") if match[2] == "gate_up" else (match[2],)
     _check(info, kind)
-    is_transposed = are_interleaved and kind == "weight" and info.scales is None
+    is_transposed = order.are_transposed and kind == "weight" and info.scales is None
     num_experts, all_rows = info.shape[0], info.shape[2 if is_transposed else 1]
     if all_rows % len(names):
         _fail(info, f"expected the same number of rows of gate and up, got the shape {info.shape}")
     size = all_rows // len(names)
     found: dict[str, TensorInfo] = {}
     for index, name in enumerate(names):
-        rows = range(index, all_rows, len(names)) if are_interleaved else range(index * size, (index + 1) * size)
+        rows = range(index, all_rows, len(names)) if order.are_interleaved else range(index * size, (index + 1) * size)
         for expert in range(num_experts):
             part = (_columns if is_transposed else _rows)(info, expert, rows)
             found[f"{match[1]}.{expert}.{name}_proj.{kind}"] = part

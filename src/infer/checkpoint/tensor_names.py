@@ -91,7 +91,7 @@ _FOUR_NORMS = {
     "post_feedforward_layernorm_2": "mlp.post_experts_norm",
 }
 # Names of the parts of experts: of Qwen, OLMoE and GLM; then of Granite, Mixtral and Gemma 4. The last are parts of
-# LFM2 and of gated delta nets.
+# LFM2 and Llama 4, and of gated delta nets.
 _PARTS = (
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.gate\.weight"), r"\1mlp.router.weight"),
     (re.compile(r"\.mlp\.(gate|experts)\.e_score_correction_bias"), ".mlp.router.correction"),
@@ -116,6 +116,7 @@ _PARTS = (
     (re.compile(r"\.feed_forward\.(experts\.[0-9]+\.)?w2\."), r".mlp.\1down_proj."),
     (re.compile(r"\.feed_forward\.experts\.(gate_up|down)_proj"), r".mlp.experts.\1_proj.weight"),
     (re.compile(r"\.feed_forward\.gate\."), ".mlp.router."),
+    (re.compile(r"\.feed_forward\.((router|shared_expert|(gate|up|down)_proj)\.)"), r".mlp.\1"),
     (re.compile(r"\.feed_forward\.expert_bias"), ".mlp.router.correction"),
     (re.compile(r"\.self_attn\.out_proj\."), ".self_attn.o_proj."),
     (re.compile(r"\.self_attn\.([qk])_layernorm\."), r".self_attn.\1_norm."),

@@ -15,7 +15,7 @@ from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import check_layers
 from infer.model.context_length import context_length
 from infer.model.families import make_architecture
-from infer.model.memory_estimate import LoadSettings, estimate, largest_context
+from infer.model.memory_estimate import LoadSettings, estimate, kv_type_of, largest_context
 from infer.model.tensors import check_tensors
 from infer.system.available_memory import available_memory_bytes
 from infer.system.cores import check_num_threads, default_num_threads
@@ -38,12 +38,13 @@ def run_estimate(options: EstimateOptions) -> None:
     available = available_memory_bytes() if options.device == "cpu" else _free_on_gpu()
     rest = 0 if available is None else available - found.process
     most = max(own, num_tokens)
-    kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
+    kv_type, generates = kv_type_of(architecture, load, cache), not architecture.reads_whole_texts
     on_host = load.device == "cpu"  # only the host's memory is measured
     report = {
         "model": options.model,
         "max_seq_len": num_tokens,
         "batch": options.batch,
+        "is_encoder": not generates,
         "device": options.device,
         "pool_pages": options.pool_pages,
         "kv_type": kv_type,
@@ -53,7 +54,7 @@ def run_estimate(options: EstimateOptions) -> None:
         "process_bytes": found.process,
         "total_bytes": found.total,
         "available_bytes": available,
-        "tokens_per_second": tokens_per_second(architecture, tensors, load, kv_type) if on_host else None,
+        "tokens_per_second": tokens_per_second(architecture, tensors, load, kv_type) if on_host and generates else None,
         "read_bandwidth": read_bandwidth(threads) if on_host else None,
         "fits": None if available is None else found.total <= available,
         "largest_context": None
@@ -84,6 +85,8 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
         "workspace": "of a step of 512 tokens",
         "process": "Python, torch and the vocabulary",
     }
+    if report["is_encoder"]:
+        remarks["cache"] = f"two layers of a text of {report['max_seq_len']:,} tokens, {report['kv_type']}"
     if report["device"] == "cuda":
         del remarks["process"]  # it lies in the host's memory
     for name, remark in remarks.items():

@@ -19,6 +19,7 @@ _WORDS = {
     "intermediate_size": "mlp {:,}",
     "scale": "scale {:.5g}",
     "window": "window {:,}",
+    "chunk": "chunks of {:,} tokens",
     "softcap": "softcap {:g}",
     "activation": "{}",
     "qk_norm": "q and k norms ({})",
@@ -27,7 +28,9 @@ _WORDS = {
 _FLAGS = {"has_bias": "mlp bias", "has_sinks": "attention sinks", "has_gate": "output gates"}
 _FLAGS |= {"has_v_norm": "norm of values", "are_values_keys": "keys as values", "has_norms": "experts beside the mlp"}
 _FLAGS |= {"per_layer_input": "per-layer inputs"}
-_FLAGS |= {"are_gates_of_heads": "one gate per head"}
+_FLAGS |= {"are_gates_of_heads": "one gate per head", "norms_of_sum": "norms of sums", "norms_are_centred": "LayerNorm"}
+_FLAGS |= {"norms_have_bias": "norms with bias", "norms_skip_mixer": "no norm before attention"}
+_WITHOUT = {"is_causal": "no mask", "is_gated": "no gate in the mlp"}  # said where the value is False
 _IN_FILES = ("is_decay_log", "are_heads_tiled")  # how a file stores a layer, which computes the same
 _MAX_ENDS = 8
 
@@ -50,15 +53,21 @@ def lines(found: Explanation) -> Iterator[str]:
         ("tokenizer", f"{tokenizer.kind} ({tokenizer.pre_tokenizer}), {tokenizer.vocab_size:,} tokens, "
                       f"{tokenizer.num_special_tokens:,} of them special, "
                       + (f"begins with {tokenizer.bos}" if tokenizer.adds_bos else "adds no first token")),
-        ("template", ", ".join(tokenizer.templates) or "none: no conversations"),
-        ("ends", ", ".join(f"{text} ({token_id})" for token_id, text in list(tokenizer.ends.items())[:_MAX_ENDS])),
-        ("sampling", ", ".join(f"{name} {value}" for name, value in found.sampling_defaults.items()) or "no defaults"),
+        *([("use", "an encoder: it embeds texts, and generates nothing")] if found.is_encoder else _answers(found)),
         *((each.type, _stored(each)) for each in found.weights),
         ("in memory", f"{found.weight_bytes / 1e6:,.1f} MB of weights"),
-        ("1000 tokens", ", ".join(_cache(found))),
+        *([] if found.is_encoder else [("1000 tokens", ", ".join(_cache(found)))]),
         *([("state", _state(found.state_bytes))] if found.state_bytes else []),
     ]  # fmt: skip
     return columns_of_rows(rows, "<<")
+
+
+def _answers(found: Explanation) -> Iterator[tuple[str, str]]:
+    """Yield the rows about answers, of a model that generates."""
+    tokenizer = found.tokenizer
+    yield "template", ", ".join(tokenizer.templates) or "none: no conversations"
+    yield "ends", ", ".join(f"{text} ({token_id})" for token_id, text in list(tokenizer.ends.items())[:_MAX_ENDS])
+    yield "sampling", ", ".join(f"{name} {value}" for name, value in found.sampling_defaults.items()) or "no defaults"
 
 
 def _network(network: Mapping[str, Any]) -> Iterator[str]:
@@ -95,6 +104,9 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
         if name == "shared_from":  # layer 0 is one, too
             if value is not None:
                 yield f"keys and values of layer {value}"
+        elif name in _WITHOUT:
+            if not value:
+                yield _WITHOUT[name]
         elif name == "rope" and value is not None:
             yield _rope(value)
         elif name == "gate_curve":
@@ -104,6 +116,8 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
             yield f"queries that grow every {value['period']:,} tokens"
         elif name == "router" and value is not None:
             yield f"{value['num_chosen']:,} of {value['num_experts']:,} chosen by {value['scores'].replace('_', ' ')}"
+            if value["weighs_inputs"]:
+                yield "weighted inputs of experts"
         elif value is None or value == 0:  # False too
             if not is_common:
                 yield f"no {plain}"

@@ -117,9 +117,14 @@ class Host:
     @property
     def engine(self) -> Engine:
         """Raises InvalidRequestError for an encoder."""
-        if self.engine_if_any is None:
-            raise InvalidRequestError(self._refusal)
+        self.check_generates()
+        assert self.engine_if_any is not None
         return self.engine_if_any
+
+    def check_generates(self) -> None:
+        """Raise InvalidRequestError for an encoder."""
+        if self.reads_whole_texts:
+            raise InvalidRequestError(self._refusal)
 
     def text_encoder(self) -> TextEncoder:
         """For the loop's thread, of an encoder. Made when it is first asked for."""

@@ -23,6 +23,8 @@ _STATES_PER_ROW, _SHARED_STATES = 2, 8  # pages of recurrent layers
 class PageGroup:
     """Layers whose tokens see the same slots: the first `sinks`, and themselves with the `window` − 1 before them.
 
+    With `chunk`, a token sees the slots of its own chunk instead of a window.
+
     A recurrent layer keeps what it computed only in the page of a step's first token, and in its last `RECENT_PAGES`
     pages. With `has_states`, a page begins with a state, and a token sees its page from there.
     """
@@ -36,6 +38,7 @@ class PageGroup:
     furthest: int | None = None  # position from which later tokens see the sinks; None: no row comes there
     is_recurrent: bool = False
     has_states: bool = False
+    chunk: int | None = None
     pool_limit: int | None = None  # pages that fit in the memory for states; None: as many as the rows need
 
 
@@ -58,10 +61,10 @@ def check_layers(settings: CacheSettings, layers: Sequence[Mixer]) -> None:
         raise InvalidRequestError(
             f"state_memory_mb={settings.state_memory_mb} is for models with states, and this one has none: leave it out"
         )
-    if settings.evicts and all(layer.window is not None for layer in attention):
+    if settings.evicts and all(layer.most_seen is not None for layer in attention):
         raise InvalidRequestError(
-            f"eviction_policy {settings.eviction_policy} evicts tokens of layers without a window, and every layer "
-            "of this model has its own window: use none"
+            f"eviction_policy {settings.eviction_policy} evicts tokens of layers that see all tokens, and every layer "
+            "of this model has its own window or chunks: use none"
         )
 
 
@@ -73,26 +76,27 @@ def make_groups(
     `context` is the number of tokens that the model was made for. If it is None or at least `capacity`, distances stay
     as they are.
     """
-    indices_by_window: dict[int | None, list[int]] = {}
+    indices_by_reach: dict[tuple[int | None, int | None], list[int]] = {}
     recurrent = list[int]()
     for index, layer in enumerate(layers):
         if isinstance(layer, Attention):
-            indices_by_window.setdefault(layer.window, []).append(index)
+            indices_by_reach.setdefault((layer.window, layer.chunk), []).append(index)
         else:
             recurrent.append(index)
     page_tokens = settings.page_tokens
     groups = []
-    for own, indices in indices_by_window.items():
-        is_evicting = own is None and settings.evicts
+    for (own, chunk), indices in indices_by_reach.items():
+        is_evicting = own is None and chunk is None and settings.evicts
         sinks = settings.protected_prefix if is_evicting else 0
         window = settings.eviction_window - sinks if is_evicting else own
         num_fixed, share = num_pages(sinks, page_tokens), num_pages(capacity, page_tokens)
         # Two more than the window and a step fill: neither begins where a page does.
         is_late = is_evicting and settings.is_late
-        if window is not None and not is_late:
-            share = min(share, num_fixed + num_pages(window + step_tokens, page_tokens) + 1)
+        most_seen = window if chunk is None else chunk
+        if most_seen is not None and not is_late:
+            share = min(share, num_fixed + num_pages(most_seen + step_tokens, page_tokens) + 1)
         furthest = context - 1 if is_evicting and context is not None and capacity > context else None
-        groups.append(PageGroup(tuple(indices), sinks, window, num_fixed, share, is_late, furthest))
+        groups.append(PageGroup(tuple(indices), sinks, window, num_fixed, share, is_late, furthest, chunk=chunk))
     if recurrent:
         groups.append(_recurrent_group(layers, recurrent, settings, num_pages(capacity, page_tokens)))
     return tuple(groups)

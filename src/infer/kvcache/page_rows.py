@@ -1,8 +1,8 @@
 """The rows of one group in integers: the visibility rule, and the pages that it needs.
 
 A token's slot is its position minus its row's shift. From slot t, a slot s ≤ t is visible if s < sinks or s > t −
-window. If the window is 0, all slots s ≤ t are visible. A compressed row stores the kept part of its prompt in its
-first slots. It can continue only after these slots.
+window. If the window is 0, all slots s ≤ t are visible. A window of −n stands for chunks of n slots: s ≥ t − t mod n is
+visible. A compressed row stores the kept part of its prompt in its first slots. It can continue only after these slots.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,10 @@ class RowState(NamedTuple):
 
         With `state_tokens`, the window reaches back to the last state before the slot: there is one every so many.
         """
-        first = max(0, slot + 1 - self.window) if self.window else 0
+        if self.window < 0:
+            first = slot - slot % -self.window
+        else:
+            first = max(0, slot + 1 - self.window) if self.window else 0
         if state_tokens:
             first = min(first, max(0, slot - 1) // state_tokens * state_tokens)
         return range(min(self.sinks, first)), range(first, slot)
@@ -88,7 +91,7 @@ class GroupRows:
 
     @property
     def _window(self) -> int:
-        return self.group.window or 0
+        return -self.group.chunk if self.group.chunk is not None else self.group.window or 0
 
     def state(self, row: int) -> RowState:
         columns = (self.shifts, self.sinks, self.windows, self._firsts)
@@ -149,9 +152,9 @@ class GroupRows:
     def num_found(self, keys: Sequence[bytes]) -> int:
         """Return an upper bound on the number of a row's first pages that can be adopted.
 
-        In a group with a window, some of these pages may be missing.
+        In a group with a window or chunks, some of these pages may be missing.
         """
-        if self.group.window is not None:
+        if self._window:
             return len(keys)
         return next((index for index, key in enumerate(keys) if self.table.pool.find(key) is None), len(keys))
 

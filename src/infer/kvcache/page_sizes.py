@@ -32,7 +32,7 @@ def read_bytes(layer: Mixer, kv_type: str, context: int) -> int:
     A gated delta net reads a state, and on average half a page of its log.
     """
     if isinstance(layer, Attention):
-        visible = context if layer.window is None else min(context, layer.window)
+        visible = context if layer.most_seen is None else min(context, layer.most_seen)
         return visible * slot_bytes(layer, kv_type)
     if isinstance(layer, GatedDeltaNet):
         _, state, keys, updates, _ = map(prod, layer.page_shapes(STATE_TOKENS))

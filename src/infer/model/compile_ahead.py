@@ -10,7 +10,7 @@ from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InferError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
-from infer.model.memory_estimate import LoadSettings, loaded_types
+from infer.model.memory_estimate import LoadSettings, kv_type_of, loaded_types
 from infer.model.tensors import check_tensors
 from infer.operands.architecture import Architecture, ModelOutline
 
@@ -19,8 +19,7 @@ def make_outline(
     architecture: Architecture, tensors: Mapping[str, TensorInfo], load: LoadSettings, cache: CacheSettings
 ) -> ModelOutline:
     """Return the outline of a model that is loaded with these settings."""
-    default = "f32" if architecture.reads_whole_texts else load.kv_type
-    kv_type = default if cache.kv_type == "auto" else cache.kv_type
+    kv_type = kv_type_of(architecture, load, cache)
     return ModelOutline(architecture, loaded_types(architecture, tensors, load), kv_type, load.precision)
 
 

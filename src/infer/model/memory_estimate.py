@@ -96,7 +96,7 @@ def estimate(
     types = loaded_types(architecture, tensors, load)
     if architecture.reads_whole_texts:
         return _estimate_of_encoder(architecture, types, load, cache, num_tokens)
-    kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
+    kv_type = kv_type_of(architecture, load, cache)
     history = num_rows * (8 * architecture.vocab_size + 8 * num_tokens)
     sizes = StepSizes(num_tokens, MAX_STEP_TOKENS, MAX_STEP_LOGITS, load.precision, load.num_threads)
     return Estimate(
@@ -107,12 +107,18 @@ def estimate(
     )
 
 
+def kv_type_of(architecture: Architecture, load: LoadSettings, cache: CacheSettings) -> str:
+    """Return how keys and values are stored: unless a type is asked for, an encoder's exactly."""
+    default = "f32" if architecture.reads_whole_texts else load.kv_type
+    return default if cache.kv_type == "auto" else cache.kv_type
+
+
 def _estimate_of_encoder(
     architecture: Architecture, types: Mapping[str, str], load: LoadSettings, cache: CacheSettings, num_tokens: int
 ) -> Estimate:
     """Return the memory of an encoder. Its cache holds two layers of one text, or of the texts of a tile."""
     sizes = StepSizes(num_tokens, MAX_STEP_TOKENS, 1, load.precision, load.num_threads)
-    kv_type = "f32" if cache.kv_type == "auto" else cache.kv_type
+    kv_type = kv_type_of(architecture, load, cache)
     stream = 4 * num_tokens * architecture.hidden_size  # of a text that takes several tiles
     return Estimate(
         weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
@@ -323,8 +329,8 @@ def cache_bytes(
 
 
 def cache_bytes_per_token(layers: Sequence[Attention], kv_type: str) -> tuple[int, int]:
-    """Return the bytes of one token in all layers, and in the layers without a window of their own."""
-    whole = [slot_bytes(layer, kv_type) for layer in layers if layer.window is None]
+    """Return the bytes of one token in all layers, and in the layers that see all tokens."""
+    whole = [slot_bytes(layer, kv_type) for layer in layers if layer.most_seen is None]
     return sum(slot_bytes(layer, kv_type) for layer in layers), sum(whole)
 
 

@@ -75,6 +75,7 @@ class Attention:
     rope: Rope | None
     scale: float  # multiplies q · k
     window: int | None = None  # a token sees itself and the window − 1 before it; if not causal, as many after it
+    chunk: int | None = None  # a token sees the tokens of its own chunk up to itself: chunks begin at multiples
     softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap)
     has_qkv_bias: bool = False
     has_output_bias: bool = False
@@ -93,6 +94,11 @@ class Attention:
     def has_keys(self) -> bool:
         """Return True if the layer makes keys and values, and keeps them in the cache."""
         return self.shared_from is None
+
+    @property
+    def most_seen(self) -> int | None:
+        """The largest number of tokens that a token sees, if it does not see all tokens before it."""
+        return self.window if self.chunk is None else self.chunk
 
     @property
     def projected(self) -> tuple[tuple[str, int], ...]:
@@ -248,13 +254,15 @@ class Router:
 
     num_experts: int
     num_chosen: int
-    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"]  # the last is taken over the chosen experts' logits
+    # The last two choose by logits, and are taken of the chosen experts' logits.
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen"]
     is_normalized: bool = False  # the chosen scores are divided by (their sum + floor)
     floor: float = 0.0
     scale: float = 1.0  # multiplies the weights
     has_bias: bool = False  # of the logits
     has_correction: bool = False  # is added to the scores to choose, and not to weigh
     has_expert_scales: bool = False  # each expert's weight is multiplied by a number of the expert at last
+    weighs_inputs: bool = False  # the weights multiply what the experts are given, and not their results
 
     def shapes(self, hidden: int) -> Shapes:
         shapes: Shapes = {"mlp.router.weight": (self.num_experts, hidden)}

@@ -46,8 +46,8 @@ class Pages:
     page_tokens / 16 blocks.
 
     From slot t, a slot s ≤ t is visible if s < sinks or s > t − window. If the window is 0, all slots s ≤ t are
-    visible. If `furthest` is given, slots s < sinks are seen as from position min(p, furthest), because a model knows
-    no distance longer than its context.
+    visible. A window of −n stands for chunks of n slots: s ≥ t − t mod n is visible. If `furthest` is given, slots s <
+    sinks are seen as from position min(p, furthest), because a model knows no distance longer than its context.
 
     `rope_sets` is 1 for rows that use the second set of a `RopeTable` with two sets, otherwise 0.
 

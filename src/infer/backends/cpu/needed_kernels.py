@@ -121,7 +121,8 @@ def _of_experts(
     yield Kernel(".experts.kernels:make_multiply", (down, planes, isa.name, "narrow"), "EXPERT_MATMUL", reason)
     maker = "gate" if gate == up else "store"
     yield Kernel(f".matmul.matmul:make_{maker}", (experts.activation,), "EPILOGUE", f"activation {experts.activation}")
-    yield Kernel(".matmul.matmul:make_store", ("weighted",), "EPILOGUE", reason)
+    stored = "by_token" if experts.router.weighs_inputs else "weighted"
+    yield Kernel(".matmul.matmul:make_store", (stored,), "EPILOGUE", reason)
     if experts.shared_size:
         shared_at = f"{at.removesuffix('mlp')}{experts.shared_module}"
         maker = "gate" if are_paired(experts.shared, types, shared_at) else "store"

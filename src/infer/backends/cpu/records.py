@@ -293,8 +293,11 @@ EPILOGUE = np.dtype(
         ("padding", np.float32),
         ("factors", np.int64),  # of `store`, where it gates them: f32 [tokens, factor_stride], from its first column on
         ("factor_stride", np.int64),
-        ("tokens", pointer(np.int64)),  # of `store`, where it weighs: the row of `out` for each row here; 0: the same
-        ("weights", pointer(np.float32)),  # likewise: what each row is multiplied by
+        (
+            "tokens",
+            pointer(np.int64),
+        ),  # of `store`, where it adds to tokens: the row of `out` for each row here; 0: the same
+        ("weights", pointer(np.float32)),  # of `store`, where it weighs: what each row is multiplied by
     ]
 )
 
@@ -332,6 +335,7 @@ EXPERT_INPUTS = np.dtype(
         ("out", np.int64),  # activation records of each slot, expert after expert
         ("token_bytes", np.int64),
         ("tokens", pointer(np.int64)),  # [slots]: the row of x; 0: row and slot are the same
+        ("weights", pointer(np.float32)),  # [slots], multiplies normalised x; 0: ones
         ("counts", pointer(np.int64)),  # `ROUTING`
         ("starts", pointer(np.int64)),
         ("active", pointer(np.int64)),

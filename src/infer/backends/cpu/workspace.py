@@ -132,7 +132,7 @@ def _add_attention(
         step.floats("projected", tokens, sum(rows))
         step.project([types[f"{at}self_attn.{which}_proj.weight"] for which in names], list(rows), hidden)
     step.floats("attended", tokens, wide)
-    is_beyond = context > architecture.most_positions and attention.window is None and attention.rope is not None
+    is_beyond = context > architecture.most_positions and attention.most_seen is None and attention.rope is not None
     step.floats("queries", (2 if is_beyond else 1) * tokens, wide)
     chunks = -(-context // CHUNK)
     step.floats("partials", min(tokens, SPLIT_TOKENS) * attention.num_heads * chunks, attention.head_dim + LANES)

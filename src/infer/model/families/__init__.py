@@ -12,7 +12,7 @@ from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, choice, count, flag, optional_positive, positive
 from infer.model.families.encoders import ENCODERS
 from infer.model.families.family import OFF_IF_NULL, OPTIONAL, Family
-from infer.model.families.layer_kinds import SLIDING
+from infer.model.families.layer_kinds import CHUNKED, SLIDING
 from infer.model.families.refused import NEEDS
 from infer.model.families.rope_scaling import make_rope
 from infer.model.families.table import FAMILIES
@@ -151,7 +151,7 @@ def _mixer(config: Config, family: Family, kind: str, is_rotated: bool, num_head
 
 
 def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> Attention:
-    config = family.of_kind(config, kind)
+    config = family.of_kind(config, kind, is_rotated)
     num_heads = count(config, "num_attention_heads")
     num_kv_heads = count(config, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -173,6 +173,7 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
         rope=make_rope(config, head_dim, rope) if is_rotated else None,
         scale=positive(config, "attention_multiplier", scale),
         window=count(config, "sliding_window") if kind == SLIDING else None,
+        chunk=count(config, "attention_chunk_size") if kind == CHUNKED else None,
         softcap=optional_positive(config, "attn_logit_softcapping"),
         has_qkv_bias=has_qkv_bias,
         has_output_bias=flag(config, "attention_output_bias") if "attention_output_bias" in config else has_qkv_bias,

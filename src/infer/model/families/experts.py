@@ -74,6 +74,13 @@ def laguna_experts(config: Config, activation: Activation) -> Experts:
     return Experts(router, size, activation, shared_size=shared)
 
 
+def llama4_experts(config: Config, activation: Activation) -> Experts:
+    """Return Llama 4's experts: their inputs are multiplied by the sigmoid of logits, beside a shared expert."""
+    router = replace(_router(config, scores="sigmoid_of_chosen"), weighs_inputs=True)
+    size = count(config, "intermediate_size")
+    return Experts(router, size, activation, shared_size=size)
+
+
 def lfm2_experts(config: Config, activation: Activation) -> Experts:
     router = replace(
         _router(config, scores="sigmoid", is_normalized=flag(config, "norm_topk_prob")),
@@ -127,6 +134,16 @@ def is_sparse_in_laguna(config: Config, index: int) -> bool:
     return is_sparse_as_listed(config, index) if config.get("mlp_layer_types") is not None else index > 0
 
 
+def is_sparse_in_llama4(config: Config, index: int) -> bool:
+    """Return True for every layer that `moe_layers` lists; without the list, for every nth layer of the step."""
+    listed = config.get("moe_layers")
+    if listed is None:
+        return (index + 1) % count(config, "interleave_moe_layer_step", default=1) == 0
+    if not isinstance(listed, list) or not all(type(each) is int for each in listed):
+        raise ModelError(f"config: moe_layers must list the numbers of layers, got {listed!r:.60}")
+    return index in listed
+
+
 def _num_dense(config: Config, name: str, default: int) -> int:
     first = config.get(name, default)
     if type(first) is not int or first < 0:
@@ -143,7 +160,10 @@ def is_sparse_in_qwen(config: Config, index: int) -> bool:
 
 
 def _router(
-    config: Config, *, scores: Literal["softmax", "sigmoid", "softmax_of_chosen"], is_normalized: bool = False
+    config: Config,
+    *,
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen"],
+    is_normalized: bool = False,
 ) -> Router:
     name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"  # the same setting
     num_experts = count(config, name, maximum=MAX_EXPERTS)

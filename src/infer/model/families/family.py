@@ -27,6 +27,7 @@ OPTIONAL = frozenset(
 )
 # A null is a value of these; of others it is as if it were not there.
 OFF_IF_NULL = frozenset({"head_dim", "num_key_value_heads", "sliding_window", "attn_logit_softcapping"}) | {
+    "attention_chunk_size",
     "final_logit_softcapping",
     "block_ffn_dim_multiplier",
     "hidden_size_per_layer_input",
@@ -34,7 +35,7 @@ OFF_IF_NULL = frozenset({"head_dim", "num_key_value_heads", "sliding_window", "a
 _PRE_NORMS = Norms(before=True, after=False)
 
 
-def _of_any_kind(config: Config, kind: str) -> Config:
+def _of_any_kind(config: Config, kind: str, is_rotated: bool) -> Config:
     return config
 
 
@@ -66,7 +67,8 @@ class Family:
     experts: Callable[[Config, Activation], Experts | None] | None = None
     is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # whether a layer has experts
     qk_norm: Literal["head", "head_unweighted", "all"] | None = None
-    of_kind: Callable[[Config, str], Config] = _of_any_kind  # the settings of attention in layers of a kind
+    # The settings of attention in layers of a kind, which rotate or do not.
+    of_kind: Callable[[Config, str, bool], Config] = _of_any_kind
     shared_layers: Callable[[Config, Sequence[str]], Sequence[int | None]] = none_shared  # whose keys a layer reads
     per_layer_input: Callable[[Config, Activation], PerLayerInput | None] = _no_per_layer_input
     has_v_norm: bool = False

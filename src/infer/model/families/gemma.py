@@ -26,7 +26,7 @@ def gemma4_rope(config: Config, kind: str) -> Config:
     return {"rope_theta": positive(config, "rope_local_base_freq", 10_000.0), **given}
 
 
-def gemma4_of_kind(config: Config, kind: str) -> Config:
+def gemma4_of_kind(config: Config, kind: str, is_rotated: bool) -> Config:
     """Return Gemma 4's settings for layers of a kind: full attention has heads of other numbers and sizes."""
     if kind != FULL:
         return {**config, "attention_k_eq_v": False, "rope_frequency_factors": None, **_of_layers(config, kind)}

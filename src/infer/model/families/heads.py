@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.model.families.config_values import Config, count, positive
-from infer.operands.architecture import GateCurve
+from infer.model.families.config_values import Config, count, flag, positive
+from infer.operands.architecture import GateCurve, QueryScale
 
 
 def equal_heads(config: Config, num_layers: int) -> Sequence[int]:
@@ -42,7 +42,23 @@ def laguna_gates(config: Config) -> tuple[GateCurve, bool]:
     return "softplus", gating != "per-element"
 
 
-def muse_of_kind(config: Config, kind: str) -> Config:
+def muse_of_kind(config: Config, kind: str, is_rotated: bool) -> Config:
     """Return Muse-Glimmer's settings with the factor of its normalised queries in the factor of scores."""
     factor = positive(config, "qk_scale_factor")
     return {**config, "attention_multiplier": factor * count(config, "head_dim") ** -0.5}
+
+
+def llama4_of_kind(config: Config, kind: str, is_rotated: bool) -> Config:
+    """Return Llama 4's settings of layers: those that rotate have norms, and the others scale their queries.
+
+    Its norms have no weights and come after the rotation. A rotation keeps the size of a head, so that the norms before
+    it that we compute are the same. The family refuses ropes that change the size.
+    """
+    has_norms, has_scale = flag(config, "use_qk_norm"), flag(config, "attn_temperature_tuning")
+    return {**config, "use_qk_norm": has_norms and is_rotated, "attn_temperature_tuning": has_scale and not is_rotated}
+
+
+def llama4_scale(config: Config) -> QueryScale | None:
+    if not flag(config, "attn_temperature_tuning"):
+        return None
+    return QueryScale(positive(config, "attn_scale"), count(config, "floor_scale"), offset=1)

@@ -6,6 +6,7 @@ from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag
 
 FULL, SLIDING, CONVOLUTION, LINEAR = "full_attention", "sliding_attention", "conv", "linear_attention"
+CHUNKED = "chunked_attention"
 
 
 def all_full(config: Config, num_layers: int) -> Sequence[str]:
@@ -65,6 +66,17 @@ def windowed_but_every_nth_from_the_end(config: Config, num_layers: int) -> Sequ
 def gemma4_kinds(config: Config, num_layers: int) -> Sequence[str]:
     """Return windows for all layers but each sixth and the last, whatever a config says of the last."""
     return [*all_windowed_but_every(6)(config, num_layers)[:-1], FULL]
+
+
+def chunked_where_rotated(config: Config, num_layers: int) -> Sequence[str]:
+    """Return chunks for the layers that rotate, if there is an `attention_chunk_size`."""
+    has_chunks = config.get("attention_chunk_size") is not None
+    kinds = _given_kinds(config, num_layers, (FULL, CHUNKED))
+    if kinds is None:
+        return [CHUNKED if rotates and has_chunks else FULL for rotates in llama4_rotated(config, num_layers)]
+    if CHUNKED in kinds and not has_chunks:
+        raise ModelError("layer_types has chunked_attention, but attention_chunk_size is not set")
+    return kinds
 
 
 def none_shared(config: Config, kinds: Sequence[str]) -> Sequence[int | None]:
@@ -149,3 +161,8 @@ def rotated_but_every_nth(config: Config, num_layers: int) -> Sequence[bool]:
     if not isinstance(given, list) or len(given) != num_layers or any(rotates not in (0, 1) for rotates in given):
         raise ModelError(f"no_rope_layers must list num_hidden_layers={num_layers} zeros and ones, got {given!r:.80}")
     return [bool(rotates) for rotates in given]
+
+
+def llama4_rotated(config: Config, num_layers: int) -> Sequence[bool]:
+    """Return True for each layer that rotates. An empty list of published configs means all but every fourth."""
+    return rotated_but_every_nth({**config, "no_rope_layers": config.get("no_rope_layers") or None}, num_layers)

@@ -4,7 +4,6 @@ _NEIGHBOURS = "a rotation of neighbouring elements"
 _COHERE = "LayerNorm, and attention beside the MLP"
 _LATENT = "latent attention"
 _STATES = "recurrent layers"
-_LLAMA4 = "attention in chunks, a rotation of neighbouring elements, and experts whose input is weighted"
 _ALTUP = "four residual streams at once"
 # Parts that models need which we refuse, by the names of both worlds.
 NEEDS: dict[str, str] = {
@@ -23,8 +22,6 @@ NEEDS: dict[str, str] = {
     "glm4_moe_lite": _LATENT,
     "granitemoehybrid": _STATES,
     "nemotron_h": _STATES,
-    "llama4": _LLAMA4,
-    "llama4_text": _LLAMA4,
     "gemma3n": _ALTUP,
     "gemma3n_text": _ALTUP,
     "olmo_hybrid": "gated delta nets with q, k and v apart and beta up to 2",

@@ -57,6 +57,15 @@ def ministral3_scale(config: Config) -> QueryScale | None:
     return QueryScale(positive(given, "llama_4_scaling_beta"), original)
 
 
+def llama4_rope(config: Config, kind: str) -> Config:
+    """Return Llama 4's rope settings. Its norms after the rotation need one that keeps the size of a head."""
+    found = rope_settings(config, kind, theta=500_000.0)
+    name = found.get("rope_type", found.get("type", "default"))
+    if name not in ("default", "linear", "dynamic", "llama3"):
+        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for llama4; supported: default, llama3")
+    return found
+
+
 def phi3_rope(config: Config, kind: str) -> Config:
     """Return Phi-3's rope settings.
 

@@ -15,27 +15,38 @@ from infer.model.families.experts import (
     is_sparse_in_glm,
     is_sparse_in_laguna,
     is_sparse_in_lfm2,
+    is_sparse_in_llama4,
     is_sparse_in_qwen,
     laguna_experts,
     lfm2_experts,
+    llama4_experts,
     mixtral_experts,
     olmoe_experts,
     qwen_experts,
 )
 from infer.model.families.family import Family
 from infer.model.families.gemma import gemma3_rope, gemma4_of_kind, gemma4_per_layer_input, gemma4_rope
-from infer.model.families.heads import laguna_gates, laguna_heads, muse_of_kind, sigmoid_without_bias
+from infer.model.families.heads import (
+    laguna_gates,
+    laguna_heads,
+    llama4_of_kind,
+    llama4_scale,
+    muse_of_kind,
+    sigmoid_without_bias,
+)
 from infer.model.families.layer_kinds import (
     CONVOLUTION,
     LINEAR,
     all_windowed,
     all_windowed_but_every,
+    chunked_where_rotated,
     convolutions_but_listed,
     exaone4_kinds,
     full_unless_given,
     gemma4_kinds,
     last_share_keys,
     linear_but_every_nth,
+    llama4_rotated,
     rotated_but_every_nth,
     rotated_where_windowed,
     rotated_with_a_theta,
@@ -47,6 +58,7 @@ from infer.model.families.recurrent import gated_delta_net, short_conv
 from infer.model.families.ropes import (
     gpt_oss_rope,
     laguna_rope,
+    llama4_rope,
     million_rope,
     ministral3_rope,
     ministral3_scale,
@@ -55,7 +67,7 @@ from infer.model.families.ropes import (
     rope_by_kind,
     smollm3_rope,
 )
-from infer.model.families.widths import lfm2_size
+from infer.model.families.widths import lfm2_size, llama4_size
 from infer.operands.architecture import Norms
 
 _ATTENTION_BIAS = frozenset({"attention_bias", "attention_output_bias"})
@@ -128,6 +140,23 @@ _MUSE_GLIMMER = Family(
     gates=sigmoid_without_bias,
 )
 
+_LLAMA4 = Family(
+    _defaults(131_072, eps=1e-5, head_dim=128, num_key_value_heads=8, num_experts_per_tok=1)
+    | {"attention_chunk_size": 8192, "use_qk_norm": True}
+    | {"attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192},
+    reads=_ATTENTION_BIAS,
+    layer_kinds=chunked_where_rotated,
+    rotated_layers=llama4_rotated,
+    rope_settings=llama4_rope,
+    dense_size=llama4_size,
+    experts=llama4_experts,
+    is_sparse=is_sparse_in_llama4,
+    qk_norm="head_unweighted",
+    qk_norm_setting="use_qk_norm",
+    of_kind=llama4_of_kind,
+    query_scale=llama4_scale,
+)
+
 _LFM2 = Family(
     _defaults(128_000, eps=1e-5, num_key_value_heads=8, tie_word_embeddings=True, conv_L_cache=3),
     fixed={"hidden_act": "silu"},
@@ -195,6 +224,8 @@ FAMILIES: dict[str, Family] = {
     "gemma4": _GEMMA4,
     "gemma4_unified_text": _GEMMA4_UNIFIED,
     "gemma4_unified": _GEMMA4_UNIFIED,
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
     "muse_glimmer": _MUSE_GLIMMER,
     "muse_glimmer_text": _MUSE_GLIMMER,
     "phi3": Family(

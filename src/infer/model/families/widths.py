@@ -7,6 +7,10 @@ def intermediate_size(config: Config) -> int:
     return count(config, "intermediate_size")
 
 
+def llama4_size(config: Config) -> int:
+    return count(config, "intermediate_size_mlp")
+
+
 def lfm2_size(config: Config) -> int:
     """Return LFM2's size: two thirds of the given size, multiplied and rounded up, if `block_auto_adjust_ff_dim`."""
     size = count(config, "intermediate_size")

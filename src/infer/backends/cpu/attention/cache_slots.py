@@ -55,6 +55,8 @@ def seen_lanes(at, sinks, low, high, x):
 
 @njit(forceinline=True)
 def _first_seen(slot, window):
+    if window < 0:  # chunks of −window slots
+        return slot // -window * -window
     return 0 if window == 0 else max(0, slot + 1 - window)
 
 

@@ -63,10 +63,11 @@ def gate_and_up(run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights, 
     shares, width = experts.gate.shares, down.in_features
     hidden, first = run.columns("expert hidden", num_slots, features, shares)
     is_paired = gate.layout == up.layout
+    of_slots = ("tokens", "weights") if experts.router.weighs_inputs else ("tokens",)
     quantized: Tensor | int | None = None
     bias, second_bias = experts.gate.bias, experts.up.bias
     if is_paired:
-        inputs = _inputs(run, x, norm, gate, routing, _records(run, "inputs", gate, num_slots), by_token=True)
+        inputs = _inputs(run, x, norm, gate, routing, _records(run, "inputs", gate, num_slots), of_slots)
         epilogue = _epilogue(hidden, (first, first + features), bias, second_bias)
         if is_in_blocks(width, shares) and not down.layout.is_float:
             quantized = _make_quantized(run, epilogue, down, num_slots, shares)
@@ -74,21 +75,25 @@ def gate_and_up(run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights, 
         _append(run, "wide", gate, experts, routing, inputs, epilogue, function, second_weights=up.data_at())
     else:
         for weight, kind, own in ((gate, "plain", bias), (up, experts.activation, second_bias)):
-            inputs = _inputs(run, x, norm, weight, routing, _records(run, "inputs", weight, num_slots), by_token=True)
+            inputs = _inputs(run, x, norm, weight, routing, _records(run, "inputs", weight, num_slots), of_slots)
             function = compiled_address(".matmul.matmul:make_store", EPILOGUE, kind)
             epilogue = _epilogue(hidden, (first, first + features), own)
             _append(run, "wide", weight, experts, routing, inputs, epilogue, function)
     hidden = run.gathered(hidden, shares)
     if quantized is not None:
         return quantized
-    return _inputs(run, hidden, None, down, routing, _records(run, "hidden", down, num_slots), by_token=False)
+    return _inputs(run, hidden, None, down, routing, _records(run, "hidden", down, num_slots))
 
 
 def add_down(run: Run, hidden: Tensor | int, experts: ExpertWeights, routing: Arguments, residual: Tensor) -> None:
-    """Append what adds weight × down(hidden) of each slot to the row of its token, in this rank's columns."""
+    """Append what adds weight × down(hidden) of each slot to the row of its token, in this rank's columns.
+
+    If the experts' inputs are weighted, it adds down(hidden).
+    """
     epilogue = _epilogue(residual, own_columns(experts.down, residual.shape[1]), experts.down.bias)
     _copy(epilogue, routing, ("tokens", "weights"))
-    function = compiled_address(".matmul.matmul:make_store", EPILOGUE, "weighted")
+    kind = "by_token" if experts.router.weighs_inputs else "weighted"
+    function = compiled_address(".matmul.matmul:make_store", EPILOGUE, kind)
     _append(run, "narrow", _stacked(experts.down, experts), experts, routing, hidden, epilogue, function)
 
 
@@ -123,16 +128,19 @@ def _records(run: Run, role: str, weight: PackedWeight, num_slots: int) -> Tenso
 
 
 def _inputs(
-    run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, routing: Arguments, records: Tensor, *, by_token: bool
-) -> Tensor:
-    """Append the activations of each slot: of norm(x), whose rows are tokens if `by_token`, and slots otherwise."""
+    run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, routing: Arguments, records: Tensor,
+    of_slots: tuple[str, ...] = (),
+) -> Tensor:  # fmt: skip
+    """Append the activations of each slot, of norm(x). `of_slots` has `tokens` if rows of x are tokens, not slots.
+
+    It has `weights` if these multiply the activations, which needs a norm.
+    """
     arguments = Arguments(EXPERT_INPUTS, x=x, out=records, features=weight.in_features, form=weight.form)
     arguments.set(token_bytes=weight.token_bytes)
     if norm is not None:
         arguments.set(weight=norm.weight.float().contiguous(), eps=norm.eps)
-    _copy(arguments, routing, _TABLES)
-    if by_token:
-        _copy(arguments, routing, ("tokens",))
+    assert norm is not None or "weights" not in of_slots
+    _copy(arguments, routing, _TABLES + of_slots)
     run.append("inputs", arguments, BARRIER, ".experts.kernels:inputs")
     return records
 

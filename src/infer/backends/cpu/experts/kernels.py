@@ -90,6 +90,7 @@ def _weigh(args, first, softmax):
 def make_route(scores: str) -> Callable[..., None]:
     """Return the command that chooses experts by the scores that `Router` names. Tokens are divided among threads."""
     is_softmax, is_sigmoid, is_of_chosen = (scores == name for name in ("softmax", "sigmoid", "softmax_of_chosen"))
+    is_sigmoid_of_chosen = scores == "sigmoid_of_chosen"
 
     def route(args, state, thread, num_threads):
         count = args.num_experts
@@ -103,6 +104,8 @@ def make_route(scores: str) -> Callable[..., None]:
                 if is_sigmoid:
                     score = sigmoid(score)
                     store_upto(at, room, score)
+                if is_sigmoid_of_chosen:
+                    store_upto(at, room, sigmoid(score))
                 if args.correction != 0:
                     score = score + load_upto(args.correction + 4 * first, room)
                 store_upto(keys + 4 * first, room, score)
@@ -146,7 +149,10 @@ def group(args, state, thread, num_threads):
 
 
 def inputs(args, state, thread, num_threads):
-    """Store the activations of the slots: x × weight / rms(x), quantised. Slots are divided among threads."""
+    """Store the activations of the slots: x × weight / rms(x), quantised. Slots are divided among threads.
+
+    If the experts' inputs are weighted, a slot's are multiplied by its weight.
+    """
     last = args.active[args.num_active[0] - 1]
     num_slots = args.starts[last] + args.counts[last]
     begin, stop = num_slots * thread // num_threads, num_slots * (thread + 1) // num_threads
@@ -161,6 +167,8 @@ def inputs(args, state, thread, num_threads):
             x, factor = args.x + 4 * args.features * source, np.float32(1)
             if args.weight != 0:
                 factor = inverse_rms(x, args.features, args.eps)
+                if simd.address_of(args.weights) != 0:
+                    factor *= args.weights[slot]
             if args.form == 0:
                 keep_row(x, args.weight, factor, args, slot - start, count, out)
             else:

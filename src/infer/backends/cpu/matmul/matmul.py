@@ -168,10 +168,12 @@ def make_store(kind: str) -> Callable[..., None]:
 
     plain: out = y + bias. add: out += y + bias. capped: out = softcap × tanh((y + bias) / softcap). The name of an
     activation: out = activation(out, y + bias); "gate_" before it: out = activation(y + bias, factor); "only_" before
-    it: out = activation(y + bias). sigmoid: out = sigmoid(y + bias). weighted: out[its token] += weight × (y + bias).
+    it: out = activation(y + bias). sigmoid: out = sigmoid(y + bias). weighted: out[its token] += weight × (y + bias);
+    by_token: without the weight.
     """
-    adding, capping, gating, weighing = kind == "add", kind == "capped", kind in GATED, kind == "weighted"
-    squashing, gating_factors, activating = kind == "sigmoid", kind.startswith("gate_"), kind.startswith("only_")
+    capping, gating, weighing, by_token = kind == "capped", kind in GATED, kind == "weighted", kind == "by_token"
+    adding, squashing = kind == "add", kind == "sigmoid"
+    gating_factors, activating = kind.startswith("gate_"), kind.startswith("only_")
     activate: Any = GATED.get(kind.removeprefix("gate_").removeprefix("only_"))
 
     def store(args, state, buffer, first_row):
@@ -183,7 +185,7 @@ def make_store(kind: str) -> Callable[..., None]:
             for token in range(width):
                 slot = first_slot + panel + token
                 to = slot
-                if weighing and simd.address_of(args.tokens) != 0:
+                if (weighing or by_token) and simd.address_of(args.tokens) != 0:
                     to = args.tokens[slot]
                 out = args.out + 4 * (to * args.row_stride + args.first_column + row)
                 value = load_f32(_tile_row(buffer, index, token))
@@ -191,7 +193,7 @@ def make_store(kind: str) -> Callable[..., None]:
                     value = value + load_upto(args.bias + 4 * (first_bias + row), room)
                 if weighing:
                     value = value * simd.splat_f32(args.weights[slot])
-                if adding or weighing:
+                if adding or weighing or by_token:
                     value = load_upto(out, room) + value
                 if squashing:
                     value = sigmoid(value)

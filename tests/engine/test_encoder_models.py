@@ -1,0 +1,128 @@
+"""Models that are encoders: vectors as `transformers` computes them, and one line for whatever generates."""
+
+import base64
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from encoder_models import BY_NAME, CONTEXT, make_encoder, states_of, write_modules
+from encoder_tokenizers import SENTENCES, make_bert_folder, make_xlmr_folder
+from infer import LLM, AsyncLLM
+from infer.catalog.explanation import explain
+from infer.cli.explain_command import lines
+from infer.errors import ContextLengthError, InvalidRequestError, TruncationWarning
+from served import serving
+
+
+def make_folder(folder: Path, name: str, **modules: Any) -> tuple[Any, Any]:
+    """Save a model with a tokenizer, and return those of `transformers`."""
+    tokenizer = make_xlmr_folder(folder) if name == "xlm-roberta" else make_bert_folder(folder)
+    model = make_encoder(BY_NAME[name], folder, vocab_size=len(tokenizer))
+    write_modules(folder, **modules)
+    return model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any, Any]]:
+    folder = tmp_path_factory.mktemp("bert")
+    model, tokenizer = make_folder(folder, "bert", pooling_mode_mean_tokens=True)
+    with LLM(folder) as llm:
+        yield llm, model, tokenizer
+
+
+def expected(model: Any, tokenizer: Any, texts: list[str], pool: Callable[[Tensor], Tensor]) -> Tensor:
+    found = torch.stack([pool(states_of(model, tokenizer(text)["input_ids"])) for text in texts])
+    return torch.nn.functional.normalize(found)
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta", "nomic", "modernbert"])
+@pytest.mark.parametrize(("mode", "place"), [("cls_token", 0), ("mean_tokens", None), ("lasttoken", -1)])
+def test_vectors_are_those_of_transformers(name: str, mode: str, place: int | None, tmp_path: Path) -> None:
+    model, tokenizer = make_folder(tmp_path, name, **{f"pooling_mode_{mode}": True})
+    texts = [*SENTENCES, "", " ".join(SENTENCES * 2)]
+    wanted = expected(model, tokenizer, texts, lambda states: states.mean(0) if place is None else states[place])
+    with LLM(tmp_path) as llm:
+        torch.testing.assert_close(llm.embed(texts), wanted, rtol=0, atol=1e-5)
+
+
+def test_a_text_has_the_same_bits_in_every_call(bert: tuple[LLM, Any, Any]) -> None:
+    llm, texts = bert[0], [*SENTENCES, " ".join(SENTENCES * 4)]
+    together = llm.embed(texts)
+    for text, vector in zip(texts, together, strict=True):
+        assert torch.equal(llm.embed([text])[0], vector)
+    many = llm.embed([texts[index % len(texts)] for index in range(300)])
+    assert torch.equal(many[: len(texts)], together)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate("x", max_new_tokens=1),
+        lambda llm: llm.generate_batch(["x"]),
+        lambda llm: next(llm.stream("x")),
+        lambda llm: llm.chat([{"role": "user", "content": "x"}]),
+        lambda llm: llm.session(),
+        lambda llm: llm.logits([1, 2]),
+        lambda llm: llm.prompt_logprobs("x"),
+        lambda llm: llm.trim(),
+    ],
+)
+def test_what_generates_is_refused_in_one_line(bert: tuple[LLM, Any, Any], call: Callable[[LLM], Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="bert is an encoder, which generates nothing: use embed"):
+        call(bert[0])
+
+
+def test_a_text_above_the_limit_is_refused_or_cut(bert: tuple[LLM, Any, Any]) -> None:
+    llm, _, tokenizer = bert
+    long = " ".join(SENTENCES * 40)
+    with pytest.raises(ContextLengthError, match=f"the text has .* tokens and the context holds {CONTEXT}"):
+        llm.embed([long])
+    with pytest.warns(TruncationWarning, match=f"1 of 1 texts were cut to {CONTEXT} tokens"):
+        found = llm.embed([long], truncate=True)
+    ids = tokenizer(long)["input_ids"]
+    assert torch.equal(found, llm.embed([[*ids[: CONTEXT - 1], ids[-1]]]))
+
+
+def test_an_eviction_policy_is_refused(tmp_path: Path) -> None:
+    make_folder(tmp_path, "bert")
+    with pytest.raises(InvalidRequestError, match="eviction_policy sliding_window is for models that generate"):
+        LLM(tmp_path, eviction_policy="sliding_window")
+
+
+def test_a_server_embeds_and_refuses_to_chat(bert: tuple[LLM, Any, Any]) -> None:
+    llm = bert[0]
+    with serving(llm, model="bert") as served:
+        texts = SENTENCES[:3]
+        asked = {"model": "bert", "input": texts, "encoding_format": "base64"}
+        answer = served.client.post("/v1/embeddings", json=asked).json()
+        bits = [base64.b64decode(each["embedding"]) for each in answer["data"]]
+        assert [torch.frombuffer(bytearray(each), dtype=torch.float32).tolist() for each in bits] == llm.embed(texts).tolist()
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+            ("/v1/responses", {"input": "x"}),
+        ):
+            refused = served.client.post(path, json={"model": "bert", **body})
+            assert refused.status_code == 400, path
+            assert "is an encoder, which generates nothing" in refused.text, path
+        for path in ("/health", "/metrics", "/props", "/v1/models"):
+            assert served.client.get(path).status_code == 200, path
+
+
+async def test_embedding_does_not_need_an_engine(tmp_path: Path) -> None:
+    make_folder(tmp_path, "nomic")
+    async with AsyncLLM(str(tmp_path)) as llm:
+        assert (await llm.embed(SENTENCES[:2])).shape == (2, 96)
+
+
+def test_explain_says_what_an_encoder_is_for(tmp_path: Path) -> None:
+    make_folder(tmp_path, "bert")
+    shown = "\n".join(lines(explain(tmp_path)))
+    assert "an encoder: it embeds texts, and generates nothing" in shown
+    assert "no mask" in shown
+    assert "1000 tokens" not in shown

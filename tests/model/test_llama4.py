@@ -1,0 +1,141 @@
+"""Attention in chunks, from config and files to the pages of a cache, and the text part of Llama 4."""
+
+import copy
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+from byte_tokenizer import write_byte_tokenizer
+from converted import convert
+from infer.backends.only_dense import check_only_dense
+from infer.checkpoint.config import config_from_gguf
+from infer.checkpoint.gguf import read_gguf
+from infer.cli import main
+from infer.errors import UnsupportedModelError
+from infer.model.families import make_architecture
+from infer.model.transformer import Transformer
+from infer.operands.architecture import Architecture
+from infer.operands.step import Step
+from infer.runner.caches import make_cache
+from test_families import load
+from test_recurrent_rows import CAPACITY, SETTINGS, go_on_at_random
+from test_shared_keys import ModelRows
+from tiny import LLAMA4, Tiny, make_tiny
+
+CHUNKS = next(tiny for tiny in LLAMA4 if tiny.name == "llama4_chunks")
+CONFIG = CHUNKS.config.to_dict()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    folder, longer = tmp_path_factory.mktemp("llama4"), copy.deepcopy(CHUNKS.config)
+    longer.max_position_embeddings = CAPACITY
+    make_tiny(Tiny("llama4_chunks", longer), folder)
+    return load(folder)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@torch.inference_mode()
+def test_rows_go_on_as_one_text_whatever_happens_to_them(model: Transformer, seed: int) -> None:
+    go_on_at_random(ModelRows(model), seed, 120)
+
+
+@torch.inference_mode()
+def test_a_long_row_holds_the_pages_of_its_own_chunk(model: Transformer) -> None:
+    cache = make_cache(model, CAPACITY, settings=SETTINGS, step_tokens=16)
+    chunked, full = sorted(cache.groups, key=lambda rows: rows.group.chunk is None)
+    assert (chunked.group.chunk, full.group.chunk) == (23, None)
+    for start in range(0, CAPACITY, 16):
+        count = min(16, CAPACITY - start)
+        cache.reserve(0, count)
+        model.residual(Step.of([3] * count, start), cache)
+        cache.commit(0, count)
+        cache.check_integrity()
+    page_tokens = chunked.table.page_tokens
+    most = -(-(23 + 16) // page_tokens) + 1
+    assert len(chunked.table.page_by_index(0)) <= most < len(full.table.page_by_index(0))
+
+
+def test_layers_that_do_not_rotate_see_all_tokens_and_scale_their_queries() -> None:
+    layers = make_architecture(CONFIG).attention
+    assert [layer.chunk for layer in layers] == [23, None, 23, 23]
+    assert [layer.qk_norm for layer in layers] == ["head_unweighted", None, "head_unweighted", "head_unweighted"]
+    assert [layer.query_scale is not None for layer in layers] == [False, True, False, False]
+
+
+def test_an_empty_list_of_layers_without_rope_is_the_usual_order() -> None:
+    plain = {name: value for name, value in CONFIG.items() if name != "layer_types"}
+    layers = make_architecture(plain | {"no_rope_layers": []}).attention
+    assert [layer.rope is None for layer in layers] == [False, False, False, True]
+    assert [layer.chunk for layer in layers] == [23, 23, 23, None]
+
+
+def test_devices_without_kernels_refuse_chunks_in_a_line() -> None:
+    layers = make_architecture(CONFIG).layers
+    names = "attention in chunks, experts, scaled queries"
+    for device in ("cuda", "opencl"):
+        with pytest.raises(
+            UnsupportedModelError, match=rf"^device {device} has no kernels for {names}: use device cpu$"
+        ):
+            check_only_dense(layers, device)
+
+
+def test_explain_names_chunks_and_weighted_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny(CHUNKS, tmp_path)
+    write_byte_tokenizer(tmp_path)
+    assert main(["explain", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "chunks of 23 tokens, " in said
+    assert "1 of 6 chosen by sigmoid of chosen, weighted inputs of experts" in said
+    assert "beyond the windows)" in said
+
+
+@torch.inference_mode()
+def test_the_text_of_a_multimodal_llama_4_is_that_of_transformers(tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "image_size": 28}
+    torch.manual_seed(0)
+    config = Llama4Config(text_config=CONFIG, vision_config=vision, image_token_index=90)
+    oracle = Llama4ForConditionalGeneration._from_config(config, attn_implementation="eager").float().eval()
+    oracle.save_pretrained(tmp_path)
+    token_ids = torch.randint(3, 90, (100,)).tolist()
+    model = load(tmp_path)
+    cache = make_cache(model, 100)
+    cache.reserve(0, 100)
+    logits = model.forward(Step.of(token_ids, logit_indices=range(100)), cache)
+    expected = oracle.language_model(torch.tensor([token_ids])).logits[0]
+    assert (logits - expected).abs().max() <= 1e-4
+
+
+def architecture_of_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: int) -> Architecture:
+    """Return the architecture of a GGUF file with other settings."""
+    make_tiny(LLAMA4[0], tmp_path)
+    written = gguf.GGUFWriter.write_header_to_file
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        if "window" in settings:
+            writer.add_sliding_window(settings["window"])
+        if "period" in settings:
+            writer.add_sliding_window_pattern(settings["period"])
+        written(writer)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", write)
+    return make_architecture(config_from_gguf(read_gguf(convert(tmp_path, tmp_path / "model.gguf"))))
+
+
+def test_a_file_without_a_window_rotates_everywhere_and_sees_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = architecture_of_file(tmp_path, monkeypatch, window=0).attention
+    assert all(layer.chunk is None and layer.rope is not None and layer.query_scale is None for layer in layers)
+
+
+def test_a_file_has_chunks_of_8192_in_the_layers_of_its_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = architecture_of_file(tmp_path, monkeypatch, period=3).attention
+    assert [layer.chunk for layer in layers] == [8192, 8192, None, 8192, 8192]
+    assert [layer.rope is None for layer in layers] == [False, False, False, True, False]

@@ -1,10 +1,13 @@
 """A tiny model with the files of Qwen3-Embedding: random weights, a byte tokenizer that ends each text, and prompts."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+import torch
+from safetensors.torch import save_file
 from tokenizers import processors
 from transformers import AutoModel, Qwen3Config
 
@@ -35,8 +38,20 @@ def make_qwen3(folder: Path, **settings: Any) -> Any:
     return model
 
 
-def make_embedding_model(folder: Path, *, flags: dict[str, bool] | None = None, **prompts: Any) -> Any:
-    """Save a model without a head, and return the one of `transformers`. `flags` are for the tokenizer's config."""
+def make_embedding_model(
+    folder: Path,
+    *,
+    flags: dict[str, bool] | None = None,
+    pooling: dict[str, Any] | None = None,
+    dense: Sequence[tuple[int, bool, str]] = (),
+    is_normalized: bool = True,
+    **prompts: Any,
+) -> Any:
+    """Save a model without a head, and return the one of `transformers`.
+
+    `flags` are for the tokenizer's config, `pooling` are the settings of that module, which else takes the last token.
+    Each dense layer has a size, a bias or none, and the name of an activation in torch.
+    """
     make_qwen3(folder)
     model = AutoModel.from_pretrained(folder).eval()
     model.save_pretrained(folder)
@@ -46,16 +61,36 @@ def make_embedding_model(folder: Path, *, flags: dict[str, bool] | None = None, 
     backend.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "pad_token": "<eos>", "tokenizer_class": "Qwen2Tokenizer", **(flags or {})}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    modules = [
-        {"idx": at, "name": str(at), "type": f"sentence_transformers.models.{kind}", "path": path}
-        for at, (kind, path) in enumerate(kinds.items())
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(
-        '{"word_embedding_dimension": 64, "pooling_mode_lasttoken": true}'
-    )
+    write_modules(folder, ["Transformer", "Pooling", *["Dense"] * len(dense), *["Normalize"] * is_normalized])
+    own = {"word_embedding_dimension": 64, **(pooling or {"pooling_mode_lasttoken": True})}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(own))
+    size = 64
+    for place, (outputs, has_bias, activation) in enumerate(dense, 2):
+        write_dense(folder / f"{place}_Dense", size, outputs, has_bias, activation)
+        size = outputs
     settings = {"prompts": PROMPTS, "default_prompt_name": None} | prompts
     (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
     return model
+
+
+def write_modules(folder: Path, kinds: Sequence[str]) -> None:
+    """Write the list of modules, each with a folder named after its place and kind; the first has none."""
+    modules = []
+    for place, kind in enumerate(kinds):
+        path = f"{place}_{kind}" if place else ""
+        (folder / path).mkdir(parents=True, exist_ok=True)
+        modules.append({"idx": place, "name": str(place), "type": f"sentence_transformers.models.{kind}", "path": path})
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def write_dense(folder: Path, inputs: int, outputs: int, has_bias: bool, activation: str) -> None:
+    """Write a dense layer of random weights. `activation` is the name of torch's class."""
+    package = "linear" if activation == "Identity" else "activation"
+    config = {"in_features": inputs, "out_features": outputs, "bias": has_bias}
+    config["activation_function"] = f"torch.nn.modules.{package}.{activation}"
+    (folder / "config.json").write_text(json.dumps(config))
+    noise = torch.Generator().manual_seed(outputs)
+    tensors = {"linear.weight": torch.randn(outputs, inputs, generator=noise) / 8}
+    if has_bias:
+        tensors["linear.bias"] = torch.randn(outputs, generator=noise)
+    save_file(tensors, folder / "model.safetensors")

@@ -20,7 +20,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "infer"
 
 # Methods are decorated one by one, where beartype cannot know the class that Self stands for.
 # Choices that calls check themselves are refused with their rule, which a test reads: beartype would be there before.
-_OWN_CHECKS = {Self: Any, Literal["ngram"]: str, Literal["error", "truncate_left"]: str, Literal["mean", "last"]: str}
+_POOLING = Literal["mean", "last", "cls", "max", "weightedmean", "mean_sqrt_len"]
+_OWN_CHECKS = {Self: Any, Literal["ngram"]: str, Literal["error", "truncate_left"]: str, _POOLING: str}
 _configuration = BeartypeConf(hint_overrides=FrozenDict(_OWN_CHECKS), violation_type=TypeCheckError)
 
 

@@ -211,7 +211,7 @@ class AsyncLLM:
         *,
         prompt_name: str | None = None,
         dimensions: int | None = None,
-        normalize: bool = True,
+        normalize: bool | None = None,
         truncate: bool = False,
     ) -> Float[Tensor, "texts size"]:
         """Return one vector per text. See `LLM.embed`. Calls of several tasks run one after the other."""
@@ -225,7 +225,7 @@ class AsyncLLM:
         """Return the vectors of `embed` with their texts' ids, for servers. It warns of nothing. See `LLM.embed`."""
         host = self.host
         ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, options, check))
-        return Computed(await host.answers.call(embed(host, ids.token_ids, options)), ids)
+        return Computed(await host.answers.call(embed(host, ids, options)), ids)
 
     async def rerank(
         self,
@@ -251,7 +251,7 @@ class AsyncLLM:
         ids = await host.answers.prepare(
             lambda check: pairs_to_score(host, pairs, instruction, truncate=truncate, check=check)
         )
-        return Computed(await host.answers.call(scores(host, ids.token_ids)), ids)
+        return Computed(await host.answers.call(scores(host, ids)), ids)
 
     async def trace(
         self,

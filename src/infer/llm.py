@@ -32,9 +32,9 @@ from infer.engine.prompt_batch import BATCH_SIZE, Ended, OnResult, answer_all, b
 from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
 from infer.engine.request_maker import Ask, OnError
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
-from infer.engine.reranker import make_reranker
 from infer.engine.reranking import check_top_n, documents_of, pairs_to_score, scores
 from infer.engine.stream import AsyncStream, OnPrefill, OnToken, Stream
+from infer.engine.text_heads import make_text_heads
 from infer.engine.token_trace import ids_to_score, logits_of, score_prompt, trace_token
 from infer.engine.vector_options import VectorOptions, ranked
 from infer.errors import InvalidRequestError, closed
@@ -135,7 +135,7 @@ class LLM:
             checkpoint = open_checkpoint(model)
             tokenizer = load_tokenizer(checkpoint, chat_template=chat_template, allow_special=allow_special)
             stored = weights_name(checkpoint.metadata, checkpoint.tensors)
-            found = make_reranker(checkpoint, tokenizer, reranker)
+            heads = make_text_heads(checkpoint, tokenizer, reranker)
             checkpoint = checkpoint.without_metadata()
             if tokenizer.chat_template is not None:
                 start_rendering()
@@ -147,8 +147,7 @@ class LLM:
             network = loop.load(lambda show: load_checked(*asked, show, cache, group=group), on_progress)
         fingerprint = f"{checkpoint.fingerprint()} {weights} {precision} {kept_dtype}"
         kept = fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults
-        settings = HostSettings(*kept, checkpoint.pooling, checkpoint.prompts, found)
-        self._host = Host(loop, network, tokenizer, settings, ranks)
+        self._host = Host(loop, network, tokenizer, HostSettings(*kept, heads), ranks)
         forms = kept_dtype, weights, stored
         self._shown = shown_as(model, checkpoint, network.architecture, forms, network.max_seq_len)
         self._host.warn_of_template(stacklevel=4)
@@ -226,7 +225,7 @@ class LLM:
     @property
     def prompt_names(self) -> tuple[str, ...]:
         """Names of the prompts that the model's files have for `embed`."""
-        return tuple(self._opened.settings.prompts.by_name)
+        return tuple(self._opened.settings.heads.prompts.by_name)
 
     @property
     def system_fingerprint(self) -> str:
@@ -549,20 +548,22 @@ class LLM:
         *,
         prompt_name: str | None = None,
         dimensions: int | None = None,
-        normalize: bool = True,
+        normalize: bool | None = None,
         truncate: bool = False,
     ) -> Float[Tensor, "texts size"]:
-        """Return one vector per text: the mean, or the last, of the hidden states after the last norm.
+        """Return one vector per text, made of the hidden states after the last norm.
 
         Models that were trained for embeddings return vectors that can be compared.
 
         Args:
             texts: Texts, lists of token ids, or conversations.
-            pooling: "mean" or "last". None: the pooling that the model was made for, otherwise the mean.
+            pooling: "mean", "last", "cls", "max", "weightedmean" or "mean_sqrt_len". None: the pooling that the model
+                was made for, otherwise the mean.
             prompt_name: Name of the prompt of the model's files that stands before each text, such as "query". None:
                 the prompt that the files name as default, if any.
             dimensions: Number of first dimensions that are kept. None: all.
-            normalize: True for vectors of length 1.
+            normalize: True for vectors of length 1, False for any length. None: as the model's files say, otherwise
+                True.
             truncate: True to cut texts that do not fit the context, with a `TruncationWarning`. False refuses them.
 
         Returns:
@@ -579,7 +580,7 @@ class LLM:
         host, options = self._opened, VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
         ids = texts_to_embed(host, texts, options)
         warn_if_cut(ids)
-        return host.loop.call(embed(host, ids.token_ids, options)).get()
+        return host.loop.call(embed(host, ids, options)).get()
 
     def rerank(
         self,
@@ -616,7 +617,7 @@ class LLM:
         check_top_n(top_n)
         ids = pairs_to_score(host, [(query, each) for each in given], instruction, truncate=truncate)
         warn_if_cut(ids)
-        return ranked(host.loop.call(scores(host, ids.token_ids)).get(), given, top_n)
+        return ranked(host.loop.call(scores(host, ids)).get(), given, top_n)
 
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """Return float32 logits after every token, or after the last few.

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 FinishReason = Literal["eos", "stop", "length", "abort", "error"]
 Origin = Literal["sampled", "draft", "forced", "given"]
-Pooling = Literal["mean", "last"]  # how the states of a text's tokens become one vector
+# How the states of a text's tokens become one vector. "mean_sqrt_len" divides the sum by the root of their number, and
+# "weightedmean" weighs each state by its place.
+Pooling = Literal["mean", "last", "cls", "max", "weightedmean", "mean_sqrt_len"]
 
 
 @dataclass(frozen=True, slots=True)

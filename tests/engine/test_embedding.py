@@ -1,21 +1,21 @@
 """`LLM.embed`: the hidden states of a text, pooled, with bits that depend on the text alone; and on event loops."""
 
 import asyncio
-import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from embedding_model import write_modules
 from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams, ops
-from infer.checkpoint.pooling import pooling_from_folder, pooling_from_gguf
 from infer.engine import embedding
 from infer.engine.embedding import embed
-from infer.engine.vector_options import VectorOptions
+from infer.engine.vector_options import TextIds, VectorOptions
 from infer.errors import ClosedError
 from infer.operands.step import Step
+from infer.outputs import Pooling
 from infer.runner.caches import make_cache
 from infer.runner.hidden_states import STEP_TOKENS, HiddenStates
 from served import serving
@@ -45,55 +45,17 @@ def test_the_mean_and_the_last_are_those_of_the_hidden_states(llm: LLM, normaliz
         assert torch.equal(last, expected[1].float())
 
 
-@pytest.mark.parametrize(
-    ("kinds", "modes", "pooling"),
-    [
-        (["Transformer", "Pooling", "Normalize"], {"lasttoken": True, "mean_tokens": False}, "last"),
-        (["Transformer", "Pooling"], {"mean_tokens": True}, "mean"),
-        (["Transformer", "Pooling"], {"cls_token": True}, None),
-        (["Transformer", "Pooling"], {"pooling_mode": "lasttoken", "include_prompt": False}, "last"),
-        (["Transformer", "Pooling"], {"pooling_mode": ["mean"]}, "mean"),
-        (["Transformer", "Pooling"], {"pooling_mode": "cls"}, None),
-        (["Transformer", "Pooling"], {"mean_tokens": True, "include_prompt": False}, None),
-        (["Transformer", "Pooling"], {"mean_tokens": True, "max_tokens": True}, None),
-        (["Transformer", "Pooling", "Dense"], {"mean_tokens": True}, None),
-        (["Transformer"], {}, None),
-    ],
-)
-def test_a_folder_of_sentence_transformers_says_how_it_pools(
-    tmp_path: Path, kinds: list[str], modes: dict[str, Any], pooling: str | None
-) -> None:
-    assert pooling_from_folder(tmp_path) is None
-    modules = [
-        {"type": f"sentence_transformers.models.{kind}", "path": f"{at}_{kind}"} for at, kind in enumerate(kinds)
-    ]
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
-    (tmp_path / "1_Pooling").mkdir()
-    own = ("pooling_mode", "include_prompt")
-    config = {mode if mode in own else f"pooling_mode_{mode}": value for mode, value in modes.items()}
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 8, **config}))
-    assert pooling_from_folder(tmp_path) == pooling
-
-
-@pytest.mark.parametrize(("number", "pooling"), [(0, None), (1, "mean"), (2, None), (3, "last"), ([], None)])
-def test_a_gguf_file_says_how_it_pools(number: Any, pooling: str | None) -> None:
-    assert pooling_from_gguf({"general.architecture": "qwen3", "qwen3.pooling_type": number}) == pooling
-    assert pooling_from_gguf({"general.architecture": "qwen3"}) is None
-
-
 def test_a_model_made_for_embeddings_pools_in_its_own_way_and_is_served(tmp_path: Path) -> None:
     folder = make_model(tmp_path)
-    modules = [{"type": f"sentence_transformers.models.{kind}", "path": kind} for kind in ("Transformer", "Pooling")]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "Pooling").mkdir()
-    (folder / "Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    write_modules(folder, ["Transformer", "Pooling", "Normalize"])
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
     with LLM(folder) as llm, serving(llm) as served:
         assert torch.equal(llm.embed(["hello"]), llm.embed(["hello"], "last"))
         (found,) = served.client.post("/v1/embeddings", json={"input": "hello"}).json()["data"]
         assert torch.equal(torch.tensor([found["embedding"]]), llm.embed(["hello"], "last"))
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("pooling", get_args(Pooling))
 def test_the_bits_of_a_vector_depend_on_its_text_alone(llm: LLM, pooling: Any) -> None:
     together = llm.embed(TEXTS, pooling)
     assert together.dtype == torch.float32
@@ -103,7 +65,7 @@ def test_the_bits_of_a_vector_depend_on_its_text_alone(llm: LLM, pooling: Any) -
     assert torch.equal(together, llm.embed(ids, pooling))
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("pooling", get_args(Pooling))
 def test_steps_leave_the_bits_as_they_are(llm: LLM, monkeypatch: pytest.MonkeyPatch, pooling: Any) -> None:
     expected = llm.embed(TEXTS, pooling)
     for step_tokens in (1, 7, 100):
@@ -134,7 +96,7 @@ def test_memory_is_given_back(llm: LLM) -> None:
     ("texts", "pooling", "message"),
     [
         ("hello", "mean", "prompts must be a list"),
-        (["a"], "max", "pooling must be 'mean' or 'last', got 'max'"),
+        (["a"], "sum", "pooling must be 'mean' or 'last' or 'cls' or .*, got 'sum'"),
         (["a", ""], "mean", "text 1: the prompt is empty"),
         ([[1, 10_000]], "mean", "text 0: the prompt: token ids must be from 0"),
         (["a" * 2000], "last", "text 0: the text has 2000 tokens and the context holds 400: shorten it"),
@@ -197,4 +159,4 @@ def test_a_closed_model_gives_no_vectors(folder: Path) -> None:
     with pytest.raises(ClosedError):
         llm.embed(["a"])
     with pytest.raises(ClosedError):
-        host.loop.call(embed(host, [[1]], VectorOptions()))
+        host.loop.call(embed(host, TextIds([[1]], 8), VectorOptions()))

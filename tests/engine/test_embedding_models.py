@@ -3,13 +3,14 @@
 import asyncio
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer
 
@@ -49,6 +50,61 @@ def vectors_of(folder: Path, texts: list[str]) -> Tensor:
     model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     each = [torch.tensor([tokenizer(text).input_ids]) for text in texts]
     return torch.cat([model(ids).last_hidden_state[:, -1] for ids in each])
+
+
+@torch.inference_mode()
+def through(folder: Path, places: Sequence[int], states: Tensor) -> Tensor:
+    """Return what torch's modules make of pooled states."""
+    for place in places:
+        tensors = load_file(folder / f"{place}_Dense" / "model.safetensors")
+        states = nn.functional.linear(states, tensors["linear.weight"], tensors.get("linear.bias"))
+        states = states.tanh() if "linear.bias" in tensors else states
+    return states
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+@pytest.mark.parametrize("size", [40, 96])
+def test_dense_layers_follow_the_pooling_in_their_order(tmp_path: Path, is_normalized: bool, size: int) -> None:
+    make_embedding_model(tmp_path, dense=[(96, True, "Tanh"), (size, False, "Identity")], is_normalized=is_normalized)
+    expected = through(tmp_path, (2, 3), vectors_of(tmp_path, TEXTS))
+    with LLM(tmp_path, kv_type="f32") as llm, serving(llm) as served:
+        found = llm.embed(TEXTS)
+        assert torch.allclose(found, normalize(expected) if is_normalized else expected, atol=1e-4)
+        assert torch.equal(found, torch.cat([llm.embed([text]) for text in TEXTS]))
+        assert torch.equal(llm.embed(TEXTS, normalize=is_normalized), found)
+        assert torch.allclose(llm.embed(TEXTS, normalize=True), normalize(expected), atol=1e-4)
+        assert torch.allclose(llm.embed(TEXTS, normalize=False), expected, atol=1e-4)
+        cut = llm.embed(TEXTS, dimensions=size - 1, normalize=False)
+        assert torch.equal(cut, llm.embed(TEXTS, normalize=False)[:, :-1])
+        with pytest.raises(InvalidRequestError, match=f"dimensions must be a whole number in .1, {size}., got 97"):
+            llm.embed(TEXTS, dimensions=97)
+        assert llm.embed([]).shape == (0, size)
+        answer = served.client.post("/v1/embeddings", json={"input": TEXTS[0]}).json()
+        assert torch.equal(torch.tensor([answer["data"][0]["embedding"]]), found[:1])
+
+
+def test_a_pipeline_without_normalize_gives_vectors_of_any_length(tmp_path: Path) -> None:
+    make_embedding_model(tmp_path, is_normalized=False)
+    with LLM(tmp_path, kv_type="f32") as llm:
+        assert torch.allclose(llm.embed(TEXTS), vectors_of(tmp_path, TEXTS), atol=1e-4)
+        assert not torch.allclose(llm.embed(TEXTS).norm(dim=1), torch.ones(len(TEXTS)))
+
+
+@pytest.mark.parametrize("mode", ["cls", "mean", "weightedmean"])
+def test_tokens_of_a_prompt_are_not_pooled_if_the_files_say_so(tmp_path: Path, mode: str) -> None:
+    pooling = {"pooling_mode": mode, "include_prompt": False}
+    model = make_embedding_model(tmp_path, pooling=pooling, is_normalized=False)
+    prompt = PROMPTS["query"]
+    with LLM(tmp_path, kv_type="f32") as llm:
+        found = llm.embed(TEXTS, prompt_name="query")
+        assert torch.equal(llm.embed([llm.tokenizer.encode("hello")]), llm.embed(["hello"]))
+        for text, vector in zip(TEXTS, found, strict=True):
+            with torch.inference_mode():
+                states = model(torch.tensor([llm.tokenizer.encode(prompt + text)])).last_hidden_state[0]
+            own = states[len(prompt) :]
+            weights = torch.arange(len(prompt), len(states)) + 1.0 if mode == "weightedmean" else torch.ones(len(own))
+            weights = torch.eye(len(own))[0] if mode == "cls" else weights
+            assert torch.allclose(vector, weights @ own / weights.sum(), atol=1e-4)
 
 
 @pytest.mark.parametrize("is_normalized", [True, False])

@@ -100,7 +100,9 @@ def test_a_server_embeds_and_refuses_to_chat(bert: tuple[LLM, Any, Any]) -> None
         asked = {"model": "bert", "input": texts, "encoding_format": "base64"}
         answer = served.client.post("/v1/embeddings", json=asked).json()
         bits = [base64.b64decode(each["embedding"]) for each in answer["data"]]
-        assert [torch.frombuffer(bytearray(each), dtype=torch.float32).tolist() for each in bits] == llm.embed(texts).tolist()
+        assert [torch.frombuffer(bytearray(each), dtype=torch.float32).tolist() for each in bits] == llm.embed(
+            texts
+        ).tolist()
         for path, body in (
             ("/v1/completions", {"prompt": "x"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),

@@ -160,7 +160,9 @@ def test_a_gguf_file_has_the_rows_of_both_answers_and_a_prompt(
     assert "cls.output.weight" not in checkpoint.tensors
     reranker = make_reranker(checkpoint, tokenizer, "auto")
     assert reranker is not None
-    assert torch.equal(reranker.row, torch.from_numpy(rows[0]).double() - torch.from_numpy(rows[1]).double())
+    state = torch.randn(HIDDEN).double()
+    yes, no = (torch.from_numpy(row).double() @ state for row in rows)
+    assert reranker.score(state) == pytest.approx(float((yes - no).sigmoid()))
     assert reranker.takes_instruction == has_instruction
     own = [] if has_instruction else ["find"]
     assert reranker.encode(tokenizer, None, "a", "b") == tokenizer.encode(qwen3_prompt("a", "b", *own))

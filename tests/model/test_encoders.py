@@ -1,7 +1,5 @@
 """Encoders against `transformers` on tiny random weights: every family, long texts, many texts, pairs."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,11 @@ from infer.backends.torch_backend import TorchBackend
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import InferError, InvalidRequestError, ModelError, UnsupportedModelError
+from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.page_sizes import text_cache_bytes
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.model.memory_estimate import LoadSettings, estimate
-from infer.kvcache.cache_settings import CacheSettings
 from infer.operands.limits import MAX_STEP_TEXTS, MAX_STEP_TOKENS
 from infer.runner.text_encoder import TextEncoder
 
@@ -233,7 +231,7 @@ def test_gpus_refuse_encoders_in_one_line(tmp_path: Path) -> None:
     from infer.backends.only_dense import check_only_dense
 
     make_encoder(BY_NAME["bert"], tmp_path)
-    with pytest.raises(InferError, match="no kernels for .*attention without a mask.*: use device cpu"):
+    with pytest.raises(InferError, match=r"no kernels for .*attention without a mask.*: use device cpu"):
         check_only_dense(make_architecture(open_checkpoint(tmp_path).config).layers, "cuda")
 
 
@@ -241,7 +239,9 @@ def test_the_estimate_is_what_is_allocated(tmp_path: Path) -> None:
     make_encoder(BY_NAME["modernbert"], tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     architecture, encoder = make_architecture(checkpoint.config), load(tmp_path)
-    memory = {tensor.data_ptr(): tensor.numel() for layer in encoder._cache.layers for tensor in (layer.keys, layer.values)}
+    memory = {
+        tensor.data_ptr(): tensor.numel() for layer in encoder._cache.layers for tensor in (layer.keys, layer.values)
+    }
     found = estimate(architecture, checkpoint.tensors, LoadSettings(), CacheSettings(), num_tokens=CONTEXT)
     assert found.cache == sum(memory.values())
     assert found.cache == text_cache_bytes(architecture.attention[0], MAX_STEP_TEXTS, CONTEXT, "f32")

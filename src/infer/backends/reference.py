@@ -225,9 +225,7 @@ def softcapped(x: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def visible(
-    pages: Pages, row: int, slots: Int[Tensor, "tokens"], num_ahead: int = 0
-) -> Bool[Tensor, "tokens slots"]:
+def visible(pages: Pages, row: int, slots: Int[Tensor, "tokens"], num_ahead: int = 0) -> Bool[Tensor, "tokens slots"]:
     """Return which of its row's slots each token sees, from the first slot on."""
     end = int(slots.max()) + 1 if num_ahead == 0 or pages.ends is None else int(pages.ends[row])
     held, own = torch.arange(end, device=slots.device), slots[:, None]

@@ -28,10 +28,10 @@ def line_of_texts(llm: LLM, row: Row, model: str) -> Line:
 
 def _vectors(llm: LLM, row: Row, body: EmbeddingsBody, model: str) -> Line:
     host, options = llm._opened, vector_options(body)
-    if host.settings.pooling is None and body.pooling is None:
+    if host.settings.heads.embedder is None and body.pooling is None:
         raise InvalidRequestError("this model was not trained for embeddings: give pooling to have them anyway")
     ids = texts_to_embed(host, texts_of(body.input), options)
-    vectors = host.loop.call(embed(host, ids.token_ids, options)).get().numpy()
+    vectors = host.loop.call(embed(host, ids, options)).get().numpy()
     data = [
         {"object": "embedding", "index": index, "embedding": written(each, body.encoding_format)}
         for index, each in enumerate(vectors)
@@ -46,7 +46,7 @@ def _ranks(llm: LLM, row: Row, body: RerankBody, model: str) -> Line:
     results = [
         {"index": each.index, "relevance_score": each.score}
         | ({"document": {"text": each.document}} if body.return_documents else {})
-        for each in ranked(host.loop.call(scores(host, ids.token_ids)).get(), documents, body.top_n)
+        for each in ranked(host.loop.call(scores(host, ids)).get(), documents, body.top_n)
     ]
     return texts_line(row, {"results": results}, ids.num_tokens, model, _warnings(row, ids.warning))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from infer.checkpoint.classifier_files import ClassifierFiles, classifier_from_folder, classifier_from_gguf
 from infer.checkpoint.config import (
     config_from_folder,
     config_from_gguf,
@@ -22,7 +23,7 @@ from infer.checkpoint.find import resolve
 from infer.checkpoint.fused_tensors import WITH_GATES, taken_apart
 from infer.checkpoint.gguf import GGUFFile
 from infer.checkpoint.gguf_split import read_whole_gguf
-from infer.checkpoint.pooling import pooling_from_folder, pooling_from_gguf
+from infer.checkpoint.pooling import EmbeddingFiles, embedding_from_folder, embedding_from_gguf
 from infer.checkpoint.reranker_files import RerankerFiles, reranker_from_folder, reranker_from_gguf
 from infer.checkpoint.safetensors import read_safetensors_folder
 from infer.checkpoint.stacked_experts import PLAIN, StackOrder, with_joined_scales
@@ -30,7 +31,6 @@ from infer.checkpoint.tensor_info import TensorInfo
 from infer.checkpoint.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
 from infer.checkpoint.text_prompts import TextPrompts, prompts_from_folder
 from infer.errors import ModelFormatError, UnsupportedModelError
-from infer.outputs import Pooling
 from infer.quantization.ggml_types import FLOAT_TYPES
 from infer.system.open_file import OpenFile
 
@@ -63,9 +63,10 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo] = field(repr=False)  # by our names
     generation_config: Mapping[str, Any]  # {} if the model has none
     files: tuple[OpenFile, ...] = field(default=(), repr=False)  # of the weights
-    pooling: Pooling | None = None  # of a model that was made for embeddings
+    embedding: EmbeddingFiles | None = None  # of a model that was made for embeddings
     prompts: TextPrompts = field(default_factory=TextPrompts)  # of such a model
     reranker: RerankerFiles | None = None  # of a model that says how relevant a document is
+    classifier: ClassifierFiles | None = None
 
     def without_metadata(self) -> "Checkpoint":
         """Return the checkpoint without metadata, to free up to 40 MB of a large vocabulary after the tokenizer is
@@ -119,14 +120,15 @@ def _open_folder(folder: Path) -> Checkpoint:
     tensors = taken_apart(_without_drafting_layers(tensors, config), config, order)
     if config.get("model_type") in _LLAMA4:
         tensors = _with_paired_rows(tensors, config)
-    files = tuple(dict.fromkeys(info.file for info in stored.values()))
-    generation_config, pooling = generation_config_from_folder(folder), pooling_from_folder(folder)
-    reranker, prompts = reranker_from_folder(folder, config, tensors), prompts_from_folder(folder)
+    embedding, classifier = embedding_from_folder(folder), classifier_from_folder(folder, config, tensors)
+    reranker, prompts = reranker_from_folder(folder, tensors, classifier), prompts_from_folder(folder)
     if is_encoder:
         tensors = without_poolers(without_padded_positions(tensors, config))
-    if (pooling or reranker) and "lm_head.weight" not in tensors:
+    if (embedding or reranker or classifier) and "lm_head.weight" not in tensors:
         config["tie_word_embeddings"] = True  # no text is generated: the files may lack the head that the config names
-    return Checkpoint(folder, config, {}, tensors, generation_config, files, pooling, prompts, reranker)
+    files = tuple(dict.fromkeys([info.file for info in stored.values()] + list(embedding.files if embedding else ())))
+    own = tensors, generation_config_from_folder(folder), files
+    return Checkpoint(folder, config, {}, *own, embedding, prompts, reranker, classifier)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -141,10 +143,11 @@ def _open_gguf(path: Path) -> Checkpoint:
             info = replace(info, num_paired_heads=heads[projection])
         tensors[name] = info
     tensors = taken_apart(_without_drafting_layers(tensors, config), config)
-    generation_config, pooling = generation_config_from_gguf(file), pooling_from_gguf(file.metadata)
-    reranker = reranker_from_gguf(path, file.metadata, tensors)
-    own = config, file.metadata, tensors, generation_config, file.files
-    return Checkpoint(file.path, *own, pooling, TextPrompts(), reranker)
+    embedding = embedding_from_gguf(path, file.metadata, tensors)
+    classifier = classifier_from_gguf(path, file.metadata, tensors)
+    reranker = reranker_from_gguf(path, file.metadata, tensors, classifier)
+    own = config, file.metadata, tensors, generation_config_from_gguf(file), file.files
+    return Checkpoint(file.path, *own, embedding, TextPrompts(), reranker, classifier)
 
 
 def _with_paired_rows(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:

@@ -61,9 +61,7 @@ def encoder_names(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def without_padded_positions(
-    tensors: dict[str, TensorInfo], config: Mapping[str, Any]
-) -> dict[str, TensorInfo]:
+def without_padded_positions(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """Return an encoder's tensors with a table of positions that begins with a text's first token."""
     num_padded, name = _PADDED.get(str(config.get("model_type")), 0), "model.embed_positions.weight"
     table = tensors.get(name)

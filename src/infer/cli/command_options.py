@@ -28,6 +28,7 @@ from infer.engine.model_settings import (
 )
 from infer.kvcache.cache_settings import CacheSettings
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
+from infer.outputs import Pooling
 from infer.request_limits import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 
 Decorators = tuple[Callable[..., Any], ...]
@@ -220,7 +221,7 @@ class EmbedOptions(LoadOptions):
                                  help="A .npy file for all vectors, or JSON lines.  [default: JSON lines on stdout]")
     prompt_name: str | None = option(metavar="NAME",
                                      help="A prompt of the model's files that stands before each text, such as query.")
-    pooling: Literal["mean", "last"] | None = option(help="How states become a vector.  [default: the model's own]")
+    pooling: Pooling | None = option(help="How states become a vector.  [default: the model's own]")
     dimensions: int | None = option(type=AT_LEAST_1, help="Number of first dimensions that are kept.")
     no_normalize: bool = option(help="Vectors of any length, not of length 1.")
     truncate: bool = option(help="Cut texts that do not fit the context.")

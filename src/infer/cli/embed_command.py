@@ -27,18 +27,18 @@ def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions)
         options.pooling,
         options.prompt_name,
         options.dimensions,
-        normalize=not options.no_normalize,
+        normalize=False if options.no_normalize else None,
         truncate=options.truncate,
     )
     host, found = model._opened, list[Any]()
-    if not (options.quiet or host.settings.pooling or options.pooling):
+    if not (options.quiet or host.settings.heads.embedder or options.pooling):
         note("the model was not trained for embeddings: the mean of its states is taken")
     with exit_on_signal(), Spinner("embedding", shown=not options.quiet) as spinner:
         ids = texts_to_embed(host, [each.text for each in texts], asked)
         for start in range(0, len(texts), _TEXTS_PER_CALL):
-            few = ids.token_ids[start : start + _TEXTS_PER_CALL]
-            found.append(host.loop.call(embed(host, few, asked)).get())
-            spinner.progress(start + len(few), len(texts))
+            end = min(start + _TEXTS_PER_CALL, len(texts))
+            found.append(host.loop.call(embed(host, ids.part(start, end), asked)).get())
+            spinner.progress(end, len(texts))
     if ids.warning and not options.quiet:
         note(ids.warning)
     vectors = torch.cat(found)

@@ -6,18 +6,20 @@ work. A text's vector has the same bits whatever its neighbours and its steps ar
 
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from functools import reduce
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from infer.engine.host import Host
+from infer.engine.pooled_states import PooledStates
 from infer.engine.prompt_encoding import Prompt, pairs_of, prompt_ids
 from infer.engine.request import check_prompt
+from infer.engine.text_heads import Embedder
 from infer.engine.text_states import text_states
 from infer.engine.vector_options import TextIds, VectorOptions
 from infer.errors import ContextLengthError, InvalidRequestError, TruncationWarning
+from infer.outputs import Pooling
 
 
 def texts_to_embed(
@@ -27,9 +29,12 @@ def texts_to_embed(
 
     Raises InvalidRequestError for an option that cannot be served, and for a text that is no prompt or is too long.
     """
-    options.check(host.model.architecture.hidden_size)
-    before, most = host.settings.prompts.text_of(options.prompt_name), host.requests.limits.max_seq_len
-    found, num_cut = list[list[int]](), 0
+    embedder = embedder_of(host)
+    options.check(embedder.size)
+    host.check_has_states()
+    before, most = host.settings.heads.prompts.text_of(options.prompt_name), host.requests.limits.max_seq_len
+    num_first = _num_prompt_tokens(host, before) if embedder.skips_prompt else 0
+    found, num_cut, num_skipped = list[list[int]](), 0, list[int]()
     for index, (text, _) in enumerate(pairs_of(texts, None)):
         check()
         try:
@@ -40,9 +45,21 @@ def texts_to_embed(
             ids = _ids_of(host, text, most, may_cut=options.truncate)
             num_cut += len(ids) > most
             found.append(check_prompt(host.requests.limits, _cut(host, text, ids, most), room=0))
+            num_skipped.append(num_first if isinstance(text, str) and num_first < len(found[-1]) else 0)
         except InvalidRequestError as error:
             raise type(error)(f"text {index}: {error}") from error
-    return TextIds(found, most, num_cut)
+    return TextIds(found, most, num_cut, num_skipped)
+
+
+def embedder_of(host: Host) -> Embedder:
+    """Return the way in which a model makes vectors: the mean if its files do not say."""
+    return host.settings.heads.embedder or Embedder(host.model.architecture.hidden_size)
+
+
+def _num_prompt_tokens(host: Host, before: str) -> int:
+    """Return the number of a prompt's tokens, without a special one at the end, as sentence-transformers does."""
+    ids = host.tokenizer.encode(before) if before else []
+    return len(ids[:-1] if ids and ids[-1] in host.tokenizer.special_token_ids else ids)
 
 
 def _ids_of(host: Host, text: Prompt, most: int, *, may_cut: bool) -> list[int]:
@@ -75,25 +92,30 @@ def warn_if_cut(ids: TextIds) -> None:
         warnings.warn(ids.warning, TruncationWarning, stacklevel=3)
 
 
-def embed(
-    host: Host, texts: Sequence[list[int]], options: VectorOptions
-) -> Generator[None, None, Float[Tensor, "texts size"]]:
-    """Return one float32 vector per text of ids. Work for the loop, a step at a time.
+def embed(host: Host, texts: TextIds, options: VectorOptions) -> Generator[None, None, Float[Tensor, "texts size"]]:
+    """Return one float32 vector per text. Work for the loop, a step at a time.
 
-    Without a pooling, the model's own is used, or the mean if it has none. The mean is of all tokens; the last token is
-    the only one that has seen the whole text. Vectors are cut to `dimensions`, then normalised.
+    The layers of the model's files come after the pooling. Then vectors are cut to `dimensions`, and normalised.
     """
-    pooling = options.pooling or host.settings.pooling or "mean"
-    pooled = torch.zeros(len(texts), host.model.architecture.hidden_size, dtype=torch.float64)
+    embedder = embedder_of(host)
+    pooled = yield from pool(host, texts, options.pooling or embedder.pooling)
+    vectors = embedder.head.apply(pooled) if len(pooled) else pooled.new_zeros(0, embedder.size)
+    vectors = vectors[:, : options.dimensions]
+    is_normalized = embedder.normalizes if options.normalize is None else options.normalize
+    return (torch.nn.functional.normalize(vectors) if is_normalized else vectors).float()
+
+
+def pool(host: Host, texts: TextIds, pooling: Pooling) -> Generator[None, None, Float[Tensor, "texts hidden"]]:
+    """Return the pooled states of each text in float64. Work for the loop, a step at a time.
+
+    The last token is the only one that has seen the whole text.
+    """
+    ids = texts.token_ids
+    pooled = PooledStates(pooling, len(ids), host.model.architecture.hidden_size, texts.num_skipped)
 
     yield  # the texts of the calls before have the cache for themselves
-    for step in text_states(host, texts, only_last=pooling == "last"):
+    for step in text_states(host, ids, only_last=pooling == "last"):
         for text, states in step:
-            found = states.double().cpu()
-            # Token by token, as the steps may be any.
-            pooled[text] = reduce(torch.add, found, pooled[text]) if pooling == "mean" else found[-1]
+            pooled.add(text, states.cpu())
         yield
-    if pooling == "mean":
-        pooled /= torch.tensor([[len(text)] for text in texts]).reshape(-1, 1)
-    pooled = pooled[:, : options.dimensions]
-    return (torch.nn.functional.normalize(pooled) if options.normalize else pooled).float()
+    return pooled.vectors()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, final
 
-from infer.checkpoint.text_prompts import TextPrompts
 from infer.engine.async_answers import AsyncAnswers
 from infer.engine.engine import Engine
 from infer.engine.loop import Loop
@@ -16,14 +15,13 @@ from infer.engine.mailbox import Mailbox
 from infer.engine.place import Lease
 from infer.engine.request import limits_of
 from infer.engine.request_maker import RequestMaker
-from infer.engine.reranker import Reranker
 from infer.engine.sequence import Sequence
 from infer.engine.stream import OnPrefill, OpenAnswer, Stream
+from infer.engine.text_heads import TextHeads
 from infer.errors import InvalidRequestError, closed
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
-from infer.outputs import Pooling
 from infer.runner.caches import default_pool_pages
 from infer.runner.hidden_states import HiddenStates
 from infer.runner.runner import Runner
@@ -39,9 +37,7 @@ _Found = TypeVar("_Found")
 @final
 @dataclass(frozen=True)
 class HostSettings:
-    """`weights` tells them from others; `sampling_defaults` are the model's own, and so are the `pooling` and the
-    `prompts` of one made for embeddings. `reranker` is None if the model is none.
-    """
+    """`weights` tells them from others; `sampling_defaults` and `heads` are the model's own."""
 
     weights: str
     cache: CacheSettings
@@ -49,9 +45,7 @@ class HostSettings:
     capture: bool
     grammar_backend: str
     sampling_defaults: Mapping[str, Any]
-    pooling: Pooling | None = None
-    prompts: TextPrompts = field(default_factory=TextPrompts)
-    reranker: Reranker | None = None
+    heads: TextHeads = field(default_factory=TextHeads)
 
 
 @final
@@ -105,7 +99,9 @@ class Host:
 
     @property
     def _refusal(self) -> str:
-        return f"{self.model.architecture.family} is an encoder, which generates nothing: use embed(), or load a decoder"
+        return (
+            f"{self.model.architecture.family} is an encoder, which generates nothing: use embed(), or load a decoder"
+        )
 
     @property
     def runner(self) -> Runner:
@@ -132,12 +128,19 @@ class Host:
             self._text_encoder = TextEncoder(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
         return self._text_encoder
 
-    def hidden_states(self) -> HiddenStates:
-        """For the loop's thread. Made when it is first asked for. Raises InvalidRequestError for a model that is shared
-        out.
-        """
+    def check_has_states(self) -> None:
+        """Raise InvalidRequestError for a model that several processes share, which gives no hidden states."""
         if self._ranks is not None:
-            raise InvalidRequestError("embed() needs a model of one process: load it without tensor_parallel")
+            raise InvalidRequestError(
+                "vectors, scores and labels of texts need a model of one process: load it without tensor_parallel"
+            )
+
+    def hidden_states(self) -> HiddenStates:
+        """Return the hidden states' computation, made on first use. For the loop's thread.
+
+        Raises InvalidRequestError for a model that several processes share.
+        """
+        self.check_has_states()
         if self._hidden_states is None:
             self._hidden_states = HiddenStates(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
         return self._hidden_states

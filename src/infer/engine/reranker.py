@@ -1,18 +1,21 @@
-"""A reranker: the prompt for a query and a document, and the row that makes a score of the prompt's last state."""
+"""A reranker: the prompt for a query and a document, and the head that makes a score of the prompt's last state."""
 
 import math
 import re
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from infer.checkpoint import Checkpoint
 from infer.checkpoint.lazy_weights import read_row
 from infer.checkpoint.reranker_files import RerankerFiles, Row, head_of
+from infer.checkpoint.tensor_info import TensorInfo
 from infer.engine.model_settings import RerankerName
 from infer.errors import ModelError
+from infer.model.pooled_head import Dense, Head, load_head
 from infer.tokenizer import Tokenizer
 
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -36,13 +39,13 @@ _ROLES = [re.compile(f"[\"']{role}[\"']") for role in ("query", "document")]
 @final
 @dataclass(frozen=True, eq=False)
 class Reranker:
-    """A prompt for a query and a document, and the row by which the last state is multiplied.
+    """A prompt for a query and a document, and the head that makes a logit, or those of yes and no, of the last state.
 
     `template` None is the model's own chat template, which has messages with the roles query and document.
     `instruction` is the one of calls that give none.
     """
 
-    row: Float[Tensor, "hidden"]
+    head: Head
     template: str | None
     instruction: str | None
     takes_instruction: bool = True
@@ -56,8 +59,9 @@ class Reranker:
         return tokenizer.encode_chat(messages, chat_template=self.template)
 
     def score(self, state: Float[Tensor, "hidden"]) -> float:
-        """Return the probability that the document is relevant."""
-        logit = float((state.double() * self.row).sum())
+        """Return the probability that the document is relevant, from a float64 state."""
+        yes, *no = self.head.of(state).tolist()
+        logit = yes - sum(no)
         return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
 
 
@@ -68,33 +72,42 @@ def make_reranker(checkpoint: Checkpoint, tokenizer: Tokenizer, name: RerankerNa
     """
     files = checkpoint.reranker
     if files is None:
-        head = head_of(checkpoint.tensors)
-        if name == "auto" or head is None:
+        answers = head_of(checkpoint.tensors)
+        if name == "auto" or answers is None or checkpoint.classifier is not None:
             return None
-        files = RerankerFiles(head)
-    row = _row_of(files, files.yes, tokenizer)
-    if files.no is not None:
-        row = row - _row_of(files, files.no, tokenizer)
+        files = RerankerFiles(answers)
+    head = _head_of_answers(files.tensor, files, tokenizer) if files.tensor else _head_of_classifier(checkpoint)
     own = tokenizer.chat_template or ""
     if files.prompt is not None:
         template, takes_instruction = _template_of(files.prompt)
-        return Reranker(row, template, QWEN3_INSTRUCTION if takes_instruction else None, takes_instruction)
+        return Reranker(head, template, QWEN3_INSTRUCTION if takes_instruction else None, takes_instruction)
     if name == "auto" and all(role.search(own) for role in _ROLES):
-        return Reranker(row, None, checkpoint.prompts.text_of(None) or None)
+        return Reranker(head, None, checkpoint.prompts.text_of(None) or None)
     if name == "qwen3" or files.is_qwen3:
-        return Reranker(row, QWEN3_TEMPLATE, QWEN3_INSTRUCTION)
+        return Reranker(head, QWEN3_TEMPLATE, QWEN3_INSTRUCTION)
     return None  # no file says how the model reads a pair
 
 
-def _row_of(files: RerankerFiles, row: Row, tokenizer: Tokenizer) -> Float[Tensor, "hidden"]:
+def _head_of_classifier(checkpoint: Checkpoint) -> Head:
+    assert checkpoint.classifier is not None
+    return load_head(checkpoint.classifier.head)
+
+
+def _head_of_answers(tensor: TensorInfo, files: RerankerFiles, tokenizer: Tokenizer) -> Head:
+    """Return a head that has the rows of the answers."""
+    answers = [files.yes] if files.no is None else [files.yes, files.no]
+    return Head((Dense(torch.stack([_row_of(tensor, each, tokenizer) for each in answers])),))
+
+
+def _row_of(tensor: TensorInfo, row: Row, tokenizer: Tokenizer) -> Float[Tensor, "hidden"]:
     if isinstance(row, str):
         ids = tokenizer.encode(row, add_special_tokens=False)
         if len(ids) != 1:
             raise ModelError(f"a reranker answers {row!r} in one token, and this tokenizer has {len(ids)} for it")
         row = ids[0]
-    if row >= files.tensor.shape[0]:
-        raise ModelError(f"the reranker's token {row} is not one of the {files.tensor.shape[0]} rows of the head")
-    return read_row(files.tensor, row).double()
+    if row >= tensor.shape[0]:
+        raise ModelError(f"the reranker's token {row} is not one of the {tensor.shape[0]} rows of the head")
+    return read_row(tensor, row)
 
 
 def _template_of(prompt: str) -> tuple[str, bool]:

@@ -6,24 +6,22 @@ A score is computed like an embedding, from the state of the last token. So its 
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from infer.engine.embedding import embed, too_long
+from infer.engine.embedding import pool, too_long
 from infer.engine.host import Host
 from infer.engine.request import check_prompt
 from infer.engine.reranker import Reranker
-from infer.engine.vector_options import TextIds, VectorOptions
+from infer.engine.vector_options import TextIds
 from infer.errors import InvalidRequestError
-
-_POOLING = VectorOptions("last", normalize=False)
 
 
 def reranker_of(host: Host) -> Reranker:
     """Return the reranker of a model. Raises InvalidRequestError if it is none."""
-    if host.settings.reranker is None:
+    if host.settings.heads.reranker is None:
         raise InvalidRequestError(
             "this model is no reranker, as far as its files say: load a reranker, or pass reranker='qwen3' for a copy "
             "of Qwen3-Reranker"
         )
-    return host.settings.reranker
+    return host.settings.heads.reranker
 
 
 def pairs_to_score(
@@ -40,6 +38,7 @@ def pairs_to_score(
     With `truncate`, the document is cut at its end.
     """
     reranker = reranker_of(host)
+    host.check_has_states()
     _check_text("instruction", instruction if instruction is not None else "")
     if instruction is not None and not reranker.takes_instruction:
         raise InvalidRequestError("instruction must be left out: this model's prompt has none", param="instruction")
@@ -82,10 +81,10 @@ def _check_text(name: str, value: object, where: str = "") -> None:
         raise InvalidRequestError(f"{name}{where} must be a text, got {type(value).__name__}", param=name)
 
 
-def scores(host: Host, pairs: Sequence[list[int]]) -> Generator[None, None, list[float]]:
+def scores(host: Host, pairs: TextIds) -> Generator[None, None, list[float]]:
     """Return the score of each prompt of a pair, from 0 to 1. Work for the loop, a step at a time."""
     reranker = reranker_of(host)
-    states = yield from embed(host, pairs, _POOLING)
+    states = yield from pool(host, pairs, "last")
     return [reranker.score(state) for state in states]
 
 

@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.engine.text_states import step_tokens
 from infer.engine.host import Host
 from infer.engine.place import Lease
 from infer.engine.prompt_encoding import Prompt
 from infer.engine.request import Request, check_prompt
 from infer.engine.request_maker import Ask
 from infer.engine.request_options import check_count
+from infer.engine.text_states import step_tokens
 from infer.errors import InferError, InvalidRequestError
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.outputs import SampleTrace, TokenLogprob

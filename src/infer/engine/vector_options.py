@@ -16,23 +16,31 @@ class VectorOptions:
     pooling: Pooling | None = None
     prompt_name: str | None = None
     dimensions: int | None = None
-    normalize: bool = True
+    normalize: bool | None = None
     truncate: bool = False
 
-    def check(self, hidden_size: int) -> None:
-        """Raise InvalidRequestError for a pooling that does not exist, or a number of dimensions that is too large."""
+    def check(self, size: int) -> None:
+        """Raise InvalidRequestError for a pooling that does not exist, or more dimensions than a vector has."""
         if self.pooling is not None:
             check_choice("pooling", self.pooling, get_args(Pooling))
         if self.dimensions is not None:
-            check_count("dimensions", self.dimensions, 1, hidden_size)
+            check_count("dimensions", self.dimensions, 1, size)
 
 
 class TextIds(NamedTuple):
-    """The ids of each text, and the number of texts that were cut to `most` tokens."""
+    """The ids of each text, and the number of texts that were cut to `most` tokens.
+
+    `num_skipped` are the numbers of first tokens of each text that are not pooled; () for none.
+    """
 
     token_ids: list[list[int]]
     most: int
     num_cut: int = 0
+    num_skipped: Sequence[int] = ()
+
+    def part(self, start: int, end: int) -> "TextIds":
+        """Return the texts from `start` up to `end`."""
+        return self._replace(token_ids=self.token_ids[start:end], num_skipped=self.num_skipped[start:end])
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +54,7 @@ class TextIds(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """Vectors `[texts, size]`, or a list of scores, and the texts of which they were computed."""
+    """Vectors `[texts, size]`, a list of scores or of labels, and the texts of which they were computed."""
 
     found: Any
     texts: TextIds

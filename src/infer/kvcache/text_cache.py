@@ -22,6 +22,7 @@ from infer.operands.weights import Heads
 from infer.quantization.kv_formats import BLOCK_POSITIONS, check_kv_type, key_block_bytes, value_block_bytes
 from infer.quantization.kv_layout import LayerCache, Pages
 
+
 def _integers(value: int, count: int, backend: ops.Backend) -> Tensor:
     return torch.full((count,), value, dtype=torch.int64, device=backend.device)
 

@@ -122,9 +122,7 @@ def _estimate_of_encoder(
     stream = 4 * num_tokens * architecture.hidden_size  # of a text that takes several tiles
     return Estimate(
         weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
-        cache=text_cache_bytes(
-            architecture.attention[0], MAX_STEP_TEXTS, max(num_tokens, MAX_STEP_TOKENS), kv_type
-        ),
+        cache=text_cache_bytes(architecture.attention[0], MAX_STEP_TEXTS, max(num_tokens, MAX_STEP_TOKENS), kv_type),
         workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, 1) + 2 * stream,
         process=PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
     )

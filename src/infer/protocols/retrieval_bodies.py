@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from infer.engine.vector_options import VectorOptions
 from infer.errors import InvalidRequestError
+from infer.outputs import Pooling
 from infer.protocols.bodies import Body
 from infer.protocols.foreign import Foreign
 from infer.protocols.params import prompts_of, refusal
@@ -20,12 +21,12 @@ _OWN_FIELDS = ("dimensions", "prompt_name", "query", "instruction", "top_n")
 
 @final
 class EmbeddingsBody(Body, kw_only=True):
-    """OpenAI's fields, and those of `LLM.embed`. Vectors have length 1, also if `dimensions` shortens them."""
+    """OpenAI's fields, and those of `LLM.embed`."""
 
     input: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_TEXTS)]
     encoding_format: Encoding | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    pooling: Literal["mean", "last"] | None = None  # the model's own unless given, else the mean
+    pooling: Pooling | None = None  # the model's own unless given, else the mean
     prompt_name: str | None = None
     normalize: bool | None = None
     truncate: bool | None = None
@@ -81,7 +82,7 @@ def vector_options(body: EmbeddingsBody) -> VectorOptions:
         body.pooling,
         body.prompt_name,
         body.dimensions,
-        normalize=body.normalize is not False,
+        normalize=body.normalize,
         truncate=bool(body.truncate),
     )
 

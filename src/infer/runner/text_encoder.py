@@ -21,7 +21,6 @@ from infer.operands.limits import MAX_STEP_TEXTS, MAX_STEP_TOKENS
 from infer.operands.step import Step
 
 
-
 @final
 class TextEncoder:
     """Computes hidden states of texts. For one thread at a time."""

@@ -10,10 +10,10 @@ from typing import final
 
 from torch import Tensor
 
-from infer.engine.text_states import step_tokens
 from infer.engine.host import Host
 from infer.engine.loop_messages import Work
 from infer.engine.place import Lease, common_length
+from infer.engine.text_states import step_tokens
 from infer.errors import InferError, OutOfPagesError, closed
 
 Tensors = Callable[[], Iterator[tuple[str, Tensor]]]

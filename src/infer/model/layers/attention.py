@@ -17,7 +17,6 @@ from infer.operands.group import Shares
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection
 
-
 _ALL = 1 << 40  # tokens, more than any text has
 
 AnyCache = PagedCache | TextCache

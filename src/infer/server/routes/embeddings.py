@@ -32,7 +32,7 @@ async def embeddings(request: Request, state: ServerState, body: EmbeddingsBody)
     llm, call = state.llm(), call_of(request)
     check_model(request, state, body.model)
     host, texts, options = llm.host, texts_of(body.input), vector_options(body)
-    if not (state.settings.allow_embeddings or host.settings.pooling):
+    if not (state.settings.allow_embeddings or host.settings.heads.embedder):
         message = "this model was not trained for embeddings: start the server with --embeddings to have them anyway"
         raise refuse(message, "model", "unsupported_model")
     await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))

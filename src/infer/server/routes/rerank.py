@@ -57,7 +57,7 @@ async def _scored(
 ) -> Computed:
     """Return the scores of pairs. `name` is the field with the texts, for errors."""
     llm = state.llm()
-    if llm.host.settings.reranker is None:
+    if llm.host.settings.heads.reranker is None:
         message = "this model is no reranker: serve one, or start the server with --reranker for a copy of one"
         raise refuse(message, "model", "unsupported_model")
     await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(pairs), num_answer_tokens=0))

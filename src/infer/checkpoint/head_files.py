@@ -1,0 +1,68 @@
+"""The steps of a head as a model's files store them: layers that follow the last hidden state. Loads no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
+
+from infer.checkpoint.tensor_info import TensorInfo
+from infer.errors import ModelFormatError
+from infer.quantization.ggml_types import FLOAT_TYPES
+
+ActivationName = Literal["gelu", "gelu_tanh", "relu", "sigmoid", "silu", "tanh"]
+
+
+@final
+@dataclass(frozen=True)
+class DenseFiles:
+    """The weight `[outputs, inputs]` of a dense layer, and its bias."""
+
+    weight: TensorInfo
+    bias: TensorInfo | None = None
+
+
+@final
+@dataclass(frozen=True)
+class LayerNormFiles:
+    """The weight and the bias of a layer norm."""
+
+    weight: TensorInfo
+    bias: TensorInfo | None
+    eps: float
+
+
+StepFiles = DenseFiles | LayerNormFiles | ActivationName
+HeadFiles = tuple[StepFiles, ...]
+
+
+def dense_of(tensors: Mapping[str, TensorInfo], prefix: str) -> DenseFiles:
+    """Return the dense layer whose tensors are `prefix.weight` and perhaps `prefix.bias`."""
+    return DenseFiles(tensors[f"{prefix}.weight"], tensors.get(f"{prefix}.bias"))
+
+
+def check_head(steps: Sequence[StepFiles], size: int) -> int:
+    """Return the size of the vector that the steps make of a state of `size`.
+
+    Raises ModelFormatError for a shape that does not fit, and for a type of a tensor that has no values.
+    """
+    for step in steps:
+        if isinstance(step, DenseFiles):
+            outputs = step.weight.shape[0] if step.weight.shape else 0
+            _check(step.weight, (max(outputs, 1), size))
+            size = outputs
+        if not isinstance(step, str):
+            own = [step.bias] if isinstance(step, DenseFiles) else [step.weight, step.bias]
+            for tensor in own:
+                if tensor is not None:
+                    _check(tensor, (size,))
+    return size
+
+
+def _check(tensor: TensorInfo, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ModelFormatError(
+            Path(tensor.path), f"tensor {tensor.name!r:.80}", f"expected {shape}, got {tensor.shape}"
+        )
+    if tensor.type not in FLOAT_TYPES and tensor.path.suffix == ".safetensors":
+        supported = ", ".join(FLOAT_TYPES)
+        raise ModelFormatError(tensor.path, f"tensor {tensor.name!r:.80}", f"expected {supported}, got {tensor.type}")

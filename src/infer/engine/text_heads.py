@@ -1,0 +1,75 @@
+"""The heads of a model for whole texts: what its files say about vectors, scores and labels."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from infer.checkpoint import Checkpoint
+from infer.checkpoint.classifier_files import Scale
+from infer.checkpoint.head_files import check_head
+from infer.checkpoint.tensor_info import TensorInfo
+from infer.checkpoint.text_prompts import TextPrompts
+from infer.engine.model_settings import RerankerName
+from infer.engine.reranker import Reranker, make_reranker
+from infer.model.pooled_head import Head, load_head
+from infer.outputs import Pooling
+from infer.tokenizer import Tokenizer
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Embedder:
+    """How states become a vector of `size`.
+
+    `normalizes` is True if vectors have length 1, `skips_prompt` if the tokens of a prompt are not pooled.
+    """
+
+    size: int
+    pooling: Pooling = "mean"
+    head: Head = field(default_factory=Head)
+    normalizes: bool = True
+    skips_prompt: bool = False
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Classifier:
+    """A head with one logit per label, and the function that makes the values of a text of these logits.
+
+    `pad_id` is the token that a text must not end with.
+    """
+
+    head: Head
+    labels: tuple[str, ...]
+    scale: Scale
+    pad_id: int | None = None
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TextHeads:
+    """The heads that a model's files have. Each is None if the model was not made for it."""
+
+    embedder: Embedder | None = None
+    prompts: TextPrompts = field(default_factory=TextPrompts)
+    reranker: Reranker | None = None
+    classifier: Classifier | None = None
+
+
+def make_text_heads(checkpoint: Checkpoint, tokenizer: Tokenizer, reranker: RerankerName) -> TextHeads:
+    """Return the heads of a model, with their weights. Raises ModelError for files that do not fit each other."""
+    size = _state_size(checkpoint.tensors)
+    embedder = classifier = None
+    if (files := checkpoint.embedding) is not None:
+        outputs = check_head(files.head, size)
+        embedder = Embedder(outputs, files.pooling, load_head(files.head), files.normalizes, files.skips_prompt)
+    if (found := checkpoint.classifier) is not None:
+        check_head(found.head, size)
+        classifier = Classifier(load_head(found.head), found.labels, found.scale, found.pad_id)
+    return TextHeads(embedder, checkpoint.prompts, make_reranker(checkpoint, tokenizer, reranker), classifier)
+
+
+def _state_size(tensors: Mapping[str, TensorInfo]) -> int:
+    """Return the size of a state, 0 if the files lack the embedding, which the loader then reports."""
+    embedding = tensors.get("model.embed_tokens.weight")
+    return 0 if embedding is None else embedding.shape[-1]

@@ -30,6 +30,8 @@ BERT_NAMES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 XLMR_NAMES = ("<s>", "<pad>", "</s>", "<unk>")
 # The decoder's replacements, and words that it must leave alone.
 _WORDS = ["n't", "'m", "'s", "'ve", "'re", "...", "?!", "'", "\u0301"]
+# Pieces of characters that are unknown alone. "Þð🙂" is "Þð" and an unknown one if the worst score is -12.
+_RARE_PIECES = [("🙂🙃🙂", -3.0), ("Þ", -12.0), ("ð🙂", -12.0), ("Þð", -1.0)]
 _CHARSMAP = {
     "\t": " ", "\n": " ", "\r": " ", "\u3000": " ", "\xa0": " ", "\u200b": " ", "Ａ": "A", "ﬁ": "fi", "½": "1⁄2",
     "e\u0301": "é", "ﷺ": "صلى الله عليه وسلم", "\x7f": "",
@@ -59,7 +61,7 @@ def make_xlmr_folder(folder: Path) -> Any:
         word[at:end] for word in words for at in range(len(word)) for end in range(at + 1, min(at + 6, len(word) + 1))
     ]
     scores = {part: float(np.float32(np.log(count / len(parts)))) for part, count in Counter(parts).items()}
-    vocabulary = [*((name, 0.0) for name in XLMR_NAMES), *scores.items(), ("🙂🙃🙂", -3.0), ("<mask>", 0.0)]
+    vocabulary = [*((name, 0.0) for name in XLMR_NAMES), *scores.items(), *_RARE_PIECES, ("<mask>", 0.0)]
     tokenizer = XLMRobertaTokenizer(vocab=vocabulary, _spm_precompiled_charsmap=make_charsmap(_CHARSMAP))
     tokenizer.save_pretrained(folder)
     _truncate_and_pad(folder, "<pad>", 1)

@@ -139,6 +139,36 @@ def test_streaming_equals_decoding_for_random_ids(strip: bool | None) -> None:
             assert "".join(pieces) == tokenizer.decode(ids, skip) == expected
 
 
+@pytest.mark.parametrize("cleans_up", [True, False])
+def test_wordpiece_puts_spaces_between_words_as_its_decoder_says(cleans_up: bool) -> None:
+    texts = [
+        "a",
+        "%%b",
+        ".",
+        "?",
+        "!",
+        ",",
+        "'",
+        "n't",
+        "'m",
+        "'s",
+        "'ve",
+        "'re",
+        "x . y",
+        " ' ",
+        "do",
+        "%%",
+        " do not",
+    ]
+    backend = Backend(models.WordPiece({text: token_id for token_id, text in enumerate(texts)}, unk_token="a"))
+    backend.decoder = decoders.WordPiece("%%", cleans_up)
+    tokenizer = Tokenizer(backend, named_tokens={})
+    generator = random.Random(0)
+    for ids in ([0, *range(len(texts))], *(generator.choices(range(len(texts)), k=4) for _ in range(300))):
+        detokenizer = tokenizer.make_detokenizer()
+        assert "".join(map(detokenizer.push, ids)) == tokenizer.decode(ids) == backend.decode(ids)
+
+
 def test_an_unknown_decoder_is_named() -> None:
     with pytest.raises(UnsupportedModelError, match="'CTC'"):
         read_decoding_rules('{"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": true}')

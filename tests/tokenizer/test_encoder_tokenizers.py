@@ -19,7 +19,19 @@ from infer.tokenizer import Tokenizer
 from test_tokenizer import byte_level_metadata, random_strings
 
 CONTROL_TEXTS = ["[CLS]", "[SEP] a [MASK]", "<s>", "x</s>y", "<mask>", "<pad><unk>"]
-HARD = ["", " ", "a" * 300, "\0\x07a\x7f", "  a  b ", "🙂🙃🙂🙃 x", "Ａﬁ½ﷺ\u3000e\u0301", "\u0301", "▁a ▁▁", "[PAD9]"]
+HARD = [
+    "",
+    " ",
+    "a" * 300,
+    "\0\x07a\x7f",
+    "  a  b ",
+    "🙂🙃🙂🙃 x",
+    "Þð🙂",
+    "Ａﬁ½ﷺ\u3000e\u0301",
+    "\u0301",
+    "▁a ▁▁",
+    "[PAD9]",
+]
 TEXTS = [*SENTENCES, *HARD, *random_strings(11, 400)]
 KINDS = ("bert", "bert gguf", "xlmr", "xlmr gguf")
 

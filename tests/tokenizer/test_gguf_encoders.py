@@ -146,7 +146,9 @@ def test_tokens_that_a_user_defined_are_found_and_shown() -> None:
     metadata["tokenizer.ggml.token_type"][-1] = int(TokenType.USER_DEFINED)
     tokenizer = Tokenizer.from_gguf(metadata)
     last = tokenizer.vocab_size - 1
-    assert tokenizer.encode("a[PAD9]", add_special_tokens=False)[-1] == last
+    for parse_special in (True, False):
+        ids = tokenizer.encode("a[PAD9]", add_special_tokens=False, parse_special=parse_special)
+        assert ids[-1] == last
     assert last not in tokenizer.special_token_ids
 
 
@@ -165,6 +167,7 @@ def test_tokens_that_a_user_defined_are_found_and_shown() -> None:
         ({"precompiled_charsmap": "AAAA"}, "precompiled_charsmap: expected a list of integers"),
         ({"precompiled_charsmap": [1, 2, 3]}, "precompiled_charsmap: is not a map of characters"),
         ({"precompiled_charsmap": [4, 0, 0, 0, 0, 0, 0, 255, 255]}, "tokenizer: "),
+        ({"precompiled_charsmap": [4, 0, 0, 0, 0, 0, 0, 0, 97]}, "tokenizer: the tokenizers library failed"),
     ],
 )
 def test_metadata_that_contradict_themselves_are_a_format_error(changes: dict[str, Any], message: str) -> None:

@@ -62,10 +62,7 @@ def make_encoder_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
     if "tokenizer.ggml.token_type" in metadata:
         types = list_of(metadata, "tokenizer.ggml.token_type", len(texts))
     named = {metadata.get(_key(name)) for name in _NAMES}
-    types = [
-        TokenType.CONTROL if token_id in named and kind not in _SPECIAL_TYPES else kind
-        for token_id, kind in enumerate(types)
-    ]
+    types = [TokenType.CONTROL if token_id in named else kind for token_id, kind in enumerate(types)]
     if _model(metadata) == "bert":
         texts = [_restored(text, kind) for text, kind in zip(texts, types, strict=True)]
     with panics_as(lambda problem: ModelFormatError("GGUF metadata", "tokenizer", problem)):

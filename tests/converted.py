@@ -23,10 +23,20 @@ _ARCHITECTURES = {
 _GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 _ARCHITECTURES |= dict.fromkeys(_GEMMA4, "gemma4")
 _ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss"}
-_ARCHITECTURES |= {"llama4_text": "llama4", "ministral3": "mistral3", "lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next"}
+_ARCHITECTURES |= {
+    "muse_glimmer_text": "muse-glimmer",
+    "llama4_text": "llama4",
+    "ministral3": "mistral3",
+    "lfm2_moe": "lfm2moe",
+    "qwen3_next": "qwen3next",
+}
 _ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
-_NAMED_AS = {"mellum": "qwen3moe"}  # architectures that the `gguf` package does not have
-_PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe", "ministral3"}
+_NAMED_AS = {
+    "mellum": "qwen3moe",
+    "laguna": "afmoe",
+    "muse-glimmer": "afmoe",
+}  # architectures that the `gguf` package does not have
+_PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe", "ministral3", "muse_glimmer_text"}
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _GRANITE_EXPERTS = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
@@ -50,6 +60,10 @@ def convert(folder: Path, path: Path) -> Path:
     _add_rope(writer, config)
     if family in _GEMMA4:
         _add_gemma4(writer, config)
+    if family == "laguna":
+        _add_laguna(writer, config)
+    if family == "muse_glimmer_text":
+        _add_muse_glimmer(writer, config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     tensors = _with_stacked_experts(load_file(folder / "model.safetensors"))
     if "linear_num_key_heads" in config:
@@ -59,6 +73,8 @@ def convert(folder: Path, path: Path) -> Path:
         module = name.split(".")[-2]
         if family in _PERMUTED and module in heads:
             values = permuted(values, heads[module] or config["num_attention_heads"])
+        if family == "muse_glimmer_text" and name.endswith("layernorm.weight"):
+            values = values + 1
         if family in _NORMS_PLUS_ONE and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
             values = values + 1
         name = f"{name}.weight" if name.endswith("layer_scalar") else name
@@ -98,6 +114,8 @@ def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
                 else {"down": rows}
             )
             found |= {f"blk.{match[1]}.ffn_{kind}_exps.weight": part for kind, part in parts.items()}
+        elif name.endswith(("self_attn.g_proj.weight", "self_attn.gate_proj.weight")):
+            found[f"blk.{name.split('.')[2]}.attn_gate.weight"] = values
         elif name.endswith("self_attn.sinks"):
             found[f"blk.{name.split('.')[2]}.attn_sinks.weight"] = values
         elif name.endswith((".e_score_correction_bias", ".feed_forward.expert_bias")):
@@ -121,7 +139,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         num_own = config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
         sizes = [size if layer < num_own else 2 * size for layer in range(config["num_hidden_layers"])]
         writer.add_feed_forward_length(sizes if config.get("use_double_wide_mlp") else size)
-    writer.add_head_count(heads)
+    writer.add_head_count(config.get("num_attention_heads_per_layer") or heads)
     kv_heads = config.get("num_key_value_heads") or heads
     if config["model_type"] in ("lfm2", "lfm2_moe"):
         writer.add_head_count_kv([0 if kind == "conv" else kv_heads for kind in config["layer_types"]])
@@ -137,7 +155,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if config.get("head_dim") is not None and "per_layer_config" not in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-    if config.get("sliding_window"):
+    if config.get("sliding_window") and "sliding_attention" in config.get("layer_types", ["sliding_attention"]):
         writer.add_sliding_window(config["sliding_window"])
     num_chosen = config.get("num_experts_per_tok", config.get("top_k_experts"))
     if num_chosen is not None:
@@ -160,7 +178,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         if "shared_expert_intermediate_size" in config:
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     has_kinds = (
-        config["model_type"] in ("gemma3_text", *_GEMMA4, "olmo3", "exaone4", "mellum")
+        config["model_type"] in ("gemma3_text", *_GEMMA4, "olmo3", "exaone4", "mellum", "muse_glimmer_text")
         and config.get("sliding_window") is not None
     )
     if has_kinds or config.get("use_sliding_window"):
@@ -188,7 +206,7 @@ def _intermediate_size(config: dict[str, Any]) -> int:
 def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     rope = config["rope_parameters"]
     if "sliding_attention" in rope:
-        if config["model_type"] in ("gemma3_text", *_GEMMA4, "mellum"):
+        if config["model_type"] in ("gemma3_text", *_GEMMA4, "mellum", "laguna"):
             writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     if rope.get("rope_type") == "proportional":  # `_add_gemma4` has the rest
@@ -241,6 +259,24 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     turned = int(full * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
     factors = [1.0] * turned + [1e30] * (full // 2 - turned)
     writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+
+
+def _add_laguna(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(config["moe_routed_scaling_factor"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+    if (sliding := config["rope_parameters"].get("sliding_attention")) is not None:
+        writer.add_rope_dimension_count_swa(int(config["head_dim"] * sliding["partial_rotary_factor"]))
+
+
+def _add_muse_glimmer(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Add the scale of the logits, and norms of q and k that have the scale of queries as their weights."""
+    writer.add_logit_scale(config["output_multiplier"])
+    for layer in range(config["num_hidden_layers"]):
+        for which, weight in (("q", config["qk_scale_factor"]), ("k", 1.0)):
+            values = np.full(config["head_dim"], weight, np.float32)
+            writer.add_tensor(f"blk.{layer}.attn_{which}_norm.weight", values)
 
 
 def _llama3_factors(rope: dict[str, Any], rotated: int) -> np.ndarray:

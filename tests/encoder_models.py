@@ -49,10 +49,14 @@ ENCODERS = (
 BY_NAME = {encoder.name: encoder for encoder in ENCODERS}
 
 
+def config_of(encoder: Encoder, **settings: Any) -> Any:
+    return AutoConfig.for_model(encoder.model_type, **_SIZES | dict(encoder.settings) | settings)
+
+
 def make_encoder(encoder: Encoder, folder: Path, **settings: Any) -> Any:
     """Save a model with random weights, norms and biases included, and return it."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(encoder.model_type, **_SIZES | dict(encoder.settings) | settings)
+    config = config_of(encoder, **settings)
     model = AutoModel.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -3,12 +3,24 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from transformers import PretrainedConfig
+
+from encoder_models import ENCODERS, config_of
 from infer.catalog.supported import SUPPORTED
 from infer.model.families import make_architecture
-from infer.operands.architecture import Architecture, Attention, Experts, FeedForward, GatedDeltaNet, Layer, ShortConv
+from infer.operands.architecture import (
+    Architecture,
+    Attention,
+    Dense,
+    Experts,
+    FeedForward,
+    GatedDeltaNet,
+    Layer,
+    ShortConv,
+)
 from infer.quantization.ggml_types import BLOCK_TYPES
 from test_converted_families import CONVERTED
-from tiny import LONGROPE, TINY, Tiny
+from tiny import LONGROPE, TINY
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- what loads: written by tests/what_loads.py -->\n", "<!-- end of what loads -->\n"
@@ -27,6 +39,10 @@ def _has_weighted_inputs(feed_forward: FeedForward | None) -> bool:
 
 
 _SETTINGS = (
+    ("no mask", _of_attention(lambda attention: not attention.is_causal)),
+    ("LayerNorm", lambda layer: layer.norms.are_centred),
+    ("norms of sums", lambda layer: layer.norms.of_sum),
+    ("an MLP without a gate", lambda layer: isinstance(layer.feed_forward, Dense) and not layer.feed_forward.is_gated),
     ("experts", lambda layer: isinstance(layer.feed_forward, Experts)),
     ("experts with weighted inputs", lambda layer: _has_weighted_inputs(layer.feed_forward)),
     ("experts beside an MLP", lambda layer: isinstance(layer.feed_forward, Experts) and layer.feed_forward.has_norms),
@@ -66,16 +82,18 @@ def table() -> str:
     for each in SUPPORTED:
         mine = [tiny for tiny in tested if tiny.config.model_type == each.model_type]
         gguf = "yes" if any(tiny in CONVERTED for tiny in mine) else "no"
-        found = dict.fromkeys(setting for tiny in mine for setting in settings(tiny))
+        configs = [tiny.config for tiny in mine]
+        configs += [config_of(encoder) for encoder in ENCODERS if encoder.model_type == each.model_type]
+        found = dict.fromkeys(setting for config in configs for setting in settings(config))
         lines.append(f"| {each.models} | `{each.model_type}` | {gguf} | {each.proof} | {', '.join(found)} |")
     lines.append("")
     lines.append(f"Folders hold {', '.join(floats)}; GGUF files those and {', '.join(types)}.")
     return "\n".join(lines) + "\n"
 
 
-def settings(tiny: Tiny) -> Iterator[str]:
+def settings(config: PretrainedConfig) -> Iterator[str]:
     """Yield the settings of a model that a plain one does not have."""
-    architecture = make_architecture(tiny.config.to_dict())
+    architecture = make_architecture(config.to_dict())
     for name, has in _SETTINGS:
         if any(has(layer) for layer in architecture.layers):
             yield name
@@ -84,7 +102,7 @@ def settings(tiny: Tiny) -> Iterator[str]:
     if architecture.has_embedding_norm:
         yield "a norm of the embedding"
     yield from _values(architecture, architecture.layers[0])
-    yield from _ropes(tiny)
+    yield from _ropes(config)
 
 
 def _values(architecture: Architecture, layer: Layer) -> Iterator[str]:
@@ -92,7 +110,9 @@ def _values(architecture: Architecture, layer: Layer) -> Iterator[str]:
         yield "capped logits"
     if architecture.attention[0].query_features != architecture.hidden_size:
         yield "`head_dim` of its own"
-    if architecture.tied_embeddings:
+    if architecture.text_inputs is not None and architecture.text_inputs.num_positions:
+        yield "learned positions"
+    if architecture.tied_embeddings and not architecture.reads_whole_texts:
         yield "tied embeddings"
     if layer.feed_forward.activation not in ("silu", "gelu_tanh"):
         yield f"`{layer.feed_forward.activation}`"
@@ -100,8 +120,8 @@ def _values(architecture: Architecture, layer: Layer) -> Iterator[str]:
         yield "multipliers of embedding, residual, attention and logits"
 
 
-def _ropes(tiny: Tiny) -> Iterator[str]:
-    parameters = tiny.config.rope_parameters
+def _ropes(config: PretrainedConfig) -> Iterator[str]:
+    parameters = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
     for rope in parameters.values() if "full_attention" in parameters else [parameters]:
         if rope["rope_type"] != "default":
             yield f"rope `{rope['rope_type']}`"

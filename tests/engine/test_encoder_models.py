@@ -1,5 +1,6 @@
 """Models that are encoders: vectors as `transformers` computes them, and one line for whatever generates."""
 
+import asyncio
 import base64
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_a_text_has_the_same_bits_in_every_call(bert: tuple[LLM, Any, Any]) -> N
     "call",
     [
         lambda llm: llm.generate("x", max_new_tokens=1),
-        lambda llm: llm.generate_batch(["x"]),
+        lambda llm: llm.generate(["x", "y"]),
         lambda llm: next(llm.stream("x")),
         lambda llm: llm.chat([{"role": "user", "content": "x"}]),
         lambda llm: llm.session(),
@@ -89,8 +90,8 @@ def test_a_text_above_the_limit_is_refused_or_cut(bert: tuple[LLM, Any, Any]) ->
 
 def test_an_eviction_policy_is_refused(tmp_path: Path) -> None:
     make_folder(tmp_path, "bert")
-    with pytest.raises(InvalidRequestError, match="eviction_policy sliding_window is for models that generate"):
-        LLM(tmp_path, eviction_policy="sliding_window")
+    with pytest.raises(InvalidRequestError, match="eviction_policy sliding is for models that generate"):
+        LLM(tmp_path, eviction_policy="sliding")
 
 
 def test_a_server_embeds_and_refuses_to_chat(bert: tuple[LLM, Any, Any]) -> None:
@@ -116,10 +117,11 @@ def test_a_server_embeds_and_refuses_to_chat(bert: tuple[LLM, Any, Any]) -> None
             assert served.client.get(path).status_code == 200, path
 
 
-async def test_embedding_does_not_need_an_engine(tmp_path: Path) -> None:
-    make_folder(tmp_path, "nomic")
-    async with AsyncLLM(str(tmp_path)) as llm:
-        assert (await llm.embed(SENTENCES[:2])).shape == (2, 96)
+def test_tasks_embed_with_an_encoder(bert: tuple[LLM, Any, Any]) -> None:
+    async def embed() -> Tensor:
+        return await AsyncLLM(bert[0]).embed(SENTENCES[:2])
+
+    assert torch.equal(asyncio.run(embed()), bert[0].embed(SENTENCES[:2]))
 
 
 def test_explain_says_what_an_encoder_is_for(tmp_path: Path) -> None:

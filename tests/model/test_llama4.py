@@ -1,9 +1,9 @@
 """Attention in chunks, from config and files to the pages of a cache, and the text part of Llama 4."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from transformers import Llama4Config, Llama4ForConditionalGeneration
@@ -110,32 +110,24 @@ def test_the_text_of_a_multimodal_llama_4_is_that_of_transformers(tmp_path: Path
     assert (logits - expected).abs().max() <= 1e-4
 
 
-def architecture_of_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: int) -> Architecture:
+def architecture_of_file(tmp_path: Path, settings: dict[str, int]) -> Architecture:
     """Return the architecture of a GGUF file with other settings."""
     make_tiny(LLAMA4[0], tmp_path)
-    written = gguf.GGUFWriter.write_header_to_file
-
-    def write(writer: gguf.GGUFWriter) -> None:
-        if "window" in settings:
-            writer.add_sliding_window(settings["window"])
-        if "period" in settings:
-            writer.add_sliding_window_pattern(settings["period"])
-        written(writer)
-
-    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", write)
-    return make_architecture(config_from_gguf(read_gguf(convert(tmp_path, tmp_path / "model.gguf"))))
+    file = read_gguf(convert(tmp_path, tmp_path / "model.gguf"))
+    return make_architecture(config_from_gguf(replace(file, metadata={**file.metadata, **settings})))
 
 
-def test_a_file_without_a_window_rotates_everywhere_and_sees_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = architecture_of_file(tmp_path, monkeypatch, window=0).attention
+def test_a_file_without_a_window_rotates_everywhere_and_sees_all(tmp_path: Path) -> None:
+    layers = architecture_of_file(tmp_path, {"llama4.attention.sliding_window": 0}).attention
     assert all(layer.chunk is None and layer.rope is not None and layer.query_scale is None for layer in layers)
 
 
-def test_a_file_has_chunks_of_8192_in_the_layers_of_its_pattern(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = architecture_of_file(tmp_path, monkeypatch, period=3).attention
+def test_a_file_has_chunks_of_8192_in_the_layers_of_its_pattern(tmp_path: Path) -> None:
+    layers = architecture_of_file(tmp_path, {"llama4.attention.sliding_window_pattern": 3}).attention
     assert [layer.chunk for layer in layers] == [8192, 8192, None, 8192, 8192]
     assert [layer.rope is None for layer in layers] == [False, False, False, True, False]
+
+
+def test_a_file_of_128_experts_has_no_norms(tmp_path: Path) -> None:
+    layers = architecture_of_file(tmp_path, {"llama4.expert_count": 128}).attention
+    assert {layer.qk_norm for layer in layers} == {None}

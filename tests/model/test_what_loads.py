@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from encoder_models import ENCODERS
 from infer.catalog.supported import SUPPORTED
 from infer.cli.models_command import run_supported
+from infer.model import families
 from infer.model.families import FAMILIES
 from tiny import TINY
 from what_loads import PAGE, page_with_table
@@ -19,7 +21,8 @@ def test_every_family_is_compared_with_transformers() -> None:
     alias = {"gemma3", "qwen3_5", "qwen3_5_moe"}  # a multimodal model's text part by another name
     alias |= {"gemma4", "gemma4_unified", "muse_glimmer", "llama4"}
     assert {tiny.config.model_type for tiny in TINY} == set(FAMILIES) - alias
-    assert {each.model_type for each in SUPPORTED} == set(FAMILIES) - alias
+    assert {encoder.model_type for encoder in ENCODERS} == set(families.ENCODERS)
+    assert {each.model_type for each in SUPPORTED} == set(FAMILIES) - alias | set(families.ENCODERS)
 
 
 def test_the_command_prints_what_loads(capsys: pytest.CaptureFixture[str]) -> None:

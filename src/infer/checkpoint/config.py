@@ -4,16 +4,16 @@ GGUF's values are returned in the flat dialect (`rope_theta`, `rope_scaling`, `r
 returned unchanged, apart from the text part of a multimodal model. `model.families` interprets the values.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from infer.checkpoint.gguf import GGUFFile
+from infer.checkpoint.gguf_gated import laguna_settings, muse_glimmer_settings
 from infer.checkpoint.gguf_gemma4 import gemma4_settings
 from infer.checkpoint.gguf_llama4 import llama4_settings
 from infer.checkpoint.gguf_recurrent import WITH_SHORT_CONVS, recurrent_settings
-from infer.checkpoint.gguf_values import GGUFValues, shortest
+from infer.checkpoint.gguf_values import GGUFValues, rotated_share, shortest
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.system.json_file import inside, read_json_file
 
@@ -21,6 +21,7 @@ _MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "llama4": "llama4_text",
+    "muse-glimmer": "muse_glimmer_text",
     "qwen3moe": "qwen3_moe",
     "qwen2moe": "qwen2_moe",
     "glm4moe": "glm4_moe",
@@ -34,9 +35,10 @@ _MODEL_TYPES = {
 _WITH_WINDOWS = {"llama": "mistral", "olmo2": "olmo3"}  # an architecture whose layers have windows is another family
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
 # whose attention is scaled by hidden_size / heads instead of head_dim.
-_WINDOW_PATTERNS, _GEMMA3_LOCAL_BASE = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "mellum": 4}, 10000.0
+_WINDOW_PATTERNS, _GEMMA3_LOCAL_BASE = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "mellum": 4, "muse-glimmer": 4}, 10000.0
 _27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 _OWN_SETTINGS = {"gemma4": gemma4_settings, "llama4": llama4_settings}
+_OWN_SETTINGS |= {"laguna": laguna_settings, "muse-glimmer": muse_glimmer_settings}
 _NORMALIZED_EXPERTS = {"qwen3moe", "lfm2moe", "qwen3next", "qwen35moe", "mellum"}
 _SIGMOID = 2  # of `expert_gating_func`
 _SCALES = {
@@ -101,15 +103,12 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """Return the config of a GGUF file. Raises ModelFormatError for a key that is missing or of the wrong type."""
     _check_whole(file)
     values = GGUFValues(file)
-    if values.architecture in ("laguna", "muse-glimmer"):
-        name = f"GGUF files of {values.architecture}"
-        raise UnsupportedModelError(f"{file.path.name}: {name} are not supported: take the model's safetensors")
     num_drafting = values.get("nextn_predict_layers", 0)  # layers after the network's, which draft tokens
     if type(num_drafting) is not int or num_drafting < 0:
         values.fail("nextn_predict_layers", f"expected an integer of at least 0, got {num_drafting!r:.60}")
     num_layers = max(1, values.count("block_count", most=len(file.tensors)) - num_drafting)
     hidden_size = values.count("embedding_length")
-    num_heads = values.count("attention.head_count")
+    num_heads = values.count("attention.head_count", may_differ=values.architecture == "laguna")
     head_dim = values.count("attention.key_length", default=max(1, hidden_size // num_heads))
     if values.count("attention.value_length", default=head_dim) != head_dim:
         raise UnsupportedModelError(f"{file.path.name}: keys and values of different length are not supported")
@@ -228,8 +227,7 @@ def _rope(file: GGUFFile, values: GGUFValues, head_dim: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rotated = values.count("rope.dimension_count", default=head_dim)
     if rotated != head_dim:
-        share = rotated / head_dim
-        found["partial_rotary_factor"] = share if int(head_dim * share) == rotated else math.nextafter(share, 2.0)
+        found["partial_rotary_factor"] = rotated_share(rotated, head_dim)
     scaling_type = values.get("rope.scaling.type", "none")
     if not isinstance(scaling_type, str):
         values.fail("rope.scaling.type", f"expected a name, got {scaling_type!r:.60}")

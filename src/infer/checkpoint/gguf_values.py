@@ -1,5 +1,6 @@
 """Checked values of a GGUF file's metadata. A ModelFormatError names the key, the rule and the value."""
 
+import math
 import re
 from typing import Any, NoReturn
 
@@ -68,6 +69,12 @@ class GGUFValues:
 
     def fail(self, key: str, problem: str) -> NoReturn:
         raise ModelFormatError(self.file.path, f"{self.architecture}.{key}", problem)
+
+
+def rotated_share(num_rotated: int, head_dim: int) -> float:
+    """Return the share of a head that rotates, whose product with `head_dim` is at least `num_rotated`."""
+    share = num_rotated / head_dim
+    return share if int(head_dim * share) == num_rotated else math.nextafter(share, 2.0)
 
 
 def shortest(value: Any) -> Any:

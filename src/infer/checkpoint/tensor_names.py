@@ -55,7 +55,8 @@ _GGUF_LAYER = {
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
     "linear_attn_qkv": "linear_attn.qkv_proj",  # what we call attn_qkv in layers with ssm_conv1d
-    "attn_gate": "linear_attn.z_proj",
+    "attn_gate": "self_attn.gate_proj",
+    "linear_attn_gate": "linear_attn.z_proj",  # what we call attn_gate in layers with ssm_conv1d
     "ssm_in": "linear_attn.qkvz_proj",
     "ssm_ba": "linear_attn.ba_proj",
     "ssm_beta": "linear_attn.b_proj",
@@ -152,8 +153,9 @@ def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
     if not has_mlp_norm:  # so the norm after attention is the one before the MLP
         usual = {name: alias.replace(".post_attention_norm.", ".ffn_norm.") for name, alias in usual.items()}
     for name in [name for name in kept if name.endswith(".ssm_conv1d.weight")]:
-        qkv = name.replace(".ssm_conv1d.", ".attn_qkv.")
-        usual |= {qkv: qkv.replace(".attn_qkv.", ".linear_attn_qkv.")} if qkv in usual else {}
+        for which in ("qkv", "gate"):
+            own = name.replace(".ssm_conv1d.", f".attn_{which}.")
+            usual |= {own: own.replace(".attn_", ".linear_attn_")} if own in usual else {}
     return {name: _from_gguf(alias) for name, alias in usual.items()}
 
 

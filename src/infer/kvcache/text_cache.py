@@ -52,12 +52,12 @@ class TextCache:
         self._table = _integers(0, num_rows * num_pages(capacity, PAGE_TOKENS), backend).view(num_rows, -1)
         shape = heads, self._room, PAGE_TOKENS // BLOCK_POSITIONS
         sizes = key_block_bytes(kv_type, dim), value_block_bytes(kv_type, dim)
-        places = [[backend.zeros((*shape, size), torch.uint8) for size in sizes] for _ in range(2)]
+        keys, values = ([backend.zeros((*shape, size), torch.uint8) for _ in range(2)] for size in sizes)
         self.layers = list[LayerCache]()
         for index, layer in enumerate(attention):
             windows = _integers(layer.window or 0, num_rows, backend)
             pages = Pages(PAGE_TOKENS, self._table, nothing, nothing, windows, nothing, ends=self._ends)
-            self.layers.append(LayerCache(kv_type, *places[index % 2], pages))
+            self.layers.append(LayerCache(kv_type, keys[index % 2], values[index % 2], pages))
 
     def hold(self, lengths: Sequence[int], second_starts: Sequence[int]) -> None:
         """Give room to texts of these lengths, one for each row. Raises InvalidRequestError if there is too little."""

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared", "clamped_swiglu"]
 MAX_EXPERTS = 4096  # of a layer: each has tensors of its own
 GateCurve = Literal["sigmoid", "softplus"]
+QKNorm = Literal["head", "head_unweighted", "all"]  # over each head, or over all heads together
 Shapes = dict[str, tuple[int, ...]]  # tensor name → shape
 # Matrices that are never quantised here: what is lost of them adds up along a text.
 KEPT_AS_FLOATS = ("linear_attn.a_proj.weight", "linear_attn.b_proj.weight")
@@ -79,7 +80,7 @@ class Attention:
     softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap)
     has_qkv_bias: bool = False
     has_output_bias: bool = False
-    qk_norm: Literal["head", "head_unweighted", "all"] | None = None  # over each head, or over all of them together
+    qk_norm: QKNorm | None = None
     has_sinks: bool = False  # a logit of each head beside the scores in the softmax, whose share is nobody's
     has_gate: bool = False  # what a head attends to is multiplied by gate_curve(gate · x), element by element
     gate_curve: GateCurve = "sigmoid"

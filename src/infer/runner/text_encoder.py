@@ -64,9 +64,9 @@ class TextEncoder:
                 x = self._stages.run(index, index + 1, streams[number], self._placed(tile))
                 streams[number] = x.clone()
                 yield []
-        for tile, x in zip(tiles, streams, strict=True):
-            assert x is not None
-            states = self._final(x)
+        for tile, stream in zip(tiles, streams, strict=True):
+            assert stream is not None
+            states = self._final(stream)
             yield [(row, states[tile.rows == row]) for row in sorted(set(tile.rows.tolist()))]
 
     def _placed(self, step: Step) -> Step:

@@ -12,6 +12,7 @@ from typing import Any, Literal, final
 
 import infer
 from infer.engine.scheduler import StepTaken
+from infer.engine.step_costs import StepCosts
 from infer.errors import ClosedError, InferError, InvalidRequestError
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.server.call import Call
@@ -94,7 +95,9 @@ class ServerState:
 
     def look(self) -> Forecast:
         """Return the load of the engine. Raises ApiError 503 unless requests are served."""
-        engine, lengths = self.llm().host.engine, self.door.lengths
+        engine, lengths = self.llm().host.engine_if_any, self.door.lengths
+        if engine is None:  # an encoder takes calls one after the other
+            return Forecast(StepCosts(), self.settings.slots)
         runner = engine.runner
 
         def fitting(num_tokens: int) -> int:

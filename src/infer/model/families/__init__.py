@@ -25,6 +25,7 @@ from infer.operands.architecture import (
     FeedForward,
     Layer,
     Mixer,
+    QKNorm,
 )
 
 __all__ = ["ENCODERS", "FAMILIES", "make_architecture"]
@@ -184,8 +185,15 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
         has_v_norm=family.has_v_norm,
         are_values_keys=flag(config, "attention_k_eq_v"),
         query_scale=family.query_scale(config),
-        qk_norm=family.qk_norm if family.qk_norm_setting is None or flag(config, family.qk_norm_setting) else None,
+        qk_norm=_qk_norm(config, family),
     )
+
+
+def _qk_norm(config: Config, family: Family) -> QKNorm | None:
+    """Return the norms of q and k. `qk_norm_has_weights` is a setting of GGUF files alone."""
+    if family.qk_norm_setting is not None and not flag(config, family.qk_norm_setting):
+        return None
+    return "head" if flag(config, "qk_norm_has_weights") else family.qk_norm
 
 
 def _head_dim(config: Config) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from infer.model.families.config_values import Config
 from infer.model.families.experts import every_layer_is_sparse
@@ -10,7 +10,16 @@ from infer.model.families.heads import equal_heads, sigmoid_of_elements
 from infer.model.families.layer_kinds import all_full, all_rotated, none_shared
 from infer.model.families.ropes import usual_rope
 from infer.model.families.widths import intermediate_size
-from infer.operands.architecture import Activation, Experts, GateCurve, Norms, PerLayerInput, QueryScale, Recurrent
+from infer.operands.architecture import (
+    Activation,
+    Experts,
+    GateCurve,
+    Norms,
+    PerLayerInput,
+    QKNorm,
+    QueryScale,
+    Recurrent,
+)
 
 # Settings that some families' code reads, and others' does not though a config may have them.
 OPTIONAL = frozenset(
@@ -66,7 +75,7 @@ class Family:
     eps_after_setting: str | None = None  # the setting that has the eps of norms of results, if they have their own
     experts: Callable[[Config, Activation], Experts | None] | None = None
     is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # whether a layer has experts
-    qk_norm: Literal["head", "head_unweighted", "all"] | None = None
+    qk_norm: QKNorm | None = None
     # The settings of attention in layers of a kind, which rotate or do not.
     of_kind: Callable[[Config, str, bool], Config] = _of_any_kind
     shared_layers: Callable[[Config, Sequence[str]], Sequence[int | None]] = none_shared  # whose keys a layer reads

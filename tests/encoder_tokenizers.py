@@ -45,7 +45,15 @@ def make_bert_folder(folder: Path, *, lowercase: bool = True, **settings: Any) -
     words = [word for found in cut for word, _ in found]
     characters = sorted(set("".join(words)))
     halves = [half for word in words for half in (word[: len(word) // 2 + 1], "##" + word[len(word) // 2 + 1 :])]
-    pieces = [*BERT_NAMES, *characters, *("##" + character for character in characters), *halves, *words[::2], *_WORDS]
+    pieces = [
+        *BERT_NAMES,
+        *characters,
+        *("##" + character for character in characters),
+        *halves,
+        *words[::2],
+        *_WORDS,
+        "K",
+    ]
     known = dict.fromkeys(piece for piece in [*pieces, "[unused1]"] if piece != "##")
     vocabulary = {piece: token_id for token_id, piece in enumerate(known)}
     tokenizer = BertTokenizer(vocab=vocabulary, do_lower_case=lowercase, **settings)
@@ -99,10 +107,12 @@ def as_bert_gguf(folder: Path, **changes: Any) -> dict[str, Any]:
     """Return the metadata that llama.cpp's converter writes: words begin with ▁, other parts have no mark."""
     saved = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     ids = saved["model"]["vocab"]
-    texts = sorted(ids, key=ids.__getitem__)
+    text_by_id = {token_id: text for text, token_id in ids.items()}
+    texts = [text_by_id.get(token_id, f"[PAD{token_id}]") for token_id in range(max(text_by_id) + 1)]
     special = {token["content"] for token in saved["added_tokens"]}
     tokens = [text if text in special else text[2:] if text.startswith("##") else "▁" + text for text in texts]
-    types = [TokenType.CONTROL if text in special else TokenType.NORMAL for text in texts]
+    kinds = {text: TokenType.CONTROL if text in special else TokenType.NORMAL for text in ids}
+    types = [kinds.get(text, TokenType.UNUSED) for text in texts]
     named = {
         "bos": "[CLS]",
         "seperator": "[SEP]",

@@ -405,9 +405,9 @@ class Norms:
 
 @dataclass(frozen=True)
 class TextInputs:
-    """What is added to a token's embedding in a network that reads whole texts, and the norm of the sum, if any.
+    """The rows that an encoder adds to a token's embedding, before a norm of the sum.
 
-    It is a row for the position, and one for the type: the first text of a pair has type 0, the second type 1.
+    One row is for the position, one for the type: the first text of a pair has type 0, the second type 1.
     """
 
     num_positions: int = 0  # rows of learned positions; 0: none

@@ -265,7 +265,7 @@ class DeltaNetWeights:
 @final
 @dataclass(frozen=True)
 class TextInputWeights:
-    """What is added to the embeddings of a text's tokens, in float32, and the norm of the sum: `TextInputs`."""
+    """The rows that are added to the embeddings of a text's tokens, and the norm of the sum: `TextInputs`."""
 
     positions: Float[Tensor, "positions hidden"] | None
     types: Float[Tensor, "types hidden"] | None

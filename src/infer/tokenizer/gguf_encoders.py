@@ -78,9 +78,9 @@ def _make_wordpiece(metadata: Mapping[str, Any], texts: list[str], types: list[i
         "sep_token": texts[_checked_id(metadata, texts, "seperator")],
         "unk_token": texts[_checked_id(metadata, texts, "unknown")],
     }
-    # Files of older converters have no key for it: the vocabulary of an uncased model has no capital letter.
+    # Converters write no key for it. The vocabulary of an uncased model has no capital letters but single ones.
     words = (text for text, kind in zip(texts, types, strict=True) if kind == TokenType.NORMAL)
-    is_cased = any(word.isascii() and word.isalpha() and not word.islower() for word in words)
+    is_cased = any(len(word) > 1 and word.isascii() and word.isalpha() and not word.islower() for word in words)
     backend = make_wordpiece(
         {text: token_id for token_id, text in enumerate(texts)},
         names,

@@ -1,4 +1,4 @@
-"""What is added to the embeddings of a text's tokens, with its weights."""
+"""The weights of what an encoder adds to the embeddings of a text's tokens."""
 
 from infer.model.weight_loader import WeightLoader
 from infer.operands.architecture import TextInputs

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from converted_encoders import ARCHITECTURES
 from encoder_models import ENCODERS, config_of
 from infer.catalog.supported import SUPPORTED
 from infer.model.families import make_architecture
@@ -81,7 +82,8 @@ def table() -> str:
     lines = ["| models | `model_type` | GGUF too | proven on | settings proven |", "|---|---|---|---|---|"]
     for each in SUPPORTED:
         mine = [tiny for tiny in tested if tiny.config.model_type == each.model_type]
-        gguf = "yes" if any(tiny in CONVERTED for tiny in mine) else "no"
+        is_converted = any(tiny in CONVERTED for tiny in mine) or each.model_type in ARCHITECTURES
+        gguf = "yes" if is_converted else "no"
         configs = [tiny.config for tiny in mine]
         configs += [config_of(encoder) for encoder in ENCODERS if encoder.model_type == each.model_type]
         found = dict.fromkeys(setting for config in configs for setting in settings(config))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embedding_model import write_modules
 from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams, ops
-from infer.engine import embedding
+from infer.engine import text_states
 from infer.engine.embedding import embed
 from infer.engine.vector_options import TextIds, VectorOptions
 from infer.errors import ClosedError
@@ -69,7 +69,7 @@ def test_the_bits_of_a_vector_depend_on_its_text_alone(llm: LLM, pooling: Any) -
 def test_steps_leave_the_bits_as_they_are(llm: LLM, monkeypatch: pytest.MonkeyPatch, pooling: Any) -> None:
     expected = llm.embed(TEXTS, pooling)
     for step_tokens in (1, 7, 100):
-        monkeypatch.setattr(embedding, "step_tokens", lambda host, count=step_tokens: count)
+        monkeypatch.setattr(text_states, "step_tokens", lambda host, count=step_tokens: count)
         assert torch.equal(llm.embed(TEXTS, pooling), expected)
 
 
@@ -79,10 +79,10 @@ def test_a_model_without_captures_gives_the_same_bits(folder: Path, llm: LLM) ->
 
 def test_steps_are_as_short_as_the_engine_s_while_it_answers(llm: LLM) -> None:
     host = llm._opened
-    assert embedding.step_tokens(host) == STEP_TOKENS
+    assert text_states.step_tokens(host) == STEP_TOKENS
     with llm.stream("hello", GREEDY) as stream:
         next(stream)
-        assert 16 <= embedding.step_tokens(host) <= STEP_TOKENS
+        assert 16 <= text_states.step_tokens(host) <= STEP_TOKENS
 
 
 def test_memory_is_given_back(llm: LLM) -> None:

@@ -10,19 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from converted_encoders import write_gguf
 from encoder_models import BY_NAME, CONTEXT, make_encoder, states_of, write_modules
-from encoder_tokenizers import SENTENCES, make_bert_folder, make_xlmr_folder
+from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_folder, make_xlmr_folder
 from infer import LLM, AsyncLLM
 from infer.catalog.explanation import explain
 from infer.cli.explain_command import lines
-from infer.errors import ContextLengthError, InvalidRequestError, TruncationWarning
+from infer.errors import ContextLengthError, InvalidRequestError, TruncationWarning, UnsupportedModelError
 from served import serving
 
 
 def make_folder(folder: Path, name: str, **modules: Any) -> tuple[Any, Any]:
     """Save a model with a tokenizer, and return those of `transformers`."""
     tokenizer = make_xlmr_folder(folder) if name == "xlm-roberta" else make_bert_folder(folder)
-    model = make_encoder(BY_NAME[name], folder, vocab_size=len(tokenizer))
+    model = make_encoder(BY_NAME[name], folder, vocab_size=len(tokenizer) + 1)  # GGUF files name a token more
     write_modules(folder, **modules)
     return model, tokenizer
 
@@ -130,3 +131,24 @@ def test_explain_says_what_an_encoder_is_for(tmp_path: Path) -> None:
     assert "an encoder: it embeds texts, and generates nothing" in shown
     assert "no mask" in shown
     assert "1000 tokens" not in shown
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta", "nomic", "modernbert"])
+@pytest.mark.parametrize(("pooling", "mode"), [(1, "mean_tokens"), (2, "cls_token")])
+def test_a_gguf_file_gives_the_vectors_of_the_folder(name: str, pooling: int, mode: str, tmp_path: Path) -> None:
+    folder, path = tmp_path / "folder", tmp_path / "model.gguf"
+    folder.mkdir()
+    model, _ = make_folder(folder, name, **{f"pooling_mode_{mode}": True})
+    write_gguf(model, path, (as_xlmr_gguf if name == "xlm-roberta" else as_bert_gguf)(folder), pooling)
+    texts = [*SENTENCES, " ".join(SENTENCES * 2)]
+    with LLM(folder) as wanted, LLM(path) as found:
+        assert found.architecture.max_positions == wanted.architecture.max_positions
+        torch.testing.assert_close(found.embed(texts), wanted.embed(texts), rtol=0, atol=1e-6)
+
+
+def test_a_gguf_encoder_with_parts_that_are_not_run_is_refused(tmp_path: Path) -> None:
+    model, _ = make_folder(tmp_path, "bert", pooling_mode_mean_tokens=True)
+    path = tmp_path / "model.gguf"
+    write_gguf(model, path, as_bert_gguf(tmp_path), 1, **{"attention.causal": True})
+    with pytest.raises(UnsupportedModelError, match=r"model\.gguf: bert with a mask is not supported"):
+        LLM(path)

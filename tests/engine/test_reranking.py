@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from gguf_files import HIDDEN, random_tensors, write_model
 from infer import LLM, AsyncLLM, InvalidRequestError, ModelError, RankedDocument
 from infer.checkpoint import open_checkpoint
-from infer.engine import embedding
+from infer.engine import text_states
 from infer.engine.reranker import make_reranker
 from infer.engine.reranking import pairs_to_score, reranker_of
 from infer.errors import TruncationWarning
@@ -80,7 +80,7 @@ def test_the_bits_of_a_score_depend_on_its_pair_alone(llm: LLM, monkeypatch: pyt
     assert expected == [llm.rerank(QUERY, [each])[0].score for each in DOCUMENTS]
     assert expected[::-1] == scores_of(llm.rerank(QUERY, DOCUMENTS[::-1]))
     for step_tokens in (1, 50):
-        monkeypatch.setattr(embedding, "step_tokens", lambda host, count=step_tokens: count)
+        monkeypatch.setattr(text_states, "step_tokens", lambda host, count=step_tokens: count)
         assert scores_of(llm.rerank(QUERY, DOCUMENTS)) == expected
     many = [f"document {number}" for number in range(2 * MAX_TEXTS + 3)]
     assert scores_of(llm.rerank(QUERY, many)) == [llm.rerank(QUERY, [each])[0].score for each in many]

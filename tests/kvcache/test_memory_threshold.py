@@ -59,7 +59,7 @@ def test_short_of_memory_from_the_start_it_is_sliding(folder: Path, monkeypatch:
         page_tokens=PAGE,
     )
     assert llm._host is not None
-    engine = llm._host.engine = Engine(Runner(llm.model, llm.max_seq_len, settings=settings))
+    engine = llm._host.engine_if_any = Engine(Runner(llm.model, llm.max_seq_len, settings=settings))
     llm._host.loop.own(engine)
     assert llm.generate(make_ids(100), PLAIN, prefill_chunk=PAGE).token_ids == expected.token_ids
 

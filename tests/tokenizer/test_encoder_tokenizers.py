@@ -215,6 +215,12 @@ def test_a_vocab_txt_without_a_token_that_texts_need_is_refused(tmp_path: Path, 
         Tokenizer.from_folder(tmp_path)
 
 
+def test_a_vocab_txt_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").mkdir()
+    with pytest.raises(ModelFormatError, match=r"vocab\.txt.*is not a regular file"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_a_vocab_txt_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_bytes(b"[UNK]\n\xff\xfe\n")
     with pytest.raises(ModelFormatError, match=r"vocab\.txt"):

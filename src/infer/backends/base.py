@@ -227,8 +227,8 @@ class Backend(ABC):
         """
         return None
 
-    def capture_stages(self, stages: Sequence[Stage], capacity: int) -> Stages:
-        """Return a forward in stages for steps of up to `capacity` tokens, recorded if the device can do it."""
+    def make_stages(self, stages: Sequence[Stage], capacity: int, *, capture: bool) -> Stages:
+        """Return a forward in stages for steps of up to `capacity` tokens, recorded if asked and the device can."""
         return EagerStages(stages)
 
     def make_group(self, rank: int, size: int, memory: mmap.mmap) -> Group:

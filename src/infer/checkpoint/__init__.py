@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from infer.checkpoint import gguf_text_encoders
 from infer.checkpoint.classifier_files import ClassifierFiles, classifier_from_folder, classifier_from_gguf
 from infer.checkpoint.config import (
     config_from_folder,
@@ -23,6 +24,7 @@ from infer.checkpoint.find import resolve
 from infer.checkpoint.fused_tensors import WITH_GATES, taken_apart
 from infer.checkpoint.gguf import GGUFFile
 from infer.checkpoint.gguf_split import read_whole_gguf
+from infer.checkpoint.gguf_text_encoders import encoder_names_from_gguf, with_rows_of_types
 from infer.checkpoint.pooling import EmbeddingFiles, embedding_from_folder, embedding_from_gguf
 from infer.checkpoint.reranker_files import RerankerFiles, reranker_from_folder, reranker_from_gguf
 from infer.checkpoint.safetensors import read_safetensors_folder
@@ -136,9 +138,12 @@ def _open_gguf(path: Path) -> Checkpoint:
     config = config_from_gguf(file)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     tensors: dict[str, TensorInfo] = {}
-    for name, info in _renamed(path, file.tensors, names_from_gguf(file.tensors)).items():
+    architecture = str(file.metadata["general.architecture"])
+    is_encoder = architecture in gguf_text_encoders.ENCODERS
+    names = encoder_names_from_gguf(architecture, file.tensors) if is_encoder else names_from_gguf(file.tensors)
+    for name, info in _renamed(path, file.tensors, names).items():
         projection = name.rpartition(".")[0].rpartition(".")[2]
-        if projection in heads and file.metadata["general.architecture"] in _ROWS_IN_PAIRS:
+        if projection in heads and architecture in _ROWS_IN_PAIRS:
             _check_heads(file, info.name, heads[projection])
             info = replace(info, num_paired_heads=heads[projection])
         tensors[name] = info
@@ -146,6 +151,8 @@ def _open_gguf(path: Path) -> Checkpoint:
     embedding = embedding_from_gguf(path, file.metadata, tensors)
     classifier = classifier_from_gguf(path, file.metadata, tensors)
     reranker = reranker_from_gguf(path, file.metadata, tensors, classifier)
+    if is_encoder:
+        tensors = with_rows_of_types(tensors)
     own = config, file.metadata, tensors, generation_config_from_gguf(file), file.files
     return Checkpoint(file.path, *own, embedding, TextPrompts(), reranker, classifier)
 

@@ -13,6 +13,7 @@ from infer.checkpoint.gguf_gated import laguna_settings, muse_glimmer_settings
 from infer.checkpoint.gguf_gemma4 import gemma4_settings
 from infer.checkpoint.gguf_llama4 import llama4_settings
 from infer.checkpoint.gguf_recurrent import WITH_SHORT_CONVS, recurrent_settings
+from infer.checkpoint.gguf_text_encoders import ENCODERS, encoder_settings
 from infer.checkpoint.gguf_values import GGUFValues, rotated_share, shortest
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.system.json_file import inside, read_json_file
@@ -103,6 +104,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """Return the config of a GGUF file. Raises ModelFormatError for a key that is missing or of the wrong type."""
     _check_whole(file)
     values = GGUFValues(file)
+    if values.architecture in ENCODERS:
+        return encoder_settings(file, values, _vocab_size(file, values))
     num_drafting = values.get("nextn_predict_layers", 0)  # layers after the network's, which draft tokens
     if type(num_drafting) is not int or num_drafting < 0:
         values.fail("nextn_predict_layers", f"expected an integer of at least 0, got {num_drafting!r:.60}")

@@ -62,10 +62,12 @@ class Host:
         self.engine_if_any: Engine | None = None  # None: an encoder
         self._hidden_states: HiddenStates | None = None
         self._text_encoder: TextEncoder | None = None
-        if not self.reads_whole_texts:
+        if self.reads_whole_texts:
+            loop.own_none(model.backend)
+        else:
             self._open_runner = loop.run(_make_runner, model, settings, ranks)
             self.engine_if_any = Engine(self._open_runner)
-        loop.own(self.engine_if_any, model.backend)
+            loop.own(self.engine_if_any)
         self.answers = AsyncAnswers(loop)
         limits = limits_of(model, tokenizer)
         self.requests = RequestMaker(

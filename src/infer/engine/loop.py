@@ -65,10 +65,14 @@ class Loop:
         _living.add(self)
         _threads.add(self._thread)
 
-    def own(self, engine: Engine | None, backend: Backend) -> None:
-        """Give the thread its engine, None for an encoder. From now on only the thread changes it."""
+    def own(self, engine: Engine) -> None:
+        """Give the thread its engine. From now on only the thread changes it."""
         self._engine = engine
-        self._inbox.put(Own(engine, backend))
+        self._inbox.put(Own(engine, engine.runner.model.backend))
+
+    def own_none(self, backend: Backend) -> None:
+        """Let the thread run calls for an encoder, which has no engine."""
+        self._inbox.put(Own(None, backend))
 
     # State
 

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.backends.base import EagerStages
 from infer.errors import InvalidRequestError
 from infer.kvcache.text_cache import TextCache
 from infer.model.transformer import Transformer
@@ -34,7 +33,7 @@ class TextEncoder:
         )
         stages = [partial(self._stage, index) for index in range(model.num_stages)]
         with torch.inference_mode():
-            self._stages = model.backend.capture_stages(stages, MAX_STEP_TOKENS) if capture else EagerStages(stages)
+            self._stages = model.backend.make_stages(stages, MAX_STEP_TOKENS, capture=capture)
 
     def _stage(self, index: int, x: Tensor | None, step: Step) -> Float[Tensor, "tokens hidden"]:
         return self._model.run_stage(index, x, step, self._cache)

@@ -56,7 +56,9 @@ class CpuBackend(TorchBackend):
         )
         return captured
 
-    def capture_stages(self, stages: Sequence[Stage], capacity: int) -> Stages:
+    def make_stages(self, stages: Sequence[Stage], capacity: int, *, capture: bool) -> Stages:
+        if not capture:
+            return super().make_stages(stages, capacity, capture=False)
         captured: Stages = import_module("infer.backends.cpu.capture.stages").CapturedStages(stages, capacity)
         return captured
 

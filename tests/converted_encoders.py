@@ -1,0 +1,120 @@
+"""Tiny encoders as GGUF files, under the names and keys that llama.cpp's converter writes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from torch import Tensor
+
+ARCHITECTURES = {
+    "bert": "bert",
+    "roberta": "bert",
+    "xlm-roberta": "bert",
+    "nomic_bert": "nomic-bert",
+    "modernbert": "modern-bert",
+}
+# Of `transformers`' names in turn: the first that fits replaces.
+_PARTS = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.tok_embeddings": "token_embd",
+    "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.LayerNorm": "token_embd_norm",
+    "embeddings.norm": "token_embd_norm",
+    "final_norm": "output_norm",
+    "attention.self.query": "attn_q",
+    "attention.self.key": "attn_k",
+    "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+    "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down",
+    "output.LayerNorm": "layer_output_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "attn_output_norm",
+    "post_mlp_layernorm": "layer_output_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "attn.Wqkv": "attn_qkv",
+    "attn.Wo": "attn_output",
+    "attn_norm": "attn_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp.Wi": "ffn_up",
+    "mlp.Wo": "ffn_down",
+}
+
+
+def write_gguf(model: Any, path: Path, metadata: Mapping[str, Any], pooling: int, **changes: Any) -> None:
+    """Save a model of `encoder_models` with the metadata of a tokenizer. `changes` replace keys of the architecture."""
+    config, architecture = model.config, ARCHITECTURES[model.config.model_type]
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in _settings(config, pooling).items():
+        value = changes.get(key, value)
+        {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)](
+            f"{architecture}.{key}", value
+        )
+    for key, value in metadata.items():
+        if key.startswith("tokenizer."):
+            _add(writer, key, value)
+    for name, tensor in _tensors(model).items():
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    else:
+        writer.add_array(key, list(value))
+
+
+def _settings(config: Any, pooling: int) -> dict[str, Any]:
+    positions, eps = config.max_position_embeddings, getattr(config, "layer_norm_eps", None)
+    found = {
+        "block_count": config.num_hidden_layers,
+        "context_length": positions - (2 if "roberta" in config.model_type else 0),
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.layer_norm_epsilon": config.norm_eps if eps is None else eps,
+        "attention.causal": False,
+        "pooling_type": pooling,
+    }
+    if config.model_type == "nomic_bert":
+        found["rope.freq_base"] = config.rope_parameters["rope_theta"]
+    if config.model_type == "modernbert":
+        found["rope.freq_base"] = config.rope_parameters["full_attention"]["rope_theta"]
+        found["rope.freq_base_swa"] = config.rope_parameters["sliding_attention"]["rope_theta"]
+        found["attention.sliding_window"] = config.local_attention
+        found["attention.sliding_window_pattern"] = config.layer_types[1:].index("full_attention") + 1
+    return found
+
+
+def _tensors(model: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("pooler.")}
+    for name, tensor in tensors.items():
+        if ".self_attn.k_proj" in name or ".self_attn.v_proj" in name:
+            continue
+        if ".self_attn.q_proj" in name:
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            name, tensor = name.replace("self_attn.q_proj", "attn.Wqkv"), torch.cat(parts)
+        if name.startswith("embeddings.position_embeddings") and "roberta" in model.config.model_type:
+            tensor = tensor[2:]
+        module, _, kind = name.rpartition(".")
+        at, layer = "", module.removeprefix("encoder.")
+        if layer.startswith(("layer.", "layers.")):
+            _, index, layer = layer.split(".", 2)
+            at = f"blk.{index}."
+        found[f"{at}{_PARTS[layer]}.{kind}"] = tensor.contiguous()
+    return found

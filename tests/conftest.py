@@ -143,6 +143,19 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator["LLM"]:
 
 
 @pytest.fixture(scope="module")
+def labeller(tmp_path_factory: pytest.TempPathFactory) -> Iterator["LLM"]:
+    """Return a classifier with three labels."""
+    from classifier_model import join_pairs, make_classifier
+    from infer import LLM
+
+    folder = tmp_path_factory.mktemp("classifier")
+    make_classifier(folder)
+    join_pairs(folder)
+    with LLM(folder) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> "World":
     """Engines of a model of random weights, and what the definition answers."""
     from path_cases import make_world

@@ -18,6 +18,7 @@ _MODULE_BY_NAME = {
     "load_model": "infer.llm",
     "load_tokenizer": "infer.llm",
     "SamplingParams": "infer.sampling_params",
+    "Classification": "infer.outputs",
     "GenerationResult": "infer.outputs",
     "GenerationTiming": "infer.outputs",
     "Piece": "infer.outputs",

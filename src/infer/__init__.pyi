@@ -8,6 +8,7 @@ from infer.errors import ModelError as ModelError
 from infer.llm import LLM as LLM
 from infer.llm import load_model as load_model
 from infer.llm import load_tokenizer as load_tokenizer
+from infer.outputs import Classification as Classification
 from infer.outputs import GenerationResult as GenerationResult
 from infer.outputs import GenerationTiming as GenerationTiming
 from infer.outputs import Piece as Piece

@@ -10,7 +10,8 @@ from typing import Any, Self, Unpack, final, overload
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.engine.embedding import embed, texts_to_embed, warn_if_cut
+from infer.engine.classification import TextOrPair, classifications, classify, texts_to_classify
+from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host
 from infer.engine.loop_messages import once
 from infer.engine.prompt_batch import BATCH_SIZE, OnResult, answer_all_as_task, check_batch_size
@@ -21,11 +22,12 @@ from infer.engine.request_options import RequestKeywords, RequestOptions, check_
 from infer.engine.reranking import check_top_n, documents_of, pairs_to_score, scores
 from infer.engine.scheduler import MAX_SECONDS
 from infer.engine.stream import AsyncStream
+from infer.engine.text_calls import warn_if_cut
 from infer.engine.token_trace import check_traceable, ids_to_score, score_prompt, trace_answer
 from infer.engine.vector_options import Computed, VectorOptions, ranked
 from infer.grammar.grammar import grammar_of
 from infer.llm import LLM
-from infer.outputs import GenerationResult, Pooling, RankedDocument, SampleTrace, TokenLogprob
+from infer.outputs import Classification, GenerationResult, Pooling, RankedDocument, SampleTrace, TokenLogprob
 from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams
 
@@ -217,7 +219,7 @@ class AsyncLLM:
         """Return one vector per text. See `LLM.embed`. Calls of several tasks run one after the other."""
         options = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
         computed = await self.compute_vectors(texts, options)
-        warn_if_cut(computed.texts)
+        warn_if_cut(computed.texts, stacklevel=3)
         vectors: Tensor = computed.found
         return vectors
 
@@ -240,7 +242,7 @@ class AsyncLLM:
         given = documents_of(documents)
         check_top_n(top_n)
         computed = await self.score_pairs([(query, each) for each in given], instruction, truncate=truncate)
-        warn_if_cut(computed.texts)
+        warn_if_cut(computed.texts, stacklevel=3)
         return ranked(computed.found, given, top_n)
 
     async def score_pairs(
@@ -252,6 +254,18 @@ class AsyncLLM:
             lambda check: pairs_to_score(host, pairs, instruction, truncate=truncate, check=check)
         )
         return Computed(await host.answers.call(scores(host, ids)), ids)
+
+    async def classify(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> list[Classification]:
+        """Return the labels of each text with their probabilities, the most probable first. See `LLM.classify`."""
+        computed = await self.compute_labels(texts, truncate=truncate)
+        warn_if_cut(computed.texts, stacklevel=3)
+        return classifications(self.host, computed.found)
+
+    async def compute_labels(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> Computed:
+        """Return the values of labels per text, in the labels' order, with the texts' ids. See `LLM.classify`."""
+        host = self.host
+        ids = await host.answers.prepare(lambda check: texts_to_classify(host, texts, truncate=truncate, check=check))
+        return Computed(await host.answers.call(classify(host, ids)), ids)
 
     async def trace(
         self,

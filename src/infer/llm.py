@@ -13,10 +13,9 @@ from torch import Tensor
 
 from infer.catalog.models_at_hand import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
-from infer.checkpoint.generation_config import defaults_of
-from infer.engine.embedding import embed, texts_to_embed, warn_if_cut
-from infer.engine.host import Host, HostSettings
-from infer.engine.loop import Loop
+from infer.engine.classification import TextOrPair
+from infer.engine.host import Host
+from infer.engine.host_loading import HostArguments, load_host
 from infer.engine.model_settings import (
     DeviceName,
     DtypeName,
@@ -32,33 +31,23 @@ from infer.engine.prompt_batch import BATCH_SIZE, Ended, OnResult, answer_all, b
 from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
 from infer.engine.request_maker import Ask, OnError
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
-from infer.engine.reranking import check_top_n, documents_of, pairs_to_score, scores
 from infer.engine.stream import AsyncStream, OnPrefill, OnToken, Stream
-from infer.engine.text_heads import make_text_heads
+from infer.engine.text_calls import classify_texts, embed_texts, rank_documents
 from infer.engine.token_trace import ids_to_score, logits_of, score_prompt, trace_token
-from infer.engine.vector_options import VectorOptions, ranked
+from infer.engine.vector_options import VectorOptions
 from infer.errors import InvalidRequestError, closed
 from infer.kvcache.cache_settings import CacheSettings
-from infer.model.from_checkpoint import (
-    dtype_name,
-    load_checked,
-    load_model,
-    load_tokenizer,
-    set_num_threads,
-    threads_if_loaded,
-)
+from infer.model.from_checkpoint import dtype_name, load_model, load_tokenizer, set_num_threads, threads_if_loaded
 from infer.model.load import OnProgress
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Architecture
-from infer.outputs import GenerationResult, Pooling, RankedDocument, SampleTrace, TokenLogprob
+from infer.outputs import Classification, GenerationResult, Pooling, RankedDocument, SampleTrace, TokenLogprob
 from infer.sampling.defaults import default_params
 from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams
 from infer.session.session import Session, begin_session
 from infer.system.available_memory import give_back_freed
-from infer.tensor_parallel.ranks import start_ranks
 from infer.tokenizer import Tokenizer
-from infer.tokenizer.template_process import start_rendering
 from infer.toolcalls.tools import ToolLike
 
 __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
@@ -130,26 +119,19 @@ class LLM:
             protected_prefix=protected_prefix, memory_threshold_mb=memory_threshold_mb, reuse_prefixes=reuse_prefixes,
             state_memory_mb=state_memory_mb,
         )  # fmt: skip
-        kept_dtype = dtype_name(dtype)
+        given = HostArguments(
+            device=device, dtype=dtype, weights=weights, precision=precision, max_seq_len=max_seq_len, cache=cache,
+            pool_pages=pool_pages, grammar_backend=grammar_backend, tensor_parallel=tensor_parallel, capture=capture,
+            reranker=reranker,
+        )  # fmt: skip
         with threads_if_loaded(threads, tensor_parallel):
             checkpoint = open_checkpoint(model)
             tokenizer = load_tokenizer(checkpoint, chat_template=chat_template, allow_special=allow_special)
-            stored = weights_name(checkpoint.metadata, checkpoint.tensors)
-            heads = make_text_heads(checkpoint, tokenizer, reranker)
+            forms = dtype_name(dtype), weights, weights_name(checkpoint.metadata, checkpoint.tensors)
             checkpoint = checkpoint.without_metadata()
-            if tokenizer.chat_template is not None:
-                start_rendering()
-            self.sampling_defaults = defaults_of(checkpoint)
-            ranks = start_ranks(checkpoint, (kept_dtype, weights, precision), str(device), cache, tensor_parallel)
-            loop, group = Loop(), None if ranks is None else ranks.group
-            asked = checkpoint, tokenizer, device, dtype, weights, precision, max_seq_len
-            # Rows of weights lie on the node of memory of the thread that packs them.
-            network = loop.load(lambda show: load_checked(*asked, show, cache, group=group), on_progress)
-        fingerprint = f"{checkpoint.fingerprint()} {weights} {precision} {kept_dtype}"
-        kept = fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults
-        self._host = Host(loop, network, tokenizer, HostSettings(*kept, heads), ranks)
-        forms = kept_dtype, weights, stored
-        self._shown = shown_as(model, checkpoint, network.architecture, forms, network.max_seq_len)
+            self._host = host = load_host(checkpoint, tokenizer, given, on_progress)
+        self.sampling_defaults = host.settings.sampling_defaults
+        self._shown = shown_as(model, checkpoint, host.model.architecture, forms, host.model.max_seq_len)
         self._host.warn_of_template(stacklevel=4)
 
     def __repr__(self) -> str:
@@ -577,10 +559,8 @@ class LLM:
             query = llm.embed(["where do cats sleep?"], prompt_name="query")
             scores = query @ llm.embed(documents).T
         """
-        host, options = self._opened, VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
-        ids = texts_to_embed(host, texts, options)
-        warn_if_cut(ids)
-        return host.loop.call(embed(host, ids, options)).get()
+        asked = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
+        return embed_texts(self._opened, texts, asked)
 
     def rerank(
         self,
@@ -613,11 +593,29 @@ class LLM:
             best = llm.rerank("where do cats sleep?", documents, top_n=3)
             print(best[0].score, best[0].document)
         """
-        host, given = self._opened, documents_of(documents)
-        check_top_n(top_n)
-        ids = pairs_to_score(host, [(query, each) for each in given], instruction, truncate=truncate)
-        warn_if_cut(ids)
-        return ranked(host.loop.call(scores(host, ids)).get(), given, top_n)
+        return rank_documents(self._opened, query, documents, top_n, instruction, truncate=truncate)
+
+    def classify(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> list[Classification]:
+        """Return the labels of each text with their probabilities, the most probable first.
+
+        The model must be a classifier, such as a `Qwen3ForSequenceClassification`.
+
+        Args:
+            texts: Texts, lists of token ids, or pairs of texts.
+            truncate: True to cut texts that do not fit the context, with a `TruncationWarning`. False refuses them.
+
+        Returns:
+            One `Classification` per text.
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule, a text does not fit, or the model is no classifier.
+            ClosedError: The model is closed.
+
+        Example:
+            found = llm.classify(["The food was cold."])[0]
+            print(found.label, found.probability)
+        """
+        return classify_texts(self._opened, texts, truncate=truncate)
 
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """Return float32 logits after every token, or after the last few.

@@ -329,6 +329,32 @@ class RankedDocument:
     document: str
 
 
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """The labels of a text of `LLM.classify`, the most probable first, and the probability of each label.
+
+    The probabilities of a model with one right label per text add up to 1. A model with several right labels has a
+    probability of each label by itself. A regression has values instead.
+    """
+
+    labels: tuple[str, ...]
+    probabilities: tuple[float, ...]
+
+    @property
+    def label(self) -> str:
+        """The most probable label."""
+        return self.labels[0]
+
+    @property
+    def probability(self) -> float:
+        """The probability of the most probable label."""
+        return self.probabilities[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain lists, numbers and strings."""
+        return {"labels": list(self.labels), "probabilities": list(self.probabilities)}
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return a percentile by linear interpolation between the order statistics, as numpy does; 0 for no values."""
     if not values:

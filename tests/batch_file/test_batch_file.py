@@ -80,7 +80,7 @@ def test_a_row_may_have_tools() -> None:
         (CHAT | {"body": {"messages": []}}, "messages: expected `array` of length >= 1, got a list of 0"),
         ({"id": "a"}, 'a row needs "prompt", a text or ids, or "messages", a list: one of the two'),
         ({"id": "a", "prompt": "a", "messages": HI}, "one of the two"),
-        (CHAT | {"url": "/v1/score"}, "or /v1/embeddings or /v1/rerank, got '/v1/score'"),
+        (CHAT | {"url": "/v1/score"}, "or /v1/rerank or /v1/classify, got '/v1/score'"),
         (CHAT | {"method": "GET", "body": {}}, "method must be 'POST', got 'GET'"),
         (CHAT | {"body": 5}, "body must be an object, got 5"),
         (

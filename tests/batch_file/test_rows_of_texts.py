@@ -1,4 +1,4 @@
-"""Rows of `/v1/embeddings` and `/v1/rerank`: their lines are what the routes answer."""
+"""Rows of `/v1/embeddings`, `/v1/rerank` and `/v1/classify`: their lines are what the routes answer."""
 
 import json
 from typing import Any
@@ -47,9 +47,21 @@ def test_a_row_of_rerank_has_the_library_s_scores(judge: LLM) -> None:
     assert body["usage"]["total_tokens"] > 0
 
 
+def test_a_row_of_classify_has_the_library_s_labels(labeller: LLM) -> None:
+    body = answered(labeller, "/v1/classify", input=["a roof", "x" * 999], truncate=True)["response"]["body"]
+    with pytest.warns(UserWarning, match="were cut"):
+        expected = labeller.classify(["a roof", "x" * 999], truncate=True)
+    for found, each in zip(body["data"], expected, strict=True):
+        assert found["label"] == each.label
+        assert sorted(found["probs"], reverse=True) == list(each.probabilities)
+    assert body["id"].startswith("classify-")
+    assert body["infer"]["warnings"] == ["1 of 2 texts were cut to 256 tokens"]
+
+
 def test_what_a_model_cannot_compute_is_the_line_s_error(embedder: LLM, judge: LLM) -> None:
     assert "no reranker" in answered(embedder, "/v1/rerank", query="a", documents=["b"])["error"]["message"]
     assert "not trained for embeddings" in answered(judge, "/v1/embeddings", input="a")["error"]["message"]
     assert answered(judge, "/v1/embeddings", input="a", pooling="last")["error"] is None
     assert "the context holds" in answered(embedder, "/v1/embeddings", input="x" * 999)["error"]["message"]
+    assert "no classifier" in answered(judge, "/v1/classify", input="a")["error"]["message"]
     assert "documents is missing" in answered(judge, "/v1/rerank", query="a")["error"]["message"]

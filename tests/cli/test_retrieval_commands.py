@@ -1,4 +1,4 @@
-"""`infer embed` and `infer rerank`: lines in, vectors or ranks out."""
+"""`infer embed`, `infer rerank` and `infer classify`: lines in, vectors, ranks or labels out."""
 
 import json
 from pathlib import Path
@@ -52,6 +52,20 @@ def test_documents_are_printed_by_relevance(judge: LLM, use: list[LLM], tmp_path
     assert main(["rerank", "cats", str(tmp_path / "texts.txt"), "--json", "-n", "2"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert found == [{"index": x.index, "score": x.score, "document": x.document} for x in expected[:2]]
+
+
+def test_lines_have_their_labels(labeller: LLM, use: list[LLM], tmp_path: Path, capsys: Capture) -> None:
+    use.append(labeller)
+    (tmp_path / "texts.jsonl").write_text('{"text": "a", "text_pair": "b", "id": "x"}\n"a"\n')
+    (pair, text) = labeller.classify([("a", "b"), "a"])
+    expected = [{"index": 0, "id": "x"} | pair.to_json(), {"index": 1} | text.to_json()]
+    assert main(["classify", str(tmp_path / "texts.jsonl")]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == expected
+    assert main(["classify", str(tmp_path / "texts.jsonl"), "-o", str(tmp_path / "labels.jsonl")]) == 0
+    assert [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()] == expected
+    (tmp_path / "long.txt").write_text("a\n" + "x" * 9999)
+    assert main(["classify", str(tmp_path / "long.txt"), "--truncate"]) == 0
+    assert "1 of 2 texts were cut to 256 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -370,8 +370,6 @@ def test_a_model_that_is_shared_out_answers_converses_and_is_closed(world: World
         ids = one.tokenizer.encode("abc bar abc")
         assert torch.equal(two.logits(ids), one.logits(ids))
         assert two.prompt_logprobs(ids) == one.prompt_logprobs(ids)
-        with pytest.raises(InvalidRequestError, match="load it without tensor_parallel"):
-            two.embed(["abc"])
         params, path = SamplingParams(temperature=0.8, seed=1, max_new_tokens=9), tmp_path / "session"
         found = []
         for saving, loading in ((one, two), (two, one), (two, two)):

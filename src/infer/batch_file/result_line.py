@@ -34,8 +34,9 @@ def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelli
 
 
 def texts_line(row: Row, values: dict[str, Any], num_tokens: int, model: str, warnings: Sequence[str]) -> Line:
-    """Return the line of a row that asked for vectors or scores. `values` are those fields of the answer."""
-    head = {"object": "list"} if row.endpoint == "/v1/embeddings" else {"id": _named("rerank", row.id)}
+    """Return the line of a row that asked for vectors, scores or labels. `values` are those fields of the answer."""
+    kind = str(row.endpoint).removeprefix("/v1/")
+    head = {"object": "list"} if kind == "embeddings" else {"id": _named(kind, row.id)}
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return _answered(row, {**head, "model": model, **values, "usage": usage}, warnings)
 

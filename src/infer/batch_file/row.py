@@ -20,14 +20,19 @@ from infer.protocols.declared_fields import values_of
 from infer.protocols.params import prompts_of, template_variables
 from infer.protocols.read_body import as_given, body_from
 from infer.protocols.refusals import refuse
-from infer.protocols.retrieval_bodies import EmbeddingsBody, RerankBody
+from infer.protocols.retrieval_bodies import ClassifyBody, EmbeddingsBody, RerankBody
 from infer.protocols.tool_options import option_values
 from infer.protocols.unknown_fields import Reading
 from infer.system.strict_json import RepeatedKeyError, unique_keys
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/classify"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 _TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format", "reasoning_format", "reasoning_budget")
+_BODIES_OF_TEXTS: Mapping[str, type[EmbeddingsBody | RerankBody | ClassifyBody]] = {
+    "/v1/embeddings": EmbeddingsBody,
+    "/v1/rerank": RerankBody,
+    "/v1/classify": ClassifyBody,
+}
 # Fields of a body that a line cannot answer, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("stream", "echo", "return_token_ids"), (False,)),
@@ -52,7 +57,7 @@ class Row(NamedTuple):
     variables: Mapping[str, Any] = {}
     effort: str | None = None
     warnings: tuple[str, ...] = ()
-    texts: EmbeddingsBody | RerankBody | None = None
+    texts: EmbeddingsBody | RerankBody | ClassifyBody | None = None
     problem: str | None = None
 
 
@@ -124,12 +129,8 @@ def _of_openai(row_id: str, endpoint: Endpoint, record: dict[str, Any]) -> Row:
     if not isinstance(body, dict):
         raise InvalidRequestError(f"body must be an object, got {body!r:.60}")
     reading = Reading()
-    if endpoint in ("/v1/embeddings", "/v1/rerank"):
-        texts: EmbeddingsBody | RerankBody = (
-            body_from(body, EmbeddingsBody, as_given, reading)
-            if endpoint == "/v1/embeddings"
-            else body_from(body, RerankBody, as_given, reading)
-        )
+    if endpoint in _BODIES_OF_TEXTS:
+        texts = body_from(body, _BODIES_OF_TEXTS[endpoint], as_given, reading)
         return Row(row_id, endpoint, warnings=tuple(reading.warnings), texts=texts)
     if endpoint == ENDPOINTS[0]:
         chat = body_from(body, ChatBody, complete_chat, reading)

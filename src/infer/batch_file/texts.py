@@ -1,18 +1,21 @@
-"""Rows of `/v1/embeddings` and `/v1/rerank`: the line with their vectors or scores."""
+"""Rows of `/v1/embeddings`, `/v1/rerank` and `/v1/classify`: the line with their vectors, scores or labels."""
 
 from infer.batch_file.result_line import texts_line
 from infer.batch_file.row import Row
 from infer.batch_file.settings import Line
+from infer.engine.classification import classifier_of, classify, texts_to_classify
 from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.reranking import pairs_to_score, scores
 from infer.engine.vector_options import ranked
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.protocols.retrieval_bodies import (
+    ClassifyBody,
     EmbeddingsBody,
     RerankBody,
     documents_of_body,
     texts_of,
+    texts_or_pairs_of,
     vector_options,
     written,
 )
@@ -22,6 +25,8 @@ def line_of_texts(llm: LLM, row: Row, model: str) -> Line:
     """Return the line of a row. Raises InvalidRequestError for what the model cannot compute."""
     if isinstance(row.texts, EmbeddingsBody):
         return _vectors(llm, row, row.texts, model)
+    if isinstance(row.texts, ClassifyBody):
+        return _labels(llm, row, row.texts, model)
     assert row.texts is not None
     return _ranks(llm, row, row.texts, model)
 
@@ -49,6 +54,17 @@ def _ranks(llm: LLM, row: Row, body: RerankBody, model: str) -> Line:
         for each in ranked(host.loop.call(scores(host, ids)).get(), documents, body.top_n)
     ]
     return texts_line(row, {"results": results}, ids.num_tokens, model, _warnings(row, ids.warning))
+
+
+def _labels(llm: LLM, row: Row, body: ClassifyBody, model: str) -> Line:
+    host = llm._opened
+    ids = texts_to_classify(host, texts_or_pairs_of(body.input), truncate=bool(body.truncate))
+    labels = classifier_of(host).labels
+    data = [
+        {"index": index, "label": labels[each.index(max(each))], "probs": each, "num_classes": len(labels)}
+        for index, each in enumerate(host.loop.call(classify(host, ids)).get())
+    ]
+    return texts_line(row, {"data": data}, ids.num_tokens, model, _warnings(row, ids.warning))
 
 
 def _warnings(row: Row, warning: str) -> list[str]:

@@ -53,7 +53,7 @@ def classifier_from_folder(
     path, given = folder / "config.json", config.get("id2label")
     labels = _labels(path, "id2label", _in_order(path, given) if given else None, _num_labels(layer))
     problem, pad_id = config.get("problem_type"), config.get("pad_token_id")
-    if problem not in _SCALE_BY_PROBLEM:
+    if not (problem is None or isinstance(problem, str)) or problem not in _SCALE_BY_PROBLEM:
         known = ", ".join(name for name in _SCALE_BY_PROBLEM if name)
         raise ModelFormatError(path, "problem_type", f"expected one of {known}, got {problem!r:.60}")
     return ClassifierFiles((layer,), labels, _scale(problem, labels), pad_id if type(pad_id) is int else None)

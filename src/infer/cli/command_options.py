@@ -238,6 +238,14 @@ class RerankOptions(LoadOptions, RerankerOption):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClassifyOptions(LoadOptions):
+    source: Path = argument(metavar="[FILE]", default="-", type=FILE)
+    output: Path | None = option("-o", "--output", type=FILE, metavar="OUT",
+                                 help="A file of JSON lines.  [default: stdout]")
+    truncate: bool = option(help="Cut texts that do not fit the context.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChatOptions(ModelArgument, SamplingOptions, LoadOptions):
     system: str | None = option(metavar="TEXT", help="A system message to begin with.")
     plain: bool = option(help="Answers without styles for their Markdown.")

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +45,24 @@ def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions)
     if options.output is not None and options.output.suffix == ".npy":
         with _opened(options.output, "wb") as file:
             np.save(file, vectors.numpy())
-    elif options.output is not None:
-        with _opened(options.output, "w") as file:
-            file.writelines(_lines(texts, vectors))
     else:
-        writer = TextWriter(sys.stdout)
-        for line in _lines(texts, vectors):
-            writer.write(line)
+        write_lines(texts, ({"embedding": vector.tolist()} for vector in vectors), options.output)
 
 
-def _lines(texts: list[GivenText], vectors: Any) -> Iterator[str]:
-    for index, (each, vector) in enumerate(zip(texts, vectors, strict=True)):
-        record = {"index": index} | ({} if each.id is None else {"id": each.id})
-        yield json.dumps(record | {"embedding": vector.tolist()}, ensure_ascii=False) + "\n"
+def write_lines(texts: Sequence[GivenText], found: Iterable[dict[str, Any]], output: Path | None) -> None:
+    """Write one JSON line per text, with its place and id, to a file, or to stdout."""
+    records = (
+        {"index": index} | ({} if each.id is None else {"id": each.id}) | own
+        for index, (each, own) in enumerate(zip(texts, found, strict=True))
+    )
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    if output is not None:
+        with _opened(output, "w") as file:
+            file.writelines(lines)
+        return
+    writer = TextWriter(sys.stdout)
+    for line in lines:
+        writer.write(line)
 
 
 def _opened(path: Path, mode: str) -> Any:

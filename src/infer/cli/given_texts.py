@@ -1,4 +1,4 @@
-"""The texts that `infer embed` and `infer rerank` read: one per line of a file or of stdin."""
+"""The texts that `infer embed`, `infer rerank` and `infer classify` read: one per line of a file or of stdin."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,11 @@ from infer.errors import InvalidRequestError
 
 
 class GivenText(NamedTuple):
-    """A text, and the `id` that its JSON line gives it."""
+    """A text, and the `id` and the second text of a pair that its JSON line gives it."""
 
     text: str
     id: str | int | None = None
+    text_pair: str | None = None
 
 
 def read_texts(path: Path) -> list[GivenText]:
@@ -34,11 +35,11 @@ def _json_text(line: str, where: str) -> GivenText:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{where} is not JSON: {error}") from error
-    match found:
-        case str():
-            return GivenText(found)
-        case {"text": str(text), "id": str(row_id) | int(row_id)}:
-            return GivenText(text, row_id)
-        case {"text": str(text)}:
-            return GivenText(text)
+    if isinstance(found, str):
+        return GivenText(found)
+    if isinstance(found, dict) and isinstance(text := found.get("text"), str):
+        row_id, second = found.get("id"), found.get("text_pair")
+        return GivenText(
+            text, row_id if isinstance(row_id, str | int) else None, second if isinstance(second, str) else None
+        )
     raise InvalidRequestError(f'{where} must be a string or an object with "text", got {line.strip():.60}')

@@ -47,6 +47,7 @@ INSTEAD = {  # what other programs call their commands → what to type here
     "create": "safetensors folders and .gguf files are read as they are: infer chat PATH",
     "benchmark": _SPEED, "speed": _SPEED, "perf": _SPEED, "profile": "infer bench --profile",
     "memory": "infer estimate MODEL", "trace": 'infer sample-trace "TEXT"', "sample": 'infer sample-trace "TEXT"',
+    "label": "infer classify, or from Python LLM(...).classify(texts)",
     "embeddings": "infer embed, or from Python LLM(...).embed(texts)",
     "tokenize": "from Python, infer.load_tokenizer(MODEL).encode(TEXT)",
     "perplexity": "from Python, LLM(MODEL).prompt_logprobs(TEXT)",

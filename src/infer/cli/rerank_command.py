@@ -17,7 +17,7 @@ from infer.errors import TruncationWarning
 def run_rerank(model: "infer.LLM", texts: list[GivenText], options: RerankOptions) -> None:
     """Write the documents by their relevance, each with its score and its place, or as one JSON line each."""
     documents, writer = [each.text for each in texts], TextWriter(sys.stdout)
-    with exit_on_signal(), Spinner("ranking", shown=not options.quiet), _noting_cuts(options.quiet):
+    with exit_on_signal(), Spinner("ranking", shown=not options.quiet), noting_cuts(options.quiet):
         found = model.rerank(options.query, documents, options.top_n, options.instruction, truncate=options.truncate)
     for each in found:
         own = {} if (row_id := texts[each.index].id) is None else {"id": row_id}
@@ -27,7 +27,7 @@ def run_rerank(model: "infer.LLM", texts: list[GivenText], options: RerankOption
 
 
 @contextmanager
-def _noting_cuts(is_quiet: bool) -> Iterator[None]:
+def noting_cuts(is_quiet: bool) -> Iterator[None]:
     """Return a context after which a note on stderr says that texts were cut."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", TruncationWarning)

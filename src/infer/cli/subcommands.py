@@ -14,6 +14,7 @@ from infer.cli.command_options import (
     BatchOptions,
     BenchOptions,
     ChatOptions,
+    ClassifyOptions,
     CompileOptions,
     EmbedOptions,
     EstimateOptions,
@@ -158,6 +159,22 @@ def rerank(context: click.Context, options: RerankOptions) -> None:
 
     texts = read_texts(options.source)
     run_rerank(load_model(options), texts, options)
+
+
+@infer.command()
+@takes_options(ClassifyOptions)
+def classify(context: click.Context, options: ClassifyOptions) -> None:
+    """Label the lines of FILE, or of stdin, with a classifier.
+
+    The lines of a .jsonl file are strings, or objects {"text": …, "text_pair": …, "id": …}.
+    """
+    check_options(options, [])
+    from infer.cli.given_texts import read_texts
+
+    texts, model = read_texts(options.source), load_model(options)
+    from infer.cli.classify_command import run_classify
+
+    run_classify(model, texts, options)
 
 
 @infer.command()

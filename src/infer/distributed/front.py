@@ -24,7 +24,8 @@ from infer.server.server_state import ServerState
 from infer.server.sse import failure_events
 from infer.system.locked_folder import locked_folder
 
-_REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", "embeddings", "rerank")}
+_OF_TEXTS = ("embeddings", "rerank", "classify")
+_REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", *_OF_TEXTS)}
 _HUNG = b'{"status":"hung"}'  # no replica answers
 _SESSION_HEADER = "x-session-id"
 

@@ -4,7 +4,6 @@ They are computed between the engine's steps, over a cache of their own, in step
 work. A text's vector has the same bits whatever its neighbours and its steps are.
 """
 
-import warnings
 from collections.abc import Callable, Generator, Sequence
 
 import torch
@@ -18,7 +17,7 @@ from infer.engine.request import check_prompt
 from infer.engine.text_heads import Embedder
 from infer.engine.text_states import text_states
 from infer.engine.vector_options import TextIds, VectorOptions
-from infer.errors import ContextLengthError, InvalidRequestError, TruncationWarning
+from infer.errors import ContextLengthError, InvalidRequestError
 from infer.outputs import Pooling
 
 
@@ -42,9 +41,9 @@ def texts_to_embed(
                 text = before + text
             elif options.prompt_name is not None:
                 raise InvalidRequestError("prompt_name is for texts, got ids or messages: leave it out")
-            ids = _ids_of(host, text, most, may_cut=options.truncate)
-            num_cut += len(ids) > most
-            found.append(check_prompt(host.requests.limits, _cut(host, text, ids, most), room=0))
+            ids, is_cut = ids_within(host, text, truncate=options.truncate)
+            num_cut += is_cut
+            found.append(check_prompt(host.requests.limits, ids, room=0))
             num_skipped.append(num_first if isinstance(text, str) and num_first < len(found[-1]) else 0)
         except InvalidRequestError as error:
             raise type(error)(f"text {index}: {error}") from error
@@ -62,34 +61,27 @@ def _num_prompt_tokens(host: Host, before: str) -> int:
     return len(ids[:-1] if ids and ids[-1] in host.tokenizer.special_token_ids else ids)
 
 
-def _ids_of(host: Host, text: Prompt, most: int, *, may_cut: bool) -> list[int]:
-    """Raises ContextLengthError for a text of more than `most` tokens, unless it may be cut."""
-    if not may_cut and isinstance(text, str) and (least := host.tokenizer.least_num_tokens(text)) > most:
+def ids_within(host: Host, text: Prompt, *, truncate: bool) -> tuple[list[int], bool]:
+    """Return the ids of a text, and True if they were cut to the context.
+
+    The tokens with which the tokenizer ends each text stay at the end. Raises ContextLengthError without `truncate`.
+    """
+    most = host.requests.limits.max_seq_len
+    if not truncate and isinstance(text, str) and (least := host.tokenizer.least_num_tokens(text)) > most:
         raise too_long(f"at least {least}", most)
     ids = prompt_ids(text, host.tokenizer, None)
-    if not may_cut and len(ids) > most:
-        raise too_long(str(len(ids)), most)
-    return ids
-
-
-def _cut(host: Host, text: Prompt, ids: list[int], most: int) -> list[int]:
-    """Return the first `most` ids. The tokens with which the tokenizer ends each text stay at the end."""
     if len(ids) <= most:
-        return ids
+        return ids, False
+    if not truncate:
+        raise too_long(str(len(ids)), most)
     end = host.tokenizer.ending_ids if isinstance(text, str) else []
-    return ids[: most - len(end)] + end
+    return ids[: most - len(end)] + end, True
 
 
 def too_long(count: str, most: int) -> ContextLengthError:
     """Return the error about a text with this number of tokens."""
     message = f"the text has {count} tokens and the context holds {most}"
     return ContextLengthError(f"{message}: shorten it, raise max_seq_len or pass truncate=True")
-
-
-def warn_if_cut(ids: TextIds) -> None:
-    """Warn the caller of a method of `LLM` if texts were cut."""
-    if ids.warning:
-        warnings.warn(ids.warning, TruncationWarning, stacklevel=3)
 
 
 def embed(host: Host, texts: TextIds, options: VectorOptions) -> Generator[None, None, Float[Tensor, "texts size"]]:

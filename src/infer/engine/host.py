@@ -2,10 +2,10 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 from infer.engine.async_answers import AsyncAnswers
 from infer.engine.engine import Engine
@@ -26,6 +26,7 @@ from infer.runner.caches import default_pool_pages
 from infer.runner.hidden_states import HiddenStates
 from infer.runner.runner import Runner
 from infer.runner.text_encoder import TextEncoder
+from infer.sampling.defaults import SamplingDefaults
 from infer.tensor_parallel.leading import LeadingRunner
 from infer.tensor_parallel.rank_settings import RunnerSettings
 from infer.tensor_parallel.ranks import Ranks
@@ -44,7 +45,7 @@ class HostSettings:
     pool_pages: int | None
     capture: bool
     grammar_backend: str
-    sampling_defaults: Mapping[str, Any]
+    sampling_defaults: SamplingDefaults
     heads: TextHeads = field(default_factory=TextHeads)
 
 

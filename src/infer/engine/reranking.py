@@ -4,6 +4,7 @@ A score is computed like an embedding, from the state of the last token. So its 
 """
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 from infer.engine.embedding import pool, too_long
@@ -48,7 +49,8 @@ def pairs_to_score(
         _check_text("query", query)
         _check_text("document", document, f" {index}")
         try:
-            ids, is_cut = _fitting(host, reranker, instruction, query, document, truncate=truncate)
+            encode = partial(reranker.encode, host.tokenizer, instruction, query)
+            ids, is_cut = cut_to_fit(host, encode, query + document, document, truncate=truncate)
             found.append(check_prompt(host.requests.limits, ids, room=0))
         except InvalidRequestError as error:
             raise type(error)(f"document {index}: {error}", param=error.param) from error
@@ -56,23 +58,26 @@ def pairs_to_score(
     return TextIds(found, host.requests.limits.max_seq_len, num_cut)
 
 
-def _fitting(
-    host: Host, reranker: Reranker, instruction: str | None, query: str, document: str, *, truncate: bool
+def cut_to_fit(
+    host: Host, encode: Callable[[str], list[int]], both: str, second: str, *, truncate: bool
 ) -> tuple[list[int], bool]:
-    """Return the ids of a pair's prompt, and True if the document was cut."""
+    """Return the ids of a pair of texts, and True if the second was cut. `encode` converts the second with the first.
+
+    Raises ContextLengthError for a pair that does not fit the context, with `truncate` if the first is too long.
+    """
     tokenizer, most = host.tokenizer, host.requests.limits.max_seq_len
-    if not truncate and (least := tokenizer.least_num_tokens(query + document)) > most:
+    if not truncate and (least := tokenizer.least_num_tokens(both)) > most:
         raise too_long(f"at least {least}", most)
-    ids, own = reranker.encode(tokenizer, instruction, query, document), list[int]()
+    ids, own = encode(second), list[int]()
     if len(ids) <= most:
         return ids, False
     if truncate:
-        own = tokenizer.encode(document, add_special_tokens=False, parse_special=False)
+        own = tokenizer.encode(second, add_special_tokens=False, parse_special=False)
     while len(ids) > most:
         if len(own) < len(ids) - most:
             raise too_long(str(len(ids)), most)
         own = own[: len(own) - (len(ids) - most)]
-        ids = reranker.encode(tokenizer, instruction, query, tokenizer.decode(own, skip_special_tokens=False))
+        ids = encode(tokenizer.decode(own, skip_special_tokens=False))
     return ids, True
 
 

@@ -1,4 +1,4 @@
-"""The bodies of embeddings, reranking and scores, for the server's routes and for the rows of `infer batch`."""
+"""The bodies of embeddings, reranking, scores and labels, for the server's routes and for the rows of `infer batch`."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -58,6 +58,14 @@ class RerankBody(Body, kw_only=True):
     truncate: bool | None = None
 
 
+@final
+class ClassifyBody(Body, kw_only=True):
+    """vLLM's fields. A pair of texts is a list of two."""
+
+    input: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_TEXTS)]
+    truncate: bool | None = None
+
+
 _Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
@@ -95,6 +103,17 @@ def texts_of(given: str | Sequence[Any]) -> list[Any]:
             path = "input" if isinstance(given, str) else f"input[{index}]"
             raise refuse(f"{path} must not be empty", path)
     return texts
+
+
+def texts_or_pairs_of(given: str | Sequence[Any]) -> list[Any]:
+    """Return the inputs as texts, lists of ids or pairs of texts. Raises BodyError."""
+    if not isinstance(given, str) and all(_is_pair(each) for each in given):
+        return list(given)
+    return texts_of(given)
+
+
+def _is_pair(given: Any) -> bool:
+    return isinstance(given, list) and len(given) == 2 and all(isinstance(each, str) for each in given)
 
 
 def documents_of_body(body: RerankBody) -> list[str]:

@@ -22,6 +22,7 @@ from infer.server.routes import (
     anthropic_messages,
     branch,
     chat_completions,
+    classify,
     completions,
     embeddings,
     engine_events,
@@ -38,7 +39,7 @@ from infer.server.routes.openapi import description_routes
 from infer.server.server_state import ServerState
 
 _MODULES = (
-    *(health, prometheus, served_models, chat_completions, completions, responses, embeddings, rerank),
+    *(health, prometheus, served_models, chat_completions, completions, responses, embeddings, rerank, classify),
     *(anthropic_messages, tokens, answer_trace, branch, engine_events, props, web_files),
 )
 ROUTES = [route for module in _MODULES for route in module.ROUTES]

@@ -1,0 +1,108 @@
+"""Classifiers: the labels of texts, and of pairs of texts, from the state of each text's last token.
+
+The values of a text are computed like an embedding. So their bits depend on the text alone.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from infer.engine.embedding import ids_within, pool
+from infer.engine.host import Host
+from infer.engine.prompt_encoding import Prompt, is_conversation
+from infer.engine.request import check_prompt
+from infer.engine.reranking import cut_to_fit
+from infer.engine.text_heads import Classifier
+from infer.engine.vector_options import TextIds
+from infer.errors import InvalidRequestError
+from infer.outputs import Classification
+
+TextOrPair = Prompt | list[str] | tuple[str, ...]  # a pair has two texts
+
+
+def classifier_of(host: Host) -> Classifier:
+    """Return the classifier of a model. Raises InvalidRequestError if it is none."""
+    if (found := host.settings.heads.classifier) is None:
+        raise InvalidRequestError(
+            "this model is no classifier: its files have no weight of labels, such as the score.weight of a "
+            "Qwen3ForSequenceClassification. Load a classifier"
+        )
+    return found
+
+
+def texts_to_classify(
+    host: Host, texts: Sequence[TextOrPair], *, truncate: bool, check: Callable[[], None] = lambda: None
+) -> TextIds:
+    """Return the ids of texts and of pairs of texts. `check` is called before each, and may raise.
+
+    Raises InvalidRequestError for what is neither, and ContextLengthError for a text that does not fit the context.
+    With `truncate`, it is cut at its end.
+    """
+    classifier, found, num_cut = classifier_of(host), list[list[int]](), 0
+    host.check_has_states()
+    if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
+        raise InvalidRequestError(f"texts must be a list of texts or pairs of texts, got {type(texts).__name__}")
+    for index, text in enumerate(texts):
+        check()
+        try:
+            ids, is_cut = _ids_of(host, text, truncate=truncate)
+            found.append(_without_padding(check_prompt(host.requests.limits, ids, room=0), classifier.pad_id))
+        except InvalidRequestError as error:
+            raise type(error)(f"text {index}: {error}") from error
+        num_cut += is_cut
+    return TextIds(found, host.requests.limits.max_seq_len, num_cut)
+
+
+def _ids_of(host: Host, text: Any, *, truncate: bool) -> tuple[list[int], bool]:
+    """Return the ids of a text or a pair, and True if it was cut."""
+    if not _is_pair(text):
+        if is_conversation(text):
+            raise InvalidRequestError("a classifier reads a text, ids or a pair of texts, got messages: render them")
+        return ids_within(host, text, truncate=truncate)
+    if len(text) != 2 or not all(isinstance(each, str) for each in text):
+        other = next((type(each).__name__ for each in text if not isinstance(each, str)), len(text))
+        raise InvalidRequestError(f"a pair must be two texts, got {other}")
+    first, second = text
+    return cut_to_fit(
+        host, lambda cut: host.tokenizer.encode_pair(first, cut).ids, first + second, second, truncate=truncate
+    )
+
+
+def _is_pair(text: Any) -> bool:
+    return isinstance(text, list | tuple) and any(isinstance(each, str) for each in text)
+
+
+def _without_padding(ids: list[int], pad_id: int | None) -> list[int]:
+    """Return the ids up to the last one that is not padding, as `transformers` pools them; at least one."""
+    count = len(ids)
+    while count > 1 and ids[count - 1] == pad_id:
+        count -= 1
+    return ids[:count]
+
+
+def classify(host: Host, texts: TextIds) -> Generator[None, None, list[list[float]]]:
+    """Return the value of each label per text, in the order of the labels. Work for the loop, a step at a time."""
+    classifier = classifier_of(host)
+    states = yield from pool(host, texts, "last")
+    return [_scaled(classifier, classifier.head.of(state)) for state in states]
+
+
+def _scaled(classifier: Classifier, logits: torch.Tensor) -> list[float]:
+    match classifier.scale:
+        case "softmax":
+            logits = logits.softmax(-1)
+        case "sigmoid":
+            logits = logits.sigmoid()
+    found: list[float] = logits.tolist()
+    return found
+
+
+def classifications(host: Host, values: Sequence[Sequence[float]]) -> list[Classification]:
+    """Return the labels of each text, the most probable first. At ties, the first label leads."""
+    labels = classifier_of(host).labels
+    orders = [sorted(range(len(labels)), key=lambda index: -each[index]) for each in values]
+    return [
+        Classification(tuple(labels[index] for index in order), tuple(each[index] for index in order))
+        for order, each in zip(orders, values, strict=True)
+    ]

@@ -1,0 +1,59 @@
+"""Load the weights of a model, on the thread that steps its engine, and give the engine to that thread."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from infer.checkpoint import Checkpoint
+from infer.checkpoint.generation_config import defaults_of
+from infer.engine.host import Host, HostSettings
+from infer.engine.loop import Loop
+from infer.engine.model_settings import DeviceName, DtypeName, PrecisionName, RerankerName, WeightsType
+from infer.engine.text_heads import make_text_heads
+from infer.kvcache.cache_settings import CacheSettings
+from infer.model.from_checkpoint import dtype_name, load_checked
+from infer.tensor_parallel.ranks import start_ranks
+from infer.tokenizer import Tokenizer
+from infer.tokenizer.template_process import start_rendering
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HostArguments:
+    """The arguments of `LLM` that say how its model is loaded and run."""
+
+    device: DeviceName | str | torch.device
+    dtype: DtypeName | torch.dtype
+    weights: WeightsType
+    precision: PrecisionName
+    max_seq_len: int | None
+    cache: CacheSettings
+    pool_pages: int | None
+    grammar_backend: str
+    tensor_parallel: int
+    capture: bool
+    reranker: RerankerName
+
+
+def load_host(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    given: HostArguments,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Host:
+    """Return the loaded model. Raises ModelError if it cannot be used or does not fit in memory."""
+    kept_dtype, cache = dtype_name(given.dtype), given.cache
+    heads = make_text_heads(checkpoint, tokenizer, given.reranker)
+    if tokenizer.chat_template is not None:
+        start_rendering()
+    defaults, forms = defaults_of(checkpoint), (kept_dtype, given.weights, given.precision)
+    ranks = start_ranks(checkpoint, forms, str(given.device), cache, given.tensor_parallel)
+    loop, group = Loop(), None if ranks is None else ranks.group
+    asked = checkpoint, tokenizer, given.device, given.dtype, given.weights, given.precision, given.max_seq_len
+    # Rows of weights lie on the node of memory of the thread that packs them.
+    network = loop.load(lambda show: load_checked(*asked, show, cache, group=group), on_progress)
+    fingerprint = f"{checkpoint.fingerprint()} {given.weights} {given.precision} {kept_dtype}"
+    kept = fingerprint, cache, given.pool_pages, given.capture, given.grammar_backend, defaults
+    return Host(loop, network, tokenizer, HostSettings(*kept, heads), ranks)

@@ -20,9 +20,9 @@ from infer.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.backends.cpu.threads.pool import thread_pool
 from infer.kvcache.page_sizes import page_bytes
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import GatedDeltaNet
 from infer.operands.delta_net_cache import DeltaNetCache
 from infer.operands.limits import STATE_TOKENS
+from infer.operands.mixers import GatedDeltaNet
 from infer.operands.weights import DeltaNetWeights, Norm
 from infer.quantization.kv_layout import Pages
 

@@ -70,7 +70,7 @@ def attention(kv_type: str, context: int, tokens: int) -> Measure:
     from infer import ops
     from infer.backends.cpu.capture.forward import CapturedForward
     from infer.kvcache.paged import PagedCache
-    from infer.operands.architecture import Attention
+    from infer.operands.mixers import Attention
     from infer.operands.step import Step
     from infer.operands.weights import Heads, RopeTable
     from infer.quantization.kv_layout import Pages

@@ -11,7 +11,9 @@ import torch
 from infer.checkpoint.tensor_names import names_from_gguf
 from infer.model.families import make_architecture
 from infer.model.tensors import expected_shapes
-from infer.operands.architecture import PER_LAYER_TABLE, Architecture, Attention
+from infer.operands.architecture import Architecture
+from infer.operands.feed_forwards import PER_LAYER_TABLE
+from infer.operands.mixers import Attention
 from infer.operands.weights import StoredWeight
 from infer.quantization.ggml_types import BLOCK_TYPES
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import torch
 from torch import Tensor
+
+from encoder_models import with_fused_qkv
 
 ARCHITECTURES = {
     "bert": "bert",
@@ -103,12 +104,7 @@ def _settings(config: Any, pooling: int) -> dict[str, Any]:
 def _tensors(model: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("pooler.")}
-    for name, tensor in tensors.items():
-        if ".self_attn.k_proj" in name or ".self_attn.v_proj" in name:
-            continue
-        if ".self_attn.q_proj" in name:
-            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            name, tensor = name.replace("self_attn.q_proj", "attn.Wqkv"), torch.cat(parts)
+    for name, tensor in with_fused_qkv(tensors).items():
         if name.startswith("embeddings.position_embeddings") and "roberta" in model.config.model_type:
             tensor = tensor[2:]
         module, _, kind = name.rpartition(".")

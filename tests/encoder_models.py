@@ -68,6 +68,18 @@ def make_encoder(encoder: Encoder, folder: Path, **settings: Any) -> Any:
     return model
 
 
+def with_fused_qkv(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with q, k and v of each layer as one, `attn.Wqkv`, if they are `self_attn.[qkv]_proj`."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".self_attn.q_proj" in name:
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            found[name.replace("self_attn.q_proj", "attn.Wqkv")] = torch.cat(parts)
+        elif ".self_attn.k_proj" not in name and ".self_attn.v_proj" not in name:
+            found[name] = tensor
+    return found
+
+
 def states_of(model: Any, ids: list[int], second_start: int | None = None) -> Tensor:
     """Return the last hidden states of one text, or of a pair whose second text begins at a place."""
     kinds: dict[str, Tensor] = {}

@@ -22,8 +22,9 @@ from torch import Tensor
 from infer import SamplingParams, ops
 from infer.kvcache.page_sizes import page_bytes
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import GatedDeltaNet, Router
 from infer.operands.delta_net_cache import DeltaNetCache
+from infer.operands.feed_forwards import Router
+from infer.operands.mixers import GatedDeltaNet
 from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Step
 from infer.operands.weights import (

@@ -9,16 +9,9 @@ from converted_encoders import ARCHITECTURES
 from encoder_models import ENCODERS, config_of
 from infer.catalog.supported import SUPPORTED
 from infer.model.families import make_architecture
-from infer.operands.architecture import (
-    Architecture,
-    Attention,
-    Dense,
-    Experts,
-    FeedForward,
-    GatedDeltaNet,
-    Layer,
-    ShortConv,
-)
+from infer.operands.architecture import Architecture, Layer
+from infer.operands.feed_forwards import Dense, Experts, FeedForward
+from infer.operands.mixers import Attention, GatedDeltaNet, ShortConv
 from infer.quantization.ggml_types import BLOCK_TYPES
 from test_converted_families import CONVERTED
 from tiny import LONGROPE, TINY

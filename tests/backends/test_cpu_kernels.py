@@ -29,7 +29,7 @@ from infer.backends.cpu.records import SAMPLE_COLUMNS, SAMPLE_HISTORY, SAMPLE_LI
 from infer.backends.cpu.threads.pool import set_num_threads
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Activation
+from infer.operands.feed_forwards import Activation
 from infer.operands.step import Chunk, Interrupt, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, StoredWeight
 from infer.sampling import sampler

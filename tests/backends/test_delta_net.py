@@ -16,9 +16,10 @@ from infer.backends.cpu.threads.pool import set_num_threads, thread_pool
 from infer.errors import UnsupportedModelError
 from infer.kvcache.page_sizes import page_bytes
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import GatedDeltaNet, Layer
+from infer.operands.architecture import Layer
 from infer.operands.delta_net_cache import DeltaNetCache
 from infer.operands.limits import MAX_STEP_TOKENS
+from infer.operands.mixers import GatedDeltaNet
 from infer.operands.step import Step
 from infer.operands.weights import DeltaNetWeights, Norm, Projection, StoredWeight
 from infer.quantization.ggml_blocks import quantize

@@ -13,7 +13,7 @@ from infer.backends.cpu import operations as cpu
 from infer.backends.cpu.recording import record
 from infer.backends.cpu.threads.pool import set_num_threads
 from infer.errors import InvalidRequestError
-from infer.operands.architecture import Router
+from infer.operands.feed_forwards import Router
 from infer.operands.weights import ExpertNorms, ExpertWeights, Norm, Projection, SharedExpert, StoredWeight
 from test_cpu_kernels import CPU, TYPES, assert_near, make_weight
 

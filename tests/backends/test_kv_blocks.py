@@ -16,7 +16,7 @@ from infer.backends.cpu.threads.pool import set_num_threads
 from infer.errors import InvalidRequestError
 from infer.kvcache.paged import PagedCache
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Attention
+from infer.operands.mixers import Attention
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_formats import (

@@ -19,7 +19,7 @@ from infer.backends.cpu.workspace import matrix_bytes
 from infer.backends.reference import dense
 from infer.model.load import make_rope_table
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Rope
+from infer.operands.mixers import Rope
 from infer.operands.weights import ConvertedWeight, Norm, Projection, StoredWeight, UnreadWeight
 from infer.quantization.ggml_blocks import quantize, quantize_fitted
 from infer.quantization.ggml_types import BLOCK_TYPES

@@ -19,8 +19,8 @@ from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.model.sharding import head_starts, kv_heads_of, part_ranges, row_starts
 from infer.model.transformer import Transformer
-from infer.operands.architecture import Attention
 from infer.operands.group import Group
+from infer.operands.mixers import Attention
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
 from steps import join

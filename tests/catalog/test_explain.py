@@ -14,7 +14,9 @@ from infer.catalog.explanation import _kv_types, explain, group_layers
 from infer.cli import main
 from infer.cli.explain_command import ranges
 from infer.model.from_checkpoint import load_tokenizer
-from infer.operands.architecture import Attention, Dense, Layer, Rope
+from infer.operands.architecture import Layer
+from infer.operands.feed_forwards import Dense
+from infer.operands.mixers import Attention, Rope
 from tiny import TINY, Tiny, make_tiny
 from watched import python_command
 

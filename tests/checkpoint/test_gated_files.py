@@ -11,7 +11,8 @@ from infer.checkpoint.config import config_from_gguf
 from infer.checkpoint.gguf import GGUFFile, read_gguf
 from infer.errors import ModelError
 from infer.model.families import make_architecture
-from infer.operands.architecture import Architecture, Dense
+from infer.operands.architecture import Architecture
+from infer.operands.feed_forwards import Dense
 from tiny import LAGUNA, MUSE_GLIMMER, Tiny, make_tiny
 
 

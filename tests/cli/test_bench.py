@@ -20,7 +20,8 @@ from infer.bench.speed import MemoryProbe, Workload, kv_bytes, measure, weight_b
 from infer.cli import main
 from infer.cli.bench_command import columns, profile_lines, speed_lines
 from infer.model.families import make_architecture
-from infer.operands.architecture import Architecture, GatedDeltaNet
+from infer.operands.architecture import Architecture
+from infer.operands.mixers import GatedDeltaNet
 from infer.system.status_line import bar
 from tiny import Tiny, make_tiny
 

@@ -18,7 +18,7 @@ from infer import LLM, InvalidRequestError, ModelError, SamplingParams, load_tok
 from infer.checkpoint.generation_config import sampling_defaults
 from infer.errors import ContextLengthError
 from infer.kvcache.paged import PagedCache
-from infer.operands.architecture import Attention
+from infer.operands.mixers import Attention
 from infer.sampling_params import UnknownParameterError
 from recompute import generate_recomputed
 from tiny import TINY, Tiny, make_tiny

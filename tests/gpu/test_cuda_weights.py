@@ -13,7 +13,7 @@ from torch import Tensor
 from extent import IS_WHOLE
 from infer.backends import reference
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Activation
+from infer.operands.feed_forwards import Activation
 from infer.operands.weights import Norm, Projection, StoredWeight, UnreadWeight
 from infer.quantization.ggml_types import BLOCK_TYPES
 from test_packing import make_weight

@@ -21,7 +21,7 @@ from infer.backends.cpu.sampling.launch import choose_tokens
 from infer.cli.subcommands import infer
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Activation
+from infer.operands.feed_forwards import Activation
 from infer.operands.step import Chunk, Interrupt, Masks, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, Weight
 from infer.quantization.kv_formats import KV_TYPES

@@ -9,7 +9,7 @@ from infer.errors import InvalidRequestError
 from infer.kvcache import cache_settings as settings_module
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import check_layers
-from infer.operands.architecture import Attention
+from infer.operands.mixers import Attention
 from watched import python_command
 
 

@@ -13,7 +13,7 @@ from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Attention, Rope
+from infer.operands.mixers import Attention, Rope
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_layout import LayerCache

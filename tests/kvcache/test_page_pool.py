@@ -18,7 +18,7 @@ from infer.kvcache import paged
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.snapkv import PromptCompression
-from infer.operands.architecture import Attention
+from infer.operands.mixers import Attention
 from infer.operands.step import Chunk, Step
 from infer.quantization.kv_layout import key_parts, value_parts
 from infer.runner.caches import make_cache

@@ -15,7 +15,7 @@ from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.pages import PagePool
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Attention
+from infer.operands.mixers import Attention
 from infer.operands.step import Step
 from infer.operands.weights import Heads
 

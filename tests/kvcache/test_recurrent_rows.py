@@ -14,7 +14,7 @@ from infer.kvcache.groups import check_layers, make_groups, pool_sizes
 from infer.kvcache.page_sizes import page_bytes
 from infer.kvcache.paged import PagedCache
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Attention, GatedDeltaNet, ShortConv
+from infer.operands.mixers import Attention, GatedDeltaNet, ShortConv
 from infer.operands.step import Chunk, Step
 from infer.operands.weights import ConvWeights, DeltaNetWeights, Norm
 

@@ -13,7 +13,7 @@ from infer.errors import ModelError
 from infer.kvcache.paged import PagedCache
 from infer.model.families import make_architecture
 from infer.model.transformer import Transformer
-from infer.operands.architecture import Attention
+from infer.operands.mixers import Attention
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
 from test_families import load

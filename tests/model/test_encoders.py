@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from encoder_models import BY_NAME, CONTEXT, ENCODERS, Encoder, make_encoder, states_of
+from encoder_models import BY_NAME, CONTEXT, ENCODERS, Encoder, make_encoder, states_of, with_fused_qkv
 from infer import ops
 from infer.backends.torch_backend import TorchBackend
 from infer.checkpoint import open_checkpoint
@@ -166,12 +166,7 @@ def test_the_names_of_published_files_load(tmp_path: Path) -> None:
 
 def _published_nomic(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {}
-    for name, tensor in tensors.items():
-        if ".k_proj." in name or ".v_proj." in name:
-            continue
-        if ".q_proj." in name:
-            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            name, tensor = name.replace("self_attn.q_proj", "attn.Wqkv"), torch.cat(parts)
+    for name, tensor in with_fused_qkv(tensors).items():
         for theirs, ours in (
             ("self_attn.o_proj", "attn.out_proj"),
             ("mlp.up_proj", "mlp.fc11"),

@@ -21,7 +21,8 @@ from infer.model.load import FloatsAs, load_transformer
 from infer.model.sharding import check_experts
 from infer.model.transformer import Transformer
 from infer.model.weight_loader import dense
-from infer.operands.architecture import Architecture, Dense, Experts, Router
+from infer.operands.architecture import Architecture
+from infer.operands.feed_forwards import Dense, Experts, Router
 from infer.operands.step import Step
 from infer.operands.weights import FileWeight, StoredWeight
 from infer.runner.caches import make_cache

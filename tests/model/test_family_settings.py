@@ -21,7 +21,8 @@ from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
-from infer.operands.architecture import Architecture, LongRope
+from infer.operands.architecture import Architecture
+from infer.operands.mixers import LongRope
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
 from test_families import load

@@ -39,8 +39,8 @@ from infer.model.memory_estimate import (
     weight_bytes,
 )
 from infer.model.transformer import Transformer
-from infer.operands.architecture import Attention, Rope
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
+from infer.operands.mixers import Attention, Rope
 from infer.operands.weights import Heads, Projection
 from infer.quantization.kv_formats import QUANTIZED
 from infer.runner.caches import make_cache

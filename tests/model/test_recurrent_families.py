@@ -20,18 +20,9 @@ from infer.errors import ModelError
 from infer.model.families import make_architecture
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.weight_loader import dense
-from infer.operands.architecture import (
-    Architecture,
-    Attention,
-    Dense,
-    Experts,
-    GatedDeltaNet,
-    Layer,
-    Norms,
-    Rope,
-    Router,
-    ShortConv,
-)
+from infer.operands.architecture import Architecture, Layer, Norms
+from infer.operands.feed_forwards import Dense, Experts, Router
+from infer.operands.mixers import Attention, GatedDeltaNet, Rope, ShortConv
 from tiny import DELTA_NETS, RECURRENT, Tiny, make_tiny
 
 _GATED = ("gate", "up", "down")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infer.model.sharding import head_starts, kv_heads_of
-from infer.operands.architecture import Attention
+from infer.operands.mixers import Attention
 from infer.system import nodes
 from infer.system.nodes import cpus_by_node, cpus_of_rank, cpus_of_thread, keep_on_node
 

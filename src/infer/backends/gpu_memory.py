@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 
 from infer.backends.before_load import StepSizes
-from infer.operands.architecture import Architecture, Attention, Dense, Layer
+from infer.operands.architecture import Architecture, Layer
+from infer.operands.feed_forwards import Dense
+from infer.operands.mixers import Attention
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 CHUNK_SLOTS, SPLIT_TOKENS = 256, 16  # of attention

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterable
 
 from infer.errors import UnsupportedModelError
-from infer.operands.architecture import Attention, Experts, GatedDeltaNet, Layer, PerLayerInput, ShortConv
+from infer.operands.architecture import Layer
+from infer.operands.feed_forwards import Experts, PerLayerInput
+from infer.operands.mixers import Attention, GatedDeltaNet, ShortConv
 
 _NAMES = {
     PerLayerInput: "per-layer inputs",

@@ -15,7 +15,7 @@ from torch import Tensor
 from infer.backends.reference_recurrent import gated_delta_net as gated_delta_net
 from infer.backends.reference_recurrent import short_conv as short_conv
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Activation, Router
+from infer.operands.feed_forwards import Activation, Router
 from infer.operands.group import Shares
 from infer.operands.step import Step
 from infer.operands.weights import (

@@ -7,8 +7,9 @@ norms are not counted.
 from collections import Counter
 
 from infer.kvcache.page_sizes import read_bytes
-from infer.operands.architecture import Architecture, Attention, GatedDeltaNet, Mixer, ShortConv
+from infer.operands.architecture import Architecture
 from infer.operands.limits import STATE_TOKENS
+from infer.operands.mixers import Attention, GatedDeltaNet, Mixer, ShortConv
 
 _FLOAT_BYTES = 4
 

@@ -14,8 +14,10 @@ from infer.kvcache.page_sizes import page_bytes
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, cache_bytes_per_token, loaded_types, weight_bytes, weights_by_type
 from infer.model.tensors import check_tensors
-from infer.operands.architecture import Architecture, Attention, Layer, QueryScale, Rope, Router
+from infer.operands.architecture import Architecture, Layer
+from infer.operands.feed_forwards import Router
 from infer.operands.limits import STATE_TOKENS
+from infer.operands.mixers import Attention, QueryScale, Rope
 from infer.quantization.kv_formats import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.gguf_encoders import is_encoder

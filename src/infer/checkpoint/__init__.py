@@ -19,7 +19,13 @@ from infer.checkpoint.config import (
     generation_config_from_folder,
     generation_config_from_gguf,
 )
-from infer.checkpoint.encoder_names import ENCODERS, encoder_names, without_padded_positions, without_poolers
+from infer.checkpoint.encoder_names import (
+    ENCODERS,
+    encoder_names,
+    refuse_classifier,
+    without_padded_positions,
+    without_poolers,
+)
 from infer.checkpoint.find import resolve
 from infer.checkpoint.fused_tensors import WITH_GATES, taken_apart
 from infer.checkpoint.gguf import GGUFFile
@@ -118,6 +124,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     for name, info in with_joined_scales(_renamed(folder, stored, names)).items():
         _check_supported(info)
         tensors[name] = replace(info, added=added) if is_norm(name) and name not in whole else info
+    if is_encoder:
+        refuse_classifier(folder, tensors)
     order = _STACK_ORDERS.get(str(config.get("model_type")), PLAIN)
     tensors = taken_apart(_without_drafting_layers(tensors, config), config, order)
     if config.get("model_type") in _LLAMA4:
@@ -148,11 +156,12 @@ def _open_gguf(path: Path) -> Checkpoint:
             info = replace(info, num_paired_heads=heads[projection])
         tensors[name] = info
     tensors = taken_apart(_without_drafting_layers(tensors, config), config)
+    if is_encoder:
+        refuse_classifier(path, tensors)
+        tensors = with_rows_of_types(tensors)
     embedding = embedding_from_gguf(path, file.metadata, tensors)
     classifier = classifier_from_gguf(path, file.metadata, tensors)
     reranker = reranker_from_gguf(path, file.metadata, tensors, classifier)
-    if is_encoder:
-        tensors = with_rows_of_types(tensors)
     own = config, file.metadata, tensors, generation_config_from_gguf(file), file.files
     return Checkpoint(file.path, *own, embedding, TextPrompts(), reranker, classifier)
 

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from infer.checkpoint.fused_tensors import rows_between
 from infer.checkpoint.tensor_info import TensorInfo
+from infer.errors import UnsupportedModelError
 
 ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "nomic_bert", "modernbert"})
 _PADDED = {"roberta": 2, "xlm-roberta": 2}  # rows of the table of positions before that of a text's first token
@@ -68,6 +70,14 @@ def without_padded_positions(tensors: dict[str, TensorInfo], config: Mapping[str
     if not num_padded or table is None or table.shape[0] <= num_padded:
         return tensors
     return {**tensors, name: rows_between(table, num_padded, table.shape[0])}
+
+
+def refuse_classifier(path: Path, tensors: Iterable[str]) -> None:
+    """Raise UnsupportedModelError for an encoder with a head that makes labels or scores."""
+    if any(name.startswith(("classifier.", "cls.")) for name in tensors):
+        raise UnsupportedModelError(
+            f"{path.name}: classifiers and rerankers that are encoders are not supported: take one that is a decoder"
+        )
 
 
 def without_poolers(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:

@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError
-from infer.operands.architecture import MAX_EXPERTS
+from infer.operands.feed_forwards import MAX_EXPERTS
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 _STACK = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate|up|gate_up|down)_proj")

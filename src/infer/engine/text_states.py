@@ -14,17 +14,13 @@ from infer.runner.hidden_states import MAX_SHARED_TOKENS, MAX_TEXTS, STEP_TOKENS
 States = list[tuple[int, Float[Tensor, "tokens hidden"]]]  # of some texts their next tokens' states
 
 
-def text_states(
-    host: Host, texts: Sequence[list[int]], second_starts: Sequence[int] | None = None, *, only_last: bool = False
-) -> Iterator[States]:
+def text_states(host: Host, texts: Sequence[list[int]], *, only_last: bool = False) -> Iterator[States]:
     """Yield the float32 states after the last norm of all tokens of the texts, after each step.
 
-    `second_starts` has for each text the place at which the second of a pair begins: an encoder may give it another
-    type. `only_last` says that the last state of each text is needed, so the first tokens of all may be read once.
+    `only_last` says that the last state of each text is needed, so the first tokens of all may be read once.
     """
     if host.reads_whole_texts:
-        starts = [len(text) for text in texts] if second_starts is None else second_starts
-        yield from _of_encoder(host, texts, starts)
+        yield from _of_encoder(host, texts)
         return
     hidden_states, room = host.hidden_states(), partial(step_tokens, host)
     num_shared = _num_shared(host, texts) if only_last else 0
@@ -36,11 +32,10 @@ def text_states(
             yield [(batch[row], states) for row, states in step]
 
 
-def _of_encoder(host: Host, texts: Sequence[list[int]], second_starts: Sequence[int]) -> Iterator[States]:
+def _of_encoder(host: Host, texts: Sequence[list[int]]) -> Iterator[States]:
     encoder = host.text_encoder()
     for batch in _batches(list(map(len, texts)), MAX_STEP_TOKENS, MAX_STEP_TEXTS):
-        own = [texts[index] for index in batch]
-        for step in encoder.of(own, [second_starts[index] for index in batch]):
+        for step in encoder.of([texts[index] for index in batch]):
             yield [(batch[row], states) for row, states in step]
 
 

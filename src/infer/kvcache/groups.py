@@ -11,8 +11,8 @@ from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.page_sizes import page_bytes
 from infer.kvcache.pages import num_pages
-from infer.operands.architecture import Attention, GatedDeltaNet, Mixer
 from infer.operands.limits import RECENT_PAGES, STATE_TOKENS
+from infer.operands.mixers import Attention, GatedDeltaNet, Mixer
 from infer.quantization.kv_formats import check_kv_type
 
 _STATES_PER_ROW, _SHARED_STATES = 2, 8  # pages of recurrent layers

@@ -20,8 +20,8 @@ from torch import Tensor
 from infer import ops
 from infer.kvcache.page_rows import GroupRows
 from infer.kvcache.page_sizes import page_bytes
-from infer.operands.architecture import Attention, GatedDeltaNet, Mixer
 from infer.operands.delta_net_cache import DeltaNetCache
+from infer.operands.mixers import Attention, GatedDeltaNet, Mixer
 from infer.operands.recurrent_cache import ConvCache
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, num_blocks
 from infer.quantization.kv_layout import LayerCache, Pages, key_parts, value_parts

@@ -3,8 +3,8 @@
 from math import prod
 
 from infer.kvcache.pages import num_pages
-from infer.operands.architecture import Attention, GatedDeltaNet, Mixer
 from infer.operands.limits import STATE_TOKENS
+from infer.operands.mixers import Attention, GatedDeltaNet, Mixer
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, num_blocks, value_block_bytes
 
 _FLOAT_BYTES = 4

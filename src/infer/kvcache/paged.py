@@ -26,8 +26,8 @@ from infer.kvcache.page_rows import GroupRows, page_keys
 from infer.kvcache.pages import num_pages
 from infer.kvcache.saved_rows import check_saved, load_tensors, saved_tensors
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Attention, Mixer
 from infer.operands.delta_net_cache import DeltaNetCache
+from infer.operands.mixers import Attention, Mixer
 from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Step
 from infer.operands.weights import ConvWeights, DeltaNetWeights, Heads

@@ -16,7 +16,7 @@ from infer.kvcache.page_sizes import TEXT_PAGE_TOKENS as PAGE_TOKENS
 from infer.kvcache.page_sizes import num_text_pages
 from infer.kvcache.pages import num_pages
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Attention
+from infer.operands.mixers import Attention
 from infer.operands.step import Step
 from infer.operands.weights import Heads
 from infer.quantization.kv_formats import BLOCK_POSITIONS, check_kv_type, key_block_bytes, value_block_bytes

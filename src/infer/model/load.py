@@ -13,8 +13,9 @@ from infer.model.layers.text_inputs import load_text_inputs
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Transformer
 from infer.model.weight_loader import FloatsAs, WeightLoader, Weights
-from infer.operands.architecture import Architecture, Attention, QueryScale, Rope
+from infer.operands.architecture import Architecture
 from infer.operands.group import Group
+from infer.operands.mixers import Attention, QueryScale, Rope
 from infer.operands.weights import RopeTable
 
 OnProgress = Callable[[int, int], None]  # (layers done, layers in all)
@@ -40,12 +41,11 @@ def load_transformer(
 
     Raises ModelError that lists every missing, extra and misshapen tensor, twenty at most.
     """
-    expected = expected_shapes(architecture)
     check_tensors(architecture, weights)
     backend.check_layers(architecture.layers)
     positions = max_seq_len or architecture.max_positions
     loader = WeightLoader(
-        expected=expected,
+        expected=expected_shapes(architecture),
         weights=weights,
         backend=backend,
         dtype=dtype,

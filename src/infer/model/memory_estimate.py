@@ -18,8 +18,10 @@ from infer.kvcache.groups import make_groups, most_pages, pool_sizes
 from infer.kvcache.page_sizes import page_bytes, read_bytes, slot_bytes, text_cache_bytes
 from infer.kvcache.pages import num_pages
 from infer.model.tensors import expected_shapes
-from infer.operands.architecture import KEPT_AS_FLOATS, PER_LAYER_TABLE, Architecture, Attention, Experts, Mixer
+from infer.operands.architecture import Architecture
+from infer.operands.feed_forwards import PER_LAYER_TABLE, Experts
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TEXTS, MAX_STEP_TOKENS
+from infer.operands.mixers import KEPT_AS_FLOATS, Attention, Mixer
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 # Of a process that has loaded torch and our compiled kernels, and of each token of a vocabulary: measured resident.

@@ -3,7 +3,9 @@
 from itertools import accumulate
 
 from infer.errors import InvalidRequestError
-from infer.operands.architecture import Architecture, Attention, Experts
+from infer.operands.architecture import Architecture
+from infer.operands.feed_forwards import Experts
+from infer.operands.mixers import Attention
 from infer.operands.weights import FileWeight, StoredWeight, UnreadWeight
 
 _ROWS = 16  # that kernels multiply at once

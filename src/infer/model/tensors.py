@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from infer.errors import ModelError
-from infer.operands.architecture import Architecture, Attention
+from infer.operands.architecture import Architecture
+from infer.operands.mixers import Attention
 
 _MAX_LISTED = 20
 _OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")

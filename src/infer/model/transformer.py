@@ -14,7 +14,8 @@ from infer import ops
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.text_cache import TextCache
 from infer.model.layers import LoadedAttention, LoadedLayer
-from infer.operands.architecture import Architecture, Mixer, keeps
+from infer.operands.architecture import Architecture
+from infer.operands.mixers import Mixer, keeps
 from infer.operands.step import Step
 from infer.operands.weights import Norm, PerLayerWeights, Projection, TextInputWeights
 

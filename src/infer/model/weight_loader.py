@@ -12,8 +12,9 @@ from torch import Tensor
 from infer import ops
 from infer.errors import ModelError
 from infer.model.sharding import Range, part_ranges, row_starts, rows_of
-from infer.operands.architecture import KEPT_AS_FLOATS, QueryScale, Rope, Shapes
 from infer.operands.group import Group, Shares
+from infer.operands.mixers import KEPT_AS_FLOATS, QueryScale, Rope
+from infer.operands.shapes import Shapes
 from infer.operands.weights import (
     ConvertedWeight,
     FileWeight,

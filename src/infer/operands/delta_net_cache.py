@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from infer.operands.architecture import GatedDeltaNet
+from infer.operands.mixers import GatedDeltaNet
 from infer.quantization.kv_layout import Pages
 
 

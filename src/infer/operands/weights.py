@@ -11,8 +11,9 @@ from typing import NamedTuple, final
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.operands.architecture import Activation, GateCurve, GatedDeltaNet, Router
+from infer.operands.feed_forwards import Activation, Router
 from infer.operands.group import Shares
+from infer.operands.mixers import GateCurve, GatedDeltaNet
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 

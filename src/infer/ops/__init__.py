@@ -2,7 +2,9 @@
 
 The ops are fused. A layer is five calls: norm → qkv; rotate, append, attend; output → residual; norm → gate · up; down
 → residual. `embed` comes before the layers and `head` after them. Per-layer inputs are made once after `embed`. A layer
-takes its own with two calls more. `backends.reference` defines each op in plain torch.
+takes its own with two calls more. Encoders have four ops besides: `add_text_inputs` after `embed`, `append_keys` of a
+whole text before any of its tokens attends, `norm_activate` for feed-forwards without a gate, and `project_add_norm`
+for norms of sums. `backends.reference` defines each op in plain torch.
 Every other kernel module exports the same names and agrees with it. What one op makes for the product of the next is
 `Activations`: an op takes only those that the same backend made, or floats without a twin.
 """
@@ -13,8 +15,8 @@ from torch import Tensor
 
 from infer.backends.base import Backend, Captured, KernelStore, Precision, Recorded
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Activation
 from infer.operands.delta_net_cache import DeltaNetCache
+from infer.operands.feed_forwards import Activation
 from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Step
 from infer.operands.weights import (

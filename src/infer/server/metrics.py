@@ -116,11 +116,8 @@ class Metrics:
 
     def text(self, host: Any = None, snapshot: Any = None) -> str:
         """Return all metrics. The engine's current work needs its `Host` and an `EngineSnapshot`."""
-        current = (
-            []
-            if host is None
-            else [*([] if snapshot is None else _engine_families(snapshot)), *_settings_families(host)]
-        )
+        current = [] if snapshot is None else list(_engine_families(snapshot))
+        current += [] if host is None else _settings_families(host)
         return _text_of([*self._engine.collect(), *self._http.collect(), *current])
 
     def merged(self, texts: Iterable[tuple[str, Mapping[str, str]]]) -> str:

@@ -24,7 +24,8 @@ from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.backends.cpu.ranks.memory_group import MemoryGroup
 from infer.backends.cpu.threads import pool
 from infer.backends.torch_backend import TorchBackend
-from infer.operands.architecture import GatedDeltaNet, Layer, ModelOutline
+from infer.operands.architecture import Layer, ModelOutline
+from infer.operands.mixers import GatedDeltaNet
 from infer.system.cores import default_num_threads
 
 

@@ -11,16 +11,9 @@ from infer.backends.cpu.compile.kernel import Kernel
 from infer.backends.cpu.isa import InstructionSet, instruction_set
 from infer.backends.cpu.layouts import PLANES
 from infer.backends.cpu.workspace import add_apart, are_paired
-from infer.operands.architecture import (
-    PER_LAYER_TABLE,
-    Architecture,
-    Dense,
-    Experts,
-    GatedDeltaNet,
-    Layer,
-    ModelOutline,
-    ShortConv,
-)
+from infer.operands.architecture import Architecture, Layer, ModelOutline
+from infer.operands.feed_forwards import PER_LAYER_TABLE, Dense, Experts
+from infer.operands.mixers import GatedDeltaNet, ShortConv
 
 _SAMPLING = (
     *("stage_1_edit:scan", "stage_2_candidates:narrow", "stage_3_draw:choose"),

@@ -49,7 +49,7 @@ from infer.backends.cpu.weights.prepare_weights import prepare
 from infer.backends.reference import attention_weights, normalize
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Activation
+from infer.operands.feed_forwards import Activation
 from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Step
 from infer.operands.weights import ConvWeights, ExpertWeights, Heads, Norm, Projection, TextInputWeights, Weight

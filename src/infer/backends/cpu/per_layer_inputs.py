@@ -8,7 +8,7 @@ from infer.backends.cpu.recording import Run, scope
 from infer.backends.cpu.records import EMBED_FROM_FILE
 from infer.backends.cpu.threads.dispatch_table import NO_BARRIER, Arguments
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Activation
+from infer.operands.feed_forwards import Activation
 from infer.operands.weights import PerLayerWeights, Projection, UnreadWeight
 
 

@@ -19,17 +19,10 @@ from infer.backends.cpu.records import (
     attend_scratch_bytes,
     delta_net_scratch_bytes,
 )
-from infer.operands.architecture import (
-    Architecture,
-    Attention,
-    Dense,
-    Experts,
-    GatedDeltaNet,
-    Layer,
-    PerLayerInput,
-    ShortConv,
-)
+from infer.operands.architecture import Architecture, Layer
+from infer.operands.feed_forwards import Dense, Experts, PerLayerInput
 from infer.operands.limits import STATE_TOKENS
+from infer.operands.mixers import Attention, GatedDeltaNet, ShortConv
 
 Buffers = dict[tuple[str, int], int]  # role and size → bytes
 

@@ -16,7 +16,7 @@ from infer.backends.cuda.matvec import matvec, num_lanes
 from infer.backends.cuda.sampling.sampler import EXACT
 from infer.backends.reference import gated
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Activation
+from infer.operands.feed_forwards import Activation
 from infer.operands.weights import Norm, Projection
 
 IS_INTERPRETED = triton.knobs.runtime.interpret

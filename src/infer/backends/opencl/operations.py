@@ -24,7 +24,7 @@ from infer.backends.opencl.projection import ADD, CAP, STORE, macros_of, packed,
 from infer.backends.opencl.runtime import Runtime
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import Activation
+from infer.operands.feed_forwards import Activation
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection, Weight
 from infer.quantization.kv_layout import LayerCache

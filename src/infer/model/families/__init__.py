@@ -16,17 +16,9 @@ from infer.model.families.layer_kinds import CHUNKED, SLIDING
 from infer.model.families.refused import NEEDS
 from infer.model.families.rope_scaling import make_rope
 from infer.model.families.table import FAMILIES
-from infer.operands.architecture import (
-    Activation,
-    Architecture,
-    Attention,
-    Dense,
-    Experts,
-    FeedForward,
-    Layer,
-    Mixer,
-    QKNorm,
-)
+from infer.operands.architecture import Architecture, Layer
+from infer.operands.feed_forwards import Activation, Dense, Experts, FeedForward
+from infer.operands.mixers import Attention, Mixer, QKNorm
 
 __all__ = ["ENCODERS", "FAMILIES", "make_architecture"]
 

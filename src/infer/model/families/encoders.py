@@ -9,7 +9,9 @@ from typing import Any
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, choice, count, flag, positive, settings
 from infer.model.families.layer_kinds import FULL, SLIDING
-from infer.operands.architecture import Activation, Architecture, Attention, Dense, Layer, Norms, Rope, TextInputs
+from infer.operands.architecture import Architecture, Layer, Norms, TextInputs
+from infer.operands.feed_forwards import Activation, Dense
+from infer.operands.mixers import Attention, Rope
 
 _MAX_LAYERS = 1024
 _CURVES: dict[str, Activation] = {

@@ -5,7 +5,7 @@ from typing import Literal
 
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag, positive
-from infer.operands.architecture import MAX_EXPERTS, Activation, Experts, Router
+from infer.operands.feed_forwards import MAX_EXPERTS, Activation, Experts, Router
 
 
 def qwen_experts(config: Config, activation: Activation) -> Experts:

@@ -10,16 +10,9 @@ from infer.model.families.heads import equal_heads, sigmoid_of_elements
 from infer.model.families.layer_kinds import all_full, all_rotated, none_shared
 from infer.model.families.ropes import usual_rope
 from infer.model.families.widths import intermediate_size
-from infer.operands.architecture import (
-    Activation,
-    Experts,
-    GateCurve,
-    Norms,
-    PerLayerInput,
-    QKNorm,
-    QueryScale,
-    Recurrent,
-)
+from infer.operands.architecture import Norms
+from infer.operands.feed_forwards import Activation, Experts, PerLayerInput
+from infer.operands.mixers import GateCurve, QKNorm, QueryScale, Recurrent
 
 # Settings that some families' code reads, and others' does not though a config may have them.
 OPTIONAL = frozenset(

@@ -3,7 +3,7 @@
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag, positive, settings
 from infer.model.families.layer_kinds import FULL, gemma4_kinds
-from infer.operands.architecture import Activation, PerLayerInput
+from infer.operands.feed_forwards import Activation, PerLayerInput
 
 
 def gemma3_rope(config: Config, kind: str) -> Config:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag, positive
-from infer.operands.architecture import GateCurve, QueryScale
+from infer.operands.mixers import GateCurve, QueryScale
 
 
 def equal_heads(config: Config, num_layers: int) -> Sequence[int]:

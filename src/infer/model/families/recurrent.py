@@ -2,7 +2,7 @@
 
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag
-from infer.operands.architecture import GatedDeltaNet, ShortConv
+from infer.operands.mixers import GatedDeltaNet, ShortConv
 
 _MAX_TAPS = 64  # a page of the cache covers as many positions
 _MAX_HEADS, _MAX_HEAD_DIM = 4096, 4096

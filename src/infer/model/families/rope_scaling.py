@@ -19,7 +19,7 @@ from infer.model.families.config_values import (
     positives,
     settings,
 )
-from infer.operands.architecture import LongRope, Rope
+from infer.operands.mixers import LongRope, Rope
 
 
 def rope_settings(config: Config, kind: str, theta: float) -> Config:

@@ -7,7 +7,7 @@ from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, positive, settings
 from infer.model.families.layer_kinds import FULL, SLIDING
 from infer.model.families.rope_scaling import rope_settings
-from infer.operands.architecture import QueryScale
+from infer.operands.mixers import QueryScale
 
 _GPT_OSS_YARN: dict[str, Any] = {
     "rope_type": "yarn",

@@ -17,7 +17,9 @@ from infer.model.layers.experts import LoadedExperts
 from infer.model.layers.per_layer_input import LoadedPerLayerInput
 from infer.model.layers.recurrent import LoadedRecurrent
 from infer.model.weight_loader import WeightLoader
-from infer.operands.architecture import Attention, Dense, Experts, Layer
+from infer.operands.architecture import Layer
+from infer.operands.feed_forwards import Dense, Experts
+from infer.operands.mixers import Attention
 from infer.operands.step import Step
 from infer.operands.weights import Projection
 

@@ -12,8 +12,9 @@ from infer.kvcache.paged import PagedCache
 from infer.kvcache.text_cache import TextCache
 from infer.model.sharding import head_starts, kv_heads_of
 from infer.model.weight_loader import WeightLoader
-from infer.operands.architecture import Attention, Norms
+from infer.operands.architecture import Norms
 from infer.operands.group import Shares
+from infer.operands.mixers import Attention
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from infer import ops
 from infer.model.layers.attention import AnyCache
 from infer.model.weight_loader import WeightLoader
-from infer.operands.architecture import Activation, Dense, Norms
+from infer.operands.architecture import Norms
+from infer.operands.feed_forwards import Activation, Dense
 from infer.operands.step import Step
 from infer.operands.weights import Norm, Projection
 

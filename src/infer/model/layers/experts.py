@@ -9,7 +9,8 @@ from torch import Tensor
 from infer import ops
 from infer.kvcache.paged import PagedCache
 from infer.model.weight_loader import WeightLoader
-from infer.operands.architecture import Experts, Norms
+from infer.operands.architecture import Norms
+from infer.operands.feed_forwards import Experts
 from infer.operands.step import Step
 from infer.operands.weights import ExpertNorms, ExpertWeights, Norm, Projection, SharedExpert
 

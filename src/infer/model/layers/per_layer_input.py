@@ -8,7 +8,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.model.weight_loader import WeightLoader
-from infer.operands.architecture import PER_LAYER_TABLE, Activation, PerLayerInput
+from infer.operands.feed_forwards import PER_LAYER_TABLE, Activation, PerLayerInput
 from infer.operands.weights import Norm, PerLayerWeights, Projection
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from infer import ops
 from infer.kvcache.paged import PagedCache
 from infer.model.weight_loader import WeightLoader
-from infer.operands.architecture import GatedDeltaNet, Norms, Recurrent, ShortConv
+from infer.operands.architecture import Norms
+from infer.operands.mixers import GatedDeltaNet, Recurrent, ShortConv
 from infer.operands.step import Step
 from infer.operands.weights import ConvWeights, DeltaNetWeights, Norm, Projection
 

@@ -8,8 +8,8 @@ from infer.backends.cpu.records import GATED_DELTA_NET, MAX_TAPS, delta_net_scra
 from infer.backends.cpu.threads.dispatch_table import BARRIER, Arguments
 from infer.errors import InvalidRequestError, UnsupportedModelError
 from infer.operands.activation_values import Activations
-from infer.operands.architecture import GatedDeltaNet
 from infer.operands.delta_net_cache import DeltaNetCache
+from infer.operands.mixers import GatedDeltaNet
 from infer.operands.step import Step
 from infer.operands.weights import DeltaNetWeights
 

@@ -27,12 +27,8 @@ from infer.errors import InvalidRequestError
 from infer.operands.group import Shares
 from infer.operands.step import Step
 
-_WITHIN_A_LAYER = (
-    "attend",
-    "keys",
-    "conv",
-    "delta_net",
-)  # labels of ops that have no projection, and so no layer's name
+# Labels of ops that have no projection, and so no layer's name.
+_WITHIN_A_LAYER = ("attend", "keys", "conv", "delta_net")
 
 
 class Run(ABC):

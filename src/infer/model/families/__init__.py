@@ -16,27 +16,12 @@ from infer.model.families.layer_kinds import CHUNKED, SLIDING
 from infer.model.families.refused import NEEDS
 from infer.model.families.rope_scaling import make_rope
 from infer.model.families.table import FAMILIES
+from infer.model.families.widths import ACTIVATIONS, head_dim_of, num_layers_of
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.feed_forwards import Activation, Dense, Experts, FeedForward
 from infer.operands.mixers import Attention, Mixer, QKNorm
 
 __all__ = ["ENCODERS", "FAMILIES", "make_architecture"]
-
-_MAX_LAYERS, _MAX_HEAD_DIM = 1024, 2**16
-_ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "quick_gelu": "gelu_sigmoid",
-    "relu": "relu",
-    "relu2": "relu_squared",
-}
 
 
 def make_architecture(config: Config) -> Architecture:
@@ -94,11 +79,11 @@ def _as_read(config: Config, family: Family) -> Config:
 
 
 def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
-    num_layers = count(config, "num_hidden_layers", maximum=_MAX_LAYERS)
+    num_layers = num_layers_of(config)
     kinds, rotated = family.layer_kinds(config, num_layers), family.rotated_layers(config, num_layers)
     wanted = list(zip(kinds, rotated, family.num_heads(config, num_layers), strict=True))
     mixer_by_kind = {each: _mixer(config, family, *each) for each in sorted(set(wanted))}
-    activation = choice(config, family.activation_name, _ACTIVATIONS)
+    activation = choice(config, family.activation_name, ACTIVATIONS)
     experts = None if family.experts is None else family.experts(config, activation)
     are_sparse = [experts is not None and family.is_sparse(config, index) for index in range(num_layers)]
     dense = None if all(are_sparse) else _dense(config, family, activation)
@@ -149,7 +134,7 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
     num_kv_heads = count(config, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise ModelError(f"num_attention_heads={num_heads} must be a multiple of num_key_value_heads={num_kv_heads}")
-    head_dim = _head_dim(config)
+    head_dim = head_dim_of(config)
     rope = {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0), **family.rope_settings(config, kind)}
     if not family.rotates_partly and rope["partial_rotary_factor"] != 1:
         refused = f"partial_rotary_factor={rope['partial_rotary_factor']!r:.60}"
@@ -186,13 +171,3 @@ def _qk_norm(config: Config, family: Family) -> QKNorm | None:
     if family.qk_norm_setting is not None and not flag(config, family.qk_norm_setting):
         return None
     return "head" if flag(config, "qk_norm_has_weights") else family.qk_norm
-
-
-def _head_dim(config: Config) -> int:
-    if config.get("head_dim") is not None:
-        return count(config, "head_dim", maximum=_MAX_HEAD_DIM)
-    hidden_size, num_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
-    if hidden_size % num_heads:
-        raise ModelError(f"hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads}")
-    head_dim = {"hidden_size / num_attention_heads": hidden_size // num_heads}
-    return count(head_dim, *head_dim, maximum=_MAX_HEAD_DIM)

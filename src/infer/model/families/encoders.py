@@ -9,19 +9,11 @@ from typing import Any
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, choice, count, flag, positive, settings
 from infer.model.families.layer_kinds import FULL, SLIDING
+from infer.model.families.widths import ACTIVATIONS, head_dim_of, num_layers_of
 from infer.operands.architecture import Architecture, Layer, Norms, TextInputs
-from infer.operands.feed_forwards import Activation, Dense
+from infer.operands.feed_forwards import Dense
 from infer.operands.mixers import Attention, Rope
 
-_MAX_LAYERS = 1024
-_CURVES: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swiglu": "silu",
-}
 _POST_NORMS = Norms(before=False, of_sum=True, are_centred=True, have_bias=True)
 _PADDED = 2  # positions that RoBERTa's tables begin with and no text uses: those up to padding's own
 
@@ -46,14 +38,14 @@ def _bert(config: Config, num_padded: int) -> Architecture:
         raise UnsupportedModelError(f"position_embedding_type={kind!r:.40} is not supported: it must be 'absolute'")
     if config.get("is_decoder"):
         raise UnsupportedModelError("is_decoder=true is not supported: only encoders of this family are")
-    activation = choice({"hidden_act": "gelu", **config}, "hidden_act", _CURVES)
+    activation = choice({"hidden_act": "gelu", **config}, "hidden_act", ACTIVATIONS)
     attention = _attention(config, None, has_bias=True)
     dense = Dense(count(config, "intermediate_size"), activation, has_bias=True, is_gated=False)
     num_positions = count(config, "max_position_embeddings") - num_padded
     if num_positions < 1:
         raise ModelError(f"max_position_embeddings must be more than {num_padded}, got {num_positions + num_padded}")
     inputs = TextInputs(num_positions, count(config, "type_vocab_size"))
-    return _architecture(config, [attention] * _num_layers(config), dense, _POST_NORMS, inputs, num_positions)
+    return _architecture(config, [attention] * num_layers_of(config), dense, _POST_NORMS, inputs, num_positions)
 
 
 def nomic_bert(config: Config) -> Architecture:
@@ -67,13 +59,13 @@ def nomic_bert(config: Config) -> Architecture:
     given = settings(config, "rope_parameters")
     theta = positive({"rope_theta": 1000.0, **given}, "rope_theta")
     part = {"rotary_emb_fraction": 1.0, **config}
-    rope = Rope(theta, int(_head_dim(config) * positive(part, "rotary_emb_fraction")))
+    rope = Rope(theta, int(head_dim_of(config) * positive(part, "rotary_emb_fraction")))
     has_bias = flag(config, "qkv_proj_bias")
     attention = _attention(config, rope, has_bias=has_bias)
-    activation = choice({"hidden_act": "silu", **config}, "hidden_act", _CURVES)
+    activation = choice({"hidden_act": "silu", **config}, "hidden_act", {**ACTIVATIONS, "swiglu": "silu"})
     dense = Dense(count(config, "intermediate_size"), activation, has_bias=flag(config, "mlp_fc1_bias"))
     inputs = TextInputs(num_types=count(config, "type_vocab_size", default=2))
-    return _architecture(config, [attention] * _num_layers(config), dense, _POST_NORMS, inputs)
+    return _architecture(config, [attention] * num_layers_of(config), dense, _POST_NORMS, inputs)
 
 
 _NOMIC_NAMES = {
@@ -111,19 +103,19 @@ def modernbert(config: Config) -> Architecture:
     by_kind = {
         kind: _attention(
             config,
-            Rope(thetas[kind], _head_dim(config)),
+            Rope(thetas[kind], head_dim_of(config)),
             has_bias=has_bias,
             window=count(config, "local_attention") // 2 + 1 if kind == SLIDING else None,
         )
         for kind in set(kinds)
     }
-    activation = choice({"hidden_activation": "gelu", **config}, "hidden_activation", _CURVES)
+    activation = choice({"hidden_activation": "gelu", **config}, "hidden_activation", ACTIVATIONS)
     dense = Dense(count(config, "intermediate_size"), activation, has_bias=flag(config, "mlp_bias"))
     return _architecture(config, [by_kind[kind] for kind in kinds], dense, norms, TextInputs())
 
 
 def _modernbert_kinds(config: Config) -> list[str]:
-    given, num_layers = config.get("layer_types"), _num_layers(config)
+    given, num_layers = config.get("layer_types"), num_layers_of(config)
     if given is None:
         every = count(config, "global_attn_every_n_layers", default=3)
         return [SLIDING if layer % every else FULL for layer in range(num_layers)]
@@ -132,19 +124,8 @@ def _modernbert_kinds(config: Config) -> list[str]:
     return given
 
 
-def _num_layers(config: Config) -> int:
-    return count(config, "num_hidden_layers", maximum=_MAX_LAYERS)
-
-
-def _head_dim(config: Config) -> int:
-    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
-    if hidden % heads:
-        raise ModelError(f"hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
-    return hidden // heads
-
-
 def _attention(config: Config, rope: Rope | None, *, has_bias: bool, window: int | None = None) -> Attention:
-    head_dim, heads = _head_dim(config), count(config, "num_attention_heads")
+    head_dim, heads = head_dim_of(config), count(config, "num_attention_heads")
     return Attention(
         num_heads=heads,
         num_kv_heads=heads,

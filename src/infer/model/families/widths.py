@@ -1,6 +1,39 @@
-"""Config → the intermediate size of dense feed-forwards."""
+"""Config → the sizes of a network, and the activation functions by their names."""
 
+from infer.errors import ModelError
 from infer.model.families.config_values import Config, count, flag, positive
+from infer.operands.feed_forwards import Activation
+
+_MAX_LAYERS, _MAX_HEAD_DIM = 1024, 2**16
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "quick_gelu": "gelu_sigmoid",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
+
+
+def num_layers_of(config: Config) -> int:
+    return count(config, "num_hidden_layers", maximum=_MAX_LAYERS)
+
+
+def head_dim_of(config: Config) -> int:
+    """Return the size of a head: the given one, or an equal share of the residual stream."""
+    if config.get("head_dim") is not None:
+        return count(config, "head_dim", maximum=_MAX_HEAD_DIM)
+    hidden_size, num_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+    if hidden_size % num_heads:
+        raise ModelError(f"hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads}")
+    head_dim = {"hidden_size / num_attention_heads": hidden_size // num_heads}
+    return count(head_dim, *head_dim, maximum=_MAX_HEAD_DIM)
 
 
 def intermediate_size(config: Config) -> int:

@@ -16,6 +16,7 @@ from infer.backends.cpu.delta_net.commands import gated_delta_net
 from infer.backends.cpu.experts.commands import add_down, exchange_sums, gate_and_up, route, weigh_shared
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.norm_commands import append_sum_norm, append_text_inputs, centred
 from infer.backends.cpu.per_layer_inputs import gate_inputs, per_layer_inputs
 from infer.backends.cpu.projections import (
     activations_of,
@@ -42,7 +43,6 @@ from infer.backends.cpu.records import (
     attend_scratch_bytes,
 )
 from infer.backends.cpu.sampling.launch import choose_tokens
-from infer.backends.cpu.sum_norm import append_sum_norm, append_text_inputs, centred
 from infer.backends.cpu.threads.dispatch_table import BARRIER, NO_BARRIER, Arguments
 from infer.backends.cpu.weights.packed_weight import PackedWeight
 from infer.backends.cpu.weights.prepare_weights import prepare

@@ -1,13 +1,11 @@
 """The heads of a model for whole texts: what its files say about vectors, scores and labels."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
 from infer.checkpoint import Checkpoint
 from infer.checkpoint.classifier_files import Scale
 from infer.checkpoint.head_files import check_head
-from infer.checkpoint.tensor_info import TensorInfo
 from infer.checkpoint.text_prompts import TextPrompts
 from infer.engine.model_settings import RerankerName
 from infer.engine.reranker import Reranker, make_reranker
@@ -58,7 +56,7 @@ class TextHeads:
 
 def make_text_heads(checkpoint: Checkpoint, tokenizer: Tokenizer, reranker: RerankerName) -> TextHeads:
     """Return the heads of a model, with their weights. Raises ModelError for files that do not fit each other."""
-    size = _state_size(checkpoint.tensors)
+    size = _state_size(checkpoint)
     embedder = classifier = None
     if (files := checkpoint.embedding) is not None:
         outputs = check_head(files.head, size)
@@ -69,7 +67,9 @@ def make_text_heads(checkpoint: Checkpoint, tokenizer: Tokenizer, reranker: Rera
     return TextHeads(embedder, checkpoint.prompts, make_reranker(checkpoint, tokenizer, reranker), classifier)
 
 
-def _state_size(tensors: Mapping[str, TensorInfo]) -> int:
-    """Return the size of a state, 0 if the files lack the embedding, which the loader then reports."""
-    embedding = tensors.get("model.embed_tokens.weight")
-    return 0 if embedding is None else embedding.shape[-1]
+def _state_size(checkpoint: Checkpoint) -> int:
+    """Return the size of a state: that of the embedding, or the config's if the files have it under another name."""
+    embedding, given = checkpoint.tensors.get("model.embed_tokens.weight"), checkpoint.config.get("hidden_size")
+    if embedding is not None and embedding.shape:
+        return embedding.shape[-1]
+    return given if type(given) is int else 0  # the loader refuses such files

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Exaone4Config,
@@ -32,6 +32,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -375,6 +376,25 @@ DELTA_NETS = [
     ),
 ]  # fmt: skip
 
+OLMO_HYBRID = [
+    Tiny(
+        "olmo_hybrid",
+        OlmoHybridConfig(
+            num_hidden_layers=5, rope_parameters={"rope_type": "default", "rope_theta": None}, linear_key_head_dim=16,
+            **_SIZES,
+        ),
+    ),
+    Tiny(
+        "olmo_hybrid_rotated",
+        OlmoHybridConfig(
+            num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=48,
+            linear_allow_neg_eigval=False, attention_bias=True, tie_word_embeddings=True, linear_conv_kernel_dim=3,
+            rope_parameters={"rope_type": "default", "rope_theta": 5_000.0}, **_SIZES,
+        ),
+    ),
+]  # fmt: skip
+
 # The attention of these families: output gates and partial rotation.
 GATED = [
     Tiny(
@@ -576,9 +596,19 @@ LONGROPE = Tiny(
         **_SIZES,
     ),
 )
-TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER, *LLAMA4]
+TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER, *LLAMA4, *OLMO_HYBRID]
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
-ON_CPUS = [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER, *LLAMA4]  # GPUs refuse them
+ON_CPUS = [
+    *RECURRENT,
+    *DELTA_NETS,
+    *GATED,
+    *GEMMA4,
+    *MINISTRAL3,
+    *LAGUNA,
+    *MUSE_GLIMMER,
+    *LLAMA4,
+    *OLMO_HYBRID,
+]  # GPUs refuse them
 DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in ON_CPUS]
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]
 
@@ -603,6 +633,17 @@ class TextOfMuseGlimmer(MuseGlimmerTextModel):
         self.config.save_pretrained(folder)
         tensors = {name if "lm_head" in name else f"model.{name}": each for name, each in self.state_dict().items()}
         save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+
+
+def _divide_taps(config: OlmoHybridConfig, path: Path) -> None:
+    """Divide the taps as in published files, by q, k and v. transformers writes three equal parts."""
+    tensors, keys = load_file(path), config.linear_num_key_heads * config.linear_key_head_dim
+    for at in sorted({name.partition("q_conv1d")[0] for name in tensors if "q_conv1d" in name}):
+        names = [f"{at}{which}_conv1d.weight" for which in "qkv"]
+        whole = torch.cat([tensors[name] for name in names])
+        parts = whole.split([keys, keys, len(whole) - 2 * keys])
+        tensors |= {name: part.contiguous() for name, part in zip(names, parts, strict=True)}
+    save_file(tensors, path, {"format": "pt"})
 
 
 def make_tiny(tiny: Tiny, folder: Path) -> Any:
@@ -630,6 +671,8 @@ def make_tiny(tiny: Tiny, folder: Path) -> Any:
     model.save_pretrained(folder)
     if tiny.config.model_type == "gemma4_text" and not tiny.config.hidden_size_per_layer_input:
         model.config.output_hidden_states = True  # without, transformers 5.24 fails where there are no such embeddings
+    if tiny.config.model_type == "olmo_hybrid":
+        _divide_taps(tiny.config, folder / "model.safetensors")
     if tiny.config.model_type == "llama4_text":
         model.base_model_prefix = "model"  # transformers names that of the multimodal model
     return model

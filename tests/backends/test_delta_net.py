@@ -31,6 +31,7 @@ SMALL = GatedDeltaNet(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=
 NETS = [
     SMALL,
     replace(SMALL, are_heads_tiled=True),
+    replace(SMALL, beta_scale=2.0),
     GatedDeltaNet(1, 3, key_dim=48, value_dim=16, num_taps=3),
     GatedDeltaNet(2, 2, key_dim=32, value_dim=80, num_taps=2, are_heads_tiled=True),
     GatedDeltaNet(1, 2, key_dim=128, value_dim=128, num_taps=4),
@@ -101,7 +102,7 @@ def definition(projected: Tensor, weights: DeltaNetWeights) -> Tensor:
     v, alphas, betas = (
         v.unflatten(1, (heads, -1)),
         torch.exp(weights.decay.double() * F.softplus(a + weights.dt_bias.double())),
-        torch.sigmoid(b),
+        torch.sigmoid(b) * net.beta_scale,
     )
     state, out = torch.zeros(heads, dim, net.value_dim).double(), torch.empty_like(v)
     for t in range(len(x)):

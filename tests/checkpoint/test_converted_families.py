@@ -29,6 +29,8 @@ _NOT_IN_GGUF |= {
     "lfm2_biases",
     "lfm2_moe_plain",
     "qwen3_next_mixed",
+    "olmo_hybrid",
+    "olmo_hybrid_rotated",
 }
 CONVERTED = [tiny for tiny in [*TINY, LONGROPE] if tiny.name not in _NOT_IN_GGUF]
 

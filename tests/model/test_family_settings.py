@@ -21,8 +21,8 @@ from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
-from infer.operands.architecture import Architecture
-from infer.operands.mixers import LongRope
+from infer.operands.architecture import Architecture, Norms
+from infer.operands.mixers import GatedDeltaNet, LongRope
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
 from test_families import load
@@ -142,7 +142,7 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
             "whose gates have no bias",
         ),
         ("muse_glimmer", {"layer_rope_theta": [1]}, "layer_rope_theta must list num_hidden_layers=4 numbers, got [1]"),
-        ("olmo_hybrid", {}, "it needs gated delta nets with q, k and v apart"),
+        ("olmo_hybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for olmo_hybrid"),
         ("mistral3", {}, "it needs the model_type of its text_config"),
         ("llama", {"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
         ("llama", {"hidden_act": 3}, "hidden_act 3 is not supported"),
@@ -268,3 +268,17 @@ def test_layers_of_one_kind_have_the_same_heads_in_gemma_4() -> None:
     changed = {str(index): {**own, "head_dim": 32 + 16 * int(index)} for index, own in layers.items()}
     with pytest.raises(ModelError, match="per_layer_config must have equal values for all layers of kind full"):
         make_architecture({**config, "per_layer_config": changed})
+
+
+def test_what_configs_of_olmo_hybrid_leave_out_is_what_transformers_has_by_default() -> None:
+    found = make("olmo_hybrid", num_hidden_layers=3, rope_parameters={"rope_theta": None})
+    kinds = [isinstance(layer.mixer, GatedDeltaNet) for layer in found.layers]
+    assert kinds == [True, True, False]
+    net, attention = found.layers[0].mixer, found.attention[0]
+    assert isinstance(net, GatedDeltaNet)
+    assert (net.num_key_heads, net.num_value_heads, net.key_dim, net.value_dim) == (4, 4, 12, 24)
+    assert (net.beta_scale, net.norm_eps, attention.rope) == (2.0, 1e-5, None)
+    assert [layer.norms for layer in found.layers] == [Norms(), Norms(), Norms(before=False, after=True)]
+    assert make("olmo_hybrid", rope_theta=None).attention[0].rope is None
+    assert make("olmo_hybrid", rope_parameters=None).attention[0].rope is not None
+    assert make("olmo_hybrid", linear_allow_neg_eigval=False).layers[0].mixer.beta_scale == 1.0

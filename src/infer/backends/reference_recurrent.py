@@ -69,7 +69,7 @@ def gated_delta_net(projected: Activations, weights: DeltaNetWeights, layer: Del
         _unit(k.view(len(x), -1, net.key_dim)),
         v.view(len(x), -1, net.value_dim),
         weights.decay.to(x.dtype) * F.softplus(a + weights.dt_bias.to(x.dtype)),
-        torch.sigmoid(b),
+        torch.sigmoid(b) * net.beta_scale,
     )
     out = torch.zeros_like(inputs.v)
     for token, (row, position) in enumerate(zip(step.rows.tolist(), step.positions.tolist(), strict=True)):

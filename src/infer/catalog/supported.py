@@ -42,6 +42,7 @@ SUPPORTED = (
     SupportedModels("lfm2_moe", "LFM2-MoE (LFM2-8B-A1B)"),
     SupportedModels("olmo2", "OLMo 2"),
     SupportedModels("olmo3", "OLMo 3"),
+    SupportedModels("olmo_hybrid", "OLMo-hybrid"),
     SupportedModels("olmoe", "OLMoE"),
     SupportedModels("exaone4", "EXAONE 4"),
     SupportedModels("mellum", "Mellum 2"),

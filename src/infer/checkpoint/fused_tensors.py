@@ -37,7 +37,7 @@ def taken_apart(
         if name.endswith(".mlp.shared_gate.weight") and len(info.shape) == 1:  # llama.cpp drops axes of 1
             found[name] = replace(info, shape=(1, *info.shape))
             continue
-        if name.endswith(".taps") and len(info.shape) == 3 and info.shape[1] == 1:  # of one input channel each
+        if name.endswith("taps") and len(info.shape) == 3 and info.shape[1] == 1:  # of one input channel each
             found[name] = replace(info, shape=(info.shape[0], info.shape[2]))
             continue
         if is_stack(module):

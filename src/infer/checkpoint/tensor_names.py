@@ -10,7 +10,7 @@ An unknown tensor keeps its name, so that the loader can list it as unexpected.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 _GGUF_TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -81,10 +81,13 @@ _TWO_NORMS = {
     "post_attention_layernorm": "mlp_norm",
     "operator_norm": "attention_norm",  # of LFM2
     "ffn_norm": "mlp_norm",
+    "attention_layer_norm": "attention_norm",  # of OLMo-hybrid
+    "feedforward_layer_norm": "mlp_norm",
 }
 _FOUR_NORMS = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "post_attention_norm",
+    "feedforward_layer_norm": "post_attention_norm",  # of OLMo-hybrid, as transformers writes it
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "post_mlp_norm",
     "post_feedforward_layernorm_1": "mlp.post_shared_norm",  # of Gemma 4, with experts beside the MLP
@@ -127,6 +130,10 @@ _PARTS = (
     (re.compile(r"\.linear_attn\.in_proj_(qkv|qkvz|z|b|a|ba)\."), r".linear_attn.\1_proj."),
     (re.compile(r"\.linear_attn\.conv1d\.weight"), ".linear_attn.taps"),
     (re.compile(r"\.linear_attn\.A_log"), ".linear_attn.decay"),
+    (re.compile(r"\.linear_attn\.([qkv])_conv1d\.weight"), r".linear_attn.\1_taps"),
+    (re.compile(r"\.linear_attn\.g_proj\."), ".linear_attn.z_proj."),
+    (re.compile(r"\.linear_attn\.o_norm\."), ".linear_attn.norm."),
+    (re.compile(r"\.linear_attn\.o_proj\."), ".linear_attn.out_proj."),
 )
 # Most names, of which large models have 100,000, are ours as they are.
 _OURS = re.compile(
@@ -162,11 +169,19 @@ def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
 def names_from_hugging_face(names: Iterable[str]) -> dict[str, str]:
     """Return our name for each name in the file, without vision towers and buffers."""
     kept = {name: _without_prefix(name) for name in names if not _SKIPPED.match(name)}
-    norms = _FOUR_NORMS if any("_feedforward_layernorm." in name for name in kept) else _TWO_NORMS
-    return {name: ours if _OURS.fullmatch(ours) else _renamed(ours, norms) for name, ours in kept.items()}
+    with_four = {_layer_of(ours) for ours in kept.values() if "_feedforward_layernorm." in ours}
+    return {name: ours if _OURS.fullmatch(ours) else _renamed(ours, with_four) for name, ours in kept.items()}
 
 
-def _renamed(name: str, norms: Mapping[str, str]) -> str:
+def _layer_of(name: str) -> str:
+    """Return the beginning of a layer's names."""
+    match = _NORM_PATTERN.fullmatch(name)
+    return "" if match is None else match[1]
+
+
+def _renamed(name: str, with_four: Collection[str]) -> str:
+    """Return our name. The layers `with_four` have norms of results."""
+    norms = _FOUR_NORMS if _layer_of(name) in with_four else _TWO_NORMS
     for pattern, ours in _PARTS:
         name = pattern.sub(ours, name)
     return _NORM_PATTERN.sub(lambda match: match[1] + norms.get(match[2], match[2]) + match[3], name)

@@ -31,7 +31,7 @@ _FLAGS |= {"per_layer_input": "per-layer inputs"}
 _FLAGS |= {"are_gates_of_heads": "one gate per head", "norms_of_sum": "norms of sums", "norms_are_centred": "LayerNorm"}
 _FLAGS |= {"norms_have_bias": "norms with bias", "norms_skip_mixer": "no norm before attention"}
 _WITHOUT = {"is_causal": "no mask", "is_gated": "no gate in the mlp"}  # said where the value is False
-_IN_FILES = ("is_decay_log", "are_heads_tiled")  # how a file stores a layer, which computes the same
+_IN_FILES = ("is_decay_log", "are_heads_tiled", "are_parts_apart")  # how a file stores a layer, which computes the same
 _MAX_ENDS = 8
 
 
@@ -109,6 +109,9 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
                 yield _WITHOUT[name]
         elif name == "rope" and value is not None:
             yield _rope(value)
+        elif name == "beta_scale":
+            if value != 1.0:
+                yield f"beta up to {value:g}"
         elif name == "gate_curve":
             if value != "sigmoid":
                 yield f"gates of {value}"

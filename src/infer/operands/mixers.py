@@ -165,7 +165,7 @@ class GatedDeltaNet:
 
     q, k and v are channels of silu(conv(qkv_proj(x))), a causal convolution of each channel as in `ShortConv`. Each
     token does S ← α S; u = β (v − Sᵀk); S ← S + k uᵀ; o = Sᵀq, with q / (|q| √key_dim) and k / |k| as q and k,
-    α = exp(decay × softplus(a_proj(x) + dt_bias)) and β = sigmoid(b_proj(x)). The result is
+    α = exp(decay × softplus(a_proj(x) + dt_bias)) and β = beta_scale × sigmoid(b_proj(x)). The result is
     out_proj(norm(o) × silu(z_proj(x))).
     """
 
@@ -176,6 +176,9 @@ class GatedDeltaNet:
     num_taps: int
     is_decay_log: bool = True  # files store log(−decay); otherwise decay itself
     are_heads_tiled: bool = False  # value head h uses key head h mod num_key_heads; otherwise neighbours share one
+    are_parts_apart: bool = False  # files have q, k and v in matrices of their own, and their taps
+    beta_scale: float = 1.0  # with 2, a token may turn S around in the direction of k
+    norm_eps: float | None = None  # of the norm of o; None: that of all norms
 
     @property
     def num_channels(self) -> int:
@@ -186,6 +189,26 @@ class GatedDeltaNet:
     def value_features(self) -> int:
         """Columns of the values of all heads."""
         return self.num_value_heads * self.value_dim
+
+    @property
+    def _channels(self) -> dict[str, int]:
+        """The channels of each matrix that files have for q, k and v, in order."""
+        if not self.are_parts_apart:
+            return {"qkv": self.num_channels}
+        key_features = self.num_key_heads * self.key_dim
+        return {"q": key_features, "k": key_features, "v": self.value_features}
+
+    @property
+    def projected(self) -> dict[str, int]:
+        """The matrices whose products stand side by side, in order, with their rows."""
+        heads = self.num_value_heads
+        return self._channels | {"z": self.value_features, "b": heads, "a": heads}
+
+    @property
+    def taps(self) -> dict[str, int]:
+        """The tensors of the convolution's taps, in the order of its channels, with their rows."""
+        channels = self._channels
+        return {f"{which}_taps" if self.are_parts_apart else "taps": rows for which, rows in channels.items()}
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -204,10 +227,10 @@ class GatedDeltaNet:
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""
-        heads = self.num_value_heads
-        rows = {"qkv": self.num_channels, "z": self.value_features, "b": heads, "a": heads}
-        shapes: Shapes = {f"linear_attn.{which}_proj.weight": (count, hidden) for which, count in rows.items()}
-        shapes |= {"linear_attn.taps": (self.num_channels, self.num_taps), "linear_attn.dt_bias": (heads,)}
+        heads, named = self.num_value_heads, self.projected.items()
+        shapes: Shapes = {f"linear_attn.{which}_proj.weight": (rows, hidden) for which, rows in named}
+        shapes |= {f"linear_attn.{name}": (rows, self.num_taps) for name, rows in self.taps.items()}
+        shapes |= {"linear_attn.dt_bias": (heads,)}
         shapes |= {"linear_attn.decay": (heads,), "linear_attn.norm.weight": (self.value_dim,)}
         shapes["linear_attn.out_proj.weight"] = (hidden, self.value_features)
         return shapes

@@ -229,7 +229,7 @@ GATED_DELTA_NET = np.dtype(
         ("decay", np.int64),  # f32 [num_value_heads]
         ("norm", np.int64),  # f32 [value_dim]
         ("eps", np.float32),
-        ("padding", np.float32),
+        ("beta_scale", np.float32),
         ("inputs", np.int64),  # of page 0, like the next four: `delta_net_cache`
         ("states", np.int64),
         ("keys", np.int64),

@@ -142,8 +142,7 @@ def _add_short_conv(step: "_Step", conv: ShortConv, hidden: int, types: Mapping[
 
 
 def _add_delta_net(step: "_Step", net: GatedDeltaNet, hidden: int, types: Mapping[str, str], at: str) -> None:
-    tokens, heads = step.sizes.tokens, net.num_value_heads
-    rows = {"qkv": net.num_channels, "z": net.value_features, "b": heads, "a": heads}
+    tokens, rows = step.sizes.tokens, net.projected
     step.floats("projected", tokens, sum(rows.values()))
     step.project([types[f"{at}linear_attn.{which}_proj.weight"] for which in rows], list(rows.values()), hidden)
     step.floats("mixed", tokens, net.value_features)

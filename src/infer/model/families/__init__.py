@@ -92,7 +92,13 @@ def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
         norms = replace(norms, eps_after=positive(config, family.eps_after_setting))
     own_input = family.per_layer_input(config, activation)
     layers = [
-        Layer(mixer_by_kind[each], experts if is_sparse else dense, norms, own_input, family.has_scale)
+        Layer(
+            mixer_by_kind[each],
+            experts if is_sparse else dense,
+            family.norms_by_kind.get(each[0], norms),
+            own_input,
+            family.has_scale,
+        )
         for each, is_sparse in zip(wanted, are_sparse, strict=True)
     ]
     return tuple(

@@ -30,6 +30,7 @@ OPTIONAL = frozenset(
 # A null is a value of these; of others it is as if it were not there.
 OFF_IF_NULL = frozenset({"head_dim", "num_key_value_heads", "sliding_window", "attn_logit_softcapping"}) | {
     "attention_chunk_size",
+    "rope_theta",
     "final_logit_softcapping",
     "block_ffn_dim_multiplier",
     "hidden_size_per_layer_input",
@@ -65,6 +66,7 @@ class Family:
     scales_embedding: bool = False  # by the root of hidden_size
     has_embedding_norm: bool = False
     norms: Norms = _PRE_NORMS
+    norms_by_kind: Mapping[str, Norms] = field(default_factory=dict)  # of kinds of layers that have others
     eps_after_setting: str | None = None  # the setting that has the eps of norms of results, if they have their own
     experts: Callable[[Config, Activation], Experts | None] | None = None
     is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # whether a layer has experts

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.model.families.config_values import Config, count, flag
+from infer.model.families.config_values import Config, count, flag, settings
 
 FULL, SLIDING, CONVOLUTION, LINEAR = "full_attention", "sliding_attention", "conv", "linear_attention"
 CHUNKED = "chunked_attention"
@@ -130,6 +130,18 @@ def linear_but_every_nth(config: Config, num_layers: int) -> Sequence[str]:
         return given
     every = count(config, "full_attention_interval", default=4)
     return [LINEAR if (layer + 1) % every else FULL for layer in range(num_layers)]
+
+
+def linear_but_every_fourth_or_the_last(config: Config, num_layers: int) -> Sequence[str]:
+    """Return attention for every fourth layer, or for the last one of fewer than four."""
+    kinds = list(linear_but_every_nth(config, num_layers))
+    return kinds if FULL in kinds or config.get("layer_types") is not None else [*kinds[:-1], FULL]
+
+
+def rotated_unless_theta_is_null(config: Config, num_layers: int) -> Sequence[bool]:
+    """Return False for every layer if a config's theta is null, as in those of published models."""
+    given = settings(config, "rope_parameters") or config
+    return [given.get("rope_theta", 0) is not None] * num_layers
 
 
 def all_rotated(config: Config, num_layers: int) -> Sequence[bool]:

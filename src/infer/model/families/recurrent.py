@@ -1,5 +1,7 @@
 """Config → mixers that keep a state, for the families that have them."""
 
+from dataclasses import replace
+
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag
 from infer.operands.mixers import GatedDeltaNet, ShortConv
@@ -36,3 +38,16 @@ def gated_delta_net(config: Config) -> GatedDeltaNet:
         is_decay_log=flag({"linear_decay_is_log": True, **config}, "linear_decay_is_log"),
         are_heads_tiled=flag(config, "linear_value_heads_are_tiled"),
     )
+
+
+def olmo_hybrid_delta_net(config: Config) -> GatedDeltaNet:
+    """Return the linear attention of OLMo-hybrid, whose sizes follow from those of attention if they are missing."""
+    num_heads = count(config, "num_attention_heads")
+    num_key_heads = count(config, "linear_num_key_heads", default=num_heads)
+    usual_dim = int(0.75 * count(config, "hidden_size") / num_key_heads)
+    key_dim = count(config, "linear_key_head_dim", default=usual_dim)
+    sizes = {"linear_num_key_heads": num_key_heads, "linear_key_head_dim": key_dim}
+    sizes |= {"linear_num_value_heads": num_heads, "linear_value_head_dim": 2 * key_dim}
+    found = gated_delta_net({**config, **{name: size for name, size in sizes.items() if config.get(name) is None}})
+    scale = 2.0 if flag(config, "linear_allow_neg_eigval") else 1.0
+    return replace(found, are_parts_apart=True, beta_scale=scale, norm_eps=1e-5)

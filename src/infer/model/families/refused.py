@@ -24,6 +24,5 @@ NEEDS: dict[str, str] = {
     "nemotron_h": _STATES,
     "gemma3n": _ALTUP,
     "gemma3n_text": _ALTUP,
-    "olmo_hybrid": "gated delta nets with q, k and v apart and beta up to 2",
     "mistral3": "the model_type of its text_config",
 }

@@ -45,16 +45,18 @@ from infer.model.families.layer_kinds import (
     full_unless_given,
     gemma4_kinds,
     last_share_keys,
+    linear_but_every_fourth_or_the_last,
     linear_but_every_nth,
     llama4_rotated,
     rotated_but_every_nth,
+    rotated_unless_theta_is_null,
     rotated_where_windowed,
     rotated_with_a_theta,
     windowed_but_every_nth_from_the_end,
     windowed_from_a_layer_on,
     windowed_where_not_rotated,
 )
-from infer.model.families.recurrent import gated_delta_net, short_conv
+from infer.model.families.recurrent import gated_delta_net, olmo_hybrid_delta_net, short_conv
 from infer.model.families.ropes import (
     gpt_oss_rope,
     laguna_rope,
@@ -253,6 +255,16 @@ FAMILIES: dict[str, Family] = {
         layer_kinds=all_windowed_but_every(4),
         rope_settings=olmo3_rope,
         norms=Norms(before=False, after=True),
+        qk_norm="all",
+    ),
+    "olmo_hybrid": Family(
+        _defaults(65_536, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True),
+        reads=_ATTENTION_BIAS,
+        layer_kinds=linear_but_every_fourth_or_the_last,
+        recurrent={LINEAR: olmo_hybrid_delta_net},
+        rotated_layers=rotated_unless_theta_is_null,
+        norms=Norms(before=False, after=True),
+        norms_by_kind={LINEAR: Norms()},
         qk_norm="all",
     ),
     "exaone4": Family(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Self, final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -29,10 +30,11 @@ class LoadedRecurrent:
     @classmethod
     def load(cls, mixer: Recurrent, norms: Norms, loader: WeightLoader, cache_index: int) -> Self:
         weights: ConvWeights | DeltaNetWeights
+        parts: tuple[str, ...]
         if isinstance(mixer, ShortConv):
-            at, parts, weights = "conv", ["in"], _conv_weights(mixer, loader)
+            at, parts, weights = "conv", ("in",), _conv_weights(mixer, loader)
         else:
-            at, parts, weights = "linear_attn", ["qkv", "z", "b", "a"], _delta_net_weights(mixer, loader)
+            at, parts, weights = "linear_attn", tuple(mixer.projected), _delta_net_weights(mixer, loader)
         return cls(
             own=mixer,
             cache_index=cache_index,
@@ -62,8 +64,8 @@ def _delta_net_weights(net: GatedDeltaNet, loader: WeightLoader) -> DeltaNetWeig
     decay = loader.vector("linear_attn.decay")
     return DeltaNetWeights(
         net=net,
-        taps=loader.vector("linear_attn.taps").T.contiguous(),
+        taps=torch.cat([loader.vector(f"linear_attn.{name}") for name in net.taps]).T.contiguous(),
         dt_bias=loader.vector("linear_attn.dt_bias"),
         decay=-decay.exp() if net.is_decay_log else decay,
-        norm=loader.norm("linear_attn.norm"),
+        norm=loader.norm("linear_attn.norm", eps=net.norm_eps),
     )

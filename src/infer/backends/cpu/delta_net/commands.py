@@ -43,7 +43,7 @@ def _arguments(weights: DeltaNetWeights, layer: DeltaNetCache) -> Arguments:
     arguments.set(num_key_heads=net.num_key_heads, num_value_heads=net.num_value_heads)
     arguments.set(key_dim=net.key_dim, value_dim=net.value_dim, are_heads_tiled=net.are_heads_tiled)
     arguments.set(taps=weights.taps, num_taps=net.num_taps, dt_bias=weights.dt_bias, decay=weights.decay)
-    arguments.set(norm=weights.norm.weight.float().contiguous(), eps=weights.norm.eps)
+    arguments.set(norm=weights.norm.weight.float().contiguous(), eps=weights.norm.eps, beta_scale=net.beta_scale)
     arguments.keeps.append(layer)
     cached = {name: getattr(layer, name) for name in ("inputs", "states", "keys", "updates", "decays")}
     for name, tensor in cached.items():

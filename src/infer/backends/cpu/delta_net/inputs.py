@@ -130,4 +130,4 @@ def store_gates(args, tokens, value_head, log_alphas, betas):
     decay = splat_f32(load_scalar_f32(args.decay + 4 * value_head))
     for at in range(0, 4 * tokens.num, 4 * LANES):
         store_f32(log_alphas + at, decay * softplus(load_f32(log_alphas + at) + bias))
-        store_f32(betas + at, sigmoid(load_f32(betas + at)))
+        store_f32(betas + at, sigmoid(load_f32(betas + at)) * splat_f32(args.beta_scale))

@@ -1,21 +1,25 @@
-"""Compare hidden states of texts by encoders, in f32 and Q8_0, with `transformers` on torch, in turns.
+"""Compare hidden states of texts by encoders, in f32 and Q8_0, with `transformers` on torch and llama.cpp, in turns.
 
     python benchmarks/bench_encoders.py                         bge-small's shape, random weights
+    python benchmarks/bench_encoders.py --llama-python PATH     with llama.cpp, in an environment of llama-cpp-python
     python benchmarks/bench_encoders.py --hidden 768 --heads 12 --rounds 7
 
 Tokens per second, medians over rounds. `transformers` gets the texts of a case as one batch without padding. It is what
-sentence-transformers runs. Pooling is left out: it takes less than a hundredth of the time.
+sentence-transformers runs. Pooling is left out: it takes less than a hundredth of the time. llama.cpp pools, and gets
+steps of at most 512 tokens, as from its server.
 """
 
+import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModel, BertConfig
 
-from harness import compare, make_parser, print_head, write_report
+from harness import Worker, compare, find_llama_python, make_parser, print_head, write_report
 from infer import ops
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
@@ -30,6 +34,9 @@ SIDES: dict[str, dict[str, Any]] = {
     "q8": {"keep_floats_as": "q8"},
     "q8 fast": {"keep_floats_as": "q8", "precision": "fast"},
 }
+LLAMA_SIDES = {"llama.cpp f32": "", "llama.cpp q8": "Q8_0"}
+WORKER = str(Path(__file__).with_name("peer_worker.py"))
+TESTS = Path(__file__).parents[1] / "tests"
 BACKEND = ops.backend_of(torch.device("cpu"))
 
 
@@ -44,9 +51,31 @@ def seconds_of(encoder: TextEncoder, ids: list[list[int]]) -> float:
     began, per_tile = time.perf_counter(), max(1, 512 // len(ids[0]))
     with BACKEND.threads(), torch.inference_mode():
         for start in range(0, len(ids), per_tile):
-            for _ in encoder.of(ids[start : start + per_tile]):
+            texts = ids[start : start + per_tile]
+            for _ in encoder.of(texts, list(map(len, texts))):
                 pass
     return time.perf_counter() - began
+
+
+def start_llama(stack: ExitStack, python: str, model: Any, folder: Path, threads: int) -> dict[str, Worker]:
+    """Start llama.cpp with the model in f32, and as its own quantiser makes Q8_0 of it."""
+    sys.path.append(str(TESTS))
+    from converted_encoders import write_gguf
+
+    size = model.config.vocab_size
+    named = {"model": "bert", "tokens": [f"\u2581{index}" for index in range(size)], "token_type": [1] * size}
+    named |= {"token_type_count": model.config.type_vocab_size}
+    named |= {"cls_token_id": 101, "seperator_token_id": 102, "unknown_token_id": 100}
+    write_gguf(model, folder / "f32.gguf", {f"tokenizer.ggml.{name}": value for name, value in named.items()}, 1)
+    workers = {}
+    for side, file_type in LLAMA_SIDES.items():
+        workers[side] = stack.enter_context(Worker((python, WORKER, "llama-texts"), is_quiet=True))
+        path = folder / "f32.gguf"
+        if file_type:
+            path = folder / "quantised.gguf"
+            workers[side].ask("requantize", source=str(folder / "f32.gguf"), target=str(path), file_type=file_type)
+        workers[side].ask("load", path=str(path), threads=threads)
+    return workers
 
 
 def main() -> None:
@@ -54,6 +83,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--llama-python", metavar="PATH", help="with llama-cpp-python")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
@@ -62,22 +92,28 @@ def main() -> None:
         hidden_size=options.hidden, num_attention_heads=options.heads, num_hidden_layers=options.layers,
         intermediate_size=4 * options.hidden,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         AutoModel.from_config(config).save_pretrained(folder)
         theirs = AutoModel.from_pretrained(folder, attn_implementation="sdpa").eval()
-        ours = {side: load(Path(folder), settings) for side, settings in SIDES.items() if side != "transformers"}
-    ids = {case: torch.randint(1000, 30_000, shape) for case, shape in CASES.items()}
+        ours = {side: load(folder, settings) for side, settings in SIDES.items() if side != "transformers"}
+        python = find_llama_python(options.llama_python) if options.llama_python else None
+        peers = start_llama(stack, python, theirs, folder, options.threads) if python else {}
+        ids = {case: torch.randint(1000, 30_000, shape) for case, shape in CASES.items()}
 
-    def measure(case: str, side: str, number: int) -> float:
-        if side != "transformers":
-            return ids[case].numel() / seconds_of(ours[side], ids[case].tolist())
-        began = time.perf_counter()
-        with torch.inference_mode():
-            theirs(ids[case])
-        return ids[case].numel() / (time.perf_counter() - began)
+        def measure(case: str, side: str, number: int) -> float:
+            count, texts = ids[case].numel(), ids[case].tolist()
+            if side in peers:
+                return count / float(peers[side].ask("seconds", texts=texts))
+            if side != "transformers":
+                return count / seconds_of(ours[side], texts)
+            began = time.perf_counter()
+            with torch.inference_mode():
+                theirs(ids[case])
+            return count / (time.perf_counter() - began)
 
-    print_head(options, "tokens per second")
-    found = compare(CASES, SIDES, options.rounds, measure)
+        print_head(options, "tokens per second")
+        found = compare(CASES, [*SIDES, *peers], options.rounds, measure)
     write_report(options, results=found.to_json())
 
 

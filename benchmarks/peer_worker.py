@@ -1,6 +1,7 @@
 """One side of bench_peers: an engine in a process of its own.
 
     python peer_worker.py llama|infer|transformers                  answers JSON lines
+    python peer_worker.py llama-texts                               the same, for hidden states of texts by an encoder
     python peer_worker.py llama|infer|transformers cold OPTIONS     loads, says one token, then how much is resident
 
 The llama side needs nothing but llama-cpp-python, so that it runs in an environment without infer. Tokens are ids
@@ -21,6 +22,7 @@ from harness import answer_lines
 from load import make_prompt
 
 COLD_PROMPT, COLD_TOKENS = [4000, 5000, 6000, 7000], 64
+STEP_TOKENS, STEP_TEXTS = 512, 64  # of texts at once
 
 
 class Engine(ABC):
@@ -145,7 +147,59 @@ class TransformersEngine(Engine):
         return str(self._torch.backends.cpu.get_cpu_capability())
 
 
+class LlamaTexts:
+    """An encoder in llama.cpp. As in its server, a step has at most 512 tokens of several texts."""
+
+    def __init__(self, path: str, threads: int, *, flash: bool = False) -> None:
+        import llama_cpp
+
+        self._api = llama_cpp
+        self._llama = llama_cpp.Llama(
+            path,
+            embedding=True,
+            pooling_type=llama_cpp.LLAMA_POOLING_TYPE_MEAN,
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_ctx=STEP_TOKENS,
+            n_batch=STEP_TOKENS,
+            n_ubatch=STEP_TOKENS,
+            n_seq_max=STEP_TEXTS,
+            flash_attn=flash,
+            verbose=False,
+        )
+
+    def seconds(self, texts: list[list[int]]) -> float:
+        """Compute texts of the same length. Return the seconds."""
+        per_step = max(1, STEP_TOKENS // len(texts[0]))
+        began = time.perf_counter()
+        for start in range(0, len(texts), per_step):
+            self._encode(texts[start : start + per_step])
+        return time.perf_counter() - began
+
+    def _encode(self, texts: list[list[int]]) -> None:
+        batch = self._api.llama_batch_init(STEP_TOKENS, 0, 1)
+        tokens = [(text, place, token) for text, ids in enumerate(texts) for place, token in enumerate(ids)]
+        batch.n_tokens = len(tokens)
+        for i, (text, place, token) in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, place, True
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, text
+        status = self._api.llama_encode(self._llama.ctx, batch)
+        self._api.llama_batch_free(batch)
+        if status != 0:
+            raise RuntimeError(f"llama_encode returned {status}")
+        self._api.llama_get_embeddings_seq(self._llama.ctx, 0)[0]
+
+
 ENGINES: dict[str, type[Engine]] = {"llama": LlamaEngine, "infer": InferEngine, "transformers": TransformersEngine}
+
+
+def serve_texts() -> None:
+    made = dict[str, LlamaTexts]()
+
+    def load(**options: Any) -> None:
+        made["engine"] = LlamaTexts(**options)
+
+    answer_lines(load=load, seconds=lambda texts: made["engine"].seconds(texts), requantize=requantize)
 
 
 def serve(kind: str) -> None:
@@ -190,6 +244,8 @@ def run_cold(kind: str, options: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
+        case ["llama-texts"]:
+            serve_texts()
         case [kind]:
             serve(kind)
         case [kind, "cold", options]:

@@ -45,6 +45,11 @@ _PARTS = {
     "mlp_norm": "ffn_norm",
     "mlp.Wi": "ffn_up",
     "mlp.Wo": "ffn_down",
+    "classifier.dense": "cls",
+    "head.dense": "cls",
+    "head.norm": "cls.norm",
+    "classifier.out_proj": "cls.output",
+    "classifier": "cls.output",
 }
 
 
@@ -60,6 +65,8 @@ def write_gguf(model: Any, path: Path, metadata: Mapping[str, Any], pooling: int
     for key, value in metadata.items():
         if key.startswith("tokenizer."):
             _add(writer, key, value)
+    if hasattr(model, "classifier"):
+        writer.add_array(f"{architecture}.classifier.output_labels", list(config.id2label.values()))
     for name, tensor in _tensors(model).items():
         writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
@@ -96,6 +103,7 @@ def _settings(config: Any, pooling: int) -> dict[str, Any]:
     if config.model_type == "modernbert":
         found["rope.freq_base"] = config.rope_parameters["full_attention"]["rope_theta"]
         found["rope.freq_base_swa"] = config.rope_parameters["sliding_attention"]["rope_theta"]
+        found["classifier.pooling_type"] = {"mean": 1, "cls": 2}[config.classifier_pooling]
         found["attention.sliding_window"] = config.local_attention
         found["attention.sliding_window_pattern"] = config.layer_types[1:].index("full_attention") + 1
     return found
@@ -103,7 +111,9 @@ def _settings(config: Any, pooling: int) -> dict[str, Any]:
 
 def _tensors(model: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("pooler.")}
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    named = {name.removeprefix(prefix): tensor for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor for name, tensor in named.items() if not name.startswith("pooler.")}
     for name, tensor in with_fused_qkv(tensors).items():
         if name.startswith("embeddings.position_embeddings") and "roberta" in model.config.model_type:
             tensor = tensor[2:]

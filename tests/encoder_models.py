@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 CONTEXT = 1200
 _SIZES: dict[str, Any] = {
@@ -54,10 +54,11 @@ def config_of(encoder: Encoder, **settings: Any) -> Any:
 
 
 def make_encoder(encoder: Encoder, folder: Path, **settings: Any) -> Any:
-    """Save a model with random weights, norms and biases included, and return it."""
+    """Save a model with random weights, norms and biases included, and return it. With `id2label` it labels texts."""
     torch.manual_seed(0)
     config = config_of(encoder, **settings)
-    model = AutoModel.from_config(config, attn_implementation="eager").float().eval()
+    kind = AutoModelForSequenceClassification if "id2label" in settings else AutoModel
+    model = kind.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

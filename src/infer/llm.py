@@ -573,7 +573,7 @@ class LLM:
     ) -> list[RankedDocument]:
         """Return documents by their relevance to a query, the most relevant first.
 
-        The model must be a reranker, such as Qwen3-Reranker.
+        The model must be a reranker, such as Qwen3-Reranker or bge-reranker-v2-m3.
 
         Args:
             query: The query.
@@ -583,7 +583,8 @@ class LLM:
             truncate: True to cut documents that do not fit the context, with a `TruncationWarning`. False refuses them.
 
         Returns:
-            The documents with their places in `documents` and their scores from 0 to 1.
+            The documents with their places in `documents` and their scores. Scores are from 0 to 1, unless the files of
+            a cross-encoder say that its logits are the scores.
 
         Raises:
             InvalidRequestError: An argument breaks a rule, a document does not fit, or the model is no reranker.
@@ -598,7 +599,7 @@ class LLM:
     def classify(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> list[Classification]:
         """Return the labels of each text with their probabilities, the most probable first.
 
-        The model must be a classifier, such as a `Qwen3ForSequenceClassification`.
+        The model must be a classifier, such as a `Qwen3ForSequenceClassification` or `BertForSequenceClassification`.
 
         Args:
             texts: Texts, lists of token ids, or pairs of texts.

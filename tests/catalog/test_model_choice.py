@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from encoder_models import BY_NAME, make_encoder
 from fake_cli import FakeModel
 from fake_hub import FakeHub, serving
 from gguf_files import write_model
@@ -16,7 +17,7 @@ from infer.catalog import hub_models
 from infer.catalog.hub_models import HUB_MODELS, HubProbe, three_that_fit
 from infer.catalog.model_forecast import FORECAST_CONTEXT, forecast
 from infer.checkpoint import open_checkpoint
-from infer.cli import main, subcommands
+from infer.cli import main, model_choice, subcommands
 from infer.cli.model_choice import Offer, offer_lines
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.page_sizes import slot_bytes
@@ -307,3 +308,14 @@ def test_an_offer_that_cannot_be_read_yet_has_no_forecast() -> None:
         "1  a        98 MB     571 MB  123 tok/s  at hand",
         "2  long    1.5 GB                        at hand",
     ]
+
+
+# Encoders
+
+
+def test_only_a_server_is_offered_encoders(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_encoder(BY_NAME["bert"], places / "own" / "encoder")
+    write_model(places / "own" / "whole.gguf")
+    monkeypatch.setattr(model_choice, "_ask", lambda offers, **_: ",".join(offer.name for offer in offers))
+    assert "encoder" in model_choice._chosen("", "serve", has_default=False).split(",")
+    assert "encoder" not in model_choice._chosen("", "chat", has_default=False).split(",")

@@ -1,6 +1,7 @@
 """`LLM.embed`: the hidden states of a text, pooled, with bits that depend on the text alone; and on event loops."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from embedding_model import write_modules
 from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams, ops
 from infer.engine import text_states
-from infer.engine.embedding import embed
+from infer.engine.embedding import embed, texts_to_embed
+from infer.engine.loop_messages import Work, once
 from infer.engine.vector_options import TextIds, VectorOptions
 from infer.errors import ClosedError
 from infer.operands.step import Step
@@ -160,3 +162,26 @@ def test_a_closed_model_gives_no_vectors(folder: Path) -> None:
         llm.embed(["a"])
     with pytest.raises(ClosedError):
         host.loop.call(embed(host, TextIds([[1]], 8), VectorOptions()))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])  # with the last state, calls share the beginning of their texts
+def test_a_call_of_many_texts_lets_others_go_on(llm: LLM, pooling: Any) -> None:
+    host, gate, ended = llm._opened, threading.Event(), list[str]()
+    texts = {
+        "many": [f"{'go on ' * 40}{number}" for number in range(40)],
+        "few": [f"{'go in ' * 40}{end}" for end in "ab"],
+    }
+    expected = {name: torch.cat([llm.embed([text], pooling) for text in given]) for name, given in texts.items()}
+
+    def recorded(name: str) -> Work[Tensor]:
+        options = VectorOptions(pooling)
+        found = yield from embed(host, texts_to_embed(host, texts[name], options), options)
+        ended.append(name)
+        return found
+
+    waiting = host.loop.call(once(gate.wait))
+    replies = {name: host.loop.call(recorded(name)) for name in texts}
+    gate.set()
+    assert waiting.get()
+    assert all(torch.equal(reply.get(), expected[name]) for name, reply in replies.items())
+    assert ended == ["few", "many"]

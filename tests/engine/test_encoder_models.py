@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from converted_encoders import write_gguf
@@ -153,12 +152,3 @@ def test_a_gguf_encoder_with_parts_that_are_not_run_is_refused(tmp_path: Path) -
     write_gguf(model, path, as_bert_gguf(tmp_path), 1, **{"attention.causal": True})
     with pytest.raises(UnsupportedModelError, match=r"model\.gguf: bert with a mask is not supported"):
         LLM(path)
-
-
-@pytest.mark.parametrize("name", ["classifier.weight", "classifier.out_proj.weight"])
-def test_a_head_of_labels_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    make_folder(tmp_path, "bert", pooling_mode_mean_tokens=True)
-    path = tmp_path / "model.safetensors"
-    save_file(load_file(path) | {name: torch.zeros(1, 96)}, path)
-    with pytest.raises(UnsupportedModelError, match="classifiers and rerankers that are encoders are not supported"):
-        LLM(tmp_path)

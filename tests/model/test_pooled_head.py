@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from infer.checkpoint.head_files import LayerNormFiles, StepFiles, check_head, dense_of
+from infer.checkpoint.head_files import LayerNormFiles, StepFiles, check_head, take_dense
 from infer.checkpoint.safetensors import read_safetensors
 from infer.errors import ModelFormatError
 from infer.model.pooled_head import Head, load_head
@@ -44,7 +44,7 @@ def test_a_classifier_of_modern_bert_s_kind_is_that_of_torch(tmp_path: Path, nam
     oracle = nn.Sequential(nn.Linear(SIZE, MIDDLE, bias=has_bias), ACTIVATIONS[name], norm, nn.Linear(MIDDLE, LABELS))
     found = save(tmp_path / "a.safetensors", oracle)
     norm_files = LayerNormFiles(found["2.weight"], found.get("2.bias"), 1e-3)
-    head = load((dense_of(found, "0"), name, norm_files, dense_of(found, "3")))
+    head = load((take_dense(found, "0"), name, norm_files, take_dense(found, "3")))
     states = torch.randn(5, SIZE)
     with torch.inference_mode():
         torch.testing.assert_close(head.apply(states.double()), oracle.double()(states.double()))
@@ -55,7 +55,7 @@ def test_the_bits_of_a_result_depend_on_its_state_alone(tmp_path: Path) -> None:
     found = save(
         tmp_path / "a.safetensors", nn.Sequential(nn.Linear(SIZE, MIDDLE), nn.Tanh(), nn.Linear(MIDDLE, LABELS))
     )
-    head = load((dense_of(found, "0"), "tanh", dense_of(found, "2")))
+    head = load((take_dense(found, "0"), "tanh", take_dense(found, "2")))
     states = torch.randn(9, SIZE).double()
     together = head.apply(states)
     assert torch.equal(together, torch.stack([head.of(state.clone()) for state in states]))
@@ -67,7 +67,7 @@ def test_half_precision_is_read_as_it_is(tmp_path: Path) -> None:
     weight, state = torch.randn(LABELS, SIZE).bfloat16(), torch.randn(SIZE).double()
     save_file({"linear.weight": weight}, tmp_path / "a.safetensors")
     found = read_safetensors(tmp_path / "a.safetensors")
-    torch.testing.assert_close(load((dense_of(found, "linear"),)).of(state), weight.double() @ state)
+    torch.testing.assert_close(load((take_dense(found, "linear"),)).of(state), weight.double() @ state)
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, changes: dict[str, Te
     modules = nn.ModuleDict({"linear": nn.Linear(SIZE, LABELS)})
     found = save(tmp_path / "a.safetensors", modules, **changes)
     with pytest.raises(ModelFormatError, match=message):
-        check_head((dense_of(found, "linear"),), SIZE)
+        check_head((take_dense(found, "linear"),), SIZE)

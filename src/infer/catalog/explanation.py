@@ -78,7 +78,8 @@ class Explanation:
     weight_bytes: int  # in memory
     cache: tuple[CacheSize, ...]
     state_bytes: int  # of layers that keep a state: of a sequence, for each page of 64 tokens that it holds
-    is_encoder: bool  # it embeds texts, and generates nothing
+    is_encoder: bool  # it generates nothing
+    uses: tuple[str, ...]  # of whole texts: what its files have heads for
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,7 +116,17 @@ def explain(model: str | Path) -> Explanation:
             page_bytes(mixer, "f32", STATE_TOKENS) for mixer in architecture.mixers if not isinstance(mixer, Attention)
         ),
         is_encoder=architecture.reads_whole_texts,
+        uses=_uses(checkpoint, is_encoder=architecture.reads_whole_texts),
     )
+
+
+def _uses(checkpoint: Checkpoint, *, is_encoder: bool) -> tuple[str, ...]:
+    uses = {
+        "embeds texts": checkpoint.embedding is not None or (is_encoder and checkpoint.classifier is None),
+        "ranks documents": checkpoint.reranker is not None,
+        "labels texts": checkpoint.classifier is not None and len(checkpoint.classifier.labels) > 1,
+    }
+    return tuple(use for use, has_it in uses.items() if has_it)
 
 
 def group_layers(layers: Sequence[Layer]) -> tuple[dict[str, Any], tuple[LayerGroup, ...]]:

@@ -13,6 +13,7 @@ from infer.checkpoint.gguf import read_gguf
 from infer.checkpoint.hub import cached_repositories, find_cached, gguf_models, list_files
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InferError
+from infer.model.families import make_architecture
 from infer.model.memory_estimate import weights_by_type
 from infer.model.tensors import expected_shapes
 from infer.operands.architecture import Architecture
@@ -41,6 +42,7 @@ class ModelAtHand:
     weights: str | None = None  # the type, or the name of the mixture of types
     context: int | None = None
     problem: str | None = None
+    generates: bool = True  # False for an encoder
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,7 +74,15 @@ def _opened(found: ModelAtHand) -> ModelAtHand:
         family=str(checkpoint.config.get("model_type")),
         weights=weights_name(checkpoint.metadata, checkpoint.tensors),
         context=_count(checkpoint.config.get("max_position_embeddings")),
+        generates=_generates(checkpoint.config),
     )
+
+
+def _generates(config: Mapping[str, Any]) -> bool:
+    try:
+        return not make_architecture(config).reads_whole_texts
+    except InferError:  # loading it says why
+        return True
 
 
 def _with_header(found: ModelAtHand, parts: Sequence[Path]) -> ModelAtHand:

@@ -22,7 +22,6 @@ from infer.checkpoint.config import (
 from infer.checkpoint.encoder_names import (
     ENCODERS,
     encoder_names,
-    refuse_classifier,
     without_padded_positions,
     without_poolers,
 )
@@ -124,8 +123,6 @@ def _open_folder(folder: Path) -> Checkpoint:
     for name, info in with_joined_scales(_renamed(folder, stored, names)).items():
         _check_supported(info)
         tensors[name] = replace(info, added=added) if is_norm(name) and name not in whole else info
-    if is_encoder:
-        refuse_classifier(folder, tensors)
     order = _STACK_ORDERS.get(str(config.get("model_type")), PLAIN)
     tensors = taken_apart(_without_drafting_layers(tensors, config), config, order)
     if config.get("model_type") in _LLAMA4:
@@ -157,7 +154,6 @@ def _open_gguf(path: Path) -> Checkpoint:
         tensors[name] = info
     tensors = taken_apart(_without_drafting_layers(tensors, config), config)
     if is_encoder:
-        refuse_classifier(path, tensors)
         tensors = with_rows_of_types(tensors)
     embedding = embedding_from_gguf(path, file.metadata, tensors)
     classifier = classifier_from_gguf(path, file.metadata, tensors)

@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from infer.checkpoint.fused_tensors import rows_between
 from infer.checkpoint.tensor_info import TensorInfo
-from infer.errors import UnsupportedModelError
 
 ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "nomic_bert", "modernbert"})
 _PADDED = {"roberta": 2, "xlm-roberta": 2}  # rows of the table of positions before that of a text's first token
@@ -16,7 +14,7 @@ _PADDED = {"roberta": 2, "xlm-roberta": 2}  # rows of the table of positions bef
 _PARTS = tuple(
     (re.compile(pattern), ours)
     for pattern, ours in (
-        (r"^(bert|roberta|model)\.(?=(embeddings|encoder|layers|final_norm|emb_ln|pooler)\b)", ""),
+        (r"^(bert|nomic_bert|roberta|model)\.(?=(embeddings|encoder|layers|final_norm|emb_ln|pooler)\b)", ""),
         (r"^(encoder\.)?layers?\.([0-9]+)\.", r"model.layers.\2."),
         (r"^(model\.layers\.[0-9]+\.)attention\.self\.(query|key|value)\.", r"\1self_attn.\2."),
         (r"\.self_attn\.query\.", ".self_attn.q_proj."),
@@ -70,14 +68,6 @@ def without_padded_positions(tensors: dict[str, TensorInfo], config: Mapping[str
     if not num_padded or table is None or table.shape[0] <= num_padded:
         return tensors
     return {**tensors, name: rows_between(table, num_padded, table.shape[0])}
-
-
-def refuse_classifier(path: Path, tensors: Iterable[str]) -> None:
-    """Raise UnsupportedModelError for an encoder with a head that makes labels or scores."""
-    if any(name.startswith(("classifier.", "cls.")) for name in tensors):
-        raise UnsupportedModelError(
-            f"{path.name}: classifiers and rerankers that are encoders are not supported: take one that is a decoder"
-        )
 
 
 def without_poolers(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:

@@ -1,6 +1,6 @@
 """The steps of a head as a model's files store them: layers that follow the last hidden state. Loads no torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
@@ -35,9 +35,14 @@ StepFiles = DenseFiles | LayerNormFiles | ActivationName
 HeadFiles = tuple[StepFiles, ...]
 
 
-def dense_of(tensors: Mapping[str, TensorInfo], prefix: str) -> DenseFiles:
-    """Return the dense layer whose tensors are `prefix.weight` and perhaps `prefix.bias`."""
-    return DenseFiles(tensors[f"{prefix}.weight"], tensors.get(f"{prefix}.bias"))
+def take_dense(tensors: MutableMapping[str, TensorInfo], prefix: str) -> DenseFiles:
+    """Remove the tensors `prefix.weight` and perhaps `prefix.bias` from `tensors`, and return their dense layer."""
+    return DenseFiles(tensors.pop(f"{prefix}.weight"), tensors.pop(f"{prefix}.bias", None))
+
+
+def take_layer_norm(tensors: MutableMapping[str, TensorInfo], prefix: str, eps: float) -> LayerNormFiles:
+    """Remove the tensors `prefix.weight` and perhaps `prefix.bias` from `tensors`, and return their layer norm."""
+    return LayerNormFiles(tensors.pop(f"{prefix}.weight"), tensors.pop(f"{prefix}.bias", None), eps)
 
 
 def check_head(steps: Sequence[StepFiles], size: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from infer.checkpoint.head_files import ActivationName, DenseFiles, HeadFiles, StepFiles, dense_of
+from infer.checkpoint.head_files import ActivationName, DenseFiles, HeadFiles, StepFiles, take_dense
 from infer.checkpoint.sentence_modules import SentenceModule, read_modules
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import UnsupportedModelError
@@ -115,7 +115,7 @@ def _dense_steps(module: SentenceModule) -> HeadFiles:
     tensors = module.tensors()
     if "linear.weight" not in tensors:
         raise module.unsupported(f"its weights have no tensor 'linear.weight': {', '.join(tensors)!r:.80}")
-    return dense_of(tensors, "linear"), *_ACTIVATIONS_BY_CLASS[activation]
+    return take_dense(tensors, "linear"), *_ACTIVATIONS_BY_CLASS[activation]
 
 
 def embedding_from_gguf(
@@ -125,10 +125,7 @@ def embedding_from_gguf(
 
     Raises UnsupportedModelError for a pooling type that is not supported.
     """
-    steps = tuple(dense_of(tensors, name) for name in _GGUF_DENSE if f"{name}.weight" in tensors)
-    for name in _GGUF_DENSE:
-        for kind in ("weight", "bias"):
-            tensors.pop(f"{name}.{kind}", None)
+    steps = tuple(take_dense(tensors, name) for name in _GGUF_DENSE if f"{name}.weight" in tensors)
     key = f"{metadata['general.architecture']}.pooling_type"
     number = metadata.get(key, 0)
     if type(number) is not int or number not in (*_NOT_ONE_VECTOR, *_POOLING_BY_NUMBER):

@@ -1,7 +1,8 @@
-"""Rerankers that are decoders, as their files describe them: which rows, multiplied with the last state, give a score.
+"""Rerankers as their files describe them: which rows, multiplied with the last state, give a score.
 
 The probability that a document is relevant is sigmoid((t − f) · h). h is the last state, t the row of the head for the
 answer "yes", f the row for "no". A classifier of one or two labels has these rows itself.
+An encoder reads the query and the document as a pair, and its classifier of one label gives the score.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ class RerankerFiles:
     """The rows `yes` and `no` of a tensor. `is_qwen3` is True for models that read Qwen3-Reranker's prompt.
 
     `tensor` None means that the model's classifier scores. `prompt` is the prompt of a GGUF file, with `{query}` and
-    `{document}`.
+    `{document}`. `reads_pairs` is True for encoders.
     """
 
     tensor: TensorInfo | None
@@ -34,6 +35,7 @@ class RerankerFiles:
     no: Row | None = "no"
     is_qwen3: bool = True
     prompt: str | None = None
+    reads_pairs: bool = False
 
 
 def reranker_from_folder(
@@ -42,11 +44,13 @@ def reranker_from_folder(
     """Return the reranker of a folder, or None."""
     is_qwen3 = any(_QWEN3 in part.lower() for part in folder.resolve().parts[-4:])
     if classifier is not None:
-        return RerankerFiles(None, is_qwen3=is_qwen3) if len(classifier.labels) == 1 else None
+        is_encoder = classifier.pooling != "last"
+        found = RerankerFiles(None, is_qwen3=is_qwen3 and not is_encoder, reads_pairs=is_encoder)
+        return found if len(classifier.labels) == 1 else None
     if (head := head_of(tensors)) is None:
         return None
-    if (found := _logit_score(folder)) is not None:
-        return RerankerFiles(head, *found, is_qwen3)
+    if (rows := _logit_score(folder)) is not None:
+        return RerankerFiles(head, *rows, is_qwen3)
     return RerankerFiles(head) if is_qwen3 else None
 
 
@@ -60,6 +64,8 @@ def reranker_from_gguf(
     is_reranker = metadata.get(f"{metadata['general.architecture']}.pooling_type") == _RANK
     if not (is_reranker or is_qwen3) or (classifier is None and head is None):
         return None
+    if classifier is not None and classifier.pooling != "last":
+        return RerankerFiles(None, is_qwen3=False, reads_pairs=True) if len(classifier.labels) == 1 else None
     if classifier is not None and len(classifier.labels) > 2:
         return None
     prompt = metadata.get("tokenizer.chat_template.rerank")

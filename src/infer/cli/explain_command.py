@@ -53,13 +53,19 @@ def lines(found: Explanation) -> Iterator[str]:
         ("tokenizer", f"{tokenizer.kind} ({tokenizer.pre_tokenizer}), {tokenizer.vocab_size:,} tokens, "
                       f"{tokenizer.num_special_tokens:,} of them special, "
                       + (f"begins with {tokenizer.bos}" if tokenizer.adds_bos else "adds no first token")),
-        *([("use", "an encoder: it embeds texts, and generates nothing")] if found.is_encoder else _answers(found)),
+        *([("use", _use(found))] if found.uses else []),
+        *([] if found.is_encoder else _answers(found)),
         *((each.type, _stored(each)) for each in found.weights),
         ("in memory", f"{found.weight_bytes / 1e6:,.1f} MB of weights"),
         *([] if found.is_encoder else [("1000 tokens", ", ".join(_cache(found)))]),
         *([("state", _state(found.state_bytes))] if found.state_bytes else []),
     ]  # fmt: skip
     return columns_of_rows(rows, "<<")
+
+
+def _use(found: Explanation) -> str:
+    uses = " and ".join(found.uses)
+    return f"an encoder: it {uses}, and generates nothing" if found.is_encoder else uses
 
 
 def _answers(found: Explanation) -> Iterator[tuple[str, str]]:

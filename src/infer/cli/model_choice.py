@@ -58,18 +58,20 @@ def choose_model(context: click.Context, options: Options) -> Options:
     default = options.model
     has_default = any(name == default for name, _, _ in installed_models())
     if all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
-        return replace(options, model=_chosen(default, f"infer {context.info_name}", has_default=has_default))
+        named = _chosen(default, str(context.info_name), has_default=has_default)
+        return replace(options, model=named)
     if not has_default:
         raise _no_model(default, "no model is named")
     return options
 
 
 def _chosen(default: str, command: str, *, has_default: bool) -> str:
+    """Return the model that a person chooses for a command. Only a server is offered encoders."""
     from infer.catalog.hub_models import HubProbe
     from infer.catalog.models_at_hand import models_at_hand
 
     probe = HubProbe()
-    found = [model for model in models_at_hand() if model.problem is None]
+    found = [each for each in models_at_hand() if each.problem is None and (each.generates or command == "serve")]
     found.sort(key=lambda model: model.name != default)
     if len(found) == 1 or (has_default and not found):
         return found[0].name if found else default
@@ -78,7 +80,7 @@ def _chosen(default: str, command: str, *, has_default: bool) -> str:
     if not offers:
         raise _no_model(default, "no model is at hand, and the hub cannot be reached")
     name = _ask(offers, has_default=bool(at_hand))
-    note(f"Next time: {command} {shlex.quote(name)}")
+    note(f"Next time: infer {command} {shlex.quote(name)}")
     return name
 
 

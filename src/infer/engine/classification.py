@@ -1,15 +1,17 @@
-"""Classifiers: the labels of texts, and of pairs of texts, from the state of each text's last token.
+"""Classifiers: the labels of texts, and of pairs of texts, from a state of each text, or from the mean of its states.
 
 The values of a text are computed like an embedding. So their bits depend on the text alone.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from infer.engine.embedding import ids_within, pool
 from infer.engine.host import Host
+from infer.engine.loop_messages import Work
 from infer.engine.prompt_encoding import Prompt, is_conversation
 from infer.engine.request import check_prompt
 from infer.engine.reranking import cut_to_fit
@@ -17,6 +19,7 @@ from infer.engine.text_heads import Classifier
 from infer.engine.vector_options import TextIds
 from infer.errors import InvalidRequestError
 from infer.outputs import Classification
+from infer.tokenizer.pairs import EncodedPair
 
 TextOrPair = Prompt | list[str] | tuple[str, ...]  # a pair has two texts
 
@@ -26,7 +29,8 @@ def classifier_of(host: Host) -> Classifier:
     if (found := host.settings.heads.classifier) is None:
         raise InvalidRequestError(
             "this model is no classifier: its files have no weight of labels, such as the score.weight of a "
-            "Qwen3ForSequenceClassification. Load a classifier"
+            "Qwen3ForSequenceClassification or the classifier.weight of a BertForSequenceClassification. Load a "
+            "classifier"
         )
     return found
 
@@ -39,34 +43,36 @@ def texts_to_classify(
     Raises InvalidRequestError for what is neither, and ContextLengthError for a text that does not fit the context.
     With `truncate`, it is cut at its end.
     """
-    classifier, found, num_cut = classifier_of(host), list[list[int]](), 0
+    classifier, found, second_starts, num_cut = classifier_of(host), list[list[int]](), list[int](), 0
     host.check_has_states()
     if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
         raise InvalidRequestError(f"texts must be a list of texts or pairs of texts, got {type(texts).__name__}")
     for index, text in enumerate(texts):
         check()
         try:
-            ids, is_cut = _ids_of(host, text, truncate=truncate)
-            found.append(_without_padding(check_prompt(host.requests.limits, ids, room=0), classifier.pad_id))
+            pair, is_cut = _ids_of(host, text, truncate=truncate)
+            ids = check_prompt(host.requests.limits, pair.ids, room=0)
+            found.append(_without_padding(ids, classifier.pad_id) if classifier.pooling == "last" else ids)
+            second_starts.append(pair.second_start)
         except InvalidRequestError as error:
             raise type(error)(f"text {index}: {error}") from error
         num_cut += is_cut
-    return TextIds(found, host.requests.limits.max_seq_len, num_cut)
+    return TextIds(found, host.requests.limits.max_seq_len, num_cut, second_starts=second_starts)
 
 
-def _ids_of(host: Host, text: Any, *, truncate: bool) -> tuple[list[int], bool]:
+def _ids_of(host: Host, text: Any, *, truncate: bool) -> tuple[EncodedPair, bool]:
     """Return the ids of a text or a pair, and True if it was cut."""
     if not _is_pair(text):
         if is_conversation(text):
             raise InvalidRequestError("a classifier reads a text, ids or a pair of texts, got messages: render them")
-        return ids_within(host, text, truncate=truncate)
+        ids, is_cut = ids_within(host, text, truncate=truncate)
+        return EncodedPair.of_one(ids), is_cut
     if len(text) != 2 or not all(isinstance(each, str) for each in text):
         other = next((type(each).__name__ for each in text if not isinstance(each, str)), len(text))
         raise InvalidRequestError(f"a pair must be two texts, got {other}")
     first, second = text
-    return cut_to_fit(
-        host, lambda cut: host.tokenizer.encode_pair(first, cut).ids, first + second, second, truncate=truncate
-    )
+    encode = partial(host.tokenizer.encode_pair, first)
+    return cut_to_fit(host, encode, first + second, second, truncate=truncate)
 
 
 def _is_pair(text: Any) -> bool:
@@ -81,10 +87,10 @@ def _without_padding(ids: list[int], pad_id: int | None) -> list[int]:
     return ids[:count]
 
 
-def classify(host: Host, texts: TextIds) -> Generator[None, None, list[list[float]]]:
+def classify(host: Host, texts: TextIds) -> Work[list[list[float]]]:
     """Return the value of each label per text, in the order of the labels. Work for the loop, a step at a time."""
     classifier = classifier_of(host)
-    states = yield from pool(host, texts, "last")
+    states = yield from pool(host, texts, classifier.pooling)
     return [_scaled(classifier, classifier.head.of(state)) for state in states]
 
 

@@ -4,13 +4,14 @@ They are computed between the engine's steps, over a cache of their own, in step
 work. A text's vector has the same bits whatever its neighbours and its steps are.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from infer.engine.host import Host
+from infer.engine.loop_messages import GIVE_WAY, Work
 from infer.engine.pooled_states import PooledStates
 from infer.engine.prompt_encoding import Prompt, pairs_of, prompt_ids
 from infer.engine.request import check_prompt
@@ -84,7 +85,7 @@ def too_long(count: str, most: int) -> ContextLengthError:
     return ContextLengthError(f"{message}: shorten it, raise max_seq_len or pass truncate=True")
 
 
-def embed(host: Host, texts: TextIds, options: VectorOptions) -> Generator[None, None, Float[Tensor, "texts size"]]:
+def embed(host: Host, texts: TextIds, options: VectorOptions) -> Work[Float[Tensor, "texts size"]]:
     """Return one float32 vector per text. Work for the loop, a step at a time.
 
     The layers of the model's files come after the pooling. Then vectors are cut to `dimensions`, and normalised.
@@ -97,17 +98,18 @@ def embed(host: Host, texts: TextIds, options: VectorOptions) -> Generator[None,
     return (torch.nn.functional.normalize(vectors) if is_normalized else vectors).float()
 
 
-def pool(host: Host, texts: TextIds, pooling: Pooling) -> Generator[None, None, Float[Tensor, "texts hidden"]]:
-    """Return the pooled states of each text in float64. Work for the loop, a step at a time.
+def pool(host: Host, texts: TextIds, pooling: Pooling) -> Work[Float[Tensor, "texts hidden"]]:
+    """Return the pooled states of each text in float64. Work for the loop, a step at a time, which gives way to other
+    calls after each batch of texts.
 
     The last token is the only one that has seen the whole text.
     """
-    ids = texts.token_ids
-    pooled = PooledStates(pooling, len(ids), host.model.architecture.hidden_size, texts.num_skipped)
+    size = host.model.architecture.hidden_size
+    pooled = PooledStates(pooling, len(texts.token_ids), size, texts.num_skipped)
 
-    yield  # the texts of the calls before have the cache for themselves
-    for step in text_states(host, ids, only_last=pooling == "last"):
-        for text, states in step:
+    yield GIVE_WAY  # the batch under way has the cache for itself
+    for step in text_states(host, texts, only_last=pooling == "last"):
+        for text, states in step.found:
             pooled.add(text, states.cpu())
-        yield
+        yield step.ends_batch
     return pooled.vectors()

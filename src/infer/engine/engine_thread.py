@@ -239,13 +239,13 @@ class _EngineThread:
                 call.work.close()
                 call.reply.set(error=InferError("the call was cancelled"))
                 return
-            next(call.work)
+            gives_way = next(call.work)
         except StopIteration as ended:
             call.reply.set(ended.value)
         except BaseException as error:
             call.reply.set(error=error)
         else:
-            if call.has_begun:
+            if call.has_begun and not gives_way:
                 self._begun_calls.appendleft(call)
             else:
                 call.has_begun = True

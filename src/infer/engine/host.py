@@ -102,9 +102,9 @@ class Host:
 
     @property
     def _refusal(self) -> str:
-        return (
-            f"{self.model.architecture.family} is an encoder, which generates nothing: use embed(), or load a decoder"
-        )
+        family, heads = self.model.architecture.family, self.settings.heads
+        use = "embed()" if heads.classifier is None else "rerank()" if heads.reranker else "classify()"
+        return f"{family} is an encoder, which generates nothing: use {use}, or load a decoder"
 
     @property
     def runner(self) -> Runner:

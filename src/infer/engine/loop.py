@@ -156,7 +156,8 @@ class Loop:
 
         `relay` is that of the event loop whose task waits for the reply.
 
-        Work begins as soon as it comes. After its first `yield` it goes on when all that came before it has ended.
+        Work begins as soon as it comes. After its first `yield` it goes on when all that came before it has ended or
+        has given way.
 
         Raises ClosedError, and InferError on the loop's own thread, which cannot wait for itself.
         """

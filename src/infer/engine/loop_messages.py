@@ -16,7 +16,8 @@ from infer.errors import closed
 from infer.ops import Backend
 
 _Found = TypeVar("_Found")
-Work = Generator[None, None, _Found]  # runs to its next `yield` between two steps
+Work = Generator[bool | None, None, _Found]  # runs to its next `yield` between two steps
+GIVE_WAY = True  # what work yields where it holds nothing that the work of other calls would change
 
 
 @final

@@ -1,4 +1,4 @@
-"""A reranker: the prompt for a query and a document, and the head that makes a score of the prompt's last state."""
+"""A reranker: the ids of a query and a document together, and the head that makes a score of a state."""
 
 import math
 import re
@@ -10,13 +10,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.checkpoint import Checkpoint
+from infer.checkpoint.classifier_files import Scale
 from infer.checkpoint.lazy_weights import read_row
 from infer.checkpoint.reranker_files import RerankerFiles, Row, head_of
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.engine.model_settings import RerankerName
 from infer.errors import ModelError
 from infer.model.pooled_head import Dense, Head, load_head
+from infer.outputs import Pooling
 from infer.tokenizer import Tokenizer
+from infer.tokenizer.pairs import EncodedPair
 
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _INSTRUCTION, _QUERY, _DOCUMENT = (f"{{{{ messages[{index}].content }}}}" for index in range(3))
@@ -39,29 +42,37 @@ _ROLES = [re.compile(f"[\"']{role}[\"']") for role in ("query", "document")]
 @final
 @dataclass(frozen=True, eq=False)
 class Reranker:
-    """A prompt for a query and a document, and the head that makes a logit, or those of yes and no, of the last state.
+    """How a model reads a query and a document, and the head that makes a logit, or those of yes and no, of a state.
 
     `template` None is the model's own chat template, which has messages with the roles query and document.
-    `instruction` is the one of calls that give none.
+    `instruction` is the one of calls that give none. With `reads_pairs`, the tokenizer's form for pairs takes the place
+    of a template. `scale` "raw" makes the logit the score.
     """
 
     head: Head
     template: str | None
     instruction: str | None
     takes_instruction: bool = True
+    reads_pairs: bool = False
+    pooling: Pooling = "last"
+    scale: Scale = "sigmoid"
 
-    def encode(self, tokenizer: Tokenizer, instruction: str | None, query: str, document: str) -> list[int]:
-        """Return the ids of the prompt for a pair. Raises InvalidRequestError."""
+    def encode(self, tokenizer: Tokenizer, instruction: str | None, query: str, document: str) -> EncodedPair:
+        """Return a query and a document as the model reads them. Raises InvalidRequestError."""
+        if self.reads_pairs:
+            return tokenizer.encode_pair(query, document)
         instruction = self.instruction if instruction is None else instruction
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         if instruction is not None or self.template is not None:
             messages.insert(0, {"role": "system", "content": instruction or ""})
-        return tokenizer.encode_chat(messages, chat_template=self.template)
+        return EncodedPair.of_one(tokenizer.encode_chat(messages, chat_template=self.template))
 
     def score(self, state: Float[Tensor, "hidden"]) -> float:
-        """Return the probability that the document is relevant, from a float64 state."""
+        """Return the probability that the document is relevant, or its logit, from a float64 state."""
         yes, *no = self.head.of(state).tolist()
-        logit = yes - sum(no)
+        logit: float = yes - sum(no)
+        if self.scale == "raw":
+            return logit
         return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
 
 
@@ -76,6 +87,19 @@ def make_reranker(checkpoint: Checkpoint, tokenizer: Tokenizer, name: RerankerNa
         if name == "auto" or answers is None or checkpoint.classifier is not None:
             return None
         files = RerankerFiles(answers)
+    if files.reads_pairs:
+        classifier = checkpoint.classifier
+        assert classifier is not None
+        pooling, scale = classifier.pooling, classifier.scale
+        return Reranker(
+            load_head(classifier.head),
+            None,
+            None,
+            takes_instruction=False,
+            reads_pairs=True,
+            pooling=pooling,
+            scale=scale,
+        )
     head = _head_of_answers(files.tensor, files, tokenizer) if files.tensor else _head_of_classifier(checkpoint)
     own = tokenizer.chat_template or ""
     if files.prompt is not None:

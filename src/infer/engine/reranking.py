@@ -1,18 +1,20 @@
-"""Rerankers: how relevant documents are to a query, by a decoder that reads both and answers yes or no.
+"""Rerankers: how relevant documents are to a query, by a model that reads both.
 
-A score is computed like an embedding, from the state of the last token. So its bits depend on its own pair alone.
+A score is computed like an embedding, from one state of the pair. So its bits depend on its own pair alone.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from infer.engine.embedding import pool, too_long
 from infer.engine.host import Host
+from infer.engine.loop_messages import Work
 from infer.engine.request import check_prompt
 from infer.engine.reranker import Reranker
 from infer.engine.vector_options import TextIds
 from infer.errors import InvalidRequestError
+from infer.tokenizer.pairs import EncodedPair
 
 
 def reranker_of(host: Host) -> Reranker:
@@ -43,42 +45,43 @@ def pairs_to_score(
     _check_text("instruction", instruction if instruction is not None else "")
     if instruction is not None and not reranker.takes_instruction:
         raise InvalidRequestError("instruction must be left out: this model's prompt has none", param="instruction")
-    found, num_cut = list[list[int]](), 0
+    found, second_starts, num_cut = list[list[int]](), list[int](), 0
     for index, (query, document) in enumerate(pairs):
         check()
         _check_text("query", query)
         _check_text("document", document, f" {index}")
         try:
             encode = partial(reranker.encode, host.tokenizer, instruction, query)
-            ids, is_cut = cut_to_fit(host, encode, query + document, document, truncate=truncate)
-            found.append(check_prompt(host.requests.limits, ids, room=0))
+            pair, is_cut = cut_to_fit(host, encode, query + document, document, truncate=truncate)
+            second_starts.append(pair.second_start)
+            found.append(check_prompt(host.requests.limits, pair.ids, room=0))
         except InvalidRequestError as error:
             raise type(error)(f"document {index}: {error}", param=error.param) from error
         num_cut += is_cut
-    return TextIds(found, host.requests.limits.max_seq_len, num_cut)
+    return TextIds(found, host.requests.limits.max_seq_len, num_cut, second_starts=second_starts)
 
 
 def cut_to_fit(
-    host: Host, encode: Callable[[str], list[int]], both: str, second: str, *, truncate: bool
-) -> tuple[list[int], bool]:
-    """Return the ids of a pair of texts, and True if the second was cut. `encode` converts the second with the first.
+    host: Host, encode: Callable[[str], EncodedPair], both: str, second: str, *, truncate: bool
+) -> tuple[EncodedPair, bool]:
+    """Return what `encode` makes of the second text of a pair with the first, and True if the second was cut.
 
     Raises ContextLengthError for a pair that does not fit the context, with `truncate` if the first is too long.
     """
     tokenizer, most = host.tokenizer, host.requests.limits.max_seq_len
     if not truncate and (least := tokenizer.least_num_tokens(both)) > most:
         raise too_long(f"at least {least}", most)
-    ids, own = encode(second), list[int]()
-    if len(ids) <= most:
-        return ids, False
+    pair, own = encode(second), list[int]()
+    if len(pair.ids) <= most:
+        return pair, False
     if truncate:
         own = tokenizer.encode(second, add_special_tokens=False, parse_special=False)
-    while len(ids) > most:
-        if len(own) < len(ids) - most:
-            raise too_long(str(len(ids)), most)
-        own = own[: len(own) - (len(ids) - most)]
-        ids = encode(tokenizer.decode(own, skip_special_tokens=False))
-    return ids, True
+    while (surplus := len(pair.ids) - most) > 0:
+        if len(own) < surplus:
+            raise too_long(str(len(pair.ids)), most)
+        own = own[: len(own) - surplus]
+        pair = encode(tokenizer.decode(own, skip_special_tokens=False))
+    return pair, True
 
 
 def _check_text(name: str, value: object, where: str = "") -> None:
@@ -86,10 +89,10 @@ def _check_text(name: str, value: object, where: str = "") -> None:
         raise InvalidRequestError(f"{name}{where} must be a text, got {type(value).__name__}", param=name)
 
 
-def scores(host: Host, pairs: TextIds) -> Generator[None, None, list[float]]:
-    """Return the score of each prompt of a pair, from 0 to 1. Work for the loop, a step at a time."""
+def scores(host: Host, pairs: TextIds) -> Work[list[float]]:
+    """Return the score of each pair. Work for the loop, a step at a time."""
     reranker = reranker_of(host)
-    states = yield from pool(host, pairs, "last")
+    states = yield from pool(host, pairs, reranker.pooling)
     return [reranker.score(state) for state in states]
 
 

@@ -34,12 +34,13 @@ class Embedder:
 class Classifier:
     """A head with one logit per label, and the function that makes the values of a text of these logits.
 
-    `pad_id` is the token that a text must not end with.
+    `pad_id` is the token that a text must not end with if its last state is pooled.
     """
 
     head: Head
     labels: tuple[str, ...]
     scale: Scale
+    pooling: Pooling = "last"
     pad_id: int | None = None
 
 
@@ -63,7 +64,7 @@ def make_text_heads(checkpoint: Checkpoint, tokenizer: Tokenizer, reranker: Rera
         embedder = Embedder(outputs, files.pooling, load_head(files.head), files.normalizes, files.skips_prompt)
     if (found := checkpoint.classifier) is not None:
         check_head(found.head, size)
-        classifier = Classifier(load_head(found.head), found.labels, found.scale, found.pad_id)
+        classifier = Classifier(load_head(found.head), found.labels, found.scale, found.pooling, found.pad_id)
     return TextHeads(embedder, checkpoint.prompts, make_reranker(checkpoint, tokenizer, reranker), classifier)
 
 

@@ -2,41 +2,53 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
 
 from infer.engine.host import Host
 from infer.engine.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
+from infer.engine.vector_options import TextIds
 from infer.operands.limits import MAX_STEP_TEXTS, MAX_STEP_TOKENS
 from infer.runner.hidden_states import MAX_SHARED_TOKENS, MAX_TEXTS, STEP_TOKENS
 
-States = list[tuple[int, Float[Tensor, "tokens hidden"]]]  # of some texts their next tokens' states
+
+class TextStep(NamedTuple):
+    """What a step has found: of some texts, by their indices, the float32 states of their next tokens.
+
+    `ends_batch` is True where nothing is kept for the next step, so that another call may compute its own texts.
+    """
+
+    found: list[tuple[int, Float[Tensor, "tokens hidden"]]]
+    ends_batch: bool = False
 
 
-def text_states(host: Host, texts: Sequence[list[int]], *, only_last: bool = False) -> Iterator[States]:
-    """Yield the float32 states after the last norm of all tokens of the texts, after each step.
+def text_states(host: Host, given: TextIds, *, only_last: bool = False) -> Iterator[TextStep]:
+    """Yield the states after the last norm of all tokens of the texts, after each step.
 
     `only_last` says that the last state of each text is needed, so the first tokens of all may be read once.
     """
+    texts = given.token_ids
     if host.reads_whole_texts:
-        yield from _of_encoder(host, texts)
+        yield from _of_encoder(host, texts, given.second_starts or list(map(len, texts)))
         return
     hidden_states, room = host.hidden_states(), partial(step_tokens, host)
     num_shared = _num_shared(host, texts) if only_last else 0
-    if num_shared:
-        for _ in hidden_states.share(texts[0][:num_shared], room):
-            yield []
     for batch in _batches([len(text) - num_shared for text in texts], STEP_TOKENS, MAX_TEXTS):
+        for _ in hidden_states.share(texts[0][:num_shared], room):
+            yield TextStep([])
         for step in hidden_states.of([texts[index] for index in batch], room, num_shared):
-            yield [(batch[row], states) for row, states in step]
+            yield TextStep([(batch[row], states) for row, states in step])
+        yield TextStep([], ends_batch=True)
 
 
-def _of_encoder(host: Host, texts: Sequence[list[int]]) -> Iterator[States]:
+def _of_encoder(host: Host, texts: Sequence[list[int]], second_starts: Sequence[int]) -> Iterator[TextStep]:
     encoder = host.text_encoder()
     for batch in _batches(list(map(len, texts)), MAX_STEP_TOKENS, MAX_STEP_TEXTS):
-        for step in encoder.of([texts[index] for index in batch]):
-            yield [(batch[row], states) for row, states in step]
+        for step in encoder.of([texts[index] for index in batch], [second_starts[index] for index in batch]):
+            yield TextStep([(batch[row], states) for row, states in step])
+        yield TextStep([], ends_batch=True)
 
 
 def step_tokens(host: Host) -> int:

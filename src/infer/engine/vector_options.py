@@ -30,17 +30,23 @@ class VectorOptions:
 class TextIds(NamedTuple):
     """The ids of each text, and the number of texts that were cut to `most` tokens.
 
-    `num_skipped` are the numbers of first tokens of each text that are not pooled; () for none.
+    `num_skipped` are the numbers of first tokens of each text that are not pooled; () for none. `second_starts` are the
+    places from which tokens have the second type, for an encoder that reads pairs; () if all tokens have the first.
     """
 
     token_ids: list[list[int]]
     most: int
     num_cut: int = 0
     num_skipped: Sequence[int] = ()
+    second_starts: Sequence[int] = ()
 
     def part(self, start: int, end: int) -> "TextIds":
         """Return the texts from `start` up to `end`."""
-        return self._replace(token_ids=self.token_ids[start:end], num_skipped=self.num_skipped[start:end])
+        return self._replace(
+            token_ids=self.token_ids[start:end],
+            num_skipped=self.num_skipped[start:end],
+            second_starts=self.second_starts[start:end],
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -35,6 +35,7 @@ class HiddenStates:
         self._cache = make_cache(
             model, capacity, MAX_TEXTS + 1, settings=settings, step_tokens=STEP_TOKENS, pool_pages=pages
         )
+        self._shared = list[int]()  # what the shared row holds
         self._captured = self._capture() if capture else None
 
     def _capture(self) -> ops.Recorded | None:
@@ -47,7 +48,10 @@ class HiddenStates:
         return captured
 
     def share(self, beginning: Sequence[int], num_step_tokens: Callable[[], int]) -> Iterator[None]:
-        """Compute the beginning of all texts of the next calls of `of`, step after step."""
+        """Compute the beginning of all texts of the next call of `of`, step after step, unless it is still there."""
+        if self._shared == list(beginning):
+            return
+        self._shared = []
         self._cache.truncate(_SHARED_ROW, 0)
         self._cache.set_rope(_SHARED_ROW, is_long=False)
         start = 0
@@ -58,6 +62,7 @@ class HiddenStates:
             self._cache.commit(_SHARED_ROW, len(taken))
             start += len(taken)
             yield
+        self._shared = list(beginning)
 
     def of(
         self, texts: Sequence[Sequence[int]], num_step_tokens: Callable[[], int], num_shared: int = 0
@@ -70,8 +75,6 @@ class HiddenStates:
         is called before each step. Only one call may be active: a later one empties the rows of an earlier one.
         """
         done, cache = [num_shared] * len(texts), self._cache
-        if not num_shared:
-            cache.truncate(_SHARED_ROW, 0)
         for row, text in enumerate(texts):
             cache.truncate(row, 0)  # a call that was abandoned left its tokens
             if num_shared:

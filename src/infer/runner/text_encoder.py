@@ -39,17 +39,17 @@ class TextEncoder:
         return self._model.run_stage(index, x, step, self._cache)
 
     def of(
-        self, texts: Sequence[Sequence[int]], second_starts: Sequence[int] | None = None
+        self, texts: Sequence[Sequence[int]], second_starts: Sequence[int]
     ) -> Iterator[list[tuple[int, Float[Tensor, "tokens hidden"]]]]:
         """Compute the texts that fit one tile, or one text of any length.
 
-        Of each text, tokens from `second_starts` on are of the second text of a pair. Yields, after each step, the
+        Of each text, tokens from `second_starts` on have the second type. Yields, after each step, the
         indices of texts with their next tokens' float32 states, which only the last stage has.
         """
         lengths = [len(text) for text in texts]
         if len(texts) > 1 and sum(lengths) > MAX_STEP_TOKENS:
             raise InvalidRequestError(f"texts must have {MAX_STEP_TOKENS} tokens together, got {sum(lengths)}")
-        self._cache.hold(lengths, lengths if second_starts is None else second_starts)
+        self._cache.hold(lengths, second_starts)
         step, num_stages = _step_of(texts), self._model.num_stages
         if len(step.tokens) <= MAX_STEP_TOKENS:
             states = self._final(self._stages.run(0, num_stages, None, self._placed(step)))

@@ -83,7 +83,7 @@ class SessionCache:
             return len(lease.token_ids)
 
         while host.engine.change(lease, extend) < len(token_ids):
-            yield
+            yield None
 
     def copy_of(self, other: "SessionCache") -> None:
         """Take over the content of another slot. Both share the pages until one of them writes."""

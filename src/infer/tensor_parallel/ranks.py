@@ -28,7 +28,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.checkpoint import Checkpoint
-from infer.errors import InferError
+from infer.errors import InferError, InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.sharding import check_experts
@@ -52,6 +52,8 @@ def start_ranks(
         return None
     check_shared(size, device, cache)
     architecture = make_architecture(checkpoint.config)
+    if architecture.reads_whole_texts:
+        raise InvalidRequestError(f"tensor_parallel={size} is for models that generate, and this is an encoder: use 1")
     check_experts(architecture, size)
     num_threads = ops.backend_of(torch.device(device)).num_threads()
     source = ModelSource(checkpoint.path, checkpoint.fingerprint(), *load, num_threads)

@@ -10,10 +10,20 @@ from infer.tokenizer.tokenizers_library import MAX_SHORT, check_encodable, panic
 
 @final
 class EncodedPair(NamedTuple):
-    """The ids of a pair of texts, and for each id the type that the model's table of token types expects."""
+    """The ids of one or two texts, and for each id the type that the model's table of token types expects."""
 
     ids: list[int]
     type_ids: list[int]
+
+    @classmethod
+    def of_one(cls, ids: list[int]) -> "EncodedPair":
+        """Return ids that all have the first type."""
+        return cls(ids, [0] * len(ids))
+
+    @property
+    def second_start(self) -> int:
+        """The place of the first token of the second type; the number of tokens if there is none."""
+        return self.type_ids.index(1) if 1 in self.type_ids else len(self.ids)
 
 
 def encode_pair(backend: tokenizers.Tokenizer, first: str, second: str) -> tuple[EncodedPair, list[int]]:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from byte_tokenizer import EOS
-from classifier_model import make_classifier
+from classifier_model import join_pairs, make_classifier
 from embedding_model import make_embedding_model
 from infer import LLM
 from reranker_model import NO, YES, make_logit_score
+from test_encoder_heads import DOCUMENTS, QUERY, make_folder, scores_of
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
@@ -50,6 +51,7 @@ def test_what_the_pipeline_saves_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("labels", [["relevant"], ["contradiction", "entailment", "neutral"]])
 def test_a_cross_encoder_has_the_library_s_labels(tmp_path: Path, labels: list[str]) -> None:
     make_classifier(tmp_path, labels=labels, pad_token_id=EOS)
+    join_pairs(tmp_path)
     oracle = sentence_transformers.CrossEncoder(str(tmp_path), device="cpu")
     expected = oracle.predict(PAIRS, batch_size=1, apply_softmax=len(labels) > 1).reshape(len(PAIRS), -1)
     with LLM(tmp_path, kv_type="f32") as llm:
@@ -70,3 +72,18 @@ def test_a_cross_encoder_that_compares_answers_has_the_library_s_scores(tmp_path
     with LLM(tmp_path, kv_type="f32") as llm:
         found = sorted(llm.rerank("cats", documents), key=lambda each: each.index)
     np.testing.assert_allclose([each.score for each in found], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta", "modernbert"])
+@pytest.mark.parametrize("activation", ["linear.Identity", "activation.Sigmoid", None])
+def test_a_cross_encoder_of_whole_texts_has_the_library_s_scores(
+    tmp_path: Path, name: str, activation: str | None
+) -> None:
+    make_folder(tmp_path, name, ("score",))
+    path = tmp_path / "config.json"
+    own = {} if activation is None else {"sentence_transformers": {"activation_fn": f"torch.nn.modules.{activation}"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    oracle = sentence_transformers.CrossEncoder(str(tmp_path), device="cpu")
+    expected = oracle.predict([(QUERY, each) for each in DOCUMENTS], batch_size=2)
+    with LLM(tmp_path) as llm:
+        np.testing.assert_allclose(scores_of(llm), expected, atol=1e-4)

@@ -15,7 +15,7 @@ from infer.runner.hidden_states import MAX_SHARED_TOKENS, MAX_TEXTS, STEP_TOKENS
 
 
 class TextStep(NamedTuple):
-    """What a step has found: of some texts, by their indices, the float32 states of their next tokens.
+    """The float32 states of some texts' next tokens, each with the index of its text.
 
     `ends_batch` is True where nothing is kept for the next step, so that another call may compute its own texts.
     """

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness import make_parser, write_report
-from infer.distributed.router import RoutedPrompt, Router
+from infer.distributed.router import ReplicaRouter, RoutedPrompt
 from infer.kvcache.page_rows import page_keys
 
 LOAD = 0.7
@@ -123,7 +123,11 @@ def simulate(
 
 def by_routers(num_fronts: int = 1, *, is_sticky: bool = True) -> Choose:
     """Each front has a router of its own. `is_sticky`: a conversation's requests all come to one front."""
-    routers, rng, front_by_name = [Router(CACHE_PAGES) for _ in range(num_fronts)], random.Random(1), dict[str, int]()
+    routers, rng, front_by_name = (
+        [ReplicaRouter(CACHE_PAGES) for _ in range(num_fronts)],
+        random.Random(1),
+        dict[str, int](),
+    )
 
     def choose(prompt: RoutedPrompt, queued: Mapping[str, float], conversation: str) -> str:
         front = rng.randrange(num_fronts)
@@ -159,7 +163,7 @@ def measure(num_replicas: int, num_fronts: int, num_requests: int, *, is_sticky:
 def bytes_per_page() -> float:
     """Return the memory per page of a router that knows many pages."""
     tracemalloc.start()
-    router, count = Router(10**6), 20_000
+    router, count = ReplicaRouter(10**6), 20_000
     for number in range(count // 100):
         router.sent(RoutedPrompt(6400, [b"%8d%8d" % (number, index) for index in range(100)]), "r0")
     size = tracemalloc.get_traced_memory()[0]

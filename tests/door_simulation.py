@@ -9,7 +9,7 @@ from typing import final
 from infer.server.door import Arrival, Door, Entry
 from infer.server.http_errors import ApiError
 from infer.server.server_settings import ServerSettings
-from infer.server.wait_forecast import Demand, Forecast
+from infer.server.wait_forecast import Forecast, RemainingWork
 from simulation import Machine, Request, Simulation
 
 
@@ -46,7 +46,7 @@ class DoorSimulation:
         for each in sequences:
             answer = min(float(each.max_new - each.num_given), self.door.lengths.expected(each.tenant, each.num_given))
             left = max(0, each.num_tokens - each.num_computed - 1)
-            forecast.add(Demand(each.tenant, each in life.running, left, each.num_computed, answer))
+            forecast.add(RemainingWork(each.tenant, each in life.running, left, each.num_computed, answer))
         return forecast
 
     def learn_waits(self) -> None:

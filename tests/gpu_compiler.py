@@ -24,7 +24,7 @@ from infer.backends.cuda.matvec import MAX_LANES, matvec
 from infer.backends.cuda.projection import BLOCK_TILE, DENSE_TILE, MATMUL_TILE, MATVEC_TILE
 from infer.backends.cuda.sampling import filters, logprobs, unfiltered
 from infer.backends.cuda.sampling.kernel_arguments import Batch
-from infer.backends.cuda.sampling.logprobs import Found, Parts
+from infer.backends.cuda.sampling.logprobs import BlockParts, Found
 from infer.backends.cuda.sampling.sampler import EXACT, tiling_of
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -115,7 +115,7 @@ def has_wide_offsets(code: str) -> bool:
 
 def sampler_code() -> Iterator[tuple[str, str]]:
     tiling = tiling_of(128_256)
-    found, parts = Found("*i64", "*fp32", "*fp32", "*i32"), Parts("*i64", "*i32", "*i32", "*i32")
+    found, parts = Found("*i64", "*fp32", "*fp32", "*i32"), BlockParts("*i64", "*i32", "*i32", "*i32")
     kernels = [
         (unfiltered.score_blocks, tiling.num_warps, "*bf16", 2),
         (unfiltered.choose_plain, 4, "*fp32", 0),

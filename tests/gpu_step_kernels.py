@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 
 from gpu_compiler import AMD, LEFT, code_of, compiled
-from infer.backends.cuda.attention import KV_TYPES, Parts, attend_chunks
+from infer.backends.cuda.attention import KV_TYPES, ChunkParts, attend_chunks
 from infer.backends.cuda.kv_blocks import Blocks
 from infer.backends.cuda.rotation import Rotation, rotate_append
 from infer.backends.cuda.sampling.after_sampling import accept_rows, advance_rows
@@ -34,7 +34,7 @@ def step_kernel(kernel: Any, kv_type: str, dim: int, target: str | int, *, is_sp
         **dict.fromkeys(("qkv", "near", "far", "out"), "*fp32!"), "rows": "*i64!", "positions": "*i64!",
         "cache": Blocks(stored, scales, *sizes, stored, scales, *sizes, *places),
         "rotation": Rotation("*fp32!", "*fp32!", "fp32", "fp32", "*fp32!", "*fp32!", "i32!", "i32", "*i64!", "i32"),
-        "parts": Parts("*fp32!", "*fp32!", "*fp32!", "i32", "*i32!"), "arrivals": "*i32!",
+        "parts": ChunkParts("*fp32!", "*fp32!", "*fp32!", "i32", "*i32!"), "arrivals": "*i32!",
         "num_tokens": "i32", "scale": "fp32", "softcap": "fp32",
         "left": LEFT, "LEAVES": 2,
         "NUM_HEADS": 32, "KV_HEADS": 8, "GROUP": 4, "GROUP_SIZE": 4, "QUERIES": 16, "DIM": dim, "SIZE": dim,

@@ -35,7 +35,7 @@ from infer.engine.scheduler import (
     Scheduler,
 )
 from infer.engine.step_costs import StepCosts, StepWork
-from infer.engine.step_shares import Part, StepShares
+from infer.engine.step_shares import StepPart, StepShares
 
 
 @dataclass(eq=False)
@@ -286,7 +286,7 @@ class Simulation:
                        request.num_tokens)  # fmt: skip
 
     def step(self) -> None:
-        chosen = self.shares.choose([Part(each.tenant, 1, each.num_computed) for each in self.running])
+        chosen = self.shares.choose([StepPart(each.tenant, 1, each.num_computed) for each in self.running])
         while True:
             active = [each for each in self.running if each.tenant in chosen]
             resting = [each for each in self.running if each.tenant not in chosen]
@@ -300,7 +300,7 @@ class Simulation:
         self.now += seconds + self.machine.between
         self.num_steps += 1
         self.scheduler.update(plan, plan.num_steps, seconds, None)
-        parts = [Part(each.tenant, count, each.num_computed) for each, count in asked if count]
+        parts = [StepPart(each.tenant, count, each.num_computed) for each, count in asked if count]
         self.shares.computed(parts, plan.num_steps, seconds)
         for request, count in asked:
             given = 0

@@ -13,7 +13,7 @@ import pytest
 from infer.backends.cpu import records
 from infer.backends.cpu.compile import addresses, compiler, kernel_cache, linked_code
 from infer.backends.cpu.compile.kernel import Kernel
-from infer.backends.cpu.compile.parallel import Answer
+from infer.backends.cpu.compile.parallel import CompiledObject
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.checkpoint import open_checkpoint
@@ -59,7 +59,7 @@ class NoCompilation:
         self.file_names = {kernel.file_name for kernel in kernels}
         self.begun.append(self.file_names)
 
-    def take(self, file_name: str) -> Answer | None:
+    def take(self, file_name: str) -> CompiledObject | None:
         return None
 
     def finish(self) -> None:

@@ -18,7 +18,7 @@ from infer.catalog.hub_models import HUB_MODELS, HubProbe, three_that_fit
 from infer.catalog.model_forecast import FORECAST_CONTEXT, forecast
 from infer.checkpoint import open_checkpoint
 from infer.cli import main, model_choice, subcommands
-from infer.cli.model_choice import Offer, offer_lines
+from infer.cli.model_choice import ModelOffer, offer_lines
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.page_sizes import slot_bytes
 from infer.model.context_length import context_length
@@ -300,8 +300,8 @@ def test_a_step_reads_one_row_of_a_table_that_is_not_the_head() -> None:
 
 def test_an_offer_that_cannot_be_read_yet_has_no_forecast() -> None:
     offers = [
-        Offer("a", 98_000_000, 571_000_000, 123.4, "at hand"),
-        Offer("long", 1_500_000_000, None, None, "at hand"),
+        ModelOffer("a", 98_000_000, 571_000_000, 123.4, "at hand"),
+        ModelOffer("long", 1_500_000_000, None, None, "at hand"),
     ]
     assert list(offer_lines(offers)) == [
         "   model  on disk  in memory  predicted",

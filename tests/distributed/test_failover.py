@@ -18,7 +18,7 @@ from infer.distributed.failover import Answering
 from infer.distributed.front import Front
 from infer.distributed.replica import Replica
 from infer.distributed.replicas import Replicas
-from infer.distributed.router import RoutedPrompt, Router, text_keys
+from infer.distributed.router import ReplicaRouter, RoutedPrompt, text_keys
 from infer.server.app import make_app
 from infer.server.call import Call, put_call
 from infer.server.http_errors import ENGINE_FAILED
@@ -321,7 +321,7 @@ def test_a_front_that_drains_takes_no_request() -> None:
 
 
 def test_a_page_that_is_sent_again_is_the_last_to_be_dropped() -> None:
-    router, idle = Router(num_pages=2), {"a": 0.0, "b": 0.0}
+    router, idle = ReplicaRouter(num_pages=2), {"a": 0.0, "b": 0.0}
     one, two, three = (prompt_of(letter * 256) for letter in (b"x", b"y", b"z"))
     for prompt in (one, two, one, three):
         router.sent(prompt, "b")

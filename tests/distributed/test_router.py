@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.distributed.router import RoutedPrompt, Router, text_keys
+from infer.distributed.router import ReplicaRouter, RoutedPrompt, text_keys
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from bench_router import by_routers, replica_names, simulate
@@ -41,7 +41,7 @@ def prompt_of(text: bytes, session: str = "") -> RoutedPrompt:
 
 
 def test_a_prompt_goes_where_it_began() -> None:
-    router, idle = Router(100), {"a": 0.0, "b": 0.0}
+    router, idle = ReplicaRouter(100), {"a": 0.0, "b": 0.0}
     first = prompt_of(b"x" * 2000)
     router.sent(first, "b")
     assert router.choose(prompt_of(b"x" * 2000 + b"and more"), idle) == "b"
@@ -49,14 +49,14 @@ def test_a_prompt_goes_where_it_began() -> None:
 
 
 def test_what_is_queued_outweighs_a_short_prefix() -> None:
-    router = Router(100)
+    router = ReplicaRouter(100)
     router.sent(prompt_of(b"x" * 2000), "b")
     assert router.choose(prompt_of(b"x" * 2000), {"a": 0.0, "b": 3000.0}) == "b"
     assert router.choose(prompt_of(b"x" * 2000), {"a": 0.0, "b": 5000.0}) == "a"
 
 
 def test_a_session_stays_where_it_is_though_its_prompts_have_no_page() -> None:
-    router, idle = Router(100), {"a": 0.0, "b": 0.0}
+    router, idle = ReplicaRouter(100), {"a": 0.0, "b": 0.0}
     router.sent(prompt_of(b"hello", "s"), "b")
     router.sent(prompt_of(b"something else"), "a")
     router.sent(prompt_of(b"something else"), "a")
@@ -64,7 +64,7 @@ def test_a_session_stays_where_it_is_though_its_prompts_have_no_page() -> None:
 
 
 def test_a_replica_that_was_started_again_has_nothing() -> None:
-    router, idle = Router(100), {"a": 0.0, "b": 0.0}
+    router, idle = ReplicaRouter(100), {"a": 0.0, "b": 0.0}
     router.sent(prompt_of(b"x" * 4000, "s"), "b")
     router.forget("b")
     assert router.choose(prompt_of(b"x" * 4000, "s"), idle) == "a"
@@ -72,7 +72,7 @@ def test_a_replica_that_was_started_again_has_nothing() -> None:
 
 def test_a_replica_in_the_place_of_dead_ones_gets_no_more_than_its_share() -> None:
     """Ray gives each new replica a new name."""
-    router, shares = Router(100), Counter[str]()
+    router, shares = ReplicaRouter(100), Counter[str]()
 
     def send(names: set[str], count: int) -> None:
         shares.clear()
@@ -90,7 +90,7 @@ def test_a_replica_in_the_place_of_dead_ones_gets_no_more_than_its_share() -> No
 
 
 def test_only_the_last_pages_of_a_replica_are_known() -> None:
-    router, idle = Router(4), {"a": 0.0, "b": 0.0}
+    router, idle = ReplicaRouter(4), {"a": 0.0, "b": 0.0}
     router.sent(prompt_of(b"x" * 1024), "b")
     router.sent(prompt_of(b"y" * 1024), "b")
     assert router.choose(prompt_of(b"x" * 1024), idle) == "a"
@@ -98,7 +98,7 @@ def test_only_the_last_pages_of_a_replica_are_known() -> None:
 
 def test_of_a_prompt_longer_than_a_cache_the_first_pages_are_known() -> None:
     """A later page is of no use without those before it."""
-    router, idle = Router(2), {"a": 0.0, "b": 0.0}
+    router, idle = ReplicaRouter(2), {"a": 0.0, "b": 0.0}
     router.sent(prompt_of(b"x" * 768), "b")
     assert router.choose(prompt_of(b"x" * 512 + b"y" * 512), idle) == "b"
 

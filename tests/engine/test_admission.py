@@ -16,7 +16,7 @@ from infer.engine.fair_queueing import (
 )
 from infer.engine.scheduler import Demand, Scheduler
 from infer.engine.step_costs import Costs, StepCosts, StepWork
-from infer.engine.step_shares import MOST_OWED, Part, StepShares
+from infer.engine.step_shares import MOST_OWED, StepPart, StepShares
 
 # Tenants
 
@@ -170,7 +170,7 @@ def test_the_pace_goes_a_part_of_the_way_at_each_step_and_comes_back() -> None:
 # Shares of steps
 
 
-LOUD, QUIET = Part("loud", 1, 0), Part("quiet", 1, 0)
+LOUD, QUIET = StepPart("loud", 1, 0), StepPart("quiet", 1, 0)
 ALL = [LOUD, LOUD, LOUD, QUIET]
 
 

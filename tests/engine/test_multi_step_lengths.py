@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from infer.engine.scheduler import FIRST_STEPS, MAX_STEPS
-from infer.engine.step_costs import Kind
+from infer.engine.step_costs import StepKind
 from infer.outputs import GenerationResult
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
@@ -70,10 +70,10 @@ def test_what_a_draft_costs_is_learnt_from_steps_like_it(world: World) -> None:
     place.engine.step()
     sequence.token_ids += [98, 99]
     place.engine.step()
-    assert not any(times[Kind(1, 0, 1)].is_known(count) for count in (1, 3, 7))
+    assert not any(times[StepKind(1, 0, 1)].is_known(count) for count in (1, 3, 7))
     place.engine.step()
-    assert times[Kind(1, 0, 1)].is_known(1)
-    assert list(times) == [Kind(1, 0, 1)]
+    assert times[StepKind(1, 0, 1)].is_known(1)
+    assert list(times) == [StepKind(1, 0, 1)]
 
 
 def test_only_sequences_that_run_hold_the_index_of_their_prompt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from infer.engine.request_options import RequestOptions
 from infer.engine.scheduler import Demand, Plan
 from infer.engine.sequence import Sequence
 from infer.engine.step_costs import StepCosts
-from infer.engine.step_shares import Part, StepShares
+from infer.engine.step_shares import StepPart, StepShares
 from infer.engine.stream import Stream
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
@@ -132,7 +132,7 @@ def test_answers_are_their_own_however_the_tenants_sit_steps_out(
     """In production the clock chooses these steps, here chance does."""
     draw, chosen, most_steps = Random(5), list[set[str]](), PropertyMock(return_value=3)
 
-    def choose(parts: Iterable[Part]) -> set[str]:
+    def choose(parts: Iterable[StepPart]) -> set[str]:
         tenants = sorted({part.tenant for part in parts})
         chosen.append(set(draw.sample(tenants, draw.randint(1, len(tenants)))) if tenants else set())
         return chosen[-1]

@@ -3,9 +3,9 @@
 import pytest
 
 from infer.engine.step_costs import StepCosts
-from infer.engine.step_shares import Part, StepShares
+from infer.engine.step_shares import StepPart, StepShares
 
-QUIET, LOUD = Part("quiet", 1, 100), Part("loud", 1, 100)
+QUIET, LOUD = StepPart("quiet", 1, 100), StepPart("loud", 1, 100)
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def cost(num_sequences: int) -> float:
     return 1e-3 * (1 + num_sequences)
 
 
-def owed_after(shares: StepShares, parts: list[Part], num_steps: int, seconds: float) -> float:
+def owed_after(shares: StepShares, parts: list[StepPart], num_steps: int, seconds: float) -> float:
     """Return the seconds that the quiet tenant is owed."""
     shares.choose([QUIET, LOUD])
     shares.computed(parts, num_steps, seconds)

@@ -15,14 +15,14 @@ from infer.server.asking import text_tokens
 from infer.server.door import Arrival, Door, retry_headers
 from infer.server.http_errors import ApiError
 from infer.server.server_settings import ServerSettings
-from infer.server.wait_forecast import Demand, Forecast
+from infer.server.wait_forecast import Forecast, RemainingWork
 from simulation import Machine, Request
 
 SERVER = Machine(16, 1024, (5e-3, 7e-4, 7e-4, 4e-4))  # 6.07 requests of 128 tokens in, 64 out in a second
 CAPACITY = 6.07
 demands = st.lists(
     st.builds(
-        Demand,
+        RemainingWork,
         st.sampled_from("abc"),
         st.booleans(),
         st.integers(0, 10_000),
@@ -39,15 +39,17 @@ def known_costs(pace: float = 0.0) -> StepCosts:
     return costs
 
 
-def forecast_of(found: list[Demand], num_slots: int = 16, pace: float = 0.0) -> Forecast:
+def forecast_of(found: list[RemainingWork], num_slots: int = 16, pace: float = 0.0) -> Forecast:
     forecast = Forecast(known_costs(pace), num_slots)
     for demand in found:
         forecast.add(demand)
     return forecast
 
 
-def busy(tenant: str, count: int = 100, num_slots: int = 16) -> list[Demand]:
-    return [Demand(tenant, index < num_slots, 0 if index < num_slots else 100, 100, 256.0) for index in range(count)]
+def busy(tenant: str, count: int = 100, num_slots: int = 16) -> list[RemainingWork]:
+    return [
+        RemainingWork(tenant, index < num_slots, 0 if index < num_slots else 100, 100, 256.0) for index in range(count)
+    ]
 
 
 def enter(door: Door, look: Callable[[], Forecast], body: bytes = b"", **arrival: int | str) -> float | None:
@@ -87,7 +89,7 @@ def test_a_flood_delays_its_own_tenant_and_no_other() -> None:
 
 
 def test_short_prompts_wait_for_shorter_ones() -> None:
-    reading = forecast_of([Demand("a", True, 4000, 0, 10.0), Demand("a", True, 50, 0, 10.0)])
+    reading = forecast_of([RemainingWork("a", True, 4000, 0, 10.0), RemainingWork("a", True, 50, 0, 10.0)])
     assert reading.seconds_ahead("a", 100) < 0.1
     assert reading.seconds_ahead("a", 5000) > 2
 
@@ -95,7 +97,7 @@ def test_short_prompts_wait_for_shorter_ones() -> None:
 def test_prompts_that_are_being_read_are_counted_once() -> None:
     """By hand: a step with both answers' tokens takes 5 ms of 30; a prompt takes 0.5 ms a token and 0.1 ms for
     each 1,024 positions before one."""
-    read = Demand("a", True, 100, 0, 0.0)
+    read = RemainingWork("a", True, 100, 0, 0.0)
     decoding = 0.001 + 2 * 0.002 + 2 * 100 * 0.0001 / 1024
     reading = 100 * 0.0005 + 99 * 100 / 2 * 0.0001 / 1024
     ahead = forecast_of([read, read]).seconds_ahead("b", 100)
@@ -106,7 +108,7 @@ def test_prompts_that_are_being_read_are_counted_once() -> None:
 
 
 def test_sequences_that_have_no_pages_have_no_slots() -> None:
-    costs, long = known_costs(), [Demand("a", index < 4, 8000, 0, 100.0) for index in range(12)]
+    costs, long = known_costs(), [RemainingWork("a", index < 4, 8000, 0, 100.0) for index in range(12)]
     few = Forecast(costs, 16, lambda num_tokens: 32_000 // num_tokens)
     for demand in long:
         few.add(demand)
@@ -119,8 +121,8 @@ def test_slots_that_prompts_cannot_fill_are_not_counted() -> None:
     """An answer of 50 tokens for 100 of a prompt: if a step reads 4 tokens, 2 answers are computed together."""
     slow, fast = (Forecast(known_costs(), 16, None, lambda num, context, count=count: count) for count in (4, 32))
     for forecast in (slow, fast):
-        forecast.add(Demand("a", True, 100, 0, 50.0), 16)
-        forecast.add(Demand("a", False, 100, 0, 50.0), 16)
+        forecast.add(RemainingWork("a", True, 100, 0, 50.0), 16)
+        forecast.add(RemainingWork("a", False, 100, 0, 50.0), 16)
     assert (slow.num_decoding, fast.num_decoding) == (2, 16)
     per_token = [(0.001 + 0.002 * count) / count for count in (2, 16)]
     reading = 100 * 0.0005
@@ -131,7 +133,7 @@ def test_slots_that_prompts_cannot_fill_are_not_counted() -> None:
 
 @given(demands, st.integers(1, 64), st.integers(0, 10_000))
 def test_no_prediction_is_negative_and_others_are_waited_for_once(
-    found: list[Demand], num_slots: int, num_tokens: int
+    found: list[RemainingWork], num_slots: int, num_tokens: int
 ) -> None:
     forecast = forecast_of(found, num_slots)
     assert 0 <= forecast.seconds_to_slot("a") <= forecast.seconds_ahead("a", num_tokens) + 1e-9
@@ -155,7 +157,9 @@ def test_clients_are_told_whole_seconds_within_a_minute_and_milliseconds(seconds
      (busy("a"), {"max_ttft": 100.0, "max_queue": 84}, True), (busy("a"), {"max_ttft": 100.0, "max_queue": 85}, False),
      (busy("b", 1000), {"max_queue": 84}, False)],
 )  # fmt: skip
-def test_it_refuses_who_would_wait_too_long(found: list[Demand], limits: dict[str, float], is_refused: bool) -> None:
+def test_it_refuses_who_would_wait_too_long(
+    found: list[RemainingWork], limits: dict[str, float], is_refused: bool
+) -> None:
     door = Door(ServerSettings(**limits))  # type: ignore[arg-type]
     assert (enter(door, lambda: forecast_of(found)) is not None) is is_refused
     if is_refused:

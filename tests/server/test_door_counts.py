@@ -5,7 +5,7 @@ import pytest
 from infer.protocols.refusals import BodyError
 from infer.server.door import Arrival, Door
 from infer.server.server_settings import ServerSettings
-from infer.server.wait_forecast import Demand, Forecast
+from infer.server.wait_forecast import Forecast, RemainingWork
 from test_door import forecast_of, known_costs
 
 TWO_PROMPTS = Arrival("a", num_prompts=2, num_choices=3, num_prompt_tokens=200, num_answer_tokens=10)
@@ -19,7 +19,7 @@ def test_each_prompt_of_a_request_is_read_once_before_and_after_the_engine_has_i
     """Two prompts of 100 tokens, and six answers."""
     door = Door(ServerSettings(), clock=lambda: 0.0)
     entry = door.enter(TWO_PROMPTS, b"", idle)
-    expected = forecast_of([Demand("a", False, 100, 0, 10.0)] * 2 + [Demand("a", False, 0, 0, 10.0)] * 4)
+    expected = forecast_of([RemainingWork("a", False, 100, 0, 10.0)] * 2 + [RemainingWork("a", False, 0, 0, 10.0)] * 4)
     for _ in range(8):  # two more than there are
         found = door.forecast(idle)
         assert (found.count, found.num_waiting("a")) == (6, 6)
@@ -37,7 +37,7 @@ def test_sequences_that_the_engine_has_are_counted_as_the_engine_s_alone() -> No
     for _ in range(6):
         first.submit()
     now[0] = 1.0
-    known = [Demand("a", True, 0, 100, 5.0)] * 6
+    known = [RemainingWork("a", True, 0, 100, 5.0)] * 6
     assert door.forecast(lambda: forecast_of(known)).count == 6
     second = door.enter(Arrival("b"), b"", idle)
     second.submit()
@@ -78,7 +78,7 @@ def test_sequences_too_long_for_the_pages_run_one_at_a_time() -> None:
     forecast = Forecast(known_costs(), 16, lambda num_tokens: 1000 // num_tokens)
     assert forecast.num_slots == 16
     for number in range(3):
-        forecast.add(Demand("a", number == 0, 2000, 0, 100.0))
+        forecast.add(RemainingWork("a", number == 0, 2000, 0, 100.0))
     assert forecast.num_slots == 1
     assert 0 < forecast.seconds_to_slot("a") < 1e6
     assert 0 < forecast.service_seconds(10, 10.0) < 1e6

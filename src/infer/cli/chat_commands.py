@@ -71,7 +71,7 @@ Told = str | Question | Edit | Table | Rows
 
 
 @dataclass(frozen=True)
-class Command:
+class ChatCommand:
     """A command: its usage, its meaning, the function that runs it, and its other names.
 
     `complete` returns the arguments that the typed beginning may become.
@@ -285,27 +285,27 @@ def _path(argument: str, command: str) -> Path:
 
 
 COMMANDS = (
-    Command("/help", "this list", _help, ("/?",)),
-    Command("/regenerate [SEED]", "answer the last question again, with another seed or this one", _regenerate,
+    ChatCommand("/help", "this list", _help, ("/?",)),
+    ChatCommand("/regenerate [SEED]", "answer the last question again, with another seed or this one", _regenerate,
             ("/retry",)),
-    Command("/edit [TEXT]", "ask the last question in other words: in $EDITOR, at the prompt, or these", _edit),
-    Command("/undo", "forget the last question and its answer", _undo),
-    Command("/reset", "forget the conversation, keep the system message", _reset, ("/clear", "/new")),
-    Command("/history", "show the conversation", _history),
-    Command("/system TEXT", "set the system message; none removes it", _system, complete=complete_system),
-    Command("/set NAME VALUE", "change a sampling parameter, as in /set temperature 0.7; /set lists", _set,
+    ChatCommand("/edit [TEXT]", "ask the last question in other words: in $EDITOR, at the prompt, or these", _edit),
+    ChatCommand("/undo", "forget the last question and its answer", _undo),
+    ChatCommand("/reset", "forget the conversation, keep the system message", _reset, ("/clear", "/new")),
+    ChatCommand("/history", "show the conversation", _history),
+    ChatCommand("/system TEXT", "set the system message; none removes it", _system, complete=complete_system),
+    ChatCommand("/set NAME VALUE", "change a sampling parameter, as in /set temperature 0.7; /set lists", _set,
             complete=complete_parameter),
-    Command("/model NAME", "go on with another model; /model lists those at hand", _model, complete=complete_model),
-    Command("/tools FILE.json", "functions that the model may call, as OpenAI's; off takes them away", _tools,
+    ChatCommand("/model NAME", "go on with another model; /model lists those at hand", _model, complete=complete_model),
+    ChatCommand("/tools FILE.json", "functions that the model may call, as OpenAI's; off takes them away", _tools,
             complete=complete_json),
-    Command("/result TEXT", "answer a call: nothing is run", _result),
-    Command("/reasoning", "show what the model thought before the last answer", _reasoning),
-    Command("/trace [N]", "how the N-th token of the last answer was chosen", _trace),
-    Command("/link", "a permalink of the last answer, for infer replay and the server's page", _link),
-    Command("/save FILE", "write the conversation and the model's cache; FILE.json: the messages only", _save,
+    ChatCommand("/result TEXT", "answer a call: nothing is run", _result),
+    ChatCommand("/reasoning", "show what the model thought before the last answer", _reasoning),
+    ChatCommand("/trace [N]", "how the N-th token of the last answer was chosen", _trace),
+    ChatCommand("/link", "a permalink of the last answer, for infer replay and the server's page", _link),
+    ChatCommand("/save FILE", "write the conversation and the model's cache; FILE.json: the messages only", _save,
             complete=complete_file),
-    Command("/load FILE", "go on with a saved conversation", _load, complete=complete_saved_chat),
-    Command("/stats", "tokens and times", _stats),
-    Command("/quit", "leave, as Ctrl-D does", _quit, ("/exit", "/bye", "/q")),
+    ChatCommand("/load FILE", "go on with a saved conversation", _load, complete=complete_saved_chat),
+    ChatCommand("/stats", "tokens and times", _stats),
+    ChatCommand("/quit", "leave, as Ctrl-D does", _quit, ("/exit", "/bye", "/q")),
 )  # fmt: skip
 BY_NAME = {name: command for command in COMMANDS for name in (command.usage.split()[0], *command.aliases)}

@@ -23,7 +23,7 @@ _MOST_LISTED = 20
 
 
 @dataclass(frozen=True)
-class Offer:
+class ModelOffer:
     """A model that can be chosen. Memory and speed are None if the model's headers cannot be read yet."""
 
     name: str
@@ -84,7 +84,7 @@ def _chosen(default: str, command: str, *, has_default: bool) -> str:
     return name
 
 
-def _offer_at_hand(name: str, num_bytes: int, path: Path) -> Offer:
+def _offer_at_hand(name: str, num_bytes: int, path: Path) -> ModelOffer:
     from infer.catalog.model_forecast import forecast
     from infer.checkpoint import open_checkpoint
     from infer.model.families import make_architecture
@@ -93,11 +93,11 @@ def _offer_at_hand(name: str, num_bytes: int, path: Path) -> Offer:
         checkpoint = open_checkpoint(path)
         found = forecast(make_architecture(checkpoint.config), checkpoint.tensors)
     except (InferError, KeyError):  # a package that is not put together yet, or a network that we do not run
-        return Offer(name, num_bytes, None, None, "at hand")
-    return Offer(name, num_bytes, found.memory_bytes, found.tokens_per_second, "at hand")
+        return ModelOffer(name, num_bytes, None, None, "at hand")
+    return ModelOffer(name, num_bytes, found.memory_bytes, found.tokens_per_second, "at hand")
 
 
-def _offers_of_hub(probe: Any, at_hand: set[str]) -> Iterator[Offer]:
+def _offers_of_hub(probe: Any, at_hand: set[str]) -> Iterator[ModelOffer]:
     from infer.catalog.hub_models import three_that_fit
     from infer.system.available_memory import available_memory_bytes
 
@@ -105,10 +105,10 @@ def _offers_of_hub(probe: Any, at_hand: set[str]) -> Iterator[Offer]:
         return
     for model, found in three_that_fit(available_memory_bytes()):
         if model.name not in at_hand:
-            yield Offer(model.name, model.num_bytes, found.memory_bytes, found.tokens_per_second, "download")
+            yield ModelOffer(model.name, model.num_bytes, found.memory_bytes, found.tokens_per_second, "download")
 
 
-def _ask(offers: Sequence[Offer], *, has_default: bool) -> str:
+def _ask(offers: Sequence[ModelOffer], *, has_default: bool) -> str:
     """Return the name of the offer with the typed number, or any other name that is typed."""
     click.echo("\n".join(offer_lines(offers)), err=True)
     question = f"number or name{' [1]' if has_default else ''}: "
@@ -130,14 +130,14 @@ def _ask(offers: Sequence[Offer], *, has_default: bool) -> str:
         click.echo(f"Type a number from 1 to {len(offers)}, or the name of a model.", err=True)
 
 
-def offer_lines(offers: Sequence[Offer]) -> Iterator[str]:
+def offer_lines(offers: Sequence[ModelOffer]) -> Iterator[str]:
     """Return the lines of the table from which a model is chosen."""
     rows = [("", "model", "on disk", "in memory", "predicted", "")]
     rows += [_row(number, offer) for number, offer in enumerate(offers, 1)]
     return columns_of_rows(rows, "><>>><")
 
 
-def _row(number: int, offer: Offer) -> tuple[str, str, str, str, str, str]:
+def _row(number: int, offer: ModelOffer) -> tuple[str, str, str, str, str, str]:
     memory = "" if offer.memory_bytes is None else _size(offer.memory_bytes)
     rate = "" if offer.tokens_per_second is None else f"{offer.tokens_per_second:.3g} tok/s"
     return f"{number}", offer.name, _size(offer.num_bytes), memory, rate, offer.place

@@ -75,7 +75,7 @@ def what_to_type(word: str, commands: Collection[str]) -> str:
     return f"no such command {word!r:.200}: known are {', '.join(sorted(commands))}"
 
 
-class Command(click.Command):
+class TolerantCommand(click.Command):
     """A command that also accepts option names of other programs, and several words after `--choice`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -37,7 +37,7 @@ class PromptOptions:
     system: str | None = option(metavar="TEXT", help="With --chat: a system message before it.")
 
 
-class Asked(NamedTuple):
+class FilePrompt(NamedTuple):
     """One prompt of many, and its own sampling parameters."""
 
     where: str
@@ -80,7 +80,7 @@ def _prompt_text(options: PromptOptions, *, quiet: bool) -> str:
     return text
 
 
-def many_prompts(path: Path, options: PromptOptions) -> list[Asked]:
+def many_prompts(path: Path, options: PromptOptions) -> list[FilePrompt]:
     """Return the prompts of a file, one per line. Empty lines are skipped.
 
     Lines are JSON if the file's name ends in .jsonl.
@@ -92,7 +92,7 @@ def many_prompts(path: Path, options: PromptOptions) -> list[Asked]:
             continue
         where = f"{path}, line {number}"
         text, values = _json_line(line, where) if path.suffix == ".jsonl" else (line, {})
-        asked.append(Asked(where, _framed(text, options), values))
+        asked.append(FilePrompt(where, _framed(text, options), values))
     if not asked:
         raise InvalidRequestError(f"the prompts file {path} holds no prompt")
     return asked

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 import infer
 from infer.cli.option_fields import Function, apply_options
-from infer.cli.prompts import Asked
+from infer.cli.prompts import FilePrompt
 from infer.errors import InvalidRequestError
 from infer.parameters import Bias, Flag, Number, OneOf, Texts, TokenIds
 from infer.sampling.defaults import (
@@ -124,7 +124,7 @@ def merge_params(
 
 
 def own_params(
-    asked: Sequence[Asked], given: Mapping[str, Any], neutral: Mapping[str, Any], from_model: Mapping[str, Any]
+    asked: Sequence[FilePrompt], given: Mapping[str, Any], neutral: Mapping[str, Any], from_model: Mapping[str, Any]
 ) -> list[SamplingParams]:
     """Return the parameters of each prompt. Its own values take precedence over `given`, which all prompts share."""
     own = []

@@ -29,7 +29,7 @@ from infer.cli.model_choice import choose_model, take_named
 from infer.cli.model_loading import kernels_ahead, load_arguments, load_for_server, load_model, served_arguments
 from infer.cli.option_checks import check_constraints, check_grammar, check_options, needs_extra
 from infer.cli.option_fields import takes_options
-from infer.cli.other_programs import Command, what_to_type
+from infer.cli.other_programs import TolerantCommand, what_to_type
 from infer.cli.prompts import many_prompts, one_prompt
 from infer.cli.sampling_options import given_values, is_given, merge_params, model_defaults, own_params
 from infer.cli.server_options import DeployOptions, ServeOptions
@@ -42,7 +42,7 @@ from infer.sampling_params import SamplingParams
 class Commands(click.Group):
     """A group of commands that suggests one for an unknown word."""
 
-    command_class = Command
+    command_class = TolerantCommand
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -232,7 +232,7 @@ def ray_group() -> None:
     """Several replicas on one machine or many, placed and watched by Ray."""
 
 
-@ray_group.command(cls=Command)
+@ray_group.command(cls=TolerantCommand)
 @takes_options(DeployOptions)
 def deploy(context: click.Context, options: DeployOptions) -> int:
     """Serve a MODEL as a Ray Serve application, on the cluster of $RAY_ADDRESS, or the one that runs here.

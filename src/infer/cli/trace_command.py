@@ -35,7 +35,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Line:
+class TraceLine:
     label: Cell
     cells: Sequence[Cell]
 
@@ -81,7 +81,7 @@ def trace_lines(trace: SampleTrace, width: int | None = None) -> Iterator[str]:
     )
 
 
-def _lines(trace: SampleTrace) -> list[Line]:
+def _lines(trace: SampleTrace) -> list[TraceLine]:
     is_greedy = trace.seed is None
     names = [Cell(_heading(stage.name), is_bold=True) for stage in trace.stages]
     values = [Cell("" if stage.value is None else f"{stage.value:g}", is_dim=True) for stage in trace.stages]
@@ -92,17 +92,17 @@ def _lines(trace: SampleTrace) -> list[Line]:
     rest = [Cell(_percent(stage.others) if stage.others else "", stage.others, is_dim=True) for stage in trace.stages]
     moved = [Cell(_percent(stage.moved) if stage.moved else "", is_dim=True) for stage in trace.stages]
     return [
-        Line(Cell(""), [*names, *(Cell(name, is_bold=True) for name in race)]),
-        Line(Cell(""), [*values, *blank]),
+        TraceLine(Cell(""), [*names, *(Cell(name, is_bold=True) for name in race)]),
+        TraceLine(Cell(""), [*values, *blank]),
         *(_candidate_line(trace, candidate) for candidate in trace.candidates),
-        Line(Cell("others", is_dim=True), [*rest, *blank]),
-        Line(Cell("tokens left"), [*kept, *blank]),
-        Line(Cell("mass removed"), [*removed, *blank]),
-        Line(Cell("mass moved"), [*moved, *blank]),
+        TraceLine(Cell("others", is_dim=True), [*rest, *blank]),
+        TraceLine(Cell("tokens left"), [*kept, *blank]),
+        TraceLine(Cell("mass removed"), [*removed, *blank]),
+        TraceLine(Cell("mass moved"), [*moved, *blank]),
     ]
 
 
-def _candidate_line(trace: SampleTrace, candidate: TraceCandidate) -> Line:
+def _candidate_line(trace: SampleTrace, candidate: TraceCandidate) -> TraceLine:
     is_chosen = candidate.token_id == trace.token_id
     cells = []
     for stage, logit, probability in zip(trace.stages, candidate.logits, candidate.probabilities, strict=True):
@@ -116,7 +116,7 @@ def _candidate_line(trace: SampleTrace, candidate: TraceCandidate) -> Line:
     cells += [Cell("" if value is None else f"{value:.2f}", is_bold=is_chosen) for value in race]
     mark = "→" if is_chosen else " "
     label = f"{mark}{candidate.rank:>3} {shortened(_quoted(candidate.text), LABEL_WIDTH)}"
-    return Line(Cell(label, is_bold=is_chosen), cells)
+    return TraceLine(Cell(label, is_bold=is_chosen), cells)
 
 
 def _styled(cell: Cell, width: int, *, left: bool = False) -> str:

@@ -4,7 +4,7 @@ from typing import final
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from infer.distributed.router import NUM_PAGES, RoutedPrompt, Router
+from infer.distributed.router import NUM_PAGES, ReplicaRouter, RoutedPrompt
 
 
 @final
@@ -12,7 +12,7 @@ class PrefixRouter(RequestRouter):
     """A router for calls whose second argument is a `RoutedPrompt`."""
 
     def initialize_state(self, num_pages: int = NUM_PAGES) -> None:
-        self._router = Router(num_pages)
+        self._router = ReplicaRouter(num_pages)
         self._under_way: dict[str, tuple[str, RoutedPrompt]] = {}  # replica and prompt, by request
 
     async def choose_replicas(

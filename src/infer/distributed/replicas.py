@@ -9,7 +9,7 @@ from typing import final
 
 from infer.distributed.exchange import Exchange
 from infer.distributed.replica import Replica
-from infer.distributed.router import NUM_PAGES, RoutedPrompt, Router
+from infer.distributed.router import NUM_PAGES, ReplicaRouter, RoutedPrompt
 from infer.errors import InferError
 from infer.server.server_state import ServerState
 
@@ -22,7 +22,7 @@ class Replicas:
     """For the event loop only. `commands` start the replicas, each with its own socket. A single one has a spare."""
 
     def __init__(self, state: ServerState, commands: Sequence[Sequence[str]], sockets: Sequence[socket.socket]) -> None:
-        self._state, self._router = state, Router(NUM_PAGES)
+        self._state, self._router = state, ReplicaRouter(NUM_PAGES)
         self._replicas = [
             Replica(str(index), own, command, self._notice, state.settings.watchdog_seconds)
             for index, (own, command) in enumerate(zip(sockets, commands, strict=True))

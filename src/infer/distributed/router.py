@@ -55,7 +55,7 @@ def text_keys(text: bytes, salt: bytes = b"") -> list[bytes]:
 
 
 @final
-class Router:
+class ReplicaRouter:
     """Chooses replicas. Each replica keeps `num_pages` pages; the least recently sent pages are evicted first."""
 
     def __init__(self, num_pages: int) -> None:

@@ -20,8 +20,8 @@ from infer.engine.sequence import Sequence
 from infer.engine.slot_params import SlotParams
 from infer.engine.slots import Slots
 from infer.engine.snapshot import EngineSnapshot, take_snapshot
-from infer.engine.step_costs import Kind
-from infer.engine.step_shares import Part, StepShares
+from infer.engine.step_costs import StepKind
+from infer.engine.step_shares import StepPart, StepShares
 from infer.errors import InferError, OutOfPagesError, closed
 from infer.operands.limits import MAX_STEP_LOGITS, STATE_TOKENS
 from infer.operands.step import Chunk, Clock, Interrupt, Masks, StepEnd
@@ -256,7 +256,9 @@ class Engine:
     def _take_turns(self, wanting: list[Sequence]) -> list[Sequence]:
         """Return those of the sequences that the step is for."""
         is_shared = len({each.request.tenant for each in wanting}) > 1
-        chosen = self._shares.choose(Part(each.request.tenant, 1, each.num_computed) for each in wanting if is_shared)
+        chosen = self._shares.choose(
+            StepPart(each.request.tenant, 1, each.num_computed) for each in wanting if is_shared
+        )
         if not is_shared:
             self._resting = []
             return wanting
@@ -291,9 +293,9 @@ class Engine:
         clock = Clock(launched.started, launched.ends, time.perf_counter())
         num_steps, held_up = len(clock.ends) if launched.is_multi_step else 1, launched.held_up
         self._learn(launched.plan, works, num_steps, clock, held_up)
-        is_shared, parts = self._shares.is_shared, list[Part]()
+        is_shared, parts = self._shares.is_shared, list[StepPart]()
         if is_shared:
-            parts = [Part(each.request.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
+            parts = [StepPart(each.request.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
         each_held_up = held_up / max(1, sum(sequence.grammar is not None for sequence, _ in works))
         for index, (work, found) in enumerate(zip(works, launched.sampled, strict=True)):
             settled = time.perf_counter() if is_shared else 0.0
@@ -351,7 +353,7 @@ class Engine:
             return None
         num_constrained = sum(sequence.grammar is not None for sequence in active)
         num_greedy = sum(sequence.params.temperature == 0 for sequence in active)
-        return self.scheduler.costs.by_kind[Kind(len(active), num_constrained, num_greedy)]
+        return self.scheduler.costs.by_kind[StepKind(len(active), num_constrained, num_greedy)]
 
     def _rope_room(self, sequence: Sequence) -> int:
         """How many tokens may follow with the same rope factors. If its length needs others, all is computed again."""

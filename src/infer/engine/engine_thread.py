@@ -13,12 +13,12 @@ import torch
 from infer.engine.engine import Engine
 from infer.engine.loop_messages import (
     Backlog,
-    Call,
     Cancel,
     Close,
     Continue,
     Drain,
     Drop,
+    EngineCall,
     Inbox,
     Message,
     Own,
@@ -69,8 +69,8 @@ class _EngineThread:
         self._engine: Engine | None = None
         self._readers: dict[Sequence, Mailbox] = {}  # of the sequences that are being answered
         self._backlogs: dict[Sequence, Backlog] = {}  # of the sequences that came from one
-        self._calls = deque[Call]()  # that have not begun
-        self._begun_calls = deque[Call]()  # the first of them goes on when no other is to begin
+        self._calls = deque[EngineCall]()  # that have not begun
+        self._begun_calls = deque[EngineCall]()  # the first of them goes on when no other is to begin
         self._draining = list[Reply[None]]()
         self._num_faults = 0  # of steps, one after the other
         self._why_failed = ""
@@ -124,7 +124,7 @@ class _EngineThread:
             case Continue(sequence) if sequence in self._readers:
                 sequence.watch(is_streamed=not self._readers[sequence].only_end)
                 self._open_engine.proceed(sequence)
-            case Call():
+            case EngineCall():
                 self._calls.append(message)
             case Drain(reply):
                 self._draining.append(reply)
@@ -232,7 +232,7 @@ class _EngineThread:
             error = second
         return self._fail(error)
 
-    def _advance(self, call: Call) -> None:
+    def _advance(self, call: EngineCall) -> None:
         """Run the next slice of a call."""
         try:
             if call.reply.is_cancelled:

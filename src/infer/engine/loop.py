@@ -21,12 +21,12 @@ from infer.engine.engine import Engine
 from infer.engine.engine_thread import Heartbeat, Status, serve
 from infer.engine.loop_messages import (
     Backlog,
-    Call,
     Cancel,
     Close,
     Continue,
     Drain,
     Drop,
+    EngineCall,
     Inbox,
     Message,
     Own,
@@ -165,7 +165,7 @@ class Loop:
         if self.is_current:
             raise InferError("the engine's own thread cannot wait for a call: ask outside of callbacks and finalizers")
         reply = Reply[_Found](relay)
-        self._send(Call(work, reply))
+        self._send(EngineCall(work, reply))
         return reply
 
     def run(self, function: Callable[..., _Found], *arguments: Any) -> _Found:

@@ -123,7 +123,7 @@ class Continue(NamedTuple):
 
 
 @dataclass(eq=False)
-class Call:
+class EngineCall:
     work: Work[Any]
     reply: Reply[Any]
     has_begun: bool = False
@@ -139,7 +139,7 @@ class Close(NamedTuple):
     """End the sequences, and the thread."""
 
 
-Message = Own | Submit | Refill | Drop | Cancel | Continue | Call | Drain | Close
+Message = Own | Submit | Refill | Drop | Cancel | Continue | EngineCall | Drain | Close
 Inbox = SimpleQueue[Message]
 
 
@@ -172,7 +172,7 @@ def refuse_all(inbox: Inbox) -> None:
                     end(sequence, mailbox)
                 case Refill(backlog) | Drop(backlog):
                     backlog.end_waiting()
-                case Call(work, reply):
+                case EngineCall(work, reply):
                     work.close()
                     reply.set(error=closed())
                 case Drain(reply):

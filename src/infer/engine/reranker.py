@@ -16,7 +16,7 @@ from infer.checkpoint.reranker_files import RerankerFiles, Row, head_of
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.engine.model_settings import RerankerName
 from infer.errors import ModelError
-from infer.model.pooled_head import Dense, Head, load_head
+from infer.model.pooled_head import DenseLayer, Head, load_head
 from infer.outputs import Pooling
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.pairs import EncodedPair
@@ -120,7 +120,7 @@ def _head_of_classifier(checkpoint: Checkpoint) -> Head:
 def _head_of_answers(tensor: TensorInfo, files: RerankerFiles, tokenizer: Tokenizer) -> Head:
     """Return a head that has the rows of the answers."""
     answers = [files.yes] if files.no is None else [files.yes, files.no]
-    return Head((Dense(torch.stack([_row_of(tensor, each, tokenizer) for each in answers])),))
+    return Head((DenseLayer(torch.stack([_row_of(tensor, each, tokenizer) for each in answers])),))
 
 
 def _row_of(tensor: TensorInfo, row: Row, tokenizer: Tokenizer) -> Float[Tensor, "hidden"]:

@@ -54,7 +54,7 @@ def context_of(num_tokens: int, start: int) -> int:
     return num_tokens * start + num_tokens * (num_tokens - 1) // 2
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """The properties that the time of a step of an exact size depends on, besides the size."""
 
     num_sequences: int
@@ -92,7 +92,7 @@ class StepCosts:
         self._was_held_up = False
         self.num_steps = 0
         self._ratios = deque[float](maxlen=NUM_RATIOS)
-        self.by_kind = defaultdict[Kind, StepTimes](StepTimes)  # of exact sizes, for drafts
+        self.by_kind = defaultdict[StepKind, StepTimes](StepTimes)  # of exact sizes, for drafts
 
     @property
     def is_known(self) -> bool:

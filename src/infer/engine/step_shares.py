@@ -21,7 +21,7 @@ MARGIN = 0.3  # of its share leaves the costliest tenant to the others, for the 
 MOST_OWED = 1.0  # seconds: a tenant that waited long does not make the others wait as long
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """The tokens of one sequence in a step."""
 
     tenant: str
@@ -49,7 +49,7 @@ class StepShares:
         """True if the last choice was among several tenants."""
         return bool(self._owed)
 
-    def choose(self, parts: Iterable[Part]) -> Collection[str]:
+    def choose(self, parts: Iterable[StepPart]) -> Collection[str]:
         """Return the tenants that the next step is for. `parts` are the smallest ones of all that could run in it: a
         prompt takes about as long as in the last step.
         """
@@ -64,7 +64,7 @@ class StepShares:
             self._most_steps = min(1 + int((behind[tenant] - 1) / (1 - rates[tenant])) for tenant in behind)
         return behind.keys() or costs.keys()
 
-    def computed(self, parts: Collection[Part], num_steps: int, seconds: float) -> None:
+    def computed(self, parts: Collection[StepPart], num_steps: int, seconds: float) -> None:
         """Count steps that took `seconds` in all, without the delays of their parts.
 
         A thread that fills masks for long takes a core and memory's speed from the steps, too. So the time beyond what
@@ -96,13 +96,13 @@ class StepShares:
             for tenant, share in shares.items()
         }
 
-    def _costs_alone(self, parts: Iterable[Part]) -> dict[str, float]:
+    def _costs_alone(self, parts: Iterable[StepPart]) -> dict[str, float]:
         """Return the seconds that a step with the parts of one tenant alone takes, for each tenant."""
-        own: dict[str, list[Part]] = {}
+        own: dict[str, list[StepPart]] = {}
         for part in parts:
             own.setdefault(part.tenant, []).append(part)
         return {tenant: self._costs.predict(_work(each)) for tenant, each in own.items()}
 
 
-def _work(parts: Iterable[Part]) -> StepWork:
+def _work(parts: Iterable[StepPart]) -> StepWork:
     return StepWork.of([(part.num_tokens, part.start) for part in parts])

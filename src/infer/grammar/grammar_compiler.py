@@ -13,7 +13,7 @@ from infer.errors import InvalidRequestError
 from infer.grammar.constraint import Constraint
 from infer.grammar.grammar import Grammar, Source
 from infer.grammar.llguidance import LlguidanceBackend
-from infer.grammar.matcher import Backend, StepwiseConstraint
+from infer.grammar.matcher import GrammarBackend, StepwiseConstraint
 from infer.grammar.reading import pointed
 from infer.grammar.trial import try_grammar
 from infer.grammar.vocabulary import Vocabulary
@@ -50,7 +50,7 @@ class Compiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.RLock()  # guards what is below
-        self._loaded: tuple[Backend, Vocabulary] | None = None
+        self._loaded: tuple[GrammarBackend, Vocabulary] | None = None
         self._compiled = SizedCache[_Compiled](MAX_COMPILED_BYTES)
 
     def compile(self, grammar: Grammar) -> Constraint:
@@ -59,7 +59,7 @@ class Compiler:
         Raises InvalidRequestError if the grammar is not well-formed, unsupported, unsatisfiable, or over the budget.
         """
 
-        def compile_(backend: Backend) -> _Compiled:
+        def compile_(backend: GrammarBackend) -> _Compiled:
             read = try_grammar(backend.name, grammar)  # compiled in another process first
             return _compiled(backend, read.source, read.warnings)
 
@@ -82,7 +82,7 @@ class Compiler:
         No text of a request may be passed here, because the grammar may name control tokens by their ids.
         """
 
-        def compile_(backend: Backend) -> _Compiled:
+        def compile_(backend: GrammarBackend) -> _Compiled:
             compiled = _compiled(backend, Source("", source))
             if problem := compiled.grammar.get_error():
                 raise InvalidRequestError(f"the grammar of the answer cannot be compiled: {pointed(problem, 'tools')}")
@@ -95,7 +95,7 @@ class Compiler:
         if self.backend != "llguidance":
             raise InvalidRequestError(f"tools and reasoning need grammar_backend 'llguidance', got {self.backend!r}")
 
-    def _constraint(self, asked: Hashable, compile_: Callable[[Backend], _Compiled]) -> Constraint:
+    def _constraint(self, asked: Hashable, compile_: Callable[[GrammarBackend], _Compiled]) -> Constraint:
         key = _key(asked)
         with self._lock:
             backend, vocabulary = self._load()
@@ -107,7 +107,7 @@ class Compiler:
             matcher = backend.make_matcher(compiled.grammar)
         return StepwiseConstraint(matcher, vocabulary)
 
-    def _load(self) -> tuple[Backend, Vocabulary]:
+    def _load(self) -> tuple[GrammarBackend, Vocabulary]:
         if self._loaded is None:
             if importlib.util.find_spec(self.backend) is None:
                 raise InvalidRequestError(f"{self.backend} is not installed: pip install {self.backend}")
@@ -131,7 +131,7 @@ def _key(asked: Hashable) -> bytes:
     return blake2b(repr(asked).encode(), digest_size=32).digest()
 
 
-def _compiled(backend: Backend, source: Source, warnings: tuple[str, ...] = ()) -> _Compiled:
+def _compiled(backend: GrammarBackend, source: Source, warnings: tuple[str, ...] = ()) -> _Compiled:
     compiled = backend.compile(source)
     num_bytes = _LEAST_BYTES + backend.num_bytes(compiled, source) + sum(map(len, warnings))
     return _Compiled(compiled, num_bytes, warnings)

@@ -10,7 +10,7 @@ from typing import Any
 from infer.errors import InvalidRequestError, problem_of
 from infer.grammar.grammar import STRICT
 from infer.grammar.pattern import encoded
-from infer.grammar.schema_part import MalformedSchemaError, Part, refuse
+from infer.grammar.schema_part import MalformedSchemaError, SchemaPart, refuse
 from infer.grammar.schema_rewriter import ASSERTIONS, Rewriter
 from infer.grammar.schema_shortest import empty_definitions, nodes_of
 from infer.system.strict_json import is_deeper, refuse_constant, unique_keys
@@ -35,8 +35,8 @@ class BuiltSchema:
     `warnings` name the words that assert nothing, and what was left out of a schema that is not strict.
     """
 
-    root: Part
-    definitions: Mapping[str, Part]
+    root: SchemaPart
+    definitions: Mapping[str, SchemaPart]
     where: str
     is_strict: bool
     warnings: tuple[str, ...]
@@ -46,14 +46,14 @@ class BuiltSchema:
         """Text for the compiler."""
         return self.text_of(self.root)
 
-    def text_of(self, part: Part) -> str:
+    def text_of(self, part: SchemaPart) -> str:
         found = part.written()
         if self.definitions:
             found = {"allOf": [found]} if isinstance(found, bool) else found
             found["$defs"] = {name.rpartition("/")[2]: each.written() for name, each in self.definitions.items()}
         return json.dumps(found)
 
-    def place_of(self, problem: str, problem_of: Callable[[str], str]) -> tuple[Part, str]:
+    def place_of(self, problem: str, problem_of: Callable[[str], str]) -> tuple[SchemaPart, str]:
         """Return the deepest part whose text has a problem, and the problem.
 
         Calls `problem_of` at most `MAX_ASKED` times, and not after `ASKING_SECONDS`, because a part may need its whole
@@ -74,7 +74,7 @@ class BuiltSchema:
             else:
                 return found, problem
 
-    def without(self, part: Part, problem: str) -> "BuiltSchema":
+    def without(self, part: SchemaPart, problem: str) -> "BuiltSchema":
         """Leave out of `part` what the compiler may have a problem with, and add a warning."""
         words = next((words for words in _LEFT_OUT if words & part.keys()), part.keys() - {"type"} or {"type"})
         words = words & part.keys()

@@ -14,7 +14,7 @@ from infer.errors import ConstraintError
 from infer.grammar.constraint import Mask
 from infer.grammar.grammar import Source
 from infer.grammar.libraries import llguidance_limits
-from infer.grammar.matcher import Backend, Matcher
+from infer.grammar.matcher import GrammarBackend, Matcher
 from infer.grammar.vocabulary import Vocabulary
 
 SLOW_SECONDS = 0.02  # of a mask, from where it is counted
@@ -24,7 +24,7 @@ _REFUND = 0.005  # of SLOW_SECONDS, for a quick mask
 
 
 @final
-class LlguidanceBackend(Backend):
+class LlguidanceBackend(GrammarBackend):
     name = "llguidance"
 
     def __init__(self, vocabulary: Vocabulary) -> None:

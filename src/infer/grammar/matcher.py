@@ -56,7 +56,7 @@ class Matcher(ABC):
         return True
 
 
-class Backend(ABC):
+class GrammarBackend(ABC):
     """A grammar library for one vocabulary. Sequences share compiled grammars; each sequence has its own matcher."""
 
     name: ClassVar[str]

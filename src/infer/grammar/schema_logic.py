@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
-from infer.grammar.schema_part import TYPES, Part, all_of, any_of, false_part, lacks, refuse
+from infer.grammar.schema_part import TYPES, SchemaPart, all_of, any_of, false_part, lacks, refuse
 from infer.grammar.schema_pattern import pattern_without
 
 STEPS = 300_000  # of one schema
@@ -18,13 +18,13 @@ _KINDS_OF = {name: frozenset({name}) for name in TYPES} | {"number": frozenset({
 class Logic:
     """Facts about the parts of one schema. `definitions` are the targets of references, by reference."""
 
-    def __init__(self, definitions: Mapping[str, Part], where: str, *, are_exact: bool) -> None:
+    def __init__(self, definitions: Mapping[str, SchemaPart], where: str, *, are_exact: bool) -> None:
         """`are_exact` is False if some of the definitions allow more than the user's schema does."""
         self._definitions, self._are_exact = definitions, are_exact
         self._where = where
         self._steps_left = STEPS
 
-    def negated(self, part: Part, pointer: str, depth: int = 0) -> Part:
+    def negated(self, part: SchemaPart, pointer: str, depth: int = 0) -> SchemaPart:
         """Return a schema for exactly the values that do not fulfil `part`.
 
         Raises SchemaError at `pointer` if there is none of the keywords that a grammar library enforces.
@@ -32,18 +32,20 @@ class Logic:
         self._steps_left -= 1
         if depth > _MAX_DEPTH or self._steps_left < 0:
             refuse(self._where, pointer, "what a large schema excludes cannot be built")
-        found: list[Part] = []
+        found: list[SchemaPart] = []
         for word, value in part.items():
             if word == "type":
                 found.append(self._other_types(part.types, pointer))
             elif word in ("const", "enum"):
                 found += self._other_values([value] if word == "const" else value, pointer)
             elif word == "required":
-                found += [all_of(pointer, [Part(pointer, {"type": "object"}), lacks(pointer, name)]) for name in value]
+                found += [
+                    all_of(pointer, [SchemaPart(pointer, {"type": "object"}), lacks(pointer, name)]) for name in value
+                ]
             elif word == "properties":
                 inner = {name: self.negated(item, pointer, depth + 1) for name, item in value.items()}
                 found += [
-                    Part(pointer, {"type": "object", "properties": {name: item}, "required": [name]})
+                    SchemaPart(pointer, {"type": "object", "properties": {name: item}, "required": [name]})
                     for name, item in inner.items()
                     if not item.is_false
                 ]
@@ -57,33 +59,35 @@ class Logic:
                 refuse(self._where, pointer, f"what {word!r} excludes cannot be built here")
         return any_of(pointer, found)
 
-    def _other_types(self, types: Sequence[str], pointer: str) -> Part:
+    def _other_types(self, types: Sequence[str], pointer: str) -> SchemaPart:
         if "integer" in types and "number" not in types:
             refuse(self._where, pointer, "what the type 'integer' excludes cannot be built here")
         names = [name for name in TYPES if name not in types and name != "integer"]
-        return Part(pointer, {"type": names}) if names else false_part(pointer)
+        return SchemaPart(pointer, {"type": names}) if names else false_part(pointer)
 
-    def _other_values(self, values: Sequence[Any], pointer: str) -> Iterator[Part]:
+    def _other_values(self, values: Sequence[Any], pointer: str) -> Iterator[SchemaPart]:
         kinds = set(map(_kind_of, values))
         if kinds & {"array", "object"}:
             refuse(self._where, pointer, "what an 'enum' of lists and objects excludes cannot be built here")
         if "fraction" in kinds or "integer" in kinds:
             kinds |= {"number", "integer"}
-        yield Part(pointer, {"type": [name for name in TYPES if name not in kinds and name != "integer"]})
+        yield SchemaPart(pointer, {"type": [name for name in TYPES if name not in kinds and name != "integer"]})
         if "boolean" in kinds and (others := [value for value in (True, False) if not _is_in(value, values)]):
-            yield Part(pointer, {"enum": others})
+            yield SchemaPart(pointer, {"enum": others})
         if "string" in kinds:
             pattern = pattern_without([value for value in values if isinstance(value, str)])
             if pattern is None:
                 refuse(self._where, pointer, "the strings that are excluded are too many or too long")
-            yield Part(pointer, {"type": "string", "pattern": pattern})
+            yield SchemaPart(pointer, {"type": "string", "pattern": pattern})
         if "number" in kinds:
             numbers = sorted({value for value in values if _kind_of(value) in ("integer", "fraction")})
             for low, high in zip([None, *numbers], [*numbers, None], strict=True):
                 bounds = {"exclusiveMinimum": low, "exclusiveMaximum": high}
-                yield Part(pointer, {"type": "number"} | {word: at for word, at in bounds.items() if at is not None})
+                yield SchemaPart(
+                    pointer, {"type": "number"} | {word: at for word, at in bounds.items() if at is not None}
+                )
 
-    def are_apart(self, a: Sequence[Part], b: Sequence[Part], depth: int = 0) -> bool:
+    def are_apart(self, a: Sequence[SchemaPart], b: Sequence[SchemaPart], depth: int = 0) -> bool:
         """Return True if it is simple to see that no value fulfils all of `a` and all of `b`.
 
         It follows from types, from constants, or from a required property for which it is simple to see.
@@ -106,14 +110,14 @@ class Logic:
                     return True
         for own, others in ((a, b), (b, a)):
             for branches in [part["anyOf"] for part in own if "anyOf" in part]:
-                rest = [Part("", {word: each for word, each in part.items() if word != "anyOf"}) for part in own]
+                rest = [SchemaPart("", {word: each for word, each in part.items() if word != "anyOf"}) for part in own]
                 if all(self.are_apart([branch, *rest], others, depth + 4) for branch in branches):
                     return True
         return False
 
-    def _flat(self, parts: Sequence[Part]) -> list[Part]:
+    def _flat(self, parts: Sequence[SchemaPart]) -> list[SchemaPart]:
         """Return the parts that must hold, with those of their `allOf` and the targets of their references."""
-        found: dict[int, Part] = {}
+        found: dict[int, SchemaPart] = {}
         pending = list(parts)
         while pending:
             part = pending.pop()
@@ -123,7 +127,7 @@ class Logic:
                 pending += [self._definitions[part["$ref"]]] if part.get("$ref") in self._definitions else []
         return list(found.values())
 
-    def _kinds(self, parts: Sequence[Part]) -> frozenset[str]:
+    def _kinds(self, parts: Sequence[SchemaPart]) -> frozenset[str]:
         found = _KINDS
         for part in parts:
             if "type" in part:
@@ -156,7 +160,7 @@ def _is_in(value: bool, values: Sequence[Any]) -> bool:
     return any(value is each for each in values)
 
 
-def _of_property(parts: Sequence[Part], name: str) -> list[Part]:
+def _of_property(parts: Sequence[SchemaPart], name: str) -> list[SchemaPart]:
     """Return the schemas that a property of this name must fulfil, as far as they are known."""
     found = [part["properties"][name] for part in parts if name in part.get("properties", ())]
     return found + [

@@ -13,7 +13,7 @@ _MAPS = frozenset({"properties", "patternProperties"})
 _SINGLE = frozenset({"items", "additionalProperties"})
 
 
-class Part(dict[str, Any]):
+class SchemaPart(dict[str, Any]):
     """A schema as JSON. `pointer` is its place in the user's schema. `true` is the empty part."""
 
     __slots__ = ("pointer",)
@@ -51,8 +51,8 @@ class Part(dict[str, Any]):
             found[word] = self[word].written()
         return found or True
 
-    def children(self) -> list["Part"]:
-        found: list[Part] = []
+    def children(self) -> list["SchemaPart"]:
+        found: list[SchemaPart] = []
         for word, value in self.items():
             if word in _LISTS:
                 found += value
@@ -63,29 +63,29 @@ class Part(dict[str, Any]):
         return found
 
 
-def false_part(pointer: str) -> Part:
-    return Part(pointer, {"enum": []})
+def false_part(pointer: str) -> SchemaPart:
+    return SchemaPart(pointer, {"enum": []})
 
 
-def all_of(pointer: str, parts: Iterable[Part]) -> Part:
+def all_of(pointer: str, parts: Iterable[SchemaPart]) -> SchemaPart:
     found = [part for part in parts if part]
     if any(part.is_false for part in found):
         return false_part(pointer)
-    return found[0] if len(found) == 1 else Part(pointer, {"allOf": found} if found else {})
+    return found[0] if len(found) == 1 else SchemaPart(pointer, {"allOf": found} if found else {})
 
 
-def any_of(pointer: str, parts: Iterable[Part]) -> Part:
+def any_of(pointer: str, parts: Iterable[SchemaPart]) -> SchemaPart:
     found = [part for part in parts if not part.is_false]
     if not found:
         return false_part(pointer)
     if not all(found):
-        return Part(pointer, {})
-    return found[0] if len(found) == 1 else Part(pointer, {"anyOf": found})
+        return SchemaPart(pointer, {})
+    return found[0] if len(found) == 1 else SchemaPart(pointer, {"anyOf": found})
 
 
-def lacks(pointer: str, name: str) -> Part:
+def lacks(pointer: str, name: str) -> SchemaPart:
     """Return a schema of all values but objects with this property."""
-    return Part(pointer, {"properties": {name: false_part(pointer)}})
+    return SchemaPart(pointer, {"properties": {name: false_part(pointer)}})
 
 
 class MalformedSchemaError(SchemaError):

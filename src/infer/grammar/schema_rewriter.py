@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 from infer.errors import InvalidRequestError
 from infer.grammar.schema_logic import Logic
 from infer.grammar.schema_part import (
-    Part,
+    SchemaPart,
     all_of,
     any_of,
     false_part,
@@ -57,8 +57,8 @@ class _Place(NamedTuple):
     raw: Mapping[str, Any]
     pointer: str
     base: str
-    part: Part
-    more: list[Part]
+    part: SchemaPart
+    more: list[SchemaPart]
     dropped: set[str]
 
 
@@ -74,14 +74,14 @@ class Rewriter:
         self._references = References(root, where)
         self._where = where
         self._on_problem, self._is_strict = on_problem, on_problem is None
-        self.definitions: dict[str, Part] = {}
+        self.definitions: dict[str, SchemaPart] = {}
         self.ignored: dict[str, None] = {}
         self._names: dict[str, str] = {}  # of the definitions, by pointer
         self._pending: list[tuple[str, str]] = []  # pointer of a target, pointer of the reference
-        self._choices: list[tuple[Part, list[Part]]] = []  # each `oneOf`: what is beside it, its branches
+        self._choices: list[tuple[SchemaPart, list[SchemaPart]]] = []  # each `oneOf`: what is beside it, its branches
         self._logic = Logic(self.definitions, where, are_exact=self._is_strict)
 
-    def rewrite(self) -> Part:
+    def rewrite(self) -> SchemaPart:
         """Return the root's part. Afterwards every reference leads to one of `definitions`."""
         if self._references.draft == 3:
             problem = "draft 3 is not supported; write the schema in draft 4 or later"
@@ -111,15 +111,15 @@ class Rewriter:
             return False
         return True
 
-    def _part(self, raw: Any, base: str, pointer: str) -> Part:
+    def _part(self, raw: Any, base: str, pointer: str) -> SchemaPart:
         if isinstance(raw, bool):
-            return Part(pointer, {}) if raw else false_part(pointer)
+            return SchemaPart(pointer, {}) if raw else false_part(pointer)
         if not isinstance(raw, dict):
             problem = f"a schema is an object, true or false, got {raw!r:.40}"
             self._attempt(pointer, partial(refuse_malformed, self._where, pointer, problem))
-            return Part(pointer, {})
+            return SchemaPart(pointer, {})
         base = self._references.base_within(raw, pointer, base)
-        place = _Place(raw, pointer, base, Part(pointer, {}), [], set())
+        place = _Place(raw, pointer, base, SchemaPart(pointer, {}), [], set())
         hides = self._references.draft <= 7 and isinstance(raw.get("$ref"), str)
         for word, value in raw.items() if not hides else [("$ref", raw["$ref"])]:
             if word in _RULES:
@@ -144,19 +144,19 @@ class Rewriter:
             refuse_malformed(self._where, place.pointer, f"{word!r} must be {name}, got {value!r:.40}")
         _RULES[word](self, place, word, value)
 
-    def _check_apart(self, beside: Part, branches: list[Part]) -> None:
+    def _check_apart(self, beside: SchemaPart, branches: list[SchemaPart]) -> None:
         """Raise SchemaError unless no value fulfils two of the branches of a `oneOf`."""
-        around = Part(beside.pointer, {word: value for word, value in beside.items() if word != "anyOf"})
+        around = SchemaPart(beside.pointer, {word: value for word, value in beside.items() if word != "anyOf"})
         for index, branch in enumerate(branches):
             for other in range(index):
                 if not self._logic.are_apart([branch, around], [branches[other]]):
                     problem = f"branches {other} and {index} of 'oneOf' may both hold; write 'anyOf'"
                     refuse(self._where, beside.pointer, problem)
 
-    def _inner(self, place: _Place, raw: Any, step: str) -> Part:
+    def _inner(self, place: _Place, raw: Any, step: str) -> SchemaPart:
         return self._part(raw, place.base, f"{place.pointer}/{step}")
 
-    def _exact(self, place: _Place, raw: Any, step: str) -> Part:
+    def _exact(self, place: _Place, raw: Any, step: str) -> SchemaPart:
         """Return the part of a schema that is negated. Raises SchemaError if a word of it cannot be enforced."""
         before, self._on_problem = self._on_problem, None
         try:
@@ -167,12 +167,12 @@ class Rewriter:
             self._on_problem = before
         return part
 
-    def _listed(self, place: _Place, word: str, value: Any) -> list[Part]:
+    def _listed(self, place: _Place, word: str, value: Any) -> list[SchemaPart]:
         if not value and word not in ("prefixItems", "items"):
             refuse_malformed(self._where, place.pointer, f"{word!r} must not be empty")
         return [self._inner(place, item, f"{word}/{index}") for index, item in enumerate(value)]
 
-    def _mapped(self, place: _Place, word: str, value: Any) -> dict[str, Part]:
+    def _mapped(self, place: _Place, word: str, value: Any) -> dict[str, SchemaPart]:
         check_texts(self._where, value, place.pointer)
         return {name: self._inner(place, item, f"{word}/{escaped(name)}") for name, item in value.items()}
 
@@ -226,7 +226,7 @@ class Rewriter:
             if not self._attempt(f"{place.pointer}/{word}/{escaped(name)}", partial(self._add, place, name, part)):
                 place.dropped.add("additionalProperties")
 
-    def _add(self, place: _Place, pattern: str, part: Part) -> None:
+    def _add(self, place: _Place, pattern: str, part: SchemaPart) -> None:
         place.part["patternProperties"][read_pattern(self._where, pattern, place.pointer)] = part
 
     def _items(self, place: _Place, word: str, value: Any) -> None:
@@ -242,9 +242,9 @@ class Rewriter:
         for name, item in value.items():
             names = [item] if isinstance(item, str) else item
             if isinstance(names, list) or word == "dependentRequired":
-                needed = [Part(at, {"required": read_names(self._where, word, names, at)})]
+                needed = [SchemaPart(at, {"required": read_names(self._where, word, names, at)})]
             else:
-                needed = [Part(at, {"required": [name]}), self._inner(place, item, f"{word}/{escaped(name)}")]
+                needed = [SchemaPart(at, {"required": [name]}), self._inner(place, item, f"{word}/{escaped(name)}")]
             place.more.append(any_of(at, [lacks(at, name), all_of(at, needed)]))
 
     def _types(self, place: _Place, word: str, value: Any) -> None:
@@ -281,7 +281,7 @@ class Rewriter:
 
     def _format(self, place: _Place, word: str, value: Any) -> None:
         if value in FORMATS:
-            place.more.append(Part(place.pointer, FORMATS[value]))
+            place.more.append(SchemaPart(place.pointer, FORMATS[value]))
         else:
             self.ignored.setdefault(f"format {value!r:.40}")
 
@@ -296,12 +296,12 @@ class Rewriter:
         words = {name: each for name, each in part.items() if name != "type" or "string" not in part.types}
         closed = {"additionalProperties": false_part(at)}
         if part.constants is not None and len(words) == 1:
-            names = {name: Part(at, {}) for name in part.constants if isinstance(name, str)}
-            place.more.append(Part(at, {"properties": names, **closed}))
+            names = {name: SchemaPart(at, {}) for name in part.constants if isinstance(name, str)}
+            place.more.append(SchemaPart(at, {"properties": names, **closed}))
         elif words.keys() == {"pattern"} or (words and words.keys() <= {"minLength", "maxLength"}):
             lengths = f"^(?s:.){{{words.get('minLength', 0)},{words.get('maxLength', '')}}}$"
-            names = {words.get("pattern", lengths): Part(at, {})}
-            place.more.append(Part(at, {"patternProperties": names, **closed}))
+            names = {words.get("pattern", lengths): SchemaPart(at, {})}
+            place.more.append(SchemaPart(at, {"patternProperties": names, **closed}))
         elif words:
             refuse(self._where, at, f"{word!r} is enforced only if it is constants, a 'pattern' or lengths")
 

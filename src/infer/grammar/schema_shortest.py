@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from infer.grammar.horn import Clause, shortest
-from infer.grammar.schema_part import Part, refuse
+from infer.grammar.schema_part import SchemaPart, refuse
 
 MAX_SHORTEST = 100_000  # bytes: no context holds more
 
 
-def nodes_of(roots: Sequence[Part]) -> list[Part]:
+def nodes_of(roots: Sequence[SchemaPart]) -> list[SchemaPart]:
     """Return all nodes of the roots, including nested nodes, each once."""
-    found: dict[int, Part] = {}
+    found: dict[int, SchemaPart] = {}
     pending = list(roots)
     while pending:
         node = pending.pop()
@@ -24,7 +24,9 @@ def nodes_of(roots: Sequence[Part]) -> list[Part]:
     return list(found.values())
 
 
-def empty_definitions(root: Part, nodes: Sequence[Part], built: Mapping[str, Part], where: str) -> frozenset[str]:
+def empty_definitions(
+    root: SchemaPart, nodes: Sequence[SchemaPart], built: Mapping[str, SchemaPart], where: str
+) -> frozenset[str]:
     """Return the definitions that no value fulfils.
 
     Raises InvalidRequestError with the deepest such place if no value fulfils the root.
@@ -41,7 +43,7 @@ def empty_definitions(root: Part, nodes: Sequence[Part], built: Mapping[str, Par
     return frozenset(pointer for pointer, node in built.items() if id(node) not in lengths)
 
 
-def _clauses(node: Part, built: Mapping[str, Part]) -> Iterator[Clause]:
+def _clauses(node: SchemaPart, built: Mapping[str, SchemaPart]) -> Iterator[Clause]:
     if node.is_false:
         return
     needed: list[Any] = []
@@ -75,7 +77,7 @@ def _clauses(node: Part, built: Mapping[str, Part]) -> Iterator[Clause]:
     yield Clause(id(node), needed, length)
 
 
-def _of_object(node: Part) -> tuple[int, list[int]]:
+def _of_object(node: SchemaPart) -> tuple[int, list[int]]:
     properties = node.get("properties", {})
     needed = []
     for name in node.get("required", ()):

@@ -15,12 +15,12 @@ import numpy.typing as npt
 from infer.grammar.constraint import Mask
 from infer.grammar.grammar import Source
 from infer.grammar.libraries import compile_with_xgrammar
-from infer.grammar.matcher import Backend, Matcher
+from infer.grammar.matcher import GrammarBackend, Matcher
 from infer.grammar.vocabulary import Vocabulary
 
 
 @final
-class XgrammarBackend(Backend):
+class XgrammarBackend(GrammarBackend):
     name = "xgrammar"
 
     def __init__(self, vocabulary: Vocabulary) -> None:

@@ -32,7 +32,7 @@ HeadStep = Callable[[Tensor], Tensor]  # of one state in float64
 
 @final
 @dataclass(frozen=True, eq=False)
-class Dense:
+class DenseLayer:
     """W · x + b. The weight is in float32."""
 
     weight: Float[Tensor, "outputs inputs"]
@@ -85,7 +85,7 @@ def _load_step(files: StepFiles) -> HeadStep:
         return _ACTIVATIONS[files]
     bias = None if files.bias is None else _values(files.bias)
     if isinstance(files, DenseFiles):
-        return Dense(_values(files.weight), bias)
+        return DenseLayer(_values(files.weight), bias)
     return LayerNorm(_values(files.weight), bias, files.eps)
 
 

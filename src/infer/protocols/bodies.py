@@ -75,7 +75,7 @@ class FunctionCall(Struct):
 
 
 @final
-class ToolCall(Struct, kw_only=True):
+class ToolCallBody(Struct, kw_only=True):
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -89,7 +89,7 @@ class AssistantMessage(_Message, tag="assistant", kw_only=True):
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCallBody] | None = None
 
 
 @final

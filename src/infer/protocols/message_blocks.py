@@ -50,7 +50,7 @@ Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
 
 
 @final
-class Turn(Struct, kw_only=True):
+class MessageTurn(Struct, kw_only=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
@@ -82,7 +82,7 @@ class AnyChoice(_Choice, tag="any"):
 
 
 @final
-class ToolChoice(_Choice, tag="tool"):
+class ToolByName(_Choice, tag="tool"):
     name: str
 
 
@@ -91,7 +91,7 @@ class NoChoice(Parameters, tag_field="type", tag="none"):
     pass
 
 
-Choice = AutoChoice | AnyChoice | ToolChoice | NoChoice
+Choice = AutoChoice | AnyChoice | ToolByName | NoChoice
 MessagesTools = Annotated[list[MessagesTool], Meta(max_length=MAX_TOOLS)]
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, final
 from msgspec import Meta
 
 from infer.protocols.foreign import Foreign
-from infer.protocols.message_blocks import CacheControl, Choice, MessagesTools, TextBlock, Thinking, Turn
+from infer.protocols.message_blocks import CacheControl, Choice, MessagesTools, MessageTurn, TextBlock, Thinking
 from infer.protocols.unknown_fields import Parameters
 from infer.request_limits import MAX_STOPS, MAX_TOKENS
 
@@ -56,7 +56,7 @@ class PromptBody(_Part, kw_only=True):
     foreign = _FOREIGN
 
     model: str | None = None
-    messages: Annotated[list[Turn], Meta(min_length=1)]
+    messages: Annotated[list[MessageTurn], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None

@@ -15,16 +15,16 @@ from infer.protocols.message_blocks import (
     Choice,
     MessagesTool,
     MessagesTools,
+    MessageTurn,
     NoChoice,
     TextBlock,
     Thinking,
     ThinkingBlock,
     ThinkingOff,
     ThinkingOn,
-    ToolChoice,
+    ToolByName,
     ToolResultBlock,
     ToolUseBlock,
-    Turn,
 )
 from infer.protocols.message_bodies import MessagesBody, PromptBody
 from infer.protocols.params import make_params, refusal, seeds_of, stops_of
@@ -86,11 +86,11 @@ def tool_fields(tools: MessagesTools | None, choice: Choice | None) -> dict[str,
     match choice:
         case AnyChoice():
             found["tool_choice"] = "required"
-        case ToolChoice(name=name):
+        case ToolByName(name=name):
             found["tool_choice"] = {"type": "function", "function": {"name": name}}
         case NoChoice():
             found["tool_choice"] = "none"
-    if isinstance(choice, AutoChoice | AnyChoice | ToolChoice) and choice.disable_parallel_tool_use:
+    if isinstance(choice, AutoChoice | AnyChoice | ToolByName) and choice.disable_parallel_tool_use:
         found["parallel_tool_calls"] = False
     return found
 
@@ -111,7 +111,7 @@ def budget_of(thinking: Thinking | None) -> int | None:
 
 
 def messages_of(
-    turns: Sequence[Turn], system: str | list[TextBlock] | None, prompts: AgentPrompts = "adapt"
+    turns: Sequence[MessageTurn], system: str | list[TextBlock] | None, prompts: AgentPrompts = "adapt"
 ) -> list[dict[str, Any]]:
     """Return messages for chat templates: the system prompt first, each tool result as its own message.
 
@@ -140,7 +140,7 @@ def messages_of(
     return found
 
 
-def _messages_of_turn(turn: Turn, budgets: TokenBudgets) -> list[dict[str, Any]]:
+def _messages_of_turn(turn: MessageTurn, budgets: TokenBudgets) -> list[dict[str, Any]]:
     if turn.role == "assistant":
         return [_answer(turn)]
     if isinstance(turn.content, str):
@@ -154,7 +154,7 @@ def _messages_of_turn(turn: Turn, budgets: TokenBudgets) -> list[dict[str, Any]]
     return found if found and not text else [*found, {"role": turn.role, "content": text}]
 
 
-def _answer(turn: Turn) -> dict[str, Any]:
+def _answer(turn: MessageTurn) -> dict[str, Any]:
     """Return an earlier answer of the assistant as a message."""
     if isinstance(turn.content, str):
         return {"role": "assistant", "content": turn.content}

@@ -88,7 +88,7 @@ class CalledTool(Struct):
     function: CalledFunction
 
 
-class Head(NamedTuple):
+class AnswerHead(NamedTuple):
     """The fields that an answer and all its chunks begin with."""
 
     id: str
@@ -98,7 +98,7 @@ class Head(NamedTuple):
 
 
 class HeadedAnswer(Answer):
-    """An answer that begins with the fields of `Head`."""
+    """An answer that begins with the fields of `AnswerHead`."""
 
     id: str
     created: Count

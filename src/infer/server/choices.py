@@ -27,7 +27,7 @@ from infer.server.resumption import given_to, note_of
 from infer.server.server_state import ServerState
 
 
-class Part(NamedTuple):
+class ChoicePart(NamedTuple):
     """The next pieces of the choice with index `choice`, or its end.
 
     At the end, `tail` and `tail_deltas` are the text and the reasoning that were held back.
@@ -92,21 +92,21 @@ class Choices:
             check_result(result, self._state)
         return results
 
-    async def parts(self) -> AsyncGenerator[Part, None]:
+    async def parts(self) -> AsyncGenerator[ChoicePart, None]:
         """Yield the parts of all choices when they arrive, each choice with its end.
 
         A choice that fails has no end. Its ApiError is raised when all other choices have ended.
         """
         if not self._is_answered:
             for index, result in enumerate(self._empty()):
-                yield Part(index, (), result)
+                yield ChoicePart(index, (), result)
             return
         failures = list[ApiError]()
         try:
             async with aclosing(self._read_all()) as read:
                 async for index, pieces in read:
                     try:
-                        part = Part(index, pieces) if pieces else await self._end(index)
+                        part = ChoicePart(index, pieces) if pieces else await self._end(index)
                     except ApiError as error:
                         failures.append(_of_choice(error, index))
                     else:
@@ -156,7 +156,7 @@ class Choices:
             self._call.notes.append(note_of(index, pieces))
         return index, pieces
 
-    async def _end(self, index: int) -> Part:
+    async def _end(self, index: int) -> ChoicePart:
         stream = self._streams[index]
         result = self._call.result_by_stream[stream] = await stream.result()
         check_result(result, self._state)
@@ -164,7 +164,7 @@ class Choices:
         tail = result.text[sum(len(piece.text) for piece in pieces) :]
         known, _ = assembled(delta for piece in pieces for delta in piece.deltas)
         rest = (result.reasoning or "")[len(known or "") :]
-        return Part(index, (), result, tail, (ReasoningDelta(rest),) if rest else ())
+        return ChoicePart(index, (), result, tail, (ReasoningDelta(rest),) if rest else ())
 
     def cancel(self) -> None:
         """Cancel the choices that have not ended."""

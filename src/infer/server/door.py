@@ -15,7 +15,7 @@ from infer.engine.fair_queueing import AnswerLengths
 from infer.protocols.refusals import refuse
 from infer.server.http_errors import ApiError
 from infer.server.server_settings import ServerSettings
-from infer.server.wait_forecast import Demand, Forecast, WaitRatio
+from infer.server.wait_forecast import Forecast, RemainingWork, WaitRatio
 from infer.server.waiting_line import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, WaitingLine
 
 _JITTER = 0.05
@@ -77,10 +77,10 @@ class Entry:
             if count:
                 forecast.add(self._demand(is_first), count)
 
-    def _demand(self, is_first: bool) -> Demand:
+    def _demand(self, is_first: bool) -> RemainingWork:
         arrival = self._arrival
         num_tokens = arrival.num_prompt_tokens // arrival.num_prompts if is_first else 0
-        return Demand(arrival.tenant, False, num_tokens, 0, self._door.answer_tokens(arrival))
+        return RemainingWork(arrival.tenant, False, num_tokens, 0, self._door.answer_tokens(arrival))
 
 
 @final
@@ -95,7 +95,7 @@ class Door:
         self.lengths, self.wait_ratio = AnswerLengths(), WaitRatio()
         self._clock = clock
         self._entries = set[Entry]()
-        self._submitted: list[Demand] = []  # since the engine was looked at
+        self._submitted: list[RemainingWork] = []  # since the engine was looked at
         self._seen: Forecast | None = None
         self._seen_until = -math.inf
         self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
@@ -140,7 +140,7 @@ class Door:
     def leave(self, entry: Entry) -> None:
         self._entries.discard(entry)
 
-    def note_submitted(self, demand: Demand) -> None:
+    def note_submitted(self, demand: RemainingWork) -> None:
         self._submitted.append(demand)
 
     def _check(self, arrival: Arrival, body: bytes, forecast: Forecast, wait: float) -> None:

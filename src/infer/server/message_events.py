@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple, Self, final
 from msgspec import UNSET, Struct, UnsetType
 
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCall, ToolCallDelta
-from infer.server.answer_types import Answer, Count, Head, Json
-from infer.server.choices import Part
+from infer.server.answer_types import Answer, AnswerHead, Count, Json
+from infer.server.choices import ChoicePart
 from infer.server.http_errors import ApiError
-from infer.server.replies import Shape
+from infer.server.replies import ReplyFormat
 from infer.server.sse import event
 
 _TYPE_BY_STATUS = {
@@ -105,7 +105,7 @@ def failure_event(error: ApiError) -> bytes:
 
 
 @final
-class MessageShape(Shape):
+class MessageShape(ReplyFormat):
     """The answer, whole or as events. At most one block of a stream is open at a time.
 
     `stops` are the request's stop sequences. `warnings` are about its body.
@@ -113,7 +113,9 @@ class MessageShape(Shape):
 
     last = b""
 
-    def __init__(self, head: Head, stops: frozenset[str], warnings: Sequence[str], num_prompt_tokens: int) -> None:
+    def __init__(
+        self, head: AnswerHead, stops: frozenset[str], warnings: Sequence[str], num_prompt_tokens: int
+    ) -> None:
         self._head, self._stops, self._warnings, self._num_prompt_tokens = head, stops, warnings, num_prompt_tokens
         self._index = -1  # of the open block
         self._open: str | None = None  # what it is
@@ -132,7 +134,7 @@ class MessageShape(Shape):
         usage = MessagesUsage(input_tokens=self._num_prompt_tokens, output_tokens=0)
         return [{"type": "message_start", "message": self._message([], Stop(), usage)}]
 
-    def chunks(self, part: Part) -> list[Json]:
+    def chunks(self, part: ChoicePart) -> list[Json]:
         found = self._deltas(part)
         if (result := part.result) is not None:
             if self._index < 0:
@@ -162,7 +164,7 @@ class MessageShape(Shape):
             reason = "tool_use"
         return Stop(reason, None)
 
-    def _deltas(self, part: Part) -> list[Json]:
+    def _deltas(self, part: ChoicePart) -> list[Json]:
         """Return the events of a part: reasoning first, then text, then calls."""
         found = list[Json]()
         for delta in part.deltas:

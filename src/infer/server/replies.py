@@ -1,4 +1,4 @@
-"""Answers on OpenAI's routes: whole at the end, or as a stream of chunks. A `Shape` defines their format."""
+"""Answers on OpenAI's routes: whole at the end, or as a stream of chunks. A `ReplyFormat` defines their format."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.protocols.bodies import CompletingBody
-from infer.server.answer_types import Answer, Extension, Head, Json, Usage
+from infer.server.answer_types import Answer, AnswerHead, Extension, Json, Usage
 from infer.server.asking import while_connected
 from infer.server.call import Call, call_of
-from infer.server.choices import Choices, Part
+from infer.server.choices import ChoicePart, Choices
 from infer.server.http_errors import ApiError
 from infer.server.server_state import ServerState
 from infer.server.sse import DONE, EventStream, event, failure_events
@@ -46,7 +46,7 @@ class StreamUsage(NamedTuple):
 Chunk = Answer | Json  # a dict is an event whose `type` is also its name
 
 
-class Shape(ABC):
+class ReplyFormat(ABC):
     """The format of an answer and of its stream. `last` ends a stream."""
 
     last = DONE
@@ -55,7 +55,7 @@ class Shape(ABC):
     def whole(self, results: Sequence[GenerationResult]) -> Answer: ...
 
     @abstractmethod
-    def chunks(self, part: Part) -> Sequence[Chunk]:
+    def chunks(self, part: ChoicePart) -> Sequence[Chunk]:
         """Return the chunks of a part. They may depend on the parts before it."""
 
     def opening(self) -> Sequence[Chunk]:
@@ -72,7 +72,7 @@ class Shape(ABC):
 
 
 async def reply(
-    request: Request, state: ServerState, choices: Choices, shape: Shape, *, is_streamed: bool | None
+    request: Request, state: ServerState, choices: Choices, shape: ReplyFormat, *, is_streamed: bool | None
 ) -> Response:
     call = call_of(request)
     if is_streamed:
@@ -82,12 +82,12 @@ async def reply(
     return json_response(shape.whole(results), call)
 
 
-def make_head(prefix: str, request: Request, state: ServerState) -> Head:
+def make_head(prefix: str, request: Request, state: ServerState) -> AnswerHead:
     """Return the head of an answer. Its id is the request's id, which also appears in the log."""
     call, loaded = call_of(request), state.loaded
     assert loaded is not None
     number, fingerprint = call.id.removeprefix("req-"), loaded.llm.system_fingerprint
-    return Head(prefix + number, call.created, call.model, fingerprint)
+    return AnswerHead(prefix + number, call.created, call.model, fingerprint)
 
 
 def json_response(answer: Any, call: Call | None = None, status: int = 200) -> Response:
@@ -117,7 +117,7 @@ async def score_prompts(
     return [await while_connected(request, llm.prompt_logprobs(prompt, num=num)) for prompt in prompts]
 
 
-async def _events(choices: Choices, shape: Shape, call: Call) -> AsyncGenerator[bytes, None]:
+async def _events(choices: Choices, shape: ReplyFormat, call: Call) -> AsyncGenerator[bytes, None]:
     results: dict[int, GenerationResult] = {}
     for chunk in shape.opening():
         yield _event(chunk)

@@ -14,11 +14,11 @@ from infer.protocols.chat_answers import FINISH_REASONS
 from infer.protocols.response_history import name_apart
 from infer.protocols.token_logprobs import Spelling, chat_entries, without_end
 from infer.sampling_params import SamplingParams
-from infer.server.answer_types import Answer, Count, Head, Json, extension, logprobs_of
+from infer.server.answer_types import Answer, AnswerHead, Count, Json, extension, logprobs_of
 from infer.server.call import Call
-from infer.server.choices import Part
+from infer.server.choices import ChoicePart
 from infer.server.http_errors import ApiError
-from infer.server.replies import Shape, with_warnings
+from infer.server.replies import ReplyFormat, with_warnings
 from infer.server.sse import event
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -107,7 +107,7 @@ class ResponseAnswer(Answer, kw_only=True, tag_field="object", tag="response"):
 class ResponseItems:
     """The objects of an answer. Its items are the reasoning, a message with one text, and calls, if it has them."""
 
-    def __init__(self, head: Head, body: ResponseBody, params: SamplingParams, spelling: Spelling) -> None:
+    def __init__(self, head: AnswerHead, body: ResponseBody, params: SamplingParams, spelling: Spelling) -> None:
         self._number = head.id.removeprefix("resp_")
         self._spelling = spelling
         self._namespaces = {tool.name: tool.namespace for tool in body.tools or () if tool.namespace}
@@ -173,7 +173,7 @@ class ResponseItems:
 
 
 @final
-class ResponseShape(Shape):
+class ResponseShape(ReplyFormat):
     """The answer, whole or as events with numbers.
 
     One item of a stream is open at a time. It is closed when the next item begins, or at the end of the stream.
@@ -196,7 +196,7 @@ class ResponseShape(Shape):
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=begun) for kind in kinds]
 
-    def chunks(self, part: Part) -> list[Json]:
+    def chunks(self, part: ChoicePart) -> list[Json]:
         return self._deltas(part) + ([] if part.result is None else self._end(part.result))
 
     def fail(self, error: ApiError) -> bytes:
@@ -204,7 +204,7 @@ class ResponseShape(Shape):
         failed = self._event("response.failed", response=self._items.begun(status="failed", error=told, output=[]))
         return event(msgspec.json.encode(failed), failed["type"])
 
-    def _deltas(self, part: Part) -> list[Json]:
+    def _deltas(self, part: ChoicePart) -> list[Json]:
         """Return the events of a part: reasoning first, then text, then calls."""
         found = list[Json]()
         deltas = part.deltas

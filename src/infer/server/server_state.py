@@ -21,7 +21,7 @@ from infer.server.http_errors import ApiError
 from infer.server.metrics import Metrics
 from infer.server.server_settings import ServerSettings
 from infer.server.turns import Turns
-from infer.server.wait_forecast import Demand, Forecast
+from infer.server.wait_forecast import Forecast, RemainingWork
 
 # What may change while requests are served: its type, and the most that it may be.
 CHANGEABLE: dict[str, tuple[Any, float]] = {
@@ -111,7 +111,7 @@ class ServerState:
         for each in sequences:
             tenant = each.request.tenant
             answer = min(float(each.room), lengths.expected(tenant, len(each.pieces)))
-            forecast.add(Demand(tenant, each.has_slot, max(0, each.num_pending - 1), each.num_computed, answer))
+            forecast.add(RemainingWork(tenant, each.has_slot, max(0, each.num_pending - 1), each.num_computed, answer))
         return forecast
 
     def become_ready(self, llm: "infer.AsyncLLM") -> None:

@@ -18,7 +18,7 @@ _STEP = 1.01  # by which one request changes the ratio
 _LEAST, _MOST = 0.5, 3.0
 
 
-class Demand(NamedTuple):
+class RemainingWork(NamedTuple):
     """The remaining work of one sequence, in tokens."""
 
     tenant: str
@@ -83,7 +83,7 @@ class Forecast:
         )
         return copied
 
-    def add(self, demand: Demand, count: int = 1) -> None:
+    def add(self, demand: RemainingWork, count: int = 1) -> None:
         """Count `count` sequences of this kind."""
         load = self._loads.setdefault(demand.tenant, _Load())
         seconds = self._prompt_seconds(demand.num_pending, demand.num_computed)

@@ -21,7 +21,7 @@ _MOST = 4096
 
 @final
 @dataclass(eq=False)
-class Place:
+class WaitingPlace:
     digest: bytes  # of the request's body
     service: float  # seconds that the request occupies the engine
     due: float  # when its client comes back
@@ -30,15 +30,15 @@ class Place:
 @final
 class WaitingLine:
     def __init__(self) -> None:
-        self._places: dict[Place, None] = {}  # in order
-        self._by_digest: defaultdict[bytes, list[Place]] = defaultdict(list)
+        self._places: dict[WaitingPlace, None] = {}  # in order
+        self._by_digest: defaultdict[bytes, list[WaitingPlace]] = defaultdict(list)
         self._seconds = 0.0  # the work of all places
         self._looked_at = -inf
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def find(self, body: bytes, now: float) -> Place | None:
+    def find(self, body: bytes, now: float) -> WaitingPlace | None:
         """Return the place of a client with this body that retries at its time, or None.
 
         Places of clients that did not retry at their time are removed.
@@ -51,7 +51,7 @@ class WaitingLine:
         same = self._by_digest.get(_digest(body), [])
         return next((each for each in same if each.due <= now + _EARLY_SECONDS), None)
 
-    def seconds_before(self, place: Place | None) -> float:
+    def seconds_before(self, place: WaitingPlace | None) -> float:
         """Return the seconds of work before this place. None means the end of the line."""
         if place is None:
             return self._seconds
@@ -60,12 +60,12 @@ class WaitingLine:
     def append(self, body: bytes, service: float, due: float) -> None:
         """Append a new client to the line unless the line is too long."""
         if len(self._places) < _MOST:
-            place = Place(_digest(body), service, due)
+            place = WaitingPlace(_digest(body), service, due)
             self._places[place] = None
             self._by_digest[place.digest].append(place)
             self._seconds += service
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: WaitingPlace) -> None:
         del self._places[place]
         self._by_digest[place.digest].remove(place)
         if not self._by_digest[place.digest]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from infer.errors import InvalidRequestError
-from infer.tokenizer.special_tokens import ComposedText, Piece, SpecialTexts
+from infer.tokenizer.special_tokens import ComposedText, PromptPart, SpecialTexts
 from infer.tokenizer.template_process import TemplateRefusalError, render
 
 # Hugging Face's names of a message's reasoning; the first is the one that templates read.
@@ -68,7 +68,7 @@ class ChatTemplate:
         *,
         continue_final_message: bool = False,
         **variables: Any,
-    ) -> list[Piece]:
+    ) -> list[PromptPart]:
         """Return the rendered text in pieces. Special-token text that a message wrote is in pieces that are not
         control, unless it is in our own part of a `ComposedText`.
 
@@ -82,7 +82,7 @@ class ChatTemplate:
         end = _end_of_final_message(text) if continue_final_message else len(text)
         strings = list(_strings(context))
         mark = _unused_character(text + self.source + "".join(strings))
-        pieces = [Piece(text[:end], is_control=True)]
+        pieces = [PromptPart(text[:end], is_control=True)]
         if any(map(special_texts.are_hinted_in, strings)):
             marked = self._render(_map_strings(context, lambda string: special_texts.mark(string, mark)))
             if marked.replace(mark, "") != text:

@@ -11,7 +11,7 @@ from infer.errors import UnsupportedModelError
 _MAX_SPECIAL_LENGTH = 256
 
 
-class Piece(NamedTuple):
+class PromptPart(NamedTuple):
     text: str
     is_control: bool
     """Whether special tokens in the text are the template's own."""
@@ -78,7 +78,7 @@ class SpecialTexts:
     def found_in(self, text: str) -> list[str]:
         return self._whole.findall(text)
 
-    def cut(self, marked: str, mark: str) -> list[Piece]:
+    def cut(self, marked: str, mark: str) -> list[PromptPart]:
         """Return pieces of the text without its marks, cut at the template's special tokens around a message's own."""
         parts = marked.split(mark)
         text = "".join(parts)
@@ -118,7 +118,7 @@ def _trie_pattern(texts: Sequence[str]) -> str:
     return f"{re.escape(prefix)}(?:{'|'.join(branches)}){'?' if ends_here else ''}"
 
 
-def _pieces(text: str, own_spans: list[tuple[int, int]], foreign_spans: list[tuple[int, int]]) -> Iterator[Piece]:
+def _pieces(text: str, own_spans: list[tuple[int, int]], foreign_spans: list[tuple[int, int]]) -> Iterator[PromptPart]:
     """Yield the pieces.
 
     Text around a foreign span, from the template's special token before it to the one after it, is not control.
@@ -129,8 +129,8 @@ def _pieces(text: str, own_spans: list[tuple[int, int]], foreign_spans: list[tup
     for (_, region_start), (region_end, _) in pairwise(own_borders):
         if bisect_left(foreign_starts, region_start) < bisect_left(foreign_starts, region_end):
             if start < region_start:
-                yield Piece(text[start:region_start], is_control=True)
-            yield Piece(text[region_start:region_end], is_control=False)
+                yield PromptPart(text[start:region_start], is_control=True)
+            yield PromptPart(text[region_start:region_end], is_control=False)
             start = region_end
     if start < len(text):
-        yield Piece(text[start:], is_control=True)
+        yield PromptPart(text[start:], is_control=True)

@@ -16,7 +16,7 @@ class Scanned(NamedTuple):
     is_done: bool
 
 
-class Arguments(ABC):
+class ArgumentScanner(ABC):
     """Scanner of one call's arguments.
 
     Characters that it does not read must be passed again, with the following text.
@@ -27,7 +27,7 @@ class Arguments(ABC):
 
 
 @final
-class JsonArguments(Arguments):
+class JsonArguments(ArgumentScanner):
     """A JSON object, unchanged."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class JsonArguments(Arguments):
         return Scanned(text, len(text), is_done=False)
 
 
-class _RewrittenArguments(Arguments):
+class _RewrittenArguments(ArgumentScanner):
     """Arguments of another syntax than JSON. `_found` is JSON that is not yet returned."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class GemmaArguments(_RewrittenArguments):
 
 
 @final
-class XmlArguments(Arguments):
+class XmlArguments(ArgumentScanner):
     """`before_key`, a name, `after_key`, a value, `after_value`, for each argument. Texts have no quotes."""
 
     def __init__(self, text_names: Collection[str], before_key: str, after_key: str, after_value: str) -> None:

@@ -9,7 +9,14 @@ from typing import final
 
 from infer.outputs import ReasoningDelta, ToolCallDelta
 from infer.toolcalls.answer_format import AnswerFormat, is_plain_text
-from infer.toolcalls.arguments import Arguments, GemmaArguments, JsonArguments, PythonArguments, XmlArguments, num_held
+from infer.toolcalls.arguments import (
+    ArgumentScanner,
+    GemmaArguments,
+    JsonArguments,
+    PythonArguments,
+    XmlArguments,
+    num_held,
+)
 from infer.toolcalls.channel_parser import ChannelParser
 from infer.toolcalls.formats import pattern_of
 from infer.toolcalls.parsed import MARKS, SPACES, Parsed, Parser
@@ -31,7 +38,7 @@ class AnswerParser(Parser):
 
     def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:
         super().__init__(form, id_of)
-        self._arguments: Arguments = JsonArguments()
+        self._arguments: ArgumentScanner = JsonArguments()
         self._reasons = False  # some was found
         self._calls_in_reasoning = form.calls_in_reasoning
         self._literal, self._after = "", self._name
@@ -183,7 +190,7 @@ class AnswerParser(Parser):
         self._held, self._state = rest, self._in_arguments
         return True
 
-    def _arguments_of(self, name: str) -> Arguments:
+    def _arguments_of(self, name: str) -> ArgumentScanner:
         assert self._form.calls is not None
         form = self._form.calls.form
         match form.syntax:

@@ -38,7 +38,7 @@ _APPLICATORS = frozenset(
 )
 
 
-class Step(NamedTuple):
+class SchemaStep(NamedTuple):
     """One step into a schema: `holder[key]` is a word of a schema, or a schema in a word's object or list."""
 
     holder: Any
@@ -58,9 +58,9 @@ class Step(NamedTuple):
         )
 
 
-def steps_to(schema: Schema, pointer: str) -> list[Step]:
+def steps_to(schema: Schema, pointer: str) -> list[SchemaStep]:
     """Return the steps to a place, or to the deepest place on the way that exists."""
-    found, word = list[Step](), ""
+    found, word = list[SchemaStep](), ""
     value: Any = schema
     for token in pointer.split("/")[1:]:
         key: str | int = token.replace("~1", "/").replace("~0", "~")
@@ -69,14 +69,14 @@ def steps_to(schema: Schema, pointer: str) -> list[Step]:
         elif not isinstance(value, dict) or key not in value:
             break
         is_word = not word
-        found.append(Step(value, key, word or str(key), is_word))
+        found.append(SchemaStep(value, key, word or str(key), is_word))
         value = found[-1].value
         opens = is_word and ((key in _MAPS and isinstance(value, dict)) or (key in _LISTS and isinstance(value, list)))
         word = str(key) if opens else ""
     return found
 
 
-def pointer_of(steps: Sequence[Step]) -> str:
+def pointer_of(steps: Sequence[SchemaStep]) -> str:
     return "".join("/" + str(step.key).replace("~", "~0").replace("/", "~1") for step in steps)
 
 
@@ -93,7 +93,7 @@ def cut(schema: Schema, pointers: Sequence[str], value: Schema | None = None) ->
     """
     ways = [_until_negative(steps_to(schema, pointer)) for pointer in pointers]
     found = [pointer_of(steps) for steps in ways]
-    others = list[list[Step]]()
+    others = list[list[SchemaStep]]()
     if any(steps and _may_hide(steps) for steps in ways):
         others += _unevaluated_in(schema)
     if any(steps and steps[0].word in _DEFINITIONS for steps in [*ways, *others]):
@@ -119,59 +119,59 @@ def drop_property(schema: Schema, pointer: str) -> None:
         owner["required"] = [name for name in owner["required"] if name != steps[-1].key]
 
 
-def _schemas_with_steps(schema: Any) -> Iterator[tuple[list[Step], Schema]]:
-    pending: list[tuple[list[Step], Any]] = [([], schema)]
+def _schemas_with_steps(schema: Any) -> Iterator[tuple[list[SchemaStep], Schema]]:
+    pending: list[tuple[list[SchemaStep], Any]] = [([], schema)]
     while pending:
         steps, node = pending.pop()
         if not isinstance(node, dict):
             continue
         yield steps, node
         for word, value in node.items():
-            way = [*steps, Step(node, word, word, True)]
+            way = [*steps, SchemaStep(node, word, word, True)]
             if word in _MAPS and isinstance(value, dict):
-                pending += [([*way, Step(value, name, word, False)], each) for name, each in value.items()]
+                pending += [([*way, SchemaStep(value, name, word, False)], each) for name, each in value.items()]
             elif word in _LISTS and isinstance(value, list):
-                pending += [([*way, Step(value, index, word, False)], each) for index, each in enumerate(value)]
+                pending += [([*way, SchemaStep(value, index, word, False)], each) for index, each in enumerate(value)]
             elif word in _SINGLE:
                 pending.append((way, value))
 
 
-def _until_negative(steps: list[Step]) -> list[Step]:
+def _until_negative(steps: list[SchemaStep]) -> list[SchemaStep]:
     """Return the steps to the word to remove: the first one that forbids more when it asserts less, or the last."""
     negative = next((index for index, step in enumerate(steps) if step.is_negative), len(steps))
     return steps[: negative + 1]
 
 
-def _may_hide(steps: Sequence[Step]) -> bool:
+def _may_hide(steps: Sequence[SchemaStep]) -> bool:
     """Return True if fewer properties or items may count as evaluated after this cut."""
     last = steps[-1]
     return not last.is_word or last.word in _APPLICATORS or steps[0].word in _DEFINITIONS
 
 
-def _unevaluated_in(schema: Schema) -> list[list[Step]]:
+def _unevaluated_in(schema: Schema) -> list[list[SchemaStep]]:
     return [
-        [*steps, Step(node, word, word, True)]
+        [*steps, SchemaStep(node, word, word, True)]
         for steps, node in _schemas_with_steps(schema)
         for word in _UNEVALUATED
         if word in node
     ]
 
 
-def _with_references_in(schema: Schema) -> list[list[Step]]:
+def _with_references_in(schema: Schema) -> list[list[SchemaStep]]:
     """Return the words that may forbid more when a definition asserts less, and the branches of such choices."""
-    found = list[list[Step]]()
+    found = list[list[SchemaStep]]()
     for steps, node in _schemas_with_steps(schema):
         for word in ("not", "if", "contains", "oneOf"):
-            step = Step(node, word, word, True)
+            step = SchemaStep(node, word, word, True)
             if word not in node or not (step.is_negative or word == "oneOf") or '"$ref"' not in json.dumps(node[word]):
                 continue
             found.append([*steps, step])
             if word == "oneOf":
-                found[-1].append(Step({"": None}, "", "", True))  # nothing more is cut than the choice itself
+                found[-1].append(SchemaStep({"": None}, "", "", True))  # nothing more is cut than the choice itself
     return found
 
 
-def _cut_at(schema: Schema, steps: Sequence[Step], value: Schema | None) -> None:
+def _cut_at(schema: Schema, steps: Sequence[SchemaStep], value: Schema | None) -> None:
     step = steps[-1]
     if step.is_word and step.word == "oneOf":
         _take_any(step.holder)

@@ -36,7 +36,7 @@ SPLIT_TOKENS = 16  # a step of no more has programs for chunks
 SPLIT_PROGRAMS = 32  # of a token and kv head at most: each takes every so manyth chunk
 
 
-class Parts(NamedTuple):
+class ChunkParts(NamedTuple):
     """Results of chunks, [tokens, heads, chunks]: the largest score, the sum of weights, the values times weights."""
 
     largests: Any
@@ -68,7 +68,7 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     chunks = triton.cdiv(pages.table.shape[1] * pages.page_tokens, CHUNK.value)
     is_split = num_tokens <= SPLIT_TOKENS and chunks > 1
     out = torch.empty_like(near)
-    parts = _parts(near, chunks, arrivals) if is_split else Parts(out, out, out, chunks, arrivals)
+    parts = _parts(near, chunks, arrivals) if is_split else ChunkParts(out, out, out, chunks, arrivals)
     left = room_for(out, planes)
     to, leaves = (Quantized(out, out, out), 0) if left is None else (left.in_bytes(), planes)
     softcap = {"softcap": heads.softcap or 1.0, "HAS_SOFTCAP": heads.softcap is not None}
@@ -101,10 +101,10 @@ def _kind(norm: Norm | None, dim: int) -> int:
     return int(kind.value)
 
 
-def _parts(near: Tensor, chunks: int, arrivals: Tensor) -> Parts:
+def _parts(near: Tensor, chunks: int, arrivals: Tensor) -> ChunkParts:
     shape = (*near.shape[:2], chunks)
     largests, sums = (torch.empty(shape, device=near.device) for _ in range(2))
-    return Parts(largests, sums, torch.empty(*shape, near.shape[2], device=near.device), chunks, arrivals)
+    return ChunkParts(largests, sums, torch.empty(*shape, near.shape[2], device=near.device), chunks, arrivals)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

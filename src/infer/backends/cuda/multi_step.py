@@ -13,7 +13,7 @@ from torch import Tensor
 from infer.backends.base import Generated
 from infer.backends.cuda.graphs import Event, Graphs, Recording
 from infer.backends.cuda.sampling.after_sampling import HEADER, advance_rows
-from infer.backends.cuda.sampling.recorded_sampler import Arguments, RecordedSampler
+from infer.backends.cuda.sampling.recorded_sampler import RecordedSampler, SamplerArguments
 from infer.backends.cuda.step_inputs import aligned_parts
 from infer.backends.device_steps import IS_STOPPED, NUM_GENERATED, NUM_STOP_IDS, DeviceSteps, Header
 from infer.operands.step import Interrupt, Masks, Step
@@ -123,7 +123,7 @@ class MultiStep:
         self._control.zero_()
         self._control[IS_STOPPED] = 1
 
-    def _sample(self, step: Step, logits: Tensor, arguments: Arguments) -> Tensor:
+    def _sample(self, step: Step, logits: Tensor, arguments: SamplerArguments) -> Tensor:
         num_rows = len(arguments.columns)
         sampled = arguments.choose(logits[:num_rows], step.positions[:num_rows] + 1)
         arguments.launch_after(

@@ -14,7 +14,7 @@ from torch import Tensor
 from infer.backends.cuda.graphs import Graphs, Recording
 from infer.backends.cuda.sampling.after_sampling import accept_rows
 from infer.backends.cuda.sampling.kernel_arguments import Lines
-from infer.backends.cuda.sampling.recorded_sampler import Arguments, RecordedSampler
+from infer.backends.cuda.sampling.recorded_sampler import RecordedSampler, SamplerArguments
 from infer.backends.cuda.step_inputs import aligned_parts
 from infer.operands.step import Chunk, Masks
 from infer.outputs import TokenLogprob
@@ -104,7 +104,7 @@ class Verifier:
             logits, columns, history, masks, records, self._on_device, self._on_device.zero_, self._sample
         )  # without a line, no row is changed
 
-    def _sample(self, logits: Tensor, arguments: Arguments) -> Tensor:
+    def _sample(self, logits: Tensor, arguments: SamplerArguments) -> Tensor:
         words = _Words(*(each[: len(logits)] for each in self._words))
         sampled = arguments.choose(logits, words.positions, Lines(words.rows, words.entries, words.drafts))
         arguments.launch_after(

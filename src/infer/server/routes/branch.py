@@ -17,20 +17,20 @@ from infer.protocols.chat_answers import delta_fields, reasoning_and_calls
 from infer.protocols.chat_messages import complete_chat
 from infer.protocols.refusals import refuse
 from infer.server.answer_types import (
+    AnswerHead,
     Bytes,
     CalledTool,
     ChatFinishReason,
     Count,
-    Head,
     HeadedAnswer,
     Json,
     StopReason,
     Usage,
     token_columns,
 )
-from infer.server.choices import Part, accept
+from infer.server.choices import ChoicePart, accept
 from infer.server.endpoint import post
-from infer.server.replies import Shape, make_head, reply
+from infer.server.replies import ReplyFormat, make_head, reply
 from infer.server.routes.one_answer import OneAnswerBody, ask_one, end_of
 from infer.server.routes.served_models import answer_any_model
 from infer.server.routes.tokens import TokenId
@@ -94,10 +94,10 @@ class BranchChunk(BranchFields, kw_only=True, tag_field="object", tag="branch.ch
 
 
 @final
-class BranchShape(Shape):
+class BranchShape(ReplyFormat):
     """The text and the tokens of the whole branch; `num_given` of its tokens were not sampled."""
 
-    def __init__(self, head: Head, num_given: int, spelling: Sequence[bytes]) -> None:
+    def __init__(self, head: AnswerHead, num_given: int, spelling: Sequence[bytes]) -> None:
         self._fields = head._asdict() | {"num_given": num_given}
         self._spelling = spelling
 
@@ -112,7 +112,7 @@ class BranchShape(Shape):
             **end_of(result),
         )
 
-    def chunks(self, part: Part) -> list[BranchChunk]:
+    def chunks(self, part: ChoicePart) -> list[BranchChunk]:
         columns = token_columns(part.pieces, self._spelling)
         end = {} if part.result is None else end_of(part.result)
         return [BranchChunk(**self._fields, text=part.text, **delta_fields(part.deltas), **columns, **end)]

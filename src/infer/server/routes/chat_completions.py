@@ -15,11 +15,11 @@ from infer.protocols.chat_answers import delta_fields, finish_reason_of, message
 from infer.protocols.chat_messages import complete_chat
 from infer.protocols.token_logprobs import Spelling, chat_entries, without_end
 from infer.server.answer_types import (
+    AnswerHead,
     Bytes,
     CalledTool,
     ChatFinishReason,
     Count,
-    Head,
     HeadedAnswer,
     Json,
     Usage,
@@ -29,9 +29,9 @@ from infer.server.answer_types import (
     token_columns,
     usage_of,
 )
-from infer.server.choices import Part, accept
+from infer.server.choices import ChoicePart, accept
 from infer.server.endpoint import get, post
-from infer.server.replies import Scores, Shape, StreamUsage, json_response, make_head, reply, score_prompts
+from infer.server.replies import ReplyFormat, Scores, StreamUsage, json_response, make_head, reply, score_prompts
 from infer.server.routes.served_models import answer_any_model
 from infer.server.server_state import ServerState
 
@@ -113,10 +113,10 @@ class StoredChats(Struct, tag_field="object", tag="list"):
 
 
 @final
-class ChatShape(Shape):
+class ChatShape(ReplyFormat):
     def __init__(
         self,
-        head: Head,
+        head: AnswerHead,
         body: ChatBody,
         spelling: Spelling,
         prompt_ids: Sequence[int],
@@ -149,7 +149,7 @@ class ChatShape(Shape):
             setattr(chunks[0], name, value)
         return chunks
 
-    def chunks(self, part: Part) -> list[ChatChunk]:
+    def chunks(self, part: ChoicePart) -> list[ChatChunk]:
         self._num_tokens += len(part.pieces)
         delta = delta_fields(part.deltas) | ({"content": part.text} if part.text else {})
         if part.result is not None:

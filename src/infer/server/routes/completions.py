@@ -19,10 +19,10 @@ from infer.protocols.refusals import refuse
 from infer.protocols.token_logprobs import Spelling, completion_columns
 from infer.protocols.unknown_fields import Reading
 from infer.server.answer_types import (
+    AnswerHead,
     Bytes,
     Count,
     FinishReason,
-    Head,
     HeadedAnswer,
     Json,
     Usage,
@@ -33,9 +33,9 @@ from infer.server.answer_types import (
     usage_of,
 )
 from infer.server.call import call_of
-from infer.server.choices import Part, accept
+from infer.server.choices import ChoicePart, accept
 from infer.server.endpoint import post
-from infer.server.replies import Scores, Shape, StreamUsage, make_head, reply, score_prompts
+from infer.server.replies import ReplyFormat, Scores, StreamUsage, make_head, reply, score_prompts
 from infer.server.routes.served_models import answer_any_model
 from infer.server.routes.tokens import prepared
 from infer.server.server_state import ServerState
@@ -122,10 +122,10 @@ class Prompt(NamedTuple):
 
 
 @final
-class CompletionShape(Shape):
+class CompletionShape(ReplyFormat):
     def __init__(
         self,
-        head: Head,
+        head: AnswerHead,
         body: CompletionBody,
         tokenizer: "infer.Tokenizer",
         prompts: Sequence[Prompt],
@@ -157,7 +157,7 @@ class CompletionShape(Shape):
             return []
         return [self._chunk(self._begun(index)) for index in range(len(self._openings) * self._num_choices)]
 
-    def chunks(self, part: Part) -> list[Completion]:
+    def chunks(self, part: ChoicePart) -> list[Completion]:
         self._num_tokens += len(part.pieces)
         if part.result is not None:
             reason = FINISH_REASONS[part.result.finish_reason]

@@ -36,7 +36,7 @@ def seconds_of(kernel: Kernel) -> float:
     return next((seconds for start, seconds in _SECONDS if kernel.label.startswith(start)), 0.3)
 
 
-class Answer(NamedTuple):
+class CompiledObject(NamedTuple):
     symbol: str
     object_code: bytes
 
@@ -52,7 +52,7 @@ class Compilation:
         self._waiting = sorted(
             kernels, key=lambda kernel: (not kernel.maker.startswith(".threads."), -seconds_of(kernel))
         )
-        self._answers: dict[str, Answer | None] = {}  # by file name; None: it could not be compiled
+        self._answers: dict[str, CompiledObject | None] = {}  # by file name; None: it could not be compiled
         self._changed = threading.Condition()
         self._children: list[subprocess.Popen[bytes]] = []
         self._is_closed = False
@@ -68,7 +68,7 @@ class Compilation:
         for thread in self._threads:
             thread.start()
 
-    def take(self, file_name: str) -> Answer | None:
+    def take(self, file_name: str) -> CompiledObject | None:
         """Wait for the object code and return it; None if it was not requested or could not be made."""
         if file_name not in self.file_names or self._owner != os.getpid():
             return None
@@ -171,7 +171,7 @@ def _end(child: subprocess.Popen[bytes] | None) -> None:
         child.wait()
 
 
-def _ask(child: subprocess.Popen[bytes], kernel: Kernel) -> Answer | None:
+def _ask(child: subprocess.Popen[bytes], kernel: Kernel) -> CompiledObject | None:
     assert child.stdin is not None
     assert child.stdout is not None
     child.stdin.write(json.dumps([kernel.maker, kernel.variant, kernel.record]).encode() + b"\n")
@@ -180,7 +180,7 @@ def _ask(child: subprocess.Popen[bytes], kernel: Kernel) -> Answer | None:
     if not line:
         raise EOFError
     answer: dict[str, Any] = json.loads(line)
-    return None if answer["size"] < 0 else Answer(answer["symbol"], _read(child.stdout, answer["size"]))
+    return None if answer["size"] < 0 else CompiledObject(answer["symbol"], _read(child.stdout, answer["size"]))
 
 
 def _read(file: IO[bytes], size: int) -> bytes:

@@ -22,7 +22,7 @@ from numba.np.numpy_support import from_dtype
 from infer.backends.cpu.simd import I8, I64, Value, constant, multiply, operation
 
 
-class Field(NamedTuple):
+class RecordField(NamedTuple):
     offset: int
     type: types.Type
     is_array: bool  # that lies in the record
@@ -43,11 +43,11 @@ def _offsets(record: np.dtype) -> list[tuple[str, int]]:
     return [(name, int(field[1])) for name, field in record.fields.items()]
 
 
-def _field(type_: np.dtype, offset: int) -> Field:
+def _field(type_: np.dtype, offset: int) -> RecordField:
     if type_.subdtype is not None:
-        return Field(offset, _pointer(type_.base), True)
+        return RecordField(offset, _pointer(type_.base), True)
     element = None if type_.metadata is None else type_.metadata["element"]
-    return Field(offset, from_dtype(type_) if element is None else _pointer(element), False)
+    return RecordField(offset, from_dtype(type_) if element is None else _pointer(element), False)
 
 
 def _pointer(element: np.dtype) -> types.Type:
@@ -69,7 +69,7 @@ class _Attributes(AttributeTemplate):  # type: ignore[misc]
         return None if field is None else field.type
 
 
-def _place(b: Builder, context: Any, record: Value, field: Field) -> Value:
+def _place(b: Builder, context: Any, record: Value, field: RecordField) -> Value:
     kind = field.type if field.is_array else types.CPointer(field.type)
     return b.bitcast(b.gep(record, [constant(I64, field.offset)]), context.get_value_type(kind))
 

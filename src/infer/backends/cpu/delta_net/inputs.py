@@ -35,7 +35,7 @@ def _prefetch(b: Builder, where: Value) -> None:
     prefetch(b, where, 4 * LANES)
 
 
-class Tokens(NamedTuple):
+class PageTokens(NamedTuple):
     """Tokens of one row that follow each other in a step, and lie in one page."""
 
     first: int  # number in the step

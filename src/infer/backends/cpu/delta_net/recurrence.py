@@ -15,7 +15,7 @@ from numba import njit
 
 from infer.backends.cpu.activations import inverse_rms, quantize_block, quantized_size, record_address
 from infer.backends.cpu.delta_net.inputs import (
-    Tokens,
+    PageTokens,
     column,
     convolve,
     page_of,
@@ -91,7 +91,7 @@ def _mix_run(args, state, token, count, key_head, scratch):
         index, place = position // page_tokens, position % page_tokens
         some = min(page_tokens - place, count - done)
         page = page_of(args, row, index)
-        tokens = Tokens(token + done, some, row, position, done, page, place)
+        tokens = PageTokens(token + done, some, row, position, done, page, place)
         if place == 0:
             _begin_page(args, tokens, index, key_head, arrays)
         store_keys_and_queries(args, tokens, key_head, arrays.keys_queries)

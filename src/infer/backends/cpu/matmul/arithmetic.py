@@ -25,7 +25,7 @@ _Sums = dict[tuple[int, ...], list[Value]]  # the registers of a sum, by group a
 
 @final
 @dataclass(frozen=True)
-class Activations:
+class ActivationRecord:
     """A record of some columns' activations, as `dots` reads it. `vector_tiles` describes its contents."""
 
     b: Builder
@@ -102,7 +102,7 @@ class Arithmetic(ABC):
         return 0 if self.is_signed and layout.largest > 127 else layout.offset
 
     @abstractmethod
-    def dots(self, activations: Activations, quads: list[Quads]) -> Dots:
+    def dots(self, activations: ActivationRecord, quads: list[Quads]) -> Dots:
         """Return Σ q A less the offset of q, of each group's quads × each column of activations."""
 
     def look_up(self, b: Builder, codes: Value, table: Sequence[int]) -> Value:
@@ -145,7 +145,7 @@ class Chained(Arithmetic):
     def dot4(self, b: Builder, total: Value, weights: Value, four: Value) -> Value:
         """Return total[lane] + Σ weights[4 lane + i] × four[i]. `four` is one i32."""
 
-    def dots(self, activations: Activations, quads: list[Quads]) -> Dots:
+    def dots(self, activations: ActivationRecord, quads: list[Quads]) -> Dots:
         b, parts = activations.b, activations.layout.parts
         weights = [[of_group(quad) for quad in range(8)] for of_group in quads]
         totals: Dots = [[[constant(I32X16, 0)] * parts for _ in activations.columns] for _ in quads]
@@ -179,14 +179,14 @@ class Apart(Arithmetic):
     """
 
     @abstractmethod
-    def factor(self, activations: Activations, column: int, plane: int, quad: int) -> Value:
+    def factor(self, activations: ActivationRecord, column: int, plane: int, quad: int) -> Value:
         """Return a column's activations that are multiplied with a quad, for every lane of a register."""
 
     @abstractmethod
     def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
         """Return the same as `Chained.dot4`, for registers."""
 
-    def dots(self, activations: Activations, quads: list[Quads]) -> Dots:
+    def dots(self, activations: ActivationRecord, quads: list[Quads]) -> Dots:
         b, sums, size = activations.b, _Sums(), 8 // activations.layout.parts
         zeros = split(b, constant(I32X16, 0), self.width)
         for quad in sorted(range(8), key=lambda quad: (quad // size, quad % 4)):
@@ -211,7 +211,7 @@ class Apart(Arithmetic):
 class Vnni256(Apart):
     width, shuffle = 32, "x86.avx2.pshuf.b"
 
-    def factor(self, activations: Activations, column: int, plane: int, quad: int) -> Value:
+    def factor(self, activations: ActivationRecord, column: int, plane: int, quad: int) -> Value:
         return split(activations.b, simd.splat(activations.b, activations.four(column, plane, quad)), self.width)[0]
 
     def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
@@ -224,7 +224,7 @@ class Neon(Apart):
 
     width, shuffle, is_signed = 16, "aarch64.neon.tbl1.v16i8", True
 
-    def factor(self, activations: Activations, column: int, plane: int, quad: int) -> Value:
+    def factor(self, activations: ActivationRecord, column: int, plane: int, quad: int) -> Value:
         return activations.four_of_lane(column, plane, quad)
 
     def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
@@ -242,7 +242,7 @@ class I8mm(Arithmetic):
 
     width, shuffle = 16, "aarch64.neon.tbl1.v16i8"
 
-    def dots(self, activations: Activations, quads: list[Quads]) -> Dots:
+    def dots(self, activations: ActivationRecord, quads: list[Quads]) -> Dots:
         b, sums, size = activations.b, _Sums(), 8 // activations.layout.parts
         zeros = split(b, constant(I32X16, 0), self.width)
         for half in sorted(range(8), key=lambda half: (half // size, half % 4)):
@@ -286,7 +286,7 @@ class Words(Arithmetic):
     multiply_words: str
     register: str  # inline assembly's letter for it
 
-    def dots(self, activations: Activations, quads: list[Quads]) -> Dots:
+    def dots(self, activations: ActivationRecord, quads: list[Quads]) -> Dots:
         emit = self._of_words if activations.form > WORDS else self._of_bytes
         size = 8 // activations.layout.parts
         parts = [emit(activations, quads, range(first, first + size)) for first in range(0, 8, size)]
@@ -295,7 +295,7 @@ class Words(Arithmetic):
         )
         return activations.less_offset(dots, self.offset(activations.layout))
 
-    def _of_bytes(self, activations: Activations, quads: list[Quads], part: range) -> _Sums:
+    def _of_bytes(self, activations: ActivationRecord, quads: list[Quads], part: range) -> _Sums:
         b, totals, sums = activations.b, _Sums(), _Sums()
         num_added = min(len(part), 32767 // (256 * activations.layout.largest))  # quads
         at_once = 2 if num_added == 2 else 1  # so that a column's words need not wait for the other columns'
@@ -318,7 +318,7 @@ class Words(Arithmetic):
                         self._add(b, totals, (group, column), wide)
         return totals
 
-    def _of_words(self, activations: Activations, quads: list[Quads], part: range) -> _Sums:
+    def _of_words(self, activations: ActivationRecord, quads: list[Quads], part: range) -> _Sums:
         b, sums = activations.b, _Sums()
         for quad in part:
             weights = [split(b, of_group(quad), self.width, I16) for of_group in quads]

@@ -22,7 +22,7 @@ from numba.core import cgutils
 from infer.backends.cpu import simd
 from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, QUADS_BYTES, Layout
-from infer.backends.cpu.matmul.arithmetic import Activations
+from infer.backends.cpu.matmul.arithmetic import ActivationRecord
 from infer.backends.cpu.matmul.vector_tiles import add_record
 from infer.backends.cpu.simd import F32X16, I8, I32X16, I64, Value, address, constant, load, operation, store
 from infer.backends.cpu.weights.unpacking import Emitter, PackedRecords, alternate
@@ -173,7 +173,7 @@ class MatrixTile:
         """Return emitters that add a record's products to the running sums of each token and group."""
         b = self.b
         sums, inputs = self.sums_at(index), b.add(self.activations, b.mul(index, self.stride))
-        activations = Activations(b, self.layout, self.planes, range(self.tokens), inputs)
+        activations = ActivationRecord(b, self.layout, self.planes, range(self.tokens), inputs)
         vectors = [self.scales(group, index) for group in range(GROUPS)]
 
         def one(token: int, group: int) -> None:

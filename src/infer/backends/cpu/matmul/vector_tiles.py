@@ -23,7 +23,7 @@ from numba.core import cgutils
 from infer.backends.cpu import simd
 from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import SCALE_AT, UNIT, Layout
-from infer.backends.cpu.matmul.arithmetic import Activations, arithmetic_of
+from infer.backends.cpu.matmul.arithmetic import ActivationRecord, arithmetic_of
 from infer.backends.cpu.simd import F32, F32X16, I16X16, I32, I64, Value, constant, load
 from infer.backends.cpu.weights.unpacking import PackedRecords
 from infer.backends.cpu.weights.weight_streams import bytes_ahead
@@ -56,7 +56,10 @@ def emit_block_tile(
         with cgutils.for_range(b, constant(I64, per_super)) as inner:
             within = simd.offset(b, b.mul(inner.index, constant(I64, layout.record_bytes)), layout.super_header)
             at = b.add(activations, b.mul(b.add(first, inner.index), stride))
-            inputs, places = Activations(b, layout, form, range(columns), at), [b.add(base, within) for base in bases]
+            inputs, places = (
+                ActivationRecord(b, layout, form, range(columns), at),
+                [b.add(base, within) for base in bases],
+            )
             for where in places:
                 records.prefetch(where, bytes_ahead(len(weights), columns))
             dots = arithmetic.dots(inputs, [records.quads(where) for where in places])
@@ -68,7 +71,12 @@ def emit_block_tile(
 
 
 def add_record(
-    activations: Activations, column: int, total: Value, dots: list[Value], scales: list[Value], minima: list[Value]
+    activations: ActivationRecord,
+    column: int,
+    total: Value,
+    dots: list[Value],
+    scales: list[Value],
+    minima: list[Value],
 ) -> Value:
     """Return total + d s Σ q A + m s ΣA, of the whole record or of each half."""
     b = activations.b

@@ -49,7 +49,7 @@ class Found(NamedTuple):
     ends: Any
 
 
-class Parts(NamedTuple):
+class BlockParts(NamedTuple):
     """Results of a block, [lines, blocks]: the sum of weights, the count of likelier tokens, and the likeliest ones."""
 
     totals: Any

@@ -16,7 +16,7 @@ from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
 
-class Arguments(NamedTuple):
+class SamplerArguments(NamedTuple):
     """Arguments of a sampler beside its logits and positions. A recording reads them at the same addresses."""
 
     columns: SamplingColumns
@@ -57,7 +57,7 @@ class RecordedSampler:
         records: Records | None,
         control: Tensor,
         idle: Callable[[], object],
-        sample: Callable[[Tensor, Arguments], Tensor],
+        sample: Callable[[Tensor, SamplerArguments], Tensor],
     ) -> Recording:
         """Return the recording of `sample`, which reads and writes `control` as well.
 
@@ -71,7 +71,7 @@ class RecordedSampler:
             self._recordings, self._made_of = {}, made_of
         if logits.data_ptr() not in self._recordings:
             idle()
-            work = partial(sample, logits, Arguments(columns, history, allowed, records))
+            work = partial(sample, logits, SamplerArguments(columns, history, allowed, records))
             self._recordings[logits.data_ptr()] = self._graphs.record(work)
         return self._recordings[logits.data_ptr()]
 

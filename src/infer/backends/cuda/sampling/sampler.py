@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infer.backends.cuda.sampling.filters import choose_filtered, weigh_blocks
 from infer.backends.cuda.sampling.kernel_arguments import Batch, Lines, make_batch
-from infer.backends.cuda.sampling.logprobs import Found, Parts, Records, join_scores, weigh_scores
+from infer.backends.cuda.sampling.logprobs import BlockParts, Found, Records, join_scores, weigh_scores
 from infer.backends.cuda.sampling.unfiltered import choose_plain, score_blocks
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
@@ -119,7 +119,7 @@ def _record_logprobs(
     totals = torch.empty(shape, dtype=torch.int64, device=device)
     ahead = torch.empty(shape, dtype=torch.int32, device=device)
     keys, ids = (torch.empty(*shape, records.most, dtype=torch.int32, device=device) for _ in range(2))
-    parts, constants = Parts(totals, ahead, keys, ids), constants | {"MOST": records.most}
+    parts, constants = BlockParts(totals, ahead, keys, ids), constants | {"MOST": records.most}
     weigh_scores[num_blocks, num_lines](batch, found, parts, num_blocks, **constants, num_warps=8, **EXACT)
     join_scores[(num_lines,)](
         batch, found, parts, records.words, records.done, num_blocks, **constants, num_warps=4, **EXACT

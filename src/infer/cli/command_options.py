@@ -246,6 +246,26 @@ class ClassifyOptions(LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class QualityOptions(ModelArgument, LoadOptions):
+    """The options of a command that lets models predict a text."""
+
+    text: Path = option("-f", "--text", default="-", type=FILE, metavar="FILE", show_default=False,
+                        help="The text.  [default: stdin]")
+    context: int = option(type=click.IntRange(4), default=512, help="Tokens of a window; its second half is predicted.")
+    as_json: bool = option("--json", help="One JSON object on stdout instead of a table.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityOptions(QualityOptions):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(QualityOptions):
+    reference: str = argument()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChatOptions(ModelArgument, SamplingOptions, LoadOptions):
     system: str | None = option(metavar="TEXT", help="A system message to begin with.")
     plain: bool = option(help="Answers without styles for their Markdown.")

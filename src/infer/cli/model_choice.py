@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import click
 
-from infer.cli.command_options import BenchOptions, ChatOptions
+from infer.cli.command_options import BenchOptions, ChatOptions, CompareOptions, PerplexityOptions
 from infer.cli.sampling_options import is_given
 from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.cli.terminal import columns_of_rows, note
 from infer.errors import InferError, InvalidRequestError
 
-Options = TypeVar("Options", BenchOptions, ChatOptions, DeployOptions, ServeOptions)
+Options = TypeVar("Options", BenchOptions, ChatOptions, CompareOptions, DeployOptions, PerplexityOptions, ServeOptions)
 _MOST_LISTED = 20
 
 

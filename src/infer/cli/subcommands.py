@@ -15,12 +15,14 @@ from infer.cli.command_options import (
     BenchOptions,
     ChatOptions,
     ClassifyOptions,
+    CompareOptions,
     CompileOptions,
     EmbedOptions,
     EstimateOptions,
     ExplainOptions,
     GenerateOptions,
     ModelsOptions,
+    PerplexityOptions,
     ReplayOptions,
     RerankOptions,
     TraceOptions,
@@ -175,6 +177,39 @@ def classify(context: click.Context, options: ClassifyOptions) -> None:
     from infer.cli.classify_command import run_classify
 
     run_classify(model, texts, options)
+
+
+@infer.command()
+@takes_options(PerplexityOptions)
+def perplexity(context: click.Context, options: PerplexityOptions) -> None:
+    """Measure how well a MODEL predicts a text, as llama.cpp does."""
+    options = take_named(context, options)
+    check_options(options, [])
+    from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text
+    from infer.cli.quality_commands import run_perplexity
+
+    text = read_text(options.text, "the text", MAX_PROMPTS_BYTES)
+    run_perplexity(load_model(options), text, options)
+
+
+@infer.command()
+@takes_options(CompareOptions)
+def compare(context: click.Context, options: CompareOptions) -> None:
+    """Measure how far the predictions of a MODEL are from those of a REFERENCE, over a text.
+
+    Without MODEL, the reference itself with the options given. The reference has no options but its files' own.
+    """
+    options = take_named(context, options)
+    if not (options.named or is_given(context, "model")):
+        options = replace(options, model=options.reference)
+    from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text
+    from infer.cli.quality_commands import reference_options, run_compare
+
+    plain = reference_options(context, options)
+    check_options(plain, [])
+    check_options(options, [])
+    text = read_text(options.text, "the text", MAX_PROMPTS_BYTES)
+    run_compare(load_model(plain), load_model(options), text, options)
 
 
 @infer.command()

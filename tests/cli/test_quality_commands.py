@@ -1,0 +1,155 @@
+"""`infer perplexity` and `infer compare`: the measures are those of `transformers`' logits by their definitions."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import AutoModelForCausalLM
+
+from classifier_model import make_classifier
+from infer import LLM
+from infer.bench.text_quality import measure_divergence, measure_perplexity
+from infer.cli import main
+from test_session import make_model
+
+CONTEXT = 32
+TEXT = "".join(chr(32 + (7 * index * index + index) % 90) for index in range(40 * CONTEXT)) + "the rest"
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "one")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@torch.inference_mode()
+def losses_of(folder: Path, windows: list[list[int]]) -> torch.Tensor:
+    """Return the losses of the second half of each window by `transformers`."""
+    model, half = AutoModelForCausalLM.from_pretrained(folder).eval(), CONTEXT // 2
+    found = []
+    for window in windows:
+        logits = model(torch.tensor([window])).logits[0].double()
+        found.append(cross_entropy(logits[half:-1], torch.tensor(window[half + 1 :]), reduction="none"))
+    return torch.cat(found)
+
+
+def windows_of(llm: LLM) -> list[list[int]]:
+    ids = llm.tokenizer.encode(TEXT)
+    return [ids[start : start + CONTEXT] for start in range(0, len(ids) // CONTEXT * CONTEXT, CONTEXT)]
+
+
+def test_perplexity_is_that_of_transformers(folder: Path, file: Path, capsys: Capture) -> None:
+    with LLM(folder, kv_type="f32") as llm:
+        windows = windows_of(llm)
+    losses = losses_of(folder, windows)
+    asked = ["perplexity", str(folder), "-f", str(file), "--context", str(CONTEXT), "--kv-type", "f32"]
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    expected = math.exp(losses.mean())
+    error = expected * float(losses.std()) / math.sqrt(len(losses))
+    assert found["perplexity"] == pytest.approx(expected, rel=1e-5)
+    assert found["standard_error"] == pytest.approx(error, rel=1e-4)
+    assert (found["num_tokens"], found["num_windows"]) == (len(losses), len(windows))
+    assert len(losses) == len(windows) * (CONTEXT // 2 - 1)
+    assert main(asked) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"perplexity  {found['perplexity']:.4f} ± {found['standard_error']:.4f}"
+    assert second.startswith("over ")
+
+
+def test_windows_begin_with_the_token_that_begins_a_text(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, bos_token="<|im_end|>", add_bos_token=True)
+    with LLM(folder, kv_type="f32") as llm:
+        assert llm.tokenizer.adds_bos
+        bos = llm.tokenizer.bos_token_id
+        windows = [[bos, *window[1:]] for window in windows_of(llm)]
+        found = measure_perplexity(llm, TEXT, CONTEXT)
+    assert found.perplexity == pytest.approx(math.exp(losses_of(folder, windows).mean()), rel=1e-5)
+
+
+def test_divergences_are_those_of_the_definition(folder: Path) -> None:
+    with LLM(folder, kv_type="f32") as reference, LLM(folder, kv_type="bf16") as other:
+        done = list[tuple[int, int]]()
+        found = measure_divergence(reference, other, TEXT, CONTEXT, lambda *counts: done.append(counts))
+        windows, half = windows_of(reference), CONTEXT // 2
+        both = [
+            [llm.logits(window)[half:-1].double().log_softmax(-1) for window in windows] for llm in (reference, other)
+        ]
+        errors = [(reference.logits(window) - other.logits(window))[half:-1].abs().max().item() for window in windows]
+        alone = measure_perplexity(other, TEXT, CONTEXT)
+    expected, of_other = map(torch.cat, both)
+    ids = torch.cat([torch.tensor(window[half + 1 :]) for window in windows])[:, None]
+    kl = kl_div(of_other, expected, log_target=True, reduction="none").sum(-1)
+    change = of_other.exp().gather(-1, ids) - expected.exp().gather(-1, ids)
+    assert found.mean_kl == pytest.approx(float(kl.mean()), rel=1e-6)
+    assert found.largest_kl == pytest.approx(float(kl.max()), rel=1e-6)
+    assert found.median_kl == pytest.approx(float(kl.quantile(0.5)), rel=0.05)
+    assert found.kl_99 == pytest.approx(float(kl.quantile(0.99)), rel=0.1)
+    assert found.same_likeliest == float((expected.argmax(-1) == of_other.argmax(-1)).double().mean())
+    assert found.rms_change == pytest.approx(float(change.square().mean().sqrt()), rel=1e-6)
+    assert found.largest_logit_error == pytest.approx(max(errors))
+    assert found.other == alone
+    assert 0 < found.mean_kl < found.largest_kl
+    assert done == [(number, len(windows)) for number in range(1, len(windows) + 1)]
+
+
+def test_a_model_is_compared_with_itself_under_other_settings(folder: Path, file: Path, capsys: Capture) -> None:
+    asked = ["compare", str(folder), "-f", str(file), "--context", str(CONTEXT), "--kv-type", "bf16"]
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    with LLM(folder) as plain, LLM(folder, kv_type="bf16") as other:
+        expected = measure_divergence(plain, other, TEXT, CONTEXT)
+    assert found == json.loads(json.dumps(expected.to_json()))
+    assert main(asked) == 0
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["mean KL"].strip() == f"{expected.mean_kl:.3g} nats"
+    assert rows["same likeliest"].strip() == f"{100 * expected.same_likeliest:.2f} % of the tokens"
+
+
+def test_two_models_are_compared(folder: Path, file: Path, tmp_path: Path, capsys: Capture) -> None:
+    other = make_model(tmp_path / "two", num_layers=1)
+    shared = ["-f", str(file), "--context", str(CONTEXT), "--json"]
+    assert main(["compare", str(folder), str(other), *shared]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mean_kl"] > 0
+    assert main(["compare", str(folder), "-m", str(other), *shared]) == 0
+    assert json.loads(capsys.readouterr().out) == found
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["perplexity", "{one}", "--context", "9999"], "context must be from 4 to"),
+        (
+            ["perplexity", "{one}", "-f", "{short}", "--context", "32"],
+            "the text has 5 tokens, and a window has 32: give a longer text",
+        ),
+        (["perplexity", "{one}", "-f", "/no/such/file"], "/no/such/file"),
+        (["compare", "{one}", "-f", "{file}"], "the two models are the same: name another model after the first"),
+        (["compare", "{one}", "{other}", "-f", "{file}", "--context", "8"], "the models have different vocabularies"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    folder: Path, file: Path, tmp_path: Path, capsys: Capture, asked: list[str], message: str
+) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    other = tmp_path / "other"
+    if "{other}" in asked:
+        make_classifier(other)
+    places: dict[str, Any] = {"one": folder, "file": file, "short": tmp_path / "short.txt", "other": other}
+    if "-f" not in asked:
+        asked = [*asked, "-f", str(file)]
+    assert main([each.format(**places) for each in asked]) == 2
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("infer: ")][-1:]
+    assert message in line

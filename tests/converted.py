@@ -4,6 +4,7 @@
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from converted_delta_nets import add_delta_nets, convert_delta_net
+from converted_encoders import add_value
 from gguf_files import permuted
 
 _ARCHITECTURES = {
@@ -28,6 +30,7 @@ _ARCHITECTURES |= {
     "llama4_text": "llama4",
     "ministral3": "mistral3",
     "lfm2_moe": "lfm2moe",
+    "llama_bidirec": "llama-embed",
     "qwen3_next": "qwen3next",
 }
 _ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
@@ -36,7 +39,18 @@ _NAMED_AS = {
     "laguna": "afmoe",
     "muse-glimmer": "afmoe",
 }  # architectures that the `gguf` package does not have
-_PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe", "ministral3", "muse_glimmer_text"}
+_PERMUTED = {
+    "llama",
+    "mistral",
+    "granite",
+    "smollm3",
+    "mixtral",
+    "granitemoe",
+    "ministral3",
+    "muse_glimmer_text",
+    "llama_bidirec",
+}
+_WITHOUT_MODEL = re.compile(r"(embed_tokens|layers|norm)\.")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _GRANITE_EXPERTS = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
@@ -48,16 +62,23 @@ _GEMMA4_PARTS |= {f"experts.{kind}_proj": f"ffn_{kind}_exps.weight" for kind in 
 _NORMS_PLUS_ONE = {"gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 
 
-def convert(folder: Path, path: Path) -> Path:
+def convert(folder: Path, path: Path, metadata: Mapping[str, Any] | None = None) -> Path:
+    """Write the file, with the metadata of a tokenizer, and with what follows the states of an embedding model."""
     config = json.loads((folder / "config.json").read_text())
     family = config["model_type"]
     architecture = _ARCHITECTURES.get(family, family)
+    if config.get("use_bidirectional_attention") is True:
+        architecture = "gemma-embedding"
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     known = _NAMED_AS.get(architecture, architecture)
     names = gguf.get_tensor_name_map(kinds[known], config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, architecture)
     _add_settings(writer, config)
     _add_rope(writer, config)
+    _add_embedding(writer, folder, config)
+    for key, value in (metadata or {}).items():
+        if key.startswith("tokenizer."):
+            add_value(writer, key, value)
     if family in _GEMMA4:
         _add_gemma4(writer, config)
     if family == "laguna":
@@ -70,6 +91,7 @@ def convert(folder: Path, path: Path) -> Path:
         add_delta_nets(writer, config)
         tensors = {key: value for item in tensors.items() for key, value in convert_delta_net(*item, config).items()}
     for name, values in tensors.items():
+        name = f"model.{name}" if _WITHOUT_MODEL.match(name) else name
         module = name.split(".")[-2]
         if family in _PERMUTED and module in heads:
             values = permuted(values, heads[module] or config["num_attention_heads"])
@@ -86,6 +108,17 @@ def convert(folder: Path, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_embedding(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
+    """Add the pooling and the dense layers of sentence-transformers' modules, and that there is no mask."""
+    if config.get("is_causal") is False:
+        writer.add_causal_attention(False)
+    if (folder / "1_Pooling").exists():
+        writer.add_pooling_type(gguf.PoolingType.MEAN)
+    for place in (2, 3):
+        if (own := folder / f"{place}_Dense" / "model.safetensors").exists():
+            writer.add_tensor(f"dense_{place}.weight", load_file(own)["linear.weight"])
 
 
 def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -181,6 +214,8 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         config["model_type"] in ("gemma3_text", *_GEMMA4, "olmo3", "exaone4", "mellum", "muse_glimmer_text")
         and config.get("sliding_window") is not None
     )
+    if config.get("use_bidirectional_attention") is True:
+        has_kinds = False  # the file leaves out the pattern that llama.cpp has for its architecture
     if has_kinds or config.get("use_sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     for key, add in (

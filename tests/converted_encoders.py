@@ -64,7 +64,7 @@ def write_gguf(model: Any, path: Path, metadata: Mapping[str, Any], pooling: int
         )
     for key, value in metadata.items():
         if key.startswith("tokenizer."):
-            _add(writer, key, value)
+            add_value(writer, key, value)
     if hasattr(model, "classifier"):
         writer.add_array(f"{architecture}.classifier.output_labels", list(config.id2label.values()))
     for name, tensor in _tensors(model).items():
@@ -75,7 +75,7 @@ def write_gguf(model: Any, path: Path, metadata: Mapping[str, Any], pooling: int
     writer.close()
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, str):

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from converted_encoders import ARCHITECTURES
-from encoder_models import ENCODERS, config_of
+from encoder_models import ENCODERS, WITHOUT_MASK, config_of
 from infer.catalog.supported import SUPPORTED
 from infer.model.families import make_architecture
 from infer.operands.architecture import Architecture, Layer
@@ -78,7 +78,8 @@ def table() -> str:
         is_converted = any(tiny in CONVERTED for tiny in mine) or each.model_type in ARCHITECTURES
         gguf = "yes" if is_converted else "no"
         configs = [tiny.config for tiny in mine]
-        configs += [config_of(encoder) for encoder in ENCODERS if encoder.model_type == each.model_type]
+        encoders = [encoder for encoder in (*ENCODERS, *WITHOUT_MASK) if encoder.model_type == each.model_type]
+        configs += map(config_of, encoders)
         found = dict.fromkeys(setting for config in configs for setting in settings(config))
         lines.append(f"| {each.models} | `{each.model_type}` | {gguf} | {each.proof} | {', '.join(found)} |")
     lines.append("")

@@ -182,6 +182,7 @@ def test_an_architecture_that_is_no_name_is_refused(tmp_path: Path, architecture
         ("llama.rope.dimension_count", 2**31, "expected an integer from 1 to 2147483647, got 2147483648"),
         ("llama.vocab_size", 0, "expected an integer from 1"),
         ("llama.attention.value_length", 8, "different length"),
+        ("llama.attention.causal", 0, r"llama\.attention\.causal: expected true or false, got 0"),
     ],
 )
 def test_hyperparameters_out_of_range_are_refused(tmp_path: Path, key: str, value: int, reason: str) -> None:

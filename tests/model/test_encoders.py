@@ -1,5 +1,6 @@
 """Encoders against `transformers` on tiny random weights: every family, long texts, many texts, pairs."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from encoder_models import BY_NAME, CONTEXT, ENCODERS, Encoder, make_encoder, states_of, with_fused_qkv
+from encoder_models import BY_NAME, CONTEXT, ENCODERS, WITHOUT_MASK, Encoder, make_encoder, states_of, with_fused_qkv
 from infer import ops
 from infer.backends.torch_backend import TorchBackend
 from infer.checkpoint import open_checkpoint
@@ -55,7 +56,7 @@ def pairs() -> dict[str, tuple[Any, TextEncoder]]:
     return {}
 
 
-@pytest.fixture(params=ENCODERS, ids=lambda encoder: encoder.name)
+@pytest.fixture(params=[*ENCODERS, *WITHOUT_MASK], ids=lambda encoder: encoder.name)
 def pair(
     request: pytest.FixtureRequest, pairs: dict[str, tuple[Any, TextEncoder]], tmp_path: Path
 ) -> tuple[Any, TextEncoder]:
@@ -107,7 +108,9 @@ def test_a_model_with_one_type_gives_it_to_both_texts(tmp_path: Path) -> None:
     assert torch.equal(encoded(encoder, [ids], [20])[0], encoded(encoder, [ids])[0])
 
 
-@pytest.mark.parametrize("name", ["bert-odd", "xlm-roberta", "nomic", "modernbert-biased"])
+@pytest.mark.parametrize(
+    "name", ["bert-odd", "xlm-roberta", "nomic", "modernbert-biased", "embedding-gemma", "qwen2-windows"]
+)
 @pytest.mark.parametrize("length", [5, 700])
 def test_plain_torch_agrees(name: str, length: int, tmp_path: Path) -> None:
     model, ids = make_encoder(BY_NAME[name], tmp_path), some_ids(length)
@@ -115,7 +118,7 @@ def test_plain_torch_agrees(name: str, length: int, tmp_path: Path) -> None:
     torch.testing.assert_close(found, states_of(model, ids), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert"])
+@pytest.mark.parametrize("name", ["bert", "modernbert", "embedding-gemma"])
 @pytest.mark.parametrize("length", [50, 700])
 def test_ops_one_by_one_give_the_bits_of_the_recording(name: str, length: int, tmp_path: Path) -> None:
     make_encoder(BY_NAME[name], tmp_path)
@@ -142,8 +145,9 @@ def test_the_number_of_threads_changes_no_bit(tmp_path: Path) -> None:
         ops.set_num_threads(num_threads)
 
 
-def test_poisoned_memory_is_never_read(tmp_path: Path) -> None:
-    make_encoder(BY_NAME["modernbert"], tmp_path)
+@pytest.mark.parametrize("name", ["modernbert", "embedding-gemma"])
+def test_poisoned_memory_is_never_read(name: str, tmp_path: Path) -> None:
+    make_encoder(BY_NAME[name], tmp_path)
     encoder, ids = load(tmp_path), some_ids(45)
     before = encoded(encoder, [ids])[0]
     for layer in encoder._cache.layers:
@@ -189,6 +193,25 @@ def _published_bert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def test_a_class_without_a_mask_needs_no_setting(tmp_path: Path) -> None:
+    model, ids = make_encoder(BY_NAME["llama"], tmp_path), some_ids(70)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("is_causal") is False
+    config |= {"model_type": "llama_bidirec", "architectures": ["LlamaBidirectionalModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (found,) = encoded(load(tmp_path), [ids])
+    torch.testing.assert_close(found, states_of(model, ids), rtol=0, atol=TOLERANCE)
+
+
+def test_a_head_for_tokens_is_not_needed_and_not_loaded(tmp_path: Path) -> None:
+    make_encoder(BY_NAME["qwen2"], tmp_path)
+    ids, path = some_ids(20), tmp_path / "model.safetensors"
+    before = encoded(load(tmp_path), [ids])[0]
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
+    save_file(load_file(path) | {"lm_head.weight": torch.full((300, 96), torch.nan)}, path)
+    assert torch.equal(encoded(load(tmp_path), [ids])[0], before)
+
+
 def test_more_tokens_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
     make_encoder(BY_NAME["bert"], tmp_path)
     encoder = load(tmp_path, max_seq_len=80)
@@ -230,8 +253,9 @@ def test_gpus_refuse_encoders_in_one_line(tmp_path: Path) -> None:
         check_only_dense(make_architecture(open_checkpoint(tmp_path).config).layers, "cuda")
 
 
-def test_the_estimate_is_what_is_allocated(tmp_path: Path) -> None:
-    make_encoder(BY_NAME["modernbert"], tmp_path)
+@pytest.mark.parametrize("name", ["modernbert", "embedding-gemma"])
+def test_the_estimate_is_what_is_allocated(name: str, tmp_path: Path) -> None:
+    make_encoder(BY_NAME[name], tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     architecture, encoder = make_architecture(checkpoint.config), load(tmp_path)
     memory = {

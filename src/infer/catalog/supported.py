@@ -27,7 +27,7 @@ SUPPORTED = (
     SupportedModels("qwen3_5_text", "Qwen3.5, Qwen3.6 (text, also inside the multimodal models)"),
     SupportedModels("qwen3_5_moe_text", "Qwen3.5-MoE, Qwen3.6-MoE (text, also inside the multimodal models)"),
     SupportedModels("gemma2", "Gemma 2"),
-    SupportedModels("gemma3_text", "Gemma 3 (text, also inside the multimodal models)", "Gemma 3 270M"),
+    SupportedModels("gemma3_text", "Gemma 3 (text, also inside the multimodal models), EmbeddingGemma", "Gemma 3 270M"),
     SupportedModels("gemma4_text", "Gemma 4 E2B, E4B, 26B-A4B, 31B (text, also inside the multimodal models)"),
     SupportedModels("gemma4_unified_text", "Gemma 4 12B (text, also inside the multimodal models)"),
     SupportedModels("gpt_oss", "gpt-oss (20b, 120b)"),

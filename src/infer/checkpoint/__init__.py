@@ -44,7 +44,7 @@ from infer.system.open_file import OpenFile
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
 _ROWS_IN_PAIRS = frozenset(
-    {"llama", "granite", "granitemoe", "smollm3", "mistral3", "llama4", "muse-glimmer"}
+    {"llama", "granite", "granitemoe", "smollm3", "mistral3", "llama4", "muse-glimmer", "llama-embed"}
 )  # GGUF's in which elements of q and k that rotate together are neighbours
 _MOST_DRAFTING_LAYERS = 64
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others

@@ -20,6 +20,8 @@ from infer.system.json_file import inside, read_json_file
 
 _MODEL_TYPES = {
     "gemma3": "gemma3_text",
+    "gemma-embedding": "gemma3_text",
+    "llama-embed": "llama_bidirec",
     "gemma4": "gemma4_text",
     "llama4": "llama4_text",
     "muse-glimmer": "muse_glimmer_text",
@@ -36,8 +38,9 @@ _MODEL_TYPES = {
 _WITH_WINDOWS = {"llama": "mistral", "olmo2": "olmo3"}  # an architecture whose layers have windows is another family
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
 # whose attention is scaled by hidden_size / heads instead of head_dim.
-_WINDOW_PATTERNS, _GEMMA3_LOCAL_BASE = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "mellum": 4, "muse-glimmer": 4}, 10000.0
-_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+_WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "mellum": 4, "muse-glimmer": 4, "gemma-embedding": 6}
+_GEMMA3_LOCAL_BASE = 10000.0
+_27B_LAYERS = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}
 _OWN_SETTINGS = {"gemma4": gemma4_settings, "llama4": llama4_settings}
 _OWN_SETTINGS |= {"laguna": laguna_settings, "muse-glimmer": muse_glimmer_settings}
 _NORMALIZED_EXPERTS = {"qwen3moe", "lfm2moe", "qwen3next", "qwen35moe", "mellum"}
@@ -146,6 +149,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     config |= _windows(values, num_layers)
     config |= _experts(values)
     config |= recurrent_settings(values, num_layers)
+    config |= _masks(values)
     if num_drafting:
         config["num_nextn_predict_layers"] = num_drafting
     if values.architecture in _27B_LAYERS:
@@ -153,11 +157,21 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         config["query_pre_attn_scalar"] = hidden_size // num_heads if is_27b else head_dim
     if values.architecture in _OWN_SETTINGS:
         config |= _OWN_SETTINGS[values.architecture](values, config)
-    if values.architecture in ("gemma3", "gemma4"):
+    if values.architecture in ("gemma3", "gemma4", "gemma-embedding"):
         config["rope_local_base_freq"] = values.real("rope.freq_base_swa", default=_GEMMA3_LOCAL_BASE)
     if values.architecture == "mellum":
         config["rope_local_base_freq"] = values.real("rope.freq_base_swa", default=config["rope_theta"])
     return config
+
+
+def _masks(values: GGUFValues) -> dict[str, Any]:
+    """Return the settings of attention without a mask, which llama.cpp's `gemma-embedding` has always."""
+    if values.architecture == "gemma-embedding":
+        return {"use_bidirectional_attention": True}
+    is_causal = values.get("attention.causal", True)
+    if not isinstance(is_causal, bool):
+        values.fail("attention.causal", f"expected true or false, got {is_causal!r:.60}")
+    return {} if is_causal else {"is_causal": False}
 
 
 def _experts(values: GGUFValues) -> dict[str, Any]:

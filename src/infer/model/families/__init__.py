@@ -16,6 +16,7 @@ from infer.model.families.layer_kinds import CHUNKED, SLIDING
 from infer.model.families.refused import NEEDS
 from infer.model.families.rope_scaling import make_rope
 from infer.model.families.table import FAMILIES
+from infer.model.families.whole_texts import sees_whole_texts, without_mask
 from infer.model.families.widths import ACTIVATIONS, head_dim_of, num_layers_of
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.feed_forwards import Activation, Dense, Experts, FeedForward
@@ -41,6 +42,7 @@ def make_architecture(config: Config) -> Architecture:
         raise UnsupportedModelError(problem)
     family = FAMILIES[name]
     config = _as_read(config, family)
+    is_whole = sees_whole_texts(config, family)
     # A residual stream divided by m throughout adds m × what a layer gives, and a norm of it is the same with eps / m².
     residual = positive(config, "residual_multiplier", 1.0)
     embedding = positive(config, "embedding_multiplier", 1.0)
@@ -62,14 +64,11 @@ def make_architecture(config: Config) -> Architecture:
     beyond = sorted({long.beyond for long in architecture.long_ropes})
     if len(beyond) > 1:
         raise UnsupportedModelError(f"ropes that change at several lengths are not supported, got {beyond}")
-    return architecture
+    return without_mask(architecture, config, family) if is_whole else architecture
 
 
 def _as_read(config: Config, family: Family) -> Config:
     """Return the config with the family's defaults added and without the settings that the family's code ignores."""
-    if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images: there are none
-        given = config["use_bidirectional_attention"]
-        raise UnsupportedModelError(f"use_bidirectional_attention={given!r:.60} (an embedding model) is not supported")
     unread = OPTIONAL - family.reads
     by_own_name = {usual: config[own] for own, usual in family.renamed.items() if own in config}
     usual = {name: value for name, value in config.items() if name not in family.renamed} | by_own_name

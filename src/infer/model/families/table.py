@@ -89,7 +89,7 @@ _GEMMA3 = Family(
     | {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
     | {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072},
     # attn_logit_softcapping is a setting that its code has and never applies.
-    reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "final_logit_softcapping"},
+    reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "final_logit_softcapping", "use_bidirectional_attention"},
     layer_kinds=all_windowed_but_every(6),
     rope_settings=gemma3_rope,
     activation_name="hidden_activation",
@@ -190,8 +190,11 @@ _QWEN35_MOE = replace(
     experts=qwen_experts,
 )
 
+_LLAMA = Family(_defaults(2048), reads=_ATTENTION_BIAS | {"mlp_bias"})
+
 FAMILIES: dict[str, Family] = {
-    "llama": Family(_defaults(2048), reads=_ATTENTION_BIAS | {"mlp_bias"}),
+    "llama": _LLAMA,
+    "llama_bidirec": replace(_LLAMA, fixed={"is_causal": False}),
     "mistral": Family(_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=all_windowed),
     "ministral3": Family(
         _defaults(262_144, eps=1e-5, num_key_value_heads=8, head_dim=128),

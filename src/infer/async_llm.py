@@ -21,6 +21,7 @@ from infer.engine.request_maker import Ask
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
 from infer.engine.reranking import check_top_n, documents_of, pairs_to_score, scores
 from infer.engine.scheduler import MAX_SECONDS
+from infer.engine.similarity import TextPair, cosines, texts_of_pairs
 from infer.engine.stream import AsyncStream
 from infer.engine.text_calls import warn_if_cut
 from infer.engine.token_trace import check_traceable, ids_to_score, score_prompt, trace_answer
@@ -254,6 +255,12 @@ class AsyncLLM:
             lambda check: pairs_to_score(host, pairs, instruction, truncate=truncate, check=check)
         )
         return Computed(await host.answers.call(scores(host, ids)), ids)
+
+    async def compare_pairs(self, pairs: Sequence[TextPair], *, truncate: bool = False) -> Computed:
+        """Return the cosine of the two vectors of each pair with the texts' ids, for servers. See `LLM.embed`."""
+        options = VectorOptions(normalize=True, truncate=truncate)
+        vectors, ids = await self.compute_vectors(texts_of_pairs(pairs), options)
+        return Computed(await self.host.answers.prepare(lambda check: cosines(pairs, vectors)), ids)
 
     async def classify(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> list[Classification]:
         """Return the labels of each text with their probabilities, the most probable first. See `LLM.classify`."""

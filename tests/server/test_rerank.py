@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from jsonschema import Draft202012Validator
+from torch.nn.functional import cosine_similarity
 
+import embedding_model
 from infer import LLM
 from infer.server.app import ROUTES
 from infer.server.routes.openapi import document
@@ -27,6 +30,20 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def served(llm: LLM) -> Iterator[Served]:
     with serving(llm, model="tiny") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("models") / "embedder"
+    embedding_model.make_embedding_model(folder, dense=[(40, True, "Tanh")], is_normalized=False)
+    with LLM(folder, kv_type="f32") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def compared(embedder: LLM) -> Iterator[Served]:
+    with serving(embedder, model="tiny") as served:
         yield served
 
 
@@ -59,6 +76,62 @@ def test_pairs_are_scored_in_their_order(served: Served, llm: LLM) -> None:
         answer = served.client.post("/v1/score", json={"text_1": first, "text_2": DOCUMENTS}).json()
         assert [each["score"] for each in answer["data"]] == expected
         assert [each["index"] for each in answer["data"]] == [0, 1, 2]
+
+
+def test_an_embedder_scores_by_the_cosine_of_its_vectors(compared: Served, embedder: LLM) -> None:
+    texts = [*DOCUMENTS, QUERY, DOCUMENTS[0]]
+    vectors = embedder.embed(texts)
+    assert not torch.allclose(vectors.norm(dim=1), torch.ones(len(texts)))
+    expected = cosine_similarity(vectors, vectors[3][None])
+    for first in (QUERY, [QUERY], [QUERY] * 5):
+        answer = compared.client.post("/v1/score", json={"text_1": first, "text_2": texts}).json()
+        found = torch.tensor([each["score"] for each in answer["data"]])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        assert answer["usage"]["prompt_tokens"] == sum(len(text) + 1 for text in [*texts, QUERY])  # a byte is a token
+    others = [QUERY, "", *DOCUMENTS]
+    pairs = compared.client.post("/v1/score", json={"text_1": others, "text_2": texts}).json()
+    expected = cosine_similarity(vectors, embedder.embed(others))
+    found = torch.tensor([each["score"] for each in pairs["data"]])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    alone = [
+        compared.client.post("/v1/score", json={"text_1": a, "text_2": b}).json()
+        for a, b in zip(others, texts, strict=True)
+    ]
+    assert [each["data"][0]["score"] for each in alone] == [each["score"] for each in pairs["data"]]
+
+
+def test_an_embedder_ranks_by_the_cosine_of_its_vectors(compared: Served, embedder: LLM) -> None:
+    query, *vectors = embedder.embed([QUERY, *DOCUMENTS])
+    cosines = cosine_similarity(torch.stack(vectors), query[None])
+    order = cosines.argsort(descending=True).tolist()
+    body = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2, "return_documents": True}
+    results = compared.client.post("/v1/rerank", json=body).json()["results"]
+    assert [each["index"] for each in results] == order[:2]
+    assert [each["document"]["text"] for each in results] == [DOCUMENTS[index] for index in order[:2]]
+    assert [each["relevance_score"] for each in results] == pytest.approx(cosines[order[:2]].tolist(), abs=1e-5)
+
+
+def test_an_embedder_refuses_what_only_rerankers_read(compared: Served) -> None:
+    for path, body in (
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+    ):
+        answer = compared.client.post(path, json=body | {"instruction": "find"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "instruction")
+    long = {"text_1": "a", "text_2": ["b", "x" * 999]}
+    refused = compared.client.post("/v1/score", json=long)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert refused.json()["error"]["message"].startswith("text 1: ")
+    answer = compared.client.post("/v1/score", json=long | {"truncate": True}).json()
+    assert answer["infer"]["warnings"] == [f"1 of 3 texts were cut to {embedding_model.CONTEXT} tokens"]
+
+
+def test_a_model_with_other_uses_is_compared_if_the_server_may(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = make_model(tmp_path_factory.mktemp("model"))
+    with LLM(folder) as llm, serving(llm, model="tiny", allow_embeddings=True) as served:
+        answer = served.client.post("/v1/score", json={"text_1": "a", "text_2": "a"}).json()
+    assert answer["data"][0]["score"] == pytest.approx(1)
 
 
 def test_answers_are_as_described(served: Served) -> None:
@@ -97,7 +170,7 @@ def test_what_cannot_be_ranked_is_refused(served: Served, path: str, body: Any, 
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 
-def test_a_model_that_is_no_reranker_says_what_to_do(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_model_for_neither_says_what_to_do(tmp_path_factory: pytest.TempPathFactory) -> None:
     with LLM(make_model(tmp_path_factory.mktemp("model"))) as llm, serving(llm, model="tiny") as served:
         answer = served.client.post("/v1/rerank", json={"query": "a", "documents": ["b"]})
         assert answer.status_code == 400

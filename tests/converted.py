@@ -118,7 +118,9 @@ def _add_embedding(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]
         writer.add_pooling_type(gguf.PoolingType.MEAN)
     for place in (2, 3):
         if (own := folder / f"{place}_Dense" / "model.safetensors").exists():
-            writer.add_tensor(f"dense_{place}.weight", load_file(own)["linear.weight"])
+            weight = load_file(own)["linear.weight"]
+            writer.add_dense_features_dims(f"dense_{place}", *weight.shape[::-1])
+            writer.add_tensor(f"dense_{place}.weight", weight)
 
 
 def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

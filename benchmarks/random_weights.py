@@ -15,14 +15,12 @@ from infer.operands.architecture import Architecture
 from infer.operands.feed_forwards import PER_LAYER_TABLE
 from infer.operands.mixers import Attention
 from infer.operands.weights import StoredWeight
-from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_HALVES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}  # f16 in a block, if not at its start
 _GGUF_NAMES = {"gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"} | {
     "gemma4_text": "gemma4"
 }
-_WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
 def make_weight(type_: str, rows: int, columns: int, seed: int = 0, scale: float = 0.01) -> StoredWeight:
@@ -33,15 +31,21 @@ def make_weight(type_: str, rows: int, columns: int, seed: int = 0, scale: float
     kind = BLOCK_TYPES[type_]
     blocks = torch.randint(0, 256, (rows * columns // kind.block_size, kind.block_bytes), generator=generator)
     blocks = blocks.to(torch.uint8)
-    for at in _HALVES_AT.get(type_, (0, 2) if type_ in _WITH_MINIMUM else (0,)):
-        halves = (torch.rand(len(blocks), 1, generator=generator) * 2 * scale - scale).half()
-        blocks[:, at : at + 2] = halves.view(torch.uint8)
+    fields = BLOCK_FIELDS[type_]
+    for at in (fields.scale_at, fields.minimum_at):
+        if at is not None and fields.scale_form == "f16":
+            halves = (torch.rand(len(blocks), 1, generator=generator) * 2 * scale - scale).half()
+            blocks[:, at : at + 2] = halves.view(torch.uint8)
     if type_ == "Q4_K":  # a minimum is 7.5 times its scale: the middle of 0 to 15
         blocks[:, :2] = (blocks[:, 2:4].clone().view(torch.float16) / 7.5).view(torch.uint8)
         blocks[:, 8:12] = blocks[:, 4:8]
         blocks[:, 12:16] = blocks[:, 12:16] % 16 * 17
-    if type_ == "MXFP4":
+    if fields.scale_form == "exponent":
         blocks[:, 0] = blocks[:, 0] % 8 + 118
+    if fields.scale_form == "UE4M3":
+        blocks[:, :4] %= 16  # up to 0.015
+    if fields.scale_form == "nibbles":
+        blocks[:, fields.scale_at + 7] = blocks[:, fields.scale_at + 7] & 15 | 0x20  # less than 0.016
     return StoredWeight(type_, (rows, columns), blocks.reshape(rows, -1))
 
 

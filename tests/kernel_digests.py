@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from block_scales import put_bytes, put_halves
 from infer import SamplingParams, ops
 from infer.kvcache.page_sizes import page_bytes
 from infer.operands.activation_values import Activations
@@ -51,9 +51,6 @@ from steps import join
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 51, 512
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)} | {
-    "Q6_K": (208,), "MXFP4": ()
-}  # fmt: skip
 PAGE_TOKENS = 64
 DRAWN = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=7)
 
@@ -73,11 +70,8 @@ def sized(rng: np.random.Generator, type_: str, rows: int, columns: int) -> Stor
     block = BLOCK_TYPES[type_]
     data = rng.integers(0, 256, (rows, block.row_bytes(columns)), dtype=np.uint8)
     blocks = data.reshape(rows, -1, block.block_bytes)
-    if type_ == "MXFP4":
-        blocks[:, :, 0] = rng.integers(118, 124, blocks.shape[:2])
-    for at in SCALES.get(type_, (0,)):
-        halves: npt.NDArray[Any] = (rng.integers(-64, 64, (*blocks.shape[:2], 1)) / 4096).astype(np.float16)
-        blocks[:, :, at : at + 2] = halves.view(np.uint8)
+    put_bytes(blocks, type_, rng)
+    put_halves(blocks, type_, lambda: (rng.integers(-64, 64, (*blocks.shape[:2], 1)) / 4096).astype(np.float16))
     return StoredWeight(type_, (rows, columns), torch.from_numpy(data))
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from block_scales import put_bytes, put_halves
 from extent import IS_WHOLE
 from infer import ops
 from infer.backends import reference
@@ -32,6 +32,7 @@ from infer.operands.activation_values import Activations
 from infer.operands.feed_forwards import Activation
 from infer.operands.step import Chunk, Interrupt, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, StoredWeight
+from infer.quantization import ggml_types
 from infer.sampling import sampler
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.definition import sample_token
@@ -65,15 +66,10 @@ def make_weight(type_: str, rows: int, columns: int, seed: int = 0, scale: float
     if type_ in FLOATS:
         values = torch.from_numpy(rng.standard_normal((rows, columns)).astype(np.float32)) * scale
         return StoredWeight(type_, (rows, columns), values.to(FLOATS[type_]))
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
-    data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
-    own = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208], "MXFP4": []}
-    half_at = own.get(type_, [0, 2] if LAYOUTS[type_].has_minimum else [0])
-    if type_ == "MXFP4":
-        data[:, :, 0] = rng.integers(110, 122, (rows, columns // block))
-    for at in half_at:
-        halves = (rng.uniform(-1, 1, (rows, columns // block, 1)) * scale / 8).astype(np.float16)
-        data[:, :, at : at + 2] = halves.view(np.uint8)
+    kind = ggml_types.BLOCK_TYPES[type_]
+    data = rng.integers(0, 256, (rows, columns // kind.block_size, kind.block_bytes), dtype=np.uint8)
+    put_bytes(data, type_, rng)
+    put_halves(data, type_, lambda: (rng.uniform(-1, 1, (*data.shape[:2], 1)) * scale / 8).astype(np.float16))
     return StoredWeight(type_, (rows, columns), torch.from_numpy(data.reshape(rows, -1)))
 
 
@@ -122,7 +118,7 @@ def test_cpu_exports_every_name_of_reference() -> None:
 def test_a_projection_agrees_with_reference(
     type_: str, rows: int, blocks: int, tokens: int, magnitude: float, seed: int
 ) -> None:
-    columns = blocks * (13 if type_ in FLOATS else gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]][0])
+    columns = blocks * (13 if type_ in FLOATS else ggml_types.BLOCK_TYPES[type_].block_size)
     weight = make_weight(type_, rows, columns, seed)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, columns, generator=generator) * magnitude

@@ -137,9 +137,9 @@ def test_a_broken_file_is_refused_with_the_reason_and_at_once(tmp_path: Path, fa
 def test_a_type_of_ggml_that_we_do_not_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedModelError,
-        match=r"tensor 'a' is IQ3_S; supported are F32, .*Q6_K.*: take a file of the model in one of these",
+        match=r"tensor 'a' is Q8_K; supported are F32, .*Q6_K.*: take a file of the model in one of these",
     ):
-        read_bytes(tmp_path, raw_file((), (tensor_entry("a", (256,), 21, 0),), bytes(136)))
+        read_bytes(tmp_path, raw_file((), (tensor_entry("a", (256,), 15, 0),), bytes(136)))
 
 
 def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:

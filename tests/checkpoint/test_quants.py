@@ -1,4 +1,7 @@
+import json
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -7,9 +10,14 @@ import torch
 
 from infer.errors import UnsupportedModelError
 from infer.quantization.ggml_blocks import dequantize, quantize, quantize_fitted
-from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Field
+from infer.quantization.ggml_grids import grid
+from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Bits, Field, Grid, Trits
 
 QUANTISED = [name for name, kind in BLOCK_TYPES.items() if not kind.is_float]
+
+
+KNOWN = [name for name in QUANTISED if name not in ("Q1_0", "Q2_0")]  # to the gguf package
+DATA = Path(__file__).parents[1] / "data"
 
 
 def gguf_values(data: np.ndarray, name: str) -> np.ndarray:
@@ -17,37 +25,87 @@ def gguf_values(data: np.ndarray, name: str) -> np.ndarray:
         return gguf.quants.dequantize(data, gguf.GGMLQuantizationType[name])
 
 
-@pytest.mark.parametrize("name", BLOCK_TYPES)
+def assert_same_bits(ours: np.ndarray, theirs: np.ndarray) -> None:
+    assert ours.dtype == theirs.dtype == np.float32
+    assert ours.shape == theirs.shape
+    numbers = ~np.isnan(theirs)
+    assert np.array_equal(np.isnan(ours), ~numbers)
+    assert np.array_equal(ours.view(np.uint32)[numbers], theirs.view(np.uint32)[numbers])
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCK_TYPES if name != "Q2_0"])
 def test_types_are_ggml_types(name: str) -> None:
     kind = BLOCK_TYPES[name]
     assert gguf.GGMLQuantizationType[name].value == kind.ggml_id
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == (kind.block_size, kind.block_bytes)
 
 
+def taken_bits(part: Field | Bits | Trits, count: int) -> Iterator[int]:
+    """Yield the places of a block's bits that a field's first `count` numbers take."""
+    if isinstance(part, Bits):
+        for number in range(count):
+            word, within = divmod(number, part.per_word)
+            start = 8 * (part.at + part.stride * word) + part.first + part.step * within
+            yield from range(start, start + part.bits)
+    else:
+        yield from range(8 * part.at, 8 * (part.at + (part.run if isinstance(part, Trits) else part.num_bytes)))
+
+
 @pytest.mark.parametrize("name", QUANTISED)
-def test_fields_have_every_byte_of_a_block_once(name: str) -> None:
-    fields, taken = BLOCK_FIELDS[name], Counter[int]()
-    scales = (Field(4, 12, 4, 2),) if fields.scales == "6 bits" else fields.scales
-    for field in (*fields.codes, *scales):
-        taken.update(range(field.at, field.at + field.num_bytes))
-    taken.update(range(fields.scale_at, fields.scale_at + (1 if fields.has_exponent else 2)))
+def test_fields_have_every_bit_of_a_block_once(name: str) -> None:
+    fields, taken, kind = BLOCK_FIELDS[name], Counter[int](), BLOCK_TYPES[name]
+    codes, scales = fields.codes, (Field(4, 12, 4, 2),) if fields.scales == "6 bits" else fields.scales
+    if isinstance(codes, Grid):
+        for part in codes.indices:
+            taken.update(taken_bits(part, kind.block_size // codes.width))
+        taken.update(taken_bits(codes.signs, codes.num_signs))
+    else:
+        for part in codes:
+            taken.update(taken_bits(part, 0))
+    for part in (scales,) if isinstance(scales, Bits) else scales:
+        taken.update(taken_bits(part, 4 * part.per_word if name == "IQ1_M" else 8) if part else ())
+    if fields.scale_form == "nibbles":
+        taken.update(8 * (fields.scale_at + 2 * place + 1) + bit for place in range(4) for bit in range(4, 8))
+    else:
+        size = {"f16": 16, "exponent": 8, "UE4M3": 32}[fields.scale_form]
+        taken.update(range(8 * fields.scale_at, 8 * fields.scale_at + size))
     if fields.minimum_at is not None:
-        taken.update(range(fields.minimum_at, fields.minimum_at + 2))
-    assert taken == Counter(range(BLOCK_TYPES[name].block_bytes))
-    for first, *above in (fields.codes, *([scales] if isinstance(fields.scales, tuple) and scales else [])):
-        counts = {8 * field.num_bytes // field.bits for field in (first, *above)}
-        assert len(counts) == 1
+        taken.update(range(8 * fields.minimum_at, 8 * fields.minimum_at + 16))
+    assert taken == Counter(range(8 * kind.block_bytes))
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", [name for name in QUANTISED if isinstance(BLOCK_FIELDS[name].codes[0], Field)])
+def test_fields_of_one_number_have_the_same_count(name: str) -> None:
+    fields = BLOCK_FIELDS[name]
+    for parts in (fields.codes, fields.scales):
+        if parts and parts != "6 bits":
+            assert len({8 * part.num_bytes // part.bits for part in parts}) == 1
+
+
+@pytest.mark.parametrize("name", KNOWN)
 def test_random_blocks_dequantise_to_the_bits_that_gguf_gives(name: str) -> None:
     data = np.random.default_rng(0).integers(0, 256, (100, 100 * BLOCK_TYPES[name].block_bytes), dtype=np.uint8)
-    ours, theirs = dequantize(torch.from_numpy(data), name).numpy(), gguf_values(data, name)
-    assert ours.dtype == theirs.dtype == np.float32
-    assert ours.shape == theirs.shape
-    numbers = ~np.isnan(theirs)
-    assert np.array_equal(np.isnan(ours), ~numbers)
-    assert np.array_equal(ours.view(np.uint32)[numbers], theirs.view(np.uint32)[numbers])
+    assert_same_bits(dequantize(torch.from_numpy(data), name).numpy(), gguf_values(data, name))
+
+
+@pytest.mark.parametrize("name", ["Q1_0", "Q2_0"])
+def test_types_that_gguf_does_not_know_dequantise_to_the_bits_that_ggml_gives(name: str) -> None:
+    for stored in json.loads((DATA / "ggml-values.json").read_text())[name]:
+        block = torch.frombuffer(bytearray.fromhex(stored["block"]), dtype=torch.uint8)
+        assert_same_bits(dequantize(block, name).numpy(), np.frombuffer(bytes.fromhex(stored["values"]), "<f4"))
+
+
+GRIDS = {"IQ1": gguf.quants.IQ1_S, "IQ2_XXS": gguf.quants.IQ2_XXS, "IQ2_XS": gguf.quants.IQ2_XS}
+GRIDS |= {"IQ2_S": gguf.quants.IQ2_S, "IQ3_XXS": gguf.quants.IQ3_XXS, "IQ3_S": gguf.quants.IQ3_S}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids_have_the_patterns_of_gguf(name: str) -> None:
+    theirs = GRIDS[name]
+    theirs.init_grid()
+    width, levels = theirs.grid_shape[1], np.array(theirs.grid_map)
+    codes = grid(name)[:, None] >> (16 // width * np.arange(width)) & ((1 << 16 // width) - 1)
+    assert np.array_equal(levels[codes], theirs.grid.reshape(theirs.grid_shape))
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -75,8 +133,8 @@ def test_dequantising_leaves_the_stored_bytes_alone() -> None:
 
 
 def test_an_unknown_type_is_named_with_those_that_are_known() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"IQ3_S .* Q4_K"):
-        dequantize(torch.zeros(1, 110, dtype=torch.uint8), "IQ3_S")
+    with pytest.raises(UnsupportedModelError, match=r"Q8_K .* Q4_K"):
+        dequantize(torch.zeros(1, 292, dtype=torch.uint8), "Q8_K")
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1"])

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from infer.backends.before_load import StepSizes
+from infer.errors import UnsupportedModelError
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.feed_forwards import Dense
 from infer.operands.mixers import Attention
@@ -11,9 +12,22 @@ from infer.quantization.ggml_types import BLOCK_TYPES
 CHUNK_SLOTS, SPLIT_TOKENS = 256, 16  # of attention
 # Of a block, where planes take more than the file: small scales are bytes there, and a scale of MXFP4 is two.
 _BLOCK_BYTES = {"Q2_K": 100, "Q3_K": 114, "Q4_K": 148, "Q5_K": 180, "IQ4_XS": 138, "MXFP4": 18}
+_ON_CPUS_ONLY = frozenset(
+    {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0", "Q2_0"}
+)
+
+
+def check_type(type: str) -> None:
+    """Raise UnsupportedModelError if no kernel multiplies with matrices of this type."""
+    if type in _ON_CPUS_ONLY:
+        raise UnsupportedModelError(
+            f"device cuda has no kernels for {type}: use device cpu, or take a file of the model in another type, "
+            "such as Q4_K_M"
+        )
 
 
 def matrix_bytes(type: str, rows: int, columns: int) -> int:
+    check_type(type)
     block = BLOCK_TYPES[type]
     if type not in _BLOCK_BYTES:
         return rows * block.row_bytes(columns)

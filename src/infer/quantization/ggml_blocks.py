@@ -7,11 +7,12 @@ Blocks are those of llama.cpp's ggml-common.h, as `BLOCK_FIELDS` describes them;
 from typing import NamedTuple
 
 import torch
-from jaxtyping import BFloat16, Float, Float16, UInt8
+from jaxtyping import BFloat16, Float, Float16, Int32, UInt8
 from torch import Tensor
 
 from infer.errors import UnsupportedModelError
-from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Field
+from infer.quantization.ggml_grids import UE4M3_HALVES, grid
+from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Bits, Field, Grid, ScaleFields, Trits
 
 Blocks = UInt8[Tensor, "blocks bytes"]
 Values = Float[Tensor, "blocks size"]
@@ -130,17 +131,25 @@ def _half(blocks: Blocks, start: int) -> Float16[Tensor, "blocks 1"]:
 def numbers_of(blocks: Blocks, type: str) -> Numbers:
     """Return the numbers of blocks of this type, in order: they are moved, and none is changed."""
     fields = BLOCK_FIELDS[type]
-    codes = _read(blocks, fields.codes)
+    codes = _codes(blocks, fields.codes)
     if fields.is_signed:
         codes = codes.view(torch.int8)
-    if fields.has_exponent:
+    if fields.scale_form == "exponent":
         return Numbers(codes, _power_of_two(blocks[:, fields.scale_at, None]))
+    if fields.scale_form == "UE4M3":
+        return Numbers(codes, _ue4m3(blocks[:, :4]))
     has_minimum = fields.minimum_at is not None
-    floats = [_half(blocks, at) for at in (fields.scale_at, fields.minimum_at) if at is not None]
+    if fields.scale_form == "nibbles":
+        floats = [_half_in_nibbles(blocks, fields.scale_at)]
+    else:
+        floats = [_half(blocks, at) for at in (fields.scale_at, fields.minimum_at) if at is not None]
     if not fields.scales:
         return Numbers(codes, floats[0], floats[1] if has_minimum else None)
-    small = six_bits(blocks[:, 4:16]) if fields.scales == "6 bits" else _read(blocks, fields.scales)
-    small = (small - fields.scale_offset).view(torch.int8)
+    small = (_small(blocks, fields.scales) - fields.scale_offset).view(torch.int8)
+    if fields.are_scales_odd:
+        small = 2 * small + 1
+    if isinstance(fields.codes, Grid) and fields.codes.is_mirrored:
+        small = torch.where(_signs(blocks, fields.codes)[:, :: 256 // small.shape[1]] > 0, -small, small)
     scales, minima = small.chunk(2, dim=1) if has_minimum else (small, None)
     return Numbers(codes, scales, minima, torch.cat(floats, dim=1))
 
@@ -149,7 +158,7 @@ def _values(blocks: Blocks, type: str) -> Values:
     fields, numbers = BLOCK_FIELDS[type], numbers_of(blocks, type)
     scales, minima = numbers.scales.float(), None if numbers.minima is None else numbers.minima.float()
     if numbers.supers is not None:
-        supers = numbers.supers.float()
+        supers = numbers.supers.float() * fields.factor
         scales = supers[:, :1] * scales
         minima = None if minima is None else supers[:, 1:] * minima
     if fields.table:
@@ -163,6 +172,63 @@ def _values(blocks: Blocks, type: str) -> Values:
     if minima is not None:
         values.add_(minima[:, :, None], alpha=1 if numbers.supers is None else -1)
     return values.flatten(1)
+
+
+def _codes(blocks: Blocks, codes: tuple[Field, ...] | tuple[Trits, ...] | Grid) -> UInt8[Tensor, "blocks size"]:
+    if isinstance(codes, Grid):
+        return _grid_codes(blocks, codes)
+    parts = [_trits(blocks, part) for part in codes if isinstance(part, Trits)]
+    return torch.cat(parts, dim=1) if parts else _read(blocks, tuple(part for part in codes if isinstance(part, Field)))
+
+
+def _trits(blocks: Blocks, trits: Trits) -> UInt8[Tensor, "blocks size"]:
+    """Return the numbers of base 3. A digit is the integer part of 3 × the fraction that the digits before it leave."""
+    powers = torch.tensor([3**place for place in range(trits.per_byte)], dtype=torch.uint8, device=blocks.device)
+    left = blocks[:, None, trits.at : trits.at + trits.run] * powers[:, None]
+    return ((left.int() * 3) >> 8).to(torch.uint8).flatten(1)
+
+
+def _grid_codes(blocks: Blocks, codes: Grid) -> UInt8[Tensor, "blocks 256"]:
+    count, index, shift = 256 // codes.width, torch.zeros(1, dtype=torch.int32, device=blocks.device), 0
+    for bits in codes.indices:
+        index = index | _bits(blocks, bits, count) << shift
+        shift += bits.bits
+    patterns = torch.from_numpy(grid(codes.name).astype("i4")).to(blocks.device)[index]
+    places = torch.arange(0, 16, codes.code_bits, dtype=torch.int32, device=blocks.device)
+    found = ((patterns[:, :, None] >> places) & ((1 << codes.code_bits) - 1)).flatten(1).to(torch.uint8)
+    signs = _signs(blocks, codes)
+    return torch.where(signs > 0, 2 - found, found) if codes.is_mirrored else found | signs << codes.sign_shift
+
+
+def _signs(blocks: Blocks, codes: Grid) -> UInt8[Tensor, "blocks 256"]:
+    """Return 1 for each negative code."""
+    signs = _bits(blocks, codes.signs, codes.num_signs)
+    if codes.signs.bits == 1:
+        return signs.to(torch.uint8).repeat_interleave(256 // codes.num_signs, dim=1)
+    if codes.signs.bits == 7:
+        parity = signs ^ (signs >> 4)
+        parity = parity ^ (parity >> 2)
+        signs = signs | ((parity ^ (parity >> 1)) & 1) << 7
+    places = torch.arange(8, dtype=torch.int32, device=blocks.device)
+    return ((signs[:, :, None] >> places) & 1).flatten(1).to(torch.uint8)
+
+
+def _bits(blocks: Blocks, bits: Bits, count: int) -> Int32[Tensor, "blocks count"]:
+    words = torch.zeros(1, dtype=torch.int32, device=blocks.device)
+    for byte in range(bits.word_bytes):
+        first = bits.at + byte
+        these = blocks[:, first : first + bits.stride * (count // bits.per_word - 1) + 1 : bits.stride]
+        words = words | these.int() << 8 * byte
+    places = bits.first + bits.step * torch.arange(bits.per_word, dtype=torch.int32, device=blocks.device)
+    return ((words[:, :, None] >> places) & ((1 << bits.bits) - 1)).flatten(1)
+
+
+def _small(blocks: Blocks, scales: ScaleFields) -> UInt8[Tensor, "blocks groups"]:
+    if scales == "6 bits":
+        return six_bits(blocks[:, 4:16])
+    if isinstance(scales, Bits):
+        return _bits(blocks, scales, scales.per_word * 4 if scales.per_word > 1 else 8).to(torch.uint8)
+    return _read(blocks, scales)
 
 
 def _read(blocks: Blocks, fields: tuple[Field, ...]) -> UInt8[Tensor, "blocks size"]:
@@ -196,3 +262,15 @@ def _power_of_two(exponents: UInt8[Tensor, "blocks 1"]) -> BFloat16[Tensor, "blo
     """Return 2^(e − 128), which bf16 can represent for every e."""
     e = exponents.to(torch.int16)
     return torch.where(e < 2, 0x20 << e.clamp(max=1), (e - 1).clamp(min=0) << 7).to(torch.int16).view(torch.bfloat16)
+
+
+def _half_in_nibbles(blocks: Blocks, start: int) -> Float16[Tensor, "blocks 1"]:
+    """Return the f16 whose four nibbles are the highest of four words, the lowest first."""
+    highest = blocks[:, start + 1 : start + 8 : 2].int() >> 4
+    bits = highest[:, 0] | highest[:, 1] << 4 | highest[:, 2] << 8 | highest[:, 3] << 12
+    return bits.to(torch.int16).view(torch.float16)[:, None]
+
+
+def _ue4m3(codes: UInt8[Tensor, "blocks 4"]) -> Float16[Tensor, "blocks 4"]:
+    """Return half of what unsigned E4M3 numbers mean."""
+    return torch.from_numpy(UE4M3_HALVES.view("i2")).to(codes.device)[codes.int()].view(torch.float16)

@@ -44,9 +44,21 @@ BLOCK_TYPES: dict[str, BlockType] = {
         BlockType("Q4_K", 12, 256, 144),
         BlockType("Q5_K", 13, 256, 176),
         BlockType("Q6_K", 14, 256, 210),
+        BlockType("IQ2_XXS", 16, 256, 66),
+        BlockType("IQ2_XS", 17, 256, 74),
+        BlockType("IQ3_XXS", 18, 256, 98),
+        BlockType("IQ1_S", 19, 256, 50),
         BlockType("IQ4_NL", 20, 32, 18),
+        BlockType("IQ3_S", 21, 256, 110),
+        BlockType("IQ2_S", 22, 256, 82),
         BlockType("IQ4_XS", 23, 256, 136),
+        BlockType("IQ1_M", 29, 256, 56),
+        BlockType("TQ1_0", 34, 256, 54),
+        BlockType("TQ2_0", 35, 256, 66),
         BlockType("MXFP4", 39, 32, 17),
+        BlockType("NVFP4", 40, 64, 36),
+        BlockType("Q1_0", 41, 128, 18),
+        BlockType("Q2_0", 42, 64, 18),
     )
 }
 IQ4_VALUES = (
@@ -67,7 +79,12 @@ IQ4_VALUES = (
     89,
     113,
 )  # of IQ4_NL's and IQ4_XS's codes
-FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # of MXFP4's, twice what they mean
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # of MXFP4's and NVFP4's, twice what they mean
+# Values of the codes of grids. The first half is positive: a sign is the bit above a grid's own code.
+IQ1_VALUES = (-7, 1, 9, 0, -9, -1, 7, 0)  # eight times what they mean, with the delta of 1/8 added or subtracted
+IQ2_VALUES = (8, 25, 43, 0, -8, -25, -43, 0)
+IQ3_XXS_VALUES = (2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31)  # half of what they mean
+IQ3_S_VALUES = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
 FLOAT_TYPES = tuple(name for name, kind in BLOCK_TYPES.items() if kind.is_float)
 
 
@@ -83,6 +100,60 @@ class Field(NamedTuple):
     bits: int
 
 
+class Bits(NamedTuple):
+    """Numbers of `bits` bits each, in little-endian words of `word_bytes` bytes, `stride` bytes apart from `at` on.
+
+    A word holds `per_word` numbers, `step` bits from one to the next; the lowest begins at bit `first`.
+    """
+
+    at: int
+    bits: int
+    stride: int = 1
+    word_bytes: int = 1
+    per_word: int = 1
+    step: int = 0
+    first: int = 0
+
+
+class Trits(NamedTuple):
+    """Numbers 0, 1 and 2, `per_byte` in each of the `run` bytes from `at` on.
+
+    The highest digit of base 3 comes first. A byte is a fraction: ⌈256 × digits / 3^5⌉.
+    """
+
+    at: int
+    run: int
+    per_byte: int
+
+
+class Grid(NamedTuple):
+    """Codes from a table of patterns (`ggml_grids`), `width` consecutive codes per index.
+
+    A sign is the bit above a grid's code. Signs have 8 bits for 8 codes, or 7 bits whose eighth makes the number of set
+    bits even, or one bit for several codes. If the bit is set, a mirrored grid has codes 2 − c and a negative scale.
+    """
+
+    name: str
+    width: int
+    indices: tuple[Bits, ...]
+    signs: Bits
+    num_signs: int  # in a block
+    is_mirrored: bool = False
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code in a pattern."""
+        return 16 // self.width
+
+    @property
+    def sign_shift(self) -> int:
+        """Place of the sign bit: magnitudes are numbers below 4 or 8."""
+        return 2 if self.width == 8 else 3
+
+
+ScaleFields = tuple[Field, ...] | Bits | Literal["6 bits"]
+
+
 class BlockFields(NamedTuple):
     """Contents of a block. A code q means (q − offset, or its number in the table) × scale, plus or minus the minimum.
 
@@ -90,15 +161,17 @@ class BlockFields(NamedTuple):
     them: scale_at and minimum_at are then what scales and minima are multiplied with. Its minima are subtracted.
     """
 
-    codes: tuple[Field, ...]
+    codes: tuple[Field, ...] | tuple[Trits, ...] | Grid
     scale_at: int = 0  # an f16, or an exponent
     minimum_at: int | None = None  # an f16
-    scales: tuple[Field, ...] | Literal["6 bits"] = ()  # "6 bits": the 12 bytes from 4 on, as `six_bits` reads them
+    scales: ScaleFields = ()  # "6 bits": the 12 bytes from 4 on, as `six_bits` reads them
     scale_offset: int = 0  # of the small scales
     offset: int = 0
     table: tuple[int, ...] = ()
     is_signed: bool = False  # codes are signed bytes
-    has_exponent: bool = False  # the scale is a power of two: e means 2^(e − 128)
+    scale_form: Literal["f16", "exponent", "nibbles", "UE4M3"] = "f16"  # `ggml_blocks` explains them
+    are_scales_odd: bool = False  # a small scale s means 2 s + 1
+    factor: float = 1.0  # of the super-block's scale: a power of two
 
 
 _NIBBLES_16 = Field(2, 16, 16, 4)
@@ -124,5 +197,60 @@ BLOCK_FIELDS = {
     "IQ4_XS": BlockFields(
         (Field(8, 128, 16, 4),), scales=(Field(4, 4, 1, 4), Field(2, 2, 1, 2)), scale_offset=32, table=IQ4_VALUES
     ),
-    "MXFP4": BlockFields((Field(1, 16, 16, 4),), table=FP4_VALUES, has_exponent=True),
+    "MXFP4": BlockFields((Field(1, 16, 16, 4),), table=FP4_VALUES, scale_form="exponent"),
+    "NVFP4": BlockFields((Field(4, 32, 8, 4),), table=FP4_VALUES, scale_form="UE4M3"),
+    "Q1_0": BlockFields((Field(2, 16, 1, 1),), table=(-1, 1)),
+    "Q2_0": BlockFields((Field(2, 16, 1, 2),), offset=1),
+    "TQ1_0": BlockFields((Trits(0, 32, 5), Trits(32, 16, 5), Trits(48, 4, 4)), 52, offset=1),
+    "TQ2_0": BlockFields((Field(0, 64, 32, 2),), 64, offset=1),
+    "IQ1_S": BlockFields(
+        Grid("IQ1", 8, (Bits(2, 8), Bits(34, 3, 2, 2, 4, 3)), Bits(34, 1, 2, 2, first=15), 8, is_mirrored=True),
+        scales=Bits(34, 3, 2, 2, first=12),
+        table=IQ1_VALUES[:4],
+        are_scales_odd=True,
+        factor=1 / 8,
+    ),
+    "IQ1_M": BlockFields(
+        Grid("IQ1", 8, (Bits(0, 8), Bits(32, 3, per_word=2, step=4)), Bits(32, 1, per_word=2, step=4, first=3), 32),
+        48,
+        scales=Bits(48, 3, 2, 2, 4, 3),
+        table=IQ1_VALUES,
+        scale_form="nibbles",
+        are_scales_odd=True,
+        factor=1 / 8,
+    ),
+    "IQ2_XXS": BlockFields(
+        Grid("IQ2_XXS", 8, (Bits(2, 8, 8, 4, 4, 8),), Bits(6, 7, 8, 4, 4, 7), 32),
+        scales=Bits(6, 4, 8, 4, first=28),
+        table=IQ2_VALUES,
+        are_scales_odd=True,
+        factor=1 / 8,
+    ),
+    "IQ2_XS": BlockFields(
+        Grid("IQ2_XS", 8, (Bits(2, 9, 2, 2),), Bits(2, 7, 2, 2, first=9), 32),
+        scales=(Field(66, 8, 1, 4),),
+        table=IQ2_VALUES,
+        are_scales_odd=True,
+        factor=1 / 8,
+    ),
+    "IQ2_S": BlockFields(
+        Grid("IQ2_S", 8, (Bits(2, 8), Bits(66, 2, per_word=4, step=2)), Bits(34, 8), 32),
+        scales=(Field(74, 8, 1, 4),),
+        table=IQ2_VALUES,
+        are_scales_odd=True,
+        factor=1 / 8,
+    ),
+    "IQ3_XXS": BlockFields(
+        Grid("IQ3_XXS", 4, (Bits(2, 8),), Bits(66, 7, 4, 4, 4, 7), 32),
+        scales=Bits(66, 4, 4, 4, first=28),
+        table=IQ3_XXS_VALUES,
+        are_scales_odd=True,
+        factor=1 / 2,
+    ),
+    "IQ3_S": BlockFields(
+        Grid("IQ3_S", 4, (Bits(2, 8), Bits(66, 1, per_word=8, step=1)), Bits(74, 8), 32),
+        scales=(Field(106, 4, 1, 4),),
+        table=IQ3_S_VALUES,
+        are_scales_odd=True,
+    ),
 }

@@ -4,24 +4,37 @@ A group of a block type is a run of records of 32 inputs; a quad is 4 inputs × 
 
     low    4 bits: 4 × 64 bytes, quad j in the low nibbles and j + 4 in the high ones     8 bits: 8 × 64 bytes
            2 bits: 2 × 64 bytes, for quads 0–3 and 4–7, quad j in the bits from 2 (j mod 4) on
+           1 bit: 64 bytes, bit j of a byte belongs to quad j
     high   the bits above: 64 bytes, bit j of a byte belongs to quad j      2 bits: as the low 2 bits
-    scale  f16 × 16 rows, or an exponent u8 × 16; minimum f16 × 16 rows, if the type has one
+    scale  f16 × 16 rows, twice in NVFP4, or an exponent u8 × 16; minimum f16 × 16 rows, if the type has one
 
 An instruction that multiplies 8 inputs of a row (`isa`) needs another order of a pair of quads, in bits as in bytes.
 First come the 8 inputs of rows 0–7, row by row, then those of rows 8–15.
 
-K types have 8 records after the super-block's f16 scale (and minimum), and small integers in the records' place:
+K and IQ types have 8 records after the super-block's f16 scale (and minimum), and small integers in the records' place:
 
     [d × 16][dmin × 16] 8 × { low, high, scale u8 or i8 × 16, minimum u8 × 16 }      both twice in Q2_K, Q3_K, Q6_K
 
+Q1_0, Q2_0 and ternary types have 4, 2 or 8 records after a scale, and none in the records.
+
 Every number keeps the value that the file gives it. An integer q is stored as q + offset ≥ 0, or as its code in the
-type's table. A group of a float type is `[in_features, 16 rows]`, its inputs padded with zeros to a multiple of 8.
+type's table. Patterns of a grid are stored code by code. A group of a float type is `[in_features, 16 rows]`, inputs
+padded by zeros to a multiple of 8.
 """
 
 from dataclasses import dataclass
 from typing import final
 
-from infer.quantization.ggml_types import FP4_VALUES, IQ4_VALUES
+from infer.quantization.ggml_types import (
+    BLOCK_FIELDS,
+    BLOCK_TYPES,
+    FP4_VALUES,
+    IQ1_VALUES,
+    IQ2_VALUES,
+    IQ3_S_VALUES,
+    IQ3_XXS_VALUES,
+    IQ4_VALUES,
+)
 
 LANES = 16  # rows of a group, and 32-bit elements of a vector
 PANEL = 16  # tokens whose activations lie together
@@ -44,13 +57,15 @@ def quantized_bytes(form: int) -> int:
 @dataclass(frozen=True)
 class Layout:
     type: str
-    low_bits: int  # of a block type 2, 4 or 8; of a float type its width
+    low_bits: int  # of a block type 1, 2, 4 or 8; of a float type its width
     high_bits: int = 0
     offset: int = 0
     has_minimum: bool = False
-    scales_per_record: int = 0  # integer scales under a super-block's; 0: each record has its own f16
-    codes: tuple[int, ...] = ()  # what the 16 values of 4 bits stand for; (): themselves
+    scales_per_record: int = 1  # 0: the super-block's is the only one
+    records_per_super: int = 1  # above 1: records of a super-block, whose scales are small integers under its f16
+    codes: tuple[int, ...] = ()  # what the values, 16 at most, stand for; (): themselves
     has_exponent: bool = False  # the record's own scale is a power of two
+    factor: float = 1.0  # of the super-block's scale
     is_float: bool = False
 
     @property
@@ -58,8 +73,18 @@ class Layout:
         return UNIT if self.is_float else BLOCK
 
     @property
-    def records_per_super(self) -> int:
-        return 8 if self.scales_per_record else 1
+    def per_block(self) -> int:
+        """Number of records of a block in a file."""
+        return BLOCK_TYPES[self.type].block_size // BLOCK
+
+    @property
+    def has_small_scales(self) -> bool:
+        return self.records_per_super > 1 and self.scales_per_record > 0
+
+    @property
+    def has_half(self) -> bool:
+        """True if a block in a file has an f16 scale."""
+        return BLOCK_FIELDS[self.type].scale_form in ("f16", "nibbles")
 
     @property
     def high_at(self) -> int:
@@ -73,11 +98,11 @@ class Layout:
     @property
     def scale_bytes(self) -> int:
         """Bytes of one scale, and of one minimum, of a row's record."""
-        return 1 if self.scales_per_record or self.has_exponent else 2
+        return 1 if self.has_small_scales or self.has_exponent else 2
 
     @property
     def minimum_at(self) -> int:
-        return self.scale_at + LANES * self.scale_bytes * self.parts
+        return self.scale_at + LANES * self.scale_bytes * self.scales_per_record
 
     @property
     def record_bytes(self) -> int:
@@ -85,7 +110,7 @@ class Layout:
 
     @property
     def super_header(self) -> int:
-        return 2 * LANES * (1 + self.has_minimum) if self.scales_per_record else 0
+        return 2 * LANES * (1 + self.has_minimum) if self.records_per_super > 1 else 0
 
     @property
     def super_bytes(self) -> int:
@@ -97,7 +122,7 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Number of scales in a record."""
+        """Number of parts of a record with a scale each."""
         return max(1, self.scales_per_record)
 
     @property
@@ -130,6 +155,14 @@ class Layout:
         return self.num_records(in_features) // self.records_per_super * self.super_bytes
 
 
+def _grid_layout(
+    type_: str, bits: int, offset: int, codes: tuple[int, ...], scales_per_record: int = 1, factor: float = 1.0
+) -> Layout:
+    """Return the layout of a type whose codes have a sign in their top bit."""
+    high_bits = 1 if bits == 3 else 0
+    return Layout(type_, bits - high_bits, high_bits, offset, False, scales_per_record, 8, codes, factor=factor)
+
+
 LAYOUTS = {
     layout.type: layout
     for layout in (
@@ -138,14 +171,26 @@ LAYOUTS = {
         Layout("Q5_0", low_bits=4, high_bits=1, offset=16),
         Layout("Q5_1", low_bits=4, high_bits=1, has_minimum=True),
         Layout("Q8_0", low_bits=8, offset=128),
-        Layout("Q2_K", low_bits=2, has_minimum=True, scales_per_record=2),
-        Layout("Q3_K", low_bits=2, high_bits=1, offset=4, scales_per_record=2),
-        Layout("Q4_K", low_bits=4, has_minimum=True, scales_per_record=1),
-        Layout("Q5_K", low_bits=4, high_bits=1, has_minimum=True, scales_per_record=1),
-        Layout("Q6_K", low_bits=4, high_bits=2, offset=32, scales_per_record=2),
+        Layout("Q2_K", low_bits=2, has_minimum=True, scales_per_record=2, records_per_super=8),
+        Layout("Q3_K", low_bits=2, high_bits=1, offset=4, scales_per_record=2, records_per_super=8),
+        Layout("Q4_K", low_bits=4, has_minimum=True, records_per_super=8),
+        Layout("Q5_K", low_bits=4, high_bits=1, has_minimum=True, records_per_super=8),
+        Layout("Q6_K", low_bits=4, high_bits=2, offset=32, scales_per_record=2, records_per_super=8),
         Layout("IQ4_NL", low_bits=4, offset=128, codes=IQ4_VALUES),
-        Layout("IQ4_XS", low_bits=4, offset=128, codes=IQ4_VALUES, scales_per_record=1),
+        Layout("IQ4_XS", low_bits=4, offset=128, codes=IQ4_VALUES, records_per_super=8),
         Layout("MXFP4", low_bits=4, offset=16, codes=FP4_VALUES, has_exponent=True),
+        Layout("NVFP4", low_bits=4, offset=16, codes=FP4_VALUES, scales_per_record=2),
+        Layout("Q1_0", low_bits=1, offset=1, codes=(-1, 1), scales_per_record=0, records_per_super=4),
+        Layout("Q2_0", low_bits=2, offset=1, scales_per_record=0, records_per_super=2),
+        Layout("TQ1_0", low_bits=2, offset=1, scales_per_record=0, records_per_super=8),
+        Layout("TQ2_0", low_bits=2, offset=1, scales_per_record=0, records_per_super=8),
+        Layout("IQ1_S", low_bits=2, offset=16, codes=IQ1_VALUES[:4], records_per_super=8, factor=1 / 8),
+        _grid_layout("IQ1_M", 3, 16, IQ1_VALUES, scales_per_record=2, factor=1 / 8),
+        _grid_layout("IQ2_XXS", 3, 64, IQ2_VALUES, factor=1 / 8),
+        _grid_layout("IQ2_XS", 3, 64, IQ2_VALUES, scales_per_record=2, factor=1 / 8),
+        _grid_layout("IQ2_S", 3, 64, IQ2_VALUES, scales_per_record=2, factor=1 / 8),
+        _grid_layout("IQ3_XXS", 4, 32, IQ3_XXS_VALUES, factor=1 / 2),
+        _grid_layout("IQ3_S", 4, 16, IQ3_S_VALUES),
         Layout("F32", low_bits=32, is_float=True),
         Layout("F16", low_bits=16, is_float=True),
         Layout("BF16", low_bits=16, is_float=True),

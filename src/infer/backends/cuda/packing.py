@@ -9,6 +9,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from infer.backends.cuda.layouts import BLOCK, LAYOUTS, PLANES, Layout, PackedWeight
+from infer.backends.gpu_memory import check_type
 from infer.operands.weights import ConvertedWeight, Projection, StoredWeight, UnreadWeight, Weight
 from infer.quantization.ggml_blocks import numbers_of
 from infer.quantization.ggml_types import BLOCK_TYPES
@@ -32,6 +33,7 @@ def _stored(weight: Weight) -> FileWeight:
 
 
 def _pack(weights: list[FileWeight], device: torch.device, planes: int) -> PackedWeight:
+    check_type(weights[0].type)
     layout = LAYOUTS[weights[0].type]
     num_rows, in_features = sum(weight.out_features for weight in weights), weights[0].in_features
     whole: list[Tensor | None] = []

@@ -14,8 +14,8 @@ from infer.operands.weights import Norm, Projection, Weight
 
 STORE, ADD, CAP = range(3)
 _TOKENS = (1, 8)  # that a work item takes: few for decoding, many for a prompt
-_SIZES = ("low_bits", "high_bits", "offset", "has_minimum", "parts", "records_per_super", "super_header")
-_PLACES = ("high_at", "scale_at", "minimum_at", "record_bytes", "super_bytes")
+_SIZES = ("low_bits", "high_bits", "offset", "has_minimum", "parts", "scales_per_record", "records_per_super")
+_PLACES = ("super_header", "high_at", "scale_at", "minimum_at", "record_bytes", "super_bytes")
 
 
 def project(
@@ -73,9 +73,10 @@ def macros_of(weight: PackedWeight, lanes: int) -> dict[str, Any]:
     """Return the macros that describe a weight's layout to its kernels. A work item computes `lanes` rows."""
     layout = weight.layout
     macros: dict[str, Any] = {name.upper(): int(getattr(layout, name)) for name in (*_SIZES, *_PLACES)}
-    macros |= {"LANES": lanes, "PLANES": weight.planes}
+    macros |= {"LANES": lanes, "PLANES": weight.planes, "FACTOR": f"{layout.factor}f"}
     if layout.codes:
-        macros["CODES"] = "{" + ",".join(str((code + layout.offset) % 256) for code in layout.codes) + "}"
+        codes = [(code + layout.offset) % 256 for code in layout.codes]
+        macros["CODES"] = "{" + ",".join(map(str, codes)) + "}"
     flags = {"IS_FLOAT": layout.is_float, "IS_BF16": layout.type == "BF16", "HAS_EXPONENT": layout.has_exponent}
     return macros | {name: 1 for name, is_set in flags.items() if is_set}
 

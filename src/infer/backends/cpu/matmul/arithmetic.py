@@ -106,14 +106,14 @@ class Arithmetic(ABC):
         """Return Σ q A less the offset of q, of each group's quads × each column of activations."""
 
     def look_up(self, b: Builder, codes: Value, table: Sequence[int]) -> Value:
-        """Replace each byte of `codes`, from 0 to 15, by that entry of the table, from 0 to 255."""
+        """Replace each byte of `codes` by that entry of the table, from 0 to 255. A table has 2, 4, 8 or 16 entries."""
         whole = ir.VectorType(I8, 64)
         if self.shuffle is None:
             codes, values = b.bitcast(codes, whole), constant(whole, 0)
             for code, entry in enumerate(table):
                 values = b.select(b.icmp_unsigned("==", codes, constant(whole, code)), constant(whole, entry), values)
             return b.bitcast(values, I32X16)
-        entries = ir.Constant(ir.VectorType(I8, self.width), [table[lane % 16] for lane in range(self.width)])
+        entries = ir.Constant(ir.VectorType(I8, self.width), [table[lane % len(table)] for lane in range(self.width)])
         return join(b, [call(b, self.shuffle, entries.type, entries, part) for part in split(b, codes, self.width, I8)])
 
 

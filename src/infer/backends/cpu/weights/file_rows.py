@@ -83,18 +83,18 @@ def _make_store_piece(type_: str) -> Any:
 
         return store_floats
     pack, unpack, read = make_pack_block(layout), make_unpack(layout, BY_NAME["portable"]), make_read_unpacked(layout)
-    per_super, super_bytes, record_bytes = layout.records_per_super, layout.super_bytes, layout.unpacked_bytes
-    unpacked_bytes = per_super * record_bytes
+    num_records, record_bytes = layout.per_block, layout.unpacked_bytes
+    packed_bytes, unpacked_bytes = layout.group_bytes(BLOCK * num_records), num_records * record_bytes
 
     @njit(forceinline=True)
     def store_blocks(piece, count, out, scale):
-        packed, unpacked = stack(super_bytes), stack(unpacked_bytes)
+        packed, unpacked = stack(packed_bytes), stack(unpacked_bytes)
         for lane in range(count):
             pack(piece + lane * block_bytes, packed, lane)
-        unpack(packed, per_super, unpacked)
+        unpack(packed, num_records, unpacked)
         for lane in range(count):
-            for i in range(BLOCK * per_super):
+            for i in range(BLOCK * num_records):
                 value = read(unpacked + i // BLOCK * record_bytes, lane, i % BLOCK)
-                store_scalar_f32(out + 4 * (BLOCK * per_super * lane + i), value * scale)
+                store_scalar_f32(out + 4 * (BLOCK * num_records * lane + i), value * scale)
 
     return store_blocks

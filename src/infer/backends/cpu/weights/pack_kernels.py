@@ -1,7 +1,4 @@
-"""GGML's blocks → groups of 16 rows (`layouts`). Each number is moved, and none is changed.
-
-The functions that read a block are made from `BLOCK_FIELDS`, as `ggml_blocks.numbers_of` reads it in torch.
-"""
+"""GGML's blocks → groups of 16 rows (`layouts`). Each number is moved, and none is changed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,94 +8,9 @@ from numba import njit
 
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, Layout
 from infer.backends.cpu.simd import load_u8, load_u16, load_u32, stack, store_u8, store_u16, store_u32
-from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, BlockFields, Field
-
-_ONE = 0x01010101  # a bit of each byte
-
-
-def _make_place(field: Field) -> Any:
-    """Return place(source, number): the address of a number's byte, and the bits below the number there.
-
-    Sizes are powers of two. Shifts, unlike divisions of signed integers, leave nothing to compute for a constant.
-    """
-    at, run, bits = field.at, field.run, field.bits
-    per_run, run_bits = run * 8 // bits, run.bit_length() - 1
-    per_run_bits = per_run.bit_length() - 1
-
-    @njit(forceinline=True)
-    def place(source, number):
-        byte = source + at + ((number >> per_run_bits) << run_bits) + (number & (run - 1))
-        return byte, bits * ((number & (per_run - 1)) >> run_bits)
-
-    return place
-
-
-def _make_field(field: Field) -> Any:
-    """Return read(source, number), which reads four numbers of a block from `number` on, a byte each."""
-    place, mask = _make_place(field), np.uint32(((1 << field.bits) - 1) * _ONE)
-
-    @njit(forceinline=True)
-    def read(source, number):
-        at, shift = place(source, number)
-        return (load_u32(at) >> np.uint32(shift)) & mask
-
-    @njit(forceinline=True)
-    def read_from_bits(source, number):
-        at, shift = place(source, number)
-        four = (load_u8(at) >> np.uint8(shift)) & np.uint8(15)
-        return np.uint32(np.uint32(four) * np.uint32(0x00204081)) & np.uint32(_ONE)  # a bit to a byte
-
-    return read_from_bits if field.run == 1 else read
-
-
-def _make_word(fields: BlockFields) -> Any:
-    """Return word(source, number): four codes from `number` on as they are stored, a byte each."""
-    low = _make_field(fields.codes[0])
-    if len(fields.codes) == 1:
-        flipped = np.uint32(0x80808080 if fields.is_signed else 0)
-        return njit(forceinline=True)(lambda source, number: low(source, number) ^ flipped)
-    high, shift = _make_field(fields.codes[1]), np.uint32(fields.codes[0].bits)
-    return njit(forceinline=True)(lambda source, number: low(source, number) | (high(source, number) << shift))
-
-
-def _make_small(fields: BlockFields) -> Any:
-    """Return small(source, number): a small scale of a K type, or the minimum of the same number after all scales."""
-    if fields.scales == "6 bits":
-        return _six_bits
-    offset, has_high = np.uint8(fields.scale_offset), len(fields.scales) > 1
-    low, high = _make_byte(fields.scales[0]), _make_byte(fields.scales[-1])
-    shift = np.uint8(fields.scales[0].bits)
-
-    @njit(forceinline=True)
-    def small(source, number):
-        value = low(source, number)
-        if has_high:
-            value |= high(source, number) << shift
-        return value - offset
-
-    return small
-
-
-def _make_byte(field: Field) -> Any:
-    """Return read(source, number), which reads one number of a block."""
-    place, mask = _make_place(field), np.uint8((1 << field.bits) - 1)
-
-    @njit(forceinline=True)
-    def read(source, number):
-        at, shift = place(source, number)
-        return (load_u8(at) >> np.uint8(shift)) & mask
-
-    return read
-
-
-@njit(forceinline=True)
-def _six_bits(source, number):
-    """Return a scale or, from 8 on, a minimum, as `ggml_blocks.six_bits` does."""
-    at, index = source + 4 + number // 8 * 4, number % 8
-    if index < 4:
-        return load_u8(at + index) & np.uint8(63)
-    low = (load_u8(source + 8 + index) >> np.uint8(number // 8 * 4)) & np.uint8(15)
-    return low | ((load_u8(at + index - 4) >> np.uint8(6)) << np.uint8(4))
+from infer.backends.cpu.weights.block_fields import ONE, make_scale, make_small, make_word
+from infer.quantization.ggml_grids import UE4M3_HALVES
+from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
 
 
 def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
@@ -106,7 +18,7 @@ def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
 
     The record has the 32 values from `number` on.
     """
-    mask, per_vector = np.uint32(((1 << width) - 1) * _ONE), 8 // max(width, 1)
+    mask, per_vector = np.uint32(((1 << width) - 1) * ONE), 8 // max(width, 1)
     step, apart = (1, 4) if width == 4 else (per_vector, 1)  # from vector to vector, and from quad to quad within one
 
     @njit(forceinline=True)
@@ -124,36 +36,58 @@ def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
 def make_pack_block(layout: Layout) -> Any:
     """Return pack(source, out, lane), which packs one block of a row."""
     fields = BLOCK_FIELDS[layout.type]
-    word, scale_from, minimum_from = _make_word(fields), fields.scale_at, fields.minimum_at or 0
+    word, own_scale, minimum_from = make_word(fields), make_scale(fields), fields.minimum_at or 0
     put_low = _make_put_bits(word, 0, layout.low_bits)
     put_high = _make_put_bits(word, layout.low_bits, layout.high_bits)
-    has_exponent, has_minimum, has_scales = layout.has_exponent, layout.has_minimum, layout.scales_per_record > 0
-    scale_at, minimum_at, high_at, parts = layout.scale_at, layout.minimum_at, layout.high_at, layout.parts
-    header, record_bytes, per_super = layout.super_header, layout.record_bytes, layout.records_per_super
-    small: Any = _make_small(fields) if has_scales else None
-    own_scale_at, own_minimum_at = (0, 2 * LANES) if has_scales else (scale_at, minimum_at)
+    put_scales = _make_put_scales(layout)
+    has_half, has_exponent, has_minimum = layout.has_half, layout.has_exponent, layout.has_minimum
+    high_at, header, record_bytes, num_records = (
+        layout.high_at,
+        layout.super_header,
+        layout.record_bytes,
+        layout.per_block,
+    )
+    scale_at, minimum_at = (0, 2 * LANES) if header else (layout.scale_at, layout.minimum_at)
 
     @njit(forceinline=True)
     def pack(source, out, lane):
         if has_exponent:
-            store_u8(out + own_scale_at + lane, load_u8(source))
-        else:
-            store_u16(out + own_scale_at + 2 * lane, load_u16(source + scale_from))
+            store_u8(out + scale_at + lane, load_u8(source))
+        elif has_half:
+            store_u16(out + scale_at + 2 * lane, own_scale(source))
         if has_minimum:
-            store_u16(out + own_minimum_at + 2 * lane, load_u16(source + minimum_from))
-        for index in range(per_super):
+            store_u16(out + minimum_at + 2 * lane, load_u16(source + minimum_from))
+        for index in range(num_records):
             record = out + header + index * record_bytes
             put_low(source, BLOCK * index, record + 4 * lane)
             put_high(source, BLOCK * index, record + high_at + 4 * lane)
-            if has_scales:
-                for part in range(parts):
-                    number = parts * index + part
-                    store_u8(record + scale_at + LANES * part + lane, small(source, number))
-                    if has_minimum:
-                        minimum = small(source, parts * per_super + number)
-                        store_u8(record + minimum_at + LANES * part + lane, minimum)
+            put_scales(source, index, record, lane)
 
     return pack
+
+
+def _make_put_scales(layout: Layout) -> Any:
+    """Return put(source, index, record, lane), which stores a record's small scales and minima, or E4M3 ones as f16."""
+    fields, parts, per_super = BLOCK_FIELDS[layout.type], layout.parts, layout.records_per_super
+    scale_at, minimum_at, has_minimum = layout.scale_at, layout.minimum_at, layout.has_minimum
+    has_small, has_halves = layout.has_small_scales, fields.scale_form == "UE4M3"
+    small: Any = make_small(fields) if has_small else None
+
+    @njit(forceinline=True)
+    def put_scales(source, index, record, lane):
+        if has_small:
+            for part in range(parts):
+                number = parts * index + part
+                store_u8(record + scale_at + LANES * part + lane, small(source, number))
+                if has_minimum:
+                    minimum = small(source, parts * per_super + number)
+                    store_u8(record + minimum_at + LANES * part + lane, minimum)
+        if has_halves:
+            for part in range(parts):
+                half = UE4M3_HALVES[load_u8(source + parts * index + part)]
+                store_u16(record + scale_at + 2 * LANES * part + 2 * lane, half)
+
+    return put_scales
 
 
 def _make_pack_float(width: int) -> Any:
@@ -171,8 +105,9 @@ def _make_pack_float(width: int) -> Any:
 
 def _make_pair_quads(layout: Layout) -> Any:
     """Return a function that reorders a record's pairs of quads to 8 inputs × 8 rows."""
-    bytes_end = 0 if layout.low_bits == 2 else layout.high_at
-    low_bits_end, high_bits_end, high_width = layout.high_at, layout.scale_at, layout.high_bits
+    low_width, high_width = layout.low_bits, layout.high_bits
+    bytes_end = 0 if low_width < 4 else layout.high_at
+    low_bits_end, high_bits_end = layout.high_at, layout.scale_at
 
     @njit
     def pair_bits(vectors, end, width):
@@ -194,7 +129,7 @@ def _make_pair_quads(layout: Layout) -> Any:
             for row in range(LANES):
                 store_u32(at + 8 * row, load_u32(copy + 4 * row))
                 store_u32(at + 8 * row + 4, load_u32(copy + 64 + 4 * row))
-        pair_bits(record + bytes_end, record + low_bits_end, 2)
+        pair_bits(record + bytes_end, record + low_bits_end, low_width)
         pair_bits(record + low_bits_end, record + high_bits_end, high_width)
 
     return pair_quads
@@ -212,8 +147,9 @@ def make_pack(type_: str, inputs: int) -> Callable[..., None]:
     One thread packs all of a command's rows, so that the pages it writes first are in its node of memory.
     """
     layout, block_size, source_bytes = LAYOUTS[type_], BLOCK_TYPES[type_].block_size, BLOCK_TYPES[type_].block_bytes
-    super_bytes = LANES * source_bytes if layout.is_float else layout.super_bytes
-    header, record_bytes, per_super = layout.super_header, layout.record_bytes, layout.records_per_super
+    super_bytes, per_super = layout.super_bytes, layout.records_per_super
+    packed_bytes = LANES * source_bytes if layout.is_float else layout.per_block // per_super * super_bytes
+    header, record_bytes = layout.super_header, layout.record_bytes
     pack_block = _make_pack_float(source_bytes) if layout.is_float else make_pack_block(layout)
     pair_quads, is_paired = _make_pair_quads(layout), inputs == 8 and not layout.is_float
 
@@ -225,7 +161,7 @@ def make_pack(type_: str, inputs: int) -> Callable[..., None]:
             for _ in range(args.in_features // block_size):
                 pack_block(source, out, row % LANES)
                 source += source_bytes
-                out += super_bytes
+                out += packed_bytes
         for group in range((args.rows + LANES - 1) // LANES if is_paired else 0):
             for record in range(args.in_features // BLOCK):
                 start = args.out + group * args.group_bytes + record // per_super * super_bytes + header

@@ -53,35 +53,44 @@ class PackedRecords:
         b, layout, bits = self.b, self.layout, self.layout.low_bits
         if bits == 8:
             return low(quad) if self.offset else b.xor(low(quad), constant(I32X16, -0x7F7F7F80))
-        vector, shift = (quad % 4, 4 * (quad // 4)) if bits == 4 else (quad // 4, 2 * (quad % 4))
+        vector, shift = {4: (quad % 4, 4 * (quad // 4)), 2: (quad // 4, 2 * (quad % 4)), 1: (0, quad)}[bits]
         values = b.lshr(b.bitcast(low(vector), I8X64), constant(I8X64, shift))
         values = b.bitcast(b.and_(values, constant(I8X64, (1 << bits) - 1)), I32X16)
-        if layout.codes:
-            return self.arithmetic.look_up(b, values, [(code + self.offset) % 256 for code in layout.codes])
-        if layout.high_bits == 0:
+        if layout.high_bits:
+            values = b.or_(values, self._high(weights, quad))
+        if not layout.codes:
             return values
+        return self.arithmetic.look_up(b, values, [(code + self.offset) % 256 for code in layout.codes])
+
+    def _high(self, weights: Value, quad: int) -> Value:
+        """Return the high bits of a quad, in their place above the low ones."""
+        b, layout, bits = self.b, self.layout, self.layout.low_bits
         vector, bit = (0, quad) if layout.high_bits == 1 else (quad // 4, 2 * (quad % 4))
         high = load(b, simd.offset(b, weights, layout.high_at + 64 * vector), I32X16, 16)
         shifted = (
             b.shl(high, constant(I32X16, bits - bit)) if bit < bits else b.lshr(high, constant(I32X16, bit - bits))
         )
         mask = 0x01010101 * (((1 << layout.high_bits) - 1) << bits)
-        return b.or_(values, b.and_(shifted, constant(I32X16, mask)))
+        return b.and_(shifted, constant(I32X16, mask))
 
     def super_scales(self, base: Value) -> tuple[Value, Value]:
         b, layout = self.b, self.layout
-        if not layout.scales_per_record:
+        if layout.records_per_super == 1:
             return None, None
         minimum = simd.load_f16(b, simd.offset(b, base, 2 * LANES)) if layout.has_minimum else None
-        return simd.load_f16(b, base), minimum
+        scale = simd.load_f16(b, base)
+        return scale if layout.factor == 1 else b.fmul(scale, constant(F32X16, layout.factor)), minimum
 
     def scales(self, weights: Value, super_scale: Value, super_minimum: Value) -> tuple[list[Value], list[Value]]:
         """Return the record's scales and minima, one per half or one for the whole, as floats without rounding."""
         b, layout = self.b, self.layout
         at, minimum_at = simd.offset(b, weights, layout.scale_at), simd.offset(b, weights, layout.minimum_at)
-        if not layout.scales_per_record:
-            scale = _load_exponent(b, at) if layout.has_exponent else simd.load_f16(b, at)
-            return [scale], [simd.load_f16(b, minimum_at)] if layout.has_minimum else []
+        if layout.records_per_super == 1:
+            halves = [simd.offset(b, at, 2 * LANES * part) for part in range(layout.parts)]
+            scales = [_load_exponent(b, at)] if layout.has_exponent else [simd.load_f16(b, half) for half in halves]
+            return scales, [simd.load_f16(b, minimum_at)] if layout.has_minimum else []
+        if not layout.has_small_scales:
+            return [super_scale], []
         widen = b.sext if layout.has_signed_scales else b.zext
 
         def whole(where: Value, index: int) -> Value:

@@ -106,8 +106,10 @@ inline ints quad_of(global const uchar *record, int quad)
     return LOAD_INTS(record + 64 * quad);
 #elif LOW_BITS == 4
     ints q = LOAD_INTS(record + 64 * (quad % 4)) >> 4 * (quad / 4) & 0x0F0F0F0F;
-#else
+#elif LOW_BITS == 2
     ints q = LOAD_INTS(record + 64 * (quad / 4)) >> 2 * (quad % 4) & 0x03030303;
+#else
+    ints q = LOAD_INTS(record) >> quad & 0x01010101;
 #endif
 #if HIGH_BITS
     int bit = HIGH_BITS == 1 ? quad : 2 * (quad % 4);
@@ -131,7 +133,9 @@ inline floats scale_of(global const uchar *at, int part, floats super)
     ints least = (ints)0x00200000 << (exponent & 1);
     return AS_FLOATS(exponent < 2 ? least : (exponent - 1) << 23);
 #elif RECORDS_PER_SUPER == 1
-    return LOAD_HALVES(at);
+    return LOAD_HALVES(at + 32 * part);
+#elif SCALES_PER_RECORD == 0
+    return super;
 #elif HAS_MINIMUM
     return TO_FLOATS(LOAD_BYTES(at + 16 * part)) * super;
 #else
@@ -194,7 +198,7 @@ inline void multiply_group(global const uchar *weights, global const int *const 
     for (int first = 0; first < records; first += RECORDS_PER_SUPER, weights += SUPER_BYTES) {
         floats super = 0.0f, super_minimum = 0.0f;
 #if RECORDS_PER_SUPER > 1
-        super = LOAD_HALVES(weights);
+        super = LOAD_HALVES(weights) * FACTOR;
         super_minimum = HAS_MINIMUM ? LOAD_HALVES(weights + 32) : super;
 #endif
         for (int i = 0; i < RECORDS_PER_SUPER; i++)
@@ -245,7 +249,8 @@ kernel void embed(
     global const uchar *base = group + first / BLOCK / RECORDS_PER_SUPER * (long)SUPER_BYTES;
     global const uchar *record = base + SUPER_HEADER + first / BLOCK % RECORDS_PER_SUPER * RECORD_BYTES;
     int part = PARTS == 2 ? first % BLOCK / 16 : 0, q = quad_of(record, first % BLOCK / 4);
-    float scale = scale_of(record + SCALE_AT, part, RECORDS_PER_SUPER > 1 ? LOAD_HALVES(base) : 0.0f), minimum = 0.0f;
+    float super = RECORDS_PER_SUPER > 1 ? LOAD_HALVES(base) * FACTOR : 0.0f;
+    float scale = scale_of(record + SCALE_AT, part, super), minimum = 0.0f;
 #if HAS_MINIMUM
     minimum = scale_of(record + MINIMUM_AT, part, RECORDS_PER_SUPER > 1 ? LOAD_HALVES(base + 32) : 0.0f);
     minimum = RECORDS_PER_SUPER > 1 ? -minimum : minimum;

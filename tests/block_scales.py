@@ -1,0 +1,33 @@
+"""Store scales in GGML's blocks of random bytes, wherever a type has them."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.quantization.ggml_types import BLOCK_FIELDS
+
+Bytes = NDArray[np.uint8]
+
+
+def put_halves(blocks: Bytes, type_: str, draw: Callable[[], NDArray[np.float16]]) -> None:
+    """Store a drawn f16 in each block, `[..., 1]`, as its scale, and another as its minimum, if it has them."""
+    fields = BLOCK_FIELDS[type_]
+    if fields.scale_form == "nibbles":
+        bits = draw().view(np.uint16)[..., 0]
+        for place in range(4):
+            at = fields.scale_at + 2 * place + 1
+            blocks[..., at] = blocks[..., at] & 15 | (bits >> 4 * place & 15) << 4
+    elif fields.scale_form == "f16":
+        for at in (fields.scale_at, fields.minimum_at):
+            if at is not None:
+                blocks[..., at : at + 2] = draw().view(np.uint8)
+
+
+def put_bytes(blocks: Bytes, type_: str, rng: np.random.Generator) -> None:
+    """Store scales of one byte, powers of two or E4M3 numbers, that are at most 1."""
+    form = BLOCK_FIELDS[type_].scale_form
+    if form == "exponent":
+        blocks[..., 0] = rng.integers(118, 128, blocks.shape[:-1])
+    if form == "UE4M3":
+        blocks[..., :4] = rng.integers(0, 0x40, (*blocks.shape[:-1], 4))

@@ -142,7 +142,7 @@ def make_activations(planes: int, random: np.random.Generator) -> npt.NDArray[np
 
 @pytest.mark.parametrize("set_name", ["neon", "i8mm"])
 @pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize("type_", ["Q4_0", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q5_1", "Q6_K"])
+@pytest.mark.parametrize("type_", ["Q4_0", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q5_1", "Q6_K", "Q1_0", "IQ1_M", "IQ2_XS"])
 def test_a_tile_for_arm_gives_the_bits_of_the_portable_one(type_: str, planes: int, set_name: str) -> None:
     layout, random = LAYOUTS[type_], np.random.default_rng(0)
     weights = aligned(RECORDS // layout.records_per_super * layout.super_bytes)
@@ -159,7 +159,7 @@ def test_a_tile_for_arm_gives_the_bits_of_the_portable_one(type_: str, planes: i
     assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("type_", ["Q8_0", "Q3_K", "Q6_K"])
+@pytest.mark.parametrize("type_", ["Q8_0", "Q3_K", "Q6_K", "Q1_0", "IQ1_M", "IQ2_XS"])
 def test_weights_lie_as_an_instruction_for_eight_inputs_takes_them(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = make_weight(type_, 37, 512, 0, (0.5, 1.0))
     memories, rows = [], []

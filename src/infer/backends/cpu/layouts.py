@@ -15,14 +15,15 @@ K and IQ types have 8 records after the super-block's f16 scale (and minimum), a
 
     [d × 16][dmin × 16] 8 × { low, high, scale u8 or i8 × 16, minimum u8 × 16 }      both twice in Q2_K, Q3_K, Q6_K
 
-Q1_0, Q2_0 and ternary types have 4, 2 or 8 records after a scale, and none in the records.
+Q1_0, Q2_0 and ternary types have 4, 2 or 8 records after a scale, and none in the records. A scale of IQ1_M has 4 bits,
+and the signs of its two eights of codes above them.
 
 Every number keeps the value that the file gives it. An integer q is stored as q + offset ≥ 0, or as its code in the
 type's table. Patterns of a grid are stored code by code. A group of a float type is `[in_features, 16 rows]`, inputs
 padded by zeros to a multiple of 8.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from infer.quantization.ggml_types import (
@@ -66,6 +67,7 @@ class Layout:
     codes: tuple[int, ...] = ()  # what the values, 16 at most, stand for; (): themselves
     has_exponent: bool = False  # the record's own scale is a power of two
     factor: float = 1.0  # of the super-block's scale
+    has_deltas: bool = False  # bits 4 and 5 of a scale of 4 bits are the sign bits of its first and last 8 codes
     is_float: bool = False
 
     @property
@@ -158,7 +160,7 @@ class Layout:
 def _grid_layout(
     type_: str, bits: int, offset: int, codes: tuple[int, ...], scales_per_record: int = 1, factor: float = 1.0
 ) -> Layout:
-    """Return the layout of a type whose codes have a sign in their top bit."""
+    """Return the layout of a type whose codes come from a grid."""
     high_bits = 1 if bits == 3 else 0
     return Layout(type_, bits - high_bits, high_bits, offset, False, scales_per_record, 8, codes, factor=factor)
 
@@ -185,7 +187,7 @@ LAYOUTS = {
         Layout("TQ1_0", low_bits=2, offset=1, scales_per_record=0, records_per_super=8),
         Layout("TQ2_0", low_bits=2, offset=1, scales_per_record=0, records_per_super=8),
         Layout("IQ1_S", low_bits=2, offset=16, codes=IQ1_VALUES[:4], records_per_super=8, factor=1 / 8),
-        _grid_layout("IQ1_M", 3, 16, IQ1_VALUES, scales_per_record=2, factor=1 / 8),
+        replace(_grid_layout("IQ1_M", 2, 16, IQ1_VALUES, scales_per_record=2, factor=1 / 8), has_deltas=True),
         _grid_layout("IQ2_XXS", 3, 64, IQ2_VALUES, factor=1 / 8),
         _grid_layout("IQ2_XS", 3, 64, IQ2_VALUES, scales_per_record=2, factor=1 / 8),
         _grid_layout("IQ2_S", 3, 64, IQ2_VALUES, scales_per_record=2, factor=1 / 8),

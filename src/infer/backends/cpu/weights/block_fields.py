@@ -67,10 +67,13 @@ def _make_field(field: Field) -> Any:
     return read_neighbours if field.run == 1 else read
 
 
-def make_word(fields: BlockFields) -> Any:
-    """Return word(source, number): four codes from `number` on as they are stored, a byte each."""
+def make_word(fields: BlockFields, *, has_deltas: bool = False) -> Any:
+    """Return word(source, number): four codes from `number` on as they are stored, a byte each.
+
+    If `has_deltas`, the codes of a grid come without their signs, which `make_small` returns.
+    """
     if isinstance(fields.codes, Grid):
-        return _make_grid_word(fields.codes)
+        return _make_grid_word(fields.codes, has_deltas)
     trits = tuple(part for part in fields.codes if isinstance(part, Trits))
     if trits:
         return _make_trits(trits)
@@ -149,7 +152,7 @@ def _make_signs(codes: Grid) -> Any:
     return of_all if codes.signs.bits == 1 else of_each
 
 
-def _make_grid_word(codes: Grid) -> Any:
+def _make_grid_word(codes: Grid, has_deltas: bool) -> Any:
     patterns, width_bits, shift = grid(codes.name), codes.width.bit_length() - 1, codes.sign_shift
     index, signs, are_pairs, is_mirrored = (
         _make_index(codes.indices),
@@ -162,6 +165,8 @@ def _make_grid_word(codes: Grid) -> Any:
     def word(source, number):
         pattern = np.int64(patterns[index(source, number >> width_bits)])
         found = _spread_pairs((pattern >> (2 * (number & 4))) & 255) if are_pairs else _spread_nibbles(pattern)
+        if has_deltas:
+            return np.uint32(found)
         negative = signs(source, number)
         if is_mirrored:
             return np.uint32(2 * ONE - found if negative else found)
@@ -170,10 +175,13 @@ def _make_grid_word(codes: Grid) -> Any:
     return word
 
 
-def make_small(fields: BlockFields) -> Any:
-    """Return small(source, number): a small scale, or the minimum of the same number after all scales."""
+def make_small(fields: BlockFields, *, has_deltas: bool = False) -> Any:
+    """Return small(source, number): a small scale, or the minimum of the same number after all scales.
+
+    If `has_deltas`, bits 4 and 5 are the signs of the first and the last 8 of the scale's 16 codes.
+    """
     if fields.are_scales_odd:
-        return _make_odd(fields)
+        return _make_odd(fields, has_deltas)
     if fields.scales == "6 bits":
         return _six_bits
     assert not isinstance(fields.scales, Bits)
@@ -191,7 +199,7 @@ def make_small(fields: BlockFields) -> Any:
     return small
 
 
-def _make_odd(fields: BlockFields) -> Any:
+def _make_odd(fields: BlockFields, has_deltas: bool) -> Any:
     """Return small(source, number): 2 s + 1 for a stored s, negative if the codes are mirrored."""
     assert isinstance(fields.codes, Grid)
     assert fields.scales != "6 bits"
@@ -201,6 +209,8 @@ def _make_odd(fields: BlockFields) -> Any:
     @njit(forceinline=True)
     def small(source, number):
         value = 2 * np.int64(read(source, number)) + 1
+        if has_deltas:
+            value |= (negative(source, 2 * number) | negative(source, 2 * number + 1) << 1) << 4
         if is_mirrored:
             return np.uint8(-value if negative(source, number) else value)
         return np.uint8(value)

@@ -4,6 +4,7 @@ A token outside the table gets the nearest row in it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,10 @@ def make_embed(type_: str, inputs: int) -> Callable[..., None]:
     layout = LAYOUTS[type_]
     if layout.is_float:
         return _make_embed_floats(layout)
-    unpack, read = make_unpack(layout, BY_NAME["portable"]), make_read_unpacked(layout, is_paired=inputs == 8)
+    unpack, read = (
+        make_unpack(layout, replace(BY_NAME["portable"], inputs=inputs)),
+        make_read_unpacked(layout, is_paired=inputs == 8),
+    )
     per_super, super_bytes, record_bytes = layout.records_per_super, layout.super_bytes, layout.unpacked_bytes
     buffer_bytes = per_super * record_bytes
 

@@ -36,7 +36,11 @@ def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
 def make_pack_block(layout: Layout) -> Any:
     """Return pack(source, out, lane), which packs one block of a row."""
     fields = BLOCK_FIELDS[layout.type]
-    word, own_scale, minimum_from = make_word(fields), make_scale(fields), fields.minimum_at or 0
+    word, own_scale, minimum_from = (
+        make_word(fields, has_deltas=layout.has_deltas),
+        make_scale(fields),
+        fields.minimum_at or 0,
+    )
     put_low = _make_put_bits(word, 0, layout.low_bits)
     put_high = _make_put_bits(word, layout.low_bits, layout.high_bits)
     put_scales = _make_put_scales(layout)
@@ -71,7 +75,7 @@ def _make_put_scales(layout: Layout) -> Any:
     fields, parts, per_super = BLOCK_FIELDS[layout.type], layout.parts, layout.records_per_super
     scale_at, minimum_at, has_minimum = layout.scale_at, layout.minimum_at, layout.has_minimum
     has_small, has_halves = layout.has_small_scales, fields.scale_form == "UE4M3"
-    small: Any = make_small(fields) if has_small else None
+    small: Any = make_small(fields, has_deltas=layout.has_deltas) if has_small else None
 
     @njit(forceinline=True)
     def put_scales(source, index, record, lane):

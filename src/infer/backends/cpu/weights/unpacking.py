@@ -35,7 +35,7 @@ def alternate(*series: Sequence[Emitter]) -> None:
 
 class PackedRecords:
     def __init__(self, b: Builder, layout: Layout, isa: InstructionSet) -> None:
-        self.b, self.layout, self.arithmetic = b, layout, arithmetic_of(isa)
+        self.b, self.layout, self.arithmetic, self.inputs = b, layout, arithmetic_of(isa), isa.inputs
         self.offset = self.arithmetic.offset(layout)
 
     def quads(self, weights: Value) -> Quads:
@@ -58,6 +58,8 @@ class PackedRecords:
         values = b.bitcast(b.and_(values, constant(I8X64, (1 << bits) - 1)), I32X16)
         if layout.high_bits:
             values = b.or_(values, self._high(weights, quad))
+        if layout.has_deltas:
+            values = b.or_(values, self._deltas(weights, quad))
         if not layout.codes:
             return values
         return self.arithmetic.look_up(b, values, [(code + self.offset) % 256 for code in layout.codes])
@@ -72,6 +74,21 @@ class PackedRecords:
         )
         mask = 0x01010101 * (((1 << layout.high_bits) - 1) << bits)
         return b.and_(shifted, constant(I32X16, mask))
+
+    def _deltas(self, weights: Value, quad: int) -> Value:
+        """Return the sign bits of a quad above its two bits, from its row's scale."""
+        b, half, eight = self.b, quad // 4, quad % 4 // 2
+        bits = self._bytes(simd.offset(b, weights, self.layout.scale_at + LANES * half))
+        if self.inputs == 8:  # of a pair of quads, the first is rows 0–7 and the second rows 8–15
+            lanes = [8 * (quad % 2) + lane // 2 for lane in range(LANES)]
+            bits = b.shuffle_vector(bits, bits, ir.Constant(I32X16, lanes))
+        filled = b.ashr(b.shl(bits, constant(I32X16, 27 - eight)), constant(I32X16, 31))
+        return b.and_(filled, constant(I32X16, 0x04040404))
+
+    def _bytes(self, where: Value) -> Value:
+        """Return a byte of each row as an integer."""
+        widen = self.b.sext if self.layout.has_signed_scales else self.b.zext
+        return widen(load(self.b, where, ir.VectorType(I8, LANES), 16), I32X16)
 
     def super_scales(self, base: Value) -> tuple[Value, Value]:
         b, layout = self.b, self.layout
@@ -91,11 +108,10 @@ class PackedRecords:
             return scales, [simd.load_f16(b, minimum_at)] if layout.has_minimum else []
         if not layout.has_small_scales:
             return [super_scale], []
-        widen = b.sext if layout.has_signed_scales else b.zext
 
         def whole(where: Value, index: int) -> Value:
-            bytes_ = load(b, simd.offset(b, where, LANES * index), ir.VectorType(I8, LANES), 16)
-            return b.sitofp(widen(bytes_, I32X16), F32X16)
+            number = self._bytes(simd.offset(b, where, LANES * index))
+            return b.sitofp(b.and_(number, constant(I32X16, 15)) if layout.has_deltas else number, F32X16)
 
         scales = [b.fmul(whole(at, i), super_scale) for i in range(layout.parts)]
         return scales, [b.fneg(b.fmul(whole(minimum_at, i), super_minimum)) for i in range(layout.minima)]

@@ -117,6 +117,9 @@ inline ints quad_of(global const uchar *record, int quad)
     high = bit < LOW_BITS ? high << (LOW_BITS - bit) : high >> (bit - LOW_BITS);
     q |= high & 0x01010101 * (((1 << HIGH_BITS) - 1) << LOW_BITS);
 #endif
+#ifdef HAS_DELTAS
+    q |= -(LOAD_BYTES(record + SCALE_AT + 16 * (quad / 4)) >> (4 + quad % 4 / 2) & 1) & 0x04040404;
+#endif
 #ifdef CODES
     q = look_up(q);
 #endif
@@ -138,6 +141,8 @@ inline floats scale_of(global const uchar *at, int part, floats super)
     return super;
 #elif HAS_MINIMUM
     return TO_FLOATS(LOAD_BYTES(at + 16 * part)) * super;
+#elif defined(HAS_DELTAS)
+    return TO_FLOATS(LOAD_BYTES(at + 16 * part) & 15) * super;
 #else
     return TO_FLOATS(LOAD_CHARS(at + 16 * part)) * super;
 #endif

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = sorted(LAYOUTS)
 # Bytes in memory for a byte of the file, at most, of types whose patterns are stored code by code.
-MEMORY = {"IQ1_S": 1.49, "IQ1_M": 1.47, "IQ2_XXS": 1.61, "IQ2_XS": 1.55, "IQ2_S": 1.4, "IQ3_XXS": 1.41, "IQ3_S": 1.26}
+MEMORY = {"IQ1_S": 1.49, "IQ1_M": 1.47, "IQ2_XXS": 1.61, "IQ2_XS": 1.44, "IQ2_S": 1.3, "IQ3_XXS": 1.41, "IQ3_S": 1.26}
 MEMORY["TQ1_0"] = 1.23
 EXTREMES = (0.0, -0.0, 6e-8, -6e-8, 5e-5, -0.37, 1.0, 65504.0, -65504.0)  # 6e-8 is the least f16
 

@@ -16,7 +16,7 @@ K and IQ types have 8 records after the super-block's f16 scale (and minimum), a
     [d × 16][dmin × 16] 8 × { low, high, scale u8 or i8 × 16, minimum u8 × 16 }      both twice in Q2_K, Q3_K, Q6_K
 
 Q1_0, Q2_0 and ternary types have 4, 2 or 8 records after a scale, and none in the records. A scale of IQ1_M has 4 bits,
-and the signs of its two eights of codes above them.
+and the signs of its two eights of codes above them. The two scales of a record of IQ2_XS and IQ2_S share a byte.
 
 Every number keeps the value that the file gives it. An integer q is stored as q + offset ≥ 0, or as its code in the
 type's table. Patterns of a grid are stored code by code. A group of a float type is `[in_features, 16 rows]`, inputs
@@ -67,6 +67,7 @@ class Layout:
     codes: tuple[int, ...] = ()  # what the values, 16 at most, stand for; (): themselves
     has_exponent: bool = False  # the record's own scale is a power of two
     factor: float = 1.0  # of the super-block's scale
+    has_nibbles: bool = False  # two scales of a record are 4 bits each of a byte: s means 2 s + 1
     has_deltas: bool = False  # bits 4 and 5 of a scale of 4 bits are the sign bits of its first and last 8 codes
     is_float: bool = False
 
@@ -104,7 +105,7 @@ class Layout:
 
     @property
     def minimum_at(self) -> int:
-        return self.scale_at + LANES * self.scale_bytes * self.scales_per_record
+        return self.scale_at + LANES * self.scale_bytes * (1 if self.has_nibbles else self.scales_per_record)
 
     @property
     def record_bytes(self) -> int:
@@ -189,8 +190,8 @@ LAYOUTS = {
         Layout("IQ1_S", low_bits=2, offset=16, codes=IQ1_VALUES[:4], records_per_super=8, factor=1 / 8),
         replace(_grid_layout("IQ1_M", 2, 16, IQ1_VALUES, scales_per_record=2, factor=1 / 8), has_deltas=True),
         _grid_layout("IQ2_XXS", 3, 64, IQ2_VALUES, factor=1 / 8),
-        _grid_layout("IQ2_XS", 3, 64, IQ2_VALUES, scales_per_record=2, factor=1 / 8),
-        _grid_layout("IQ2_S", 3, 64, IQ2_VALUES, scales_per_record=2, factor=1 / 8),
+        replace(_grid_layout("IQ2_XS", 3, 64, IQ2_VALUES, scales_per_record=2, factor=1 / 8), has_nibbles=True),
+        replace(_grid_layout("IQ2_S", 3, 64, IQ2_VALUES, scales_per_record=2, factor=1 / 8), has_nibbles=True),
         _grid_layout("IQ3_XXS", 4, 32, IQ3_XXS_VALUES, factor=1 / 2),
         _grid_layout("IQ3_S", 4, 16, IQ3_S_VALUES),
         Layout("F32", low_bits=32, is_float=True),

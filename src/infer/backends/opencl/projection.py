@@ -78,7 +78,7 @@ def macros_of(weight: PackedWeight, lanes: int) -> dict[str, Any]:
         codes = [(code + layout.offset) % 256 for code in layout.codes]
         macros["CODES"] = "{" + ",".join(map(str, codes)) + "}"
     flags = {"IS_FLOAT": layout.is_float, "IS_BF16": layout.type == "BF16", "HAS_EXPONENT": layout.has_exponent}
-    flags["HAS_DELTAS"] = layout.has_deltas
+    flags |= {"HAS_DELTAS": layout.has_deltas, "HAS_NIBBLES": layout.has_nibbles}
     return macros | {name: 1 for name, is_set in flags.items() if is_set}
 
 

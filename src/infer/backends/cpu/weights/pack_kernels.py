@@ -10,7 +10,7 @@ from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, Layout
 from infer.backends.cpu.simd import load_u8, load_u16, load_u32, stack, store_u8, store_u16, store_u32
 from infer.backends.cpu.weights.block_fields import ONE, make_scale, make_small, make_word
 from infer.quantization.ggml_grids import UE4M3_HALVES
-from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
+from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Field
 
 
 def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
@@ -72,6 +72,8 @@ def make_pack_block(layout: Layout) -> Any:
 
 def _make_put_scales(layout: Layout) -> Any:
     """Return put(source, index, record, lane), which stores a record's small scales and minima, or E4M3 ones as f16."""
+    if layout.has_nibbles:
+        return _make_copy_scales(layout)
     fields, parts, per_super = BLOCK_FIELDS[layout.type], layout.parts, layout.records_per_super
     scale_at, minimum_at, has_minimum = layout.scale_at, layout.minimum_at, layout.has_minimum
     has_small, has_halves = layout.has_small_scales, fields.scale_form == "UE4M3"
@@ -92,6 +94,19 @@ def _make_put_scales(layout: Layout) -> Any:
                 store_u16(record + scale_at + 2 * LANES * part + 2 * lane, half)
 
     return put_scales
+
+
+def _make_copy_scales(layout: Layout) -> Any:
+    """Return put(source, index, record, lane) for a type that has a record's scales in a byte of their own."""
+    field, scale_at = BLOCK_FIELDS[layout.type].scales[0], layout.scale_at
+    assert isinstance(field, Field)
+    at = field.at
+
+    @njit(forceinline=True)
+    def copy_scales(source, index, record, lane):
+        store_u8(record + scale_at + lane, load_u8(source + at + index))
+
+    return copy_scales
 
 
 def _make_pack_float(width: int) -> Any:

@@ -110,6 +110,9 @@ class PackedRecords:
             return [super_scale], []
 
         def whole(where: Value, index: int) -> Value:
+            if layout.has_nibbles:
+                nibble = b.and_(b.lshr(self._bytes(where), constant(I32X16, 4 * index)), constant(I32X16, 15))
+                return b.sitofp(b.or_(b.shl(nibble, constant(I32X16, 1)), constant(I32X16, 1)), F32X16)
             number = self._bytes(simd.offset(b, where, LANES * index))
             return b.sitofp(b.and_(number, constant(I32X16, 15)) if layout.has_deltas else number, F32X16)
 

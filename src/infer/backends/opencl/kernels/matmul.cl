@@ -141,6 +141,8 @@ inline floats scale_of(global const uchar *at, int part, floats super)
     return super;
 #elif HAS_MINIMUM
     return TO_FLOATS(LOAD_BYTES(at + 16 * part)) * super;
+#elif defined(HAS_NIBBLES)
+    return TO_FLOATS((LOAD_BYTES(at) >> 4 * part & 15) * 2 + 1) * super;
 #elif defined(HAS_DELTAS)
     return TO_FLOATS(LOAD_BYTES(at + 16 * part) & 15) * super;
 #else

@@ -35,6 +35,7 @@ from gguf_files import (
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.gguf import read_gguf
 from infer.checkpoint.lazy_weights import LazyWeights, in_half_order, read_weight
+from infer.errors import UnsupportedModelError
 from infer.operands.weights import StoredWeight
 from infer.quantization.ggml_blocks import dequantize
 from infer.quantization.ggml_types import BLOCK_TYPES
@@ -139,6 +140,24 @@ def test_a_type_that_the_writer_does_not_know_is_read_by_its_number(tmp_path: Pa
     weight = read_weight(read_gguf(path).tensors["w"])
     assert (weight.type, weight.shape) == ("Q2_0", (3, 512))
     assert np.array_equal(weight.data.numpy(), raw)
+
+
+def test_a_scale_of_a_matrix_in_nvfp4_is_refused_in_a_line(tmp_path: Path) -> None:
+    def extend(writer: gguf.GGUFWriter) -> None:
+        rows = np.zeros((96, 36), np.uint8)
+        writer.add_tensor("blk.0.ffn_up.weight", rows, raw_dtype=gguf.GGMLQuantizationType.NVFP4)
+        if is_scaled:
+            writer.add_tensor("blk.0.ffn_up.scale", np.ones(1, np.float32))
+
+    others = {name: values for name, values in random_tensors("llama").items() if "ffn_up" not in name}
+    for is_scaled in (False, True):
+        write_model(tmp_path / "m.gguf", tensors=others, extend=extend)
+        if not is_scaled:
+            assert open_checkpoint(tmp_path / "m.gguf").tensors["model.layers.0.mlp.up_proj.weight"].type == "NVFP4"
+    with pytest.raises(
+        UnsupportedModelError, match=r"^m\.gguf: tensor 'blk\.0\.ffn_up\.scale' is the scale of a matrix in"
+    ):
+        open_checkpoint(tmp_path / "m.gguf")
 
 
 def test_weights_are_copies_and_cannot_change_the_file(tmp_path: Path) -> None:

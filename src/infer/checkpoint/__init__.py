@@ -140,6 +140,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = read_whole_gguf(path)
+    _refuse_scales_apart(path, file.tensors)
     config = config_from_gguf(file)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     tensors: dict[str, TensorInfo] = {}
@@ -160,6 +161,18 @@ def _open_gguf(path: Path) -> Checkpoint:
     reranker = reranker_from_gguf(path, file.metadata, tensors, classifier)
     own = config, file.metadata, tensors, generation_config_from_gguf(file), file.files
     return Checkpoint(file.path, *own, embedding, TextPrompts(), reranker, classifier)
+
+
+def _refuse_scales_apart(path: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise UnsupportedModelError if a tensor of the file multiplies a matrix of NVFP4."""
+    for name in tensors:
+        module, _, kind = name.rpartition(".")
+        matrix = tensors.get(f"{module}.weight")
+        if kind == "scale" and matrix is not None and matrix.type == "NVFP4":
+            raise UnsupportedModelError(
+                f"{path.name}: tensor {name!r:.80} is the scale of a matrix in NVFP4, which is not supported: take a "
+                "file of the model in another type, such as Q4_K_M"
+            )
 
 
 def _with_paired_rows(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:

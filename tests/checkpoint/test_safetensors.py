@@ -217,11 +217,11 @@ def test_a_broken_config_is_refused(tmp_path: Path, content: str) -> None:
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int32, torch.float64])
 def test_types_that_need_a_quantiser_of_their_own_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = make_folder(tmp_path, {"lm_head.weight": torch.ones(2, 2).to(dtype)})
     with pytest.raises(
-        UnsupportedModelError, match=r"'lm_head\.weight' is (F8_E4M3|I8|I32|F64); supported are F32, F16, BF16"
+        UnsupportedModelError, match=r"'lm_head\.weight' is (F8_E5M2|I32|F64); supported are F32, F16, BF16"
     ):
         open_checkpoint(folder)
 
@@ -327,9 +327,9 @@ def test_any_byte_of_the_header_may_change_without_another_exception(tmp_path: P
             assert weight.data.numel() >= 0
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", None])
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", None])
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_folders_that_others_quantised_are_refused_with_what_to_take(
+def test_folders_of_unknown_methods_of_quantisation_are_refused_with_what_to_take(
     tmp_path: Path, method: str | None, is_nested: bool
 ) -> None:
     """Multimodal configs have it beside the text part, and there it must not be lost."""

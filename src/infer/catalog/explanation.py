@@ -50,6 +50,7 @@ class TokenizerSummary:
 @dataclass(frozen=True)
 class StoredWeights:
     type: str
+    method: str  # that quantised them in several tensors, which become this type; "": the file has the type
     num_tensors: int
     num_values: int
     num_bytes: int

@@ -1,6 +1,7 @@
 """Files → hyperparameters and named weights. Packages above this one do not depend on a model's file format.
 
-Opening reads headers only and loads no torch. `lazy_weights.LazyWeights` makes weights of `Checkpoint.tensors`, in the
+Opening reads headers only, besides the shapes and the orders of columns that quantised matrices have as tensors, and
+loads no torch. `lazy_weights.LazyWeights` makes weights of `Checkpoint.tensors`, in the
 types in which they are stored. Names are those of `tensor_names`. `Checkpoint.tensors` records a format's changes to
 weights (GGUF's order of q's and k's rows, Gemma's w for 1 + w). `lazy_weights` undoes these changes.
 """
@@ -31,6 +32,8 @@ from infer.checkpoint.gguf import GGUFFile
 from infer.checkpoint.gguf_split import read_whole_gguf
 from infer.checkpoint.gguf_text_encoders import encoder_names_from_gguf, with_rows_of_types
 from infer.checkpoint.pooling import EmbeddingFiles, embedding_from_folder, embedding_from_gguf
+from infer.checkpoint.quantisation_config import INSTEAD, quantisation_of
+from infer.checkpoint.quantised_tensors import with_joined_matrices
 from infer.checkpoint.reranker_files import RerankerFiles, reranker_from_folder, reranker_from_gguf
 from infer.checkpoint.safetensors import read_safetensors_folder
 from infer.checkpoint.stacked_experts import PLAIN, StackOrder, with_joined_scales
@@ -48,9 +51,6 @@ _ROWS_IN_PAIRS = frozenset(
 )  # GGUF's in which elements of q and k that rotate together are neighbours
 _MOST_DRAFTING_LAYERS = 64
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
-_INSTEAD = (
-    "take the model's bfloat16 safetensors (weights q8 or q4 quantises them at load) or a GGUF of it, such as Q8_0"
-)
 _LLAMA4 = ("llama4", "llama4_text")
 _STACK_ORDERS = {"gpt_oss": StackOrder(are_transposed=True, are_interleaved=True)}  # Hugging Face's, not GGUF's
 _STACK_ORDERS |= dict.fromkeys(_LLAMA4, StackOrder(are_transposed=True))
@@ -113,8 +113,9 @@ def open_checkpoint(model_id: str | Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     config = config_from_folder(folder)
-    _check_unquantised(folder, config)
-    stored = read_safetensors_folder(folder)
+    quantisation = quantisation_of(folder, config)
+    in_files = read_safetensors_folder(folder)
+    stored = with_joined_matrices(in_files, quantisation)
     added = 1.0 if config.get("model_type") in _NORMS_LESS_ONE else 0.0
     whole = {"model.norm.weight"} if config.get("model_type") in _WITH_A_WHOLE_LAST_NORM else set[str]()
     tensors: dict[str, TensorInfo] = {}
@@ -133,7 +134,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         tensors = without_poolers(without_padded_positions(tensors, config))
     if (embedding or reranker or classifier) and "lm_head.weight" not in tensors:
         config["tie_word_embeddings"] = True  # no text is generated: the files may lack the head that the config names
-    files = tuple(dict.fromkeys([info.file for info in stored.values()] + list(embedding.files if embedding else ())))
+    files = tuple(dict.fromkeys([info.file for info in in_files.values()] + list(embedding.files if embedding else ())))
     own = tensors, generation_config_from_folder(folder), files
     return Checkpoint(folder, config, {}, *own, embedding, prompts, reranker, classifier)
 
@@ -216,28 +217,11 @@ def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, s
     return renamed
 
 
-def _check_unquantised(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for quantised weights, such as GPTQ's and AWQ's, but not for gpt-oss's MXFP4.
-
-    This comes before the tensors are checked, which would list each tensor as unexpected.
-    """
-    found = config.get("quantization_config") or config.get("compression_config")
-    if not found:
-        return
-    method = found.get("quant_method") if isinstance(found, dict) else None
-    if method == "mxfp4":
-        return
-    raise UnsupportedModelError(
-        f"{folder.name}: the weights are quantised by {method or 'a method that config.json does not name'!s:.60}, "
-        f"which is not supported: {_INSTEAD}"
-    )
-
-
 def _check_supported(info: TensorInfo) -> None:
-    if info.type not in FLOAT_TYPES and info.scales is None:
+    if info.type not in FLOAT_TYPES and info.scales is None and info.packed is None:
         raise UnsupportedModelError(
             f"{info.path.name}: tensor {info.name!r:.80} is {info.type}; supported are "
-            f"{', '.join(FLOAT_TYPES)}: {_INSTEAD}"
+            f"{', '.join(FLOAT_TYPES)}: {INSTEAD}"
         )
 
 

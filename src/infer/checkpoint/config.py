@@ -62,7 +62,9 @@ _YARN = {
     "attention.temperature_scale": "llama_4_scaling_beta",
 }
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-_OF_THE_WHOLE = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")  # of a multimodal model
+_OF_THE_WHOLE = (  # of a multimodal model
+    "tie_word_embeddings", "torch_dtype", "dtype", "quantization_config", "compression_config", "quantization"
+)  # fmt: skip
 _KINDS: dict[str, tuple[type, str]] = {  # of what is read before a family is known
     "model_type": (str, "a name"),
     "text_config": (dict, "an object"),

@@ -102,6 +102,8 @@ def _rows(info: TensorInfo, shares: Sequence[int]) -> list[tuple[int, int]]:
 
 def rows_between(info: TensorInfo, first: int, end: int) -> TensorInfo:
     """Return a tensor of some rows of another."""
+    if info.packed is not None:
+        return gathered_rows(info, [(first, end)])
     kind, columns = BLOCK_TYPES[info.type], info.shape[1:]
     row_bytes = kind.row_bytes(columns[-1]) * prod(columns[:-1]) if columns else kind.block_bytes
     shape, num_bytes = (end - first, *columns), (end - first) * row_bytes

@@ -1,11 +1,11 @@
 """Make weights of the tensors in a file, under our names, and undo the changes that formats make.
 
 Changes that are undone: llama.cpp's order of the rows of q and k; norms stored as w for 1 + w; rows of matrices that
-alternate, one by one or by heads; transposed matrices; MXFP4's scales in a tensor of their own. Tensors of one axis
-(norms, biases) are returned as float32.
+alternate, one by one or by heads; transposed matrices; MXFP4's scales in a tensor of their own; matrices that GPTQ, AWQ
+and other methods quantised (`quantised_rows`). Tensors of one axis (norms, biases) are returned as float32.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -16,12 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from infer.checkpoint.quantised_rows import QuantisedRows
+from infer.checkpoint.tensor_bytes import memory_for
 from infer.checkpoint.tensor_info import TensorInfo
-from infer.errors import ModelError
 from infer.operands.weights import FilePlace, FileWeight, StoredWeight, UnreadWeight
 from infer.quantization.ggml_blocks import dequantize
 from infer.quantization.ggml_types import BLOCK_TYPES
 
+ReadRows = Callable[[int, int], Tensor]
 _DTYPE_BY_TYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -57,7 +59,7 @@ def read_weight(info: TensorInfo) -> StoredWeight:
     if info.row_stride:
         return StoredWeight(info.type, info.shape, _read_strided(info, 0, info.shape[0]))
     if info.row_ranges:
-        return StoredWeight(info.type, info.shape, _read_ranges(info, 0, info.shape[0]))
+        return StoredWeight(info.type, info.shape, _read_ranges(info, _stored_rows(info), 0, info.shape[0]))
     return StoredWeight(info.type, info.shape, _read(info, info.shape, 0, info.num_bytes))
 
 
@@ -68,42 +70,48 @@ def read_row(info: TensorInfo, row: int) -> Tensor:
 
 
 def _unread(info: TensorInfo) -> UnreadWeight:
-    num_rows, num_columns = info.shape
-    if info.scales is not None:
-        return UnreadWeight(info.type, info.shape, partial(_read_mxfp4, info, info.scales))
-    if info.row_stride:
-        return UnreadWeight(info.type, info.shape, partial(_read_strided, info))
+    place, read = None, _stored_rows(info)
     if info.row_ranges:
-        return UnreadWeight(info.type, info.shape, partial(_read_ranges, info))
-    row_bytes = info.num_bytes // num_rows
-
-    def read(first: int, last: int) -> Tensor:
-        return _read(info, (last - first, num_columns), first * row_bytes, (last - first) * row_bytes)
-
-    if not info.num_paired_heads:
-        return UnreadWeight(info.type, info.shape, read, FilePlace(info.file.descriptor, info.offset))
-    head_rows = num_rows // info.num_paired_heads
-
-    def read_in_half_order(first: int, last: int) -> Tensor:
-        """Read the whole heads that contain the requested rows, reorder them, and return the rows."""
-        first_head, end_head = first // head_rows, -(-last // head_rows)
-        start, end = first_head * head_rows, end_head * head_rows
-        heads = StoredWeight(info.type, (end - start, num_columns), read(start, end))
-        return in_half_order(heads, end_head - first_head).data[first - start : last - start]
-
-    return UnreadWeight(info.type, info.shape, read_in_half_order)
+        read = partial(_read_ranges, info, read)
+    if info.num_paired_heads:
+        read = partial(_read_in_half_order, info, read)
+    elif not (info.packed or info.scales or info.row_stride or info.row_ranges):
+        place = FilePlace(info.file.descriptor, info.offset)
+    return UnreadWeight(info.type, info.shape, read, place)
 
 
-def _read_ranges(info: TensorInfo, first: int, last: int) -> Tensor:
+def _stored_rows(info: TensorInfo) -> ReadRows:
+    """Return read(first, last), which returns rows in the file's order as `StoredWeight.data`."""
+    if info.packed is not None:
+        return QuantisedRows(info, info.packed).read
+    if info.scales is not None:
+        return partial(_read_mxfp4, info, info.scales)
+    return partial(_read_strided if info.row_stride else _read_rows, info)
+
+
+def _read_rows(info: TensorInfo, first: int, last: int) -> Tensor:
+    row_bytes = info.num_bytes // info.shape[0]
+    return _read(info, (last - first, *info.shape[1:]), first * row_bytes, (last - first) * row_bytes)
+
+
+def _read_in_half_order(info: TensorInfo, read: ReadRows, first: int, last: int) -> Tensor:
+    """Read the whole heads that contain the requested rows, reorder them, and return the rows."""
+    head_rows = info.shape[0] // info.num_paired_heads
+    first_head, end_head = first // head_rows, -(-last // head_rows)
+    start, end = first_head * head_rows, end_head * head_rows
+    heads = StoredWeight(info.type, (end - start, info.shape[1]), read(start, end))
+    return in_half_order(heads, end_head - first_head).data[first - start : last - start]
+
+
+def _read_ranges(info: TensorInfo, read: ReadRows, first: int, last: int) -> Tensor:
     """Return rows of a tensor whose rows are in several places of the file's tensor."""
-    columns, row_bytes = info.shape[1:], info.num_bytes // info.shape[0]
     parts, start = [], 0
     for low, high in info.row_ranges:
         begin, end = max(first - start, 0) + low, min(last - start, high - low) + low
         if begin < end:
-            parts.append(_read(info, (end - begin, *columns), begin * row_bytes, (end - begin) * row_bytes))
+            parts.append(read(begin, end))
         start += high - low
-    return torch.cat(parts) if parts else _read(info, (0, *columns), 0, 0)
+    return torch.cat(parts) if parts else read(0, 0)
 
 
 def _read_strided(info: TensorInfo, first: int, last: int) -> Tensor:
@@ -113,7 +121,7 @@ def _read_strided(info: TensorInfo, first: int, last: int) -> Tensor:
         rows = torch.from_numpy(_rows(info, first, last, info.num_bytes // info.shape[0]))
         return rows.view(dtype).reshape(last - first, *info.shape[1:])
     span = (last - first - 1) * info.row_stride + size
-    columns = _memory(info, (info.shape[1], span))
+    columns = memory_for(info, (info.shape[1], span))
     for column, room in enumerate(columns):
         info.file.read_into(info.offset + first * info.row_stride + column * info.column_stride, room.data)
     return torch.from_numpy(columns).view(dtype)[:, :: info.row_stride // size].T
@@ -126,7 +134,7 @@ def _read_mxfp4(info: TensorInfo, scales: TensorInfo, first: int, last: int) -> 
     """
     count, num_blocks = last - first, scales.shape[1]
     codes = _rows(info, first, last, 16 * num_blocks).reshape(count, num_blocks, 2, 8)
-    blocks = _memory(info, (count, num_blocks, 17))
+    blocks = memory_for(info, (count, num_blocks, 17))
     blocks[..., 0] = _rows(scales, first, last, num_blocks)
     halves = np.stack([codes & 15, codes >> 4], axis=-1).reshape(count, num_blocks, 2, 16)
     blocks[..., 1:] = halves[:, :, 0] | halves[:, :, 1] << 4
@@ -136,22 +144,15 @@ def _read_mxfp4(info: TensorInfo, scales: TensorInfo, first: int, last: int) -> 
 def _rows(info: TensorInfo, first: int, last: int, row_bytes: int) -> NDArray[np.uint8]:
     """Read and return rows, and leave out what lies between them."""
     stride = info.row_stride or row_bytes
-    data = _memory(info, (last - first) * stride)
+    data = memory_for(info, (last - first) * stride)
     wanted = data[: len(data) - (stride - row_bytes)]
     info.file.read_into(info.offset + first * stride, wanted.data)
     return np.ascontiguousarray(data.reshape(last - first, stride)[:, :row_bytes])
 
 
-def _memory(info: TensorInfo, shape: int | tuple[int, ...]) -> NDArray[np.uint8]:
-    try:
-        return np.empty(shape, np.uint8)
-    except MemoryError as error:
-        raise ModelError(f"no memory is left for {np.prod(shape)} bytes of the tensor {info.name!r:.80}") from error
-
-
 def _read(info: TensorInfo, shape: tuple[int, ...], start: int, num_bytes: int) -> Tensor:
     """Return `StoredWeight.data` of the tensor's bytes from `start` on."""
-    data = _memory(info, num_bytes)
+    data = memory_for(info, num_bytes)
     info.file.read_into(info.offset + start, data.data)
     raw, kind = torch.from_numpy(data), BLOCK_TYPES[info.type]
     if kind.is_float:

@@ -2,8 +2,40 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from infer.system.open_file import OpenFile
+
+# Methods of quantisation, by the way in which the codes of a matrix are stored.
+PackedFormat = Literal["gptq", "awq", "int", "pack", "fp8", "nvfp4", "mxfp4", "mlx"]
+
+
+class PackedParts(NamedTuple):
+    """The tensors of a quantised matrix, and the numbers that say how to read them: `quantised_tensors`."""
+
+    format: PackedFormat
+    bits: int
+    num_rows: int
+    group_size: int  # neighbouring columns that share a scale
+    block_rows: int  # neighbouring rows that share a scale
+    codes: "TensorInfo"
+    scales: "TensorInfo"
+    zeros: "TensorInfo | None" = None  # zero points, or what MLX adds
+    zeros_lack: int = 0  # what must be added to the stored zero points
+    groups: "TensorInfo | None" = None  # the group of each column, if columns are not in the order of their groups
+    factor: "TensorInfo | None" = None  # one number for all scales
+    divides: bool = False  # scales are divided by the factor, not multiplied
+
+    @property
+    def description(self) -> str:
+        """The method with its numbers, in words."""
+        order = ", columns in another order" if self.groups is not None else ""
+        return f"{self.format}, {self.bits} bits, {self.block_rows} × {self.group_size} values per scale{order}"
+
+    @property
+    def tensors(self) -> "tuple[TensorInfo, ...]":
+        found = self.codes, self.scales, self.zeros, self.groups, self.factor
+        return tuple(info for info in found if info is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,10 +54,19 @@ class TensorInfo:
     column_stride: int = 0  # bytes from column to column, if the file has the transposed matrix; 0: as usual
     row_ranges: tuple[tuple[int, int], ...] = ()  # rows of the file's matrix that are this one's; (): those at offset
     scales: "TensorInfo | None" = None  # of MXFP4, if the scales are a tensor of their own; the rest is codes
+    packed: PackedParts | None = None  # of a quantised matrix in several tensors; `type` is what it becomes
 
     @property
     def path(self) -> Path:
         return self.file.path
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the values in the file, in all tensors that have a part of them."""
+        if self.packed is None:
+            return self.num_bytes
+        num_rows = self.packed.num_rows
+        return sum(info.num_bytes for info in self.packed.tensors) * self.shape[0] // num_rows
 
     @property
     def end(self) -> int:

@@ -166,9 +166,14 @@ def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
     return {name: _from_gguf(alias) for name, alias in usual.items()}
 
 
+def is_skipped(name: str) -> bool:
+    """Return True if a tensor with this Hugging Face name is not a weight of the text network."""
+    return _SKIPPED.match(name) is not None
+
+
 def names_from_hugging_face(names: Iterable[str]) -> dict[str, str]:
     """Return our name for each name in the file, without vision towers and buffers."""
-    kept = {name: _without_prefix(name) for name in names if not _SKIPPED.match(name)}
+    kept = {name: _without_prefix(name) for name in names if not is_skipped(name)}
     with_four = {_layer_of(ours) for ours in kept.values() if "_feedforward_layernorm." in ours}
     return {name: ours if _OURS.fullmatch(ours) else _renamed(ours, with_four) for name, ours in kept.items()}
 

@@ -15,7 +15,7 @@ from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import check_layers
 from infer.model.context_length import context_length
 from infer.model.families import make_architecture
-from infer.model.memory_estimate import LoadSettings, estimate, kv_type_of, largest_context
+from infer.model.memory_estimate import LoadSettings, estimate, kv_type_of, largest_context, largest_types, loaded_types
 from infer.model.tensors import check_tensors
 from infer.system.available_memory import available_memory_bytes
 from infer.system.cores import check_num_threads, default_num_threads
@@ -49,6 +49,7 @@ def run_estimate(options: EstimateOptions) -> None:
         "pool_pages": options.pool_pages,
         "kv_type": kv_type,
         "weight_bytes": found.weights,
+        "weight_types": largest_types(architecture, loaded_types(architecture, tensors, load), options.device),
         "cache_bytes": found.cache,
         "workspace_bytes": found.workspace,
         "process_bytes": found.process,
@@ -80,7 +81,7 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     rows = f"{report['batch']} row{'' if report['batch'] == 1 else 's'}"
     pool = "" if report["pool_pages"] is None else f" in {report['pool_pages']:,} pages"
     remarks = {
-        "weights": "as packed, with the tables of rotation",
+        "weights": f"as packed ({', '.join(report['weight_types'])}), with the tables of rotation",
         "cache": f"{rows} of {report['max_seq_len']:,} tokens{pool}, {report['kv_type']}",
         "workspace": "of a step of 512 tokens",
         "process": "Python, torch and the vocabulary",

@@ -93,7 +93,8 @@ def _network(network: Mapping[str, Any]) -> Iterator[str]:
 
 def _stored(weights: StoredWeights) -> str:
     tensors = f"{weights.num_tensors} tensor{'' if weights.num_tensors == 1 else 's'}"
-    return f"{tensors}, {weights.num_values / 1e6:,.1f} M values, {weights.num_bytes / 1e6:,.1f} MB"
+    method = f" as {weights.method}" if weights.method else ""
+    return f"{tensors}, {weights.num_values / 1e6:,.1f} M values, {weights.num_bytes / 1e6:,.1f} MB{method}"
 
 
 def _group(group: LayerGroup) -> tuple[str, str]:

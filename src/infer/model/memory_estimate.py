@@ -334,12 +334,25 @@ def cache_bytes_per_token(layers: Sequence[Attention], kv_type: str) -> tuple[in
     return sum(slot_bytes(layer, kv_type) for layer in layers), sum(whole)
 
 
-def weights_by_type(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield each type in which the file stores tensors, the largest first: type, number of tensors, values, bytes."""
-    found: dict[str, list[int]] = {}
+def weights_by_type(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str, int, int, int]]:
+    """Yield each type of tensors with the method that quantised them in several tensors, the largest first.
+
+    A row has the type, the method or "", and the numbers of tensors, values and bytes of the file.
+    """
+    found: dict[tuple[str, str], list[int]] = {}
     for info in tensors.values():
-        counts = found.setdefault(info.type, [0, 0, 0])
-        for index, amount in enumerate((1, prod(info.shape), info.num_bytes)):
+        method = "" if info.packed is None else info.packed.description
+        counts = found.setdefault((info.type, method), [0, 0, 0])
+        for index, amount in enumerate((1, prod(info.shape), info.file_bytes)):
             counts[index] += amount
-    for type_, (count, values, num_bytes) in sorted(found.items(), key=lambda item: -item[1][2]):
-        yield type_, count, values, num_bytes
+    for (type_, method), (count, values, num_bytes) in sorted(found.items(), key=lambda item: -item[1][2]):
+        yield type_, method, count, values, num_bytes
+
+
+def largest_types(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> list[str]:
+    """Return the types of the matrices in memory, the type with the most bytes first."""
+    shapes, rules, sizes = expected_shapes(architecture), memory_rules(device), dict[str, int]()
+    for name, type_ in types.items():
+        if name != PER_LAYER_TABLE:
+            sizes[type_] = sizes.get(type_, 0) + rules.matrix_bytes(type_, *shapes[name])
+    return sorted(sizes, key=lambda type_: -sizes[type_])

@@ -1,0 +1,22 @@
+"""The bytes of a tensor in its file, and memory for them."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.checkpoint.tensor_info import TensorInfo
+from infer.errors import ModelError
+
+
+def memory_for(info: TensorInfo, shape: int | tuple[int, ...]) -> NDArray[np.uint8]:
+    """Return memory for bytes of a tensor. Raises ModelError if none is left."""
+    try:
+        return np.empty(shape, np.uint8)
+    except MemoryError as error:
+        raise ModelError(f"no memory is left for {np.prod(shape)} bytes of the tensor {info.name!r:.80}") from error
+
+
+def bytes_of(info: TensorInfo, start: int = 0, end: int | None = None) -> NDArray[np.uint8]:
+    """Read and return the bytes [start, end) of a tensor that the file has in one place."""
+    content = memory_for(info, (info.num_bytes if end is None else end) - start)
+    info.file.read_into(info.offset + start, content.data)
+    return content

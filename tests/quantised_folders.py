@@ -1,0 +1,405 @@
+"""Folders as GPTQ, AWQ and other methods publish them, made of a folder of floats, and the numbers that they mean.
+
+Each `pack` follows the layout that the method publishes, code by code. `values` are computed from codes, zero points
+and scales before they are packed, so they do not depend on how anything is unpacked.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of a word, of eight
+_MIDDLE_OF_BITS = {bits: 1 << (bits - 1) for bits in (2, 3, 4, 8)}
+
+
+class Packed(NamedTuple):
+    tensors: dict[str, Tensor]  # of a module, by the last part of their names
+    values: Tensor  # what they mean, in float32
+
+
+class Method(NamedTuple):
+    name: str
+    config: dict[str, Any]
+    pack: Callable[[Tensor], Packed]
+    type: str  # in which the kernels hold the matrix
+    key: str = "quantization_config"
+
+    @property
+    def is_exact(self) -> bool:
+        return self.type != "F16"
+
+
+class Integers(NamedTuple):
+    codes: Tensor  # [rows, columns], from 0
+    zeros: Tensor  # [rows, groups]
+    scales: Tensor  # [rows, groups], in half precision
+    values: Tensor
+
+
+def quantized(
+    weight: Tensor, bits: int, group_size: int, *, is_symmetric: bool, index: Tensor | None = None
+) -> Integers:
+    """Return the nearest codes. index: the group of each column."""
+    index = torch.arange(weight.shape[1]) // group_size if index is None else index
+    scales, zeros = list[Tensor](), list[Tensor]()
+    for group in range(int(index.max()) + 1):
+        part = weight[:, index == group]
+        if is_symmetric:
+            scales.append(part.abs().amax(1) / (_MIDDLE_OF_BITS[bits] - 0.5))
+            zeros.append(torch.full((len(weight),), _MIDDLE_OF_BITS[bits]))
+        else:
+            low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+            scales.append((high - low) / ((1 << bits) - 1))
+            zeros.append((-low / scales[-1]).round().clamp(1, (1 << bits) - 1).int())
+    scale, zero = torch.stack(scales, 1).bfloat16().half(), torch.stack(zeros, 1)
+    codes = (weight / scale.float()[:, index] + zero[:, index]).round().clamp(0, (1 << bits) - 1).int()
+    return Integers(codes, zero, scale, (codes - zero[:, index]) * scale.float()[:, index])
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """Return rows of words of 32 bits, with codes one after another from the lowest bit on."""
+    found = torch.zeros(len(codes), -(-codes.shape[1] * bits // 32) + 1, dtype=torch.int64)
+    for column in range(codes.shape[1]):
+        word, shift = divmod(column * bits, 32)
+        code = codes[:, column].long() << shift
+        found[:, word] |= code & 0xFFFFFFFF
+        found[:, word + 1] |= code >> 32
+    return torch.from_numpy(found[:, :-1].numpy().astype("uint32").view("int32"))
+
+
+def awq_words(codes: Tensor) -> Tensor:
+    """Return AWQ's words of eight neighbouring codes of a row."""
+    found = torch.zeros(len(codes), codes.shape[1] // 8, dtype=torch.int64)
+    for word in range(found.shape[1]):
+        for nibble, column in enumerate(_AWQ_COLUMNS):
+            found[:, word] |= codes[:, 8 * word + column].long() << (4 * nibble)
+    return torch.from_numpy(found.numpy().astype("uint32").view("int32"))
+
+
+def gptq(
+    bits: int, group_size: int, *, is_symmetric: bool, lacks: int = 1, has_order: bool = False
+) -> Callable[[Tensor], Packed]:
+    def pack(weight: Tensor) -> Packed:
+        columns = weight.shape[1]
+        size = columns if group_size == -1 else group_size
+        index = torch.arange(columns) // size
+        if has_order:
+            index = index[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        found = quantized(weight, bits, size, is_symmetric=is_symmetric, index=index)
+        tensors = {
+            "qweight": words(found.codes, bits).T,
+            "qzeros": words(found.zeros.T - lacks, bits),
+            "scales": found.scales.T,
+            "g_idx": index.int(),
+        }
+        return Packed(tensors, found.values)
+
+    return pack
+
+
+def gptq_config(bits: int, group_size: int, *, is_symmetric: bool, **others: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": is_symmetric, **others}
+
+
+def awq(group_size: int) -> Callable[[Tensor], Packed]:
+    def pack(weight: Tensor) -> Packed:
+        found = quantized(weight, 4, group_size, is_symmetric=False)
+        tensors = {
+            "qweight": awq_words(found.codes.T),
+            "qzeros": awq_words(found.zeros.T),
+            "scales": found.scales.T,
+        }
+        return Packed(tensors, found.values)
+
+    return pack
+
+
+def packed_integers(
+    bits: int, group_size: int, *, is_symmetric: bool, has_order: bool = False
+) -> Callable[[Tensor], Packed]:
+    """compressed-tensors' `pack-quantized`: codes and zero points with half of their range added."""
+
+    def pack(weight: Tensor) -> Packed:
+        columns = weight.shape[1]
+        size = group_size or columns
+        index = torch.arange(columns) // size
+        if has_order:
+            index = index[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        found = quantized(weight, bits, size, is_symmetric=is_symmetric, index=index)
+        tensors = {
+            "weight_packed": words(found.codes, bits),
+            "weight_scale": found.scales.bfloat16(),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not is_symmetric:
+            tensors["weight_zero_point"] = words(found.zeros.T, bits).T
+        if has_order:
+            tensors["weight_g_idx"] = index.int()
+        return Packed(tensors, found.values)
+
+    return pack
+
+
+def plain_integers(*, is_symmetric: bool) -> Callable[[Tensor], Packed]:
+    """compressed-tensors' `int-quantized`: signed bytes, with a scale per row."""
+
+    def pack(weight: Tensor) -> Packed:
+        found = quantized(weight, 8, weight.shape[1], is_symmetric=is_symmetric)
+        tensors = {"weight": (found.codes - 128).to(torch.int8), "weight_scale": found.scales.bfloat16()}
+        if not is_symmetric:
+            tensors["weight_zero_point"] = (found.zeros - 128).to(torch.int8)
+        return Packed(tensors, found.values)
+
+    return pack
+
+
+def compressed_config(format_: str, *weights: dict[str, Any]) -> dict[str, Any]:
+    groups = {f"group_{index}": {"targets": ["Linear"], "weights": each} for index, each in enumerate(weights)}
+    ignored = ["lm_head", "re:.*never"]
+    return {"quant_method": "compressed-tensors", "format": format_, "config_groups": groups, "ignore": ignored}
+
+
+def integers(bits: int, group_size: int | None, *, is_symmetric: bool) -> dict[str, Any]:
+    strategy = "channel" if group_size is None else "group"
+    return {
+        "num_bits": bits, "type": "int", "symmetric": is_symmetric, "strategy": strategy, "group_size": group_size
+    }  # fmt: skip
+
+
+def fp8(block: tuple[int, int] | None, name: str, dtype: torch.dtype) -> Callable[[Tensor], Packed]:
+    """FP8 with a scale per block, or with `(1, 0)` one per row; None: one of the matrix."""
+
+    def pack(weight: Tensor) -> Packed:
+        rows, columns = block or (len(weight), weight.shape[1])
+        columns = columns or weight.shape[1]
+        grid = -(-len(weight) // rows), -(-weight.shape[1] // columns)
+        scales = torch.empty(grid)
+        for row in range(grid[0]):
+            for column in range(grid[1]):
+                part = weight[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
+                scales[row, column] = part.abs().max() / 448
+        if dtype == torch.uint8:  # exponents
+            stored = (scales.log2().ceil() + 127).to(torch.uint8)
+            scales = torch.exp2(stored.float() - 127)
+        else:
+            stored = scales.to(dtype)
+            scales = stored.float()
+        spread = scales.repeat_interleave(rows, 0)[: len(weight)].repeat_interleave(columns, 1)[:, : weight.shape[1]]
+        codes = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored = stored.reshape(()) if block is None else stored
+        return Packed({"weight": codes, name: stored}, codes.float() * spread)
+
+    return pack
+
+
+def _fp4_codes(scaled: Tensor) -> Tensor:
+    return (scaled[..., None] - _E2M1).abs().argmin(-1)
+
+
+def nvfp4(names: tuple[str, str], *, divides: bool) -> Callable[[Tensor], Packed]:
+    """FP4 with an FP8 scale per 16 columns and a factor of the matrix. names: of the codes and of the factor."""
+
+    def pack(weight: Tensor) -> Packed:
+        parts = weight.reshape(len(weight), -1, 16)
+        factor = parts.abs().max() / 6 / 448
+        scales = (parts.abs().amax(2) / 6 / factor).to(torch.float8_e4m3fn)
+        spread = (scales.float() * factor)[:, :, None]
+        codes = _fp4_codes(parts / spread.clamp(min=1e-9))
+        values = (_E2M1[codes] * spread).reshape(weight.shape)
+        codes = codes.reshape(weight.shape).to(torch.uint8)
+        tensors = {
+            names[0]: codes[:, ::2] | codes[:, 1::2] << 4,
+            "weight_scale": scales,
+            names[1]: (1 / factor if divides else factor).reshape(1),
+        }
+        return Packed(tensors, values)
+
+    return pack
+
+
+def mxfp4(weight: Tensor) -> Packed:
+    parts = weight.reshape(len(weight), -1, 32)
+    exponents = (parts.abs().amax(2) / 6).log2().ceil().clamp(-126, 127)
+    spread = torch.exp2(exponents)[:, :, None]
+    codes = _fp4_codes(parts / spread)
+    values = (_E2M1[codes] * spread).reshape(weight.shape)
+    codes = codes.reshape(weight.shape).to(torch.uint8)
+    tensors = {
+        "weight_packed": codes[:, ::2] | codes[:, 1::2] << 4,
+        "weight_scale": (exponents + 127).to(torch.uint8),
+    }
+    return Packed(tensors, values)
+
+
+def mlx(bits: int, group_size: int) -> Callable[[Tensor], Packed]:
+    def pack(weight: Tensor) -> Packed:
+        parts = weight.reshape(len(weight), -1, group_size)
+        low, high = parts.aminmax(dim=2)
+        scales, biases = ((high - low) / ((1 << bits) - 1)).half(), low.half()
+        codes = ((parts - biases.float()[:, :, None]) / scales.float()[:, :, None]).round().clamp(0, (1 << bits) - 1)
+        values = codes * scales.float()[:, :, None] + biases.float()[:, :, None]
+        tensors = {"weight": words(codes.reshape(weight.shape).int(), bits).view(torch.uint32)}
+        return Packed(tensors | {"scales": scales, "biases": biases}, values.reshape(weight.shape))
+
+    return pack
+
+
+_FLOATS_OF_8_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
+_FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+METHODS = (
+    Method("gptq symmetric", gptq_config(4, 128, is_symmetric=True), gptq(4, 128, is_symmetric=True), "Q4_0"),
+    Method(
+        "gptq zero points",
+        gptq_config(4, 32, is_symmetric=False, checkpoint_format="gptq"),
+        gptq(4, 32, is_symmetric=False),
+        "Q5_0",
+    ),
+    Method(
+        "gptq_v2",
+        gptq_config(4, 64, is_symmetric=False, checkpoint_format="gptq_v2"),
+        gptq(4, 64, is_symmetric=False, lacks=0),
+        "Q5_0",
+    ),
+    Method(
+        "gptq act-order",
+        gptq_config(4, 32, is_symmetric=True, desc_act=True),
+        gptq(4, 32, is_symmetric=True, has_order=True),
+        "F16",
+    ),
+    Method("gptq whole rows", gptq_config(4, -1, is_symmetric=True), gptq(4, -1, is_symmetric=True), "Q4_0"),
+    Method("gptq 2 bits", gptq_config(2, 32, is_symmetric=False), gptq(2, 32, is_symmetric=False), "Q4_0"),
+    Method("gptq 3 bits", gptq_config(3, 32, is_symmetric=True), gptq(3, 32, is_symmetric=True), "Q4_0"),
+    Method("gptq 8 bits", gptq_config(8, 32, is_symmetric=True), gptq(8, 32, is_symmetric=True), "Q8_0"),
+    Method("gptq 8 bits, zero points", gptq_config(8, 32, is_symmetric=False), gptq(8, 32, is_symmetric=False), "F16"),
+    Method(
+        "awq",
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+        awq(128),
+        "Q5_0",
+    ),
+    Method(
+        "pack-quantized",
+        compressed_config("pack-quantized", integers(4, 32, is_symmetric=True)),
+        packed_integers(4, 32, is_symmetric=True),
+        "Q4_0",
+    ),
+    Method(
+        "pack-quantized zero points",
+        compressed_config("pack-quantized", integers(4, 128, is_symmetric=False)),
+        packed_integers(4, 128, is_symmetric=False),
+        "Q5_0",
+    ),
+    Method(
+        "pack-quantized act-order",
+        compressed_config("pack-quantized", integers(4, 32, is_symmetric=True)),
+        packed_integers(4, 32, is_symmetric=True, has_order=True),
+        "F16",
+    ),
+    Method(
+        "pack-quantized rows of 8 bits",
+        compressed_config("pack-quantized", integers(8, None, is_symmetric=True)),
+        packed_integers(8, 0, is_symmetric=True),
+        "Q8_0",
+    ),
+    Method(
+        "int-quantized",
+        compressed_config("int-quantized", integers(8, None, is_symmetric=True)),
+        plain_integers(is_symmetric=True),
+        "Q8_0",
+    ),
+    Method(
+        "int-quantized zero points",
+        compressed_config("int-quantized", integers(8, None, is_symmetric=False)),
+        plain_integers(is_symmetric=False),
+        "F16",
+    ),
+    Method(
+        "fp8 blocks",
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 32]},
+        fp8((64, 32), "weight_scale_inv", torch.float32),
+        "F16",
+    ),
+    Method(
+        "fp8 blocks of exponents",
+        {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]},
+        fp8((128, 128), "weight_scale_inv", torch.uint8),
+        "F16",
+    ),
+    Method(
+        "fp8 matrices",
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        fp8(None, "weight_scale_inv", torch.bfloat16),
+        "F16",
+    ),
+    Method("fbgemm_fp8", {"quant_method": "fbgemm_fp8"}, fp8((1, 0), "weight_scale", torch.float32), "F16"),
+    Method(
+        "float-quantized",
+        compressed_config("float-quantized", _FLOATS_OF_8_BITS | {"strategy": "channel"}),
+        fp8((1, 0), "weight_scale", torch.bfloat16),
+        "F16",
+    ),
+    Method(
+        "float-quantized blocks",
+        compressed_config("float-quantized", _FLOATS_OF_8_BITS | {"strategy": "block", "block_structure": [32, 64]}),
+        fp8((32, 64), "weight_scale", torch.bfloat16),
+        "F16",
+    ),
+    Method(
+        "nvfp4-pack-quantized",
+        compressed_config("nvfp4-pack-quantized", _FP4),
+        nvfp4(("weight_packed", "weight_global_scale"), divides=True),
+        "F16",
+    ),
+    Method(
+        "modelopt nvfp4",
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]},
+        nvfp4(("weight", "weight_scale_2"), divides=False),
+        "F16",
+    ),
+    Method("mxfp4-pack-quantized", compressed_config("mxfp4-pack-quantized", _FP4), mxfp4, "MXFP4"),
+    Method("mlx", {"bits": 4, "group_size": 64, "mode": "affine"}, mlx(4, 64), "Q4_1", "quantization"),
+    Method("mlx 8 bits", {"bits": 8, "group_size": 32}, mlx(8, 32), "F16", "quantization"),
+)
+
+
+def is_quantised(name: str, tensor: Tensor) -> bool:
+    """Return True for the matrices of attention and feed-forwards. The first layer's down stays in floats."""
+    return name.endswith("_proj.weight") and tensor.dim() == 2 and "layers.0.mlp.down" not in name
+
+
+def write_quantised(
+    floats: Path, folder: Path, pack: Callable[[Tensor], Packed], config: dict[str, Any], key: str
+) -> dict[str, Tensor]:
+    """Write the folder of floats with its matrices packed, and return all tensors as the numbers that they mean."""
+    shutil.copytree(floats, folder, dirs_exist_ok=True)
+    tensors, meant = dict[str, Tensor](), load_file(floats / "model.safetensors")
+    for name, tensor in meant.items():
+        if not is_quantised(name, tensor):
+            tensors[name] = tensor
+            continue
+        packed = pack(tensor.float())
+        meant[name] = packed.values
+        tensors |= {f"{name.removesuffix('weight')}{kind}": each for kind, each in packed.tensors.items()}
+    save(folder, tensors)
+    set_config(folder, key, config)
+    return meant
+
+
+def save(folder: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+
+
+def set_config(folder: Path, key: str, value: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+
+
+def by_name(name: str, methods: Iterable[Method] = METHODS) -> Method:
+    return next(method for method in methods if method.name == name)

@@ -2,11 +2,15 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
@@ -217,7 +221,8 @@ def test_numbers_that_blocks_cannot_hold_are_refused_when_they_are_read(
     [
         ("gptq symmetric", {"bits": 5}, r"bits is 5; of gptq, 2, 3, 4, 8 can be read: take .*bfloat16"),
         ("gptq symmetric", {"checkpoint_format": "marlin"}, r"checkpoint_format is 'marlin'; of gptq, gptq, gptq_v2"),
-        ("gptq symmetric", {"group_size": 0}, r"group_size: expected -1 or an integer of at least 1, got 0"),
+        ("gptq symmetric", {"group_size": 0}, r"group_size: expected -1 or an integer from 1 to 16777216, got 0"),
+        ("gptq symmetric", {"group_size": 2**70}, r"group_size: expected -1 or an integer from 1 to 16777216"),
         ("gptq symmetric", {"group_size": 64}, r"expected the shape \(2, .* for 64 columns per scale"),
         ("gptq symmetric", {"quant_method": "awq"}, r"expected the shape"),
         ("awq", {"version": "gemv"}, "version is 'gemv'; of awq, gemm"),
@@ -227,7 +232,7 @@ def test_numbers_that_blocks_cannot_hold_are_refused_when_they_are_read(
         ("pack-quantized", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format is 'sparse-24-bitmask'"),
         ("pack-quantized", {"config_groups": []}, None),
         ("pack-quantized", {"config_groups": [1]}, "config_groups: expected an object"),
-        ("fp8 blocks", {"weight_block_size": [0, 1]}, "weight_block_size: expected two integers of at least 1"),
+        ("fp8 blocks", {"weight_block_size": [0, 1]}, "weight_block_size: expected two integers from 1"),
         ("modelopt nvfp4", {"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; of modelopt, FP8, NVFP4"),
         ("mlx", {"mode": "mxfp4"}, "mode is 'mxfp4'; of MLX, affine"),
         ("mlx", {"bits": 6}, "bits is 6; of MLX, 2, 4, 8"),
@@ -245,6 +250,27 @@ def test_configs_that_we_do_not_read_are_refused_in_one_line(
     with pytest.raises((ModelFormatError, UnsupportedModelError), match=problem) as error:
         open_checkpoint(tmp_path)
     assert "\n" not in str(error.value)
+
+
+MATRIX = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+anything = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.parametrize("name", ["gptq act-order", "pack-quantized", "fp8 blocks", "modelopt nvfp4", "mlx"])
+@anything
+@given(share=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
+def test_any_byte_of_a_quantised_file_may_change_without_another_exception(
+    name: str, share: float, value: int, tmp_path: Path
+) -> None:
+    method = by_name(name)
+    tensors = {f"lm_head.{kind}": each.contiguous() for kind, each in method.pack(MATRIX.repeat(1, 2)).tensors.items()}
+    content = bytearray(safetensors.torch.save(tensors))
+    content[int(share * len(content))] = value
+    (tmp_path / "model.safetensors").write_bytes(content)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", method.key: method.config}))
+    with suppress(ModelError):
+        for weight in LazyWeights(open_checkpoint(tmp_path).tensors).values():
+            assert weight.rows(0, weight.shape[0]).data.numel() >= 0
 
 
 def test_codes_of_gptq_without_a_config_are_refused(llama: tuple[Path, Any], tmp_path: Path) -> None:

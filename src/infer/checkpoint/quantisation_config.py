@@ -22,6 +22,7 @@ _PACKED_FORMATS = (
 )  # fmt: skip
 _MODELOPT = ("FP8", "NVFP4", "MIXED_PRECISION")
 _FP8_BLOCK = (128, 128)
+MOST_COLUMNS = 1 << 24  # of a matrix, so that broken sizes stay small
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ class _Values:
     def group_size(self, name: str = "group_size", default: Any = None) -> int:
         """Return the number of columns that share a scale; 0 for a whole row."""
         value = self.found.get(name, default)
-        if type(value) is not int or value == 0 or value < -1:
-            self.fail(name, f"expected -1 or an integer of at least 1, got {value!r:.60}")
+        if type(value) is not int or not -1 <= value <= MOST_COLUMNS or value == 0:
+            self.fail(name, f"expected -1 or an integer from 1 to {MOST_COLUMNS}, got {value!r:.60}")
         return max(value, 0)
 
     def part(self, name: str) -> dict[str, Any]:
@@ -148,9 +149,10 @@ def _fp8(values: _Values) -> Quantisation:
 
 
 def _block(values: _Values, name: str, shape: Any) -> tuple[int, int]:
-    if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
-        values.fail(name, f"expected two integers of at least 1, got {shape!r:.60}")
-    return shape[0], shape[1]
+    sizes = shape if isinstance(shape, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and 0 < size <= MOST_COLUMNS for size in sizes):
+        values.fail(name, f"expected two integers from 1 to {MOST_COLUMNS}, got {shape!r:.60}")
+    return sizes[0], sizes[1]
 
 
 def _by_tensors(values: _Values) -> Quantisation:

@@ -7,21 +7,26 @@ Q5_0, whose numbers are exactly those of the file. A scale becomes f16: unchange
 on; otherwise rounded once. Matrices that no block holds become F16: each number is computed in float32, then rounded.
 """
 
-from typing import NoReturn, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int, UInt8
+from numpy.typing import NDArray
 from torch import Tensor
 
 from infer.checkpoint.tensor_bytes import bytes_of
 from infer.checkpoint.tensor_info import PackedParts, TensorInfo
 from infer.errors import ModelFormatError
-from infer.quantization.ggml_types import FP4_VALUES
+from infer.quantization.ggml_types import BLOCK_TYPES, FP4_VALUES
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight neighbouring codes
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Codes = NDArray[np.uint8]  # signed in the format "int"
+
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that has each of eight neighbouring codes
 _BLOCK = 32
 _LARGEST_HALF = 65504.0
+_VALUES_AT_ONCE = 1 << 17  # what is made on the way stays in a core's cache
 _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -29,6 +34,8 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 _OFFSETS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}  # of the codes in blocks
+_FP8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+_FP4: Floats = np.array(FP4_VALUES, np.float32) * np.float32(0.5)
 
 
 @final
@@ -39,80 +46,82 @@ class QuantisedRows:
     """
 
     def __init__(self, info: TensorInfo, packed: PackedParts) -> None:
-        self.type, self.packed = info.type, packed
-        self._words: Tensor | None = None  # of GPTQ and AWQ
+        self.type, self.num_columns, self.packed = info.type, info.shape[1], packed
+        self._words: NDArray[np.uint32] | None = None  # of GPTQ and AWQ
         self._num_read = 0
-        self._scales: Tensor | None = None  # [groups of rows, groups of columns]
-        self._zeros: Tensor | None = None  # the same shape
+        self._scales: NDArray[Any] | None = None  # [groups of rows, groups of columns]
+        self._zeros: NDArray[Any] | None = None  # the same shape
 
     def read(self, first: int, last: int) -> Tensor:
         """Return the rows [first, last) as `StoredWeight.data`. Raises ModelError if reading fails."""
         if self._scales is None:
             self._read_small()
-        codes = self._codes(first, last)
-        rows = torch.arange(first, last) // self.packed.block_rows
-        scales, zeros = self._scales, self._zeros
-        assert scales is not None
-        scales = scales[rows]
-        zeros = None if zeros is None else zeros[rows]
+        step = max(1, _VALUES_AT_ONCE // self.num_columns)
+        kept = -(-step // 8) * 8  # whole words of AWQ
+        starts = range(first, last, kept) or [first]
+        return torch.from_numpy(np.concatenate([self._rows(start, min(start + kept, last)) for start in starts]))
+
+    def _rows(self, first: int, last: int) -> NDArray[Any]:
+        assert self._scales is not None
+        codes, rows = self._codes(first, last), np.arange(first, last) // self.packed.block_rows
+        scales, zeros = self._scales[rows], None if self._zeros is None else self._zeros[rows]
         if self.type == "MXFP4":
             return _mxfp4_blocks(codes, scales)
         if self.type == "F16":
-            return self._floats(codes, scales, zeros)
-        group_of_block = torch.arange(0, codes.shape[1], _BLOCK) // self.packed.group_size
-        scales = scales[:, group_of_block]
-        zeros = None if zeros is None else zeros[:, group_of_block]
-        return _blocks(self.type, codes, scales, zeros, self._middle)
+            return self._halves(codes, scales, zeros)
+        group_of_block = np.arange(0, self.num_columns, _BLOCK) // self.packed.group_size
+        scales = scales[:, group_of_block].astype(np.float16)
+        return _blocks(self.type, codes, scales, None if zeros is None else zeros[:, group_of_block], self._middle)
 
     @property
     def _middle(self) -> int:
         """Zero point of symmetric codes: they are stored with half of their range added, except in I8."""
         return 0 if self.packed.format == "int" else 1 << (self.packed.bits - 1)
 
-    def _floats(self, codes: Tensor, scales: Float32[Tensor, "rows groups"], zeros: Tensor | None) -> Tensor:
+    def _halves(self, codes: Codes, scales: Floats, zeros: NDArray[Any] | None) -> NDArray[np.float16]:
         packed = self.packed
-        if packed.groups is not None:
-            group = torch.from_numpy(bytes_of(packed.groups)).view(torch.int32).long()
+        if packed.format in ("fp8", "nvfp4"):
+            values: Floats = (_FP8 if packed.format == "fp8" else _FP4)[codes]
         else:
-            group = torch.arange(codes.shape[1]) // packed.group_size
-        if packed.format == "nvfp4":
-            values = torch.tensor(FP4_VALUES, dtype=torch.float32)[codes.int()] / 2
-        else:
-            values = codes.float()
-        if packed.format == "mlx":
-            assert zeros is not None
-            return (values * scales[:, group] + zeros[:, group]).half()
-        if packed.format not in ("fp8", "nvfp4"):
-            values = values - (self._middle if zeros is None else zeros[:, group])
-        found = (values * scales[:, group]).half()
-        if not found.isfinite().all():
-            largest = f"{(values * scales[:, group]).abs().max().item():.4g}"
+            values = (codes.view(np.int8) if packed.format == "int" else codes).astype(np.float32)
+            if packed.format != "mlx":
+                values -= self._middle if zeros is None else self._of_columns(zeros.astype(np.float32))
+        with np.errstate(over="ignore", invalid="ignore"):  # checked below
+            values *= self._of_columns(scales)
+            if packed.format == "mlx":
+                assert zeros is not None
+                values += self._of_columns(zeros)
+            found = values.astype(np.float16)
+        if not np.isfinite(found).all():
+            largest = f"{np.abs(values).max():.4g}"
             _fail(packed.codes, f"expected finite values of at most {_LARGEST_HALF:,.0f}, got one of {largest}")
         return found
 
-    def _codes(self, first: int, last: int) -> Tensor:
-        """Return the codes of rows, as bytes or in FP8's own type."""
+    def _of_columns(self, numbers: Floats) -> Floats:
+        """Return each column's number, of the numbers of groups."""
+        if self.packed.groups is not None:
+            return numbers[:, bytes_of(self.packed.groups).view(np.int32)]
+        return np.repeat(numbers, self.packed.group_size, axis=1)[:, : self.num_columns]
+
+    def _codes(self, first: int, last: int) -> Codes:
+        """Return the codes of rows, a byte each."""
         packed = self.packed
         if packed.format == "gptq":
-            words = self._words_of_all(last - first)[:, first:last].T.contiguous()
-            return _unpacked(words.view(torch.uint8), packed.bits)
+            words = np.ascontiguousarray(self._words_of_all(last - first)[:, first:last].T)
+            return _unpacked(words.view(np.uint8), packed.bits)[:, : self.num_columns]
         if packed.format == "awq":
             begin, end = first // 8, -(-last // 8)
-            words = self._words_of_all(last - first)[:, begin:end].contiguous()
-            codes = _unpacked_awq(words)[:, first - 8 * begin : last - 8 * begin]
-            return codes.T.contiguous()
-        row_bytes = packed.codes.num_bytes // packed.codes.shape[0]
-        content = torch.from_numpy(bytes_of(packed.codes, first * row_bytes, last * row_bytes))
-        content = content.reshape(last - first, row_bytes)
-        if packed.format == "fp8":
-            return content.view(torch.float8_e4m3fn)
-        return content.view(torch.int8) if packed.format == "int" else _unpacked(content, packed.bits)
+            codes = _unpacked_awq(self._words_of_all(last - first)[:, begin:end])
+            return codes[first - 8 * begin : last - 8 * begin]
+        row_bytes = packed.codes.num_bytes // packed.num_rows
+        content = bytes_of(packed.codes, first * row_bytes, last * row_bytes).reshape(last - first, row_bytes)
+        return _unpacked(content, packed.bits)[:, : self.num_columns]
 
-    def _words_of_all(self, num_rows: int) -> Int[Tensor, "words_of_columns words"]:
+    def _words_of_all(self, num_rows: int) -> NDArray[np.uint32]:
         """Return all words, and free them when as many rows as the matrix has were read."""
         words = self._words
         if words is None:
-            words = torch.from_numpy(bytes_of(self.packed.codes)).view(torch.int32).reshape(self.packed.codes.shape)
+            words = bytes_of(self.packed.codes).view(np.uint32).reshape(self.packed.codes.shape)
         self._num_read += num_rows
         is_last = self._num_read >= self.packed.num_rows
         self._num_read = 0 if is_last else self._num_read
@@ -120,96 +129,110 @@ class QuantisedRows:
         return words
 
     def _read_small(self) -> None:
-        packed = self.packed
-        scales = _floats_of(packed.scales, is_exponent=packed.format == "mxfp4")
-        if packed.factor is not None:
-            factor = _floats_of(packed.factor).reshape(())
-            scales = scales / factor if packed.divides else scales * factor
-        if packed.format in ("gptq", "awq"):
-            scales = scales.reshape(packed.scales.shape).T
-            self._scales = scales.contiguous()
-        else:
-            self._scales = scales.reshape(-(-packed.num_rows // packed.block_rows), -1)
-        if packed.format != "mxfp4" and not bool(scales.abs().max() <= _LARGEST_HALF):
-            _fail(packed.scales, f"expected finite scales of at most {_LARGEST_HALF:,.0f}")
-        if packed.zeros is None:
+        """Read the scales and the zero points, and check them."""
+        packed, num_groups = self.packed, -(-self.packed.num_rows // self.packed.block_rows)
+        if packed.format == "mxfp4":
+            self._scales = bytes_of(packed.scales).reshape(num_groups, -1)
             return
-        zeros = self._zeros_of(packed.zeros)
-        if self.type in ("Q4_0", "Q8_0") and packed.bits >= 4 and (zeros != self._middle).any():
-            found = f"{zeros.min().item()} to {zeros.max().item()}"
-            _fail(packed.zeros, f"expected zero points of {self._middle}, as sym in config.json says, got {found}")
-        self._zeros = zeros
+        scales = _floats_of(packed.scales)
+        if packed.factor is not None:
+            factor = _floats_of(packed.factor)
+            with np.errstate(all="ignore"):  # checked below
+                scales = scales / factor if packed.divides else scales * factor
+        if packed.format in ("gptq", "awq"):
+            scales = scales.reshape(-1, packed.num_rows).T
+        scales = scales.reshape(num_groups, -1)
+        if not np.abs(scales).max() <= _LARGEST_HALF:
+            _fail(packed.scales, f"expected finite scales of at most {_LARGEST_HALF:,.0f}")
+        if packed.zeros is not None:
+            self._zeros = self._zeros_of(packed.zeros).reshape(scales.shape)
+        if self._zeros is not None and self.type in ("Q4_0", "Q8_0") and packed.bits >= 4:
+            low, high = int(self._zeros.min()), int(self._zeros.max())
+            if (low, high) != (self._middle, self._middle):
+                problem = f"expected zero points of {self._middle}, as sym in config.json says, got {low} to {high}"
+                _fail(packed.zeros or packed.scales, problem)
+        self._scales = scales
 
-    def _zeros_of(self, info: TensorInfo) -> Tensor:
+    def _zeros_of(self, info: TensorInfo) -> NDArray[Any]:
+        """Return the zero points as integers, or what MLX adds as floats."""
         packed = self.packed
         if packed.format == "mlx":
-            return _floats_of(info).reshape(packed.num_rows, -1)
-        content = torch.from_numpy(bytes_of(info)).reshape(info.shape[0], -1)
+            return _floats_of(info)
+        content = bytes_of(info)
         if packed.format == "int":
-            return content.view(torch.int8).to(torch.int16).reshape(-(-packed.num_rows // packed.block_rows), -1)
+            return content.view(np.int8)
+        words = content.view(np.uint32).reshape(info.shape[0], -1)
         if packed.format == "awq":
-            return _unpacked_awq(content.view(torch.int32)).T.to(torch.int16)
+            return _unpacked_awq(words)
         if packed.format == "gptq":
-            stored = _unpacked(content, packed.bits).to(torch.int16)
+            stored = _unpacked(words.view(np.uint8), packed.bits)
             return ((stored + packed.zeros_lack) & ((1 << packed.bits) - 1)).T
-        words = content.view(torch.int32).T.contiguous()
-        return _unpacked(words.view(torch.uint8), packed.bits)[:, : packed.num_rows].T.to(torch.int16)
+        return _unpacked(np.ascontiguousarray(words.T).view(np.uint8), packed.bits)[:, : packed.num_rows].T
 
 
-def _floats_of(info: TensorInfo, *, is_exponent: bool = False) -> Tensor:
-    """Return the numbers of a tensor of scales as float32, or its bytes if they are exponents of MXFP4."""
-    content = torch.from_numpy(bytes_of(info))
+def _floats_of(info: TensorInfo) -> Floats:
+    """Return the numbers of a tensor of scales. Bytes are exponents."""
+    content = bytes_of(info)
     if info.type in ("U8", "F8_E8M0"):
-        return content if is_exponent else torch.ldexp(torch.ones(len(content)), content.int() - 127)
-    return content.view(_DTYPES[info.type]).float()
+        with np.errstate(over="ignore"):  # the largest is no number
+            return np.ldexp(np.float32(1), content.astype(np.int32) - 127)
+    return torch.from_numpy(content).view(_DTYPES[info.type]).float().numpy()
 
 
-def _unpacked(content: UInt8[Tensor, "rows bytes"], bits: int) -> UInt8[Tensor, "rows codes"]:
-    """Return codes that follow each other, the lowest bits first."""
-    if bits == 8:
-        return content
+def _unpacked(content: Bytes, bits: int) -> Codes:
+    """Return rows of codes that follow each other in the rows of bytes, the lowest bits first."""
     if bits == 3:  # codes that cross bytes
-        stream = torch.from_numpy(np.unpackbits(content.numpy(), axis=1, bitorder="little"))
-        low, middle, high = stream.reshape(len(content), -1, 3).unbind(2)
-        return low | middle << 1 | high << 2
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    return ((content[:, :, None] >> shifts) & ((1 << bits) - 1)).flatten(1)
+        stream = np.unpackbits(content, axis=1, bitorder="little").reshape(len(content), -1, 3)
+        codes: Codes = stream[:, :, 0] | stream[:, :, 1] << np.uint8(1) | stream[:, :, 2] << np.uint8(2)
+        return codes
+    for width in (4, 2):
+        if bits <= width:
+            wide = content.astype(np.uint16)
+            mask = np.uint16(((1 << width) - 1) * 0x0101)
+            content = ((wide | wide << np.uint16(8 - width)) & mask).view(np.uint8)  # the lower half first
+    return content
 
 
-def _unpacked_awq(words: Int[Tensor, "rows words"]) -> UInt8[Tensor, "rows codes"]:
-    stored = _unpacked(words.contiguous().view(torch.uint8), 4).reshape(len(words), -1, 8)
-    return stored[:, :, list(_AWQ_ORDER)].flatten(1)
+def _unpacked_awq(words: NDArray[np.uint32]) -> Codes:
+    """Return the codes of words, transposed: a row for each of the eight codes of each word of a row."""
+    columns = np.ascontiguousarray(words.T)
+    codes = np.empty((len(columns), 8, columns.shape[1]), np.uint8)
+    for index, place in enumerate(_AWQ_PLACES):
+        codes[:, index] = (columns >> np.uint32(4 * place)) & np.uint32(15)
+    return codes.reshape(-1, columns.shape[1])
 
 
 def _blocks(
-    type_: str, codes: Tensor, scales: Float[Tensor, "rows blocks"], zeros: Tensor | None, middle: int
-) -> UInt8[Tensor, "rows bytes"]:
+    type_: str, codes: Codes, scales: NDArray[np.float16], zeros: NDArray[Any] | None, middle: int
+) -> NDArray[np.uint8]:
     """Return GGML's blocks of codes. zeros: of each block, or what Q4_1 adds."""
-    num_rows, num_blocks = scales.shape
-    q = codes.reshape(num_rows, num_blocks, _BLOCK)
-    parts = [_half_bytes(scales)]
+    blocks = np.empty((*scales.shape, BLOCK_TYPES[type_].block_bytes), np.uint8)
+    q = codes.reshape(*scales.shape, _BLOCK)
+    blocks[:, :, :2] = _half_bytes(scales)
+    at = 2
     if type_ == "Q4_1":
         assert zeros is not None
-        parts.append(_half_bytes(zeros))
-    else:
-        zero = middle if zeros is None else zeros[:, :, None]
-        q = q.to(torch.int16) - (zero - _OFFSETS[type_])
+        blocks[:, :, 2:4] = _half_bytes(zeros.astype(np.float16))
+        at = 4
+    elif zeros is not None:
+        q = q - (zeros.astype(np.int16) - _OFFSETS[type_]).astype(np.uint8)[:, :, None]  # modulo 256
+    elif middle != _OFFSETS[type_]:
+        q = q - np.uint8((middle - _OFFSETS[type_]) & 255)
     if type_ == "Q5_0":
-        bits = ((q >> 4) & 1).to(torch.uint8).reshape(num_rows, num_blocks, 4, 8)
-        parts.append((bits << torch.arange(8, dtype=torch.uint8)).sum(3, dtype=torch.uint8))
-    q = (q & 255).to(torch.uint8)
-    parts.append(q if type_ == "Q8_0" else (q[:, :, :16] & 15) | (q[:, :, 16:] << 4))
-    return torch.cat(parts, dim=2).reshape(num_rows, -1)
+        blocks[:, :, 2:6] = np.packbits(q >> 4, axis=2, bitorder="little")
+        at = 6
+    blocks[:, :, at:] = q if type_ == "Q8_0" else (q[:, :, :16] & 15) | (q[:, :, 16:] << 4)
+    return blocks.reshape(len(codes), -1)
 
 
-def _mxfp4_blocks(codes: Tensor, exponents: UInt8[Tensor, "rows blocks"]) -> UInt8[Tensor, "rows bytes"]:
+def _mxfp4_blocks(codes: Codes, exponents: Bytes) -> NDArray[np.uint8]:
     q = codes.reshape(*exponents.shape, _BLOCK)
     halves = q[:, :, :16] | (q[:, :, 16:] << 4)
-    return torch.cat((exponents[:, :, None], halves), dim=2).reshape(len(codes), -1)
+    return np.concatenate((exponents[:, :, None], halves), axis=2).reshape(len(codes), -1)
 
 
-def _half_bytes(values: Float[Tensor, "rows blocks"]) -> UInt8[Tensor, "rows blocks 2"]:
-    return values.half().contiguous().view(torch.uint8).reshape(*values.shape, 2)
+def _half_bytes(values: NDArray[np.float16]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape, 2)
 
 
 def _fail(info: TensorInfo, problem: str) -> NoReturn:

@@ -22,7 +22,7 @@ from functools import lru_cache
 from math import prod
 from typing import NoReturn
 
-from infer.checkpoint.quantisation_config import Quantisation
+from infer.checkpoint.quantisation_config import MOST_COLUMNS, Quantisation
 from infer.checkpoint.tensor_info import PackedFormat, PackedParts, TensorInfo
 from infer.checkpoint.tensor_names import is_skipped
 from infer.errors import ModelFormatError
@@ -39,7 +39,6 @@ _COMPANIONS = frozenset({
     "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_global_scale",
     "weight_scale_2", "weight_g_idx", "weight_shape",
 })  # fmt: skip
-_MOST_COLUMNS = 1 << 24
 _BLOCK = 32  # columns per scale in the blocks of the kernels
 
 Parts = dict[str, TensorInfo]  # the tensors of a module, by the last part of their names
@@ -303,8 +302,8 @@ def _stored_shape(info: TensorInfo, num_rows: int) -> int:
     if info.type not in ("I64", "I32") or prod(info.shape) != 2:
         _fail(info, f"expected two integers (I64 or I32), got {info.type} of the shape {info.shape}")
     rows, columns = memoryview(info.file.read(info.offset, info.num_bytes)).cast("q" if info.type == "I64" else "i")
-    if rows != num_rows or not 0 < columns <= _MOST_COLUMNS:
-        _fail(info, f"expected {num_rows} rows and columns up to {_MOST_COLUMNS}, got {rows} and {columns}")
+    if rows != num_rows or not 0 < columns <= MOST_COLUMNS:
+        _fail(info, f"expected {num_rows} rows and columns up to {MOST_COLUMNS}, got {rows} and {columns}")
     return columns
 
 

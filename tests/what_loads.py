@@ -83,9 +83,8 @@ def table() -> str:
         found = dict.fromkeys(setting for config in configs for setting in settings(config))
         lines.append(f"| {each.models} | `{each.model_type}` | {gguf} | {each.proof} | {', '.join(found)} |")
     lines.append("")
-    lines.append(
-        f"Folders hold {', '.join(floats)} and quantised matrices (below). GGUF files hold those and all block types of llama.cpp:"
-    )
+    stored = f"Folders hold {', '.join(floats)} and quantised matrices (below). "
+    lines.append(f"{stored}GGUF files hold those and all block types of llama.cpp:")
     lines.append(", ".join(f"`{type_}`" for type_ in types) + ".")
     return "\n".join(lines) + "\n"
 

@@ -6,7 +6,7 @@ and scales before they are packed, so they do not depend on how anything is unpa
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of a word, of eight
-_MIDDLE_OF_BITS = {bits: 1 << (bits - 1) for bits in (2, 3, 4, 8)}
+_IN_FLOATS = ("lm_head", "model.layers.0.mlp.down_proj")  # modules that are not quantised
 
 
 class Packed(NamedTuple):
@@ -48,12 +48,13 @@ def quantized(
 ) -> Integers:
     """Return the nearest codes. index: the group of each column."""
     index = torch.arange(weight.shape[1]) // group_size if index is None else index
+    middle = 1 << (bits - 1)
     scales, zeros = list[Tensor](), list[Tensor]()
     for group in range(int(index.max()) + 1):
         part = weight[:, index == group]
         if is_symmetric:
-            scales.append(part.abs().amax(1) / (_MIDDLE_OF_BITS[bits] - 0.5))
-            zeros.append(torch.full((len(weight),), _MIDDLE_OF_BITS[bits]))
+            scales.append(part.abs().amax(1) / (middle - 0.5))
+            zeros.append(torch.full((len(weight),), middle))
         else:
             low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
             scales.append((high - low) / ((1 << bits) - 1))
@@ -83,15 +84,18 @@ def awq_words(codes: Tensor) -> Tensor:
     return torch.from_numpy(found.numpy().astype("uint32").view("int32"))
 
 
+def groups_of(weight: Tensor, size: int, *, has_order: bool) -> Tensor:
+    """Return the group of each column, in the order of the columns or in one of their activations."""
+    index = torch.arange(weight.shape[1]) // size
+    return index[torch.randperm(len(index), generator=torch.Generator().manual_seed(0))] if has_order else index
+
+
 def gptq(
     bits: int, group_size: int, *, is_symmetric: bool, lacks: int = 1, has_order: bool = False
 ) -> Callable[[Tensor], Packed]:
     def pack(weight: Tensor) -> Packed:
-        columns = weight.shape[1]
-        size = columns if group_size == -1 else group_size
-        index = torch.arange(columns) // size
-        if has_order:
-            index = index[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        size = weight.shape[1] if group_size == -1 else group_size
+        index = groups_of(weight, size, has_order=has_order)
         found = quantized(weight, bits, size, is_symmetric=is_symmetric, index=index)
         tensors = {
             "qweight": words(found.codes, bits).T,
@@ -111,11 +115,8 @@ def gptq_config(bits: int, group_size: int, *, is_symmetric: bool, **others: Any
 def awq(group_size: int) -> Callable[[Tensor], Packed]:
     def pack(weight: Tensor) -> Packed:
         found = quantized(weight, 4, group_size, is_symmetric=False)
-        tensors = {
-            "qweight": awq_words(found.codes.T),
-            "qzeros": awq_words(found.zeros.T),
-            "scales": found.scales.T,
-        }
+        words_of_zeros = awq_words(found.zeros.T)
+        tensors = {"qweight": awq_words(found.codes.T), "qzeros": words_of_zeros, "scales": found.scales.T}
         return Packed(tensors, found.values)
 
     return pack
@@ -127,11 +128,8 @@ def packed_integers(
     """compressed-tensors' `pack-quantized`: codes and zero points with half of their range added."""
 
     def pack(weight: Tensor) -> Packed:
-        columns = weight.shape[1]
-        size = group_size or columns
-        index = torch.arange(columns) // size
-        if has_order:
-            index = index[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        size = group_size or weight.shape[1]
+        index = groups_of(weight, size, has_order=has_order)
         found = quantized(weight, bits, size, is_symmetric=is_symmetric, index=index)
         tensors = {
             "weight_packed": words(found.codes, bits),
@@ -162,8 +160,8 @@ def plain_integers(*, is_symmetric: bool) -> Callable[[Tensor], Packed]:
 
 def compressed_config(format_: str, *weights: dict[str, Any]) -> dict[str, Any]:
     groups = {f"group_{index}": {"targets": ["Linear"], "weights": each} for index, each in enumerate(weights)}
-    ignored = ["lm_head", "re:.*never"]
-    return {"quant_method": "compressed-tensors", "format": format_, "config_groups": groups, "ignore": ignored}
+    found = {"quant_method": "compressed-tensors", "format": format_, "quantization_status": "compressed"}
+    return found | {"config_groups": groups, "ignore": list(_IN_FLOATS)}
 
 
 def integers(bits: int, group_size: int | None, *, is_symmetric: bool) -> dict[str, Any]:
@@ -231,11 +229,8 @@ def mxfp4(weight: Tensor) -> Packed:
     codes = _fp4_codes(parts / spread)
     values = (_E2M1[codes] * spread).reshape(weight.shape)
     codes = codes.reshape(weight.shape).to(torch.uint8)
-    tensors = {
-        "weight_packed": codes[:, ::2] | codes[:, 1::2] << 4,
-        "weight_scale": (exponents + 127).to(torch.uint8),
-    }
-    return Packed(tensors, values)
+    pairs = codes[:, ::2] | codes[:, 1::2] << 4
+    return Packed({"weight_packed": pairs, "weight_scale": (exponents + 127).to(torch.uint8)}, values)
 
 
 def mlx(bits: int, group_size: int) -> Callable[[Tensor], Packed]:
@@ -253,6 +248,8 @@ def mlx(bits: int, group_size: int) -> Callable[[Tensor], Packed]:
 
 _FLOATS_OF_8_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 _FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+_MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+_MXFP4 |= {"scale_dtype": "torch.uint8"}
 METHODS = (
     Method("gptq symmetric", gptq_config(4, 128, is_symmetric=True), gptq(4, 128, is_symmetric=True), "Q4_0"),
     Method(
@@ -322,19 +319,19 @@ METHODS = (
     ),
     Method(
         "fp8 blocks",
-        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 32]},
+        {"quant_method": "fp8", "weight_block_size": [64, 32], "modules_to_not_convert": list(_IN_FLOATS)},
         fp8((64, 32), "weight_scale_inv", torch.float32),
         "F16",
     ),
     Method(
         "fp8 blocks of exponents",
-        {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]},
+        {"quant_method": "fp8", "scale_fmt": "ue8m0", "modules_to_not_convert": list(_IN_FLOATS)},
         fp8((128, 128), "weight_scale_inv", torch.uint8),
         "F16",
     ),
     Method(
         "fp8 matrices",
-        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        {"quant_method": "fp8", "weight_block_size": None, "modules_to_not_convert": list(_IN_FLOATS)},
         fp8(None, "weight_scale_inv", torch.bfloat16),
         "F16",
     ),
@@ -359,11 +356,11 @@ METHODS = (
     ),
     Method(
         "modelopt nvfp4",
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": list(_IN_FLOATS)},
         nvfp4(("weight", "weight_scale_2"), divides=False),
         "F16",
     ),
-    Method("mxfp4-pack-quantized", compressed_config("mxfp4-pack-quantized", _FP4), mxfp4, "MXFP4"),
+    Method("mxfp4-pack-quantized", compressed_config("mxfp4-pack-quantized", _MXFP4), mxfp4, "MXFP4"),
     Method("mlx", {"bits": 4, "group_size": 64, "mode": "affine"}, mlx(4, 64), "Q4_1", "quantization"),
     Method("mlx 8 bits", {"bits": 8, "group_size": 32}, mlx(8, 32), "F16", "quantization"),
 )
@@ -371,7 +368,7 @@ METHODS = (
 
 def is_quantised(name: str, tensor: Tensor) -> bool:
     """Return True for the matrices of attention and feed-forwards. The first layer's down stays in floats."""
-    return name.endswith("_proj.weight") and tensor.dim() == 2 and "layers.0.mlp.down" not in name
+    return name.endswith("_proj.weight") and tensor.dim() == 2 and name.removesuffix(".weight") not in _IN_FLOATS
 
 
 def write_quantised(
@@ -379,12 +376,10 @@ def write_quantised(
 ) -> dict[str, Tensor]:
     """Write the folder of floats with its matrices packed, and return all tensors as the numbers that they mean."""
     shutil.copytree(floats, folder, dirs_exist_ok=True)
-    tensors, meant = dict[str, Tensor](), load_file(floats / "model.safetensors")
-    for name, tensor in meant.items():
-        if not is_quantised(name, tensor):
-            tensors[name] = tensor
-            continue
-        packed = pack(tensor.float())
+    tensors = load_file(floats / "model.safetensors")
+    meant = dict(tensors)
+    for name in [name for name, tensor in tensors.items() if is_quantised(name, tensor)]:
+        packed = pack(tensors.pop(name).float())
         meant[name] = packed.values
         tensors |= {f"{name.removesuffix('weight')}{kind}": each for kind, each in packed.tensors.items()}
     save(folder, tensors)
@@ -401,5 +396,5 @@ def set_config(folder: Path, key: str, value: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
 
 
-def by_name(name: str, methods: Iterable[Method] = METHODS) -> Method:
-    return next(method for method in methods if method.name == name)
+def by_name(name: str) -> Method:
+    return next(method for method in METHODS if method.name == name)

@@ -40,6 +40,7 @@ _WITH_WINDOWS = {"llama": "mistral", "olmo2": "olmo3"}  # an architecture whose 
 # whose attention is scaled by hidden_size / heads instead of head_dim.
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "mellum": 4, "muse-glimmer": 4, "gemma-embedding": 6}
 _GEMMA3_LOCAL_BASE = 10000.0
+_WITH_LOCAL_ROPE = ("gemma3", "gemma4", "gemma-embedding", "mellum")
 _27B_LAYERS = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}
 _OWN_SETTINGS = {"gemma4": gemma4_settings, "llama4": llama4_settings}
 _OWN_SETTINGS |= {"laguna": laguna_settings, "muse-glimmer": muse_glimmer_settings}
@@ -111,9 +112,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     values = GGUFValues(file)
     if values.architecture in ENCODERS:
         return encoder_settings(file, values, _vocab_size(file, values))
-    num_drafting = values.get("nextn_predict_layers", 0)  # layers after the network's, which draft tokens
-    if type(num_drafting) is not int or num_drafting < 0:
-        values.fail("nextn_predict_layers", f"expected an integer of at least 0, got {num_drafting!r:.60}")
+    num_drafting = _num_drafting_layers(values)
     num_layers = max(1, values.count("block_count", most=len(file.tensors)) - num_drafting)
     hidden_size = values.count("embedding_length")
     num_heads = values.count("attention.head_count", may_differ=values.architecture == "laguna")
@@ -159,11 +158,18 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         config["query_pre_attn_scalar"] = hidden_size // num_heads if is_27b else head_dim
     if values.architecture in _OWN_SETTINGS:
         config |= _OWN_SETTINGS[values.architecture](values, config)
-    if values.architecture in ("gemma3", "gemma4", "gemma-embedding"):
-        config["rope_local_base_freq"] = values.real("rope.freq_base_swa", default=_GEMMA3_LOCAL_BASE)
-    if values.architecture == "mellum":
-        config["rope_local_base_freq"] = values.real("rope.freq_base_swa", default=config["rope_theta"])
+    if values.architecture in _WITH_LOCAL_ROPE:
+        default = config["rope_theta"] if values.architecture == "mellum" else _GEMMA3_LOCAL_BASE
+        config["rope_local_base_freq"] = values.real("rope.freq_base_swa", default=default)
     return config
+
+
+def _num_drafting_layers(values: GGUFValues) -> int:
+    """Return the number of layers after the network's own, which draft tokens."""
+    found = values.get("nextn_predict_layers", 0)
+    if type(found) is not int or found < 0:
+        values.fail("nextn_predict_layers", f"expected an integer of at least 0, got {found!r:.60}")
+    return found
 
 
 def _masks(values: GGUFValues) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from infer.model.weight_loader import FloatsAs, WeightLoader, Weights
 from infer.operands.architecture import Architecture
 from infer.operands.group import Group
 from infer.operands.mixers import Attention, QueryScale, Rope
-from infer.operands.weights import RopeTable
+from infer.operands.weights import Projection, RopeTable
 
 OnProgress = Callable[[int, int], None]  # (layers done, layers in all)
 
@@ -57,11 +57,7 @@ def load_transformer(
         rope_tables={rope: make_rope_table(rope, positions, backend.device) for rope in architecture.ropes},
         query_scales={each: make_query_scales(each, positions, backend.device) for each in architecture.query_scales},
     )
-    embedding, has_last_norm = loader.projection("model.embed_tokens", label="embed"), architecture.has_last_norm
-    if architecture.tied_embeddings and group is None:
-        head = embedding
-    else:
-        head = loader.by_rows("model.embed_tokens" if architecture.tied_embeddings else "lm_head", label="head")
+    embedding, head = _ends(architecture, loader, is_shared=group is not None)
     layers = tuple(_each_layer(architecture, loader, on_progress))
     per_layer = architecture.per_layer_input
     beyond = min((long.beyond for long in architecture.long_ropes), default=positions)
@@ -71,7 +67,7 @@ def load_transformer(
         per_layer=None if per_layer is None else load_per_layer_weights(per_layer, architecture.hidden_size, loader),
         layers=layers,
         text_inputs=None if architecture.text_inputs is None else load_text_inputs(architecture.text_inputs, loader),
-        norm=loader.norm("model.norm", architecture.logit_scale) if has_last_norm else None,
+        norm=loader.norm("model.norm", architecture.logit_scale) if architecture.has_last_norm else None,
         head=head,
         max_seq_len=positions,
         backend=backend,
@@ -79,6 +75,15 @@ def load_transformer(
         kv_type=backend.kv_type(dtype, _type_of_keys(architecture, weights)),
         rope_border=beyond if beyond < positions else None,
     )
+
+
+def _ends(architecture: Architecture, loader: WeightLoader, *, is_shared: bool) -> tuple[Projection, Projection]:
+    """Return the embedding and the head, which are one if they are tied, unless ranks share the rows of the head."""
+    embedding = loader.projection("model.embed_tokens", label="embed")
+    if architecture.tied_embeddings and not is_shared:
+        return embedding, embedding
+    name = "model.embed_tokens" if architecture.tied_embeddings else "lm_head"
+    return embedding, loader.by_rows(name, label="head")
 
 
 def _each_layer(

@@ -19,9 +19,9 @@ from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pair
 from infer.engine.request import Request
 from infer.engine.request_maker import Ask
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
-from infer.engine.reranking import check_top_n, documents_of, pairs_to_score, scores
+from infer.engine.reranking import check_top_n, documents_of
 from infer.engine.scheduler import MAX_SECONDS
-from infer.engine.similarity import TextPair, cosines, texts_of_pairs
+from infer.engine.similarity import TextPair, scoring
 from infer.engine.stream import AsyncStream
 from infer.engine.text_calls import warn_if_cut
 from infer.engine.token_trace import check_traceable, ids_to_score, score_prompt, trace_answer
@@ -247,20 +247,22 @@ class AsyncLLM:
         return ranked(computed.found, given, top_n)
 
     async def score_pairs(
-        self, pairs: Sequence[tuple[str, str]], instruction: str | None = None, *, truncate: bool = False
+        self,
+        pairs: Sequence[TextPair],
+        instruction: str | None = None,
+        *,
+        truncate: bool = False,
+        may_compare: bool = False,
     ) -> Computed:
-        """Return the score of each query and document with their ids, for servers. See `LLM.rerank`."""
-        host = self.host
-        ids = await host.answers.prepare(
-            lambda check: pairs_to_score(host, pairs, instruction, truncate=truncate, check=check)
-        )
-        return Computed(await host.answers.call(scores(host, ids)), ids)
+        """Return the score of each query and document with the texts' ids, for servers. See `LLM.rerank`.
 
-    async def compare_pairs(self, pairs: Sequence[TextPair], *, truncate: bool = False) -> Computed:
-        """Return the cosine of the two vectors of each pair with the texts' ids, for servers. See `LLM.embed`."""
-        options = VectorOptions(normalize=True, truncate=truncate)
-        vectors, ids = await self.compute_vectors(texts_of_pairs(pairs), options)
-        return Computed(await self.host.answers.prepare(lambda check: cosines(pairs, vectors)), ids)
+        With `may_compare`, a model that was made for neither compares its vectors.
+        """
+        host = self.host
+        ids, work = await host.answers.prepare(
+            lambda check: scoring(host, pairs, instruction, truncate=truncate, may_compare=may_compare, check=check)
+        )
+        return Computed(await host.answers.call(work), ids)
 
     async def classify(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> list[Classification]:
         """Return the labels of each text with their probabilities, the most probable first. See `LLM.classify`."""

@@ -573,7 +573,8 @@ class LLM:
     ) -> list[RankedDocument]:
         """Return documents by their relevance to a query, the most relevant first.
 
-        The model must be a reranker, such as Qwen3-Reranker or bge-reranker-v2-m3.
+        The model must be a reranker, such as Qwen3-Reranker or bge-reranker-v2-m3. With an embedding model, the score
+        is the cosine of the two vectors.
 
         Args:
             query: The query.
@@ -583,8 +584,8 @@ class LLM:
             truncate: True to cut documents that do not fit the context, with a `TruncationWarning`. False refuses them.
 
         Returns:
-            The documents with their places in `documents` and their scores. Scores are from 0 to 1, unless the files of
-            a cross-encoder say that its logits are the scores.
+            The documents with their places in `documents` and their scores. Those of rerankers are
+            from 0 to 1, unless the files of a cross-encoder say that its logits are the scores.
 
         Raises:
             InvalidRequestError: An argument breaks a rule, a document does not fit, or the model is no reranker.

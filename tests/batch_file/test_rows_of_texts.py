@@ -58,8 +58,14 @@ def test_a_row_of_classify_has_the_library_s_labels(labeller: LLM) -> None:
     assert body["infer"]["warnings"] == ["1 of 2 texts were cut to 256 tokens"]
 
 
-def test_what_a_model_cannot_compute_is_the_line_s_error(embedder: LLM, judge: LLM) -> None:
-    assert "no reranker" in answered(embedder, "/v1/rerank", query="a", documents=["b"])["error"]["message"]
+def test_an_embedder_ranks_by_its_vectors(embedder: LLM) -> None:
+    body = answered(embedder, "/v1/rerank", query="cats", documents=["a roof", "a bridge"])["response"]["body"]
+    found = [(each["index"], each["relevance_score"]) for each in body["results"]]
+    assert found == [(each.index, each.score) for each in embedder.rerank("cats", ["a roof", "a bridge"])]
+
+
+def test_what_a_model_cannot_compute_is_the_line_s_error(embedder: LLM, judge: LLM, labeller: LLM) -> None:
+    assert "no reranker" in answered(labeller, "/v1/rerank", query="a", documents=["b"])["error"]["message"]
     assert "not trained for embeddings" in answered(judge, "/v1/embeddings", input="a")["error"]["message"]
     assert answered(judge, "/v1/embeddings", input="a", pooling="last")["error"] is None
     assert "the context holds" in answered(embedder, "/v1/embeddings", input="x" * 999)["error"]["message"]

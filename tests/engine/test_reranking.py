@@ -226,3 +226,13 @@ def test_a_task_has_the_same_scores(llm: LLM) -> None:
         return await AsyncLLM(llm).rerank(QUERY, DOCUMENTS, 2, "find")
 
     assert asyncio.run(asked()) == llm.rerank(QUERY, DOCUMENTS, 2, "find")
+
+
+def test_an_embedding_model_ranks_by_the_cosine_of_its_vectors(embedder: LLM) -> None:
+    query, *vectors = embedder.embed([QUERY, *DOCUMENTS], normalize=True)
+    found = embedder.rerank(QUERY, DOCUMENTS)
+    assert scores_of(found) == pytest.approx([float(query @ each) for each in vectors], abs=1e-6)
+    assert scores_of(found) == scores_of(asyncio.run(AsyncLLM(embedder).rerank(QUERY, DOCUMENTS)))
+    assert scores_of(found) == [embedder.rerank(QUERY, [each])[0].score for each in DOCUMENTS]
+    with pytest.raises(InvalidRequestError, match="instruction must be left out: this model compares vectors"):
+        embedder.rerank(QUERY, DOCUMENTS, instruction="find")

@@ -5,7 +5,7 @@ from infer.batch_file.row import Row
 from infer.batch_file.settings import Line
 from infer.engine.classification import classifier_of, classify, texts_to_classify
 from infer.engine.embedding import embed, texts_to_embed
-from infer.engine.reranking import pairs_to_score, scores
+from infer.engine.similarity import scoring
 from infer.engine.vector_options import ranked
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
@@ -47,11 +47,11 @@ def _vectors(llm: LLM, row: Row, body: EmbeddingsBody, model: str) -> Line:
 def _ranks(llm: LLM, row: Row, body: RerankBody, model: str) -> Line:
     host, documents = llm._opened, documents_of_body(body)
     pairs = [(body.query, each) for each in documents]
-    ids = pairs_to_score(host, pairs, body.instruction, truncate=bool(body.truncate))
+    ids, work = scoring(host, pairs, body.instruction, truncate=bool(body.truncate))
     results = [
         {"index": each.index, "relevance_score": each.score}
         | ({"document": {"text": each.document}} if body.return_documents else {})
-        for each in ranked(host.loop.call(scores(host, ids)).get(), documents, body.top_n)
+        for each in ranked(host.loop.call(work).get(), documents, body.top_n)
     ]
     return texts_line(row, {"results": results}, ids.num_tokens, model, _warnings(row, ids.warning))
 

@@ -50,7 +50,6 @@ INSTEAD = {  # what other programs call their commands → what to type here
     "label": "infer classify, or from Python LLM(...).classify(texts)",
     "embeddings": "infer embed, or from Python LLM(...).embed(texts)",
     "tokenize": "from Python, infer.load_tokenizer(MODEL).encode(TEXT)",
-    "perplexity": "from Python, LLM(MODEL).prompt_logprobs(TEXT)",
     "eval": "from Python, LLM(MODEL).prompt_logprobs(TEXT)",
     "help": "infer --help, or infer COMMAND --help", "version": "infer --version",
 }  # fmt: skip

@@ -1,11 +1,53 @@
-"""Pairs of texts compared by their vectors: the cosine of the angle between the two vectors of a pair."""
+"""The scores of pairs of texts: by a reranker, which reads both, or by the cosine of an embedding model's vectors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxtyping import Float
 from torch import Tensor
 
+from infer.engine.embedding import embed, texts_to_embed
+from infer.engine.host import Host
+from infer.engine.loop_messages import Work
+from infer.engine.reranking import pairs_to_score, scores
+from infer.engine.vector_options import TextIds, VectorOptions
+from infer.errors import InvalidRequestError
+
 TextPair = tuple[str, str]
+
+
+def scoring(
+    host: Host,
+    pairs: Sequence[TextPair],
+    instruction: str | None,
+    *,
+    truncate: bool,
+    may_compare: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[TextIds, Work[list[float]]]:
+    """Return the ids that a model reads to score pairs, and the work that scores them.
+
+    A model that is no reranker compares vectors if its files were made for embeddings, or with `may_compare`. `check`
+    is called before each text, and may raise.
+
+    Raises InvalidRequestError for a model of neither kind, for an instruction that no prompt has, and for a text that
+    does not fit.
+    """
+    heads = host.settings.heads
+    if heads.reranker is not None or not (heads.embedder or may_compare):
+        ids = pairs_to_score(host, pairs, instruction, truncate=truncate, check=check)
+        return ids, scores(host, ids)
+    if instruction is not None:
+        raise InvalidRequestError(
+            "instruction must be left out: this model compares vectors, without a prompt", param="instruction"
+        )
+    options = VectorOptions(normalize=True, truncate=truncate)
+    ids = texts_to_embed(host, texts_of_pairs(pairs), options, check)
+    return ids, _compare(host, pairs, ids, options)
+
+
+def _compare(host: Host, pairs: Sequence[TextPair], texts: TextIds, options: VectorOptions) -> Work[list[float]]:
+    vectors = yield from embed(host, texts, options)
+    return cosines(pairs, vectors)
 
 
 def texts_of_pairs(pairs: Sequence[TextPair]) -> list[str]:

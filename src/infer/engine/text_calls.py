@@ -10,7 +10,8 @@ from infer.engine.classification import TextOrPair, classifications, classify, t
 from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host
 from infer.engine.prompt_encoding import Prompt
-from infer.engine.reranking import check_top_n, documents_of, pairs_to_score, scores
+from infer.engine.reranking import check_top_n, documents_of
+from infer.engine.similarity import scoring
 from infer.engine.vector_options import TextIds, VectorOptions, ranked
 from infer.errors import TruncationWarning
 from infer.outputs import Classification, RankedDocument
@@ -29,9 +30,9 @@ def rank_documents(
     """Return documents by their relevance to a query. See `LLM.rerank`."""
     given = documents_of(documents)
     check_top_n(top_n)
-    ids = pairs_to_score(host, [(query, each) for each in given], instruction, truncate=truncate)
+    ids, work = scoring(host, [(query, each) for each in given], instruction, truncate=truncate)
     warn_if_cut(ids)
-    return ranked(host.loop.call(scores(host, ids)).get(), given, top_n)
+    return ranked(host.loop.call(work).get(), given, top_n)
 
 
 def classify_texts(host: Host, texts: Sequence[TextOrPair], *, truncate: bool) -> list[Classification]:

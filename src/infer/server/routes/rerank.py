@@ -59,33 +59,22 @@ async def _scored(
     request: Request, state: ServerState, pairs: Sequence[tuple[str, str]], body: RerankBody | ScoreBody, name: str
 ) -> Computed:
     """Return the scores of pairs. `name` is the field with the texts, for errors."""
-    llm = state.llm()
-    is_reranker, truncate = llm.host.settings.heads.reranker is not None, bool(body.truncate)
-    if not is_reranker:
-        _check_compares(state, body)
-    await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(pairs), num_answer_tokens=0))
-    try:
-        if is_reranker:
-            asked = llm.score_pairs(pairs, body.instruction, truncate=truncate)
-        else:
-            asked = llm.compare_pairs(pairs, truncate=truncate)
-        computed = await while_connected(request, asked)
-    except InvalidRequestError as error:
-        raise refusal_of_texts(error, name) from error
-    call_of(request).warnings += [computed.texts.warning] if computed.texts.warning else []
-    return computed
-
-
-def _check_compares(state: ServerState, body: RerankBody | ScoreBody) -> None:
-    """Raise BodyError if the model's vectors may not be compared, or for a field that only rerankers have."""
-    if not (state.settings.allow_embeddings or state.llm().host.settings.heads.embedder):
+    llm, may_compare = state.llm(), state.settings.allow_embeddings
+    heads = llm.host.settings.heads
+    if not (heads.reranker or heads.embedder or may_compare):
         message = (
             "this model is no reranker and was not made for embeddings: serve one that is, or start the server with "
             "--reranker for a copy of a reranker"
         )
         raise refuse(message, "model", "unsupported_model")
-    if body.instruction is not None:
-        raise refuse("instruction must be left out: this model compares vectors, without a prompt", "instruction")
+    await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(pairs), num_answer_tokens=0))
+    asked = llm.score_pairs(pairs, body.instruction, truncate=bool(body.truncate), may_compare=may_compare)
+    try:
+        computed = await while_connected(request, asked)
+    except InvalidRequestError as error:
+        raise refusal_of_texts(error, name) from error
+    call_of(request).warnings += [computed.texts.warning] if computed.texts.warning else []
+    return computed
 
 
 class RerankResult(Struct):

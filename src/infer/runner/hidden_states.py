@@ -48,8 +48,13 @@ class HiddenStates:
         return captured
 
     def share(self, beginning: Sequence[int], num_step_tokens: Callable[[], int]) -> Iterator[None]:
-        """Compute the beginning of all texts of the next call of `of`, step after step, unless it is still there."""
-        if self._shared == list(beginning):
+        """Compute the beginning of all texts of the next call of `of`, step after step, unless it is still there.
+
+        Rows that an abandoned call left are emptied, so all pages are free for the texts.
+        """
+        for row in range(MAX_TEXTS):
+            self._cache.truncate(row, 0)
+        if beginning and self._shared == list(beginning):
             return
         self._shared = []
         self._cache.truncate(_SHARED_ROW, 0)
@@ -69,14 +74,13 @@ class HiddenStates:
     ) -> Iterator[list[tuple[int, Float[Tensor, "tokens hidden"]]]]:
         """Compute texts that one step could take, or one text of any length, step after step.
 
-        The first `num_shared` tokens of each were computed by `share`.
+        Comes after `share`, which computed the first `num_shared` tokens of each and emptied the rows.
 
         Yields, for each step, the indices of its texts with the float32 states of their next tokens. `num_step_tokens`
-        is called before each step. Only one call may be active: a later one empties the rows of an earlier one.
+        is called before each step. Only one call may be active: `share` of a later one empties the rows.
         """
         done, cache = [num_shared] * len(texts), self._cache
         for row, text in enumerate(texts):
-            cache.truncate(row, 0)  # a call that was abandoned left its tokens
             if num_shared:
                 cache.copy_row(row, _SHARED_ROW)
             else:

@@ -2,18 +2,22 @@
 
 import json
 import math
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
 
 from classifier_model import make_classifier
-from infer import LLM
+from infer import LLM, ModelError
 from infer.bench.text_quality import measure_divergence, measure_perplexity
 from infer.cli import main
+from quantised_folders import save, set_config
 from test_session import make_model
 
 CONTEXT = 32
@@ -125,6 +129,46 @@ def test_two_models_are_compared(folder: Path, file: Path, tmp_path: Path, capsy
     assert found["mean_kl"] > 0
     assert main(["compare", str(folder), "-m", str(other), *shared]) == 0
     assert json.loads(capsys.readouterr().out) == found
+
+
+def with_tensors(folder: Path, copy: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """Return a copy of a model with changed tensors."""
+    shutil.copytree(folder, copy)
+    tensors = load_file(folder / "model.safetensors")
+    save(copy, {name: change(name, tensor) for name, tensor in tensors.items()})
+    return copy
+
+
+def test_heads_that_are_padded_to_different_sizes_are_compared(folder: Path, tmp_path: Path) -> None:
+    """Rows after the last token of both are left out."""
+
+    def padded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        has_tokens = name in ("lm_head.weight", "model.embed_tokens.weight")
+        return torch.cat([tensor, torch.ones(16, tensor.shape[1])]) if has_tokens else tensor
+
+    other = with_tensors(folder, tmp_path / "padded", padded)
+    set_config(other, "vocab_size", json.loads((other / "config.json").read_text())["vocab_size"] + 16)
+    with LLM(folder) as plain, LLM(other) as wider:
+        expected = measure_perplexity(plain, TEXT, CONTEXT)
+        for pair in ((plain, wider), (wider, plain)):
+            found = measure_divergence(*pair, TEXT, CONTEXT)
+            assert (found.reference, found.other) == (expected, expected)
+            assert found.largest_kl == found.largest_logit_error == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "message"),
+    [
+        ("lm_head.weight", math.nan, "logits of the model are not finite: its weights are broken"),
+        ("model.norm.weight", 1e5, "the perplexity is above e to the .*: the model's weights are broken"),
+    ],
+)
+def test_weights_that_are_broken_have_no_perplexity(
+    folder: Path, tmp_path: Path, name: str, factor: float, message: str
+) -> None:
+    other = with_tensors(folder, tmp_path / "broken", lambda each, tensor: tensor * factor if each == name else tensor)
+    with LLM(other) as llm, pytest.raises(ModelError, match=message):
+        measure_perplexity(llm, TEXT, CONTEXT)
 
 
 @pytest.mark.parametrize(

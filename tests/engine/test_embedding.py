@@ -20,7 +20,6 @@ from infer.operands.step import Step
 from infer.outputs import Pooling
 from infer.runner.caches import make_cache
 from infer.runner.hidden_states import STEP_TOKENS, HiddenStates
-from quantised_folders import set_config
 from served import serving
 from test_session import make_model
 
@@ -157,8 +156,7 @@ def test_a_task_that_is_cancelled_ends_before_the_next_step(llm: LLM, monkeypatc
 
 def test_a_call_that_was_abandoned_holds_no_memory_of_the_next(tmp_path: Path) -> None:
     """A full context needs all pages but one, and the beginning of many texts needs pages beside those of the texts."""
-    folder, options = make_model(tmp_path), VectorOptions("last")
-    set_config(folder, "max_position_embeddings", 6400)
+    folder, options = make_model(tmp_path, context=6400), VectorOptions("last")
     many, one = [f"{'begin ' * 200}{number}" for number in range(3)], ["y" * 6400]
     with LLM(folder) as llm:
         host, expected = llm._opened, {len(texts): llm.embed(texts, "last") for texts in (many, one)}

@@ -13,11 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, ModelError
 from infer.llm import LLM
 
 _ROWS = 32  # of logits at a time in float64
 _QUANTILE = 0.99
+_LARGEST_LOSS = 700.0  # e to a larger one is no float
+_INSTEAD = "or its files are of another model: take a fresh copy"
 
 OnWindow = Callable[[int, int], None]  # windows that are done, and all
 
@@ -78,6 +80,7 @@ def measure_perplexity(llm: LLM, text: str, context: int, on_window: OnWindow = 
 
     Raises:
         InvalidRequestError: The context does not fit the model, or the text has fewer tokens than a window.
+        ModelError: The model's logits are not finite.
     """
     windows, losses = _windows(llm, text, context), list[Tensor]()
     for number, window in enumerate(windows, 1):
@@ -94,20 +97,22 @@ def measure_divergence(
 
     Args:
         reference: The model that is taken as right.
-        other: A model with the same vocabulary.
+        other: A model with the same vocabulary. If one head has rows after the last token of the other, they are left
+            out.
         text: The text.
         context: Tokens of a window.
         on_window: Called after each window.
 
     Raises:
         InvalidRequestError: As `measure_perplexity`, or the models have different vocabularies.
+        ModelError: As `measure_perplexity`.
     """
     if reference.tokenizer.token_bytes != other.tokenizer.token_bytes:
         raise InvalidRequestError("the models have different vocabularies: compare models that have the same tokens")
     windows, found = _windows(reference, text, context), list[_Compared]()
     _windows(other, text, context)  # fits its context, too
     for number, window in enumerate(windows, 1):
-        found += _compared(_scored(reference, window), _scored(other, window))
+        found += _compared(*_of_same_tokens(_scored(reference, window), _scored(other, window)))
         on_window(number, len(windows))
     right, others, kl = (torch.cat([getattr(each, name) for each in found]) for name in ("right", "other", "kl"))
     is_same = torch.cat([each.is_same for each in found])
@@ -142,9 +147,19 @@ def _windows(llm: LLM, text: str, context: int) -> list[list[int]]:
 
 
 def _scored(llm: LLM, window: list[int]) -> _Scored:
+    """Return what a model predicts of a window. Raises ModelError for logits that are no numbers."""
     first = len(window) // 2 + 1
-    logits = llm.logits(window[:-1], last=len(window) - first)
-    return _Scored(torch.tensor(window[first:]), logits.cpu())
+    logits = llm.logits(window[:-1], last=len(window) - first).cpu()
+    if not logits.isfinite().all():
+        raise ModelError(f"logits of the model are not finite: its weights are broken, {_INSTEAD}")
+    return _Scored(torch.tensor(window[first:]), logits)
+
+
+def _of_same_tokens(reference: _Scored, other: _Scored) -> tuple[_Scored, _Scored]:
+    """Return the logits of the tokens that both have: heads may be padded to different sizes after the last token."""
+    size = min(reference.logits.shape[1], other.logits.shape[1])
+    first, second = (each._replace(logits=each.logits[:, :size]) for each in (reference, other))
+    return first, second
 
 
 def _log_probabilities(scored: _Scored) -> Iterator[tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows"]]]:
@@ -177,6 +192,8 @@ def _compared(reference: _Scored, other: _Scored) -> Iterator[_Compared]:
 
 def _perplexity(losses: Float[Tensor, "tokens"], num_windows: int, context: int) -> Perplexity:
     mean, count = float(losses.mean()), len(losses)
+    if mean > _LARGEST_LOSS:
+        raise ModelError(f"the perplexity is above e to the {mean:.0f}: the model's weights are broken, {_INSTEAD}")
     deviation = float(losses.std()) if count > 1 else 0.0
     perplexity = math.exp(mean)
     return Perplexity(perplexity, perplexity * deviation / math.sqrt(count), count, num_windows, context)

@@ -202,6 +202,9 @@ def test_tensors_that_do_not_fit_together_are_named(
         ("gptq symmetric", with_values("qzeros", lambda words: words + 1), "zero points of 8, as sym in config.json"),
         ("gptq symmetric", with_values("scales", lambda scales: scales * torch.inf), "expected finite scales of at"),
         ("fp8 matrices", with_values("weight_scale_inv", lambda scale: scale * 1e6), "finite values of at most"),
+        ("mlx", with_values("biases", lambda biases: biases * torch.nan), "biases': expected finite biases of at most"),
+        ("mlx", with_values("biases", lambda biases: biases.float() + 7e4), "expected finite biases of at most 65,504"),
+        ("mxfp4-pack-quantized", with_values("weight_scale", lambda scale: scale | 255), "up to 254, got 255"),
     ],
 )  # fmt: skip
 def test_numbers_that_blocks_cannot_hold_are_refused_when_they_are_read(

@@ -26,6 +26,7 @@ Codes = NDArray[np.uint8]  # signed in the format "int"
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that has each of eight neighbouring codes
 _BLOCK = 32
 _LARGEST_HALF = 65504.0
+_NO_EXPONENT = 255  # of E8M0
 _VALUES_AT_ONCE = 1 << 17  # what is made on the way stays in a core's cache
 _DTYPES = {
     "F32": torch.float32,
@@ -133,6 +134,11 @@ class QuantisedRows:
         packed, num_groups = self.packed, -(-self.packed.num_rows // self.packed.block_rows)
         if packed.format == "mxfp4":
             self._scales = bytes_of(packed.scales).reshape(num_groups, -1)
+            if self._scales.max() == _NO_EXPONENT:
+                _fail(
+                    packed.scales,
+                    f"expected exponents up to {_NO_EXPONENT - 1}, got {_NO_EXPONENT}, which is no number",
+                )
             return
         scales = _floats_of(packed.scales)
         if packed.factor is not None:
@@ -142,8 +148,7 @@ class QuantisedRows:
         if packed.format in ("gptq", "awq"):
             scales = scales.reshape(-1, packed.num_rows).T
         scales = scales.reshape(num_groups, -1)
-        if not np.abs(scales).max() <= _LARGEST_HALF:
-            _fail(packed.scales, f"expected finite scales of at most {_LARGEST_HALF:,.0f}")
+        _check_halves(packed.scales, scales, "scales")
         if packed.zeros is not None:
             self._zeros = self._zeros_of(packed.zeros).reshape(scales.shape)
         if self._zeros is not None and self.type in ("Q4_0", "Q8_0") and packed.bits >= 4:
@@ -157,7 +162,7 @@ class QuantisedRows:
         """Return the zero points as integers, or what MLX adds as floats."""
         packed = self.packed
         if packed.format == "mlx":
-            return _floats_of(info)
+            return _check_halves(info, _floats_of(info), "biases")
         content = bytes_of(info)
         if packed.format == "int":
             return content.view(np.int8)
@@ -168,6 +173,13 @@ class QuantisedRows:
             stored = _unpacked(words.view(np.uint8), packed.bits)
             return ((stored + packed.zeros_lack) & ((1 << packed.bits) - 1)).T
         return _unpacked(np.ascontiguousarray(words.T).view(np.uint8), packed.bits)[:, : packed.num_rows].T
+
+
+def _check_halves(info: TensorInfo, numbers: Floats, name: str) -> Floats:
+    """Return numbers that f16 holds. Raises ModelFormatError for others."""
+    if not np.abs(numbers).max() <= _LARGEST_HALF:  # false for NaN
+        _fail(info, f"expected finite {name} of at most {_LARGEST_HALF:,.0f}")
+    return numbers
 
 
 def _floats_of(info: TensorInfo) -> Floats:

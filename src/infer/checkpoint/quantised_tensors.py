@@ -143,9 +143,9 @@ class _Matrix:
         group_size = group_size or num_columns
         num_groups = -(-num_columns // group_size)
         _check_shape(scales, (num_groups, num_rows), f"{group_size} columns per scale")
-        _check_shape(zeros, (num_groups, num_rows * bits // 32), f"{bits} bits")
         if num_rows * bits % 32:
             _fail(codes, f"expected rows that fill words of zero points, got {num_rows} rows of {bits} bits")
+        _check_shape(zeros, (num_groups, num_rows * bits // 32), f"{bits} bits")
         format_: PackedFormat = "awq" if is_awq else "gptq"
         lacks = self.quantisation.zeros_lack
         index = _out_of_order(index, num_columns, group_size, num_groups)

@@ -102,7 +102,8 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "hole": (raw_file((), (ONE, tensor_entry("b", (8,), 0, 64)), bytes(96)), "leaves a hole before it"),
     "hole at the start": (raw_file((), (tensor_entry("a", (8,), 0, 32),), bytes(64)), "leaves a hole before it"),
     "misaligned": (raw_file((), (tensor_entry("a", (8,), 0, 4),), bytes(64)), "is not a multiple of 32"),
-    "truncated data": (raw_file((), (ONE, TWO), bytes(63)), "truncated: expected 160 bytes, got 159"),
+    "truncated data": (raw_file((), (ONE, TWO), bytes(63)), "truncated: expected 160 bytes, got 159: copy or download"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "is a pointer to a file of Git LFS"),
     "trailing bytes": (raw_file((), (ONE,), bytes(33)), "trailing bytes: expected 96 bytes, got 97"),
     "trailing bytes without tensors": (raw_file((key_value("k", 4, U32),)) + bytes(40), "trailing bytes"),
     **{

@@ -2,8 +2,9 @@
 
 import json
 import os
+import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,7 @@ def test_two_names_for_one_weight_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shard", "reason"),
     [
-        ("missing.safetensors", "is missing"),
+        ("missing.safetensors", "1 of 1 files is missing: copy or download 'missing.safetensors'"),
         ("../outside.safetensors", "lies outside the model's folder"),
         ("link.safetensors", "lies outside the model's folder"),
         ("/dev/zero", "is not a safetensors file"),
@@ -269,7 +270,69 @@ def test_an_index_may_not_promise_tensors_that_are_not_there(tmp_path: Path) -> 
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("weight_map", [None, [], "x"])
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def both_in_the_second(folder: Path) -> None:
+    save_file({"model.embed_tokens.weight": torch.zeros(6, 4), "lm_head.weight": torch.zeros(6, 4)}, folder / TWO)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda folder: (folder / TWO).unlink(), f"1 of 2 files is missing: copy or download '{TWO}'"),
+        (
+            lambda folder: [(folder / each).unlink() for each in (ONE, TWO)],
+            f"2 of 2 files are missing: .*'{ONE}', '{TWO}'",
+        ),
+        (lambda folder: (folder / ONE).replace(folder / TWO), "1 of 2 files is missing"),
+        (
+            lambda folder: shutil.copy(folder / ONE, folder / TWO),
+            f"missing tensors: 'lm_head.weight' in '{TWO}': the files",
+        ),
+        (both_in_the_second, rf"{TWO}: tensor 'model\.embed_tokens\.weight': is in '{ONE}', too: the files are not of"),
+        (
+            lambda folder: os.truncate(folder / TWO, 150),
+            "truncated: expected .* got 150: copy or download the file again",
+        ),
+        (
+            lambda folder: os.truncate(folder / TWO, 50),
+            "expected at most 42 bytes, .*: copy or download the file again",
+        ),
+        (
+            lambda folder: os.truncate(folder / TWO, 0),
+            "expected at least 8 bytes, got 0: copy or download the file again",
+        ),
+        (
+            lambda folder: (folder / TWO).write_bytes(POINTER),
+            f"{TWO}: file: is a pointer to a file of Git LFS: fetch it",
+        ),
+        (lambda folder: (folder / TWO).write_text("<!doctype html>"), "this is no safetensors file"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").unlink(),
+            f"found only '{ONE}': download the missing",
+        ),
+    ],
+)
+def test_shards_that_are_not_those_of_the_model_are_named_in_one_line(
+    tmp_path: Path, change: Callable[[Path], Any], reason: str
+) -> None:
+    make_shards(tmp_path)
+    change(tmp_path)
+    with pytest.raises(ModelError, match=reason) as error:
+        open_checkpoint(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_long_list_of_missing_tensors_is_cut(tmp_path: Path) -> None:
+    make_shards(tmp_path)
+    write_index(tmp_path, {f"x{number}": ONE for number in range(9)})
+    with pytest.raises(ModelFormatError, match=f"'x4' in '{ONE}' and 4 more: the files are not of one model, or have"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {}, "x"])
 def test_an_index_without_a_map_is_refused(tmp_path: Path, weight_map: Any) -> None:
     make_shards(tmp_path)
     write_index(tmp_path, weight_map)

@@ -16,7 +16,7 @@ import numpy as np
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.quantization.ggml_types import BLOCK_TYPES, BlockType
-from infer.system.open_file import OpenFile
+from infer.system.open_file import AGAIN, OpenFile
 
 MAGIC = b"GGUF"
 MAX_KEY_VALUES = 65_536
@@ -149,7 +149,7 @@ class _Header:
             )
         num_bytes = prod(shape[:-1]) * kind.row_bytes(shape[-1])
         if offset + num_bytes > self.file_size:
-            problem = f"{num_bytes} bytes at {offset} of the data do not fit into a file of {self.file_size}"
+            problem = f"{num_bytes} bytes at {offset} of the data do not fit into a file of {self.file_size}: {AGAIN}"
             self.fail(where, problem, start)
         return TensorInfo(self.file, name, kind.name, shape, offset, num_bytes)
 
@@ -179,7 +179,7 @@ class _Header:
             end = info.end
         if (size := self.file_size) not in (end, _align(end, alignment)):
             problem = "truncated" if size < end else "trailing bytes"
-            self.fail("file size", f"{problem}: expected {end} bytes, got {size}", min(end, size))
+            self.fail("file size", f"{problem}: expected {end} bytes, got {size}: {AGAIN}", min(end, size))
 
     def read_value(self, key: str) -> Any:
         where = f"key {key!r:.80}"

@@ -4,6 +4,8 @@ Tensors fill a file without hole or overlap, as the format demands. Duplicate ke
 accepts, are refused. Pickled weights are never opened.
 """
 
+import os
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,12 +13,13 @@ from typing import Any, NoReturn
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelError, ModelFormatError
 from infer.system.json_file import inside, parse_json, read_json_file
-from infer.system.open_file import OpenFile
+from infer.system.open_file import AGAIN, OpenFile
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSORS = 65_536  # of a file, as in a GGUF file
+_SHOWN = 5  # names in a message
 MAX_DIMENSIONS = 8  # a network for images may have five in what we skip
 
 _BITS = {
@@ -38,7 +41,9 @@ def read_safetensors_folder(folder: Path) -> dict[str, TensorInfo]:
             f"{folder} has its weights as {pickles[0]}, which can run code and is never opened: "
             "convert it with save_pretrained(..., safe_serialization=True)"
         )
-    raise ModelError(f"{folder} has no weights: expected {SINGLE_NAME} or {INDEX_NAME}")
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    found = f", found only {others[0]!r:.80}: download the missing file" if others else ""
+    raise ModelError(f"{folder} has no weights: expected {SINGLE_NAME} or {INDEX_NAME}{found}")
 
 
 def read_safetensors(path: Path) -> dict[str, TensorInfo]:
@@ -52,7 +57,8 @@ def read_with_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Any
     data_start = 8 + length
     if length > MAX_HEADER_BYTES or data_start > file.size:
         limit = min(MAX_HEADER_BYTES, file.size - 8)
-        raise ModelFormatError(path, "header length", f"expected at most {limit} bytes, got {length}", 0)
+        why = AGAIN if length <= MAX_HEADER_BYTES else "this is no safetensors file"
+        raise ModelFormatError(path, "header length", f"expected at most {limit} bytes, got {length}: {why}", 0)
     head = file.read(0, data_start)
     _check_count(path, head.count(b'"data_offsets"'))  # before their JSON is read; a name can be spelled otherwise
     header = parse_json(path, head[8:], offset=8)
@@ -108,20 +114,41 @@ def _check_layout(path: Path, spans: list[tuple[int, int, str]], data_start: int
         previous = end
     if data_start + previous != size:
         problem = "truncated" if size < data_start + previous else "trailing bytes"
-        raise ModelFormatError(path, "file size", f"{problem}: expected {data_start + previous} bytes, got {size}")
+        problem = f"{problem}: expected {data_start + previous} bytes, got {size}: {AGAIN}"
+        raise ModelFormatError(path, "file size", problem)
 
 
 def _read_shards(folder: Path) -> dict[str, TensorInfo]:
     index = inside(folder, INDEX_NAME)
     names = read_json_file(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
+    if not isinstance(names, dict) or not names or not all(isinstance(shard, str) for shard in names.values()):
         raise ModelFormatError(index, "weight_map", "expected an object of tensor names and file names")
-    shards: dict[str, dict[str, TensorInfo]] = {}
-    for shard in sorted(set(names.values())):
+    files = sorted(set(names.values()))
+    for shard in files:
         if not shard.endswith(".safetensors"):
             raise ModelFormatError(index, "weight_map", f"{shard!r:.80} is not a safetensors file")
-        shards[shard] = read_safetensors(inside(folder, shard))
+    lacking = [f"{shard!r:.80}" for shard in files if not os.path.exists(folder / shard)]
+    if lacking:
+        count = f"{len(lacking)} of {len(files)} files {'is' if len(lacking) == 1 else 'are'} missing"
+        raise ModelFormatError(index, "weight_map", f"{count}: copy or download {_some(lacking)}")
+    shards = {shard: read_safetensors(inside(folder, shard)) for shard in files}
+    _check_shards(index, names, shards)
+    return {name: shards[shard][name] for name, shard in names.items()}
+
+
+def _check_shards(index: Path, names: Mapping[str, str], shards: Mapping[str, Mapping[str, TensorInfo]]) -> None:
+    """Raise ModelFormatError unless each tensor of the index is in its own shard, and in no other."""
     missing = [f"{name!r:.80} in {shard!r:.80}" for name, shard in names.items() if name not in shards[shard]]
     if missing:
-        raise ModelFormatError(index, "weight_map", f"missing tensors: {', '.join(missing[:20])}")
-    return {name: shards[shard][name] for name, shard in names.items()}
+        problem = f"missing tensors: {_some(missing)}: the files are not of one model, or have each other's names"
+        raise ModelFormatError(index, "weight_map", problem)
+    for shard, tensors in shards.items():
+        for name, info in tensors.items():
+            if names.get(name, shard) != shard:
+                problem = f"is in {names[name]!r:.80}, too: the files are not of one model"
+                raise ModelFormatError(info.path, f"tensor {name!r:.80}", problem)
+
+
+def _some(named: list[str]) -> str:
+    """Return the first names of a list, and the number of the others."""
+    return ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")

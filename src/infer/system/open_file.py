@@ -12,6 +12,9 @@ from typing import NoReturn, final
 
 from infer.errors import ModelError, ModelFormatError
 
+AGAIN = "copy or download the file again"  # what to do about one that is not whole
+_LFS_POINTER = b"version https://git-lfs"
+
 
 @final
 class OpenFile:
@@ -20,7 +23,8 @@ class OpenFile:
     def __init__(self, path: Path, at_least: int = 0) -> None:
         """Open the file.
 
-        Raises ModelError if the path cannot be opened, is a device or a pipe, or has fewer than `at_least` bytes.
+        Raises ModelError if the path cannot be opened, is a device or a pipe, has fewer than `at_least` bytes, or is
+        a pointer in place of the file.
         """
         self.path = path
         try:
@@ -33,7 +37,9 @@ class OpenFile:
         self._check_regular(self._status)
         self.size = self._status.st_size
         if self.size < at_least:
-            raise ModelFormatError(path, "file size", f"expected at least {at_least} bytes, got {self.size}")
+            raise ModelFormatError(path, "file size", f"expected at least {at_least} bytes, got {self.size}: {AGAIN}")
+        if at_least and self.read(0, min(self.size, len(_LFS_POINTER))) == _LFS_POINTER:
+            raise ModelFormatError(path, "file", "is a pointer to a file of Git LFS: fetch it with git lfs pull")
 
     @property
     def descriptor(self) -> int:

@@ -554,6 +554,7 @@ class LLM:
         Raises:
             InvalidRequestError: An argument breaks a rule, or a text does not fit the context.
             ClosedError: The model is closed.
+            ModelError: The model's states are not finite.
 
         Example:
             query = llm.embed(["where do cats sleep?"], prompt_name="query")
@@ -590,6 +591,7 @@ class LLM:
         Raises:
             InvalidRequestError: An argument breaks a rule, a document does not fit, or the model is no reranker.
             ClosedError: The model is closed.
+            ModelError: The model's states are not finite.
 
         Example:
             best = llm.rerank("where do cats sleep?", documents, top_n=3)
@@ -612,6 +614,7 @@ class LLM:
         Raises:
             InvalidRequestError: An argument breaks a rule, a text does not fit, or the model is no classifier.
             ClosedError: The model is closed.
+            ModelError: The model's states are not finite.
 
         Example:
             found = llm.classify(["The food was cold."])[0]

@@ -15,7 +15,7 @@ from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_
 from infer import LLM, Classification, InvalidRequestError, ModelError
 from infer.catalog.explanation import explain
 from infer.cli.explain_command import lines
-from infer.errors import TruncationWarning, UnsupportedModelError
+from infer.errors import ContextLengthError, TruncationWarning, UnsupportedModelError
 from served import serving
 
 LABELS = ("bad", "so-so", "good")
@@ -132,6 +132,9 @@ def test_a_document_above_the_limit_is_cut_at_its_end(ranker: LLM) -> None:
     with pytest.warns(TruncationWarning, match=f"1 of 2 texts were cut to {CONTEXT} tokens"):
         found = ranker.rerank(QUERY, ["x", long], truncate=True)
     assert len(found) == 2
+    first = f"document 0: the first text of the pair has .* tokens .* holds {CONTEXT}: only the second text is cut"
+    with pytest.raises(ContextLengthError, match=first):
+        ranker.rerank(long, ["x"], truncate=True)
     with pytest.raises(InvalidRequestError, match="instruction must be left out: this model's prompt has none"):
         ranker.rerank(QUERY, ["x"], instruction="find")
 
@@ -211,6 +214,23 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(
     with pytest.raises(ModelError, match=problem) as raised:
         LLM(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "problem"),
+    [
+        ("classifier.weight", r"tensor 'classifier\.weight': expected finite numbers"),
+        ("bert.encoder.layer.1.attention.self.key.bias", "text 0: the model's states are not finite: its weights are"),
+    ],
+)
+def test_numbers_that_are_not_finite_give_no_scores(tensor: str, problem: str, tmp_path: Path) -> None:
+    make_folder(tmp_path, "bert", ("score",))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors[tensor][0] = torch.nan
+    save_file(tensors, path)
+    with pytest.raises(ModelError, match=problem), LLM(tmp_path) as llm:
+        llm.rerank(QUERY, DOCUMENTS)
 
 
 @pytest.mark.parametrize(("labels", "use"), [(("score",), "ranks documents"), (LABELS, "labels texts")])

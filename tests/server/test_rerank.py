@@ -111,6 +111,12 @@ def test_an_embedder_ranks_by_the_cosine_of_its_vectors(compared: Served, embedd
     assert [each["relevance_score"] for each in results] == pytest.approx(cosines[order[:2]].tolist(), abs=1e-5)
 
 
+def test_no_cosine_is_above_1(compared: Served) -> None:
+    texts = [f"{'again ' * (number % 7)}{number}" for number in range(30)]
+    pairs = compared.client.post("/v1/score", json={"text_1": texts, "text_2": texts}).json()["data"]
+    assert all(1 - 1e-6 < each["score"] <= 1 for each in pairs)
+
+
 def test_an_embedder_refuses_what_only_rerankers_read(compared: Served) -> None:
     for path, body in (
         ("/v1/rerank", {"query": "a", "documents": ["b"]}),

@@ -18,7 +18,7 @@ from infer.engine.request import check_prompt
 from infer.engine.text_heads import Embedder
 from infer.engine.text_states import text_states
 from infer.engine.vector_options import TextIds, VectorOptions
-from infer.errors import ContextLengthError, InvalidRequestError
+from infer.errors import ContextLengthError, InvalidRequestError, ModelError
 from infer.outputs import Pooling
 
 
@@ -80,7 +80,7 @@ def ids_within(host: Host, text: Prompt, *, truncate: bool) -> tuple[list[int], 
 
 
 def too_long(count: str, most: int) -> ContextLengthError:
-    """Return the error about a text with this number of tokens."""
+    """Return the error about a text with this number of tokens, which `truncate` would cut."""
     message = f"the text has {count} tokens and the context holds {most}"
     return ContextLengthError(f"{message}: shorten it, raise max_seq_len or pass truncate=True")
 
@@ -102,7 +102,7 @@ def pool(host: Host, texts: TextIds, pooling: Pooling) -> Work[Float[Tensor, "te
     """Return the pooled states of each text in float64. Work for the loop, a step at a time, which gives way to other
     calls after each batch of texts.
 
-    The last token is the only one that has seen the whole text.
+    The last token is the only one that has seen the whole text. Raises ModelError for states that are not finite.
     """
     size = host.model.architecture.hidden_size
     pooled = PooledStates(pooling, len(texts.token_ids), size, texts.num_skipped)
@@ -112,4 +112,16 @@ def pool(host: Host, texts: TextIds, pooling: Pooling) -> Work[Float[Tensor, "te
         for text, states in step.found:
             pooled.add(text, states.cpu())
         yield step.ends_batch
-    return pooled.vectors()
+    vectors = pooled.vectors()
+    _check_finite(vectors)
+    return vectors
+
+
+def _check_finite(vectors: Float[Tensor, "texts size"]) -> None:
+    """Raise ModelError for states that are no numbers, from which no vector, score or label follows."""
+    broken = (~vectors.isfinite().all(1)).nonzero().flatten().tolist()
+    if broken:
+        raise ModelError(
+            f"text {broken[0]}: the model's states are not finite: its weights are broken, or its keys and values do "
+            "not fit the cache: take a fresh copy, or kv_type f32"
+        )

@@ -13,7 +13,7 @@ from infer.engine.loop_messages import Work
 from infer.engine.request import check_prompt
 from infer.engine.reranker import Reranker
 from infer.engine.vector_options import TextIds
-from infer.errors import InvalidRequestError
+from infer.errors import ContextLengthError, InvalidRequestError
 from infer.tokenizer.pairs import EncodedPair
 
 
@@ -78,7 +78,13 @@ def cut_to_fit(
         own = tokenizer.encode(second, add_special_tokens=False, parse_special=False)
     while (surplus := len(pair.ids) - most) > 0:
         if len(own) < surplus:
-            raise too_long(str(len(pair.ids)), most)
+            if not truncate:
+                raise too_long(str(len(pair.ids)), most)
+            first = len(pair.ids) - len(own)
+            problem = f"the first text of the pair has {first} tokens with its prompt and the context holds {most}"
+            raise ContextLengthError(
+                f"{problem}: only the second text is cut, so shorten the first or raise max_seq_len"
+            )
         own = own[: len(own) - surplus]
         pair = encode(tokenizer.decode(own, skip_special_tokens=False))
     return pair, True

@@ -58,8 +58,10 @@ def texts_of_pairs(pairs: Sequence[TextPair]) -> list[str]:
 def cosines(pairs: Sequence[TextPair], vectors: Float[Tensor, "texts size"]) -> list[float]:
     """Return the cosine of each pair, from −1 to 1. `vectors` are those of `texts_of_pairs`, of length 1.
 
-    Each sum is computed by itself in float64, so a cosine's bits depend on its own pair alone.
+    Each sum is computed by itself in float64, so a cosine's bits depend on its own pair alone. Vectors are rounded, so
+    the sum of a text with itself may be a little above 1.
     """
     firsts, wide = dict.fromkeys(first for first, _ in pairs), vectors.double()
     places = {first: len(pairs) + at for at, first in enumerate(firsts)}
-    return [float((wide[places[first]] * wide[at]).sum()) for at, (first, _) in enumerate(pairs)]
+    sums = (float((wide[places[first]] * wide[at]).sum()) for at, (first, _) in enumerate(pairs))
+    return [max(-1.0, min(1.0, each)) for each in sums]

@@ -17,6 +17,7 @@ from torch.nn import functional
 from infer.checkpoint.head_files import ActivationName, DenseFiles, HeadFiles, StepFiles
 from infer.checkpoint.lazy_weights import as_float32, read_weight
 from infer.checkpoint.tensor_info import TensorInfo
+from infer.errors import ModelFormatError
 
 _ROWS = 64  # of a weight per product, which then stays in the core's cache
 _ACTIVATIONS: Mapping[ActivationName, Callable[[Tensor], Tensor]] = {
@@ -76,7 +77,7 @@ class Head:
 
 
 def load_head(files: HeadFiles) -> Head:
-    """Return the head of a model's files. Raises ModelError if reading fails."""
+    """Return the head of a model's files. Raises ModelError if reading fails, or if a number is not finite."""
     return Head(tuple(map(_load_step, files)))
 
 
@@ -90,4 +91,7 @@ def _load_step(files: StepFiles) -> HeadStep:
 
 
 def _values(tensor: TensorInfo) -> Tensor:
-    return as_float32(read_weight(tensor)).data
+    values = as_float32(read_weight(tensor)).data
+    if not values.isfinite().all():
+        raise ModelFormatError(tensor.path, f"tensor {tensor.name!r:.80}", "expected finite numbers: take a fresh copy")
+    return values

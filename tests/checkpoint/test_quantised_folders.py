@@ -255,6 +255,18 @@ def test_configs_that_we_do_not_read_are_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("key", ["compression_config", "quantization"])
+def test_two_methods_in_a_config_are_refused(key: str, llama: tuple[Path, Any], tmp_path: Path) -> None:
+    write(by_name("gptq symmetric"), llama[0], tmp_path)
+    set_config(tmp_path, key, by_name("gptq symmetric").config)
+    open_checkpoint(tmp_path)
+    set_config(tmp_path, key, by_name("awq").config)
+    with pytest.raises(
+        UnsupportedModelError, match=f"two methods of .*, quantization_config gptq and {key} awq: remove"
+    ):
+        open_checkpoint(tmp_path)
+
+
 MATRIX = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
 anything = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

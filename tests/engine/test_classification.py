@@ -103,7 +103,7 @@ def test_pairs_are_joined_as_the_tokenizer_joins_them(tmp_path: Path) -> None:
         with pytest.warns(TruncationWarning, match=f"1 of 2 texts were cut to {CONTEXT} tokens"):
             cut = llm.classify([("a", "x" * 999), "a"], truncate=True)
         assert cut[0] == llm.classify([("a", "x" * (CONTEXT - 2))])[0]
-        with pytest.raises(InvalidRequestError, match=r"text 0: the text has .* and the context holds"):
+        with pytest.raises(InvalidRequestError, match=r"text 0: the first text of the pair has .* and the context"):
             llm.classify([("x" * 999, "a")], truncate=True)
 
 

@@ -53,6 +53,7 @@ def quantisation_of(folder: Path, config: Mapping[str, Any]) -> Quantisation:
     if key is None:
         return Quantisation()
     values = _Values(folder, key, config[key])
+    _check_methods(folder, config)
     if "quant_method" not in values.found and isinstance(config.get("quantization"), dict):
         return _mlx(_Values(folder, "quantization", config["quantization"]))
     method = values.found.get("quant_method")
@@ -64,6 +65,17 @@ def quantisation_of(folder: Path, config: Mapping[str, Any]) -> Quantisation:
             f"({', '.join(_READERS)} and MLX are): {INSTEAD}"
         )
     return read(values)
+
+
+def _check_methods(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError if two objects of a config name different methods."""
+    found = {key: config[key].get("quant_method") for key in _KEYS if isinstance(config.get(key), dict)}
+    named = {key: method for key, method in found.items() if method}
+    if any(method != next(iter(named.values())) for method in named.values()):
+        each = " and ".join(f"{key} {method!s:.60}" for key, method in named.items())
+        raise UnsupportedModelError(
+            f"{folder.name}: config.json names two methods of quantisation, {each}: remove the wrong one, or {INSTEAD}"
+        )
 
 
 class _Values:

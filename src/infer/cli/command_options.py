@@ -313,6 +313,11 @@ class ExplainOptions(NamedModel, InspectionOptions):
 
 
 @dataclass(frozen=True)
+class DoctorOptions(NamedModel, InspectionOptions):
+    pass
+
+
+@dataclass(frozen=True)
 class EstimateOptions(NamedModel, CacheOptions, NumberOptions, InspectionOptions):
     max_seq_len: int | None = option(type=AT_LEAST_1, help="Tokens of a row.  [default: the model's own, at most 8192]")
     batch: int = option(type=AT_LEAST_1, default=1, help="Rows of the cache.")

@@ -17,6 +17,7 @@ from infer.cli.command_options import (
     ClassifyOptions,
     CompareOptions,
     CompileOptions,
+    DoctorOptions,
     EmbedOptions,
     EstimateOptions,
     ExplainOptions,
@@ -316,6 +317,18 @@ def explain(context: click.Context, options: ExplainOptions) -> None:
     from infer.cli.explain_command import run_explain
 
     run_explain(options.model, as_json=options.as_json)
+
+
+@infer.command()
+@takes_options(DoctorOptions)
+def doctor(context: click.Context, options: DoctorOptions) -> int:
+    """Look for faults in a model's files: its tokenizer and chat template, and the values of all tensors.
+
+    Exit status 0: no faults, 1: there are some, 2 or 3: it cannot be read.
+    """
+    from infer.cli.doctor_command import run_doctor
+
+    return run_doctor(options.model, as_json=options.as_json)
 
 
 @infer.command()

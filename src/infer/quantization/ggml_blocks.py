@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infer.errors import UnsupportedModelError
 from infer.quantization.ggml_grids import UE4M3_HALVES, grid
-from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Bits, Field, Grid, ScaleFields, Trits
+from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Bits, BlockFields, Field, Grid, ScaleFields, Trits
 
 Blocks = UInt8[Tensor, "blocks bytes"]
 Values = Float[Tensor, "blocks size"]
@@ -138,11 +138,7 @@ def numbers_of(blocks: Blocks, type: str) -> Numbers:
         return Numbers(codes, _power_of_two(blocks[:, fields.scale_at, None]))
     if fields.scale_form == "UE4M3":
         return Numbers(codes, _ue4m3(blocks[:, :4]))
-    has_minimum = fields.minimum_at is not None
-    if fields.scale_form == "nibbles":
-        floats = [_half_in_nibbles(blocks, fields.scale_at)]
-    else:
-        floats = [_half(blocks, at) for at in (fields.scale_at, fields.minimum_at) if at is not None]
+    has_minimum, floats = fields.minimum_at is not None, _floats(blocks, fields)
     if not fields.scales:
         return Numbers(codes, floats[0], floats[1] if has_minimum else None)
     small = (_small(blocks, fields.scales) - fields.scale_offset).view(torch.int8)
@@ -152,6 +148,22 @@ def numbers_of(blocks: Blocks, type: str) -> Numbers:
         small = torch.where(_signs(blocks, fields.codes)[:, :: 256 // small.shape[1]] > 0, -small, small)
     scales, minima = small.chunk(2, dim=1) if has_minimum else (small, None)
     return Numbers(codes, scales, minima, torch.cat(floats, dim=1))
+
+
+def scales_of(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "blocks numbers"]:
+    """Return the numbers by which whole blocks are scaled: the scale, or the scales of NVFP4, and then the minimum."""
+    fields, blocks = BLOCK_FIELDS[type], data.reshape(-1, BLOCK_TYPES[type].block_bytes)
+    if fields.scale_form == "exponent":
+        return _power_of_two(blocks[:, fields.scale_at, None])
+    if fields.scale_form == "UE4M3":
+        return _ue4m3(blocks[:, :4])
+    return torch.cat(_floats(blocks, fields), dim=1)
+
+
+def _floats(blocks: Blocks, fields: BlockFields) -> list[Float16[Tensor, "blocks 1"]]:
+    if fields.scale_form == "nibbles":
+        return [_half_in_nibbles(blocks, fields.scale_at)]
+    return [_half(blocks, at) for at in (fields.scale_at, fields.minimum_at) if at is not None]
 
 
 def _values(blocks: Blocks, type: str) -> Values:

@@ -11,6 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from converted_encoders import write_gguf
+from encoder_models import BY_NAME, make_encoder
+from encoder_tokenizers import as_bert_gguf, as_xlmr_gguf, make_bert_folder, make_xlmr_folder
 from gguf_files import random_tensors, write_model
 from infer.catalog import tensor_checks
 from infer.catalog.doctor import examine
@@ -19,6 +22,7 @@ from infer.checkpoint import open_checkpoint
 from infer.cli import main
 from infer.quantization.ggml_blocks import numbers_of, scales_of
 from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
+from quantised_folders import by_name, save, write_quantised
 from tiny import TINY, make_tiny
 
 Capture = pytest.CaptureFixture[str]
@@ -179,6 +183,22 @@ def test_files_of_old_converters_are_known(tmp_path: Path, capsys: Capture) -> N
     assert examine(path, lambda done, total: None).findings == ()
 
 
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta"])
+def test_encoders_are_examined_too(name: str, tmp_path: Path, capsys: Capture) -> None:
+    is_xlmr, folder = name == "xlm-roberta", tmp_path / "folder"
+    folder.mkdir()
+    tokenizer = (make_xlmr_folder if is_xlmr else make_bert_folder)(folder)
+    model = make_encoder(BY_NAME[name], folder, vocab_size=len(tokenizer) + is_xlmr)
+    assert examine(folder, lambda done, total: None).findings == ()
+    as_gguf, path = as_xlmr_gguf if is_xlmr else as_bert_gguf, tmp_path / "model.gguf"
+    write_gguf(model, path, as_gguf(folder), 2)
+    assert examine(path, lambda done, total: None).findings == ()
+    if is_xlmr:
+        write_gguf(model, path, as_gguf(folder, add_eos_token=None), 2)
+        (line,) = lines_of(path, capsys)
+        assert line.startswith("tokenizer.ggml.add_eos_token: it is not true, as in files of bge-m3")
+
+
 def test_faults_of_a_folders_tokenizer_are_lines(tmp_path: Path, capsys: Capture) -> None:
     folder = make_folder(tmp_path, eos_token_id=[3, 96])
     assert lines_of(folder, capsys) == [
@@ -283,6 +303,44 @@ def test_a_float_that_half_precision_does_not_hold_says_so(tmp_path: Path, capsy
     (line,) = lines_of(folder, capsys)
     assert line.startswith("model.layers.1.mlp.up_proj.weight: 0 of 6,144 values are NaN and 1 are infinite")
     assert line.endswith("convert it again from the original as BF16 or F32: F16 ends at 65,504")
+
+
+def test_scales_of_a_quantised_folder_are_checked(tmp_path: Path, capsys: Capture) -> None:
+    method, name = by_name("gptq symmetric"), "model.layers.1.mlp.up_proj"
+    floats, folder = make_folder(tmp_path / "floats"), tmp_path / "packed"
+    write_quantised(floats, folder, method.pack, method.config, method.key)
+    assert main(["doctor", str(folder)]) == 0
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{name}.scales"] *= torch.inf
+    save(folder, tensors)
+    capsys.readouterr()
+    line, last = lines_of(folder, capsys)
+    assert line.startswith(f"{name}.")
+    assert "expected finite scales of at most" in line
+    assert last.startswith(f"quantise again: {name}.")
+
+
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "<y>"}, "1": {"content": "b"}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}),
+        ("tokenizer_config.json", {"eos_token": 7}),
+        ("tokenizer_config.json", []),
+        ("generation_config.json", {"eos_token_id": "2"}),
+        ("generation_config.json", {"eos_token_id": [3, 5], "bos_token_id": {"a": 1}}),
+        ("tokenizer.json", {"model": 3}),
+    ],
+)
+def test_wrong_types_in_a_folder_are_no_failure_of_ours(
+    file: str, settings: Any, tmp_path: Path, capsys: Capture
+) -> None:
+    (make_folder(tmp_path) / file).write_text(json.dumps(settings))
+    capsys.readouterr()
+    status, written = main(["doctor", str(tmp_path)]), capsys.readouterr()
+    assert "our own failure" not in written.err
+    assert bool(written.out) is (status < 2)
+    assert bool(written.err) is (status >= 2)
 
 
 def test_tensors_that_the_config_does_not_have_are_a_line(tmp_path: Path, capsys: Capture) -> None:

@@ -82,4 +82,6 @@ def unused_ids(checkpoint: Checkpoint, stated: StatedTokens, markers: frozenset[
     rows = max((info.shape[0] for name in BY_TOKEN if (info := checkpoint.tensors.get(name)) is not None), default=0)
     padding = checkpoint.metadata.get("tokenizer.ggml.padding_token_id", checkpoint.config.get("pad_token_id"))
     controls = {token_id for token_id in stated.control_ids if stated.texts.get(token_id) not in markers}
-    return frozenset({padding} | controls | (set(range(rows)) - stated.texts.keys()))
+    return frozenset(
+        ({padding} if type(padding) is int else set()) | controls | (set(range(rows)) - stated.texts.keys())
+    )

@@ -109,16 +109,17 @@ def tensor_findings(
     total, done = sum(prod(info.shape) for info in tensors.values()), 0
     weights, summaries = LazyWeights(tensors), list[TensorSummary]()
     for name, info in tensors.items():
-        summary = TensorSummary(name, info)
+        summary, before = TensorSummary(name, info), done
+        done += prod(info.shape)
         try:
             for stored in _pieces(weights, name, info):
                 summary.add(stored)
-                on_progress(done + summary.num_values, total)
+                on_progress(before + summary.num_values, total)
         except ModelFormatError as error:  # methods of quantisation check their scales
             if info.packed is None or error.field == "file":
                 raise
-            yield Finding("not finite", info.name, error.problem, "quantise it again from the original", info.name)
-        done += prod(info.shape)
+            yield Finding("scales", info.name, error.problem, "quantise it again from the original", info.name)
+            continue
         summaries.append(summary)
         yield from _not_finite(summary)
         yield from _zeros(summary)

@@ -18,6 +18,7 @@ from infer.tokenizer import Tokenizer
 from infer.tokenizer.gguf_encoders import is_encoder, with_default_ids
 from infer.tokenizer.gguf_vocabulary import END_NAMES, TokenType
 from infer.tokenizer.tokenizers_library import load_backend, read_vocabulary
+from infer.tokenizer.value_checks import check_json, check_metadata
 
 _QUESTION, _ANSWER = "Hello", "A short answer"
 _TURN = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER})
@@ -48,6 +49,7 @@ def stated_tokens(checkpoint: Checkpoint) -> StatedTokens:
 
 
 def _stated_by_gguf(metadata: Mapping[str, Any]) -> StatedTokens:
+    check_metadata(metadata)
     if is_encoder(metadata):
         metadata = with_default_ids(metadata)
     texts = metadata.get(f"{_GGUF}tokens") or []
@@ -72,8 +74,9 @@ def _stated_by_folder(checkpoint: Checkpoint) -> StatedTokens:
     texts = {token_id: text for text, token_id in read_vocabulary(backend).items()}
     is_special = {token_id: token.special for token_id, token in backend.get_added_tokens_decoder().items()}
     for token_id, token in (tokenizer_config.get("added_tokens_decoder") or {}).items():
-        texts.setdefault(int(token_id), token["content"])
-        is_special[int(token_id)] = is_special.get(int(token_id), False) or token.get("special", False)
+        if token_id.isdecimal():
+            texts.setdefault(int(token_id), token["content"])
+            is_special[int(token_id)] = is_special.get(int(token_id), False) or token.get("special", False)
     named = [
         (f"{file} {name}_token_id", token_id)
         for file, settings in (
@@ -99,7 +102,12 @@ def _stated_by_folder(checkpoint: Checkpoint) -> StatedTokens:
 
 def _json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     path = checkpoint.path / name
-    return read_json_file(path) if os.path.lexists(path) else {}
+    if not os.path.lexists(path):
+        return {}
+    settings = read_json_file(path)
+    if name.startswith("tokenizer"):
+        check_json(path, settings)
+    return settings
 
 
 def _ids(value: Any) -> list[int]:

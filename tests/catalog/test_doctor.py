@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from converted_encoders import write_gguf
 from encoder_models import BY_NAME, make_encoder
 from encoder_tokenizers import as_bert_gguf, as_xlmr_gguf, make_bert_folder, make_xlmr_folder
 from gguf_files import random_tensors, write_model
+from hostile_child import gguf_of_any_kind
 from infer.catalog import tensor_checks
 from infer.catalog.doctor import examine
 from infer.catalog.tensor_checks import far_from_median
 from infer.checkpoint import open_checkpoint
 from infer.cli import main
+from infer.errors import InferError
 from infer.quantization.ggml_blocks import numbers_of, scales_of
 from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
 from quantised_folders import by_name, save, write_quantised
@@ -341,6 +344,17 @@ def test_wrong_types_in_a_folder_are_no_failure_of_ours(
     assert "our own failure" not in written.err
     assert bool(written.out) is (status < 2)
     assert bool(written.err) is (status >= 2)
+
+
+def test_wrong_values_in_a_file_are_refused_or_found(tmp_path: Path) -> None:
+    num_found = num_refused = 0
+    for _, path in islice(gguf_of_any_kind(tmp_path), 0, None, 5):
+        try:
+            num_found += bool(examine(path, lambda done, total: None).findings)
+        except InferError:
+            num_refused += 1
+    assert num_found > 5
+    assert num_refused > 5
 
 
 def test_tensors_that_the_config_does_not_have_are_a_line(tmp_path: Path, capsys: Capture) -> None:

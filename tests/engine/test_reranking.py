@@ -185,7 +185,7 @@ def test_a_document_is_cut_before_the_end_of_the_prompt(llm: LLM) -> None:
         found = llm.rerank(QUERY, ["a", long], truncate=True)
     room = CONTEXT - len(reranker_of(llm._opened).encode(llm.tokenizer, None, QUERY, "").ids)
     assert scores_of(found)[1] == llm.rerank(QUERY, ["x" * room])[0].score
-    with pytest.raises(InvalidRequestError, match="document 0: the text has"):
+    with pytest.raises(InvalidRequestError, match="document 0: the first text of the pair has"):
         llm.rerank("q" * 5000, ["a"], truncate=True)
 
 

@@ -108,7 +108,9 @@ def with_norms(experts: ExpertWeights) -> ExpertWeights:
 @pytest.mark.parametrize("type_", TYPES)
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_experts_of_each_type_agree_with_reference(type_: str, num_tokens: int) -> None:
-    assert_near(*both(make_experts(type_), num_tokens), 2e-3)
+    actual, expected = both(make_experts(type_), num_tokens)
+    # Experts of one bit add little to the stream, and the sum is rounded like the stream.
+    assert_near(actual, expected, 2e-3, max(float(expected.abs().max()), 5e-7 / 2e-3))
 
 
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda router: f"{router.scores}-{router.num_experts}")

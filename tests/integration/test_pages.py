@@ -35,7 +35,8 @@ def commands_that_can_run() -> Iterator[tuple[dict[str, str], Shown]]:
         files: dict[str, str] = {}
         for shown in block:
             words = shlex.split(shown.command)
-            named = [words[i + 1] for i, word in enumerate(words) if word in ("--prompt-file", "--json-schema")]
+            named = [words[i + 1] for i, word in enumerate(words) if word in ("--prompt-file", "--json-schema", "-f")]
+            named += [word for word in words if word.endswith(".gguf")]
             if words[0] == "cat":
                 files[words[1]] = "\n".join(shown.output) + "\n"
             elif words[0] == "infer" and shown.output and set(named) <= files.keys():

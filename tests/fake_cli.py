@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from infer.__main__ import run
@@ -42,6 +43,7 @@ class FakeModel:
 
     max_seq_len = 100
     can_chat = True
+    architecture = SimpleNamespace(reads_whole_texts=False)
     system_fingerprint = "fp_fake"
 
     @property

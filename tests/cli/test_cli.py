@@ -13,6 +13,7 @@ import time
 import warnings
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -688,4 +689,7 @@ def test_a_chat_with_a_model_that_has_no_template_ends_before_the_first_question
     monkeypatch.setattr(FakeModel, "can_chat", False)
     monkeypatch.setattr(subcommands, "load_model", lambda options: FakeModel())
     with pytest.raises(InvalidRequestError, match="no chat template"):
+        subcommands.infer.main(["chat"], standalone_mode=False)
+    monkeypatch.setattr(FakeModel, "architecture", SimpleNamespace(reads_whole_texts=True))
+    with pytest.raises(InvalidRequestError, match="is an encoder, which generates nothing: use infer embed"):
         subcommands.infer.main(["chat"], standalone_mode=False)

@@ -133,6 +133,14 @@ def test_explain_says_what_an_encoder_is_for(tmp_path: Path) -> None:
     assert "1000 tokens" not in shown
 
 
+def test_explain_names_the_norm_that_one_layer_lacks(tmp_path: Path) -> None:
+    make_folder(tmp_path, "modernbert")
+    first, *others = (line for line in lines(explain(tmp_path)) if line.startswith("layer"))
+    assert first.endswith("no norm before attention")
+    assert others
+    assert all(line.endswith(", norm before attention") for line in others)
+
+
 @pytest.mark.parametrize("name", ["bert", "xlm-roberta", "nomic", "modernbert"])
 @pytest.mark.parametrize(("pooling", "mode"), [(1, "mean_tokens"), (2, "cls_token")])
 def test_a_gguf_file_gives_the_vectors_of_the_folder(name: str, pooling: int, mode: str, tmp_path: Path) -> None:

@@ -51,6 +51,11 @@ def run_chat(options: ChatOptions, given: Mapping[str, Any], load: Callable[[Cha
         own = replace(options, model=name)
         check_options(own, [SamplingParams.from_mapping({**neutral_values(is_chat=True), **given})])
         model = load(own)
+        if model.architecture.reads_whole_texts:
+            model.close()
+            raise InvalidRequestError(
+                f"the model {name} is an encoder, which generates nothing: use infer embed, rerank or classify"
+            )
         if not model.can_chat:
             model.close()
             raise InvalidRequestError(

@@ -130,7 +130,7 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
                 yield "weighted inputs of experts"
         elif value is None or value == 0:  # False too
             if not is_common:
-                yield f"no {plain}"
+                yield plain.removeprefix("no ") if plain.startswith("no ") else f"no {plain}"
         else:
             text = value.replace("_", " ") if name in ("mixer", "feed_forward", "qk_norm") else value
             yield plain if value is True else _WORDS.get(name, plain + " {}").format(text)

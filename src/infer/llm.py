@@ -585,7 +585,7 @@ class LLM:
             truncate: True to cut documents that do not fit the context, with a `TruncationWarning`. False refuses them.
 
         Returns:
-            The documents with their places in `documents` and their scores. Those of rerankers are
+            The documents with their places in `documents` and their scores. A reranker scores
             from 0 to 1, unless the files of a cross-encoder say that its logits are the scores.
 
         Raises:

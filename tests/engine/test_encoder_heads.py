@@ -15,6 +15,8 @@ from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_
 from infer import LLM, Classification, InvalidRequestError, ModelError
 from infer.catalog.explanation import explain
 from infer.cli.explain_command import lines
+from infer.engine.loop_messages import Work
+from infer.engine.reranking import pairs_to_score, scores
 from infer.errors import ContextLengthError, TruncationWarning, UnsupportedModelError
 from served import serving
 
@@ -243,3 +245,17 @@ def test_an_encoder_is_not_shared_out(tmp_path: Path) -> None:
     make_folder(tmp_path, "bert")
     with pytest.raises(InvalidRequestError, match="tensor_parallel=2 is for models that generate"):
         LLM(tmp_path, tensor_parallel=2)
+
+
+def test_other_calls_go_on_between_the_heads_of_two_texts(ranker: LLM) -> None:
+    host = ranker._opened
+    pairs = pairs_to_score(host, PAIRS, None, truncate=False)
+
+    def counted(work: Work[list[float]]) -> Work[int]:
+        num_turns = 0
+        for gives_way in work:
+            num_turns += bool(gives_way)
+            yield gives_way
+        return num_turns
+
+    assert host.loop.call(counted(scores(host, pairs))).get() > len(PAIRS)

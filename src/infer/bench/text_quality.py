@@ -114,8 +114,8 @@ def measure_divergence(
     for number, window in enumerate(windows, 1):
         found += _compared(*_of_same_tokens(_scored(reference, window), _scored(other, window)))
         on_window(number, len(windows))
-    right, others, kl = (torch.cat([getattr(each, name) for each in found]) for name in ("right", "other", "kl"))
-    is_same = torch.cat([each.is_same for each in found])
+    *tensors, errors = zip(*found, strict=True)
+    right, others, kl, is_same = map(torch.cat, tensors)
     ordered = kl.sort().values
     return Divergence(
         reference=_perplexity(-right, len(windows), context),
@@ -126,7 +126,7 @@ def measure_divergence(
         largest_kl=float(ordered[-1]),
         same_likeliest=float(is_same.double().mean()),
         rms_change=float((others.exp() - right.exp()).square().mean().sqrt()),
-        largest_logit_error=max(each.largest_logit_error for each in found),
+        largest_logit_error=max(errors),
     )
 
 

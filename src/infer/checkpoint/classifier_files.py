@@ -45,6 +45,11 @@ class ClassifierFiles:
     pooling: Pooling = "last"
     pad_id: int | None = None
 
+    @property
+    def reads_pairs(self) -> bool:
+        """True for the head of an encoder, whose last token is like the others."""
+        return self.pooling != "last"
+
 
 def classifier_from_folder(
     folder: Path, config: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]

@@ -54,7 +54,7 @@ def take_encoder_head(
     path = folder / "config.json"
     pooling = _choice(path, "classifier_pooling", config.get("classifier_pooling", "cls"), _POOLINGS)
     activation = _choice(path, "classifier_activation", config.get("classifier_activation", "gelu"), _ACTIVATIONS)
-    norm = take_layer_norm(tensors, "head.norm", _eps(path, config.get("norm_eps", _MODERN_BERT_EPS)))
+    norm = take_layer_norm(tensors, "head.norm", _eps(path, "norm_eps", config.get("norm_eps", _MODERN_BERT_EPS)))
     return (take_dense(tensors, "head.dense"), activation, norm, labels), pooling
 
 
@@ -82,7 +82,7 @@ def take_gguf_encoder_head(
     key = f"{architecture}.classifier.pooling_type"
     pooling = _choice(path, key, metadata.get(key, 1), _POOLING_BY_NUMBER)
     eps_key = f"{architecture}.attention.layer_norm_epsilon"
-    eps = _eps(path, metadata.get(eps_key, _MODERN_BERT_EPS))
+    eps = _eps(path, eps_key, metadata.get(eps_key, _MODERN_BERT_EPS))
     norm: tuple[LayerNormFiles, ...] = ()
     if "cls.norm.weight" in tensors:
         norm = (take_layer_norm(tensors, "cls.norm", eps),)
@@ -105,7 +105,7 @@ def _names(known: Mapping[object, Any]) -> str:
     return ", ".join(map(str, known))
 
 
-def _eps(path: Path, given: object) -> float:
+def _eps(path: Path, key: str, given: object) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < 1:
-        raise ModelFormatError(path, "norm_eps", f"expected a number between 0 and 1, got {given!r:.60}")
+        raise ModelFormatError(path, key, f"expected a number between 0 and 1, got {given!r:.60}")
     return float(given)

@@ -7,7 +7,7 @@ Q5_0, whose numbers are exactly those of the file. A scale becomes f16: unchange
 on; otherwise rounded once. Matrices that no block holds become F16: each number is computed in float32, then rounded.
 """
 
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from infer.checkpoint.tensor_bytes import bytes_of
 from infer.checkpoint.tensor_info import PackedParts, TensorInfo
-from infer.errors import ModelFormatError
 from infer.quantization.ggml_types import BLOCK_TYPES, FP4_VALUES
 
 Bytes = NDArray[np.uint8]
@@ -95,7 +94,7 @@ class QuantisedRows:
             found = values.astype(np.float16)
         if not np.isfinite(found).all():
             largest = f"{np.abs(values).max():.4g}"
-            _fail(packed.codes, f"expected finite values of at most {_LARGEST_HALF:,.0f}, got one of {largest}")
+            packed.codes.fail(f"expected finite values of at most {_LARGEST_HALF:,.0f}, got one of {largest}")
         return found
 
     def _of_columns(self, numbers: Floats) -> Floats:
@@ -135,8 +134,7 @@ class QuantisedRows:
         if packed.format == "mxfp4":
             self._scales = bytes_of(packed.scales).reshape(num_groups, -1)
             if self._scales.max() == _NO_EXPONENT:
-                _fail(
-                    packed.scales,
+                packed.scales.fail(
                     f"expected exponents up to {_NO_EXPONENT - 1}, got {_NO_EXPONENT}, which is no number",
                 )
             return
@@ -155,7 +153,7 @@ class QuantisedRows:
             low, high = int(self._zeros.min()), int(self._zeros.max())
             if (low, high) != (self._middle, self._middle):
                 problem = f"expected zero points of {self._middle}, as sym in config.json says, got {low} to {high}"
-                _fail(packed.zeros or packed.scales, problem)
+                (packed.zeros or packed.scales).fail(problem)
         self._scales = scales
 
     def _zeros_of(self, info: TensorInfo) -> NDArray[Any]:
@@ -178,7 +176,7 @@ class QuantisedRows:
 def _check_halves(info: TensorInfo, numbers: Floats, name: str) -> Floats:
     """Return numbers that f16 holds. Raises ModelFormatError for others."""
     if not np.abs(numbers).max() <= _LARGEST_HALF:  # false for NaN
-        _fail(info, f"expected finite {name} of at most {_LARGEST_HALF:,.0f}")
+        info.fail(f"expected finite {name} of at most {_LARGEST_HALF:,.0f}")
     return numbers
 
 
@@ -245,7 +243,3 @@ def _mxfp4_blocks(codes: Codes, exponents: Bytes) -> NDArray[np.uint8]:
 
 def _half_bytes(values: NDArray[np.float16]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape, 2)
-
-
-def _fail(info: TensorInfo, problem: str) -> NoReturn:
-    raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)

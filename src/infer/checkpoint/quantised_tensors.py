@@ -20,12 +20,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import NoReturn
 
 from infer.checkpoint.quantisation_config import MOST_COLUMNS, Quantisation
 from infer.checkpoint.tensor_info import PackedFormat, PackedParts, TensorInfo
 from infer.checkpoint.tensor_names import is_skipped
-from infer.errors import ModelFormatError
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 _FLOATS = ("F16", "BF16", "F32")
@@ -87,12 +85,12 @@ def _joined(module: str, parts: Parts, quantisation: Quantisation) -> Parts:
         for kind, info in parts.items():
             if kind in _COMPANIONS:
                 got = "none" if codes is None else f"{codes.name!r:.80} of {codes.type}"
-                _fail(info, f"expected a tensor of quantised codes beside it, got {got}")
+                info.fail(f"expected a tensor of quantised codes beside it, got {got}")
         return {kind: info for kind, info in parts.items() if kind not in _UNUSED}
     matrix = _Matrix(module, parts, quantisation)
     packed, shape = matrix.read(codes)
     if "weight" in parts and parts["weight"] is not codes:
-        _fail(codes, f"is the same weight as {parts['weight'].name!r:.80}")
+        codes.fail(f"is the same weight as {parts['weight'].name!r:.80}")
     type_ = _loaded_type(packed, shape[1], quantisation)
     num_bytes = shape[0] * BLOCK_TYPES[type_].row_bytes(shape[1])
     info = replace(codes, type=type_, shape=shape, num_bytes=num_bytes, packed=packed)
@@ -117,7 +115,7 @@ class _Matrix:
         """Return the parts of the matrix and its shape, by the name and the type of the codes."""
         self.used |= {kind for kind, info in self.parts.items() if info is codes}
         if len(codes.shape) != 2 or not prod(codes.shape):
-            _fail(codes, f"expected codes of a matrix, got the shape {codes.shape}")
+            codes.fail(f"expected codes of a matrix, got the shape {codes.shape}")
         if "qweight" in self.parts:
             return self._of_columns(codes)
         if "weight_packed" in self.parts:
@@ -129,14 +127,14 @@ class _Matrix:
         """GPTQ's and AWQ's, whose words are in the order of columns."""
         method = self.quantisation.method
         if method not in ("gptq", "awq"):
-            _fail(codes, "expected quant_method gptq or awq in config.json's quantization_config, got none of them")
+            codes.fail("expected quant_method gptq or awq in config.json's quantization_config, got none of them")
         _check_type(codes, "I32")
         is_awq, scales, zeros = method == "awq", self._part("scales"), self._part("qzeros", "I32")
         index = self._maybe("g_idx", "I32")
         size = self.quantisation.one_size()
         bits = size[0] if size else codes.shape[0] * 32 // prod(index.shape) if index and prod(index.shape) else 0
         if bits not in (2, 3, 4, 8):
-            _fail(codes, f"expected codes of 2, 3, 4 or 8 bits for its g_idx, got the shape {codes.shape}")
+            codes.fail(f"expected codes of 2, 3, 4 or 8 bits for its g_idx, got the shape {codes.shape}")
         num_rows = codes.shape[1] * (32 // bits if is_awq else 1)
         num_columns = codes.shape[0] if is_awq else codes.shape[0] * 32 // bits
         group_size = size[1] if size else -(-num_columns // max(1, scales.shape[0] if scales.shape else 1))
@@ -144,7 +142,7 @@ class _Matrix:
         num_groups = -(-num_columns // group_size)
         _check_shape(scales, (num_groups, num_rows), f"{group_size} columns per scale")
         if num_rows * bits % 32:
-            _fail(codes, f"expected rows that fill words of zero points, got {num_rows} rows of {bits} bits")
+            codes.fail(f"expected rows that fill words of zero points, got {num_rows} rows of {bits} bits")
         _check_shape(zeros, (num_groups, num_rows * bits // 32), f"{bits} bits")
         format_: PackedFormat = "awq" if is_awq else "gptq"
         lacks = self.quantisation.zeros_lack
@@ -161,11 +159,11 @@ class _Matrix:
             bits = codes.shape[1] * 32 // num_columns
         else:
             if len({bits for bits, _ in sizes}) != 1:
-                _fail(codes, "expected a tensor weight_shape beside it, or one number of bits in config.json")
+                codes.fail("expected a tensor weight_shape beside it, or one number of bits in config.json")
             bits = next(iter(sizes))[0]
             num_columns = codes.shape[1] * 32 // bits
         if bits not in (2, 4, 8) or codes.shape[1] != -(-num_columns * bits // 32):
-            _fail(codes, f"expected 2, 4 or 8 bits for each of {num_columns} columns, got the shape {codes.shape}")
+            codes.fail(f"expected 2, 4 or 8 bits for each of {num_columns} columns, got the shape {codes.shape}")
         zeros, index = self._maybe("weight_zero_point", "I32"), self._maybe("weight_g_idx", "I32")
         block_rows, group_size = self._grid(scales, num_rows, num_columns, bits)
         num_groups = -(-num_columns // group_size)
@@ -180,7 +178,7 @@ class _Matrix:
         num_rows, num_columns = codes.shape
         name = next((name for name in ("weight_scale_inv", "weight_scale", "scale") if name in self.parts), None)
         if name is None:
-            _fail(codes, "expected a tensor of scales beside it, weight_scale_inv or weight_scale")
+            codes.fail("expected a tensor of scales beside it, weight_scale_inv or weight_scale")
         is_float = codes.type == "F8_E4M3"
         scales = self._part(name, *_FLOATS, *(_BYTE_SCALES if is_float else ()))
         zeros = None if is_float else self._maybe("weight_zero_point", "I8")
@@ -198,7 +196,7 @@ class _Matrix:
         is_mx = scales.type in _BYTE_SCALES
         group_size = 32 if is_mx else 16
         if num_columns % group_size:
-            _fail(codes, f"expected a multiple of {group_size} columns, got {num_columns}")
+            codes.fail(f"expected a multiple of {group_size} columns, got {num_columns}")
         _check_shape(scales, (num_rows, num_columns // group_size), f"{group_size} columns per scale")
         if is_mx:
             return PackedParts("mxfp4", 4, num_rows, group_size, 1, codes, scales), (num_rows, num_columns)
@@ -211,7 +209,7 @@ class _Matrix:
     def _mlx(self, codes: TensorInfo) -> tuple[PackedParts, tuple[int, int]]:
         size = (self.quantisation.sizes_by_module or {}).get(self.module) or self.quantisation.one_size()
         if self.quantisation.method != "mlx" or size is None:
-            _fail(codes, "expected MLX's object quantization with bits and group_size in config.json, got none")
+            codes.fail("expected MLX's object quantization with bits and group_size in config.json, got none")
         bits, group_size = size
         num_rows, num_columns = codes.shape[0], codes.shape[1] * 32 // bits
         scales, biases = self._part("scales"), self._part("biases")
@@ -231,18 +229,17 @@ class _Matrix:
         if not bits:
             expected = -(-num_rows // block[0]), -(-num_columns // block[1])
             if shape != expected:
-                _fail(
-                    scales,
+                scales.fail(
                     f"expected one scale, one per row, or one per block of {block[0]} rows and {block[1]} columns "
                     f"{expected}, got the shape {shape}",
                 )
             return block
         if len(shape) != 2 or shape[0] != num_rows or not shape[1] or num_columns % shape[1]:
-            _fail(scales, f"expected scales of equal groups of {num_columns} columns, got the shape {shape}")
+            scales.fail(f"expected scales of equal groups of {num_columns} columns, got the shape {shape}")
         size, sizes = (bits, num_columns // shape[1]), self.quantisation.sizes
         if sizes and size not in sizes:
             known = " or ".join(f"{group or num_columns} columns of {of} bits" for of, group in sorted(sizes))
-            _fail(scales, f"expected a scale for {known}, as config.json says, got {size[1]} columns of {bits} bits")
+            scales.fail(f"expected a scale for {known}, as config.json says, got {size[1]} columns of {bits} bits")
         return 1, size[1]
 
     def _part(self, kind: str, *types: str) -> TensorInfo:
@@ -250,7 +247,7 @@ class _Matrix:
         found = self._maybe(kind, *(types or _FLOATS))
         if found is None:
             codes = next(info for name, info in self.parts.items() if name in self.used)
-            _fail(codes, f"expected a tensor {kind} beside it")
+            codes.fail(f"expected a tensor {kind} beside it")
         return found
 
     def _maybe(self, kind: str, *types: str) -> TensorInfo | None:
@@ -288,7 +285,7 @@ def _out_of_order(index: TensorInfo | None, num_columns: int, group_size: int, n
         return None
     groups = memoryview(stored).cast("i")
     if min(groups) < 0 or max(groups) >= num_groups:
-        _fail(index, f"expected groups from 0 to {num_groups - 1}, got {min(groups)} to {max(groups)}")
+        index.fail(f"expected groups from 0 to {num_groups - 1}, got {min(groups)} to {max(groups)}")
     return index
 
 
@@ -300,23 +297,19 @@ def _in_order(num_columns: int, group_size: int) -> bytes:
 def _stored_shape(info: TensorInfo, num_rows: int) -> int:
     """Return the columns in a tensor weight_shape, whose rows must be these."""
     if info.type not in ("I64", "I32") or prod(info.shape) != 2:
-        _fail(info, f"expected two integers (I64 or I32), got {info.type} of the shape {info.shape}")
+        info.fail(f"expected two integers (I64 or I32), got {info.type} of the shape {info.shape}")
     rows, columns = memoryview(info.file.read(info.offset, info.num_bytes)).cast("q" if info.type == "I64" else "i")
     if rows != num_rows or not 0 < columns <= MOST_COLUMNS:
-        _fail(info, f"expected {num_rows} rows and columns up to {MOST_COLUMNS}, got {rows} and {columns}")
+        info.fail(f"expected {num_rows} rows and columns up to {MOST_COLUMNS}, got {rows} and {columns}")
     return columns
 
 
 def _check_type(info: TensorInfo, *types: str) -> None:
     if types and info.type not in types:
-        _fail(info, f"expected {' or '.join(types)}, got {info.type}")
+        info.fail(f"expected {' or '.join(types)}, got {info.type}")
 
 
 def _check_shape(info: TensorInfo, shape: tuple[int, ...], reason: str) -> None:
     """Raise ModelFormatError for another shape. Axes of one element are not compared."""
     if [size for size in info.shape if size != 1] != [size for size in shape if size != 1]:
-        _fail(info, f"expected the shape {shape} for {reason}, got {info.shape}")
-
-
-def _fail(info: TensorInfo, problem: str) -> NoReturn:
-    raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
+        info.fail(f"expected the shape {shape} for {reason}, got {info.shape}")

@@ -44,8 +44,8 @@ def reranker_from_folder(
     """Return the reranker of a folder, or None."""
     is_qwen3 = any(_QWEN3 in part.lower() for part in folder.resolve().parts[-4:])
     if classifier is not None:
-        is_encoder = classifier.pooling != "last"
-        found = RerankerFiles(None, is_qwen3=is_qwen3 and not is_encoder, reads_pairs=is_encoder)
+        reads_pairs = classifier.reads_pairs
+        found = RerankerFiles(None, is_qwen3=is_qwen3 and not reads_pairs, reads_pairs=reads_pairs)
         return found if len(classifier.labels) == 1 else None
     if (head := head_of(tensors)) is None:
         return None
@@ -64,7 +64,7 @@ def reranker_from_gguf(
     is_reranker = metadata.get(f"{metadata['general.architecture']}.pooling_type") == _RANK
     if not (is_reranker or is_qwen3) or (classifier is None and head is None):
         return None
-    if classifier is not None and classifier.pooling != "last":
+    if classifier is not None and classifier.reads_pairs:
         return RerankerFiles(None, is_qwen3=False, reads_pairs=True) if len(classifier.labels) == 1 else None
     if classifier is not None and len(classifier.labels) > 2:
         return None

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
+from infer.errors import ModelFormatError
 from infer.system.open_file import OpenFile
 
 # Methods of quantisation, by the way in which the codes of a matrix are stored.
@@ -59,6 +60,10 @@ class TensorInfo:
     @property
     def path(self) -> Path:
         return self.file.path
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise ModelFormatError about the tensor."""
+        raise ModelFormatError(self.path, f"tensor {self.name!r:.80}", problem)
 
     @property
     def file_bytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from infer.engine.embedding import ids_within, pool
+from infer.engine.embedding import ids_within, of_each, pool
 from infer.engine.host import Host
 from infer.engine.loop_messages import Work
 from infer.engine.prompt_encoding import Prompt, is_conversation
@@ -91,7 +91,7 @@ def classify(host: Host, texts: TextIds) -> Work[list[list[float]]]:
     """Return the value of each label per text, in the order of the labels. Work for the loop, a step at a time."""
     classifier = classifier_of(host)
     states = yield from pool(host, texts, classifier.pooling)
-    return [_scaled(classifier, classifier.head.of(state)) for state in states]
+    return (yield from of_each(states, lambda state: _scaled(classifier, classifier.head.of(state))))
 
 
 def _scaled(classifier: Classifier, logits: torch.Tensor) -> list[float]:

@@ -5,6 +5,7 @@ work. A text's vector has the same bits whatever its neighbours and its steps ar
 """
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -20,6 +21,8 @@ from infer.engine.text_states import text_states
 from infer.engine.vector_options import TextIds, VectorOptions
 from infer.errors import ContextLengthError, InvalidRequestError, ModelError
 from infer.outputs import Pooling
+
+_Found = TypeVar("_Found")
 
 
 def texts_to_embed(
@@ -92,7 +95,8 @@ def embed(host: Host, texts: TextIds, options: VectorOptions) -> Work[Float[Tens
     """
     embedder = embedder_of(host)
     pooled = yield from pool(host, texts, options.pooling or embedder.pooling)
-    vectors = embedder.head.apply(pooled) if len(pooled) else pooled.new_zeros(0, embedder.size)
+    found = yield from of_each(pooled, embedder.head.of)
+    vectors = torch.stack(found) if found else pooled.new_zeros(0, embedder.size)
     vectors = vectors[:, : options.dimensions]
     is_normalized = embedder.normalizes if options.normalize is None else options.normalize
     return (torch.nn.functional.normalize(vectors) if is_normalized else vectors).float()
@@ -115,6 +119,15 @@ def pool(host: Host, texts: TextIds, pooling: Pooling) -> Work[Float[Tensor, "te
     vectors = pooled.vectors()
     _check_finite(vectors)
     return vectors
+
+
+def of_each(states: Float[Tensor, "texts hidden"], call: Callable[[Tensor], _Found]) -> Work[list[_Found]]:
+    """Return what `call` makes of each state. A head may have many values, so other calls go on after each."""
+    found = list[_Found]()
+    for state in states:
+        found.append(call(state))
+        yield GIVE_WAY
+    return found
 
 
 def _check_finite(vectors: Float[Tensor, "texts size"]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from infer.engine.embedding import pool, too_long
+from infer.engine.embedding import of_each, pool, too_long
 from infer.engine.host import Host
 from infer.engine.loop_messages import Work
 from infer.engine.request import check_prompt
@@ -99,7 +99,7 @@ def scores(host: Host, pairs: TextIds) -> Work[list[float]]:
     """Return the score of each pair. Work for the loop, a step at a time."""
     reranker = reranker_of(host)
     states = yield from pool(host, pairs, reranker.pooling)
-    return [reranker.score(state) for state in states]
+    return (yield from of_each(states, reranker.score))
 
 
 def check_top_n(top_n: int | None) -> None:

@@ -65,10 +65,6 @@ class Head:
 
     steps: tuple[HeadStep, ...] = ()
 
-    def apply(self, states: Float[Tensor, "texts inputs"]) -> Float[Tensor, "texts outputs"]:
-        """Return the results of float64 states, at least one."""
-        return torch.stack([self.of(state) for state in states]) if self.steps else states
-
     def of(self, state: Float[Tensor, "inputs"]) -> Float[Tensor, "outputs"]:
         """Return the result of one float64 state."""
         for step in self.steps:

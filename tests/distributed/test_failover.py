@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx
@@ -15,7 +16,7 @@ from starlette.types import Message
 from infer.distributed.asked_body import AskedBody
 from infer.distributed.exchange import Exchange, GoneError, ResponseHead
 from infer.distributed.failover import Answering
-from infer.distributed.front import Front
+from infer.distributed.front import Front, follow
 from infer.distributed.replica import Replica
 from infer.distributed.replicas import Replicas
 from infer.distributed.router import ReplicaRouter, RoutedPrompt, text_keys
@@ -237,7 +238,7 @@ class Two(NamedTuple):
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
     state = ServerState(ServerSettings())
     with socket.socket() as one, socket.socket() as other:
-        replicas = Replicas(state, [["a"], ["b"]], [one, other])
+        replicas = Replicas([["a"], ["b"]], [one, other], 120.0, partial(follow, state), has_spares=False)
         yield Two(replicas, state, *(Kept(each, monkeypatch) for each in replicas._replicas))
 
 

@@ -187,7 +187,7 @@ def test_a_request_that_three_replicas_died_of_is_given_up(monkeypatch: pytest.M
     async def until_gone() -> Message:
         return await asyncio.get_running_loop().create_future()
 
-    replicas = Replicas(ServerState(ServerSettings()), [], [])
+    replicas = Replicas([], [], 1.0, lambda _: None, has_spares=False)
     monkeypatch.setattr(replicas, "exchange", dying)
     scope = {"type": "http", "method": "POST", "raw_path": b"/v1/completions", "query_string": b"", "headers": []}
     put_call(scope, Call("req-1", None, "POST"))
@@ -214,7 +214,7 @@ def test_work_is_queued_at_a_replica_until_it_ends_however_it_ends(
 
     async def send_two() -> None:
         with socket.socket() as own:
-            replicas = Replicas(ServerState(ServerSettings()), [[], []], [own] * 2)
+            replicas = Replicas([[], []], [own] * 2, 1.0, lambda _: None, has_spares=False)
         monkeypatch.setattr(replicas._router, "choose", choose)
         with suppress(GoneError, asyncio.CancelledError):
             async with replicas.exchange(RoutedPrompt(100, answer=7.0)), replicas.exchange(RoutedPrompt(10)):
@@ -276,7 +276,7 @@ def test_a_part_is_asked_for_again_once_and_only_if_its_event_was_sent(
         response = await answering.response()
         await response(scope, until_gone, keep)
 
-    replicas = Replicas(ServerState(ServerSettings()), [], [])
+    replicas = Replicas([], [], 1.0, lambda _: None, has_spares=False)
     monkeypatch.setattr(replicas, "exchange", living)
     scope = {"type": "http", "method": "POST", "raw_path": b"/v1/completions", "query_string": b"", "headers": []}
     put_call(scope, Call("req-1", None, "POST"))

@@ -50,6 +50,11 @@ ALLOWED = {
     ("distributed/replica.py", "socket"),
     ("distributed/replicas.py", "asyncio"),
     ("distributed/replicas.py", "socket"),
+    ("distributed/shelf.py", "asyncio"),
+    ("distributed/shelf.py", "socket"),
+    ("distributed/shelf_front.py", "asyncio"),
+    ("distributed/shelf_front.py", "socket"),
+    ("distributed/shelved_model.py", "socket"),
     ("server/http_server.py", "asyncio"),
     ("server/http_server.py", "socket"),  # a pair of them
     ("distributed/ray_serve.py", "asyncio"),

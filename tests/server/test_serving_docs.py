@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -15,6 +16,8 @@ from click.core import UNSET
 from infer import LLM
 from infer.cli.serve_command import client_lines
 from infer.cli.subcommands import infer
+from infer.distributed.shelf import Shelf
+from infer.distributed.shelf_front import ShelfFront
 from infer.server.app import ROUTES
 from infer.server.server_settings import ServerSettings
 from served import Served, serving
@@ -70,7 +73,8 @@ def test_every_metric_is_told_with_its_kind(served: Served) -> None:
 
 def test_every_route_is_told() -> None:
     told = set(re.findall(r"`(GET|POST|DELETE) (/[^`]*)`", DOCS))
-    assert {(method, _plain(path)) for method, path in told} == {(each.method, _plain(each.path)) for each in ROUTES}
+    routes = [*ROUTES, *ShelfFront(Mock(Shelf)).table]
+    assert {(method, _plain(path)) for method, path in told} == {(each.method, _plain(each.path)) for each in routes}
 
 
 def _plain(path: str) -> str:

@@ -61,8 +61,18 @@ def models_at_hand() -> Iterator[ModelAtHand]:
     for name, path in _in_hub_cache():
         yield _opened(ModelAtHand(name, "hub", str(path), 0))
     if (own := models_folder()) is not None:
-        for name, path in _in_folder(own):
-            yield _opened(ModelAtHand(name, "folder", str(path), 0))
+        for name, place in folder_models(own):
+            yield _opened(ModelAtHand(name, "folder", place, 0))
+
+
+def names_at_hand() -> Iterator[tuple[str, str]]:
+    """Yield the name and the value for `--model` of each model at hand, without a look at its headers."""
+    for name, _, _ in installed_models():
+        yield name, name
+    for name, path in _in_hub_cache():
+        yield name, str(path)
+    if (own := models_folder()) is not None:
+        yield from folder_models(own)
 
 
 def _opened(found: ModelAtHand) -> ModelAtHand:
@@ -141,11 +151,12 @@ def _in_hub_cache() -> Iterator[tuple[str, Path]]:
                 yield str(name), path
 
 
-def _in_folder(folder: Path) -> Iterator[tuple[str, Path]]:
+def folder_models(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name and the path of each model in a folder and its folders."""
     files = list_files(folder)
     for file in files:
         if file.endswith("/config.json"):
             name = file.removesuffix("/config.json")
-            yield name, folder / name
+            yield name, str(folder / name)
     for parts in gguf_models(files):
-        yield parts[0], folder / parts[0]
+        yield parts[0], str(folder / parts[0])

@@ -120,11 +120,14 @@ class NumberOptions:
 
 
 @dataclass(frozen=True)
-class WeightOptions(NumberOptions):
-    """Options for the model and its number formats."""
-
+class ModelOption:
     model: str = option("-m", "--model", default="smollm2", metavar="NAME|PATH",
                         help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub.")
+
+
+@dataclass(frozen=True)
+class WeightOptions(ModelOption, NumberOptions):
+    """Options for the model and its number formats."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +191,8 @@ class RerankerOption:
 
 
 @dataclass(frozen=True)
-class ServedOptions(WeightOptions, EvictionOptions, RunningOptions, RerankerOption):
-    """The options of a server's model."""
+class ServedOptions(NumberOptions, EvictionOptions, RunningOptions, RerankerOption):
+    """The options of a server's models."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.cli.terminal import columns_of_rows, note
 from infer.errors import InferError, InvalidRequestError
 
-Options = TypeVar("Options", BenchOptions, ChatOptions, CompareOptions, DeployOptions, PerplexityOptions, ServeOptions)
+Options = TypeVar("Options", BenchOptions, ChatOptions, CompareOptions, DeployOptions, PerplexityOptions)
 _MOST_LISTED = 20
 
 
@@ -53,16 +53,29 @@ def choose_model(context: click.Context, options: Options) -> Options:
     """
     if options.named is not None or is_given(context, "model"):
         return take_named(context, options)
+    return replace(options, model=_chosen_or_default(context, options.model))
+
+
+def choose_models(context: click.Context, options: ServeOptions) -> ServeOptions:
+    """Return the options of a server with all named models in `models`.
+
+    If none is named and no folder, the person at the terminal chooses, as with `choose_model`.
+    """
+    models = (*options.named, *options.models)
+    if not (models or options.models_dir or options.load_on_demand or options.pinned):
+        models = (_chosen_or_default(context, options.model),)
+    return replace(options, named=(), models=models)
+
+
+def _chosen_or_default(context: click.Context, default: str) -> str:
     from infer.checkpoint.find import installed_models
 
-    default = options.model
     has_default = any(name == default for name, _, _ in installed_models())
     if all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
-        named = _chosen(default, str(context.info_name), has_default=has_default)
-        return replace(options, model=named)
+        return _chosen(default, str(context.info_name), has_default=has_default)
     if not has_default:
         raise _no_model(default, "no model is named")
-    return options
+    return default
 
 
 def _chosen(default: str, command: str, *, has_default: bool) -> str:

@@ -12,7 +12,6 @@ from infer.cli.command_options import (
     EvictionOptions,
     LoadOptions,
     RerankerOption,
-    ServedOptions,
 )
 from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.cli.signals import exit_on_signal, keeping_garbage
@@ -51,7 +50,7 @@ def served_arguments(options: ServeOptions | DeployOptions) -> dict[str, Any]:
     return load_arguments(options) | {"reuse_prefixes": reuse_prefixes, "pool_pages": options.pool_pages}
 
 
-def load_arguments(options: LoadOptions | ServedOptions) -> dict[str, Any]:
+def load_arguments(options: LoadOptions | ServeOptions | DeployOptions) -> dict[str, Any]:
     """Return the arguments of `LLM` that the options give."""
     same = {name: getattr(options, name) for name in _SAME_NAMES}
     if isinstance(options, RerankerOption):
@@ -65,7 +64,7 @@ def cache_values(options: EvictionOptions) -> dict[str, Any]:
     return {each.name: getattr(options, each.name) for each in fields(group)}
 
 
-def kernels_ahead(options: LoadOptions | ServedOptions | BenchOptions) -> AbstractContextManager[None]:
+def kernels_ahead(options: LoadOptions | ServeOptions | DeployOptions | BenchOptions) -> AbstractContextManager[None]:
     """Return a context in which torch and the model are loaded while kernels are compiled ahead."""
     from infer.model.compile_ahead import compiling_ahead
     from infer.model.memory_estimate import LoadSettings

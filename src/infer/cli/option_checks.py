@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import click
 
-from infer.cli.command_options import BenchOptions, LoadOptions, RunningOptions, ServedOptions
+from infer.cli.command_options import BenchOptions, LoadOptions, RunningOptions
 from infer.cli.model_loading import cache_values
+from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.engine.model_settings import check_settings
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
@@ -22,19 +23,16 @@ _SETTINGS = ("max_seq_len", "threads", "grammar_backend")
 _OF_EXTRA = {"serve": ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn"), "ray": ("ray", "fastapi")}
 
 
-def check_options(options: LoadOptions | ServedOptions | BenchOptions, params: Collection[SamplingParams]) -> None:
+_Loading = LoadOptions | ServeOptions | DeployOptions | BenchOptions
+
+
+def check_options(options: _Loading, params: Collection[SamplingParams]) -> None:
     """Raise InvalidRequestError or ModelError for bad options.
 
     The model's headers are opened only if an option depends on them.
     """
-    settings = CacheSettings(**cache_values(options))
-    if options.threads is not None:
-        check_num_threads(options.threads)
+    settings = check_loading(options)
     length = options.max_seq_len if isinstance(options, RunningOptions) else None
-    checked = {name: value for name in _SETTINGS if (value := getattr(options, name, None)) is not None}
-    check_settings(checked)
-    if options.dtype != "auto" and options.weights != "auto":
-        raise InvalidRequestError("--dtype and --weights contradict each other: give one of them")
     named = _named_ids(params)
     if length is None and settings == _CACHE_DEFAULTS and not named:
         from infer.checkpoint import resolve
@@ -42,6 +40,18 @@ def check_options(options: LoadOptions | ServedOptions | BenchOptions, params: C
         resolve(options.model)
     else:
         _check_headers(options.model, length, settings, named)
+
+
+def check_loading(options: _Loading) -> CacheSettings:
+    """Return the settings of the cache. Raises InvalidRequestError for options that no model can have."""
+    settings = CacheSettings(**cache_values(options))
+    if options.threads is not None:
+        check_num_threads(options.threads)
+    checked = {name: value for name in _SETTINGS if (value := getattr(options, name, None)) is not None}
+    check_settings(checked)
+    if options.dtype != "auto" and options.weights != "auto":
+        raise InvalidRequestError("--dtype and --weights contradict each other: give one of them")
+    return settings
 
 
 def check_constraints(context: click.Context) -> None:

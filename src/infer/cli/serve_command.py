@@ -20,7 +20,7 @@ from infer.distributed.replica import await_turn
 from infer.errors import InvalidRequestError, RequestWarning
 from infer.server.auth import read_keys
 from infer.server.loading import OnProgress, warmed
-from infer.server.process import bind, check_certificate, run_server
+from infer.server.process import OnReady, bind, check_certificate, run_server
 from infer.server.server_settings import ServerSettings
 from infer.server.server_state import ServerState
 from infer.system.core_share import take_cores
@@ -46,13 +46,7 @@ class _Lines(logging.Handler):
 def run_serve(options: ServeOptions, load: Load) -> int:
     """Run the server and return its exit status."""
     settings = make_settings(options)
-    warnings.simplefilter("ignore", RequestWarning)  # they repeat what a request has
-    logging.getLogger("infer.server").addHandler(logging.StreamHandler())
-    if not options.no_access_log:
-        log = logging.getLogger("infer.access")
-        log.setLevel(logging.INFO)
-        log.propagate = False
-        log.addHandler(_Lines())
+    begin_logs(options)
     if options.listen_fd is not None:
         if options.replicas > 1 and options.threads is not None:
             take_cores(options.threads)
@@ -61,7 +55,9 @@ def run_serve(options: ServeOptions, load: Load) -> int:
         own = replace(settings, api_keys={}, cors_origins=(), tls_cert=None, tls_key=None, is_child=True)
         own = replace(own, max_body_bytes=_NO_LIMIT)  # its parent has one
         listener = socket.socket(fileno=options.listen_fd)
-        announce = partial(_announce_first, listener, settings)
+        announce: OnReady = partial(_announce_first, listener, settings)
+        if options.served_as is not None:  # one of several models: who has the clients tells of them
+            own, announce = replace(own, model=options.served_as, aliases=()), lambda state: None
         return run_server(ServerState(own), listener, partial(_load, load), announce)
     listener = bind(settings)
     port = listener.getsockname()[1]
@@ -70,6 +66,17 @@ def run_serve(options: ServeOptions, load: Load) -> int:
         commands = _commands(options.model, options.replicas, port, has_threads=options.threads is not None)
         return run_replicas(ServerState(settings), listener, commands)
     return run_server(ServerState(settings), listener, partial(_load, load), partial(_announce, settings, port))
+
+
+def begin_logs(options: ServeOptions) -> None:
+    """Write the server's log to stderr, and its access log to stdout unless the options say otherwise."""
+    warnings.simplefilter("ignore", RequestWarning)  # they repeat what a request has
+    logging.getLogger("infer.server").addHandler(logging.StreamHandler())
+    if not options.no_access_log:
+        log = logging.getLogger("infer.access")
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        log.addHandler(_Lines())
 
 
 def _commands(model: str, num_replicas: int, port: int, *, has_threads: bool) -> list[list[str]]:

@@ -1,18 +1,37 @@
 """The options of `infer serve` and `infer ray deploy`. Most become fields of `ServerSettings` of the same name."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import click
 
-from infer.cli.command_options import ModelArgument, ServedOptions
-from infer.cli.option_fields import option
+from infer.cli.command_options import ModelArgument, ModelOption, ServedOptions
+from infer.cli.option_fields import argument, option
 from infer.operands.limits import MAX_STEP_LOGITS
 
 _SECONDS = click.FloatRange(min=0.1)
 _COUNT = click.IntRange(min=1)
 MAX_REPLICAS = 64
+
+
+DEFAULT_MODEL = "smollm2"
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click alone
+    """A number of bytes, such as 800MB or 1.5GiB."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(value).strip(), re.IGNORECASE)
+        unit = "" if found is None else found[2].upper()
+        unit += "B" if unit and not unit.endswith("B") else ""
+        if found is None or unit not in _UNITS:
+            self.fail(f"{value!r:.40} is no size: write a number and a unit, such as 800MB or 12GB", param, ctx)
+        return round(float(found[1]) * _UNITS[unit])
 
 
 # fmt: off
@@ -88,12 +107,39 @@ class LimitOptions:
 
 
 @dataclass(frozen=True)
-class ServeOptions(ModelArgument, ClientOptions, ProcessOptions, SchedulingOptions, LimitOptions, ServedOptions):
+class ModelsOptions:
+    """Options for the models of a server. With several, or with any of the last six, each has its own process."""
+
+    named: tuple[str, ...] = argument(metavar="[MODEL]...", required=False)
+    models: tuple[str, ...] = option(
+        "-m", "--model", metavar="NAME|PATH", show_default=False,
+        help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub. Repeatable.  "
+             "[default: smollm2]")
+    models_dir: Path | None = option(metavar="DIR", help="Serve the models in this folder, each loaded on demand.")
+    load_on_demand: bool = option(help="Serve every model that `infer models` lists, each loaded on demand.")
+    memory: int | None = option(
+        type=ByteSize(), metavar="SIZE",
+        help="What all models may take together, such as 12GB: the least recently used ones are unloaded for others.  "
+             "[default: 9/10 of what is available]")
+    pinned: tuple[str, ...] = option("--pin", metavar="NAME",
+                                     help="A model that is loaded at the start and never unloaded. Repeatable.")
+    idle_unload: float | None = option(type=_SECONDS, metavar="SECONDS",
+                                       help="Unload a model that has answered nothing for so long.")
+    served_as: str | None = option(hidden=True)  # of a model among several: its name
+
+    @property
+    def model(self) -> str:
+        """The only model, or the last one: a process of a server of several is told its own after the others."""
+        return (self.named + self.models or (DEFAULT_MODEL,))[-1]
+
+
+@dataclass(frozen=True)
+class ServeOptions(ModelsOptions, ClientOptions, ProcessOptions, SchedulingOptions, LimitOptions, ServedOptions):
     pass
 
 
 @dataclass(frozen=True)
-class DeployOptions(ModelArgument, ClientOptions, SchedulingOptions, ServedOptions):
+class DeployOptions(ModelArgument, ModelOption, ClientOptions, SchedulingOptions, ServedOptions):
     replicas: int = option(type=_COUNT, default=1, help="Engines, each with the model.")
     fronts: int = option(
         type=_COUNT, default=2,
@@ -108,3 +154,9 @@ class DeployOptions(ModelArgument, ClientOptions, SchedulingOptions, ServedOptio
     drain_seconds: float = option(type=click.FloatRange(min=0), default=600.0,
                                   help="At most, for answers under way of an engine or a front that is taken away.")
 # fmt: on
+
+
+def serves_several(options: ServeOptions) -> bool:
+    """Return True if each model has a process of its own, which may be unloaded."""
+    asked = (options.models_dir, options.load_on_demand, options.memory, options.pinned, options.idle_unload)
+    return len(options.models) > 1 or any(asked)

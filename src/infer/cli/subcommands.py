@@ -28,14 +28,14 @@ from infer.cli.command_options import (
     RerankOptions,
     TraceOptions,
 )
-from infer.cli.model_choice import choose_model, take_named
+from infer.cli.model_choice import choose_model, choose_models, take_named
 from infer.cli.model_loading import kernels_ahead, load_arguments, load_for_server, load_model, served_arguments
 from infer.cli.option_checks import check_constraints, check_grammar, check_options, needs_extra
 from infer.cli.option_fields import takes_options
 from infer.cli.other_programs import TolerantCommand, what_to_type
 from infer.cli.prompts import many_prompts, one_prompt
 from infer.cli.sampling_options import given_values, is_given, merge_params, model_defaults, own_params
-from infer.cli.server_options import DeployOptions, ServeOptions
+from infer.cli.server_options import DeployOptions, ServeOptions, serves_several
 from infer.cli.signals import exit_on_signal
 from infer.cli.terminal import Spinner
 from infer.sampling.defaults import neutral_values
@@ -251,16 +251,20 @@ def replay(context: click.Context, options: ReplayOptions) -> int:
 @infer.command()
 @takes_options(ServeOptions)
 def serve(context: click.Context, options: ServeOptions) -> int:
-    """Serve a MODEL over HTTP, as OpenAI's API. SIGTERM and Ctrl-C drain: a second one ends at once.
+    """Serve one MODEL or several over HTTP, as OpenAI's API. SIGTERM and Ctrl-C drain: a second one ends at once.
 
-    Without a model a terminal shows the choice; elsewhere the default is served.
+    Without a model a terminal shows the choice; elsewhere the default is served. Several models share the memory of
+    --memory: each is loaded for its first request, if it was not loaded at the start.
     """
-    options = choose_model(context, options)
-    check_options(options, [])
+    options = choose_models(context, options)
+    is_shelf = options.listen_fd is None and serves_several(options)
+    if not is_shelf:
+        check_options(options, [])
     with needs_extra():
         from infer.cli.serve_command import run_serve
+        from infer.cli.shelf_command import run_models
 
-    return run_serve(options, partial(load_for_server, options))
+    return run_models(options) if is_shelf else run_serve(options, partial(load_for_server, options))
 
 
 @infer.group(name="ray", cls=click.Group)

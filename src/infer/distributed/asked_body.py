@@ -16,18 +16,29 @@ _NULL = msgspec.Raw(b"null")
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
+class _Named(msgspec.Struct):
+    model: Any = None
+
+
+_named_decoder = msgspec.json.Decoder(_Named)
+
+
 class AskedBody(NamedTuple):
     """A request's body. If it `is_repeatable`, a stream that is requested again has the same events."""
 
     content: bytes
     prompt: RoutedPrompt
     is_repeatable: bool
+    model: str | None = None  # None: the body names none
 
 
 def read_asked(content: bytes, session: str, tenant: str, *, is_repeatable: bool) -> AskedBody:
     prompt = prompt_of_body(content, session, tenant)
-    is_object = prompt.num_tokens > 0  # any other body stays as it is: the replica's refusal names its bytes
-    return AskedBody(with_seed(content) if is_repeatable and is_object else content, prompt, is_repeatable)
+    if not prompt.num_tokens:  # no JSON object stays as it is: the replica's refusal names its bytes
+        return AskedBody(content, prompt, is_repeatable)
+    model = _named_decoder.decode(content).model
+    content = with_seed(content) if is_repeatable else content
+    return AskedBody(content, prompt, is_repeatable, model if isinstance(model, str) else None)
 
 
 def with_seed(content: bytes) -> bytes:

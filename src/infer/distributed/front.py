@@ -4,12 +4,13 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.distributed.asked_body import read_asked
+from infer.distributed.asked_body import AskedBody, read_asked
 from infer.distributed.exchange import Exchanges
 from infer.distributed.failover import Answering
 from infer.distributed.replicas import Replicas
@@ -42,12 +43,35 @@ def run_replicas(state: ServerState, listener: socket.socket, commands: Sequence
             own.bind(str(folder / str(index)))
             own.listen(1024)
             sockets.append(own)
-        replicas = Replicas(state, commands, sockets)
+        has_spares = len(commands) == 1
+        seconds = state.settings.watchdog_seconds
+        replicas = Replicas(commands, sockets, seconds, partial(follow, state), has_spares=has_spares)
         life = Life(replicas.start, state.has_failed.wait, replicas.terminate)
         try:
             return asyncio.run(run_process(state, listener, life, lambda state: None, Front(replicas).table))
         finally:
             replicas.kill()
+
+
+def follow(state: ServerState, replicas: Replicas) -> None:
+    """Give the server the phase of its replicas."""
+    if replicas.failure is not None:
+        state.fail(replicas.failure)
+    elif state.phase in ("loading", "ready"):
+        state.phase = "ready" if replicas.is_ready else "loading"
+
+
+async def hand_on(request: Request, asked: AskedBody, replicas: Exchanges) -> Response:
+    """Return the answer of the replica that the router chooses."""
+    fail = failure_event if request.url.path == "/v1/messages" else failure_events
+    return await Answering(request, asked, replicas, fail).response()
+
+
+async def read_body(request: Request) -> AskedBody:
+    """Return the body of a request to one of the server's routes."""
+    session, tenant = request.headers.get(_SESSION_HEADER, ""), call_of(request).key_name
+    is_repeatable = request.url.path in _REPEATABLE
+    return read_asked(await request.body(), session, tenant, is_repeatable=is_repeatable)
 
 
 @final
@@ -65,11 +89,7 @@ class Front:
 
     async def _hand_on(self, request: Request, state: ServerState) -> Response:
         state.check_ready()
-        path = request.url.path
-        session, tenant = request.headers.get(_SESSION_HEADER, ""), call_of(request).key_name
-        asked = read_asked(await request.body(), session, tenant, is_repeatable=path in _REPEATABLE)
-        fail = failure_event if path == "/v1/messages" else failure_events
-        return await Answering(request, asked, self._replicas, fail).response()
+        return await hand_on(request, await read_body(request), self._replicas)
 
     async def _ready(self, request: Request, state: ServerState) -> Response:
         """Return the answer of a replica that is ready, or of another one if none is."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import final
 
@@ -11,40 +11,59 @@ from infer.distributed.exchange import Exchange
 from infer.distributed.replica import Replica
 from infer.distributed.router import NUM_PAGES, ReplicaRouter, RoutedPrompt
 from infer.errors import InferError
-from infer.server.server_state import ServerState
 
 log = logging.getLogger("infer.server")
 _PAUSE_SECONDS = 10.0  # before one is tried again
+_END_SECONDS = 10.0  # for a replica without requests to end after SIGTERM
 
 
 @final
 class Replicas:
-    """For the event loop only. `commands` start the replicas, each with its own socket. A single one has a spare."""
+    """For the event loop only. `commands` start the replicas, each with its own socket.
 
-    def __init__(self, state: ServerState, commands: Sequence[Sequence[str]], sockets: Sequence[socket.socket]) -> None:
-        self._state, self._router = state, ReplicaRouter(NUM_PAGES)
+    `on_change` is called when the first replica becomes ready, when the last one is lost, and when none can start. With
+    `has_spares`, each replica has a spare process.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        sockets: Sequence[socket.socket],
+        watchdog_seconds: float,
+        on_change: Callable[["Replicas"], None],
+        *,
+        has_spares: bool,
+    ) -> None:
+        self.failure: Exception | None = None  # why none can start
+        self._on_change, self._has_spares, self._router = on_change, has_spares, ReplicaRouter(NUM_PAGES)
         self._replicas = [
-            Replica(str(index), own, command, self._notice, state.settings.watchdog_seconds)
+            Replica(str(index), own, command, self._notice, watchdog_seconds)
             for index, (own, command) in enumerate(zip(sockets, commands, strict=True))
         ]
         self._queued = {replica.name: 0.0 for replica in self._replicas}  # tokens
-        self._is_any_ready = asyncio.Event()
+        self._is_any_ready, self._is_settled = asyncio.Event(), asyncio.Event()
         self._lives = list[asyncio.Task[None]]()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._is_any_ready.is_set()
 
     @property
     def are_several(self) -> bool:
         return len(self._replicas) > 1
 
     async def start(self) -> None:
-        """Start the replicas, and return when one is ready or the state has failed.
-
-        If a replica cannot start while no other serves, now or later, the state fails.
-        """
+        """Start the replicas, and return when one is ready or `failure` says why none can start."""
         self._lives = [asyncio.create_task(self._keep(replica)) for replica in self._replicas]
-        waits = [asyncio.create_task(event.wait()) for event in (self._is_any_ready, self._state.has_failed)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        await self._is_settled.wait()
+
+    async def stop(self) -> None:
+        """End the replicas, which have no requests, and return when their processes are gone."""
+        self.terminate()
+        _, late = await asyncio.wait(self._lives, timeout=_END_SECONDS)
+        if late:
+            self.kill()
+            await asyncio.wait(late)
 
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
@@ -66,7 +85,13 @@ class Replicas:
 
     async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
         """Return status and body by name, for the replicas that are ready and answer within a second."""
-        asked = self._choosable()
+        return await self._get(target, self._choosable())
+
+    async def get_while_loading(self, target: bytes) -> list[tuple[int, bytes]]:
+        """Return status and body of all replicas that answer within a second, ready or not."""
+        return list((await self._get(target, self._replicas)).values())
+
+    async def _get(self, target: bytes, asked: Sequence[Replica]) -> dict[str, tuple[int, bytes]]:
         answers = await asyncio.gather(*(replica.try_get(target) for replica in asked))
         return {replica.name: answer for replica, answer in zip(asked, answers, strict=True) if answer is not None}
 
@@ -83,11 +108,13 @@ class Replicas:
         """Keep a replica alive. If it cannot start, try again while others serve."""
         while True:
             try:
-                await replica.live(has_spare=not self.are_several)
+                await replica.live(has_spare=self._has_spares)
+                self._is_settled.set()  # also if it was ended before it was ready
                 return
             except (InferError, OSError) as error:
-                if not self._is_any_ready.is_set():
-                    self._state.fail(error)
+                if not self.is_ready:
+                    self.failure = error
+                    self._settle()
                     return
                 log.error("replica %s: %s", replica.name, error)
             await asyncio.sleep(_PAUSE_SECONDS)
@@ -103,9 +130,15 @@ class Replicas:
         for each in self._replicas:
             if each.hangs and each not in self._choosable():
                 each.drop_requests()
-        if any(each.is_ready for each in self._replicas):
-            self._is_any_ready.set()
-        else:
+        if any(each.is_ready for each in self._replicas) == self.is_ready:
+            return
+        if self.is_ready:
             self._is_any_ready.clear()
-        if self._state.phase in ("loading", "ready"):
-            self._state.phase = "ready" if self._is_any_ready.is_set() else "loading"
+            self._on_change(self)
+        else:
+            self._is_any_ready.set()
+            self._settle()
+
+    def _settle(self) -> None:
+        self._is_settled.set()
+        self._on_change(self)

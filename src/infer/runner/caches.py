@@ -10,8 +10,7 @@ from infer.kvcache.pages import num_pages
 from infer.model.memory_estimate import check_rows_fit
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_TOKENS
-
-MAX_FULL_CONTEXTS = 8  # for which a model has pages by default
+from infer.request_limits import MAX_FULL_CONTEXTS
 
 
 def make_cache(

@@ -1,4 +1,4 @@
-"""`/v1/models`: the served model, under each of its names."""
+"""`/v1/models`: the served model, under each of its names. `distributed.shelf_front` shows several models."""
 
 from typing import Literal
 
@@ -14,8 +14,19 @@ from infer.server.replies import json_response
 from infer.server.server_state import ServerState
 
 
+class ModelStatus(Struct, omit_defaults=True):
+    """The state of a model of a server of several. `progress` is the loaded share of a model that is loading."""
+
+    value: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+    progress: float | None = None
+    error: str | None = None
+
+
 class ServedModel(Struct, kw_only=True):
-    """A name of the model. The length of the context is known when the model is loaded."""
+    """A name of a model. The length of the context is known when the model's headers were read.
+
+    A server of several models shows their state, their tasks, and the memory that each takes or would take.
+    """
 
     id: str
     object: Literal["model"]
@@ -25,6 +36,10 @@ class ServedModel(Struct, kw_only=True):
     parent: None
     max_model_len: Count | UnsetType = UNSET  # vLLM's name
     context_length: Count | UnsetType = UNSET  # OpenRouter's name
+    status: ModelStatus | UnsetType = UNSET  # llama.cpp's name
+    takes: list[str] | UnsetType = UNSET
+    memory_bytes: Count | UnsetType = UNSET
+    is_pinned: bool | UnsetType = UNSET
 
 
 class ServedModels(Struct, tag_field="object", tag="list"):
@@ -81,6 +96,6 @@ def _model(state: ServerState, name: str) -> ServedModel:
 
 
 ROUTES = [
-    get("/v1/models", list_models, "The served model, under each of its names", answer=ServedModels),
-    get("/v1/models/{id:path}", get_model, "The served model by a name", answer=ServedModel),
+    get("/v1/models", list_models, "The served models, under each of their names", answer=ServedModels),
+    get("/v1/models/{id:path}", get_model, "A served model by a name", answer=ServedModel),
 ]

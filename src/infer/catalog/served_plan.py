@@ -1,0 +1,74 @@
+"""Plan the memory of a model that a server loads, from its headers: its context, its pages, and the total."""
+
+from typing import NamedTuple
+
+from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.kvcache.cache_settings import CacheSettings
+from infer.kvcache.groups import check_layers
+from infer.kvcache.pages import num_pages
+from infer.model.context_length import context_length
+from infer.model.families import make_architecture
+from infer.model.memory_estimate import Estimate, LoadSettings, check_fits, estimate
+from infer.model.tensors import check_tensors
+from infer.operands.architecture import Architecture
+from infer.operands.limits import MAX_STEP_LOGITS
+from infer.request_limits import MAX_FULL_CONTEXTS
+
+
+class ServedPlan(NamedTuple):
+    """Total memory in bytes of the process, tokens of a context, pages of the cache (None: it has no pages), tasks."""
+
+    num_bytes: int
+    context: int
+    pool_pages: int | None
+    takes: tuple[str, ...]
+
+
+def plan_served(
+    model: str,
+    load: LoadSettings,
+    cache: CacheSettings,
+    *,
+    max_seq_len: int | None,
+    pool_pages: int | None,
+    most_bytes: int,
+    share_bytes: int,
+) -> ServedPlan:
+    """Return the plan of a model that takes at most `most_bytes`.
+
+    Unless `pool_pages` says how many pages its cache has, they hold as many full contexts as fit in `share_bytes`: 8 at
+    most, and at least one. Raises ModelError, with the context that would fit, if one context is too much.
+    """
+    checkpoint = open_checkpoint(model)
+    architecture = make_architecture(checkpoint.config)
+    check_tensors(architecture, checkpoint.tensors)
+    check_layers(cache, architecture.mixers)
+    context = context_length(max_seq_len, architecture, cache)
+    model_headers = (architecture, checkpoint.tensors, load, cache)
+
+    def needed(pages: int | None, num_rows: int) -> Estimate:
+        return estimate(*model_headers, num_tokens=context, num_rows=num_rows, pool_pages=pages)
+
+    if architecture.reads_whole_texts:
+        pages, num_rows = None, 1
+    else:
+        each, num_rows = num_pages(context, cache.page_tokens), MAX_STEP_LOGITS
+        counts = [pool_pages] if pool_pages else [each * count for count in range(MAX_FULL_CONTEXTS, 0, -1)]
+        pages = next((count for count in counts if needed(count, num_rows).total <= share_bytes), counts[-1])
+    found = needed(pages, num_rows)
+    if found.total > most_bytes:
+        beside = found.process + found.total - needed(pages, 1).total  # not of the weights or of a context
+        check_fits(checkpoint.path.name, *model_headers, num_tokens=context, available=max(0, most_bytes - beside))
+    return ServedPlan(found.total, context, pages, _tasks(checkpoint, architecture))
+
+
+def _tasks(checkpoint: Checkpoint, architecture: Architecture) -> tuple[str, ...]:
+    """Return what the model can do, by the names of the commands."""
+    is_encoder = architecture.reads_whole_texts
+    found = {
+        "embed": checkpoint.embedding is not None or (is_encoder and checkpoint.classifier is None),
+        "rerank": checkpoint.reranker is not None,
+        "classify": checkpoint.classifier is not None and len(checkpoint.classifier.labels) > 1,
+    }
+    names = tuple(name for name, is_true in found.items() if is_true)
+    return names if names or is_encoder else ("generate",)

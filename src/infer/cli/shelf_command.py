@@ -1,0 +1,136 @@
+"""`infer serve` with several models: each has a process of its own, loaded on demand within one memory budget."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from infer.catalog.models_at_hand import folder_models, names_at_hand
+from infer.catalog.served_plan import plan_served
+from infer.cli.model_loading import cache_values
+from infer.cli.option_checks import check_loading
+from infer.cli.serve_command import begin_logs, make_settings, page_url, url_of
+from infer.cli.server_options import ServeOptions
+from infer.distributed.shelf import ShelfSettings, ShelfWork
+from infer.distributed.shelf_front import run_shelf
+from infer.distributed.shelved_model import ModelPlan, ModelSource
+from infer.errors import InvalidRequestError
+from infer.kvcache.cache_settings import CacheSettings
+from infer.model.memory_estimate import LoadSettings
+from infer.server.process import bind
+from infer.server.server_state import ServerState
+from infer.system.available_memory import available_memory_bytes
+from infer.system.cores import default_num_threads
+from infer.system.status_line import write_notice
+
+_BUDGET_SHARE = 0.9  # of the available memory: the rest is for the process that clients talk to, and for the system
+
+
+def run_models(options: ServeOptions) -> int:
+    """Run a server of several models and return its exit status."""
+    _check(options)
+    begin_logs(options)
+    logging.getLogger("infer.server").setLevel(logging.INFO)  # models that come and go
+    sources = _sources(options)
+    settings = make_settings(options)
+    if sources:
+        settings = replace(settings, model=sources[0].name, aliases=())
+    budget = _budget(options)
+    shelf = ShelfSettings(budget, settings.max_ttft, settings.max_queue, settings.watchdog_seconds, options.idle_unload)
+    share = budget // max(2, len(sources))
+    listener = bind(settings)
+    port = listener.getsockname()[1]
+    work = ShelfWork(partial(_plan, options, share), partial(_command, options, port), partial(_find, options))
+    url = url_of(settings, port)
+    write_notice(f"url      {url}/v1; the page is {page_url(url)}")
+    write_notice(f"models   {', '.join(source.name for source in sources) or 'loaded on demand'}")
+    write_notice(f"memory   {budget / 1e9:.1f} GB for all models together")
+    return run_shelf(ServerState(settings), listener, sources, shelf, work)
+
+
+def _check(options: ServeOptions) -> None:
+    """Raise InvalidRequestError for bad options, and for those that belong to a server of one model."""
+    check_loading(options)
+    alone = {
+        "--replicas": options.replicas > 1,
+        "--isolate": options.isolate,
+        "--tensor-parallel": options.tensor_parallel > 1,
+        f"--device {options.device}": options.device != "cpu",
+    }
+    for name, is_given in alone.items():
+        if is_given:
+            raise InvalidRequestError(f"{name} is for a server of one model: leave it out, or name one model only")
+    if options.served_names and len(options.served_names) != len(options.models):
+        raise InvalidRequestError(
+            f"--served-model-name names each of several models, in their order: {len(options.models)} are served, and "
+            f"{len(options.served_names)} names are given"
+        )
+    if options.models_dir is not None and not options.models_dir.is_dir():
+        raise InvalidRequestError(f"--models-dir: {options.models_dir} is no folder")
+
+
+def _sources(options: ServeOptions) -> list[ModelSource]:
+    """Return the models of `--model`, and the pinned ones. Raises InvalidRequestError for two of one name."""
+    names = options.served_names or [_name_of(path) for path in options.models]
+    sources = [
+        ModelSource(name, path, name in options.pinned) for name, path in zip(names, options.models, strict=True)
+    ]
+    if twice := {source.name for source in sources if [each.name for each in sources].count(source.name) > 1}:
+        raise InvalidRequestError(
+            f"two models have the name {min(twice)!r}: give each its own, with one --served-model-name per model"
+        )
+    known = {source.name for source in sources}
+    for name in options.pinned:
+        if name not in known:
+            found = {source.name: source for source in _find(options)}
+            path = found[name].path if name in found else name
+            sources.append(ModelSource(name, path, is_pinned=True))
+    return sources
+
+
+def _name_of(model: str) -> str:
+    """Return what clients call a model: its name, or that of its file or folder."""
+    path = Path(model).expanduser()
+    return (path.stem if path.suffix == ".gguf" else path.resolve().name) if path.exists() else model
+
+
+def _find(options: ServeOptions) -> list[ModelSource]:
+    """Return the models that are loaded on demand and are at hand now."""
+    found = folder_models(options.models_dir) if options.models_dir is not None else ()
+    at_hand = names_at_hand() if options.load_on_demand else ()
+    return [ModelSource(name.removesuffix(".gguf"), path) for name, path in (*found, *at_hand)]
+
+
+def _budget(options: ServeOptions) -> int:
+    available = available_memory_bytes()
+    if options.memory is not None:
+        return options.memory
+    if available is None:
+        raise InvalidRequestError("the memory of this machine is unknown: say with --memory what models may take")
+    return int(_BUDGET_SHARE * available)
+
+
+def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_bytes: int) -> ModelPlan:
+    """Return the plan of a model, with the options that make its process keep to it."""
+    threads = options.threads or default_num_threads()
+    found = plan_served(
+        source.path,
+        LoadSettings(options.dtype, options.weights, options.precision, threads),
+        CacheSettings(**cache_values(options)),
+        max_seq_len=options.max_seq_len,
+        pool_pages=options.pool_pages,
+        most_bytes=most_bytes,
+        share_bytes=share_bytes,
+    )
+    kept = ["--max-seq-len", str(found.context)]
+    if found.pool_pages is not None:
+        kept += ["--pool-pages", str(found.pool_pages)]
+    return ModelPlan(found.num_bytes, kept, found.takes, found.context)
+
+
+def _command(options: ServeOptions, port: int, source: ModelSource, plan: ModelPlan) -> Sequence[str]:
+    """Return the command of a model's process: this one's, with its own model last."""
+    command = [sys.executable, "-m", "infer", *sys.argv[1:], *plan.options, "--port", str(port)]
+    return [*command, "--model", source.path, "--served-as", source.name, "--listen-fd"]

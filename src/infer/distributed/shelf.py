@@ -1,0 +1,341 @@
+"""The models of one server, each in a process of its own, loaded on demand within one memory budget.
+
+A request for a model that is not loaded waits until it is. If there is no room, the models that were not used for the
+longest time are unloaded. No answer is ended for it: a model that must go takes no new requests, and is unloaded after
+its last answer. The model that has been wanted for the longest time is loaded first, so no model keeps another one out.
+"""
+
+import asyncio
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from infer.distributed.replicas import Replicas
+from infer.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel
+from infer.distributed.unloading import models_to_unload
+from infer.errors import InferError
+from infer.server.door import retry_headers
+from infer.server.http_errors import ApiError
+
+_SLACK_SECONDS = 10.0  # after the time that a client was told: until then its model is kept
+_NO_RETRY = {"x-should-retry": "false"}
+
+
+class ShelfSettings(NamedTuple):
+    """Limits of all models together.
+
+    `budget` is in bytes. After `longest_wait` seconds a waiting request is told when to retry.
+    """
+
+    budget: int
+    longest_wait: float = 30.0
+    most_waiting: int = 512
+    watchdog_seconds: float = 120.0
+    idle_seconds: float | None = None  # after which an idle model is unloaded; None: only if its memory is needed
+
+
+class ShelfWork(NamedTuple):
+    """The work that a shelf leaves to others.
+
+    `plan` reads a model's headers, and returns a plan within the given bytes. `command` returns the command of its
+    process, to which the descriptor of its socket is appended. `find` returns all models that are at hand now. `plan`
+    and `find` are called on other threads, and raise InferError.
+    """
+
+    plan: Callable[[ModelSource, int], ModelPlan]
+    command: Callable[[ModelSource, ModelPlan], Sequence[str]]
+    find: Callable[[], Sequence[ModelSource]] = lambda: ()
+
+
+class _Ticket(NamedTuple):
+    """A request that waits for its model."""
+
+    model: ShelvedModel
+    arrived_at: float
+    admitted: "asyncio.Future[Replicas]"
+
+
+@final
+class Shelf:
+    """For the event loop only. `folder` is for the models' sockets. The first of the sources is the default model."""
+
+    def __init__(self, sources: Sequence[ModelSource], settings: ShelfSettings, work: ShelfWork, folder: Path) -> None:
+        self.settings = settings
+        self.models: dict[str, ShelvedModel] = {}
+        self._work, self._folder = work, folder
+        self._waiting = list[_Ticket]()
+        self._tasks = set[asyncio.Task[None]]()
+        self._changed = asyncio.Event()
+        self._is_ending = False
+        self._add(sources)
+
+    # Its models
+
+    async def named(self, name: str | None) -> ShelvedModel:
+        """Return the model with this name, or the first one for None. Raises ApiError 404."""
+        if name is None and self.models:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            await self.look_again()
+        if name is not None and name in self.models:
+            return self.models[name]
+        served = f"name one of {', '.join(map(repr, self.models)) or 'those of GET /v1/models'}"
+        if name is None:
+            raise ApiError(400, f"model is missing: {served:.400}", param="model", code="missing_required_parameter")
+        message = f"the model {name!r:.80} is not served here: {served:.400}"
+        raise ApiError(404, message, "invalid_request_error", param="model", code="model_not_found")
+
+    async def look_again(self) -> None:
+        """Add the models that are at hand since the last look."""
+        self._add(await asyncio.to_thread(self._work.find))
+
+    async def read_headers(self) -> None:
+        """Read the headers of all models whose headers were not read."""
+        for model in list(self.models.values()):
+            if model.plan is None and model.failure is None:
+                try:
+                    await self._know(model)
+                except InferError as error:
+                    model.fail(error)
+
+    def _add(self, sources: Sequence[ModelSource]) -> None:
+        for source in sources:
+            if source.name not in self.models:
+                own = socket.socket(socket.AF_UNIX)
+                own.bind(str(self._folder / str(len(self.models))))
+                own.listen(1024)
+                self.models[source.name] = ShelvedModel(source, own, self._pump)
+
+    @property
+    def used_bytes(self) -> int:
+        """The planned memory of all models that are loaded, or are being loaded or unloaded."""
+        return sum(model.num_bytes for model in self.models.values() if model.is_in_memory)
+
+    # The life of the server
+
+    async def start(self) -> None:
+        """Begin to load the pinned models, then as many of the others, in their order, as fit.
+
+        Returns when one of them is ready. Raises InferError if none can be loaded, or if a pinned one can never be.
+        """
+        firsts = sorted(self.models.values(), key=lambda model: not model.source.is_pinned)
+        for model in firsts:
+            try:
+                await self._know(model)
+            except InferError as error:
+                if model.source.is_pinned:
+                    raise
+                model.fail(error)
+                continue
+            if self.used_bytes + model.num_bytes <= self.settings.budget:
+                self._begin_load(model)
+
+        def is_settled() -> bool:
+            phases = {model.phase for model in firsts}
+            return "ready" in phases or "loading" not in phases
+
+        await self._until(is_settled)
+        if firsts and all(model.failure is not None for model in firsts):
+            raise InferError(str(firsts[0].failure))
+
+    def terminate(self) -> None:
+        """Send SIGTERM to all processes, which then drain. No model is loaded any more."""
+        self._is_ending = True
+        for replicas in self._running():
+            replicas.terminate()
+
+    def kill(self) -> None:
+        for replicas in self._running():
+            replicas.kill()
+        for model in self.models.values():
+            model.own.close()
+
+    def _running(self) -> list[Replicas]:
+        return [model.replicas for model in self.models.values() if model.replicas is not None]
+
+    # Requests
+
+    @asynccontextmanager
+    async def admitted(self, model: ShelvedModel) -> AsyncIterator[Replicas]:
+        """Yield the model's process once it is ready. The model is not unloaded before the context ends.
+
+        Raises ApiError if the model cannot be loaded, or is not ready in time.
+        """
+        replicas, began_at = await self._admit(model), time.monotonic()
+        try:
+            yield replicas
+        finally:
+            model.end_answer(began_at)
+            self._unload_if_idle(model)
+            self._pump()
+
+    async def unload(self, model: ShelvedModel) -> None:
+        """Unload the model after its last answer, and return when its memory is free.
+
+        Raises ApiError 409 for a pinned model.
+        """
+        if model.source.is_pinned:
+            raise ApiError(409, f"the model {model.name!r:.80} is pinned: it stays loaded", code="model_pinned")
+        if model.is_in_memory:
+            model.is_leaving = True
+            self._pump()
+            await self._until(lambda: not (model.is_leaving and model.is_in_memory))
+
+    async def _admit(self, model: ShelvedModel) -> Replicas:
+        try:
+            await self._know(model)
+        except InferError as error:
+            raise ApiError(503, str(error), code="model_failed", headers=_NO_RETRY) from error
+        if len(self._waiting) >= self.settings.most_waiting:
+            message = f"{len(self._waiting)} requests wait for models: that is the limit"
+            headers = retry_headers(self._wait_seconds(model))
+            raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+        ticket = _Ticket(model, time.monotonic(), asyncio.get_running_loop().create_future())
+        self._waiting.append(ticket)
+        self._pump()
+        is_admitted = False
+        try:
+            await asyncio.wait({ticket.admitted}, timeout=self.settings.longest_wait)
+            if not ticket.admitted.done():
+                raise self._told_to_retry(ticket)
+            replicas = ticket.admitted.result()
+            is_admitted = True
+            return replicas
+        finally:
+            if not is_admitted:
+                self._forget(ticket)
+
+    def _forget(self, ticket: _Ticket) -> None:
+        """Drop a request that has left, or cannot be answered."""
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+        elif ticket.admitted.done() and ticket.admitted.exception() is None:
+            ticket.model.num_requests -= 1
+        self._pump()
+
+    def _told_to_retry(self, ticket: _Ticket) -> ApiError:
+        """Return the refusal of a request that has waited too long. Its model is loaded nevertheless."""
+        model, seconds = ticket.model, self._wait_seconds(ticket.model)
+        model.wanted_since = min(model.wanted_since, ticket.arrived_at)
+        model.wanted_until = time.monotonic() + seconds + _SLACK_SECONDS
+        asyncio.get_running_loop().call_later(seconds + _SLACK_SECONDS, self._pump)
+        state = "is loading" if model.phase == "loading" else "waits for room: other models are answering"
+        return ApiError(503, f"the model {model.name!r:.80} {state}", code="loading", headers=retry_headers(seconds))
+
+    def _wait_seconds(self, model: ShelvedModel) -> float:
+        """Return the expected seconds until the model is ready."""
+        if model.phase == "loading":
+            return model.load_seconds
+        ahead = {each.model.name: each.model for each in self._waiting if not each.model.is_in_memory}
+        loading = [each for each in self.models.values() if each.phase == "loading"]
+        before = sum(each.load_seconds for name, each in ahead.items() if name != model.name)
+        leaving = max((each.busy_seconds for each in self.models.values() if each.must_go), default=0.0)
+        return model.load_seconds + before + leaving + sum(each.load_seconds for each in loading)
+
+    async def _know(self, model: ShelvedModel) -> None:
+        """Read the model's headers, unless they were read. Raises InferError if it cannot be loaded or never fits."""
+        if model.phase == "failed":  # its files may be whole by now
+            model.phase, model.failure, model.plan = "unloaded", None, None
+        if model.plan is None:
+            pinned = [each for each in self.models.values() if each.source.is_pinned and each is not model]
+            most_bytes = self.settings.budget - sum(each.num_bytes for each in pinned)
+            model.plan = await asyncio.to_thread(self._work.plan, model.source, most_bytes)
+
+    # Who goes on, who is loaded and who must go
+
+    def _pump(self) -> None:
+        """Admit the requests that may go on, and make room for the model that has been wanted for the longest time."""
+        for model in self.models.values():
+            model.must_go = model.is_leaving
+        wanted = None if self._is_ending else self._first_wanted()
+        if wanted is not None:
+            self._make_room(self.models[wanted[1]])
+        for ticket in list(self._waiting):
+            is_older = wanted is not None and ticket.arrived_at < wanted[0]
+            if ticket.model.phase == "ready" and (is_older or not ticket.model.must_go):
+                self._let_in(ticket)
+            elif ticket.model.failure is not None:
+                self._refuse(ticket, ticket.model.failure)
+        for model in self.models.values():
+            if model.must_go and model.is_idle:
+                self._begin_unload(model)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _first_wanted(self) -> tuple[float, str] | None:
+        """Return the model without a process that has been wanted for the longest time, and since when."""
+        since = {model.name: model.wanted_since for model in self.models.values() if model.is_wanted}
+        for ticket in self._waiting:
+            since[ticket.model.name] = min(since.get(ticket.model.name, math.inf), ticket.arrived_at)
+        found = [(at, name) for name, at in since.items() if self.models[name].phase == "unloaded"]
+        return min(found, default=None)
+
+    def _make_room(self, model: ShelvedModel) -> None:
+        """Begin to load the model if there is room. Else note which models must go, besides those that are leaving."""
+        missing = self.used_bytes + model.num_bytes - self.settings.budget
+        if missing <= 0:
+            self._begin_load(model)
+            return
+        missing -= sum(each.num_bytes for each in self.models.values() if each.phase == "unloading")
+        residents = [each.resident for each in self.models.values() if each.phase in ("loading", "ready")]
+        for name in models_to_unload(missing, residents) or ():
+            self.models[name].must_go = True
+
+    def _let_in(self, ticket: _Ticket) -> None:
+        self._waiting.remove(ticket)
+        if not ticket.admitted.done():
+            assert ticket.model.replicas is not None
+            ticket.model.num_requests += 1
+            ticket.model.forget_wish()
+            ticket.admitted.set_result(ticket.model.replicas)
+
+    def _refuse(self, ticket: _Ticket, failure: Exception) -> None:
+        self._waiting.remove(ticket)
+        if not ticket.admitted.done():
+            ticket.admitted.set_exception(ApiError(503, str(failure), code="model_failed"))
+
+    def _begin_load(self, model: ShelvedModel) -> None:
+        model.phase = "loading"
+        self._begin(self._load(model))
+
+    async def _load(self, model: ShelvedModel) -> None:
+        assert model.plan is not None
+        await model.load(self._work.command(model.source, model.plan), self.settings.watchdog_seconds)
+        if model.phase == "ready":  # a load serves all that waited for it, also those behind requests for other models
+            for ticket in [each for each in self._waiting if each.model is model]:
+                self._let_in(ticket)
+            self._unload_if_idle(model)
+        self._pump()
+
+    def _begin_unload(self, model: ShelvedModel) -> None:
+        model.phase = "unloading"
+        self._begin(self._unload(model))
+
+    async def _unload(self, model: ShelvedModel) -> None:
+        await model.unload()
+        self._pump()
+
+    def _unload_if_idle(self, model: ShelvedModel) -> None:
+        """Unload the model when it has been idle for its time."""
+        seconds = self.settings.idle_seconds if model.idle_seconds is None else model.idle_seconds
+        if seconds is None or model.source.is_pinned or not model.is_idle:
+            return
+
+        def check(used_at: float) -> None:
+            if model.is_idle and model.used_at == used_at and not self._is_ending:
+                self._begin_unload(model)
+
+        asyncio.get_running_loop().call_later(seconds, check, model.used_at)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _until(self, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            await self._changed.wait()

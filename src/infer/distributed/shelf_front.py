@@ -1,0 +1,182 @@
+"""A server of several models: the process that clients talk to, and its routes. Each model has a process of its own."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.distributed.asked_body import AskedBody
+from infer.distributed.exchange import Exchange
+from infer.distributed.front import hand_on, read_body
+from infer.distributed.router import RoutedPrompt
+from infer.distributed.shelf import Shelf, ShelfSettings, ShelfWork
+from infer.distributed.shelved_model import ModelSource, ShelvedModel
+from infer.errors import InferError
+from infer.protocols.unknown_fields import Parameters
+from infer.server.app import ROUTES
+from infer.server.endpoint import ApiRoute, post
+from infer.server.http_errors import ApiError
+from infer.server.process import Life, run_process
+from infer.server.replies import json_response
+from infer.server.routes import health, web_files
+from infer.server.routes.openapi import description_routes
+from infer.server.routes.prometheus import metrics_response
+from infer.server.routes.served_models import ModelStatus, ServedModel, ServedModels
+from infer.server.server_state import ServerState
+from infer.system.locked_folder import locked_folder
+
+_EVENTS = "/v1/engine/events"  # which watch a model, and do not use it
+_OWN = [*health.ROUTES, *web_files.ROUTES]  # they need no model
+_SHOWN = {"ready": "loaded"}  # llama.cpp's word
+
+
+def run_shelf(
+    state: ServerState,
+    listener: socket.socket,
+    sources: Sequence[ModelSource],
+    settings: ShelfSettings,
+    work: ShelfWork,
+) -> int:
+    """Serve the models, and return the exit status."""
+    with locked_folder("infer-shelf-") as folder:
+        return asyncio.run(_run(state, listener, lambda: Shelf(sources, settings, work, folder)))
+
+
+async def _run(state: ServerState, listener: socket.socket, make_shelf: Any) -> int:
+    shelf: Shelf = make_shelf()
+
+    async def load() -> None:
+        try:
+            await shelf.start()
+        except InferError as error:
+            state.fail(error)
+        else:
+            state.phase = "ready"
+
+    life = Life(load, state.has_failed.wait, shelf.terminate)
+    try:
+        return await run_process(state, listener, life, lambda state: None, ShelfFront(shelf).table)
+    finally:
+        shelf.kill()
+
+
+class ModelBody(Parameters, kw_only=True):
+    """A request to load or to unload a model."""
+
+    model: str
+
+
+@final
+class ShelvedReplicas:
+    """The process of one model, as `failover` needs it: it is loaded first if it is not."""
+
+    are_several = False
+
+    def __init__(self, shelf: Shelf, model: ShelvedModel) -> None:
+        self._shelf, self._model = shelf, model
+
+    @asynccontextmanager
+    async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
+        async with self._shelf.admitted(self._model) as replicas, replicas.exchange(prompt) as exchange:
+            yield exchange
+
+    async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
+        return {} if self._model.replicas is None else await self._model.replicas.get(target)
+
+
+@final
+class ShelfFront:
+    """The handlers of all routes. A request goes to the model that its body or its query names, or to the first one."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+
+    @property
+    def table(self) -> list[ApiRoute]:
+        own = {"/v1/models": self._list, "/v1/models/{id:path}": self._show, "/metrics": self._read_metrics}
+        handlers = {each.path: each.handler for each in _OWN} | own
+        handed_on = [each for each in ROUTES if each.path not in ("/docs", "/openapi.json")]
+        table = [
+            each._replace(handler=handlers.get(each.path, self._hand_on), body=None, operation="") for each in handed_on
+        ]
+        changes = [
+            post("/models/load", self._load, "Load a model, and answer when it is ready", ModelBody, ServedModel),
+            post("/models/unload", self._unload, "Unload a model after its last answer", ModelBody, ServedModel),
+        ]
+        return [*table, *changes, *description_routes([*handed_on, *changes])]
+
+    async def _hand_on(self, request: Request, state: ServerState) -> Response:
+        state.check_ready()
+        asked = await read_body(request)
+        model = await self._shelf.named(asked.model or request.query_params.get("model"))
+        if request.url.path == _EVENTS:
+            return await self._watch(request, asked, model)
+        return await hand_on(request, asked, ShelvedReplicas(self._shelf, model))
+
+    async def _watch(self, request: Request, asked: AskedBody, model: ShelvedModel) -> Response:
+        if model.phase != "ready" or model.replicas is None:
+            raise ApiError(503, f"the model {model.name!r:.80} is not loaded", code="not_loaded")
+        return await hand_on(request, asked, model.replicas)
+
+    async def _list(self, request: Request, state: ServerState) -> Response:
+        await self._shelf.look_again()
+        await self._shelf.read_headers()
+        models = list(self._shelf.models.values())
+        return json_response(ServedModels(await asyncio.gather(*(_shown(model, state) for model in models))))
+
+    async def _show(self, request: Request, state: ServerState) -> Response:
+        model = await self._shelf.named(request.path_params["id"])
+        return json_response(await _shown(model, state))
+
+    async def _load(self, request: Request, state: ServerState, body: ModelBody) -> Response:
+        model = await self._shelf.named(body.model)
+        async with self._shelf.admitted(model):
+            return json_response(await _shown(model, state))
+
+    async def _unload(self, request: Request, state: ServerState, body: ModelBody) -> Response:
+        model = await self._shelf.named(body.model)
+        await self._shelf.unload(model)
+        return json_response(await _shown(model, state))
+
+    async def _read_metrics(self, request: Request, state: ServerState) -> Response:
+        """Return the metrics of all loaded models, with their names, and those of this process."""
+        texts = list[tuple[str, dict[str, str]]]()
+        for model in self._shelf.models.values():
+            if model.phase == "ready" and model.replicas is not None:
+                found = await model.replicas.get(b"/metrics")
+                texts += [(body.decode(), {"model": model.name}) for _, body in found.values()]
+        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts))
+
+
+async def _shown(model: ShelvedModel, state: ServerState) -> ServedModel:
+    error = None if model.failure is None else str(model.failure)
+    status = ModelStatus(_SHOWN.get(model.phase, model.phase), await _progress(model), error)  # type: ignore[arg-type]
+    found = ServedModel(
+        id=model.name,
+        object="model",
+        created=int(state.started_at),
+        owned_by="infer",
+        root=model.source.path,
+        parent=None,
+        status=status,
+        is_pinned=model.source.is_pinned,
+    )
+    if (plan := model.plan) is not None:
+        found.takes, found.memory_bytes = list(plan.takes), plan.num_bytes
+        if plan.context is not None:
+            found.max_model_len = found.context_length = plan.context
+    return found
+
+
+async def _progress(model: ShelvedModel) -> float | None:
+    """Return the loaded share of a model that is loading."""
+    if model.phase != "loading" or model.replicas is None:
+        return None
+    for _, body in await model.replicas.get_while_loading(b"/health"):
+        return float(json.loads(body).get("progress", 0.0))
+    return 0.0

@@ -1,0 +1,139 @@
+"""One model of a server of several: its process, its phase, and the requests that it answers. Event loop only."""
+
+import logging
+import math
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, final
+
+from infer.distributed.replicas import Replicas
+from infer.distributed.unloading import Resident
+from infer.errors import InferError
+
+log = logging.getLogger("infer.server")
+_START_SECONDS, _BYTES_PER_SECOND = 4.0, 5e8  # to load a model that was never loaded here
+_ANSWER_SECONDS, _LEARNING = 5.0, 0.2  # of an answer, before one has ended; the weight of the newest in the mean
+ModelPhase = Literal["unloaded", "loading", "ready", "unloading", "failed"]
+
+
+class ModelSource(NamedTuple):
+    """A model that can be loaded. `path` is the value of `--model`, and `name` what clients call it."""
+
+    name: str
+    path: str
+    is_pinned: bool = False  # loaded at the start, and never unloaded
+
+
+class ModelPlan(NamedTuple):
+    """The plan for a model, by its headers.
+
+    `num_bytes` is the memory that it takes at most if its process gets these `options`. `takes` are its tasks.
+    """
+
+    num_bytes: int
+    options: Sequence[str] = ()
+    takes: Sequence[str] = ()
+    context: int | None = None  # tokens
+
+
+@final
+class ShelvedModel:
+    """A model, loaded or not. A model that `must_go` takes no more requests, and is unloaded after its last answer."""
+
+    def __init__(self, source: ModelSource, own: socket.socket, on_failure: Callable[[], None]) -> None:
+        self.source, self.own, self._on_failure = source, own, on_failure
+        self.phase: ModelPhase = "unloaded"
+        self.plan: ModelPlan | None = None  # None before its headers were read
+        self.failure: Exception | None = None  # why it could not be loaded
+        self.replicas: Replicas | None = None
+        self.must_go = self.is_leaving = False  # for another model; because it was asked for
+        self.num_requests = 0  # that are being answered
+        self.used_at = -math.inf  # end of its last answer
+        self.idle_seconds: float | None = None  # after which it is unloaded; None: as the server's setting says
+        # Of a client that was told when to retry: the model is loaded meanwhile, and kept until then.
+        self.wanted_since, self.wanted_until = math.inf, -math.inf
+        self._began_at, self._load_seconds = 0.0, 0.0
+        self._answer_seconds = _ANSWER_SECONDS
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.plan is None else self.plan.num_bytes
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self.phase in ("loading", "ready", "unloading")
+
+    @property
+    def is_idle(self) -> bool:
+        return self.phase == "ready" and not self.num_requests
+
+    @property
+    def resident(self) -> Resident:
+        is_kept = self.source.is_pinned or self.phase == "loading" or self.is_wanted
+        return Resident(self.name, self.num_bytes, self.used_at, is_busy=self.num_requests > 0, is_kept=is_kept)
+
+    @property
+    def is_wanted(self) -> bool:
+        """True while a client is expected that was told when to retry."""
+        return time.monotonic() < self.wanted_until
+
+    def forget_wish(self) -> None:
+        self.wanted_since, self.wanted_until = math.inf, -math.inf
+
+    @property
+    def load_seconds(self) -> float:
+        """The expected seconds until the model is loaded, from its beginning or from now."""
+        expected = self._load_seconds or _START_SECONDS + self.num_bytes / _BYTES_PER_SECOND
+        return max(1.0, self._began_at + expected - time.monotonic()) if self.phase == "loading" else expected
+
+    @property
+    def busy_seconds(self) -> float:
+        """The expected seconds until its answers have ended."""
+        return self._answer_seconds if self.num_requests else 0.0
+
+    def begin_answer(self) -> float:
+        """Count a request, and return the time for `end_answer`."""
+        self.num_requests += 1
+        return time.monotonic()
+
+    def end_answer(self, began_at: float) -> None:
+        self.num_requests -= 1
+        self.used_at = time.monotonic()
+        self._answer_seconds += _LEARNING * (self.used_at - began_at - self._answer_seconds)
+
+    async def load(self, command: Sequence[str], watchdog_seconds: float) -> None:
+        """Start the process of a model in phase "loading", and return in phase "ready" or "failed".
+
+        A process that is ended meanwhile leaves it in phase "loading".
+        """
+        self._began_at = time.monotonic()
+        replicas = Replicas([command], [self.own], watchdog_seconds, self._follow, has_spares=False)
+        self.replicas = replicas
+        await replicas.start()
+        if replicas.failure is None and replicas.is_ready:
+            self.used_at = time.monotonic()
+            self._load_seconds = self.used_at - self._began_at
+            self.phase = "ready"
+            log.info("%s: loaded in %.1f s", self.name, self._load_seconds)
+
+    async def unload(self) -> None:
+        """End the process of a model in phase "unloading", and return in phase "unloaded"."""
+        assert self.replicas is not None
+        await self.replicas.stop()
+        self.replicas, self.phase, self.is_leaving = None, "unloaded", False
+        log.info("%s: unloaded", self.name)
+
+    def fail(self, failure: Exception) -> None:
+        log.error("%s", failure)
+        self.phase, self.failure, self.replicas = "failed", failure, None
+        self.forget_wish()
+
+    def _follow(self, replicas: Replicas) -> None:
+        if replicas.failure is not None:
+            self.fail(InferError(f"the model {self.name} cannot be loaded: {replicas.failure}"))
+            self._on_failure()

@@ -1,0 +1,305 @@
+"""Several models in one server: which of them are in memory, and who waits for whom."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+
+from infer import LLM
+from infer.distributed.replicas import Replicas
+from infer.distributed.shelf import Shelf, ShelfSettings, ShelfWork
+from infer.distributed.shelved_model import ModelPlan, ModelSource
+from infer.distributed.unloading import Resident, models_to_unload
+from infer.errors import InferError
+from infer.server.http_errors import ApiError
+from shapes import SOURCE
+from test_session import make_model
+
+sys.path.append(str(SOURCE.parents[1] / "benchmarks"))
+from server_process import HOST, ServerProcess, children, running
+
+SIZES = {"a": 6, "b": 6, "c": 3, "huge": 20}
+
+
+def resident(name: str, num_bytes: int, used_at: float, **state: bool) -> Resident:
+    return Resident(name, num_bytes, used_at, **state)
+
+
+@pytest.mark.parametrize(
+    ("missing", "residents", "expected"),
+    [
+        (3, [resident("old", 3, 1), resident("new", 3, 2)], ["old"]),
+        (3, [resident("busy", 3, 1, is_busy=True), resident("idle", 3, 2)], ["idle"]),
+        (4, [resident("busy", 3, 1, is_busy=True), resident("idle", 3, 2)], ["idle", "busy"]),
+        (5, [resident("small", 1, 1), resident("large", 5, 2)], ["large"]),
+        (5, [resident("small", 3, 1), resident("large", 4, 2)], ["small", "large"]),
+        (3, [resident("pinned", 9, 1, is_kept=True), resident("new", 3, 2)], ["new"]),
+        (4, [resident("pinned", 9, 1, is_kept=True), resident("new", 3, 2)], None),
+        (0, [resident("old", 3, 1)], []),
+    ],
+)
+def test_the_least_recently_used_idle_models_go_and_none_that_could_stay(
+    missing: int, residents: Sequence[Resident], expected: list[str] | None
+) -> None:
+    assert models_to_unload(missing, residents) == expected
+
+
+class FakeReplicas(Replicas):
+    """A process that is ready a moment after its start, unless its model is named "broken"."""
+
+    running: ClassVar[list[str]] = []
+    loaded: ClassVar[list[str]] = []  # also those that were unloaded since
+
+    def __init__(self, commands: Any, *others: Any, **settings: Any) -> None:
+        super().__init__(commands, *others, **settings)
+        (self.name,) = commands[0]
+
+    async def start(self) -> None:
+        self.running.append(self.name)
+        self.loaded.append(self.name)
+        await asyncio.sleep(0.01)
+        if self.name == "broken":
+            self.running.remove(self.name)
+            self.failure = InferError("its files are cut off")
+            self._settle()
+        else:
+            self._is_any_ready.set()
+
+    async def stop(self) -> None:
+        await asyncio.sleep(0.01)
+        self.running.remove(self.name)
+
+    def kill(self) -> None:
+        pass
+
+
+Check = Callable[[Shelf], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def on_shelf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Run a check with a shelf of 10 bytes for the models of `SIZES`, of which the first ones are loaded."""
+
+    def plan(source: ModelSource, most_bytes: int) -> ModelPlan:
+        if SIZES.get(source.name, 1) > most_bytes:
+            raise InferError(f"{source.name} is too large: max_seq_len=9 fits")
+        return ModelPlan(SIZES.get(source.name, 1))
+
+    def run(check: Check, names: str = "a b c", pinned: str = "", **settings: Any) -> None:
+        monkeypatch.setattr("infer.distributed.shelved_model.Replicas", FakeReplicas)
+        monkeypatch.setattr(FakeReplicas, "running", [])
+        monkeypatch.setattr(FakeReplicas, "loaded", [])
+        sources = [ModelSource(name, name, name == pinned) for name in names.split()]
+        work = ShelfWork(plan, lambda source, _: [source.name], lambda: [ModelSource("found", "found")])
+
+        async def run_check() -> None:
+            shelf = Shelf(sources, ShelfSettings(10, **settings), work, tmp_path)
+            try:
+                async with asyncio.timeout(20):
+                    await shelf.start()
+                    await check(shelf)
+            finally:
+                shelf.kill()
+
+        asyncio.run(run_check())
+
+    return run
+
+
+async def answer(shelf: Shelf, name: str, until: asyncio.Event | None = None) -> str:
+    async with shelf.admitted(await shelf.named(name)):
+        assert name in FakeReplicas.running
+        assert sum(SIZES.get(each, 1) for each in FakeReplicas.running) <= 10
+        if until is not None:
+            await until.wait()
+    return name
+
+
+async def soon() -> None:
+    await asyncio.sleep(0.05)
+
+
+def test_an_answer_is_not_ended_for_another_model_and_later_requests_wait_behind_it(
+    on_shelf: Callable[..., None],
+) -> None:
+    async def check(shelf: Shelf) -> None:
+        await soon()
+        assert sorted(FakeReplicas.running) == ["a", "c"], "b does not fit beside a"
+        ended, answered = asyncio.Event(), list[str]()
+
+        async def note(name: str, until: asyncio.Event | None = None) -> None:
+            answered.append(await answer(shelf, name, until))
+
+        running = [asyncio.create_task(note("a", ended))]
+        await soon()
+        running.append(asyncio.create_task(note("b")))
+        await soon()
+        running.append(asyncio.create_task(note("a")))
+        running.append(asyncio.create_task(note("c")))
+        await soon()
+        assert answered == ["c"], "c can stay, and goes on"
+        ended.set()
+        await asyncio.gather(*running)
+        assert answered == ["c", "a", "b", "a"]
+
+    on_shelf(check)
+
+
+def test_every_model_is_answered_however_many_clients_ask_for_another(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        num_answers = dict.fromkeys("abc", 0)
+
+        async def ask(name: str) -> None:
+            for _ in range(20):
+                async with shelf.admitted(await shelf.named(name)):
+                    assert sum(SIZES[each] for each in FakeReplicas.running) <= 10
+                    await asyncio.sleep(0.001)
+                num_answers[name] += 1
+
+        await asyncio.gather(*(ask(name) for name in "aaabbc"))
+        assert num_answers == {"a": 60, "b": 40, "c": 20}
+        assert all(not model.num_requests for model in shelf.models.values())
+
+    on_shelf(check)
+
+
+def test_a_request_that_waits_too_long_is_told_when_its_model_will_be_ready_and_then_finds_it(
+    on_shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check(shelf: Shelf) -> None:
+        ended = asyncio.Event()
+        running = asyncio.create_task(answer(shelf, "a", ended))
+        await soon()
+        with pytest.raises(ApiError) as caught:
+            await answer(shelf, "b")
+        assert (caught.value.status, caught.value.code) == (503, "loading")
+        assert float(caught.value.headers["Retry-After"]) >= 1
+        ended.set()
+        await running
+        await soon()
+        assert "b" in FakeReplicas.running, "nobody waits for it, but somebody was told to come back"
+        with pytest.raises(ApiError):
+            await answer(shelf, "a")
+        assert await answer(shelf, "b") == "b"
+        assert FakeReplicas.loaded.count("b") == 1
+        assert await answer(shelf, "a") == "a", "b has been used: nobody else is expected"
+
+    on_shelf(check, longest_wait=0.2)
+
+
+def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        ended = asyncio.Event()
+        running = asyncio.create_task(answer(shelf, "a", ended))
+        await soon()
+        waiting = asyncio.create_task(answer(shelf, "b"))
+        await soon()
+        waiting.cancel()
+        await soon()
+        assert await answer(shelf, "a") == "a", "nobody waits for b any more"
+        ended.set()
+        await running
+        assert not any(model.num_requests for model in shelf.models.values())
+
+    on_shelf(check)
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_answer(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        for name, told in (("broken", "its files are cut off"), ("huge", "max_seq_len=9 fits")):
+            with pytest.raises(ApiError, match=told) as caught:
+                await answer(shelf, name)
+            assert (caught.value.status, caught.value.code) == (503, "model_failed")
+        assert await answer(shelf, "a") == "a"
+        with pytest.raises(ApiError, match="'nope' is not served here: name one of 'broken', 'huge', 'a', 'found'"):
+            await answer(shelf, "nope")
+
+    on_shelf(check, "broken huge a")
+
+
+def test_a_pinned_model_stays_and_an_idle_one_is_unloaded_after_its_time(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        await answer(shelf, "c")
+        await asyncio.sleep(0.3)
+        assert FakeReplicas.running == ["a"]
+        with pytest.raises(ApiError, match="too large"):
+            await answer(shelf, "b")
+        with pytest.raises(ApiError, match="pinned"):
+            await shelf.unload(await shelf.named("a"))
+
+    on_shelf(check, "a b c", pinned="a", idle_seconds=0.1)
+
+
+def test_a_model_is_unloaded_on_request_after_its_last_answer_and_loaded_again(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        ended = asyncio.Event()
+        running = asyncio.create_task(answer(shelf, "a", ended))
+        await soon()
+        unloading = asyncio.create_task(shelf.unload(await shelf.named("a")))
+        later = asyncio.create_task(answer(shelf, "a"))
+        await soon()
+        assert [each.done() for each in (unloading, later)] == [False, False]
+        ended.set()
+        await asyncio.gather(running, unloading)
+        assert await later == "a"
+        await shelf.unload(await shelf.named("b"))  # is not loaded
+
+    on_shelf(check)
+
+
+# With processes
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[ServerProcess]:
+    command = [sys.executable, "-m", "infer", "serve", *options, "--port", "PORT"]
+    with running(command, folder / "log") as server:
+        yield server
+
+
+def completed(server: ServerProcess, model: str, prompt: str) -> dict[str, Any]:
+    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    response = httpx.post(f"http://{HOST}:{server.port}/v1/completions", json=body, timeout=100)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def test_models_that_take_turns_in_memory_answer_as_alone_also_after_one_was_killed(tmp_path: Path) -> None:
+    folders = [make_model(tmp_path / name, num_layers=layers) for name, layers in (("one", 1), ("two", 2))]
+    expected = {
+        (folder.name, prompt): LLM(folder).generate(prompt, max_new_tokens=12, temperature=0, ignore_eos=True).text
+        for folder in folders
+        for prompt in ("hello", "another")
+    }
+    named = [word for folder in folders for word in ("-m", str(folder))]
+    with serving(tmp_path, *named, "--memory", "300MB", "--max-seq-len", "256", "--pool-pages", "8") as server:
+        url = f"http://{HOST}:{server.port}"
+        with ThreadPoolExecutor(4) as pool:
+            found = dict(zip(expected, pool.map(lambda asked: completed(server, *asked), expected), strict=True))
+        assert {asked: answer["choices"][0]["text"] for asked, answer in found.items()} == expected
+        assert {asked: answer["model"] for asked, answer in found.items()} == {each: each[0] for each in expected}
+        models = {model["id"]: model for model in httpx.get(f"{url}/v1/models").json()["data"]}
+        assert {model["status"]["value"] for model in models.values()} <= {"loaded", "unloaded", "unloading"}
+        assert sum(model["memory_bytes"] for model in models.values()) > 300e6, "they fit one after the other only"
+        assert server.resident_bytes() < 300e6 + 200e6, "the budget, and the process that has the clients"
+        assert httpx.get(f"{url}/v1/models/nope").status_code == 404
+        assert 'model="' in httpx.get(f"{url}/metrics").text
+        assert "<html" in httpx.get(url).text
+        last = completed(server, "two", "hello")["choices"][0]["text"]
+        os.kill(max(children(server.process.pid)), signal.SIGKILL)
+        time.sleep(0.2)
+        assert completed(server, "two", "hello")["choices"][0]["text"] == last
+        body = {"model": "two"}
+        assert httpx.post(f"{url}/models/unload", json=body, timeout=60).json()["status"] == {"value": "unloaded"}
+        assert not children(server.process.pid)
+        assert json.loads(server.get("/health")) == {"status": "ok"}

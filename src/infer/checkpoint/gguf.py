@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, Literal, NamedTuple, NoReturn, final
 
 import numpy as np
 
@@ -28,15 +28,29 @@ MAX_DIMENSIONS = 4
 _BLOCK_BYTES = 1 << 20  # that a header is read in
 ALIGNMENTS = tuple(1 << power for power in range(3, 17))
 
-_BOOL, _STRING, _ARRAY = 7, 8, 9
-_NUMBERS = {  # GGUF's id of a value type → its code in struct and numpy alike
-    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", _BOOL: "<B", 10: "<Q", 11: "<q", 12: "<d",
+ValueType = Literal["u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "u64", "i64", "f64"]
+VALUE_TYPE_IDS: dict[ValueType, int] = {
+    "u8": 0, "i8": 1, "u16": 2, "i16": 3, "u32": 4, "i32": 5, "f32": 6, "bool": 7, "string": 8,
+    "u64": 10, "i64": 11, "f64": 12,
 }  # fmt: skip
-_READERS = {code: struct.Struct(code) for code in _NUMBERS.values()}
+ARRAY_ID = 9
+NUMBER_CODES: dict[ValueType, str] = {  # in struct and numpy alike
+    "u8": "<B", "i8": "<b", "u16": "<H", "i16": "<h", "u32": "<I", "i32": "<i", "f32": "<f", "bool": "<B",
+    "u64": "<Q", "i64": "<q", "f64": "<d",
+}  # fmt: skip
+_VALUE_TYPE_BY_ID = {type_id: name for name, type_id in VALUE_TYPE_IDS.items()}
+_READERS = {code: struct.Struct(code) for code in NUMBER_CODES.values()}
 _TYPE_BY_ID = {kind.ggml_id: kind for kind in BLOCK_TYPES.values()}
 _OTHER_TYPES = {  # known to ggml, without a dequantiser here
     9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"
 }  # fmt: skip
+
+
+class TypedValue(NamedTuple):
+    """A value of the metadata with its type in the file. A list is an array of values of this type."""
+
+    type: ValueType
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,12 @@ class GGUFFile:
     metadata: dict[str, Any]  # numbers, bools, strings and lists of them
     tensors: dict[str, TensorInfo]
     files: tuple[OpenFile, ...] = field(repr=False)  # one, or of a split model one for each part
+    value_types: dict[str, ValueType] = field(default_factory=dict, repr=False)  # of the metadata
+
+    @property
+    def typed_values(self) -> dict[str, TypedValue]:
+        """The metadata as `gguf_writer.write_gguf` takes it: written again, each key has the same bytes."""
+        return {key: TypedValue(self.value_types[key], value) for key, value in self.metadata.items()}
 
     def floats(self, name: str, count: int) -> list[float]:
         """Return the values of a small tensor of `count` float32. Raises ModelFormatError for any other tensor."""
@@ -93,12 +113,13 @@ class _Header:
     def read(self) -> GGUFFile:
         num_tensors, num_values = self.read_counts()
         metadata: dict[str, Any] = {}
+        value_types: dict[str, ValueType] = {}
         for _ in range(num_values):
             start = self.position
             key = self.read_key("a key")
             if key in metadata:
                 self.fail(f"key {key!r:.80}", "appears twice", start)
-            metadata[key] = self.read_value(key)
+            value_types[key], metadata[key] = self.read_value(key)
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment not in ALIGNMENTS:
             self.fail(
@@ -106,14 +127,14 @@ class _Header:
             )
 
         entries = [self.read_tensor() for _ in range(num_tensors)]
-        data_start = _align(self.position, alignment)
+        data_start = aligned(self.position, alignment)
         tensors: dict[str, TensorInfo] = {}
         for entry in entries:
             if entry.name in tensors:
                 self.fail(f"tensor {entry.name!r:.80}", "appears twice", None)
             tensors[entry.name] = replace(entry, offset=data_start + entry.offset)
         self.check_layout(list(tensors.values()), data_start, alignment)
-        return GGUFFile(self.path, metadata, tensors, (self.file,))
+        return GGUFFile(self.path, metadata, tensors, (self.file,), value_types)
 
     def read_counts(self) -> tuple[int, int]:
         magic = self.take(4)
@@ -170,45 +191,46 @@ class _Header:
         """
         end = self.position if not tensors else data_start
         for info in sorted(tensors, key=lambda info: info.offset):
-            where, expected = f"tensor {info.name!r:.80}", _align(end, alignment)
+            where, expected = f"tensor {info.name!r:.80}", aligned(end, alignment)
             if info.offset % alignment:
                 self.fail(where, f"the offset is not a multiple of {alignment}", info.offset)
             if info.offset != expected:
                 problem = "overlaps the tensor before it" if info.offset < expected else "leaves a hole before it"
                 self.fail(where, f"{problem}: expected it at {expected}, got {info.offset}", info.offset)
             end = info.end
-        if (size := self.file_size) not in (end, _align(end, alignment)):
+        if (size := self.file_size) not in (end, aligned(end, alignment)):
             problem = "truncated" if size < end else "trailing bytes"
             self.fail("file size", f"{problem}: expected {end} bytes, got {size}: {AGAIN}", min(end, size))
 
-    def read_value(self, key: str) -> Any:
+    def read_value(self, key: str) -> TypedValue:
         where = f"key {key!r:.80}"
         type_id = self.number("<I", where)
-        if type_id == _STRING:
-            return self.read_string(where)
-        if type_id == _ARRAY:
+        if type_id == ARRAY_ID:
             return self.read_array(where)
-        value = self.number(self.number_code(where, type_id), where)
-        if type_id != _BOOL:
-            return value
+        value_type = self.value_type(where, type_id)
+        if value_type == "string":
+            return TypedValue(value_type, self.read_string(where))
+        value = self.number(NUMBER_CODES[value_type], where)
+        if value_type != "bool":
+            return TypedValue(value_type, value)
         if value > 1:
             self.fail(where, f"a bool is 0 or 1, got {value}", self.position - 1)
-        return bool(value)
+        return TypedValue(value_type, bool(value))
 
-    def read_array(self, where: str) -> list[Any]:
+    def read_array(self, where: str) -> TypedValue:
         type_id, count = self.number("<I", where), self.number("<Q", where)
-        if type_id == _STRING:
+        value_type = self.value_type(where, type_id)
+        if value_type == "string":
             self.check_count(where, count, MAX_STRINGS, 8, self.position - 8)
-            return self.read_strings(where, count)
-        code = self.number_code(where, type_id)
-        dtype = np.dtype(code)
+            return TypedValue(value_type, self.read_strings(where, count))
+        dtype = np.dtype(NUMBER_CODES[value_type])
         self.check_count(where, count, MAX_VALUE_BYTES // dtype.itemsize, dtype.itemsize, self.position - 8)
         numbers = np.frombuffer(self.take(count * dtype.itemsize), dtype)
-        if type_id != _BOOL:
-            return list(numbers.tolist())
+        if value_type != "bool":
+            return TypedValue(value_type, list(numbers.tolist()))
         if count and numbers.max() > 1:
             self.fail(where, f"a bool is 0 or 1, got {numbers.max()}", self.position - count + int(numbers.argmax()))
-        return list(numbers.astype(bool).tolist())
+        return TypedValue(value_type, list(numbers.astype(bool).tolist()))
 
     def read_strings(self, where: str, count: int) -> list[str]:
         """Return an array of strings. A vocabulary has hundreds of thousands, so the loop does only what is needed."""
@@ -253,12 +275,12 @@ class _Header:
         except UnicodeDecodeError as error:
             return self.fail(where, f"is not UTF-8: {error.reason}", start + error.start)
 
-    def number_code(self, where: str, type_id: int) -> str:
-        code = _NUMBERS.get(type_id)
-        if code is None:
-            nested = " (arrays of arrays are not read)" if type_id == _ARRAY else ""
+    def value_type(self, where: str, type_id: int) -> ValueType:
+        value_type = _VALUE_TYPE_BY_ID.get(type_id)
+        if value_type is None:
+            nested = " (arrays of arrays are not read)" if type_id == ARRAY_ID else ""
             return self.fail(where, f"{type_id} is not a value type{nested}", self.position - 4)
-        return code
+        return value_type
 
     def number(self, code: str, where: str) -> Any:
         reader = _READERS[code]
@@ -284,5 +306,6 @@ class _Header:
         raise ModelFormatError(self.path, where, problem, offset)
 
 
-def _align(position: int, alignment: int) -> int:
+def aligned(position: int, alignment: int) -> int:
+    """Return the first multiple of the alignment from the position on."""
     return -(-position // alignment) * alignment

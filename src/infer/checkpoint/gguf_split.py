@@ -60,7 +60,8 @@ def _joined(parts: list[GGUFFile]) -> GGUFFile:
     expected = first.metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         _fail(first, "split.tensors.count", f"{expected!r:.60} tensors, the parts hold {len(tensors)}")
-    return GGUFFile(first.path, first.metadata, tensors, tuple(file for part in parts for file in part.files))
+    files = tuple(file for part in parts for file in part.files)
+    return GGUFFile(first.path, first.metadata, tensors, files, first.value_types)
 
 
 def _check(part: GGUFFile, key: str, expected: int) -> None:

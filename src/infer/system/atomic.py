@@ -1,7 +1,7 @@
 """Write a file as a whole or not at all."""
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,13 +9,14 @@ from typing import BinaryIO
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
     """Yield a file to write, which replaces the path when the block ends.
 
     The path has the old content or the new, never a part of one. Raises OSError, with the old content unchanged.
+    `mode` has the new file's permissions, of which the process's umask removes some.
     """
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.parent)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file

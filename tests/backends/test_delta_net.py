@@ -22,8 +22,8 @@ from infer.operands.limits import MAX_STEP_TOKENS
 from infer.operands.mixers import GatedDeltaNet
 from infer.operands.step import Step
 from infer.operands.weights import DeltaNetWeights, Norm, Projection, StoredWeight
-from infer.quantization.ggml_blocks import quantize
 from infer.quantization.kv_layout import Pages
+from infer.quantization.quantisers import quantise
 from steps import join
 
 PAGE, NUM_ROWS = 64, 3
@@ -383,7 +383,7 @@ def test_a_recorded_step_has_the_bits_of_a_single_one(net: GatedDeltaNet) -> Non
 
 
 def quantized(x: Tensor) -> StoredWeight:
-    data = quantize(x, "Q8_0")
+    data = quantise(x, "Q8_0")
     return StoredWeight("Q8_0", tuple(x.shape), data)
 
 

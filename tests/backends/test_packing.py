@@ -21,8 +21,8 @@ from infer.model.load import make_rope_table
 from infer.operands.activation_values import Activations
 from infer.operands.mixers import Rope
 from infer.operands.weights import ConvertedWeight, Norm, Projection, StoredWeight, UnreadWeight
-from infer.quantization.ggml_blocks import quantize, quantize_fitted
 from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.quantisers import quantise
 
 CPU = torch.device("cpu")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -194,8 +194,8 @@ def test_conversion_by_rows_is_conversion_of_the_whole(
 ) -> None:
     monkeypatch.setattr("infer.backends.cpu.weights.prepare_weights._BYTES_AT_ONCE", 100_000)
     convert = {
-        "Q8_0": lambda rows: quantize(rows.data, "Q8_0"),
-        "Q4_1": lambda rows: quantize_fitted(rows.data),
+        "Q8_0": lambda rows: quantise(rows.data, "Q8_0"),
+        "Q4_1": lambda rows: quantise(rows.data, "Q4_1"),
         "BF16": lambda rows: rows.data.bfloat16(),
     }[type_]
     source, asked = make_weight("F32", 107, 96, 0, (0.1, 2.0)), []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infer.errors import UnsupportedModelError
-from infer.quantization.ggml_blocks import dequantize, quantize, quantize_fitted
+from infer.quantization.ggml_blocks import dequantize
 from infer.quantization.ggml_grids import grid
 from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Bits, Field, Grid, Trits
 
@@ -135,35 +135,3 @@ def test_dequantising_leaves_the_stored_bytes_alone() -> None:
 def test_an_unknown_type_is_named_with_those_that_are_known() -> None:
     with pytest.raises(UnsupportedModelError, match=r"Q8_K .* Q4_K"):
         dequantize(torch.zeros(1, 292, dtype=torch.uint8), "Q8_K")
-
-
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_1"])
-def test_quantize_equals_gguf_bit_for_bit(name: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randn(300, 320, generator=generator) * torch.logspace(-6, 3, 300)[:, None]
-    values[7] = 0.0
-    values[8, :64] = torch.arange(64) / 2  # ties
-    theirs = gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType[name])
-    assert torch.equal(quantize(values, name), torch.from_numpy(theirs.copy()))
-
-
-def squared_error(values: torch.Tensor, data: torch.Tensor) -> float:
-    return float((dequantize(data, "Q4_1") - values).square().sum())
-
-
-@pytest.mark.parametrize("magnitude", [1e-3, 0.02, 10.0])
-def test_a_fitted_block_is_never_worse_than_a_plain_one_and_better_on_the_whole(magnitude: float) -> None:
-    values = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * magnitude
-    fitted, plain = quantize_fitted(values), quantize(values, "Q4_1")
-    assert fitted.shape == plain.shape
-    for row in range(64):
-        assert squared_error(values[row], fitted[row]) <= squared_error(values[row], plain[row]) * (1 + 1e-5)
-    assert squared_error(values, fitted) < 0.9 * squared_error(values, plain)
-
-
-def test_fitting_finds_values_that_four_bits_hold() -> None:
-    exact = torch.arange(32).remainder(16).float().repeat(3, 2) * 0.25 - 1.5
-    assert torch.equal(dequantize(quantize_fitted(exact), "Q4_1"), exact)
-    for value in (0.0, 0.5):
-        constant = torch.full((2, 64), value)
-        assert torch.equal(dequantize(quantize_fitted(constant), "Q4_1"), constant)

@@ -21,11 +21,11 @@ from infer.operands.weights import (
     Norm,
     Projection,
     RopeTable,
-    StoredWeight,
     UnreadWeight,
 )
-from infer.quantization.ggml_blocks import dequantize, quantize, quantize_fitted
+from infer.quantization.ggml_blocks import dequantize
 from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.quantisers import quantise
 
 Weights = Mapping[str, FileWeight]
 
@@ -133,15 +133,7 @@ class WeightLoader:
         # The embedding is the head as well, and a head of 4 bits costs more than it saves.
         is_table = name in ("model.embed_tokens.weight", "lm_head.weight")
         kind = "Q4_1" if self.keep_floats_as == "q4" and not is_table else "Q8_0"
-        return ConvertedWeight(kind, weight, _to_q4 if kind == "Q4_1" else _to_q8)
-
-
-def _to_q4(rows: StoredWeight) -> Tensor:
-    return quantize_fitted(rows.data)
-
-
-def _to_q8(rows: StoredWeight) -> Tensor:
-    return quantize(rows.data, "Q8_0")
+        return ConvertedWeight(kind, weight, lambda rows: quantise(rows.data, kind))
 
 
 def _as_dtype(weight: FileWeight, dtype: torch.dtype) -> ConvertedWeight:

@@ -1,4 +1,4 @@
-"""GGML's blocks in torch: their numbers, and their conversion to and from float32.
+"""GGML's blocks in torch: their numbers, and their conversion to float32.
 
 `dequantize` equals the result of the `gguf` package bit for bit: products and sums in float32, in the same order.
 Blocks are those of llama.cpp's ggml-common.h, as `BLOCK_FIELDS` describes them; multi-byte values are little-endian.
@@ -45,83 +45,6 @@ def dequantize(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "
     for few, out in zip(torch.split(blocks, at_once), torch.split(values, at_once), strict=True):
         out.copy_(_values(few, type))
     return values.reshape(*data.shape[:-1], data.shape[-1] // kind.block_bytes * kind.block_size)
-
-
-def quantize(values: Float[Tensor, "rows columns"], type: str) -> UInt8[Tensor, "rows bytes"]:
-    """Return rows quantised to Q8_0 or Q4_1, bit for bit as the `gguf` package does.
-
-    The number of columns is a multiple of 32.
-    """
-    blocks = values.float().reshape(-1, BLOCK_TYPES[type].block_size)
-    if type == "Q8_0":
-        scale = blocks.abs().amax(1, keepdim=True) / 127
-        scaled = blocks * _inverse(scale)
-        whole = scaled.abs().floor()
-        rounded = whole + (2 * (scaled.abs() - whole)).floor()  # ties go away from zero
-        packed = torch.cat((_half_bytes(scale), rounded.copysign(scaled).to(torch.int8).view(torch.uint8)), dim=1)
-    elif type == "Q4_1":
-        low, high = blocks.aminmax(dim=1, keepdim=True)
-        scale = (high - low) / 15
-        q = ((blocks - low) * _inverse(scale) + 0.5).trunc().clamp(0, 15).to(torch.uint8)
-        packed = torch.cat((_half_bytes(scale), _half_bytes(low), q[:, :16] | (q[:, 16:] << 4)), dim=1)
-    else:
-        raise UnsupportedModelError(f"{type} is not a type that values are quantised to: Q8_0 and Q4_1 are")
-    return packed.reshape(len(values), -1)
-
-
-def quantize_fitted(values: Float[Tensor, "rows columns"]) -> UInt8[Tensor, "rows bytes"]:
-    """Return rows quantised to Q4_1 with a least-squares scale and minimum, instead of the full range of the values.
-
-    The fit starts from several ranges, each shrunk at both ends. It alternates between fitting to the rounded integers
-    and rounding to the fit. The best result, measured with the stored half-precision numbers, is kept. The number of
-    columns is a multiple of 32.
-    """
-    blocks = values.reshape(-1, BLOCK_TYPES["Q4_1"].block_size)
-    packed = [_fit(part.float()) for part in torch.split(blocks, _FIT_BLOCKS)]
-    return torch.cat(packed).reshape(len(values), -1)
-
-
-_FIT_BLOCKS = 8192  # whose values stay in a core's cache
-_FIT_CUTS = (0.0, 0.75, 1.5, 3.0)  # of 15 steps, both ends together
-_FIT_ROUNDS = 2
-
-
-def _fit(x: Values) -> Blocks:
-    low, high = x.aminmax(dim=1, keepdim=True)
-    total, span = x.sum(1, keepdim=True), high - low
-    best_error = torch.full_like(low, torch.inf)
-    best_scale, best_low = span / 15, low
-    for cut in _FIT_CUTS:
-        scale = span / (15 + cut)
-        scale, least = _as_halves(scale, low + scale * (cut / 2))
-        for _ in range(_FIT_ROUNDS + 1):
-            q = _nearest(x, scale, least)
-            error = (x - q * scale - least).square_().sum(1, keepdim=True)
-            is_better = error < best_error
-            best_error = torch.where(is_better, error, best_error)
-            best_scale, best_low = torch.where(is_better, scale, best_scale), torch.where(is_better, least, best_low)
-            q_sum, q_square, product = (y.sum(1, keepdim=True) for y in (q, q * q, q * x))
-            spread = x.shape[1] * q_square - q_sum * q_sum
-            scale = torch.where(spread > 0, (x.shape[1] * product - q_sum * total) / spread, 0.0)
-            scale, least = _as_halves(scale, (total - scale * q_sum) / x.shape[1])
-    q = _nearest(x, best_scale, best_low).to(torch.uint8)
-    return torch.cat((_half_bytes(best_scale), _half_bytes(best_low), q[:, :16] | (q[:, 16:] << 4)), dim=1)
-
-
-def _as_halves(scale: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    return scale.half().float(), least.half().float()
-
-
-def _nearest(x: Values, scale: Tensor, least: Tensor) -> Values:
-    return ((x - least) * _inverse(scale)).round_().clamp_(0, 15)
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, 0.0, 1 / scale)
-
-
-def _half_bytes(values: Tensor) -> UInt8[Tensor, "blocks 2"]:
-    return values.to(torch.float16).view(torch.uint8)
 
 
 def _half(blocks: Blocks, start: int) -> Float16[Tensor, "blocks 1"]:

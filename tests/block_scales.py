@@ -1,11 +1,11 @@
-"""Store scales in GGML's blocks of random bytes, wherever a type has them."""
+"""Store scales in blocks of random bytes, wherever a type has them."""
 
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.quantization.ggml_types import BLOCK_FIELDS
+from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
 
 Bytes = NDArray[np.uint8]
 
@@ -31,3 +31,12 @@ def put_bytes(blocks: Bytes, type_: str, rng: np.random.Generator) -> None:
         blocks[..., 0] = rng.integers(118, 128, blocks.shape[:-1])
     if form == "UE4M3":
         blocks[..., :4] = rng.integers(0, 0x40, (*blocks.shape[:-1], 4))
+
+
+def with_tails(blocks: Bytes, type_: str, rng: np.random.Generator) -> Bytes:
+    """Return the bytes of rows of blocks, `[rows, bytes]`: a scale ends each row of a type that has one."""
+    rows, tail_bytes = blocks.reshape(len(blocks), -1), BLOCK_TYPES[type_].tail_bytes
+    if not tail_bytes:
+        return rows
+    scales = rng.uniform(0.25, 1.0, (len(rows), 1)).astype(np.float32)
+    return np.concatenate((rows, scales.view(np.uint8)), axis=1)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from block_scales import put_bytes, put_halves
+from block_scales import put_bytes, put_halves, with_tails
 from infer import SamplingParams, ops
 from infer.kvcache.page_sizes import page_bytes
 from infer.operands.activation_values import Activations
@@ -68,11 +68,10 @@ def sized(rng: np.random.Generator, type_: str, rows: int, columns: int) -> Stor
     if type_ in FLOATS:
         return StoredWeight(type_, (rows, columns), numbers(rng, rows, columns).to(FLOATS[type_]))
     block = BLOCK_TYPES[type_]
-    data = rng.integers(0, 256, (rows, block.row_bytes(columns)), dtype=np.uint8)
-    blocks = data.reshape(rows, -1, block.block_bytes)
+    blocks = rng.integers(0, 256, (rows, columns // block.block_size, block.block_bytes), dtype=np.uint8)
     put_bytes(blocks, type_, rng)
     put_halves(blocks, type_, lambda: (rng.integers(-64, 64, (*blocks.shape[:2], 1)) / 4096).astype(np.float16))
-    return StoredWeight(type_, (rows, columns), torch.from_numpy(data))
+    return StoredWeight(type_, (rows, columns), torch.from_numpy(with_tails(blocks, type_, rng)))
 
 
 def digest(results: Iterable[Tensor]) -> str:

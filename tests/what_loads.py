@@ -12,7 +12,7 @@ from infer.model.families import make_architecture
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.feed_forwards import Dense, Experts, FeedForward
 from infer.operands.mixers import Attention, GatedDeltaNet, ShortConv
-from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.ggml_types import FLOAT_TYPES, GGML_TYPES
 from test_converted_families import CONVERTED
 from tiny import LONGROPE, TINY
 
@@ -70,8 +70,7 @@ _SETTINGS = (
 
 def table() -> str:
     tested = [*TINY, LONGROPE]
-    types = [name for name, kind in BLOCK_TYPES.items() if not kind.is_float]
-    floats = [name for name, kind in BLOCK_TYPES.items() if kind.is_float]
+    types = [kind.name for kind in GGML_TYPES.values() if not kind.is_float]
     lines = ["| models | `model_type` | GGUF too | proven on | settings proven |", "|---|---|---|---|---|"]
     for each in SUPPORTED:
         mine = [tiny for tiny in tested if tiny.config.model_type == each.model_type]
@@ -83,7 +82,7 @@ def table() -> str:
         found = dict.fromkeys(setting for config in configs for setting in settings(config))
         lines.append(f"| {each.models} | `{each.model_type}` | {gguf} | {each.proof} | {', '.join(found)} |")
     lines.append("")
-    stored = f"Folders hold {', '.join(floats)} and quantised matrices (below). "
+    stored = f"Folders hold {', '.join(FLOAT_TYPES)} and quantised matrices (below). "
     lines.append(f"{stored}GGUF files hold those and all block types of llama.cpp:")
     lines.append(", ".join(f"`{type_}`" for type_ in types) + ".")
     return "\n".join(lines) + "\n"

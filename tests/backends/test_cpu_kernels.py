@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from block_scales import put_bytes, put_halves
+from block_scales import put_bytes, put_halves, with_tails
 from extent import IS_WHOLE
 from infer import ops
 from infer.backends import reference
@@ -70,7 +70,7 @@ def make_weight(type_: str, rows: int, columns: int, seed: int = 0, scale: float
     data = rng.integers(0, 256, (rows, columns // kind.block_size, kind.block_bytes), dtype=np.uint8)
     put_bytes(data, type_, rng)
     put_halves(data, type_, lambda: (rng.uniform(-1, 1, (*data.shape[:2], 1)) * scale / 8).astype(np.float16))
-    return StoredWeight(type_, (rows, columns), torch.from_numpy(data.reshape(rows, -1)))
+    return StoredWeight(type_, (rows, columns), torch.from_numpy(with_tails(data, type_, rng)))
 
 
 def both(call: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:

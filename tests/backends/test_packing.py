@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from block_scales import put_bytes, put_halves
+from block_scales import put_bytes, put_halves, with_tails
 from infer import ops
 from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.threads.dispatch_table import Command
@@ -48,7 +48,7 @@ def make_weight(type_: str, rows: int, columns: int, seed: int, scales: tuple[fl
     content = rng.integers(0, 256, (rows, columns // kind.block_size, kind.block_bytes), dtype=np.uint8)
     put_halves(content, type_, lambda: rng.choice(np.array(scales), (*content.shape[:2], 1)).astype(np.float16))
     put_bytes(content, type_, rng)
-    return StoredWeight(type_, (rows, columns), torch.from_numpy(content.reshape(rows, -1)))
+    return StoredWeight(type_, (rows, columns), torch.from_numpy(with_tails(content, type_, rng)))
 
 
 def columns_of(type_: str) -> list[int]:
@@ -94,8 +94,8 @@ def test_unpacking_gives_the_dequantised_values(
 @pytest.mark.parametrize("type_", [type_ for type_ in TYPES if type_ not in (*FLOATS, "MXFP4")])
 def test_random_bytes_unpack_and_multiply_also_scales_that_are_not_finite(type_: str) -> None:
     kind, rng = BLOCK_TYPES[type_], np.random.default_rng(3)
-    data = torch.from_numpy(rng.integers(0, 256, (640, 256 // kind.block_size * kind.block_bytes), dtype=np.uint8))
-    (only,) = packed(weight := StoredWeight(type_, (640, 256), data))
+    data = rng.integers(0, 256, (640, 256 // kind.block_size, kind.block_bytes), dtype=np.uint8)
+    (only,) = packed(weight := StoredWeight(type_, (640, 256), torch.from_numpy(with_tails(data, type_, rng))))
     expected = dense(weight)
     rows = expected.isfinite().all(1)
     assert torch.equal(unpacked(only).isnan(), expected.isnan())

@@ -35,10 +35,10 @@ from gguf_files import (
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.gguf import read_gguf
 from infer.checkpoint.lazy_weights import LazyWeights, in_half_order, read_weight
-from infer.errors import UnsupportedModelError
+from infer.errors import ModelFormatError
 from infer.operands.weights import StoredWeight
 from infer.quantization.ggml_blocks import dequantize
-from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.ggml_types import BLOCK_TYPES, GGML_TYPES
 
 
 def test_the_same_bytes_without_a_fault_are_read(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_every_value_type_reads_as_gguf_wrote_it(tmp_path: Path) -> None:
         assert type(metadata[f"many.{name}"][0]) is type(value)
 
 
-@pytest.mark.parametrize("name", [name for name in BLOCK_TYPES if name != "Q2_0"])
+@pytest.mark.parametrize("name", [kind.name for kind in GGML_TYPES.values() if kind.name != "Q2_0"])
 def test_every_tensor_type_is_the_files_bytes_under_the_logical_shape(tmp_path: Path, name: str) -> None:
     kind = BLOCK_TYPES[name]
     raw = np.random.default_rng(1).integers(0, 256, (3, 2 * 256 // kind.block_size * kind.block_bytes), dtype=np.uint8)
@@ -142,22 +142,63 @@ def test_a_type_that_the_writer_does_not_know_is_read_by_its_number(tmp_path: Pa
     assert np.array_equal(weight.data.numpy(), raw)
 
 
-def test_a_scale_of_a_matrix_in_nvfp4_is_refused_in_a_line(tmp_path: Path) -> None:
-    def extend(writer: gguf.GGUFWriter) -> None:
-        rows = np.zeros((96, 36), np.uint8)
-        writer.add_tensor("blk.0.ffn_up.weight", rows, raw_dtype=gguf.GGMLQuantizationType.NVFP4)
-        if is_scaled:
-            writer.add_tensor("blk.0.ffn_up.scale", np.ones(1, np.float32))
+NVFP4 = gguf.GGMLQuantizationType.NVFP4
 
-    others = {name: values for name, values in random_tensors("llama").items() if "ffn_up" not in name}
-    for is_scaled in (False, True):
-        write_model(tmp_path / "m.gguf", tensors=others, extend=extend)
-        if not is_scaled:
-            assert open_checkpoint(tmp_path / "m.gguf").tensors["model.layers.0.mlp.up_proj.weight"].type == "NVFP4"
-    with pytest.raises(
-        UnsupportedModelError, match=r"^m\.gguf: tensor 'blk\.0\.ffn_up\.scale' is the scale of a matrix in"
-    ):
-        open_checkpoint(tmp_path / "m.gguf")
+
+def write_nvfp4(path: Path, scales: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Write a model with matrices in NVFP4, and return their blocks."""
+    rng, blocks = np.random.default_rng(0), dict[str, np.ndarray]()
+    for module, rows in (("attn_q", (64,)), ("ffn_up", (96,)), ("ffn_gate_exps", (3, 96))):
+        blocks[module] = rng.integers(0, 256, (*rows, 36), dtype=np.uint8)
+        blocks[module][..., :4] = rng.integers(1, 0x7F, (*rows, 4))
+
+    def extend(writer: gguf.GGUFWriter) -> None:
+        for module, content in blocks.items():
+            writer.add_tensor(f"blk.0.{module}.weight", content, raw_dtype=NVFP4)
+            if module in scales:
+                writer.add_tensor(f"blk.0.{module}.scale", scales[module])
+                writer.add_tensor(f"blk.0.{module}.input_scale", np.full_like(scales[module], 9))
+
+    others = {name: values for name, values in random_tensors("llama").items() if name.split(".")[-2] not in blocks}
+    write_model(path, tensors=others, extend=extend)
+    return blocks
+
+
+def test_a_matrix_in_nvfp4_is_multiplied_by_its_scale(tmp_path: Path) -> None:
+    scales = {"attn_q": np.float32([0.3]), "ffn_gate_exps": np.float32([1e-3, 7, 1e5])}
+    blocks = write_nvfp4(tmp_path / "m.gguf", scales)
+    meant = {module: gguf.quants.dequantize(content, NVFP4) for module, content in blocks.items()}
+    meant["attn_q"] *= scales["attn_q"]
+    meant["ffn_gate_exps"] *= scales["ffn_gate_exps"][:, None, None]
+    tensors = open_checkpoint(tmp_path / "m.gguf").tensors
+    assert not any("scale" in name for name in tensors)
+    ours = {"mlp.up_proj": ("NVFP4", meant["ffn_up"]), "self_attn.q_proj": ("NVFP4_SCALED", meant["attn_q"])}
+    ours |= {f"mlp.experts.{at}.gate_proj": ("NVFP4_SCALED", meant["ffn_gate_exps"][at]) for at in range(3)}
+    for name, (type_, expected) in ours.items():
+        weight = LazyWeights(tensors)[f"model.layers.0.{name}.weight"]
+        assert weight.type == type_
+        if name.endswith("q_proj"):  # from llama.cpp's order
+            expected = expected.reshape(HEADS, 8, 2, 64).swapaxes(1, 2).reshape(64, 64)
+        for first, last in ((0, len(expected)), (17, 33)):
+            found = dequantize(weight.rows(first, last).data, type_).numpy()
+            assert np.array_equal(found, expected[first:last]), name
+
+
+@pytest.mark.parametrize(
+    ("scales", "problem"),
+    [
+        ({"attn_q": np.ones(2, np.float32)}, r"'blk\.0\.attn_q\.scale': expected F32 of the shape \(1,\), got F32"),
+        ({"attn_q": np.ones(1, np.float16)}, r"attn_q\.scale': expected F32 of the shape \(1,\), got F16"),
+        ({"ffn_gate_exps": np.ones(2, np.float32)}, r"ffn_gate_exps\.scale': expected F32 of the shape \(3,\)"),
+        ({"attn_q": np.float32([np.inf])}, r"attn_q\.scale': expected a finite scale"),
+    ],
+)
+def test_a_scale_that_no_matrix_can_have_is_refused_in_a_line(
+    scales: dict[str, np.ndarray], problem: str, tmp_path: Path
+) -> None:
+    write_nvfp4(tmp_path / "m.gguf", scales)
+    with pytest.raises(ModelFormatError, match=problem):
+        LazyWeights(open_checkpoint(tmp_path / "m.gguf").tensors)["model.layers.0.self_attn.q_proj.weight"].rows(0, 1)
 
 
 def test_weights_are_copies_and_cannot_change_the_file(tmp_path: Path) -> None:

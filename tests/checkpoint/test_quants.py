@@ -11,11 +11,10 @@ import torch
 from infer.errors import UnsupportedModelError
 from infer.quantization.ggml_blocks import dequantize
 from infer.quantization.ggml_grids import grid
-from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Bits, Field, Grid, Trits
+from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, GGML_TYPES, Bits, Field, Grid, Trits
 
-QUANTISED = [name for name, kind in BLOCK_TYPES.items() if not kind.is_float]
-
-
+GGML = [kind.name for kind in GGML_TYPES.values()]
+QUANTISED = [name for name in GGML if not BLOCK_TYPES[name].is_float]
 KNOWN = [name for name in QUANTISED if name not in ("Q1_0", "Q2_0")]  # to the gguf package
 DATA = Path(__file__).parents[1] / "data"
 
@@ -33,7 +32,7 @@ def assert_same_bits(ours: np.ndarray, theirs: np.ndarray) -> None:
     assert np.array_equal(ours.view(np.uint32)[numbers], theirs.view(np.uint32)[numbers])
 
 
-@pytest.mark.parametrize("name", [name for name in BLOCK_TYPES if name != "Q2_0"])
+@pytest.mark.parametrize("name", [name for name in GGML if name != "Q2_0"])
 def test_types_are_ggml_types(name: str) -> None:
     kind = BLOCK_TYPES[name]
     assert gguf.GGMLQuantizationType[name].value == kind.ggml_id

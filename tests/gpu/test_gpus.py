@@ -116,7 +116,7 @@ def test_what_is_free_counts_what_torch_holds_and_does_not_use(monkeypatch: pyte
 def test_a_matrix_takes_what_its_planes_do_or_its_type_is_refused_in_a_line(type_: str) -> None:
     cuda = pytest.importorskip("infer.backends.cuda", reason="Triton is not installed")
     weight = make_weight(type_, 4, 512, 0, (0.5, -0.37, 1.0, 0.01))
-    if type_ not in LAYOUTS:
+    if gpu_memory.stored_type(type_) not in LAYOUTS:
         with pytest.raises(UnsupportedModelError, match=rf"^device cuda has no kernels for {type_}: use device cpu,"):
             cuda.prepare(Projection((weight,)), torch.device("cpu"))
         with pytest.raises(UnsupportedModelError, match=rf"^device cuda has no kernels for {type_}: use device cpu,"):

@@ -18,6 +18,7 @@ import opencl_platform
 from infer import LLM, SamplingParams, ops
 from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.sampling.launch import choose_tokens
+from infer.backends.gpu_memory import stored_type
 from infer.cli.subcommands import infer
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations
@@ -52,6 +53,7 @@ from steps import join  # noqa: E402
 CPU = torch.device("cpu")
 PLATFORM = devices.choose().platform.name
 FAST = ("Q4_1", "Q6_K")
+OWN_TYPES = [type_ for type_ in sorted(LAYOUTS) if stored_type(type_) == type_]
 NUM_SLOTS = 600
 
 
@@ -80,7 +82,7 @@ def projected(precision: Any, *weights: Weight, bias: Tensor | None = None) -> P
 
 
 @pytest.mark.parametrize(
-    ("type_", "precision"), [(type_, "exact") for type_ in sorted(LAYOUTS)] + [(type_, "fast") for type_ in FAST]
+    ("type_", "precision"), [(type_, "exact") for type_ in OWN_TYPES] + [(type_, "fast") for type_ in FAST]
 )
 def test_a_projection_has_the_bits_of_the_cpu(type_: str, precision: str) -> None:
     weight, bias, norm = make_weight(type_, 40, 512), torch.randn(40), Norm(torch.rand(512) + 0.5, 1e-5)
@@ -172,7 +174,7 @@ def test_vectors_are_no_arguments_of_the_library(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(cl.Program, "build", compiled)
     attention = [("attention.cl", {"HEAD_DIM": 64, f"KV_{kv_type}": 1}) for kv_type in KV_TYPES]
-    prepared = [projected("exact", make_weight(type_, 16, 256)).parts[0] for type_ in sorted(LAYOUTS)]
+    prepared = [projected("exact", make_weight(type_, 16, 256)).parts[0] for type_ in OWN_TYPES]
     products = [("matmul.cl", macros_of(packed(part), 16) | {"TOKENS": 8}) for part in prepared]
     rows = [("rows.cl", {"GATED": f"gated_{activation}"}) for activation in get_args(Activation)]
     for source, macros in [*attention, *products, *rows, ("rows.cl", {}), ("sample.cl", {**SAMPLING})]:

@@ -16,6 +16,13 @@ _ON_CPUS_ONLY = frozenset(
     {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0", "Q2_0"}
 )
 
+_AS_HALVES = frozenset({"NVFP4_SCALED"})
+
+
+def stored_type(type: str) -> str:
+    """Return the type in which GPUs store a matrix of this type."""
+    return "F16" if type in _AS_HALVES else type
+
 
 def check_type(type: str) -> None:
     """Raise UnsupportedModelError if no kernel multiplies with matrices of this type."""
@@ -28,7 +35,7 @@ def check_type(type: str) -> None:
 
 def matrix_bytes(type: str, rows: int, columns: int) -> int:
     check_type(type)
-    block = BLOCK_TYPES[type]
+    block = BLOCK_TYPES[stored_type(type)]
     if type not in _BLOCK_BYTES:
         return rows * block.row_bytes(columns)
     return rows * (columns // block.block_size) * _BLOCK_BYTES[type]

@@ -72,7 +72,7 @@ class TensorSummary:
 
     def _add_scales(self, data: Tensor) -> None:
         scales = scales_of(data, self.info.type).float()
-        firsts = scales if self.info.type == "NVFP4" else scales[:, :1]  # a minimum may follow
+        firsts = scales if self.info.type in ("NVFP4", "NVFP4_SCALED") else scales[:, :1]  # a minimum may follow
         self.num_zero_scales += len(firsts) - int(firsts.count_nonzero(1).count_nonzero())
         if not isfinite(scales.sum()):
             self.num_bad_scales += int((~scales.isfinite()).any(1).sum())

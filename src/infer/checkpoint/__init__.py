@@ -29,6 +29,7 @@ from infer.checkpoint.encoder_names import (
 from infer.checkpoint.find import resolve
 from infer.checkpoint.fused_tensors import WITH_GATES, taken_apart
 from infer.checkpoint.gguf import GGUFFile
+from infer.checkpoint.gguf_scales import with_factors, with_scaled_types
 from infer.checkpoint.gguf_split import read_whole_gguf
 from infer.checkpoint.gguf_text_encoders import encoder_names_from_gguf, with_rows_of_types
 from infer.checkpoint.pooling import EmbeddingFiles, embedding_from_folder, embedding_from_gguf
@@ -49,6 +50,7 @@ __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 _ROWS_IN_PAIRS = frozenset(
     {"llama", "granite", "granitemoe", "smollm3", "mistral3", "llama4", "muse-glimmer", "llama-embed"}
 )  # GGUF's in which elements of q and k that rotate together are neighbours
+_WITH_EXPERT_SCALES = frozenset({"gemma4"})  # GGUF's whose routers have a scale of each expert
 _MOST_DRAFTING_LAYERS = 64
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
 _LLAMA4 = ("llama4", "llama4_text")
@@ -141,20 +143,20 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = read_whole_gguf(path)
-    _refuse_scales_apart(path, file.tensors)
     config = config_from_gguf(file)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     tensors: dict[str, TensorInfo] = {}
     architecture = str(file.metadata["general.architecture"])
     is_encoder = architecture in gguf_text_encoders.ENCODERS
-    names = encoder_names_from_gguf(architecture, file.tensors) if is_encoder else names_from_gguf(file.tensors)
-    for name, info in _renamed(path, file.tensors, names).items():
+    stored = with_factors(file.tensors, has_expert_scales=architecture in _WITH_EXPERT_SCALES)
+    names = encoder_names_from_gguf(architecture, stored) if is_encoder else names_from_gguf(stored)
+    for name, info in _renamed(path, stored, names).items():
         projection = name.rpartition(".")[0].rpartition(".")[2]
         if projection in heads and architecture in _ROWS_IN_PAIRS:
             _check_heads(file, info.name, heads[projection])
             info = replace(info, num_paired_heads=heads[projection])
         tensors[name] = info
-    tensors = taken_apart(_without_drafting_layers(tensors, config), config)
+    tensors = with_scaled_types(taken_apart(_without_drafting_layers(tensors, config), config))
     if is_encoder:
         tensors = with_rows_of_types(tensors)
     embedding = embedding_from_gguf(path, file.metadata, tensors)
@@ -162,18 +164,6 @@ def _open_gguf(path: Path) -> Checkpoint:
     reranker = reranker_from_gguf(path, file.metadata, tensors, classifier)
     own = config, file.metadata, tensors, generation_config_from_gguf(file), file.files
     return Checkpoint(file.path, *own, embedding, TextPrompts(), reranker, classifier)
-
-
-def _refuse_scales_apart(path: Path, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise UnsupportedModelError if a tensor of the file multiplies a matrix of NVFP4."""
-    for name in tensors:
-        module, _, kind = name.rpartition(".")
-        matrix = tensors.get(f"{module}.weight")
-        if kind == "scale" and matrix is not None and matrix.type == "NVFP4":
-            raise UnsupportedModelError(
-                f"{path.name}: tensor {name!r:.80} is the scale of a matrix in NVFP4, which is not supported: take a "
-                "file of the model in another type, such as Q4_K_M"
-            )
 
 
 def _with_paired_rows(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:

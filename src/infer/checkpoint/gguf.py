@@ -15,7 +15,7 @@ import numpy as np
 
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError, UnsupportedModelError
-from infer.quantization.ggml_types import BLOCK_TYPES, BlockType
+from infer.quantization.ggml_types import GGML_TYPES, BlockType
 from infer.system.open_file import AGAIN, OpenFile
 
 MAGIC = b"GGUF"
@@ -40,7 +40,6 @@ NUMBER_CODES: dict[ValueType, str] = {  # in struct and numpy alike
 }  # fmt: skip
 _VALUE_TYPE_BY_ID = {type_id: name for name, type_id in VALUE_TYPE_IDS.items()}
 _READERS = {code: struct.Struct(code) for code in NUMBER_CODES.values()}
-_TYPE_BY_ID = {kind.ggml_id: kind for kind in BLOCK_TYPES.values()}
 _OTHER_TYPES = {  # known to ggml, without a dequantiser here
     9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"
 }  # fmt: skip
@@ -175,12 +174,13 @@ class _Header:
         return TensorInfo(self.file, name, kind.name, shape, offset, num_bytes)
 
     def tensor_type(self, where: str, type_id: int) -> BlockType:
-        kind = _TYPE_BY_ID.get(type_id)
+        kind = GGML_TYPES.get(type_id)
         if kind is not None:
             return kind
         if type_id in _OTHER_TYPES:
+            names = ", ".join(kind.name for kind in GGML_TYPES.values())
             raise UnsupportedModelError(
-                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}; supported are {', '.join(BLOCK_TYPES)}: "
+                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}; supported are {names}: "
                 "take a file of the model in one of these, such as Q4_K_M"
             )
         return self.fail(where, f"{type_id} is not a tensor type", self.position - 4)

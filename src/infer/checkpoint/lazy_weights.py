@@ -1,8 +1,9 @@
 """Make weights of the tensors in a file, under our names, and undo the changes that formats make.
 
 Changes that are undone: llama.cpp's order of the rows of q and k; norms stored as w for 1 + w; rows of matrices that
-alternate, one by one or by heads; transposed matrices; MXFP4's scales in a tensor of their own; matrices that GPTQ, AWQ
-and other methods quantised (`quantised_rows`). Tensors of one axis (norms, biases) are returned as float32.
+alternate, one by one or by heads; transposed matrices; scales of MXFP4 and of NVFP4's matrices in tensors of their own;
+matrices that GPTQ, AWQ and other methods quantised (`quantised_rows`). Tensors of one axis (norms, biases) are returned
+as float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from infer.checkpoint.quantised_rows import QuantisedRows
-from infer.checkpoint.tensor_bytes import memory_for
+from infer.checkpoint.tensor_bytes import bytes_of, memory_for
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.operands.weights import FilePlace, FileWeight, StoredWeight, UnreadWeight
 from infer.quantization.ggml_blocks import dequantize
@@ -75,7 +76,7 @@ def _unread(info: TensorInfo) -> UnreadWeight:
         read = partial(_read_ranges, info, read)
     if info.num_paired_heads:
         read = partial(_read_in_half_order, info, read)
-    elif not (info.packed or info.scales or info.row_stride or info.row_ranges):
+    elif not (info.packed or info.scales or info.factor or info.row_stride or info.row_ranges):
         place = FilePlace(info.file.descriptor, info.offset)
     return UnreadWeight(info.type, info.shape, read, place)
 
@@ -86,6 +87,8 @@ def _stored_rows(info: TensorInfo) -> ReadRows:
         return QuantisedRows(info, info.packed).read
     if info.scales is not None:
         return partial(_read_mxfp4, info, info.scales)
+    if info.factor is not None:
+        return partial(_read_with_factor, info, info.factor)
     return partial(_read_strided if info.row_stride else _read_rows, info)
 
 
@@ -139,6 +142,14 @@ def _read_mxfp4(info: TensorInfo, scales: TensorInfo, first: int, last: int) -> 
     halves = np.stack([codes & 15, codes >> 4], axis=-1).reshape(count, num_blocks, 2, 16)
     blocks[..., 1:] = halves[:, :, 0] | halves[:, :, 1] << 4
     return torch.from_numpy(blocks.reshape(count, -1))
+
+
+def _read_with_factor(info: TensorInfo, factor: TensorInfo, first: int, last: int) -> Tensor:
+    """Return rows of blocks with the matrix's factor after each row, as `BlockType.tail_bytes` says."""
+    rows, number = _rows(info, first, last, info.num_bytes // info.shape[0]), bytes_of(factor)
+    if not np.isfinite(number.view(np.float32)).all():
+        factor.fail("expected a finite scale, got a number that is not")
+    return torch.from_numpy(np.concatenate((rows, np.broadcast_to(number, (len(rows), len(number)))), axis=1))
 
 
 def _rows(info: TensorInfo, first: int, last: int, row_bytes: int) -> NDArray[np.uint8]:

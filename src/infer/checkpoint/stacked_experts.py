@@ -61,12 +61,20 @@ def _rows(info: TensorInfo, expert: int, rows: range) -> TensorInfo:
     kind, columns, first = BLOCK_TYPES[info.type], info.shape[2:], expert * info.shape[1]
     row_bytes = kind.row_bytes(columns[0]) if columns else kind.block_bytes
     part = replace(info, shape=(len(rows), *columns), num_bytes=len(rows) * row_bytes)
+    if info.factor is not None:
+        part = replace(part, factor=_factor(info.factor, expert))
     if info.scales is None:
         return _from_row(part, first, rows, row_bytes)
     num_blocks = columns[0] // _MXFP4.block_size
     scales = replace(info.scales, shape=(len(rows), num_blocks), num_bytes=len(rows) * num_blocks)
     part = replace(part, scales=_from_row(scales, first, rows, num_blocks))
     return _from_row(part, first, rows, num_blocks * _CODES_BYTES)
+
+
+def _factor(factors: TensorInfo, expert: int) -> TensorInfo:
+    """Return the factor of one expert."""
+    num_bytes = factors.num_bytes // factors.shape[0]
+    return replace(factors, shape=(1,), offset=factors.offset + expert * num_bytes, num_bytes=num_bytes)
 
 
 def _columns(info: TensorInfo, expert: int, rows: range) -> TensorInfo:

@@ -55,6 +55,7 @@ class TensorInfo:
     column_stride: int = 0  # bytes from column to column, if the file has the transposed matrix; 0: as usual
     row_ranges: tuple[tuple[int, int], ...] = ()  # rows of the file's matrix that are this one's; (): those at offset
     scales: "TensorInfo | None" = None  # of MXFP4, if the scales are a tensor of their own; the rest is codes
+    factor: "TensorInfo | None" = None  # one F32 that multiplies all values, in a tensor of its own
     packed: PackedParts | None = None  # of a quantised matrix in several tensors; `type` is what it becomes
 
     @property
@@ -69,7 +70,7 @@ class TensorInfo:
     def file_bytes(self) -> int:
         """Bytes of the values in the file, in all tensors that have a part of them."""
         if self.packed is None:
-            return self.num_bytes
+            return self.num_bytes + (0 if self.factor is None else self.factor.num_bytes)
         num_rows = self.packed.num_rows
         return sum(info.num_bytes for info in self.packed.tensors) * self.shape[0] // num_rows
 

@@ -39,12 +39,23 @@ def dequantize(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "
             f"{type} is not a block type that can be dequantised: {', '.join(BLOCK_FIELDS)} are"
         )
     kind = BLOCK_TYPES[type]
-    blocks = data.reshape(-1, kind.block_bytes)
+    blocks = _blocks_of(data, type)
     values = torch.empty(len(blocks), kind.block_size, device=data.device)
     at_once = _VALUES_AT_ONCE // kind.block_size
     for few, out in zip(torch.split(blocks, at_once), torch.split(values, at_once), strict=True):
         out.copy_(_values(few, type))
-    return values.reshape(*data.shape[:-1], data.shape[-1] // kind.block_bytes * kind.block_size)
+    values = values.reshape(*data.shape[:-1], data.shape[-1] // kind.block_bytes * kind.block_size)
+    if kind.tail_bytes:
+        values *= data[..., -kind.tail_bytes :].contiguous().view(torch.float32)
+    return values
+
+
+def _blocks_of(data: UInt8[Tensor, "*rows row_bytes"], type: str) -> Blocks:
+    """Return the blocks of all rows, without the scales of rows."""
+    kind = BLOCK_TYPES[type]
+    if kind.tail_bytes:
+        data = data[..., : -kind.tail_bytes]
+    return data.reshape(-1, kind.block_bytes)
 
 
 def _half(blocks: Blocks, start: int) -> Float16[Tensor, "blocks 1"]:
@@ -75,7 +86,7 @@ def numbers_of(blocks: Blocks, type: str) -> Numbers:
 
 def scales_of(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "blocks numbers"]:
     """Return the numbers by which whole blocks are scaled: the scale, or the scales of NVFP4, and then the minimum."""
-    fields, blocks = BLOCK_FIELDS[type], data.reshape(-1, BLOCK_TYPES[type].block_bytes)
+    fields, blocks = BLOCK_FIELDS[type], _blocks_of(data, type)
     if fields.scale_form == "exponent":
         return _power_of_two(blocks[:, fields.scale_at, None])
     if fields.scale_form == "UE4M3":

@@ -11,13 +11,14 @@ from typing import Literal, NamedTuple
 class BlockType:
     """A tensor type that stores `block_size` consecutive values of a row in `block_bytes` bytes.
 
-    A float type has blocks of one value.
+    A float type has blocks of one value. A type without an id is not GGML's: the weights of other formats become it.
     """
 
     name: str
-    ggml_id: int
+    ggml_id: int | None
     block_size: int
     block_bytes: int
+    tail_bytes: int = 0  # after the blocks of a row: an f32 that multiplies the row's values
 
     @property
     def is_float(self) -> bool:
@@ -25,7 +26,7 @@ class BlockType:
 
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row. `columns` must be a multiple of the block size."""
-        return columns // self.block_size * self.block_bytes
+        return columns // self.block_size * self.block_bytes + self.tail_bytes
 
 
 BLOCK_TYPES: dict[str, BlockType] = {
@@ -59,6 +60,7 @@ BLOCK_TYPES: dict[str, BlockType] = {
         BlockType("NVFP4", 40, 64, 36),
         BlockType("Q1_0", 41, 128, 18),
         BlockType("Q2_0", 42, 64, 18),
+        BlockType("NVFP4_SCALED", None, 64, 36, tail_bytes=4),
     )
 }
 IQ4_VALUES = (
@@ -86,6 +88,7 @@ IQ2_VALUES = (8, 25, 43, 0, -8, -25, -43, 0)
 IQ3_XXS_VALUES = (2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31)  # half of what they mean
 IQ3_S_VALUES = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
 FLOAT_TYPES = tuple(name for name, kind in BLOCK_TYPES.items() if kind.is_float)
+GGML_TYPES = {kind.ggml_id: kind for kind in BLOCK_TYPES.values() if kind.ggml_id is not None}
 
 
 class Field(NamedTuple):
@@ -254,3 +257,4 @@ BLOCK_FIELDS = {
         are_scales_odd=True,
     ),
 }
+BLOCK_FIELDS["NVFP4_SCALED"] = BLOCK_FIELDS["NVFP4"]

@@ -19,8 +19,9 @@ Q1_0, Q2_0 and ternary types have 4, 2 or 8 records after a scale, and none in t
 and the signs of its two eights of codes above them. The two scales of a record of IQ2_XS and IQ2_S share a byte.
 
 Every number keeps the value that the file gives it. An integer q is stored as q + offset ≥ 0, or as its code in the
-type's table. Patterns of a grid are stored code by code. A group of a float type is `[in_features, 16 rows]`, inputs
-padded by zeros to a multiple of 8.
+type's table. Patterns of a grid are stored code by code. If rows have a scale, the group ends with f32 × 16 rows, and a
+row's sum is multiplied by it. A group of a float type is `[in_features, 16 rows]`, inputs padded by zeros to a multiple
+of 8.
 """
 
 from dataclasses import dataclass, replace
@@ -154,8 +155,13 @@ class Layout:
         """Return the bytes of a token's activations."""
         return self.num_records(in_features) * self.activation_bytes(form)
 
+    @property
+    def row_scale_bytes(self) -> int:
+        """Bytes of the scales of rows at the end of a group."""
+        return LANES * BLOCK_TYPES[self.type].tail_bytes
+
     def group_bytes(self, in_features: int) -> int:
-        return self.num_records(in_features) // self.records_per_super * self.super_bytes
+        return self.num_records(in_features) // self.records_per_super * self.super_bytes + self.row_scale_bytes
 
 
 def _grid_layout(
@@ -183,6 +189,7 @@ LAYOUTS = {
         Layout("IQ4_XS", low_bits=4, offset=128, codes=IQ4_VALUES, records_per_super=8),
         Layout("MXFP4", low_bits=4, offset=16, codes=FP4_VALUES, has_exponent=True),
         Layout("NVFP4", low_bits=4, offset=16, codes=FP4_VALUES, scales_per_record=2),
+        Layout("NVFP4_SCALED", low_bits=4, offset=16, codes=FP4_VALUES, scales_per_record=2),
         Layout("Q1_0", low_bits=1, offset=1, codes=(-1, 1), scales_per_record=0, records_per_super=4),
         Layout("Q2_0", low_bits=2, offset=1, scales_per_record=0, records_per_super=2),
         Layout("TQ1_0", low_bits=2, offset=1, scales_per_record=0, records_per_super=8),

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from infer.backends.as_halves import as_halves
 from infer.backends.cuda.layouts import BLOCK, LAYOUTS, PLANES, Layout, PackedWeight
 from infer.backends.gpu_memory import check_type
 from infer.operands.weights import ConvertedWeight, Projection, StoredWeight, UnreadWeight, Weight
@@ -28,6 +29,7 @@ def prepare(projection: Projection, device: torch.device, precision: str = "exac
 
 
 def _stored(weight: Weight) -> FileWeight:
+    weight = as_halves(weight)
     assert isinstance(weight, StoredWeight | UnreadWeight | ConvertedWeight)
     return weight
 

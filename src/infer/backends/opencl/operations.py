@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.backends import reference
+from infer.backends.as_halves import as_halves
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import BLOCK, LANES
 from infer.backends.cpu.sampling import launch
@@ -46,11 +47,14 @@ class Operations:
     def prepare(self, projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:
         """Return the projection packed in the CPU's groups of 16 rows: a vector on a CPU is 16 neighbours on a GPU.
 
+        Types that these kernels do not read become F16.
+
         Raises InvalidRequestError if weights are packed for i8mm.
         """
         if instruction_set().inputs != 4:
             raise InvalidRequestError(_PAIRED)
-        prepared, place = pack(projection, device, precision), self._runtime.memory.place
+        stored = replace(projection, parts=tuple(map(as_halves, projection.parts)))
+        prepared, place = pack(stored, device, precision), self._runtime.memory.place
         parts = [replace(part, data=place(part.data)) for part in map(packed, prepared.parts)]
         return replace(prepared, parts=tuple(parts))
 

@@ -36,6 +36,11 @@ def _tile_weights(args, shift, unit, groups, index):
     return weights + shift + (unit * args.groups_per_unit + index % groups) * args.group_bytes
 
 
+@njit(inline="always")
+def _tile_row(buffer, index, token):
+    return buffer + _HEADER + index * TILE_BYTES + token * 64
+
+
 def _make_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
     """Return a function that multiplies a panel with a unit's tiles, two groups at a time."""
     multiply_one, multiply_two = (make_multiply_panel(layout, form, isa, num_groups) for num_groups in (1, 2))
@@ -80,6 +85,17 @@ def _make_matrices(layout: Layout, form: int, isa: InstructionSet) -> tuple[Any,
     return unpack_unit, compute
 
 
+@njit(inline="always")
+def _scale_rows(args, shift, unit, groups, num_tiles, width, buffer):
+    """Multiply a panel's sums by the scales of their rows, which end each group of weights."""
+    for index in range(num_tiles):
+        end = _tile_weights(args, shift, unit, groups, index) + args.group_bytes
+        scales = load_f32(end - 4 * LANES)
+        for token in range(width):
+            at = _tile_row(buffer, index, token)
+            store_f32(at, load_f32(at) * scales)
+
+
 def make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
     """Return a function that multiplies a unit with the panels of the tokens [first, end) of `num_tokens` tokens.
 
@@ -87,7 +103,7 @@ def make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
     and `first_bias` its first bias. Otherwise they are 0.
     """
     record_bytes, has_matrices = layout.activation_bytes(form), isa.may_use_matrices(layout)
-    compute = _make_panel(layout, form, isa)
+    compute, has_row_scales = _make_panel(layout, form, isa), layout.row_scale_bytes > 0
     if has_matrices:
         unpack_unit, compute_matrices = _make_matrices(layout, form, isa)
 
@@ -111,6 +127,8 @@ def make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
                 compute_matrices(args, on_matrices, unpacked, at, stride, buffer + _HEADER, scratch)
             if on_matrices == 0:
                 compute(args, shift, unit, groups, num_tiles, at, width, buffer + _HEADER, scratch)
+            if has_row_scales:
+                _scale_rows(args, shift, unit, groups, num_tiles, width, buffer)
             simd.store_i64(buffer, panel)
             simd.store_i64(buffer + 8, width)
             simd.store_i64(buffer + 16, groups)
@@ -156,11 +174,6 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
             release(num_tokens >= fewest)
 
     return matmul
-
-
-@njit(inline="always")
-def _tile_row(buffer, index, token):
-    return buffer + _HEADER + index * TILE_BYTES + token * 64
 
 
 def make_store(kind: str) -> Callable[..., None]:

@@ -168,7 +168,7 @@ def make_pack(type_: str, inputs: int) -> Callable[..., None]:
     layout, block_size, source_bytes = LAYOUTS[type_], BLOCK_TYPES[type_].block_size, BLOCK_TYPES[type_].block_bytes
     super_bytes, per_super = layout.super_bytes, layout.records_per_super
     packed_bytes = LANES * source_bytes if layout.is_float else layout.per_block // per_super * super_bytes
-    header, record_bytes = layout.super_header, layout.record_bytes
+    header, record_bytes, has_row_scales = layout.super_header, layout.record_bytes, layout.row_scale_bytes > 0
     pack_block = _make_pack_float(source_bytes) if layout.is_float else make_pack_block(layout)
     pair_quads, is_paired = _make_pair_quads(layout), inputs == 8 and not layout.is_float
 
@@ -181,6 +181,8 @@ def make_pack(type_: str, inputs: int) -> Callable[..., None]:
                 pack_block(source, out, row % LANES)
                 source += source_bytes
                 out += packed_bytes
+            if has_row_scales:
+                store_u32(out + 4 * (row % LANES), load_u32(source))
         for group in range((args.rows + LANES - 1) // LANES if is_paired else 0):
             for record in range(args.in_features // BLOCK):
                 start = args.out + group * args.group_bytes + record // per_super * super_bytes + header

@@ -1,15 +1,21 @@
-"""Waiting until a server's engine has nothing to do any more."""
+"""Waiting for a condition, or until a server's engine has nothing to do any more."""
 
 import time
+from collections.abc import Callable
 
 from served import SECONDS, Served
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Raise TimeoutError if the condition does not hold within the time that tests wait."""
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)
 
 
 def until_idle(served: Served) -> None:
     """Fails where a sequence goes on though nobody asks."""
     engine = served.state.llm().llm._opened.engine
-    for _ in range(round(SECONDS / 0.01)):
-        if not engine.snapshot().sequences:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"these go on: {engine.snapshot().sequences}")
+    until(lambda: not engine.snapshot().sequences)

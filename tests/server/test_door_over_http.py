@@ -1,7 +1,7 @@
 """The door over HTTP: one key's flood refuses no other key, and refused clients come back in turn."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from idle import until
 from infer import LLM
 from infer.engine.step_costs import Costs
-from served import SECONDS, Served, serving
+from served import Served, serving
 
 KEYS = {"secret-of-alice": "alice", "secret-of-bob": "bob"}
 ALICE, BOB = ({"authorization": f"Bearer {key}"} for key in KEYS)
@@ -37,14 +38,6 @@ def slow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patched.setattr(engine.scheduler.costs, "_pace", 0.0)
         patched.setattr(engine.scheduler.costs, "learn", lambda work, seconds: None)
         yield
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.005)
 
 
 def post(served: Served, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
@@ -81,7 +74,7 @@ def test_a_body_of_more_answers_than_may_wait_is_refused_and_others_are_not(llm:
 def test_answers_are_counted_and_not_requests(llm: LLM, slow: None) -> None:
     """This includes answers that wait outside the engine: the second to the sixth wait until the prompt is read."""
     with serving(llm, slots=2, max_queue=4) as served, ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(post, served, LONG | {"n": 6})
+        taken = pool.submit(post, served, LONG | {"n": 6, "max_tokens": 20})
         until(lambda: bool(llm._opened.engine.sequences))
         told(post(served, SHORT))
         assert taken.result().status_code == 200

@@ -9,17 +9,11 @@ import pytest
 from infer import LLM
 from openai_shapes import check, events
 from served import Served, serving
-from test_session import make_model
 
 USER = {"role": "user", "content": "hello"}
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 SMALL = {"max_tokens": 2, "seed": 1}
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(make_model(tmp_path_factory.mktemp("model")), reuse_prefixes=True)
 
 
 def post(served: Served, path: str, **body: Any) -> Any:
@@ -145,12 +139,6 @@ def test_a_misspelt_field_and_one_that_would_change_the_answer_are_refused(
     served: Served, fields: dict[str, Any], param: str
 ) -> None:
     assert error_of(served, CHAT, {"messages": [USER], **fields})["param"] == param
-
-
-def test_a_near_miss_is_answered_with_the_name_that_is_meant(served: Served) -> None:
-    for given, meant in (("temprature", "temperature"), ("maxTokens", "max_tokens"), ("top_logprob", "top_logprobs")):
-        error = error_of(served, CHAT, {"messages": [USER], given: 1})
-        assert f"did you mean {meant}?" in error["message"]
 
 
 def test_anything_else_is_ignored_and_every_kind_of_answer_says_so(served: Served) -> None:

@@ -4,18 +4,17 @@ import json
 import logging
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from extent import usual_or_all
-from idle import until_idle
+from idle import until, until_idle
 from infer import LLM
 from openai_shapes import check
-from raw_http import SECONDS, Answer, Connection, post
+from raw_http import Answer, Connection, post
 from served import Served, serving
 from test_session import make_model
 
@@ -75,19 +74,6 @@ def test_requests_that_come_at_once_are_answered_in_their_order(connection: Conn
     assert found == list(limits)
 
 
-def test_a_body_may_come_in_chunks(connection: Connection) -> None:
-    content = json.dumps(ASKED).encode()
-    connection.send(
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        b"Transfer-Encoding: chunked\r\n\r\n"
-    )
-    for start in range(0, len(content), 7):
-        part = content[start : start + 7]
-        connection.send(f"{len(part):x}\r\n".encode() + part + b"\r\n")
-    connection.send(b"0\r\n\r\n")
-    assert connection.answer().status == 200
-
-
 def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(connection: Connection) -> None:
     request = post(COMPLETIONS, ASKED, "Expect: 100-continue")
     head, body = request.split(b"\r\n\r\n")
@@ -125,18 +111,12 @@ def test_head_has_no_body(connection: Connection, path: str) -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nBad Header: 1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",  # of two, neither is answered
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
     ],
 )
 def test_what_is_no_request_is_refused_and_closed(connection: Connection, sent: bytes) -> None:
     connection.send(sent)
-    assert refusal(connection.answer())[0] == 400
-    assert connection.is_closed()
-
-
-def test_a_refused_request_is_the_last_of_its_connection(connection: Connection) -> None:
-    connection.send(b"GET /health HTTP/1.1\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert refusal(connection.answer())[0] == 400
     assert connection.is_closed()
 
@@ -150,15 +130,6 @@ def test_the_length_of_a_body_may_have_leading_zeros(connection: Connection) -> 
 def test_odd_targets_are_unknown_urls(connection: Connection, target: str) -> None:
     connection.send(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     assert refusal(connection.answer())[0] == 404
-
-
-def test_headers_that_are_too_many_or_too_long_are_refused(served: Served) -> None:
-    many = "".join(f"x-{index}: 1\r\n" for index in range(1000))
-    for headers in (many, f"x-long: {'a' * 100_000}\r\n"):
-        with Connection(served.port) as connection:
-            connection.send(f"GET /health HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode())
-            assert refusal(connection.answer())[0] == 431
-            assert connection.is_closed()
 
 
 def test_headers_that_come_too_slowly_are_refused(connection: Connection) -> None:
@@ -198,35 +169,10 @@ def test_a_half_head_behind_a_request_does_not_end_its_answer(served: Served) ->
         assert refusal(other.answer())[0] == 408
 
 
-def test_a_connection_that_is_served_is_never_one_too_many() -> None:
-    with (
-        serving(None, max_connections=2) as served,
-        Connection(served.port) as first,
-        Connection(served.port),
-        Connection(served.port) as surplus,
-    ):
-        for connection, status in ((first, 404), (surplus, 503), (first, 404)):
-            connection.send(b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert refusal(connection.answer())[0] == status
-
-
 def test_a_body_that_comes_too_slowly_is_refused(connection: Connection) -> None:
     connection.send(post(COMPLETIONS, ASKED)[:-1])
     assert refusal(connection.answer())[0] == 408
     assert connection.is_closed()
-
-
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(served: Served) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with Connection(served.port) as connection:
-        connection.send(head + b"Content-Length: 99999999999\r\n\r\n")
-        assert refusal(connection.answer())[0] == 413
-        assert connection.is_closed()
-    with Connection(served.port) as connection:
-        connection.send(head + b"Transfer-Encoding: chunked\r\n\r\n")
-        chunk = b"10000\r\n" + bytes(0x10000) + b"\r\n"
-        connection.send(chunk * 64 + b"0\r\n\r\n")
-        assert refusal(connection.answer())[0] == 413
 
 
 # What is in it
@@ -235,7 +181,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(served: Served) -
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"{", b"null", b"[]", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000,
+        b"", b"{", b"\xef\xbb\xbf{}", b"null", b"[]", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000,
         b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "a", "temperature": 1e400}', b'{"prompt": "a", "temperature": NaN}',
         b'{"prompt": "a", "max_tokens": 1e3000000}', b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
         b'{"prompt": "a", "max_tokens": 1.5}',
@@ -302,21 +248,6 @@ def test_a_call_that_cannot_be_counted_is_logged(
 def count_of(served: Served, sample: str) -> float:
     lines = served.client.get("/metrics").text.splitlines()
     return sum(float(line.removeprefix(sample)) for line in lines if line.startswith(sample))
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.01)
-
-
-def test_half_a_character_pair_is_refused_or_text(served: Served) -> None:
-    for text in (r'"\ud800"', r'"\udc00 a"', r'"a\ud800\ud800"'):
-        with Connection(served.port) as connection:
-            connection.send(post(COMPLETIONS, b'{"max_tokens": 1, "prompt": ' + text.encode() + b"}"))
-            assert connection.answer().status in (200, 400)
 
 
 def test_an_idle_server_tells_nobody_to_come_back(served: Served) -> None:

@@ -12,24 +12,15 @@ import embedding_model
 from infer import LLM
 from infer.server.app import ROUTES
 from infer.server.routes.openapi import document
-from reranker_model import CONTEXT, make_reranker_model
+from reranker_model import CONTEXT
 from served import Served, serving
-from test_session import make_model
 
 QUERY, DOCUMENTS = "cats", ["a roof", "a bridge", "a fire"]
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("models") / "judge"
-    make_reranker_model(folder)
-    with LLM(folder, reranker="qwen3") as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm, model="tiny") as served:
+def served(judge: LLM) -> Iterator[Served]:
+    with serving(judge, model="tiny") as served:
         yield served
 
 
@@ -49,10 +40,10 @@ def compared(embedder: LLM) -> Iterator[Served]:
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
 @pytest.mark.parametrize("documents", [DOCUMENTS, [{"text": each, "id": 3} for each in DOCUMENTS]])
-def test_documents_come_by_relevance(served: Served, llm: LLM, path: str, documents: list[Any]) -> None:
+def test_documents_come_by_relevance(served: Served, judge: LLM, path: str, documents: list[Any]) -> None:
     body = {"model": "tiny", "query": QUERY, "documents": documents, "top_n": 2}
     answer = served.client.post(path, json=body).json()
-    expected = llm.rerank(QUERY, DOCUMENTS, top_n=2)
+    expected = judge.rerank(QUERY, DOCUMENTS, top_n=2)
     assert answer["results"] == [{"index": each.index, "relevance_score": each.score} for each in expected]
     assert answer["model"] == "tiny"
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
@@ -60,17 +51,17 @@ def test_documents_come_by_relevance(served: Served, llm: LLM, path: str, docume
     assert [each["document"]["text"] for each in whole["results"]] == [each.document for each in expected]
 
 
-def test_names_of_other_servers_are_taken(served: Served, llm: LLM) -> None:
+def test_names_of_other_servers_are_taken(served: Served, judge: LLM) -> None:
     body = {"query": QUERY, "texts": DOCUMENTS, "top_k": 1, "return_text": True, "instruct": "find", "max_chunks": 3}
     answer = served.client.post("/rerank", json=body).json()
-    (expected,) = llm.rerank(QUERY, DOCUMENTS, 1, "find")
+    (expected,) = judge.rerank(QUERY, DOCUMENTS, 1, "find")
     found = {"index": expected.index, "relevance_score": expected.score, "document": {"text": expected.document}}
     assert answer["results"] == [found]
     assert "max_chunks" in answer["infer"]["warnings"][0]
 
 
-def test_pairs_are_scored_in_their_order(served: Served, llm: LLM) -> None:
-    scores = {each.document: each.score for each in llm.rerank(QUERY, DOCUMENTS)}
+def test_pairs_are_scored_in_their_order(served: Served, judge: LLM) -> None:
+    scores = {each.document: each.score for each in judge.rerank(QUERY, DOCUMENTS)}
     expected = [scores[each] for each in DOCUMENTS]
     for first in (QUERY, [QUERY], [QUERY] * 3):
         answer = served.client.post("/v1/score", json={"text_1": first, "text_2": DOCUMENTS}).json()
@@ -133,9 +124,8 @@ def test_an_embedder_refuses_what_only_rerankers_read(compared: Served) -> None:
     assert answer["infer"]["warnings"] == [f"1 of 3 texts were cut to {embedding_model.CONTEXT} tokens"]
 
 
-def test_a_model_with_other_uses_is_compared_if_the_server_may(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = make_model(tmp_path_factory.mktemp("model"))
-    with LLM(folder) as llm, serving(llm, model="tiny", allow_embeddings=True) as served:
+def test_a_model_with_other_uses_is_compared_if_the_server_may(llm: LLM) -> None:
+    with serving(llm, model="tiny", allow_embeddings=True) as served:
         answer = served.client.post("/v1/score", json={"text_1": "a", "text_2": "a"}).json()
     assert answer["data"][0]["score"] == pytest.approx(1)
 
@@ -176,8 +166,8 @@ def test_what_cannot_be_ranked_is_refused(served: Served, path: str, body: Any, 
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 
-def test_a_model_for_neither_says_what_to_do(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with LLM(make_model(tmp_path_factory.mktemp("model"))) as llm, serving(llm, model="tiny") as served:
+def test_a_model_for_neither_says_what_to_do(llm: LLM) -> None:
+    with serving(llm, model="tiny") as served:
         answer = served.client.post("/v1/rerank", json={"query": "a", "documents": ["b"]})
         assert answer.status_code == 400
         assert "--reranker" in answer.json()["error"]["message"]

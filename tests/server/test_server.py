@@ -5,7 +5,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +18,8 @@ from prometheus_client.process_collector import ProcessCollector
 
 import infer
 from asked_route import PATH, TABLE
-from infer import LLM, InvalidRequestError, SamplingParams
+from idle import until
+from infer import LLM, InvalidRequestError
 from infer.server.auth import read_keys
 from infer.server.process import bind, check_certificate
 from infer.server.server_settings import ServerSettings
@@ -73,14 +74,6 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return found["error"]  # type: ignore[no-any-return]
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.01)
-
-
 @contextmanager
 def connected(served: Served) -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS) as plain:
@@ -105,11 +98,6 @@ def request_bytes(body: bytes, *, num_announced: int | None = None) -> bytes:
 
 
 # Routes, ids and errors
-
-
-def test_a_model_that_is_ready_is_named_and_healthy(served: Served) -> None:
-    assert served.client.get("/health").json() == {"status": "ok"}
-    assert served.client.get("/ready").status_code == 200
 
 
 def test_a_model_answers_to_each_of_its_names(served: Served) -> None:
@@ -150,35 +138,7 @@ def test_a_model_that_is_loading_is_neither_ready_nor_asked() -> None:
         assert refused.headers["retry-after"] == "1"
 
 
-def test_answers_are_those_of_the_library_whole_and_in_a_stream(served: Served, llm: LLM) -> None:
-    params = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=9)
-    expected = llm.generate("hello", params).token_ids
-    assert ask(served, max_tokens=9).json()["token_ids"] == expected
-    streamed = ask(served, max_tokens=9, stream=True)
-    events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line.startswith("data: ")]
-    assert [json.loads(each)["token_id"] for each in events[:-1]] == expected
-    assert events[-1] == "[DONE]"
-    assert streamed.headers["content-type"].startswith("text/event-stream")
-
-
 # What arrives
-
-
-def test_a_head_that_is_too_large_is_refused(served: Served) -> None:
-    for headers in ({"x-long": "y" * 2000}, {f"x-{number}": "y" for number in range(30)}):
-        with httpx.Client(base_url=served.url) as client:
-            refused = client.get("/health", headers=headers)
-            assert (refused.status_code, error_of(refused)["code"]) == (431, "headers_too_large")
-    with connected(served) as plain:
-        plain.sendall(b"GET /health HTTP/1.1\r\nx-endless: " + b"y" * 5000)
-        assert status_of(all_of(plain)) == 431
-
-
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"])
-def test_a_head_that_is_late_is_refused(served: Served, sent: bytes) -> None:
-    with connected(served) as plain:
-        plain.sendall(sent)
-        assert status_of(all_of(plain)) == 408
 
 
 @pytest.mark.parametrize(
@@ -213,21 +173,6 @@ def test_what_is_refused_before_it_is_a_request_is_logged_and_counted(
     )
     assert all(f"x-request-id: {each['infer.request.id']}".encode() in answer for each in entries)
     assert counted() - before == bool(code)
-
-
-def test_a_body_that_is_late_is_refused(served: Served) -> None:
-    with connected(served) as plain:
-        plain.sendall(request_bytes(b'{"prom', num_announced=20))
-        assert status_of(all_of(plain)) == 408
-
-
-def test_a_body_that_comes_in_single_bytes_is_read(served: Served) -> None:
-    body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
-    with connected(served) as plain:
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for byte in request_bytes(body):
-            plain.sendall(bytes([byte]))
-        assert status_of(plain.recv(65536)) == 200
 
 
 def test_a_body_of_as_many_bytes_as_are_allowed_is_read(llm: LLM) -> None:
@@ -281,15 +226,6 @@ def test_an_idle_connection_is_closed(served: Served) -> None:
         assert status_of(all_of(plain)) == 200
 
 
-def test_pipelined_requests_are_answered_in_their_order(served: Served) -> None:
-    with connected(served) as plain:
-        plain.sendall(
-            b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        )
-        answers = all_of(plain)
-        assert [status_of(answers), status_of(answers[answers.index(b"HTTP/1.1 4") :])] == [200, 404]
-
-
 # Clients that go away, and those that read slowly
 
 
@@ -340,10 +276,6 @@ def test_without_a_key_nothing_is_told(guarded: Served, headers: dict[str, str],
     refused = guarded.client.get(path, headers=headers)
     assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key")
     assert refused.headers["www-authenticate"] == "Bearer"
-
-
-def test_health_needs_no_key(guarded: Served) -> None:
-    assert [guarded.client.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
 
 
 @pytest.mark.parametrize("headers", [{"authorization": "Bearer secret-of-ann"}, {"x-api-key": "secret-of-bob"}])

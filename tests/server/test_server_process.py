@@ -7,7 +7,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -17,6 +17,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from idle import until
 from shapes import SOURCE
 from watched import python_command
 
@@ -284,14 +285,6 @@ def test_a_child_that_dies_is_followed_by_one_that_goes_on_with_its_answers(fold
 def text_of(streamed: str) -> str:
     lines = [line.removeprefix("data: ") for line in streamed.splitlines() if line.startswith("data: {")]
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.02)
 
 
 def test_the_command_says_what_it_serves_in_six_lines(folder: Path, tmp_path: Path) -> None:

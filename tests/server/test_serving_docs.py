@@ -4,32 +4,22 @@ A row that is missing is printed as it should be.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from unittest.mock import Mock
 
 import click
-import pytest
 from click.core import UNSET
 
-from infer import LLM
 from infer.cli.serve_command import client_lines
 from infer.cli.subcommands import infer
 from infer.distributed.shelf import Shelf
 from infer.distributed.shelf_front import ShelfFront
 from infer.server.app import ROUTES
 from infer.server.server_settings import ServerSettings
-from served import Served, serving
-from test_session import make_model
+from served import Served
 
 DOCS = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with LLM(make_model(tmp_path_factory.mktemp("model"))) as llm, serving(llm, model="tiny") as served:
-        yield served
 
 
 def rows(beginning: str) -> set[str]:

@@ -11,12 +11,6 @@ from infer import LLM
 from infer.server.http_errors import ApiError
 from infer.server.turns import Turns
 from served import Served, serving
-from test_session import make_model
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(make_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture

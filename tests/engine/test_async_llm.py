@@ -16,7 +16,7 @@ import pytest
 from infer import LLM, AsyncLLM, AsyncStream, InvalidRequestError, SamplingParams
 from infer.engine.mailbox import Relay
 from infer.engine.request_maker import RequestMaker
-from infer.errors import ClosedError, InferError
+from infer.errors import ClosedError
 from infer.outputs import GenerationResult, Piece
 
 LONG = SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True)
@@ -182,44 +182,6 @@ def test_what_is_refused_is_raised_where_it_is_awaited(llm: LLM) -> None:
 # The loop
 
 
-def test_tasks_are_answered_in_one_step_and_the_loop_is_called_at_most_once_for_it(llm: LLM, steps: Steps) -> None:
-    same, calls = AsyncLLM(llm), list[str]()
-
-    async def ask() -> None:
-        loop = asyncio.get_running_loop()
-        call = loop.call_soon_threadsafe
-
-        def counted(callback: Callable[..., object], *arguments: Any, **context: Any) -> asyncio.Handle:
-            calls.append(callback.__qualname__)
-            return call(callback, *arguments, **context)
-
-        loop.call_soon_threadsafe = counted  # type: ignore[assignment,method-assign]
-        steps.may_run.clear()
-        streams = [same.stream(prompt, LONG) for prompt in PROMPTS]
-        for stream in streams:
-            await stream.begin()
-        steps.may_run.set()
-        found = await asyncio.gather(*map(read, streams))
-        assert found == token_ids(llm.generate(PROMPTS, LONG))
-
-    run(ask)
-    assert max(steps.num_of_step) == len(PROMPTS)
-    assert 1 < calls.count("Relay._wake") <= len(steps.num_of_step)
-
-
-def test_a_task_that_waits_for_the_whole_answer_is_woken_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    woken = list[None]()
-    wake = Relay._wake
-
-    def counted(loop: Any) -> None:
-        woken.append(None)
-        wake(loop)
-
-    monkeypatch.setattr(Relay, "_wake", counted)
-    run(lambda: AsyncLLM(llm).generate("hello", LONG))
-    assert len(woken) == 1
-
-
 def test_nothing_is_prepared_on_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set[str]()
 
@@ -244,45 +206,6 @@ def test_nothing_is_prepared_on_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert threads == {"infer-prepare"}
     assert llm._opened.answers._preparing._executor is not None
     assert len(llm._opened.answers._preparing._executor._threads) <= 4
-
-
-def test_a_slow_reader_keeps_nobody_waiting_and_loses_nothing(llm: LLM, steps: Steps) -> None:
-    same = AsyncLLM(llm)
-
-    async def ask() -> None:
-        slow = await same.stream("hello", LONG).begin()
-        first = await anext(slow)
-        while not slow.sequence.has_ended:
-            await asyncio.sleep(0.001)
-        assert len(steps.num_of_step) < 120, "it ran ahead, several tokens a step"
-        assert (await same.generate("go on", SHORT)).token_ids == llm.generate("go on", SHORT).token_ids
-        assert [first.token_id, *await read(slow)] == llm.generate("hello", LONG).token_ids
-
-    run(ask)
-
-
-def test_several_loops_and_threads_share_the_steps(llm: LLM, steps: Steps) -> None:
-    same, expected = AsyncLLM(llm), token_ids(llm.generate(PROMPTS, LONG))
-    found, at_once = dict[int, Any](), threading.Barrier(4)
-
-    async def ask() -> list[list[int]]:
-        at_once.wait()
-        return await asyncio.gather(*(read(same.stream(prompt, LONG)) for prompt in PROMPTS))
-
-    def wait_for_it() -> list[list[int]]:
-        at_once.wait()
-        return [llm.generate(prompt, LONG).token_ids for prompt in PROMPTS]
-
-    def note(number: int) -> None:
-        found[number] = wait_for_it() if number == 3 else run(ask)
-
-    threads = [threading.Thread(target=note, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == dict.fromkeys(range(4), expected)
-    assert max(steps.num_of_step) > 5
 
 
 def test_a_loop_that_was_closed_hurts_nobody(llm: LLM, steps: Steps) -> None:
@@ -402,16 +325,14 @@ def test_an_event_of_the_request_ends_it(llm: LLM, steps: Steps) -> None:
     run(ask)
 
 
-PHASES = ("in the pool's queue", "being prepared", "without a slot", "in its prompt", "in a multi-step")
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_task_is_cancelled_in_every_phase(
-    llm: LLM, steps: Steps, phase: str, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_before", [4, 0], ids=["in the pool's queue", "being prepared"])
+def test_a_task_that_is_cancelled_before_its_request_is_ready_computes_nothing(
+    llm: LLM, steps: Steps, num_before: int, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, may_prepare, read, complete = llm._opened, threading.Event(), RequestMaker.read, RequestMaker.complete
-    preparing, compiled = list[None](), list[None]()
+    """Four threads prepare requests, so a fifth request waits in their queue."""
+    may_prepare, read, complete = threading.Event(), RequestMaker.read, RequestMaker.complete
+    preparing, completed = list[None](), list[None]()
 
     def held_read(*arguments: Any) -> Any:
         preparing.append(None)
@@ -419,82 +340,37 @@ def test_a_task_is_cancelled_in_every_phase(
         return read(*arguments)
 
     def noted_complete(*arguments: Any) -> Any:
-        compiled.append(None)
+        completed.append(None)
         return complete(*arguments)
 
     monkeypatch.setattr(RequestMaker, "read", held_read)
     monkeypatch.setattr(RequestMaker, "complete", noted_complete)
-    if phase not in PHASES[:2]:
-        may_prepare.set()
-    others, same = {PHASES[0]: 4, PHASES[2]: 64}.get(phase, 0), AsyncLLM(llm)
-    llm._opened.loop.run(bool)  # the loop's inbox is empty, so that what is in it can be counted
-
-    async def asked() -> None:
-        prompt = [5] * 300 if phase == PHASES[3] else "hello"
-        if is_streamed:
-            await same.stream(prompt, LONG, prefill_chunk=8).result()
-        else:
-            await same.generate(prompt, LONG, prefill_chunk=8)
-
-    async def has_come_to_it(task: "asyncio.Task[None]") -> None:
-        if phase == PHASES[0]:
-            await asyncio.sleep(0.01)
-        elif phase == PHASES[1]:
-            while not preparing:
-                await asyncio.sleep(0.001)
-        else:
-            has_come: Callable[[Any], object] = {
-                PHASES[2]: lambda sequence: True,
-                PHASES[3]: lambda sequence: sequence.num_computed,
-                PHASES[4]: lambda sequence: sequence.stats.multi_steps,
-            }[phase]
-
-            def holds() -> object:
-                asked = host.engine.sequences
-                return len(asked) > others and has_come(asked[-1])
-
-            while host.loop._inbox.qsize() + len(host.engine.sequences) <= others:
-                await asyncio.sleep(0.001)
-            steps.holds_after = holds
-            steps.may_run.set()
-            while steps.may_run.is_set():
-                await asyncio.sleep(0.001)
-            steps.holds_after = lambda: False
-            assert host.engine.sequences[-1].has_slot == (phase != PHASES[2])
 
     async def ask() -> None:
-        steps.may_run.clear()
-        longer = replace(LONG, max_new_tokens=250)  # than the steps before the task is known
-        begun = [asyncio.create_task(same.generate("a", longer)) for _ in range(others)]
-        if phase == PHASES[0]:
-            while len(preparing) < 4:
-                await asyncio.sleep(0.001)
-        if phase == PHASES[2]:
-            while host.loop._inbox.qsize() + len(host.engine.sequences) < others:
-                await asyncio.sleep(0.001)
-            steps.holds_after = lambda: len(host.engine.sequences) == others
-            steps.may_run.set()
-            while steps.may_run.is_set():
-                await asyncio.sleep(0.001)
-        task = asyncio.create_task(asked())
-        await has_come_to_it(task)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        for each in begun:
+        same = AsyncLLM(llm)
+        before = [asyncio.create_task(same.generate("a", LONG)) for _ in range(num_before)]
+        while len(preparing) < num_before:
+            await asyncio.sleep(0.001)
+        asked = same.stream("hello", LONG).result() if is_streamed else same.generate("hello", LONG)
+        task = asyncio.ensure_future(asked)
+        await asyncio.sleep(0.01)
+        while not preparing:
+            await asyncio.sleep(0.001)
+        for each in (task, *before):
             each.cancel()
-        await asyncio.gather(*begun, return_exceptions=True)
+        await asyncio.gather(task, *before, return_exceptions=True)
+        assert task.cancelled()
         may_prepare.set()
-        steps.may_run.set()
         await asyncio.to_thread(until_idle, llm)
 
     run(ask)
-    if phase in PHASES[:2]:
-        assert host.answers._preparing._executor is not None
-        host.answers._preparing._executor.shutdown()  # whoever prepares has ended
-        host.answers._preparing._executor = None
-        assert len(preparing) == max(1, others), "what waits in the queue is not begun"
-        assert not compiled, "and the next stage is left out"
+    executor = llm._opened.answers._preparing._executor
+    assert executor is not None
+    executor.shutdown()  # whoever prepares has ended
+    llm._opened.answers._preparing._executor = None
+    assert len(preparing) == max(1, num_before), "what waits in the queue is not begun"
+    assert not completed, "and the next stage is left out"
+    assert steps.num_of_step == []
 
 
 def test_one_task_reads_at_a_time(llm: LLM, steps: Steps) -> None:
@@ -511,35 +387,6 @@ def test_one_task_reads_at_a_time(llm: LLM, steps: Steps) -> None:
             copy.copy(stream)
 
     run(ask)
-
-
-def test_the_failure_of_the_engine_reaches_every_task(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = list[Any]()
-    monkeypatch.setattr(threading, "excepthook", lambda arguments: said.append(arguments.exc_value))
-    llm = AsyncLLM(folder)
-    host, steps = llm.llm._opened, Steps(llm.llm, monkeypatch)
-
-    def fail(*arguments: object) -> None:
-        raise MemoryError
-
-    async def ask() -> None:
-        steps.may_run.clear()
-        stream, whole = llm.stream("hello", LONG), asyncio.create_task(llm.generate("go on", LONG))
-        await stream.begin()
-        steps.holds_after = lambda: host.loop.num_sequences == 2
-        steps.may_run.set()
-        await anext(stream)
-        monkeypatch.setattr(host.engine, "_sample", fail)
-        steps.may_run.set()
-        for result in (await stream.result(), await whole):
-            assert (result.finish_reason, result.stop_reason) == ("error", "internal")
-            assert str(result.error).endswith("MemoryError")
-        with pytest.raises(InferError, match="the engine has failed: MemoryError: load the model again"):
-            await llm.generate("hello")
-
-    run(ask)
-    assert len(said) == 1
-    llm.llm.close()
 
 
 # Several answers to a prompt
@@ -583,11 +430,15 @@ def test_a_stream_gives_all_that_has_come_at_once(llm: LLM, steps: Steps) -> Non
     run(read_late)
 
 
-def test_who_awaits_a_result_is_woken_at_its_end_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_who_awaits_a_result_is_woken_at_its_end_alone(
+    llm: LLM, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     woken = list[None]()
     wake = Relay._wake
     monkeypatch.setattr(Relay, "_wake", lambda loop: (woken.append(None), wake(loop)))
-    result = run(AsyncLLM(llm).stream("hello", LONG).result)
+    same = AsyncLLM(llm)
+    result = run(same.stream("hello", LONG).result if is_streamed else lambda: same.generate("hello", LONG))
     assert result.token_ids == llm.generate("hello", LONG).token_ids
     assert len(woken) == 1
 

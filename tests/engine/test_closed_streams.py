@@ -67,9 +67,3 @@ def test_cancelling_the_reader_of_a_closed_stream_raises_cancelled_error(llm: LL
         await asyncio.wait_for(closing, SECONDS)
 
     asyncio.run(ask())
-
-
-def test_a_stream_of_threads_is_not_read_by_async_for(llm: LLM) -> None:
-    with llm.stream("hello", LONG) as stream:
-        assert not hasattr(stream, "__aiter__")
-        assert len(list(stream)) == 300

@@ -1,6 +1,5 @@
 """Early ends: streams that any thread closes, sessions and models that are closed, and idle contexts."""
 
-import asyncio
 import copy
 import gc
 import os
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams, Session, Stream
+from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams, Stream
 from infer.engine.conversation import Conversation, TemplateProbes
 from infer.engine.request_options import RequestOptions
 from infer.errors import ClosedError, InferError
@@ -112,14 +111,6 @@ def test_a_stream_that_another_thread_closes_ends_for_its_reader_and_frees_the_s
     conversation = Conversation(llm.tokenizer, TemplateProbes(llm.tokenizer), RequestOptions(), {})
     expected = llm.generate(session._respell(conversation.encode(messages)), SHORT)
     assert session.send("go on", SHORT).token_ids == expected.token_ids
-
-
-def test_a_stream_that_another_thread_closes_gives_its_slot_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = llm.stream("hello", LONG)
-    close_while_read(stream, stream.close, monkeypatch)
-    assert is_idle(llm)
-    assert list(stream) == []
-    assert llm.generate("hello", SHORT).token_ids == llm.generate("hello", LONG).token_ids[:5]
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 3])
@@ -218,18 +209,6 @@ print("end")
 """
     done = subprocess.run(python_command(code, options=("-W", "error")), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
-
-
-def test_a_stream_is_read_by_async_for(llm: LLM) -> None:
-    async def read() -> list[int]:
-        return [piece.token_id async for piece in llm.astream("hello", LONG, speculation="ngram")]
-
-    async def leave() -> None:
-        async for _ in llm.astream("hello", temperature=0, max_tokens=60):
-            break
-
-    assert asyncio.run(read()) == llm.generate("hello", LONG).token_ids
-    asyncio.run(leave())
 
 
 # Slots that are idle
@@ -417,8 +396,3 @@ def test_a_forked_child_does_not_wait_for_a_reader_that_it_does_not_have(
     reader.thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert len(reader.pieces) == 60
-
-
-def test_sessions_are_shown_in_a_line(llm: LLM) -> None:
-    session: Session = llm.session(system="be brief")
-    assert repr(session) == "Session(1 messages, 0 tokens)"

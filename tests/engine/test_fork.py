@@ -117,7 +117,15 @@ def ask_all():
     session.close()
     llm.close()
 
+def answer(prompt):
+    try:
+        return llm.generate(prompt, PENALISED).token_ids
+    except ClosedError as error:
+        return str(error)
+
 join(in_child(ask_all))
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    assert all("load it again here" in each for each in pool.map_async(answer, PROMPTS).get(seconds))
 assert [piece.token_id for piece in stream] == whole.token_ids[1:]
 assert len(list(talk)) == 299
 assert session.send("go on", GREEDY).token_ids
@@ -174,25 +182,7 @@ stream.close(), talk.close()
     )
 
 
-def test_a_pool_of_forked_processes_is_refused_and_does_not_hang(folder: Path) -> None:
-    run(
-        folder,
-        """
-def answer(prompt):
-    try:
-        return llm.generate(prompt, PENALISED).token_ids
-    except ClosedError as error:
-        return str(error)
-
-with multiprocessing.get_context("fork").Pool(2) as pool:
-    assert all("load it again here" in each for each in pool.map_async(answer, PROMPTS).get(seconds))
-check()
-""",
-    )
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_processes_that_load_a_model_each_answer_alike(method: str, folder: Path, tmp_path: Path) -> None:
+def test_forked_processes_that_load_a_model_each_answer_alike(folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "pool.py"
     loaded = LOADED.replace("\n", "\n    ")
     script.write_text(f"""{PRELUDE}
@@ -205,7 +195,7 @@ def answer(prompt):
     return llm.generate(prompt, PENALISED).token_ids
 
 if __name__ == "__main__":{loaded}
-    with multiprocessing.get_context({method!r}).Pool(2, begin) as pool:
+    with multiprocessing.get_context("fork").Pool(2, begin) as pool:
         assert pool.map_async(answer, PROMPTS).get(seconds) == EXPECTED[PENALISED]
     check()
 """)

@@ -1,6 +1,5 @@
 """The decode loop with a scripted model: what is said, when it stops, and what a caller sees."""
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from infer.engine.sequence import Sequence as Answering
 from infer.engine.stream import Stream
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk
-from infer.outputs import GenerationResult, Piece
+from infer.outputs import GenerationResult
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
@@ -166,16 +165,6 @@ def test_the_callback_sees_every_token_and_false_cancels(tokenizer: Tokenizer) -
     assert (result.text, result.finish_reason, result.stop_reason) == ("abc", "abort", "cancelled")
 
 
-def test_a_cancel_from_outside_is_seen_within_one_token(tokenizer: Tokenizer) -> None:
-    cancel = threading.Event()
-    params = SamplingParams(temperature=0, seed=0)
-    stream = make_stream(replace(make_request(tokenizer, [1], params, 100), cancel=cancel), Scripted(b"abcdef"))
-    assert next(stream) == Piece(ord("a"), "a")
-    cancel.set()
-    assert list(stream) == []
-    assert stream.result.stop_reason == "cancelled"
-
-
 def test_a_prompt_runs_in_chunks_and_then_token_by_token(tokenizer: Tokenizer) -> None:
     context = Scripted(b"ab")
     params = SamplingParams(temperature=0, seed=0, max_new_tokens=2)
@@ -196,40 +185,3 @@ def test_the_first_token_is_sampled_like_every_other(tokenizer: Tokenizer) -> No
 
     assert len({first(seed) for seed in range(30)}) > 15
     assert [first(seed) for seed in range(5)] == [first(seed) for seed in range(5)]
-
-
-def test_logits_that_are_nan_end_the_row_with_an_error(tokenizer: Tokenizer) -> None:
-    class Broken(Scripted):
-        def logits(self, token_ids: Sequence[int]) -> Tensor:
-            logits = super().logits(token_ids)
-            return logits * torch.nan if len(self.chunks) == 3 else logits
-
-    params = SamplingParams(temperature=0, seed=0)
-    result = make_stream(make_request(tokenizer, [1], params, 100), Broken(b"abcdef")).run()
-    assert (result.text, result.finish_reason) == ("ab", "error")
-    assert result.error is not None
-    assert "NaN" in result.error
-
-
-def test_timing_counts_one_step_for_each_token_after_the_first(tokenizer: Tokenizer) -> None:
-    timing = run(tokenizer, b"abcdef", max_new_tokens=6).timing
-    assert timing.prefill_time_s > 0
-    assert len(timing.decode_times_s) == len(timing.sampling_times_s) == 5
-    assert timing.total_time_s >= timing.prefill_time_s + timing.decode_time_s
-
-
-def test_logprobs_come_with_every_token(tokenizer: Tokenizer) -> None:
-    result = run(tokenizer, b"abc", max_new_tokens=3, logprobs=2)
-    assert result.logprobs is not None
-    assert [entry.token_id for entry in result.logprobs] == list(b"abc")
-    assert all(entry.rank == 1 and len(entry.top) == 2 for entry in result.logprobs)
-
-
-def test_a_dropped_stream_gives_back_what_it_held(tokenizer: Tokenizer) -> None:
-    request = make_request(tokenizer, [1], SamplingParams(temperature=0, seed=0), 100)
-    stream = make_stream(request, Scripted(b"abc"))
-    next(stream)
-    mailbox = stream.answer.mailbox
-    del stream
-    mailbox.wait_for_end()
-    assert mailbox.take() == []

@@ -4,13 +4,11 @@ import json
 import os
 import shutil
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
@@ -19,9 +17,8 @@ from infer.checkpoint.generation_config import sampling_defaults
 from infer.errors import ContextLengthError
 from infer.kvcache.paged import PagedCache
 from infer.operands.mixers import Attention
-from infer.sampling_params import UnknownParameterError
 from recompute import generate_recomputed
-from tiny import TINY, Tiny, make_tiny
+from tiny import Tiny, make_tiny
 
 CONTEXT = 200
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
@@ -71,76 +68,11 @@ def test_the_number_of_threads_changes_no_token(folder: Path, threads: int) -> N
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_streamed_pieces_joined_are_the_text(llm: LLM, params: SamplingParams) -> None:
-    stream = llm.stream("abc", params)
-    pieces = list(stream)
-    assert "".join(piece.text for piece in pieces) == stream.result.text == llm.generate("abc", params).text
-    assert [piece.token_id for piece in pieces] == stream.result.token_ids
-
-
-def test_a_stop_inside_a_chain_leaves_no_trace(llm: LLM) -> None:
-    """The tokens a chain computed past the stop are gone: from ids, text and cache, so the next answer is the same."""
-    whole = llm.generate("abc", GREEDY)
-    for count in (1, 3, 5, 11):
-        stopped = llm.generate("abc", SamplingParams(temperature=0, stop_token_ids=[whole.token_ids[count]]))
-        first = whole.token_ids.index(whole.token_ids[count])
-        assert stopped.token_ids == whole.token_ids[: first + 1]
-    assert llm.generate("abc", GREEDY).token_ids == whole.token_ids
-
-
-def test_a_callback_that_cancels_ends_a_chain_at_once(llm: LLM) -> None:
-    seen: list[int] = []
-
-    def on_token(token_id: int, text: str) -> bool:
-        seen.append(token_id)
-        return len(seen) < 4
-
-    result = llm.generate("abc", GREEDY, on_token=on_token)
-    assert (result.finish_reason, result.stop_reason, len(seen)) == ("abort", "cancelled", 4)
-    assert result.token_ids == seen
-
-
-def test_two_streams_and_an_answer_do_not_disturb_each_other(llm: LLM) -> None:
-    expected = [llm.generate(prompt, GREEDY).text for prompt in ("one", "two", "three")]
-    first, second = llm.stream("one", GREEDY), llm.stream("two", GREEDY)
-    texts = ["", ""]
-    for left, right in zip(first, second, strict=True):
-        texts[0] += left.text
-        texts[1] += right.text
-    assert [*texts, llm.generate("three", GREEDY).text] == expected
-
-
-def test_answers_from_several_threads_are_those_of_one(llm: LLM) -> None:
-    prompts = [f"prompt {index}" for index in range(4)]
-    expected = {prompt: llm.generate(prompt, SAMPLED).text for prompt in prompts}
-    got: dict[str, str] = {}
-
-    def answer(prompt: str) -> None:
-        got[prompt] = llm.generate(prompt, SAMPLED).text
-
-    threads = [threading.Thread(target=answer, args=(prompt,)) for prompt in prompts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == expected
-
-
 def test_logits_are_those_that_generate_sees(llm: LLM) -> None:
     result = llm.generate("abc", GREEDY)
     logits = llm.logits([*b"abc", *result.token_ids])
     assert logits.shape == (43, VOCAB_SIZE)
     assert logits.argmax(-1)[2:-1].tolist() == result.token_ids
-
-
-def test_the_models_own_sampling_defaults_are_taken_without_params(llm: LLM) -> None:
-    assert llm.sampling_defaults == {"temperature": 0.6, "top_k": 20}
-
-
-def test_a_generation_fills_the_context_and_says_so(llm: LLM) -> None:
-    result = llm.generate([1] * 190, SamplingParams(temperature=0, max_new_tokens=None, ignore_eos=True))
-    assert (result.generated_tokens, result.finish_reason, result.stop_reason) == (10, "length", "context")
 
 
 def test_a_prompt_longer_than_the_context_names_both_lengths(llm: LLM) -> None:
@@ -204,11 +136,6 @@ def test_a_models_own_defaults_are_the_values_that_it_names(config: dict[str, An
     SamplingParams(**expected)
 
 
-def test_ids_that_a_request_names_must_be_in_the_vocabulary(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="logit_bias"):
-        llm.generate("a", SamplingParams(logit_bias={999: 1.0}))
-
-
 def test_a_grammar_is_kept_and_a_bad_one_is_refused(llm: LLM) -> None:
     result = llm.generate("a", SamplingParams(choice=["ab", "ba"], temperature=2.0, seed=1))
     assert result.text in ("ab", "ba")
@@ -229,11 +156,6 @@ def test_masks_filled_beside_the_step_and_before_it_give_the_same_tokens(
         found += [llm.generate("abab", params, speculation=speculation) for speculation in (None, "ngram")]
     assert all(result.token_ids == found[0].token_ids for result in found)
     assert all(result.stats.masks_filled >= result.stats.single_steps for result in found)
-
-
-def test_an_unknown_parameter_is_refused() -> None:
-    with pytest.raises(UnknownParameterError, match="did you mean temperature"):
-        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -283,27 +205,6 @@ def test_an_unknown_architecture_is_named_with_those_that_are_known(folder: Path
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
     with pytest.raises(ModelError, match=r"'mamba' is not supported.*gemma3_text.*llama.*qwen3"):
         LLM(tmp_path)
-
-
-def test_ids_that_only_the_embedding_has_are_never_said(folder: Path, tmp_path: Path) -> None:
-    """Qwen3 has such a padded embedding. The padding's logits have no effect, greedy or sampled."""
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        padding = 100 * tensors[name].abs().max() * torch.ones(6, 64) * torch.tensor([1, -1, 1, -1, 1, -1])[:, None]
-        tensors[name] = torch.cat([tensors[name], padding.to(tensors[name].dtype)])
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB_SIZE + 6}))
-    padded, plain = LLM(tmp_path), LLM(folder)
-    assert max(padded.logits([*b"abc"]).argmax(-1)) >= VOCAB_SIZE
-    for params in (GREEDY, SAMPLED):
-        assert padded.generate("abc", params).token_ids == plain.generate("abc", params).token_ids
-
-
-def test_every_tiny_family_is_distinct() -> None:
-    assert len({tiny.name for tiny in TINY}) == len(TINY)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: the size of a process is read from Linux's /proc")

@@ -322,27 +322,6 @@ def test_a_cancel_during_a_long_prompt_is_seen_behind_the_chunk(world: World, mo
     assert running.num_computed <= 21
 
 
-def test_one_row_of_a_batch_is_cancelled_and_the_others_go_on(world: World) -> None:
-    cases = [Case(str(i), prompt_of(4 + i), replace(LONG, seed=i, max_new_tokens=24)) for i in range(5)]
-    expected = all_by_definition(world, cases)
-    cancel = threading.Event()
-    waiting = [make_sequence(world, case, Way(), cancel=cancel if case.name == "2" else None) for case in cases]
-    engine = Engine(make_runner(world, Way(), num_slots=5), max_steps=4)
-    for sequence in waiting:
-        engine.submit(sequence)
-    for _ in range(3):
-        engine.step()
-    cancel.set()
-    while engine.step():
-        pass
-    results = [sequence.result() for sequence in waiting]
-    cancelled, others = results.pop(2), [*expected[:2], *expected[3:]]
-    assert [Outcome.of(result) for result in results] == others
-    assert cancelled.stop_reason == "cancelled"
-    assert 0 < len(cancelled.token_ids) < 24
-    assert cancelled.token_ids == expected[2].token_ids[: len(cancelled.token_ids)]
-
-
 def test_a_stream_closed_in_the_middle_gives_everything_back(llm: LLM) -> None:
     before = llm.generate("abc ab", LONG).token_ids
     llm.generate("abc ab", replace(LONG, regex="[ab ]{40}"))  # its masks have a thread of their own
@@ -359,45 +338,6 @@ def test_a_stream_closed_in_the_middle_gives_everything_back(llm: LLM) -> None:
             assert not llm._opened.engine.sequences, "its slot is there for the next"
             assert threading.active_count() == num_threads
             assert llm.generate("abc ab", LONG).token_ids == before
-
-
-def test_a_callback_that_raises_leaves_the_model_as_it_was(llm: LLM) -> None:
-    before = llm.generate("abc ab", LONG).token_ids
-
-    def on_token(token_id: int, text: str) -> None:
-        raise KeyError(token_id)
-
-    for grammar in ({}, {"regex": "[ab ]{40}"}):
-        with pytest.raises(KeyError) as caught:
-            llm.generate("abc ab", replace(LONG, **grammar), on_token=on_token)
-        assert caught.traceback, "what it holds keeps nothing of the model's"
-        assert not llm._opened.engine.sequences
-        assert llm.generate("abc ab", LONG).token_ids == before
-
-
-def test_threads_that_stream_at_once_get_the_tokens_of_each_alone(llm: LLM) -> None:
-    asked = [
-        ("abc ab", replace(LONG, temperature=0.8, seed=1, repetition_penalty=1.2)),
-        ("c c c c", LONG),
-        ("ab", SamplingParams(regex="[ab ]{30}", seed=2)),
-        ("bar bar", replace(LONG, temperature=1.0, seed=3, logprobs=1)),
-    ]
-    expected = [Outcome.of(llm.generate(prompt, params)) for prompt, params in asked]
-    outcomes: dict[int, Outcome] = {}
-
-    def answer(index: int) -> None:
-        stream = llm.stream(*asked[index], speculation="ngram" if index % 2 else None)
-        for _ in stream:
-            pass
-        outcomes[index] = Outcome.of(stream.result)
-
-    for _ in range(3):
-        threads = [threading.Thread(target=answer, args=(index,)) for index in range(len(asked))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [outcomes[index] for index in range(len(asked))] == expected
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -6,18 +6,13 @@ import asyncio
 import math
 import os
 import random
-import shutil
 import subprocess
 import sys
-import threading
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from extent import usual_or_all
 from infer import LLM, AsyncLLM, GenerationResult, InvalidRequestError, SamplingParams
@@ -132,21 +127,6 @@ def test_every_answer_under_load_is_that_of_the_request_alone(folder: Path, opti
     llm.close()
 
 
-def test_calls_of_several_threads_are_answered_in_steps_of_several_sequences(folder: Path) -> None:
-    llm = LLM(folder)
-    expected = llm.generate("hello", LONG).token_ids
-    num_of_step, at_once = watch_steps(llm), threading.Barrier(8)
-
-    def ask(index: int) -> None:
-        at_once.wait()
-        for _ in range(4):
-            assert llm.generate("hello", replace(LONG)).token_ids == expected
-
-    in_threads(partial(ask, index) for index in range(8))
-    assert max(num_of_step) > 4
-    assert sum(num_of_step) > 2 * len(num_of_step)
-
-
 # What befalls one of them
 
 
@@ -162,20 +142,6 @@ def answers_beside(llm: LLM, *unlucky: Any) -> list[Any]:
         return found
 
     return asyncio.run(ask())
-
-
-def test_a_row_whose_logits_are_nan_ends_alone(folder: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(folder, tmp_path / "poisoned")
-    tensors = load_file(copy / "model.safetensors")
-    tensors["model.embed_tokens.weight"][POISON] = torch.nan
-    save_file(tensors, copy / "model.safetensors")
-    llm = LLM(copy)
-    later = replace(LONG, temperature=1.0, seed=2, logit_bias={POISON: 8.0})
-    calls = (lambda llm: llm.generate([POISON], LONG), lambda llm: llm.generate("abc", later))
-    for result in answers_beside(llm, *calls):
-        assert (result.finish_reason, result.stop_reason) == ("error", "logits")
-        assert "NaN" in result.error
-    llm._opened.runner.cache.check_integrity()
 
 
 def test_a_grammar_whose_process_is_killed_is_tried_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,17 +162,6 @@ def test_a_grammar_whose_process_is_killed_is_tried_twice(folder: Path, monkeypa
     assert "too large or too deep" in str(refused)
     assert len(answered.text) == 8
     assert len(killed) == 3
-
-
-def test_a_deadline_that_passes_ends_its_answer_alone(folder: Path) -> None:
-    llm = LLM(folder)
-    expected = llm.generate("a", LONG).token_ids
-    soon, at_once = answers_beside(
-        llm, lambda llm: llm.generate("a", LONG, timeout=0.02), lambda llm: llm.generate("a", LONG, timeout=1e-9)
-    )
-    assert soon.token_ids == expected[: len(soon.token_ids)]
-    assert soon.stop_reason == ("timeout" if len(soon.token_ids) < len(expected) else "max_new_tokens")
-    assert (at_once.token_ids, at_once.finish_reason, at_once.stop_reason) == ([], "abort", "timeout")
 
 
 def test_answers_that_need_more_pages_than_there_are_come_one_after_the_other(folder: Path) -> None:

@@ -20,33 +20,6 @@ from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, T
 from infer.sampling_params import PARAMETER_NAMES, SamplingParams, UnknownParameterError
 from watched import python_command
 
-DEFAULTS: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_k": None,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "repetition_window": None,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "max_new_tokens": 128,
-    "min_new_tokens": 0,
-    "stop": (),
-    "stop_token_ids": frozenset(),
-    "include_stop_str_in_output": False,
-    "ignore_eos": False,
-    "seed": None,
-    "logprobs": None,
-    "logprobs_mode": "raw",
-    "temperature_last": False,
-    "json_schema": None,
-    "regex": None,
-    "grammar": None,
-    "choice": None,
-}
-
 INVALID: list[tuple[str, list[Any]]] = [
     ("temperature", [-1.0, -1e-9, 2.1, math.nan, math.inf, "1", None, True, 10**400]),
     ("top_k", [0, -1, 1.5, 2.0, "4", True, math.nan]),
@@ -73,10 +46,6 @@ INVALID: list[tuple[str, list[Any]]] = [
     ("grammar", ["", 5]),
     ("choice", [[], "a", [""], [1], 5]),
 ]
-
-
-def test_the_table_of_defaults_is_the_specification() -> None:
-    assert {name: getattr(SamplingParams(), name) for name in PARAMETER_NAMES} == DEFAULTS
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in INVALID for value in values])
@@ -160,13 +129,6 @@ def test_at_most_one_constraint_is_given() -> None:
 
 def test_a_schema_is_kept_as_text() -> None:
     assert SamplingParams(json_schema={"type": "object"}).json_schema == '{"type": "object"}'
-
-
-def test_edges_know_aliases() -> None:
-    for alias in ("max_tokens", "num_tokens", "max_completion_tokens", "max_new_tokens"):
-        assert SamplingParams.from_mapping({alias: 7}).max_new_tokens == 7
-    with pytest.raises(InvalidRequestError, match="twice"):
-        SamplingParams.from_mapping({"max_tokens": 7, "max_new_tokens": 7})
 
 
 @pytest.mark.parametrize("alias", ["max_tokens", "num_tokens", "max_completion_tokens"])

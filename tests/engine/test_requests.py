@@ -16,7 +16,7 @@ import torch
 from infer import LLM, InvalidRequestError, SamplingParams, load_tokenizer
 from infer.engine.prompt_encoding import fitted
 from infer.errors import ContextLengthError
-from infer.sampling.keywords import SamplingKeywords, params_of, split_keywords
+from infer.sampling.keywords import params_of, split_keywords
 from infer.sampling_params import UnknownParameterError
 from test_session import CONTEXT
 from watched import python_command
@@ -59,12 +59,6 @@ def test_keywords_are_over_the_models_own_defaults_and_params_are_exact() -> Non
     assert params_of({"top_k": -1}, {}, defaults, is_chat=False).top_k is None
     assert params_of(None, {}, {}, is_chat=True).temperature == 0.7
     assert params_of(SamplingParams(), {}, defaults, is_chat=True) == SamplingParams()
-
-
-def test_the_keywords_are_the_parameters_and_their_aliases() -> None:
-    from infer.sampling_params import ALIASES, PARAMETER_NAMES
-
-    assert set(SamplingKeywords.__annotations__) == {*PARAMETER_NAMES, *ALIASES}
 
 
 def test_params_and_keywords_together_are_refused(llm: LLM) -> None:

@@ -22,7 +22,6 @@ from infer.engine.scheduler import Demand, Plan
 from infer.engine.sequence import Sequence
 from infer.engine.step_costs import StepCosts
 from infer.engine.step_shares import StepPart, StepShares
-from infer.engine.stream import Stream
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.outputs import Piece
@@ -388,26 +387,6 @@ def test_who_comes_while_there_is_a_slot_waits_for_one_step_alone(
     assert Outcome.of(coming.run()) == by_definition(world, SHORT)
     assert counts[0] == num_tokens
     loop.close()
-
-
-def test_requests_may_come_from_any_thread_while_a_step_runs(world: World, engine: Engine, loop: Loop) -> None:
-    """Tenants come and go with each: nothing that a step walks through changes under it."""
-    asked = list[Stream]()
-
-    def ask(part: int) -> None:
-        for number in range(50):
-            asked.append(open_stream(loop, make_sequence(world, SHORT, Way(), tenant=f"{part} {number}")))
-            asked[-1].answer.begin(only_end=number % 2 == 0)
-
-    threads = [threading.Thread(target=ask, args=(part,)) for part in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    expected = by_definition(world, SHORT)
-    assert all(Outcome.of(stream.run()) == expected for stream in asked)
-    assert len(asked) == 150
-    assert not loop.run(lambda: dict(engine._queue.tenants._num_active))
 
 
 def test_what_a_preempted_sequence_finds_of_itself_does_not_count_as_reused(world: World, engine: Engine) -> None:

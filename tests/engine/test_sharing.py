@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from infer.engine.engine import Engine
-from infer.engine.fair_queueing import AnswerLengths, Running, Tenants, Waiting, victim, work_of
+from infer.engine.fair_queueing import Running, Tenants, Waiting, victim, work_of
 from infer.outputs import percentile
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
@@ -98,18 +98,6 @@ def test_answers_longer_than_expected_are_computed_once_when_their_length_is_kno
         return sum(each.num_recomputed for each in requests)
 
     assert recomputed(learns=True) < 0.25 * recomputed(learns=False)
-
-
-def test_each_tenant_has_a_mean_length_of_its_own() -> None:
-    lengths = AnswerLengths()
-    for _ in range(60):
-        lengths.learn("long", 2000)
-        lengths.learn("short", 10)
-    assert lengths.expected("long") > 1900
-    assert lengths.expected("short") < 20
-    assert 20 < lengths.expected("new") < 1900
-    assert lengths.expected("long", 1500) < 500
-    assert lengths.expected("long", 5000) > 450
 
 
 # Pages

@@ -14,6 +14,7 @@ import pytest
 import shapes
 
 if TYPE_CHECKING:  # a file of pure tests must not load torch
+    from fake_cli import FakeModel
     from infer import LLM
     from path_cases import World
     from served import Served
@@ -169,6 +170,17 @@ def served(llm: "LLM") -> "Iterator[Served]":
 
     with serving(llm, model="tiny") as served:
         yield served
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> "FakeModel":
+    """Return the model of a few lines that commands load in place of a real one."""
+    from fake_cli import FakeModel
+    from infer.cli import subcommands
+
+    model = FakeModel()
+    monkeypatch.setattr(subcommands, "load_model", lambda options: model)
+    return model
 
 
 @pytest.fixture

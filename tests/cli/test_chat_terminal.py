@@ -213,15 +213,6 @@ def test_a_window_may_change_its_size_at_the_prompt_and_in_an_answer() -> None:
 # What an answer looks like
 
 
-def test_words_go_to_the_next_line_whole() -> None:
-    with terminal(CHAT, columns=24) as screen:
-        screen.prompt()
-        screen.type(b"words that fill more than a line\r")
-        screen.until("\x1b[K\r\x1b[K")
-        answer = screen.until("9 tokens")
-        assert answer.startswith("echo: 1 words that fill\r\nmore than a line\r\n")
-
-
 def test_a_piped_answer_is_not_wrapped() -> None:
     text = "a line of many words " * 20
     done = subprocess.run(CHAT, input=text + "\n", capture_output=True, text=True, timeout=60, check=False)
@@ -322,19 +313,6 @@ def test_tab_completes_commands_and_files(tmp_path: Path) -> None:
         screen.until("leaves)")
         screen.type(f"/load {tmp_path}/two wo\t\r".encode())
         screen.until("no conversation saved by /save")
-        screen.leave()
-
-
-def test_a_long_meaning_in_the_help_is_wrapped_within_its_column() -> None:
-    with terminal(CHAT, columns=46) as screen:
-        screen.prompt()
-        screen.type(b"/help\r")
-        screen.until("this list")
-        lines = plain(screen.prompt()).splitlines()
-        first = next(index for index, line in enumerate(lines) if line.startswith("  /system TEXT"))
-        assert lines[first].rstrip().endswith("set the system message;")
-        assert lines[first + 1].strip() == "none removes it"
-        assert lines[first + 1].index("none") == lines[first].index("set")
         screen.leave()
 
 

@@ -20,13 +20,6 @@ from watched import python_command
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
-    model = FakeModel()
-    monkeypatch.setattr(subcommands, "load_model", lambda options: model)
-    return model
-
-
 # Prompts
 
 

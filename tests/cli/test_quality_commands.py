@@ -25,11 +25,6 @@ TEXT = "".join(chr(32 + (7 * index * index + index) % 90) for index in range(40 
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "one")
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"

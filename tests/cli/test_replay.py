@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from infer.cli.permalink import HOST, Permalink, body_of, read_permalink, sha256
 from infer.protocols.asked import ask_chat, ask_completion
 from infer.protocols.bodies import ChatBody, CompletionBody
 from infer.protocols.read_body import read_body
-from served import Served, serving
-from test_session import TEXT_IDS, make_model
+from served import Served
+from test_session import TEXT_IDS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello — 🙂"}]
@@ -40,17 +39,6 @@ PARAMS = [
     {"choice": ["yes", "no"]},
     {"json_schema": SCHEMA},
 ]
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(make_model(tmp_path_factory.mktemp("model")), reuse_prefixes=True)
-
-
-@pytest.fixture(scope="module")
-def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm, model="tiny") as served:
-        yield served
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """Claims about the edge of the process: its three streams, Ctrl-C before there is a command, and its end."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -194,12 +193,3 @@ def test_few_files_and_little_memory_are_one_line() -> None:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
         assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
         assert done.stderr.startswith(f"infer: {told}")
-
-
-def test_sigterm_during_the_command_is_143() -> None:
-    process = subprocess.Popen([*FAKE, "generate", "--prompt", "slow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.read(4)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (143, b"")

@@ -8,12 +8,10 @@ from typing import Any
 import click
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from fake_cli import FakeModel
 from infer import LLM, InvalidRequestError, SamplingParams
-from infer.cli import main, subcommands
+from infer.cli import main
 from infer.cli.trace_command import trace_lines
 from infer.cli.wrapping import display_width
 from infer.outputs import SampleTrace
@@ -23,10 +21,11 @@ from infer.sampling.history import History
 from infer.sampling.sampler import stages
 from infer.sampling.trace import sample_trace
 from infer.sampling_params import PARAMETERS
-from tiny import Tiny, make_tiny
+from test_session import NUM_TOKENS
 
 Capture = pytest.CaptureFixture[str]
 CONTEXT = [3, 5, 5, 8, 13]
+END = NUM_TOKENS - 2
 EVERYTHING: dict[str, Any] = {
     "temperature": 1.3, "top_k": 30, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.3, "repetition_window": 4,
     "frequency_penalty": 0.4, "presence_penalty": 0.2, "logit_bias": {1: 2.5, 2: -math.inf}, "min_new_tokens": 4,
@@ -138,23 +137,6 @@ def test_a_row_that_cannot_be_sampled_is_a_named_error() -> None:
 # With a model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=200, bos_token_id=None, eos_token_id=256,
-    )  # fmt: skip
-    make_tiny(Tiny("bytes", config), folder)
-    write_byte_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder)
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -174,18 +156,20 @@ def test_every_step_ends_in_the_token_that_generate_gives(llm: LLM, values: dict
 
 
 def test_ids_are_a_prompt_too_and_a_seed_that_was_drawn_is_told(llm: LLM) -> None:
-    trace = llm.sample_trace([97, 98], SamplingParams())
+    trace = llm.sample_trace([97, 99], SamplingParams())
     assert trace.seed is not None
-    again = llm.sample_trace("ab", SamplingParams(seed=trace.seed))
+    again = llm.sample_trace("ac", SamplingParams(seed=trace.seed))
     assert again == trace
 
 
 def test_a_step_beyond_the_answer_names_its_end(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, logit_bias={256: math.inf})
-    assert llm.sample_trace("a", params).token_id == 256
-    with pytest.raises(InvalidRequestError, match=r"step must be at most 1, where the answer ends \(eos, 256\), got 2"):
+    params = SamplingParams(temperature=0, logit_bias={END: math.inf})
+    assert llm.sample_trace("a", params).token_id == END
+    with pytest.raises(
+        InvalidRequestError, match=rf"step must be at most 1, where the answer ends \(eos, {END}\), got 2"
+    ):
         llm.sample_trace("a", params, step=2)
-    with pytest.raises(InvalidRequestError, match=r"step must be a whole number in \[1, 200\], got 0"):
+    with pytest.raises(InvalidRequestError, match=r"step must be a whole number in \[1, 400\], got 0"):
         llm.sample_trace("a", params, step=0)
 
 
@@ -202,13 +186,6 @@ def test_the_last_logits_are_the_last_of_all(llm: LLM) -> None:
 
 
 # The command
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
-    model = FakeModel()
-    monkeypatch.setattr(subcommands, "load_model", lambda options: model)
-    return model
 
 
 def test_the_command_traces_what_generate_says(folder: Path, capsys: Capture) -> None:

@@ -18,7 +18,6 @@ from infer.ops import backend_of
 from infer.runner.caches import make_cache
 from infer.runner.runner import Runner
 from oracle import make_oracle, mean_kl, oracle_logits
-from recompute import generate_recomputed
 from steps import join
 from watched import python_command
 
@@ -209,34 +208,6 @@ def test_smollm2_answers_a_question() -> None:
     result = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0))
     assert result.text == "The capital of France is Paris."
     assert result.finish_reason == "eos"
-
-
-def test_seeded_sampling_repeats_and_seeds_differ(smollm2: LLM) -> None:
-    llm = smollm2
-    params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.1, seed=42, max_new_tokens=24)
-    first, second = (llm.generate("Once upon a time", params).token_ids for _ in range(2))
-    assert first == second
-    other = SamplingParams(temperature=0.8, seed=43, max_new_tokens=24)
-    assert llm.generate("Once upon a time", other).token_ids != first
-
-
-def test_the_cache_changes_nothing() -> None:
-    llm = LLM("smollm2", dtype="float32", max_seq_len=256)
-    prompt_ids = llm.tokenizer.encode("The best thing about")
-    params = SamplingParams(temperature=0, max_new_tokens=12)
-    cached = llm.generate(prompt_ids, params)
-    recomputed = generate_recomputed(llm, prompt_ids, params)
-    assert cached.token_ids == recomputed.token_ids
-
-
-def test_a_stop_string_cuts_a_real_answer(smollm2: LLM) -> None:
-    llm = smollm2
-    baseline = llm.generate("The colours are red,", SamplingParams(temperature=0, max_new_tokens=40))
-    stop = baseline.text[10:14]
-    result = llm.generate("The colours are red,", SamplingParams(temperature=0, max_new_tokens=40, stop=[stop]))
-    assert result.finish_reason == "stop"
-    assert result.text == baseline.text[: baseline.text.index(stop)]
-    assert result.generated_tokens < baseline.generated_tokens
 
 
 def test_a_process_that_finds_its_kernels_answers_without_a_compiler() -> None:

@@ -24,120 +24,10 @@ CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Le Havre"]}
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
 ONE_CALL: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
 
+CHECKS = Path(__file__).parent / "page_checks"
 SERIOUS = """axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations
     .filter((each) => ['serious', 'critical'].includes(each.impact))
     .map((each) => [each.id, each.nodes.map((node) => node.html).slice(0, 3)]))"""
-
-GROWING = r"""Promise.all([import('/page/tokens.js'), import('/page/answer.js')]).then(([tokens, { Answer }]) => {
-  const pieces = ['Hi', '\n', '```', 'py\n', 'x', ' =', ' 1\n', '\n', 'y\n', '``', '`\n', '*a*', '\n```', '\n', 'z',
-    '~~', ' b'];
-  const show = (sizes) => {
-    const answer = new Answer('/v1/chat/completions', {});
-    const root = document.createElement('article');
-    const part = document.createElement('div');
-    const view = new tokens.TokenView(answer, false);
-    const grown = new tokens.PartView(answer, part);
-    root.append(view.element, part);
-    let index = 0;
-    for (const size of sizes) {
-      for (const text of pieces.slice(index, index + size)) {
-        answer.tokens.push({ id: 0, bytes: [], origin: 'sampled', logprob: null, top: null });
-        answer.tokenText.push([...new TextEncoder().encode(text)]);
-        answer.content += text;
-      }
-      index += size;
-      view.update();
-      grown.update(answer.content);
-    }
-    return [view.element.innerHTML, part.innerHTML];
-  };
-  const [whole, single] = [show([pieces.length]), show(pieces.map(() => 1))];
-  return whole.map((html, index) => html === single[index]);
-})"""
-
-MARKDOWN = r"""import('/page/markdown.js').then(({ markdownBlocks }) => {
-  const signs = ['#', '*', '_', '`', '~', '[', ']', '(http://a)', '>', '- ', '|', '\n', ' ', '\\', 'word', '1. ', '<b>',
-    '```', '**'];
-  const tags = new Set();
-  let seed = 1;
-  const random = (count) => (seed = (seed * 1103515245 + 12345) % 2147483648) % count;
-  for (let round = 0; round < 1500; round++) {
-    const source = Array.from({ length: 1 + random(60) }, () => signs[random(signs.length)]).join('');
-    const root = document.createElement('div');
-    root.append(...markdownBlocks(source, 0, (start, end) => source.slice(start, end)).map((block) => block.node));
-    const count = (text) => text.split('word').length;
-    if (count(root.textContent) !== count(source)) throw new Error('words are lost of ' + JSON.stringify(source));
-    for (const each of root.querySelectorAll('*')) tags.add(each.tagName);
-  }
-  return [...tags];
-})"""
-
-
-COLOURED = r"""Promise.all([import('/page/tokens.js'), import('/page/answer.js')]).then(([tokens, { Answer }]) => {
-  const signs = ['"', "'", '`', '/*', '*/', '//', '#', '<!--', '-->', '\n', '\\', ' ', 'def ', 'return', 'x1', '0x1F',
-    '1.5', '<img src=x onerror=alert(1)>', '</code><b>', '=', '--', '"'.repeat(3), '${', '}', 'SELECT'];
-  const languages = ['python', 'js', 'rust', 'sql', 'css', 'html', 'unknown', ''];
-  let seed = 1;
-  const random = (count) => (seed = (seed * 1103515245 + 12345) % 2147483648) % count;
-  const kinds = new Set();
-  for (let round = 0; round < 400; round++) {
-    const pieces = ['```', languages[round % languages.length], '\n'];
-    for (let i = random(60); i >= 0; i--) pieces.push(signs[random(signs.length)]);
-    pieces.push('\n```\n');
-    const answer = new Answer('/v1/chat/completions', {});
-    const view = new tokens.TokenView(answer, false);
-    for (const text of pieces) {
-      answer.tokens.push({ id: 0, bytes: [], origin: 'sampled', logprob: null, top: null });
-      answer.tokenText.push([...new TextEncoder().encode(text)]);
-      answer.content += text;
-    }
-    view.update();
-    const code = view.element.querySelector('pre > code');
-    const plain = Array.from(code.children, (each) => [each.dataset.i, each.textContent]);
-    if (code.querySelector('[class^=code-]')) throw new Error('an answer that still grows is coloured');
-    answer.state = 'done';
-    view.update();
-    const after = Array.from(code.children, (each) => [each.dataset.i, each.textContent]);
-    if (JSON.stringify(plain) !== JSON.stringify(after))
-      throw new Error('tokens have changed of ' + JSON.stringify(pieces));
-    for (const each of code.querySelectorAll('*')) {
-      if (each.tagName !== 'SPAN') throw new Error(each.tagName + ' of ' + JSON.stringify(pieces));
-      if (each.className.startsWith('code-')) kinds.add(each.className);
-    }
-  }
-  return [...kinds].sort();
-})"""
-
-CONTRAST = r"""(() => {
-  const numbers = (text) => { const [r, g, b, a = 1] = text.match(/[\d.]+/g).map(Number); return [r, g, b, a]; };
-  const background = (element) => {
-    const layers = [];
-    for (let each = element; each; each = each.parentElement)
-      layers.push(numbers(getComputedStyle(each).backgroundColor));
-    return layers.reverse().reduce((below, [r, g, b, a]) => [r, g, b].map((v, i) => v * a + below[i] * (1 - a)),
-      [255, 255, 255]);
-  };
-  const luminance = (rgb) => rgb.slice(0, 3).map((v) => v / 255)
-    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const contrast = (element) => {
-    const [a, b] = [numbers(getComputedStyle(element).color), background(element)].map(luminance);
-    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-  };
-  const found = [];
-  for (const span of document.querySelectorAll('.answer .tokens :is(p, code) [data-i]')) {
-    const before = span.className;
-    for (const mark of ['', 'chosen-token', 'differs', 'first-other', 'branched', 'forced', 'chosen-token forced']) {
-      for (let p = 0; p < 10; p++) {
-        span.className = `t sampled p${p} ${mark}`;
-        for (const each of [span, ...span.children]) found.push([contrast(each), span.className, each.className]);
-      }
-    }
-    span.className = before;
-  }
-  if (!found.some(([, , name]) => name.startsWith('code-'))) throw new Error('there is no code');
-  return found.sort((a, b) => a[0] - b[0])[0];
-})()"""
 
 
 @final
@@ -186,6 +76,11 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
 
 
 SAMPLED: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
+
+
+def check(name: str) -> str:
+    """Return an expression that the page evaluates."""
+    return (CHECKS / f"{name}.js").read_text(encoding="utf-8").partition("\n")[2]
 
 
 @pytest.fixture(scope="module")
@@ -629,16 +524,16 @@ def test_nothing_that_is_shown_becomes_html(page: Page, served: Served) -> None:
 
 
 def test_code_and_reasoning_grow_token_by_token_as_if_they_had_come_at_once(page: Page) -> None:
-    assert page.run(GROWING) == [True, True]
+    assert page.run(check("growing")) == [True, True]
 
 
 def test_code_is_coloured_when_it_has_ended_and_stays_the_same_tokens(page: Page) -> None:
-    assert page.run(COLOURED) == ["code-comment", "code-number", "code-string", "code-word"]
+    assert page.run(check("coloured")) == ["code-comment", "code-number", "code-string", "code-word"]
     assert page.run("document.images.length") == 0
 
 
 def test_any_markdown_becomes_few_kinds_of_elements_and_keeps_its_words(page: Page) -> None:
-    tags = page.run(MARKDOWN)
+    tags = page.run(check("markdown"))
     assert set(tags) <= {
         *(
             "A",
@@ -705,7 +600,7 @@ def test_every_token_is_readable(page: Page, served: Served, is_dark: bool, is_t
     ready(page, served)
     ask(page)
     page.run(f"document.body.classList.toggle('tinted', {json.dumps(is_tinted)})")
-    contrast, *where = page.run(CONTRAST)
+    contrast, *where = page.run(check("contrast"))
     assert contrast >= 4.5, where
 
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from extent import IS_WHOLE
 from infer import ops
 from infer.errors import InvalidRequestError
 from infer.sampling import integer_probs, noise, sampler
@@ -37,7 +36,7 @@ from infer.backends.cuda.sampling.keys_and_weights import (  # noqa: E402
     weights,
 )
 from infer.backends.cuda.sampling.logprobs import Logprobs  # noqa: E402
-from infer.backends.cuda.sampling.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel  # noqa: E402
+from infer.backends.cuda.sampling.noise import ROUGH_ERROR, gumbel_of, rough_gumbel  # noqa: E402
 from infer.backends.cuda.sampling.sampler import EXACT, Tiling, choose_by, tiling_of  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -63,13 +62,6 @@ def noise_kernel(hashes, exact, rough, SIZE: tl.constexpr):
 
 
 @triton.jit
-def row_noise_kernel(seeds, positions, out, SIZE: tl.constexpr):
-    row, ids = tl.program_id(0), tl.arange(0, SIZE)
-    h = hash_tokens(tl.load(seeds + row), tl.load(positions + row), ids)
-    tl.store(out + row * SIZE + ids, gumbel_of(h))
-
-
-@triton.jit
 def weight_kernel(logits, largest, out, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     tl.store(out + i, weights(tl.load(logits + i), tl.load(largest)))
@@ -92,19 +84,6 @@ def test_noise_has_the_bits_of_the_definition_and_rough_noise_is_near() -> None:
     noise_kernel[(len(words) // 4096,)](hashes, exact, rough, SIZE=4096, **EXACT)
     assert torch.equal(exact, noise.gumbel_of(hashes.to(torch.int32)))
     assert float((rough - exact).abs().max()) < ROUGH_ERROR.value / 3
-
-
-def test_noise_of_rows_has_the_bits_of_the_definition() -> None:
-    seeds = [0, 1, 42, 2**63 - 1, 2**63, 2**64 - 1]
-    positions = [7, 0, 131_071, 2**31, 1, 100_000]
-    out = torch.empty(len(seeds), 512)
-    row_noise_kernel[(len(seeds),)](
-        torch.tensor([noise.signed(seed) for seed in seeds]), torch.tensor(positions), out, SIZE=512, **EXACT
-    )
-    expected = [
-        noise.gumbel_at(seed, position, torch.arange(512)) for seed, position in zip(seeds, positions, strict=True)
-    ]
-    assert torch.equal(out, torch.stack(expected))
 
 
 def test_weights_have_the_bits_of_the_definition() -> None:
@@ -245,33 +224,6 @@ def test_tokens_of_larger_vocabularies_are_those_of_the_definition(seed: int, vo
         assert ops.choose_tokens(*batch).tolist() == sampler.choose_tokens(*batch).tolist()
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(seed=1),
-        SamplingParams(seed=1, temperature=0.6),
-        SamplingParams(seed=1, top_k=7),
-        SamplingParams(seed=1, top_p=0.9),
-        SamplingParams(seed=1, top_p=0.5, temperature=2.0, temperature_last=True),
-        SamplingParams(seed=1, top_k=20, top_p=0.7),
-        SamplingParams(seed=1, min_p=0.2),
-        SamplingParams(seed=1, top_k=30, top_p=0.95, min_p=0.05, temperature=1.5),
-    ],
-    ids=lambda params: "-".join(
-        name for name in ("top_k", "top_p", "min_p") if getattr(params, name) not in (None, 1, 0)
-    ),
-)
-def test_many_draws_of_tied_logits_are_those_of_the_definition(params: SamplingParams) -> None:
-    """Tokens drawn at 5 positions over a few distinct logits: a kept set that is wrong in one id shows."""
-    generator = torch.Generator().manual_seed(5)
-    logits = (torch.randn(5, 300, generator=generator) * 1.5).round()
-    columns = SamplingColumns.of([params] * 5, 300)
-    positions = torch.arange(5)
-    expected = sampler.choose_tokens(logits, columns, None, positions)
-    for tiling in (SMALL, WIDE) if IS_WHOLE else (SMALL,):
-        assert choose_by(tiling, logits, columns, None, positions).tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize("tiling", TILINGS, ids=["small", "wide", "whole"])
 @pytest.mark.parametrize(("top_k", "top_p"), [(k, 1.0) for k in (1, 2, 3, 5, 8)] + [(None, p) for p in (0.2, 0.6, 0.8)])
 def test_kept_sets_end_at_the_smallest_ids_among_equals(top_k: int | None, top_p: float, tiling: Tiling) -> None:
@@ -299,22 +251,6 @@ def test_another_selection_is_read_where_the_first_one_was() -> None:
         assert choose_by(SMALL, logits[slots], columns, None, positions).tolist() == expected.tolist()
         places.add(fields_of(columns).data_ptr())
     assert len(places) == 1
-
-
-def test_a_token_does_not_depend_on_the_other_rows() -> None:
-    logits, columns, history, positions, _ = drawn_batch(77, 8, 200)
-    together = choose_by(SMALL, logits, columns, history, positions).tolist()
-    generator = random.Random(77)
-    params = [drawn_params(generator, 200) for _ in range(8)]
-    prompts = columns.num_prompt_tokens.tolist()
-    for i in range(8):
-        alone = SamplingColumns.of([params[i]], 200, num_prompt_tokens=[prompts[i]], end_ids=[0, 100])
-        own = History(1, 64, 200)
-        slot = int(columns.history_slot[i])
-        if slot >= 0:
-            own.begin(0, history.tokens[slot, : int(history.lengths[slot])].tolist(), prompts[i])
-        token = choose_by(SMALL, logits[i : i + 1], alone, own, positions[i : i + 1])
-        assert token.tolist() == together[i : i + 1]
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -173,21 +173,17 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
     ],
     ids=lambda settings: f"{settings.kv_type}-{settings.eviction_policy}-{settings.page_tokens}",
 )
-@pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (1000, 1), (4097, 3)])
-@pytest.mark.parametrize("pool_pages", [None, 300])
 @pytest.mark.parametrize("name", ["gemma3", "lfm2"])
-def test_a_cache_takes_what_was_said(
-    name: str, settings: CacheSettings, num_tokens: int, num_rows: int, pool_pages: int | None, tmp_path: Path
-) -> None:
+def test_a_cache_takes_what_was_said(name: str, settings: CacheSettings, tmp_path: Path) -> None:
     _, model = load_tiny(name, "auto", tmp_path)
     if name == "lfm2" and settings.kv_type in QUANTIZED:  # its heads are too small
         settings = replace(settings, kv_type="f16")
-    cache = make_cache(model, num_tokens, num_rows, settings=settings, pool_pages=pool_pages)
-    load = LoadSettings()
-    assert load.kv_type == model.kv_type
-    kv_type = load.kv_type if settings.kv_type == "auto" else settings.kv_type
-    layers = model.architecture.mixers
-    assert cache_bytes(layers, settings, kv_type, num_tokens, num_rows, pool_pages) == cache.num_bytes
+    assert LoadSettings().kv_type == model.kv_type
+    kv_type = model.kv_type if settings.kv_type == "auto" else settings.kv_type
+    for (num_tokens, num_rows), pool_pages in product([(1, 1), (1000, 1), (4097, 3)], [None, 300]):
+        cache = make_cache(model, num_tokens, num_rows, settings=settings, pool_pages=pool_pages)
+        said = cache_bytes(model.architecture.mixers, settings, kv_type, num_tokens, num_rows, pool_pages)
+        assert said == cache.num_bytes, (num_tokens, num_rows, pool_pages)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32"])
@@ -333,20 +329,8 @@ def run_estimate(*arguments: str) -> dict[str, Any]:
 
 def test_the_command_counts_what_its_options_say() -> None:
     found = run_estimate(
-        *(
-            "smollm2",
-            "--max-seq-len",
-            "4096",
-            "--batch",
-            "3",
-            "--pool-pages",
-            "20",
-            "--kv-type",
-            "q8",
-            "--threads",
-            "2",
-        ),
-        *("--eviction-policy", "sliding", "--eviction-window", "500", "--precision", "fast"),
+        *["smollm2", "--max-seq-len", "4096", "--batch", "3", "--pool-pages", "20", "--kv-type", "q8"],
+        *["--threads", "2", "--eviction-policy", "sliding", "--eviction-window", "500", "--precision", "fast"],
     )
     checkpoint = open_checkpoint("smollm2")
     cache = CacheSettings(kv_type="q8", eviction_policy="sliding", eviction_window=500)

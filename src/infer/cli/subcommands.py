@@ -22,10 +22,13 @@ from infer.cli.command_options import (
     EstimateOptions,
     ExplainOptions,
     GenerateOptions,
+    HubModelOptions,
     ModelsOptions,
     PerplexityOptions,
     ReplayOptions,
     RerankOptions,
+    RunningServerOptions,
+    StopOptions,
     TraceOptions,
 )
 from infer.cli.model_choice import choose_model, choose_models, take_named
@@ -364,3 +367,42 @@ def models(context: click.Context, options: ModelsOptions) -> None:
         run_supported(as_json=options.as_json)
         return
     run_models(as_json=options.as_json, with_devices=options.verbose)
+
+
+infer.add_command(models, "list")
+
+
+@infer.command()
+@takes_options(HubModelOptions)
+def pull(context: click.Context, options: HubModelOptions) -> None:
+    """Download a model from the Hugging Face hub, or what is missing of it, into the hub's local cache."""
+    from infer.cli.models_command import run_pull
+
+    run_pull(options.model)
+
+
+@infer.command()
+@takes_options(HubModelOptions)
+def rm(context: click.Context, options: HubModelOptions) -> None:
+    """Remove a model from the hub's local cache."""
+    from infer.cli.models_command import run_rm
+
+    run_rm(options.model)
+
+
+@infer.command()
+@takes_options(RunningServerOptions)
+def ps(context: click.Context, options: RunningServerOptions) -> None:
+    """List the models of a running server: their state and their memory."""
+    from infer.cli.server_commands import run_ps
+
+    run_ps(options)
+
+
+@infer.command()
+@takes_options(StopOptions)
+def stop(context: click.Context, options: StopOptions) -> None:
+    """Unload a MODEL of a running server of several models, after its last answer."""
+    from infer.cli.server_commands import run_stop
+
+    run_stop(options)

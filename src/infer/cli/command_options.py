@@ -321,6 +321,28 @@ class DoctorOptions(NamedModel, InspectionOptions):
 
 
 @dataclass(frozen=True)
+class QuantizeOptions:
+    source: str = argument(metavar="MODEL")
+    output: Path = argument(metavar="OUT.gguf", type=FILE)
+    type: str = option("-t", "--type", default="Q4_K_M", metavar="TYPE",
+                       help="F32, F16, BF16, Q8_0, Q6_K, Q5_K_M, Q4_K_M, Q4_0, IQ4_XS, Q3_K_M, Q2_K and others; "
+                            "another word lists all.")
+    tensor_type: tuple[str, ...] = option(
+        metavar="PATTERN=TYPE", help="Type of tensors whose names have this pattern: ffn_down=Q6_K. Repeatable.")
+    output_tensor_type: str | None = option(metavar="TYPE", help="Type of the output matrix.")
+    token_embedding_type: str | None = option(metavar="TYPE", help="Type of the token embedding.")
+    pure: bool = option(help="The same type for all matrices, without the mixture of --type.")
+    imatrix: Path | None = option(type=FILE, metavar="FILE",
+                                  help="An importance matrix, from infer imatrix or llama.cpp.")
+    requantize: bool = option(help="Quantise tensors again that are quantised already: more is lost.")
+    dry_run: bool = option(help="Show the sizes and types without writing the file.")
+    force: bool = option("-f", "--force", help="Replace the output if it exists.")
+    threads: int | None = option(type=AT_LEAST_1, help="Threads to compute with.  [default: all cores]")
+    quiet: bool = option("-q", "--quiet", help="No output.")
+    verbose: bool = option("-v", "--verbose", help="A traceback with an error.")
+
+
+@dataclass(frozen=True)
 class EstimateOptions(NamedModel, CacheOptions, NumberOptions, InspectionOptions):
     max_seq_len: int | None = option(type=AT_LEAST_1, help="Tokens of a row.  [default: the model's own, at most 8192]")
     batch: int = option(type=AT_LEAST_1, default=1, help="Rows of the cache.")

@@ -25,6 +25,7 @@ from infer.cli.command_options import (
     HubModelOptions,
     ModelsOptions,
     PerplexityOptions,
+    QuantizeOptions,
     ReplayOptions,
     RerankOptions,
     RunningServerOptions,
@@ -336,6 +337,18 @@ def doctor(context: click.Context, options: DoctorOptions) -> int:
     from infer.cli.doctor_command import run_doctor
 
     return run_doctor(options.model, as_json=options.as_json)
+
+
+@infer.command()
+@takes_options(QuantizeOptions)
+def quantize(context: click.Context, options: QuantizeOptions) -> None:
+    """Write a MODEL as a GGUF file of another type, with llama.cpp's mixture of types.
+
+    Memory holds a few rows at a time. OUT.gguf appears when it is whole.
+    """
+    from infer.cli.quantize_command import run_quantize
+
+    run_quantize(options)
 
 
 @infer.command()

@@ -1,0 +1,129 @@
+"""`infer quantize`: a model as a GGUF file of another type, with a bar while it is written and the sizes at the end."""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+from infer.checkpoint.find import resolve
+from infer.checkpoint.gguf_split import read_whole_gguf
+from infer.checkpoint.quantised_file import (
+    QuantisableModel,
+    QuantisationRequest,
+    choose_types,
+    model_of_gguf,
+    write_quantised,
+)
+from infer.cli.command_options import QuantizeOptions
+from infer.cli.terminal import Spinner, TextWriter, columns_of_rows
+from infer.errors import InvalidRequestError, UnsupportedModelError
+from infer.quantization.file_types import FILE_TYPES
+from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.quantisers import QUANTISED_TYPES
+from infer.system.cores import check_num_threads, default_num_threads
+
+_MIXTURES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "MXFP4": "MXFP4_MOE"}  # for short
+
+
+def run_quantize(options: QuantizeOptions) -> None:
+    """Write the file, and report its size and the types of its tensors."""
+    threads = default_num_threads() if options.threads is None else check_num_threads(options.threads)
+    request = _request(options)
+    path = resolve(options.source)
+    _check_output(options.output, path, force=options.force or options.dry_run)
+    model = open_quantisable(path)
+    types = choose_types(model, request)
+    if missing := sorted(set(types.values()) - set(QUANTISED_TYPES) - {tensor.type for tensor in model.tensors}):
+        raise UnsupportedModelError(f"{options.type} needs tensors of {', '.join(missing)}, which are not written yet")
+    if not options.dry_run:
+        _write(options, model, request, types, threads)
+    if not options.quiet:
+        TextWriter(sys.stdout).write(
+            "".join(f"{line}\n" for line in columns_of_rows(list(_rows(model, types)), "<>><"))
+        )
+
+
+def open_quantisable(path: Path) -> QuantisableModel:
+    """Return the metadata and the tensors of a model's files. Raises ModelError if they are no GGUF file."""
+    if path.is_dir():
+        raise UnsupportedModelError(f"{path} is a folder, which is not converted yet: give a .gguf file of the model")
+    return model_of_gguf(read_whole_gguf(path))
+
+
+def _request(options: QuantizeOptions) -> QuantisationRequest:
+    name = _MIXTURES.get(options.type.upper(), options.type.upper())
+    if name not in FILE_TYPES:
+        raise InvalidRequestError(f"--type must be one of {', '.join(FILE_TYPES)}, got {options.type!r}")
+    if options.imatrix is not None:
+        raise UnsupportedModelError("--imatrix is not read yet")
+    return QuantisationRequest(
+        name,
+        [_pattern(text) for text in options.tensor_type],
+        _type("--output-tensor-type", options.output_tensor_type),
+        _type("--token-embedding-type", options.token_embedding_type),
+        options.pure,
+        options.requantize,
+    )
+
+
+def _pattern(text: str) -> tuple[str, str]:
+    pattern, equals, name = text.rpartition("=")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InvalidRequestError(f"--tensor-type {text}: {pattern!r} is no regular expression: {error}") from error
+    found = _type(f"--tensor-type {text}", name)
+    if not (equals and pattern) or found is None:
+        raise InvalidRequestError(f"--tensor-type must be PATTERN=TYPE, such as ffn_down=Q6_K, got {text!r}")
+    return pattern, found
+
+
+def _type(option: str, name: str | None) -> str | None:
+    if name is not None and name.upper() not in QUANTISED_TYPES:
+        raise InvalidRequestError(f"{option}: the type must be one of {', '.join(QUANTISED_TYPES)}, got {name!r}")
+    return None if name is None else name.upper()
+
+
+def _check_output(output: Path, source: Path, *, force: bool) -> None:
+    """Raise InvalidRequestError if the output is the source, a folder, or a file that may not be replaced."""
+    if not output.exists():
+        return
+    if output.is_dir():
+        raise InvalidRequestError(f"the output {output} is a folder: name a file in it")
+    if output.samefile(source):
+        raise InvalidRequestError(f"the output {output} is the model itself: name another file")
+    if not force:
+        raise InvalidRequestError(f"the output {output} exists: name another file, or give --force to replace it")
+
+
+def _write(
+    options: QuantizeOptions,
+    model: QuantisableModel,
+    request: QuantisationRequest,
+    types: Mapping[str, str],
+    threads: int,
+) -> None:
+    try:
+        with Spinner("quantising", shown=not options.quiet) as spinner:
+            write_quantised(options.output, model, request, types, threads, spinner.progress)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise InvalidRequestError(f"the output {options.output} cannot be written: {error.strerror}") from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(options.output)) from error
+
+
+def _rows(model: QuantisableModel, types: Mapping[str, str]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the size, the bits per weight and the types before and after."""
+    before = {tensor.name: tensor.type for tensor in model.tensors}
+    count = sum(prod(tensor.shape) for tensor in model.tensors)
+    for label, chosen in (("before", before), ("after", types)):
+        size = sum(
+            prod(tensor.shape[:-1]) * BLOCK_TYPES[chosen[tensor.name]].row_bytes(tensor.shape[-1])
+            for tensor in model.tensors
+        )
+        kinds = ", ".join(f"{number} {type}" for type, number in Counter(chosen.values()).most_common())
+        yield label, f"{size / 1e6:,.1f} MB", f"{8 * size / max(count, 1):.2f} bits per weight", kinds

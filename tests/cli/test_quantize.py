@@ -1,0 +1,96 @@
+"""`infer quantize`: its files keep what a model says of itself, and each refusal is a line that names the fix."""
+
+import errno
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from gguf_files import random_tensors, write_model
+from infer.checkpoint.gguf import read_gguf
+from infer.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def extend(writer: gguf.GGUFWriter) -> None:
+        writer.add_token_list(["é", "b"])
+        writer.add_chat_template("{{ messages }}")
+        writer.add_file_type(0)
+
+    return write_model(tmp_path_factory.mktemp("models") / "m.gguf", extend=extend)
+
+
+def test_a_written_file_has_the_metadata_and_nearly_the_values(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    output = tmp_path / "q.gguf"
+    assert main(["quantize", str(model), str(output), "--type", "q4_k_m", "--tensor-type", "attn_k=f16"]) == 0
+    before, after = capsys.readouterr().out.splitlines()
+    assert before.split() == ["before", "0.1", "MB", "32.00", "bits", "per", "weight", "11", "F32"]
+    assert after.endswith("4 Q5_0, 3 F32, 3 Q8_0, 1 F16")
+    source, written = read_gguf(model), read_gguf(output)
+    changed = {"general.file_type": 15, "general.quantization_version": 2}
+    assert written.metadata == source.metadata | changed
+    assert {key: source.value_types[key] for key in source.value_types} == {
+        key: value for key, value in written.value_types.items() if key != "general.quantization_version"
+    }
+    read = gguf.GGUFReader(output)
+    values = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in read.tensors}
+    for name, own in random_tensors("llama").items():
+        error = np.square(values[name] - own).mean()
+        assert error <= (0 if own.ndim == 1 else 1e-6 if name.endswith("attn_k.weight") else 0.003)
+        assert own.ndim == 1 or error > 0
+
+
+def test_outputs_are_only_replaced_on_demand_and_never_the_model(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    output = tmp_path / "q.gguf"
+    output.write_text("precious")
+    assert main(["quantize", str(model), str(output), "-t", "Q8_0"]) == 2
+    assert "exists: name another file, or give --force" in capsys.readouterr().err
+    assert main(["quantize", str(model), str(output), "-t", "Q8_0", "--dry-run"]) == 0
+    assert output.read_text() == "precious"
+    assert main(["quantize", str(model), str(output), "-t", "Q8_0", "--force", "-q"]) == 0
+    assert main(["quantize", str(output), str(output), "-t", "F16", "--force"]) == 2
+    out, err = capsys.readouterr()
+    assert "Q8_0" in out
+    assert "is the model itself" in err
+    assert main(["quantize", str(output), str(tmp_path / "again.gguf"), "-t", "Q4_0"]) == 3
+    assert "is Q8_0 already" in capsys.readouterr().err
+    assert main(["quantize", str(output), str(tmp_path / "again.gguf"), "-t", "Q4_0", "--requantize"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (["-t", "Q4_X"], 2, "--type must be one of F32, F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S,"),
+        (["--tensor-type", "ffn=Q4_X"], 2, "--tensor-type ffn=Q4_X: the type must be one of F32, F16"),
+        (["--tensor-type", "Q4_0"], 2, "--tensor-type must be PATTERN=TYPE, such as ffn_down=Q6_K, got 'Q4_0'"),
+        (["--tensor-type", "[=Q4_0"], 2, "'[' is no regular expression"),
+        (["-t", "IQ2_XS"], 2, "needs an importance matrix, which is not given"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_a_line(
+    model: Path, tmp_path: Path, capsys: Capture, options: list[str], status: int, message: str
+) -> None:
+    wide = tmp_path / "wide.gguf"
+    write_model(wide, tensors=random_tensors("llama") | {"blk.0.ffn_up.weight": np.ones((2, 256), np.float32)})
+    assert main(["quantize", str(wide), str(tmp_path / "q.gguf"), *options]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "q.gguf").exists()
+
+
+def test_a_full_disk_is_named_and_leaves_no_file(
+    model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("infer.system.atomic.os.fsync", full)
+    assert main(["quantize", str(model), str(tmp_path / "q.gguf"), "-t", "Q8_0"]) == 1
+    assert f"{tmp_path / 'q.gguf'}: No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main(["quantize", str(model), str(tmp_path / "no" / "q.gguf"), "-t", "Q8_0"]) == 2
+    assert "cannot be written: No such file or directory" in capsys.readouterr().err

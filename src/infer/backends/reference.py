@@ -3,7 +3,7 @@
 Written to be read. Weights are dequantised when they are used, and attention handles one row at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from infer.operands.weights import (
     ExpertWeights,
     Heads,
     Norm,
+    ObservedWeight,
     PerLayerWeights,
     Projection,
     RopeTable,
@@ -109,7 +110,9 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
         row_keys, row_values = (tuple(part[:, *where] for part in parts) for parts in (all_keys, all_values))
         decoded = decode_keys(row_keys, kv_type).to(q.dtype), decode_values(row_values, kv_type).to(q.dtype)
         are_sinks = held < pages.sinks[row]
-        out[mine] = attend_row((q[mine], far[mine]), *decoded, seen[:, held], are_sinks, heads)
+        near = q[mine]
+        queries = near, near if far is q else far[mine]
+        out[mine] = attend_row(queries, *decoded, seen[:, held], are_sinks, heads)
     attended = out.flatten(1)
     if heads.gate_start is not None:
         attended = attended * output_gates(qkv.floats, heads)
@@ -197,9 +200,11 @@ def attention_shares(
     heads: Heads,
 ) -> Float[Tensor, "kv_heads group tokens positions"]:
     # Several query heads share one of keys and values.
-    grouped = (q.view(len(q), keys.shape[0], -1, q.shape[-1]) for q in queries)
-    near, far = (torch.einsum("tkgd,kpd->kgtp", q, keys) for q in grouped)
-    scores = softcapped(torch.where(are_sinks, far, near).mul(heads.scale), heads.softcap)
+    near, far = (q.view(len(q), keys.shape[0], -1, q.shape[-1]) for q in queries)
+    scores = torch.einsum("tkgd,kpd->kgtp", near, keys)
+    if queries[1] is not queries[0]:
+        scores = torch.where(are_sinks, torch.einsum("tkgd,kpd->kgtp", far, keys), scores)
+    scores = softcapped(scores.mul(heads.scale), heads.softcap)
     scores = scores.masked_fill(~seen, -torch.inf)
     if heads.sinks is None:
         return scores.softmax(-1)
@@ -218,7 +223,8 @@ def rotate_queries(
     if heads.query_scales is None:
         return near, far
     scales = heads.query_scales[step.positions][:, None, None]
-    return near * scales, far * scales
+    scaled = near * scales
+    return scaled, scaled if far is near else far * scales
 
 
 def softcapped(x: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "*shape"]:
@@ -362,10 +368,21 @@ def route(
 def of_expert(
     x: Float[Tensor, "rows in"], stacked: Projection, expert: int, router: Router
 ) -> Float[Tensor, "rows out"]:
-    rows = stacked.out_features // router.num_experts
-    whole = torch.cat([dense(part) for part in stacked.parts])[expert * rows : (expert + 1) * rows]
-    y = F.linear(x, whole.to(x.dtype))
-    return y if stacked.bias is None else y + stacked.bias[expert * rows : (expert + 1) * rows].to(y.dtype)
+    num_rows = stacked.out_features // router.num_experts
+    rows = range(expert * num_rows, (expert + 1) * num_rows)
+    y = torch.cat([multiplied(x, part) for part in parts_within(stacked, rows)], dim=-1)
+    return y if stacked.bias is None else y + stacked.bias[rows.start : rows.stop].to(y.dtype)
+
+
+def parts_within(stacked: Projection, rows: range) -> Iterator[Weight]:
+    """Yield the parts of a projection that have some of these rows, cut to the rows."""
+    start = 0
+    for part in stacked.parts:
+        assert isinstance(part, StoredWeight | ObservedWeight)
+        first, end = max(rows.start - start, 0), min(rows.stop - start, part.out_features)
+        if first < end:
+            yield part.rows(first, end)
+        start += part.out_features
 
 
 def head(
@@ -390,8 +407,15 @@ def choose_tokens(
 
 
 def project(x: Float[Tensor, "*rows in"], projection: Projection) -> Float[Tensor, "*rows out"]:
-    y = torch.cat([F.linear(x, dense(part).to(x.dtype)) for part in projection.parts], dim=-1)
+    y = torch.cat([multiplied(x, part) for part in projection.parts], dim=-1)
     return y if projection.bias is None else y + projection.bias.to(y.dtype)
+
+
+def multiplied(x: Float[Tensor, "*rows in"], weight: Weight) -> Float[Tensor, "*rows out"]:
+    if isinstance(weight, ObservedWeight):
+        weight.on_input(x)
+        weight = weight.source
+    return F.linear(x, dense(weight).to(x.dtype))
 
 
 def gathered(own: Float[Tensor, "rows own"], shares: Shares | None) -> Float[Tensor, "rows width"]:

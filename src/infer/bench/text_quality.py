@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from infer.bench.text_windows import cut
 from infer.errors import InvalidRequestError, ModelError
 from infer.llm import LLM
 
@@ -140,10 +141,7 @@ def _windows(llm: LLM, text: str, context: int) -> list[list[int]]:
         raise InvalidRequestError(
             f"the text has {len(ids)} tokens, and a window has {context}: give a longer text or a smaller context"
         )
-    windows = [ids[start : start + context] for start in range(0, len(ids) - context + 1, context)]
-    if tokenizer.adds_bos and tokenizer.bos_token_id is not None:
-        windows = [[tokenizer.bos_token_id, *window[1:]] for window in windows]
-    return windows
+    return cut(tokenizer, ids, context)
 
 
 def _scored(llm: LLM, window: list[int]) -> _Scored:

@@ -268,6 +268,23 @@ class CompareOptions(QualityOptions):
     reference: str = argument()
 
 
+@dataclass(frozen=True)
+class ImatrixOptions:
+    model: str = argument()
+    texts: tuple[Path, ...] = argument(metavar="[TEXT]...", type=FILE)
+    output: Path = option("-o", "--output", type=FILE, metavar="OUT", required=True,
+                          help="The importance matrix: a .gguf file, or a .dat file in llama.cpp's older format.")
+    in_files: tuple[Path, ...] = option("--in-file", type=FILE, metavar="FILE",
+                                        help="An earlier importance matrix, which is added. Repeatable.")
+    chunk_size: int = option("-c", "--chunk-size", type=AT_LEAST_1, default=512,
+                             help="Tokens of a chunk, each of which begins anew.")
+    parse_special: bool = option(help="Control tokens written in the texts are control; otherwise they are text.")
+    force: bool = option(help="Replace OUT if it exists.")
+    threads: int | None = option(type=AT_LEAST_1, help="Threads to compute with.  [default: all cores]")
+    quiet: bool = option("-q", "--quiet", help="No progress.")
+    verbose: bool = option("-v", "--verbose", help="A traceback with an error.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(ModelArgument, SamplingOptions, LoadOptions):
     system: str | None = option(metavar="TEXT", help="A system message to begin with.")

@@ -23,6 +23,7 @@ from infer.cli.command_options import (
     ExplainOptions,
     GenerateOptions,
     HubModelOptions,
+    ImatrixOptions,
     ModelsOptions,
     PerplexityOptions,
     QuantizeOptions,
@@ -215,6 +216,18 @@ def compare(context: click.Context, options: CompareOptions) -> None:
     check_options(options, [])
     text = read_text(options.text, "the text", MAX_PROMPTS_BYTES)
     run_compare(load_model(plain), load_model(options), text, options)
+
+
+@infer.command()
+@takes_options(ImatrixOptions)
+def imatrix(context: click.Context, options: ImatrixOptions) -> None:
+    """Collect the importance matrix of a MODEL over texts, for quantisation, as llama.cpp does.
+
+    Without texts, the matrices of --in-file are added up. Ctrl-C writes nothing.
+    """
+    from infer.cli.imatrix_command import run_imatrix
+
+    run_imatrix(options)
 
 
 @infer.command()

@@ -22,7 +22,7 @@ from infer.model.load import OnProgress, load_transformer
 from infer.model.memory_estimate import LoadSettings, check_fits
 from infer.model.tensors import check_tensors
 from infer.model.transformer import Transformer
-from infer.model.weight_loader import FloatsAs
+from infer.model.weight_loader import FloatsAs, OnInput
 from infer.operands.architecture import Architecture
 from infer.operands.group import Group
 from infer.ops import Precision
@@ -100,10 +100,12 @@ def load_checked(
     on_progress: OnProgress | None,
     cache: CacheSettings | None = None,
     group: Group | None = None,
+    on_input: OnInput | None = None,
 ) -> Transformer:
     """Check all settings, then load the network. If a `group` runs the model together, load this rank's share.
 
-    `tokenizer` is None if rank 0 has already checked the vocabulary, and the memory of all ranks.
+    `tokenizer` is None if rank 0 has already checked the vocabulary, and the memory of all ranks. `on_input` is as for
+    `load_transformer`.
     """
     architecture = make_architecture(checkpoint.config)
     cache = cache or CacheSettings()
@@ -135,6 +137,7 @@ def load_checked(
                 max_seq_len=context,
                 on_progress=on_progress,
                 group=group,
+                on_input=on_input,
             )
     checkpoint.check_unchanged()
     give_back_freed()

@@ -12,7 +12,7 @@ from infer.model.layers.per_layer_input import load_per_layer_weights
 from infer.model.layers.text_inputs import load_text_inputs
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Transformer
-from infer.model.weight_loader import FloatsAs, WeightLoader, Weights
+from infer.model.weight_loader import FloatsAs, OnInput, WeightLoader, Weights
 from infer.operands.architecture import Architecture
 from infer.operands.group import Group
 from infer.operands.mixers import Attention, QueryScale, Rope
@@ -32,12 +32,14 @@ def load_transformer(
     max_seq_len: int | None = None,
     on_progress: OnProgress | None = None,
     group: Group | None = None,
+    on_input: OnInput | None = None,
 ) -> Transformer:
     """Return a model that is ready to run. If a `group` runs the model together, return this rank's share.
 
     If `dtype` is None, each weight keeps the type of its file; otherwise all weights become dense in `dtype`.
     `keep_floats_as` quantises matrices that are stored as floats. Matrices that the file stores quantised stay
-    unchanged.
+    unchanged. `on_input` is called with the name and the inputs of each matrix of a layer, before each product; only
+    the reference backend does so.
 
     Raises ModelError that lists every missing, extra and misshapen tensor, twenty at most.
     """
@@ -56,6 +58,7 @@ def load_transformer(
         are_norms_centred=architecture.norms.are_centred,
         rope_tables={rope: make_rope_table(rope, positions, backend.device) for rope in architecture.ropes},
         query_scales={each: make_query_scales(each, positions, backend.device) for each in architecture.query_scales},
+        on_input=on_input,
     )
     embedding, head = _ends(architecture, loader, is_shared=group is not None)
     layers = tuple(_each_layer(architecture, loader, on_progress))

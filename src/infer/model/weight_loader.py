@@ -1,8 +1,9 @@
 """Tensors of a checkpoint → operands: projections in the form that kernels read, norms, and a rank's share of them."""
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,9 +20,12 @@ from infer.operands.weights import (
     ConvertedWeight,
     FileWeight,
     Norm,
+    ObservedWeight,
     Projection,
     RopeTable,
+    StoredWeight,
     UnreadWeight,
+    Weight,
 )
 from infer.quantization.ggml_blocks import dequantize
 from infer.quantization.ggml_types import BLOCK_TYPES
@@ -30,6 +34,7 @@ from infer.quantization.quantisers import quantise
 Weights = Mapping[str, FileWeight]
 
 FloatsAs = Literal["auto", "bf16", "q8", "q4"]
+OnInput = Callable[[str, Float[Tensor, "rows in"]], None]  # (name of a matrix, what it is multiplied with)
 
 _TYPE_BY_DTYPE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -51,6 +56,7 @@ class WeightLoader:
     query_scales: Mapping[QueryScale, Tensor]
     prefix: str = ""  # before the names of tensors
     label: str = ""  # before the names of projections in profiles
+    on_input: OnInput | None = None  # of the layers' matrices
 
     def of_layer(self, index: int) -> "WeightLoader":
         """Return a loader for which all names are those within a layer."""
@@ -109,12 +115,23 @@ class WeightLoader:
         whole = Projection(parts, torch.cat(biases) if biases else None, label=self.label + label)
         try:
             with ops.using(self.backend):
-                return ops.prepare(whole, self.backend.device, self.precision)
+                prepared = ops.prepare(whole, self.backend.device, self.precision)
+                return self._observed(prepared, [f"{name}.weight" for name, _ in some])
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             if isinstance(error, OSError) and error.errno != errno.ENOMEM:
                 raise
             num_bytes = sum(part.num_bytes for part in parts)
             raise ModelError(f"no memory is left for the {num_bytes} bytes of {', '.join(full_names)}") from error
+
+    def _observed(self, projection: Projection, names: Sequence[str]) -> Projection:
+        """Return a projection of a layer whose parts, of these names, report their inputs if that is asked for."""
+        if self.on_input is None or not self.prefix:
+            return projection
+        parts = list[Weight]()
+        for part, name in zip(projection.parts, names, strict=True):
+            assert isinstance(part, StoredWeight)
+            parts.append(ObservedWeight(part, partial(self.on_input, name)))
+        return replace(projection, parts=tuple(parts))
 
     def _num_rows(self, name: str) -> int:
         return self.expected[f"{self.prefix}{name}.weight"][0]

@@ -154,6 +154,31 @@ class ConvertedWeight(Weight):
 
 @final
 @dataclass(frozen=True)
+class ObservedWeight(Weight):
+    """A stored matrix whose inputs are reported before each product. Only `backends.reference` multiplies with it."""
+
+    source: StoredWeight
+    on_input: Callable[[Float[Tensor, "rows in"]], None]
+
+    @property
+    def out_features(self) -> int:
+        return self.source.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.source.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        return self.source.num_bytes
+
+    def rows(self, first: int, last: int) -> "ObservedWeight":
+        """Return the rows [first, last), as a view with the same observer."""
+        return ObservedWeight(self.source.rows(first, last), self.on_input)
+
+
+@final
+@dataclass(frozen=True)
 class Projection:
     """y = x Wᵀ (+ bias). W is its parts one below the other (q, k, v; gate, up), and each part keeps its own type.
 

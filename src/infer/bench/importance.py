@@ -1,0 +1,177 @@
+"""Collect importance matrices: run texts through a model, and sum the squares of what each matrix is multiplied with.
+
+The definition is that of llama.cpp's llama-imatrix: each chunk of a text begins anew, and every token of it counts. The
+network runs in float32 on the reference backend, whose ops report their inputs.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer import ops
+from infer.bench.text_windows import cut
+from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.checkpoint.importance_matrix import ImportanceMatrix, InputSquares
+from infer.checkpoint.tensor_names import gguf_place
+from infer.errors import InvalidRequestError, ModelError, UnsupportedModelError
+from infer.kvcache.cache_settings import CacheSettings
+from infer.model.families import make_architecture
+from infer.model.from_checkpoint import load_checked, load_tokenizer, threads_if_loaded
+from infer.model.load import OnProgress
+from infer.operands.step import Chunk, Step
+from infer.runner.caches import make_cache
+from infer.tokenizer import Tokenizer
+
+_STEP_TOKENS = 2048  # for which matrices are dequantised once
+_LAYER = re.compile(r"model\.layers\.[0-9]+\.")
+# Tensors that are fused in folders and in GGUF files alike, by the name in GGUF files, with two of their parts.
+_FUSED = {
+    "attn_qkv": {"self_attn.q_proj.weight", "self_attn.k_proj.weight"},
+    "attn_q": {"self_attn.q_proj.weight", "self_attn.gate_proj.weight"},
+    "ffn_up": {"mlp.gate_proj.weight", "mlp.up_proj.weight"},
+}
+_TILED = re.compile(r"qwen3_5(_moe)?(_text)?")  # whose value heads have another order in GGUF files
+
+
+class _Place(NamedTuple):
+    """A matrix in a tensor of a GGUF file."""
+
+    tensor: str
+    matrix: int  # the number of the expert, or 0
+
+
+@final
+class _SquaresByTensor:
+    """Adds up the inputs of matrices. Our matrices that are one tensor of a GGUF file have the same inputs."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.found: dict[str, InputSquares] = {}
+        self._inputs, self._squares = torch.empty(0), torch.empty(0)  # the last ones
+        self._places = _places(checkpoint)
+        self._num_matrices: dict[str, int] = {}
+        for place in self._places.values():
+            self._num_matrices[place.tensor] = max(self._num_matrices.get(place.tensor, 0), place.matrix + 1)
+
+    def add(self, name: str, inputs: Float[Tensor, "rows in"]) -> None:
+        """Add the inputs of the matrix that has our name. Raises ModelError if they are not finite."""
+        place = self._places.get(name)
+        if place is None:
+            return
+        if inputs is not self._inputs:  # q, k and v have the same ones, and so have gate and up
+            self._inputs, self._squares = inputs, inputs.square().sum(0)
+            if not self._squares.isfinite().all():
+                raise ModelError(f"inputs of {place.tensor!r:.80} are not finite: the model's weights are broken")
+        if place.tensor not in self.found:
+            self.found[place.tensor] = InputSquares.zeros(self._num_matrices[place.tensor], inputs.shape[1])
+        total = self.found[place.tensor]
+        total.sums[place.matrix] += self._squares.numpy()
+        total.counts[place.matrix] += len(inputs)
+
+
+def _places(checkpoint: Checkpoint) -> dict[str, _Place]:
+    """Return the place of each matrix of a layer, by our names. If several share a place, only the first has it."""
+    infos = {
+        name: info
+        for name, info in checkpoint.tensors.items()
+        if name.startswith("model.layers.") and len(info.shape) == 2
+    }
+    parts = defaultdict[str, set[str]](set)  # of each tensor of the file
+    for name, info in infos.items():
+        parts[info.name].add(_LAYER.sub("", name))
+    names: dict[_Place, str] = {}
+    for name, info in infos.items():
+        tensor, expert = gguf_place(name)
+        fused = next((own for own, both in _FUSED.items() if both <= parts[info.name]), None)
+        if checkpoint.metadata:  # a GGUF file has its own names
+            tensor = info.name
+        elif fused is not None:
+            tensor = f"{tensor.rpartition('.weight')[0].rpartition('.')[0]}.{fused}.weight"
+        names.setdefault(_Place(tensor, expert or 0), name)
+    return {name: place for place, name in names.items()}
+
+
+def collect_importance(
+    model: str,
+    texts: Iterable[tuple[str, str]],
+    *,
+    chunk_size: int,
+    parse_special: bool = False,
+    threads: int | None = None,
+    on_chunk: OnProgress = lambda done, total: None,
+) -> ImportanceMatrix:
+    """Return the importance matrix of a model over texts.
+
+    Args:
+        model: A model as `LLM` takes it.
+        texts: The name and the text of each dataset. Their tokens follow each other, and those after the last whole
+            chunk are left out.
+        chunk_size: Tokens of a chunk.
+        parse_special: True if the texts of control tokens, as in conversations, are control tokens.
+        threads: As for `LLM`.
+        on_chunk: Called with the number of chunks that are done, and of all.
+
+    Raises:
+        InvalidRequestError: The texts have fewer tokens than a chunk, or a chunk does not fit the model.
+        ModelError: The model cannot be used, or makes numbers that are not finite.
+    """
+    checkpoint = open_checkpoint(model)
+    if make_architecture(checkpoint.config).reads_whole_texts:
+        raise UnsupportedModelError(f"{checkpoint.path.name} is an encoder: importance is collected for decoders only")
+    tokenizer = load_tokenizer(checkpoint)
+    ids, datasets = list[int](), list[str]()
+    for name, text in texts:
+        datasets.append(name)
+        ids += tokenizer.encode(text, parse_special=parse_special)
+    if len(ids) < chunk_size:
+        raise InvalidRequestError(
+            f"the texts have {len(ids)} tokens, and a chunk has {chunk_size}: give longer texts or a smaller chunk"
+        )
+    chunks = cut(tokenizer, ids, chunk_size)
+    with threads_if_loaded(threads):
+        squares = squares_of_inputs(checkpoint, tokenizer, chunks, on_chunk)
+    return ImportanceMatrix(squares, tuple(datasets), len(chunks), chunk_size)
+
+
+@torch.inference_mode()
+def squares_of_inputs(
+    checkpoint: Checkpoint, tokenizer: Tokenizer | None, chunks: Sequence[Sequence[int]], on_chunk: OnProgress
+) -> dict[str, InputSquares]:
+    """Return the squares of the inputs of all matrices of layers, by the names of tensors in GGUF files.
+
+    The chunks have equal lengths. `tokenizer` is as for `load_checked`.
+    """
+    squares, size, done = _SquaresByTensor(checkpoint), len(chunks[0]), 0
+    with ops.using("reference"):
+        network = load_checked(
+            checkpoint.without_metadata(), tokenizer, "cpu", "auto", "auto", "exact", size, None, on_input=squares.add
+        )
+        num_rows = max(1, _STEP_TOKENS // size)
+        cache = make_cache(network, size, num_rows, settings=CacheSettings(kv_type="f32"), step_tokens=size)
+        while done < len(chunks):
+            some = [Chunk(row, chunk, has_logits=False) for row, chunk in enumerate(chunks[done : done + num_rows])]
+            for row in range(len(some)):
+                cache.set_rope(row, is_long=network.is_long(size))
+                cache.reserve(row, size)
+            network.residual(Step.of_chunks(some, [0] * len(some)), cache)
+            for row in range(len(some)):
+                cache.truncate(row, 0)
+            done += len(some)
+            on_chunk(done, len(chunks))
+    return {name: _in_gguf_order(checkpoint, name, each) for name, each in squares.found.items()}
+
+
+def _in_gguf_order(checkpoint: Checkpoint, name: str, squares: InputSquares) -> InputSquares:
+    """Return the squares with their columns in the order that GGUF files have.
+
+    In files of Qwen3.5, neighbouring value heads of a gated delta net belong to different key heads.
+    """
+    config = checkpoint.config
+    if checkpoint.metadata or not (name.endswith(".ssm_out.weight") and _TILED.fullmatch(str(config["model_type"]))):
+        return squares
+    heads = squares.sums.reshape(config["linear_num_key_heads"], -1, config["linear_value_head_dim"])
+    return InputSquares(heads.swapaxes(0, 1).reshape(squares.sums.shape), squares.counts)

@@ -102,6 +102,7 @@ def convert(folder: Path, path: Path, metadata: Mapping[str, Any] | None = None)
         name = f"{name}.weight" if name.endswith("layer_scalar") else name
         stored = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
+        stored = stored.replace("post_attention_norm", "ffn_norm") if family == "laguna" else stored
         writer.add_tensor(stored, np.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -174,7 +175,8 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         num_own = config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
         sizes = [size if layer < num_own else 2 * size for layer in range(config["num_hidden_layers"])]
         writer.add_feed_forward_length(sizes if config.get("use_double_wide_mlp") else size)
-    writer.add_head_count(config.get("num_attention_heads_per_layer") or heads)
+    by_layer = config.get("num_attention_heads_per_layer") or [heads]
+    writer.add_head_count(heads if len(set(by_layer)) == 1 else by_layer)
     kv_heads = config.get("num_key_value_heads") or heads
     if config["model_type"] in ("lfm2", "lfm2_moe"):
         writer.add_head_count_kv([0 if kind == "conv" else kv_heads for kind in config["layer_types"]])
@@ -243,7 +245,7 @@ def _intermediate_size(config: dict[str, Any]) -> int:
 def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     rope = config["rope_parameters"]
     if "sliding_attention" in rope:
-        if config["model_type"] in ("gemma3_text", *_GEMMA4, "mellum", "laguna"):
+        if config["model_type"] in ("gemma3_text", *_GEMMA4, "mellum") or _sliding_rope(config) is not None:
             writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     if rope.get("rope_type") == "proportional":  # `_add_gemma4` has the rest
@@ -298,12 +300,18 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
 
 
+def _sliding_rope(config: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the rope of Laguna's layers with windows, if it has any."""
+    is_used = config["model_type"] == "laguna" and "sliding_attention" in config["layer_types"]
+    return config["rope_parameters"]["sliding_attention"] if is_used else None
+
+
 def _add_laguna(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_weights_norm(True)
     writer.add_expert_weights_scale(config["moe_routed_scaling_factor"])
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
-    if (sliding := config["rope_parameters"].get("sliding_attention")) is not None:
+    if (sliding := _sliding_rope(config)) is not None:
         writer.add_rope_dimension_count_swa(int(config["head_dim"] * sliding["partial_rotary_factor"]))
 
 

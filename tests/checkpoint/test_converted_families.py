@@ -1,4 +1,4 @@
-"""Every family from a GGUF file gives the logits of the safetensors it was converted from."""
+"""Every family from a GGUF file gives the logits of the safetensors it was converted from, and is exported alike."""
 
 import copy
 from dataclasses import replace
@@ -10,7 +10,9 @@ import torch
 from converted import convert
 from infer import ops
 from infer.checkpoint import open_checkpoint
-from infer.checkpoint.lazy_weights import LazyWeights
+from infer.checkpoint.gguf import GGUFFile, TypedValue, read_gguf
+from infer.checkpoint.lazy_weights import LazyWeights, read_weight
+from infer.gguf_export.plan import network_plan
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.operands.step import Step
@@ -47,6 +49,19 @@ def logits(path: Path) -> torch.Tensor:
         return model.forward(Step.of(token_ids, logit_indices=range(100)), cache)
 
 
+def assert_exported_alike(folder: Path, file: GGUFFile) -> None:
+    """The export has the keys and the tensors of the file, in its types and shapes."""
+    plan = network_plan(open_checkpoint(folder))
+    keys = {key: TypedValue(file.value_types[key], value) for key, value in file.metadata.items()}
+    assert {key: value for key, value in keys.items() if plan.values.get(key) != value} == {}
+    assert {tensor.name: tensor.shape for tensor in plan.tensors} == {
+        name: info.shape for name, info in file.tensors.items()
+    }
+    for tensor in plan.tensors:
+        stored = read_weight(file.tensors[tensor.name]).data.reshape(tensor.num_rows, -1)
+        torch.testing.assert_close(tensor.read(0, tensor.num_rows), stored, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("tiny", CONVERTED, ids=lambda tiny: tiny.name)
 def test_a_converted_file_gives_the_logits_of_the_folder(tiny: Tiny, tmp_path: Path) -> None:
     config = copy.deepcopy(tiny.config)
@@ -56,5 +71,6 @@ def test_a_converted_file_gives_the_logits_of_the_folder(tiny: Tiny, tmp_path: P
         config.post_norm_eps = 1e-8  # a constant of llama.cpp
     make_tiny(replace(tiny, config=config), tmp_path)
     path = convert(tmp_path, tmp_path / "model.gguf")
+    assert_exported_alike(tmp_path, read_gguf(path))
     # The value heads of a delta net have another order in a file, and so have the sums over them.
     assert (logits(path) - logits(tmp_path)).abs().max() <= (2e-4 if tiny in DELTA_NETS else 2e-5)

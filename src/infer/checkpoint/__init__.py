@@ -47,9 +47,9 @@ from infer.system.open_file import OpenFile
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
-_ROWS_IN_PAIRS = frozenset(
+ROWS_IN_PAIRS = frozenset(
     {"llama", "granite", "granitemoe", "smollm3", "mistral3", "llama4", "muse-glimmer", "llama-embed"}
-)  # GGUF's in which elements of q and k that rotate together are neighbours
+)  # GGUF's architectures in which elements of q and k that rotate together are neighbours
 _WITH_EXPERT_SCALES = frozenset({"gemma4"})  # GGUF's whose routers have a scale of each expert
 _MOST_DRAFTING_LAYERS = 64
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
@@ -152,7 +152,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     names = encoder_names_from_gguf(architecture, stored) if is_encoder else names_from_gguf(stored)
     for name, info in _renamed(path, stored, names).items():
         projection = name.rpartition(".")[0].rpartition(".")[2]
-        if projection in heads and architecture in _ROWS_IN_PAIRS:
+        if projection in heads and architecture in ROWS_IN_PAIRS:
             _check_heads(file, info.name, heads[projection])
             info = replace(info, num_paired_heads=heads[projection])
         tensors[name] = info

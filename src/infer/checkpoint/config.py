@@ -36,6 +36,14 @@ _MODEL_TYPES = {
     "qwen35moe": "qwen3_5_moe_text",
 }  # others have the same name in both worlds
 _WITH_WINDOWS = {"llama": "mistral", "olmo2": "olmo3"}  # an architecture whose layers have windows is another family
+_SAME_NAMES = frozenset(
+    {"llama", "qwen2", "qwen3", "gemma2", "phi3", "smollm3", "olmo2", "exaone4", "seed_oss", "granite", "granitemoe"}
+    | {"olmoe", "lfm2", "mellum", "laguna"}
+)
+_ARCHITECTURES = {ours: theirs for theirs, ours in {**_WITH_WINDOWS, **_MODEL_TYPES}.items()}
+_ARCHITECTURES |= {"mixtral": "llama", "gemma3_text": "gemma3", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe"}
+_ARCHITECTURES |= dict.fromkeys(("gemma4", "gemma4_unified", "gemma4_unified_text"), "gemma4")
+_ARCHITECTURES |= {"gemma3": "gemma3", "llama4": "llama4", "muse_glimmer": "muse-glimmer"}
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
 # whose attention is scaled by hidden_size / heads instead of head_dim.
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "mellum": 4, "muse-glimmer": 4, "gemma-embedding": 6}
@@ -104,6 +112,13 @@ def _check_kinds(path: Path, config: Mapping[str, Any]) -> None:
 
 def generation_config_from_folder(folder: Path) -> dict[str, Any]:
     return read_json_file(inside(folder, name)) if (folder / (name := "generation_config.json")).exists() else {}
+
+
+def architecture_in_gguf(config: Mapping[str, Any]) -> str | None:
+    """Return the architecture that a GGUF file names for the family of a decoder's config; None if GGUF has none."""
+    name = str(config.get("model_type"))
+    found = _ARCHITECTURES.get(name, name if name in _SAME_NAMES else None)
+    return "gemma-embedding" if found == "gemma3" and config.get("use_bidirectional_attention") is True else found
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:

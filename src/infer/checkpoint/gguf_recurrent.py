@@ -5,7 +5,7 @@ from typing import Any
 from infer.checkpoint.gguf_values import GGUFValues
 
 WITH_SHORT_CONVS = frozenset({"lfm2", "lfm2moe"})
-_WITH_DELTA_NETS = frozenset({"qwen3next", "qwen35", "qwen35moe"})
+WITH_DELTA_NETS = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 _IN_FILE_ORDER = "qwen3next"  # whose converter leaves the value heads of a key head side by side
 
 
@@ -13,7 +13,7 @@ def recurrent_settings(values: GGUFValues, num_layers: int) -> dict[str, Any]:
     """Return the settings of recurrent layers; {} if the architecture has none."""
     if values.architecture in WITH_SHORT_CONVS:
         return _short_convs(values, num_layers)
-    return _delta_nets(values, num_layers) if values.architecture in _WITH_DELTA_NETS else {}
+    return _delta_nets(values, num_layers) if values.architecture in WITH_DELTA_NETS else {}
 
 
 def _short_convs(values: GGUFValues, num_layers: int) -> dict[str, Any]:

@@ -77,6 +77,9 @@ _GGUF_VECTOR = {
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.decay",
 }
+# Architectures whose files call the norm before the MLP by the place after attention.
+_WITH_POST_ATTENTION_NORM = frozenset({"glm4moe", "gpt-oss", "seed_oss", "qwen3next", "qwen35", "qwen35moe"})
+_LAST_NORM_OF_LFM2 = frozenset({"lfm2", "lfm2moe"})
 _TWO_NORMS = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
@@ -140,6 +143,11 @@ _PARTS = (
 _OURS = re.compile(
     r"model\.layers\.[0-9]+\.(self_attn\.[qkvo]_proj|mlp\.(experts\.[0-9]+\.)?(gate|up|down)_proj)\.(weight|bias)"
 )
+_TOP_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_TOP.items()}
+_VECTOR_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_VECTOR.items()}
+_LAYER_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_LAYER.items()}
+_LAYER_IN_GGUF |= {"linear_attn.qkv_proj": "attn_qkv", "linear_attn.z_proj": "attn_gate", "mlp.gate_up_proj": "ffn_up"}
+_OUR_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
 _LAYER_MATRIX = re.compile(r"model\.layers\.([0-9]+)\.((?:mlp\.experts\.([0-9]+)\.)?(.+))\.weight")
 _NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.weight)")
@@ -181,6 +189,25 @@ def gguf_place(name: str) -> tuple[str, int | None]:
         module = f"mlp.experts.{match[4]}"
     own = _GGUF_BY_MODULE.get(module)
     return (name, None) if own is None else (f"blk.{match[1]}.{own}.weight", expert)
+
+
+def name_in_gguf(name: str, architecture: str) -> str | None:
+    """Return the name that a GGUF file of this architecture has for one of our names; None if there is none.
+
+    It is the inverse of `names_from_gguf`. Stacks of experts have the names of `stacked_experts`, without a number.
+    """
+    if name == "model.norm.weight" and architecture in _LAST_NORM_OF_LFM2:
+        return "token_embd_norm.weight"
+    match = _OUR_LAYER.fullmatch(name)
+    if match is None:
+        return _TOP_IN_GGUF.get(name)
+    if (vector := _VECTOR_IN_GGUF.get(match[2])) is not None:
+        return f"blk.{match[1]}.{vector}"
+    module, _, kind = match[2].rpartition(".")
+    if module == "mlp_norm" and architecture in _WITH_POST_ATTENTION_NORM:
+        return f"blk.{match[1]}.post_attention_norm.{kind}"
+    own = _LAYER_IN_GGUF.get(module)
+    return None if own is None or kind not in ("weight", "bias") else f"blk.{match[1]}.{own}.{kind}"
 
 
 def is_skipped(name: str) -> bool:

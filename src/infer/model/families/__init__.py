@@ -22,7 +22,7 @@ from infer.operands.architecture import Architecture, Layer
 from infer.operands.feed_forwards import Activation, Dense, Experts, FeedForward
 from infer.operands.mixers import Attention, Mixer, QKNorm
 
-__all__ = ["ENCODERS", "FAMILIES", "make_architecture"]
+__all__ = ["ENCODERS", "FAMILIES", "as_read", "make_architecture"]
 
 
 def make_architecture(config: Config) -> Architecture:
@@ -41,7 +41,7 @@ def make_architecture(config: Config) -> Architecture:
         problem = f"model_type {name or 'missing'!r:.60} is not supported{code}; supported are: {names}"
         raise UnsupportedModelError(problem)
     family = FAMILIES[name]
-    config = _as_read(config, family)
+    config = as_read(config, family)
     is_whole = sees_whole_texts(config, family)
     # A residual stream divided by m throughout adds m × what a layer gives, and a norm of it is the same with eps / m².
     residual = positive(config, "residual_multiplier", 1.0)
@@ -67,7 +67,7 @@ def make_architecture(config: Config) -> Architecture:
     return without_mask(architecture, config, family) if is_whole else architecture
 
 
-def _as_read(config: Config, family: Family) -> Config:
+def as_read(config: Config, family: Family) -> Config:
     """Return the config with the family's defaults added and without the settings that the family's code ignores."""
     unread = OPTIONAL - family.reads
     by_own_name = {usual: config[own] for own, usual in family.renamed.items() if own in config}

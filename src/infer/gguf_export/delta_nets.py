@@ -1,0 +1,49 @@
+"""Tensors of gated delta nets in the forms of GGUF, as llama.cpp's converter writes them.
+
+Decays are stored themselves, not their logarithms. Files of Qwen3-Next fuse b and a by key heads. In those of
+Qwen3.5, neighbouring value heads belong to different key heads.
+"""
+
+import numpy as np
+
+from infer.gguf_export.rows import Order, Rows, joined, reordered, vector_of, with_columns
+from infer.operands.mixers import GatedDeltaNet
+
+_IN_FILE_ORDER = "qwen3next"
+
+
+def change_delta_net(named: dict[str, Rows], name: str, prefix: str, mixer: GatedDeltaNet) -> None:
+    """Give one layer's tensors the form that files of this architecture have.
+
+    Args:
+        named: The model's tensors by our names. Those of the layer are changed.
+        name: The architecture's name in GGUF.
+        prefix: The beginning of the names of the layer's tensors.
+        mixer: The layer's delta net.
+    """
+    if mixer.is_decay_log:
+        decay = named[f"{prefix}decay"]
+        named[f"{prefix}decay"] = vector_of(-decay.read(0, decay.count).exp())
+    key_heads, value_heads = mixer.num_key_heads, mixer.num_value_heads
+    if name == _IN_FILE_ORDER:
+        b, a = (named.pop(f"{prefix}{part}_proj.weight") for part in "ba")
+        order = np.arange(2 * value_heads).reshape(2, key_heads, -1).swapaxes(0, 1).reshape(-1)
+        named[f"{prefix}ba_proj.weight"] = reordered(joined([b, a]), order)
+        return
+    heads, features = _tiled(mixer, 1), _tiled(mixer, mixer.value_dim)
+    channels = np.arange(mixer.num_channels)
+    first = mixer.num_channels - mixer.value_features
+    channels[first:] = first + features
+    orders = {"b_proj.weight": heads, "a_proj.weight": heads, "decay": heads, "dt_bias": heads}
+    orders |= {"z_proj.weight": features, "qkv_proj.weight": channels, "taps": channels}
+    for part, order in orders.items():
+        named[prefix + part] = reordered(named[prefix + part], order)
+    named[f"{prefix}out_proj.weight"] = with_columns(named[f"{prefix}out_proj.weight"], features)
+
+
+def _tiled(mixer: GatedDeltaNet, size: int) -> Order:
+    """Return the order of the value heads' rows, `size` per head, in which head h belongs to key head h mod the number
+    of key heads.
+    """
+    rows = np.arange(mixer.num_value_heads * size).reshape(mixer.num_key_heads, -1, size)
+    return rows.swapaxes(0, 1).reshape(-1)

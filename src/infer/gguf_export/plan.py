@@ -1,0 +1,56 @@
+"""A folder of safetensors → the metadata and the tensors of a GGUF file of the same model."""
+
+from typing import NamedTuple
+
+from infer.checkpoint import Checkpoint
+from infer.checkpoint.config import architecture_in_gguf
+from infer.checkpoint.gguf import TypedValue
+from infer.checkpoint.lazy_weights import LazyWeights
+from infer.errors import UnsupportedModelError
+from infer.gguf_export.general_values import general_values
+from infer.gguf_export.network_values import network_values
+from infer.gguf_export.rope_values import rope_values
+from infer.gguf_export.round_trip import check_round_trip
+from infer.gguf_export.tensors import ExportTensor, export_tensors
+from infer.gguf_export.tokenizer_values import tokenizer_values
+from infer.gguf_export.values import typed
+from infer.model.families import FAMILIES, as_read, make_architecture
+from infer.model.tensors import check_tensors
+
+
+class ExportPlan(NamedTuple):
+    """The content of a GGUF file: its key-values and its tensors, in their order."""
+
+    values: dict[str, TypedValue]
+    tensors: list[ExportTensor]
+
+
+def export_plan(checkpoint: Checkpoint) -> ExportPlan:
+    """Return the content of a GGUF file of the model in a folder.
+
+    Raises:
+        UnsupportedModelError: GGUF has no form for the network or the tokenizer. The error names what it lacks.
+        ModelError: The config and the tensors disagree, or reading them fails.
+    """
+    network, path = network_plan(checkpoint), checkpoint.path
+    name = str(network.values["general.architecture"].value)
+    tokenizer = tokenizer_values(path, name, int(checkpoint.config["vocab_size"]))
+    values = network.values | {key: typed(value) for key, value in tokenizer.items()}
+    return ExportPlan(values, network.tensors)
+
+
+def network_plan(checkpoint: Checkpoint) -> ExportPlan:
+    """Return the same without a tokenizer."""
+    config, path = checkpoint.config, checkpoint.path
+    architecture, name = make_architecture(config), architecture_in_gguf(config)
+    if name is None:
+        raise UnsupportedModelError(f"{path.name}: GGUF has no architecture for model_type {config['model_type']!r}")
+    check_tensors(architecture, checkpoint.tensors)
+    read = as_read(config, FAMILIES[str(config["model_type"])])
+    ropes = rope_values(name, read, architecture)
+    own = network_values(name, read, architecture) | ropes.values
+    tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), ropes.factors)
+    values = general_values(path, name, tensors, checkpoint.generation_config)
+    values |= {f"{name}.{key}": typed(value) for key, value in own.items()}
+    check_round_trip(path, architecture, values, tensors, ropes.factors, checkpoint.files[0])
+    return ExportPlan(values, tensors)

@@ -24,7 +24,7 @@ _KINDS = (
     ".'!/_-$+^©“，。😀\u200d"
 )  # fmt: skip
 _TEXTS = (
-    "I'm sure they'll say 'tis, SHE'S, we'Ve, it'D, you'RE and don'T; 'llama're",
+    "I'm sure they'll say 'tis, SHE'S, we'Ve, it'D, you'RE and don'T; it'safe a'llama we'redo",
     "camelCase HTMLParser iPhone ABCdef XMLHttpRequest2 snake_case __init__ a.b.c x/y/z //a\n\n/b",
     "Straße, naïve café; Ελληνικά, русский текст, עברית, العربية, हिन्दी, ไทย, 日本語テキスト",
     "中文分词，测试。한국어 문장",
@@ -49,7 +49,7 @@ def pre_tokenizer_name(path: Path, architecture: str, backend: Tokenizer) -> str
     ignores_merges = bool(model.ignore_merges)
     fitting = _names_that_cut_alike(backend, composes=composes)
     exact = [name for name in fitting if PRE_TOKENIZERS[name].ignore_merges == ignores_merges]
-    if not exact and fitting and _reaches_all_tokens(model):  # then the flag makes no difference
+    if not exact and fitting and _reaches_all_tokens(backend, model):  # then the flag makes no difference
         exact = fitting
     if not exact:
         state = "null" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__().decode()
@@ -115,8 +115,9 @@ def _de_bruijn(kinds: int, length: int) -> Iterator[int]:
             word.pop()
 
 
-def _reaches_all_tokens(model: BPE) -> bool:
-    """Return True if the merges make each token of the vocabulary from its characters."""
-    state = json.loads(model.__getstate__())
-    plain = BPE(state["vocab"], merges_of(model))
-    return all(len(plain.tokenize(token)) == 1 for token in state["vocab"])
+def _reaches_all_tokens(backend: Tokenizer, model: BPE) -> bool:
+    """Return True if the merges make each token that is no added one from its characters."""
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    plain = BPE(vocabulary, merges_of(model))
+    return all(len(plain.tokenize(token)) == 1 for token in vocabulary if token not in added)

@@ -137,6 +137,10 @@ def test_pieces_have_the_rows_and_the_importance_of_their_expert(
     write_quantised(tmp_path / "q.gguf", model, request, types, 2, lambda done, total: seen.append((done, total)))
     written = read_gguf(tmp_path / "q.gguf")
     info = written.tensors[name]
+    again = QuantisationRequest("Q4_0", importance={name: importance.reshape(-1)}, is_pure=True)  # as in .dat files
+    write_quantised(tmp_path / "again.gguf", model, again, types, 2)
+    other = read_gguf(tmp_path / "again.gguf").tensors[name]
+    assert other.file.read(other.offset, other.num_bytes) == info.file.read(info.offset, info.num_bytes)
     expected = [quantise(torch.from_numpy(experts[i]), "Q4_0", torch.from_numpy(importance[i])) for i in range(3)]
     assert info.file.read(info.offset, info.num_bytes) == torch.cat(expected).numpy().tobytes()
     assert seen[-1] == (seen[-1][1], sum(values.size for values in tensors.values()))

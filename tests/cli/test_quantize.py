@@ -6,10 +6,15 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import torch
 
 from gguf_files import random_tensors, write_model
+from infer.checkpoint import open_checkpoint
 from infer.checkpoint.gguf import read_gguf
+from infer.checkpoint.importance_matrix import ImportanceMatrix, InputSquares
+from infer.checkpoint.lazy_weights import LazyWeights, as_float32
 from infer.cli import main
+from test_session import make_model
 
 Capture = pytest.CaptureFixture[str]
 
@@ -42,6 +47,36 @@ def test_a_written_file_has_the_metadata_and_nearly_the_values(model: Path, tmp_
         error = np.square(values[name] - own).mean()
         assert error <= (0 if own.ndim == 1 else 1e-6 if name.endswith("attn_k.weight") else 0.003)
         assert own.ndim == 1 or error > 0
+
+
+def test_a_folder_becomes_a_file_with_the_same_weights_and_chat_template(tmp_path: Path) -> None:
+    folder, output = make_model(tmp_path / "folder"), tmp_path / "q.gguf"
+    tokenizer = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(tokenizer.replace('"use_regex": false', '"use_regex": true'))
+    assert main(["quantize", str(folder), str(output), "-t", "F32", "-q"]) == 0
+    source, written = (open_checkpoint(path) for path in (folder, output))
+    assert written.metadata["tokenizer.chat_template"]
+    before, after = LazyWeights(source.tensors), LazyWeights(written.tensors)
+    assert sorted(before) == sorted(after)
+    for name in before:
+        first, second = (as_float32(each.rows(0, each.shape[0]) if len(each.shape) == 2 else each)
+                         for each in (before[name], after[name]))  # fmt: skip
+        assert torch.equal(first.data, second.data), name
+
+
+def test_a_matrix_is_read_and_one_of_another_model_refused(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    matrix = ImportanceMatrix({"blk.0.ffn_up.weight": InputSquares(np.arange(64.0)[None] + 1, np.ones(1))})
+    with_it, plain = tmp_path / "with.gguf", tmp_path / "plain.gguf"
+    matrix.write(tmp_path / "i.gguf")
+    for output, options in ((with_it, ["--imatrix", str(tmp_path / "i.gguf")]), (plain, [])):
+        assert main(["quantize", str(model), str(output), "-t", "Q4_0", "-q", *options]) == 0
+    first, second = ({tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(path).tensors}
+                     for path in (with_it, plain))  # fmt: skip
+    assert [name for name in first if first[name] != second[name]] == ["blk.0.ffn_up.weight"]
+    assert read_gguf(with_it).metadata["quantize.imatrix.file"] == "i.gguf"
+    ImportanceMatrix({"blk.9.ffn_up.weight": InputSquares(np.ones((1, 64)), np.ones(1))}).write(tmp_path / "i.gguf")
+    assert main(["quantize", str(model), str(plain), "-f", "--imatrix", str(tmp_path / "i.gguf")]) == 2
+    assert "i.gguf has no tensor of m.gguf: make it with this model" in capsys.readouterr().err
 
 
 def test_outputs_are_only_replaced_on_demand_and_never_the_model(model: Path, tmp_path: Path, capsys: Capture) -> None:

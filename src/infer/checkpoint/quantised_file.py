@@ -42,7 +42,7 @@ from infer.quantization.quantisers import quantise
 QUANTISATION_VERSION = 2  # of ggml's block types
 _PIECE_VALUES = 1 << 20
 
-Importance = Mapping[str, NDArray[np.float32]]  # [columns], or [experts, columns], by the tensor's name
+Importance = Mapping[str, NDArray[np.float32]]  # [columns], or those of all experts, by the tensor's name
 
 
 @runtime_checkable
@@ -306,13 +306,11 @@ def _weights(tensor: SourceTensor, importance: Any) -> list[Tensor | None]:
     """Return the importance of each expert's columns, or one None or importance for all rows."""
     if importance is None:
         return [None]
-    weights = torch.from_numpy(np.ascontiguousarray(importance, np.float32))
-    weights = weights[None] if weights.ndim == 1 else weights
-    fits = weights.shape[-1] == tensor.shape[-1] and len(weights) in (1, prod(tensor.shape[:-2]))
+    weights, columns = torch.from_numpy(np.array(importance, np.float32)).reshape(-1), tensor.shape[-1]
+    fits = len(weights) in (columns, columns * prod(tensor.shape[:-2]))
     if not fits or not weights.isfinite().all() or weights.min() < 0:
-        shape = " × ".join(map(str, importance.shape))
         raise InvalidRequestError(
-            f"the importance matrix has {shape} numbers for tensor {tensor.name!r:.80} of {tensor.shape}, expected one "
-            "number of at least 0 per column: make it with this model"
+            f"the importance matrix has {len(weights)} numbers for tensor {tensor.name!r:.80} of {tensor.shape}, "
+            "expected one per column, each at least 0: make it with this model"
         )
-    return list(weights)
+    return list(weights.reshape(-1, columns))

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-from infer.checkpoint.find import resolve
+from infer.checkpoint import open_checkpoint, resolve
 from infer.checkpoint.gguf_split import read_whole_gguf
+from infer.checkpoint.importance_matrix import read_importance_matrix
 from infer.checkpoint.quantised_file import (
     QuantisableModel,
     QuantisationRequest,
@@ -19,6 +20,7 @@ from infer.checkpoint.quantised_file import (
 from infer.cli.command_options import QuantizeOptions
 from infer.cli.terminal import Spinner, TextWriter, columns_of_rows
 from infer.errors import InvalidRequestError, UnsupportedModelError
+from infer.gguf_export.plan import export_plan
 from infer.quantization.file_types import FILE_TYPES
 from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.quantisers import QUANTISED_TYPES
@@ -34,6 +36,8 @@ def run_quantize(options: QuantizeOptions) -> None:
     path = resolve(options.source)
     _check_output(options.output, path, force=options.force or options.dry_run)
     model = open_quantisable(path)
+    if request.importance and not any(tensor.name in request.importance for tensor in model.tensors):
+        raise InvalidRequestError(f"{options.imatrix} has no tensor of {path.name}: make it with this model")
     types = choose_types(model, request)
     if missing := sorted(set(types.values()) - set(QUANTISED_TYPES) - {tensor.type for tensor in model.tensors}):
         raise UnsupportedModelError(f"{options.type} needs tensors of {', '.join(missing)}, which are not written yet")
@@ -46,18 +50,20 @@ def run_quantize(options: QuantizeOptions) -> None:
 
 
 def open_quantisable(path: Path) -> QuantisableModel:
-    """Return the metadata and the tensors of a model's files. Raises ModelError if they are no GGUF file."""
-    if path.is_dir():
-        raise UnsupportedModelError(f"{path} is a folder, which is not converted yet: give a .gguf file of the model")
-    return model_of_gguf(read_whole_gguf(path))
+    """Return the metadata and the tensors of a GGUF file, or of a folder as a GGUF file has them.
+
+    Raises ModelError if the files cannot be read, or GGUF has no form for the model.
+    """
+    if not path.is_dir():
+        return model_of_gguf(read_whole_gguf(path))
+    plan = export_plan(open_checkpoint(path))
+    return QuantisableModel(plan.values, plan.tensors)
 
 
 def _request(options: QuantizeOptions) -> QuantisationRequest:
     name = _MIXTURES.get(options.type.upper(), options.type.upper())
     if name not in FILE_TYPES:
         raise InvalidRequestError(f"--type must be one of {', '.join(FILE_TYPES)}, got {options.type!r}")
-    if options.imatrix is not None:
-        raise UnsupportedModelError("--imatrix is not read yet")
     return QuantisationRequest(
         name,
         [_pattern(text) for text in options.tensor_type],
@@ -65,6 +71,8 @@ def _request(options: QuantizeOptions) -> QuantisationRequest:
         _type("--token-embedding-type", options.token_embedding_type),
         options.pure,
         options.requantize,
+        {} if options.imatrix is None else read_importance_matrix(options.imatrix),
+        None if options.imatrix is None else options.imatrix.name,
     )
 
 

@@ -1,10 +1,11 @@
-"""Weights → blocks of any type that has no grid, with the least squared error that a search finds.
+"""Weights → blocks of any type, with the least squared error that a search finds.
 
 Each type's search has trials that were chosen so that its error is below that of ggml's own quantiser, for values of
 normal and of heavier distributions, with an importance matrix and without one. Q8_0 has ggml's bits instead.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Float, UInt8
@@ -15,6 +16,7 @@ from infer.quantization.block_packing import blocks_of
 from infer.quantization.ggml_blocks import Numbers
 from infer.quantization.ggml_grids import UE4M3_HALVES
 from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.grid_search import GRID_TYPES, search_grid
 from infer.quantization.levels import Levels, consecutive, levels_of
 from infer.quantization.scale_search import best_scales, fit_scales, fit_scales_and_minima, inverse
 from infer.quantization.super_blocks import SuperForm, levels_for, search
@@ -212,6 +214,7 @@ _PACK: dict[str, Pack] = {
         size=16,
         rounds=1,
     ),
+    **{name: partial(search_grid, type=name) for name in GRID_TYPES},
     "IQ4_XS": _with_small_scales(SuperForm(levels_of("IQ4_XS"), _IQ4, _SIGNED_SIX_BITS, (-32.0,)), size=32, rounds=1),
 }
 QUANTISED_TYPES = (*_DTYPES, *_PACK)

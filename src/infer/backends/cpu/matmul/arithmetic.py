@@ -297,7 +297,8 @@ class Words(Arithmetic):
 
     def _of_bytes(self, activations: ActivationRecord, quads: list[Quads], part: range) -> _Sums:
         b, totals, sums = activations.b, _Sums(), _Sums()
-        num_added = min(len(part), 32767 // (256 * activations.layout.largest))  # quads
+        most = min(len(part), 32767 // (256 * activations.layout.largest))
+        num_added = 1 << most.bit_length() - 1  # quads: a power of two divides their number
         at_once = 2 if num_added == 2 else 1  # so that a column's words need not wait for the other columns'
         order = sorted(part, key=lambda quad: quad % 4)  # a vector that is two quads is used at once
         for first in range(0, len(order), at_once):

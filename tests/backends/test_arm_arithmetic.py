@@ -1,4 +1,4 @@
-"""Run the tiles of ARM's instruction sets on any CPU, with functions in the place of their instructions."""
+"""Run tiles of other instruction sets: ARM's on any CPU, with functions in the place of their instructions."""
 
 import ctypes
 import re
@@ -13,10 +13,10 @@ import torch
 from llvmlite import ir
 
 from infer import ops
-from infer.backends.cpu import operations
+from infer.backends.cpu import operations, simd
 from infer.backends.cpu.compile import host_features
-from infer.backends.cpu.isa import BY_NAME, Shape, instruction_set, target_features
-from infer.backends.cpu.layouts import LANES, LAYOUTS, PLANE_BYTES, SCALE_AT, Layout
+from infer.backends.cpu.isa import BY_NAME, Shape, instruction_set, target_features, usable_instruction_sets
+from infer.backends.cpu.layouts import LANES, LAYOUTS, PLANE_BYTES, SCALE_AT, WORDS, Layout
 from infer.backends.cpu.matmul import panels
 from infer.backends.cpu.matmul.vector_tiles import Operands
 from infer.backends.cpu.simd import I64
@@ -69,13 +69,13 @@ def spelled_out(name: str) -> str:
     return f"define {result} @{name}({parameters}) {{\n" + "\n".join([*lines, f"ret {result} {last}"]) + "\n}"
 
 
-def tile_module(set_name: str, type_: str, planes: int) -> str:
+def tile_module(set_name: str, type_: str, form: int) -> str:
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 5), "tile")
     b = ir.IRBuilder(function.append_basic_block())
     weights, activations, stride, num_records, out = function.args
     operands, shape = Operands([weights], activations, stride, num_records), Shape(1, COLUMNS, COLUMNS)
-    panels.emit_tile(b, LAYOUTS[type_], planes, BY_NAME[set_name], shape, operands, out, None)
+    panels.emit_tile(b, LAYOUTS[type_], form, BY_NAME[set_name], shape, operands, out, None)
     b.ret_void()
     text = f"{module}\ndeclare i32 @llvm.vector.reduce.add.v8i32(<8 x i32>)"
     for name in set(re.findall(r"llvm\.aarch64\.neon\.\w+\.[\w.]+", text)):
@@ -103,11 +103,14 @@ def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def by_eight(record: npt.NDArray[np.uint8], layout: Layout) -> npt.NDArray[np.uint8]:
-    """A record whose pairs of quads lie as 8 inputs × 8 rows: what is `isa.inputs` of."""
+    """A record whose pairs of quads lie as 8 inputs × 8 rows: what is `isa.inputs` of. Trits and patterns stay."""
     starts = [(0, layout.low_bits), (layout.high_at, layout.high_bits), (layout.scale_at, 0)]
     parts = [record[layout.scale_at :]]
     for (start, width), (end, _) in reversed(list(pairwise(starts))):
         if not width:
+            continue
+        if start == 0 and (layout.has_trits or layout.grid):
+            parts.insert(0, record[:end])
             continue
         shifts = np.arange(0, 4 if width == 4 else 8, width if width < 4 else 8, dtype=np.uint8)
         mask = np.uint8(((1 << width) - 1) if width < 4 else 255)
@@ -126,40 +129,62 @@ def paired(memory: npt.NDArray[np.uint8], layout: Layout) -> npt.NDArray[np.uint
     return result
 
 
-def make_activations(planes: int, random: np.random.Generator) -> npt.NDArray[np.uint8]:
-    size = 32 * planes + 16
+def make_activations(form: int, random: np.random.Generator) -> npt.NDArray[np.uint8]:
+    planes, has_words = form % WORDS, form > WORDS
+    size = 32 * planes + 16 if not has_words else 80
     records = aligned(RECORDS * COLUMNS * size).reshape(-1, size)
     for record in records:
         whole = random.integers(-32512, 32513, 32) if planes == 2 else random.integers(-127, 128, 32)
         high = (whole + 128) // 256 if planes == 2 else whole
-        record[:32] = high.astype(np.int8).view(np.uint8)
-        if planes == 2:
-            record[PLANE_BYTES : PLANE_BYTES + 32] = (whole - 256 * high).astype(np.int8).view(np.uint8)
+        bytes_of = [high.astype(np.int8), (whole - 256 * high).astype(np.int8)][:planes]
+        if has_words:  # of each quad the even inputs, then the odd ones
+            bytes_of = np.split(whole.astype(np.int16).reshape(8, 2, 2).transpose(0, 2, 1).ravel().view(np.int8), 2)
+        for plane, some in enumerate(bytes_of):
+            record[PLANE_BYTES * plane : PLANE_BYTES * plane + 32] = some.view(np.uint8)
         record[SCALE_AT : SCALE_AT + 8] = np.array([0.01, 0.01 * whole.sum()], np.float32).view(np.uint8)
         record[-8:] = (-whole.reshape(2, 16).sum(1)).astype(np.int32).view(np.uint8)
     return records
 
 
-@pytest.mark.parametrize("set_name", ["neon", "i8mm"])
-@pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize("type_", ["Q4_0", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q5_1", "Q6_K", "Q1_0", "IQ1_M", "IQ2_XS"])
-def test_a_tile_for_arm_gives_the_bits_of_the_portable_one(type_: str, planes: int, set_name: str) -> None:
-    layout, random = LAYOUTS[type_], np.random.default_rng(0)
+def assert_a_tile_has_the_bits_of_the_portable_one(type_: str, planes: int, set_name: str) -> None:
+    layout, isa = LAYOUTS[type_], BY_NAME[set_name]
+    random = np.random.default_rng(0)
     weights = aligned(RECORDS // layout.records_per_super * layout.super_bytes)
     weights[:] = random.integers(0, 256, len(weights))
     supers = weights.reshape(-1, layout.super_bytes)
     scale_at = 0 if layout.super_header else layout.scale_at
     scales = np.full(LANES * (1 + layout.has_minimum), 0.01, np.float16).view(np.uint8)
     supers[:, scale_at : scale_at + len(scales)] = scales
-    activations = make_activations(planes, random)
-    expected = run(tile_module("portable", type_, planes), weights, activations)
-    own = paired(weights, layout) if BY_NAME[set_name].inputs == 8 else weights
-    found = run(tile_module(set_name, type_, planes), own, activations)
+    form = isa.form(layout, planes)
+    own = paired(weights, layout) if isa.inputs == 8 else weights
+    found = run(tile_module(set_name, type_, form), own, make_activations(form, np.random.default_rng(1)))
+    expected = run(tile_module("portable", type_, planes), weights, make_activations(planes, np.random.default_rng(1)))
     assert np.isfinite(expected.view(np.float32)).all()
     assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("type_", ["Q8_0", "Q3_K", "Q6_K", "Q1_0", "IQ1_M", "IQ2_XS"])
+@pytest.mark.parametrize("set_name", ["neon", "i8mm"])
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize(
+    "type_", ["Q4_0", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q5_1", "Q6_K", "Q1_0", "IQ1_S", "IQ1_M", "IQ2_XS", "IQ3_XXS"]
+)
+def test_a_tile_for_arm_gives_the_bits_of_the_portable_one(type_: str, planes: int, set_name: str) -> None:
+    assert_a_tile_has_the_bits_of_the_portable_one(type_, planes, set_name)
+
+
+@pytest.mark.parametrize(("set_name", "permutes"), [("avx512vnni", True), ("avx512vnni", False), ("avx2", False)])
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("type_", ["IQ1_S", "IQ1_M", "IQ2_XS", "IQ3_XXS"])
+def test_a_tile_for_x86_gives_the_bits_of_the_portable_one(
+    type_: str, planes: int, set_name: str, permutes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if BY_NAME[set_name] not in usable_instruction_sets() or (permutes and not simd.has_byte_permutation()):
+        pytest.skip(f"hardware: a CPU with {set_name}" + " and AVX-512 VBMI" * permutes)
+    monkeypatch.setattr(simd, "has_byte_permutation", lambda: permutes)
+    assert_a_tile_has_the_bits_of_the_portable_one(type_, planes, set_name)
+
+
+@pytest.mark.parametrize("type_", ["Q8_0", "Q3_K", "Q6_K", "Q1_0", "IQ1_M", "IQ3_XXS"])
 def test_weights_lie_as_an_instruction_for_eight_inputs_takes_them(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = make_weight(type_, 37, 512, 0, (0.5, 1.0))
     memories, rows = [], []

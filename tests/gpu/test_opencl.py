@@ -99,7 +99,7 @@ def test_a_projection_has_the_bits_of_the_cpu(type_: str, precision: str) -> Non
         assert same(call)
 
 
-@pytest.mark.parametrize("type_", ["Q3_K", "BF16"])
+@pytest.mark.parametrize("type_", ["Q3_K", "IQ1_M", "IQ2_XS", "BF16"])
 @pytest.mark.usefixtures("lanes")
 def test_rows_of_a_group_may_be_work_items(type_: str) -> None:
     """More rows than whole groups have, and a bias."""

@@ -77,6 +77,15 @@ def grid(name: str) -> NDArray[np.uint16]:
     return np.cumsum(np.frombuffer(differences, "<u2"), dtype=np.uint16)
 
 
+def pattern_words(name: str, width: int) -> NDArray[np.uint32]:
+    """Return the patterns of a grid as words: a byte per code, codes 4 to 7 in the high nibbles."""
+    patterns, bits = grid(name).astype(np.uint32), 16 // width
+    words = np.zeros_like(patterns)
+    for code in range(width):
+        words |= (patterns >> bits * code & (1 << bits) - 1) << 8 * (code % 4) + 4 * (code // 4)
+    return words
+
+
 def _half_of_ue4m3(code: int) -> float:
     exponent, mantissa = code >> 3 & 15, code & 7
     if code == 0x7F:

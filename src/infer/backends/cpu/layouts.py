@@ -5,6 +5,8 @@ A group of a block type is a run of records of 32 inputs; a quad is 4 inputs × 
     low    4 bits: 4 × 64 bytes, quad j in the low nibbles and j + 4 in the high ones     8 bits: 8 × 64 bytes
            2 bits: 2 × 64 bytes, for quads 0–3 and 4–7, quad j in the bits from 2 (j mod 4) on
            1 bit: 64 bytes, bit j of a byte belongs to quad j
+           patterns: 64 or 128 bytes, a byte for each number of a grid's pattern (`low_codes`)
+           trits: 64 + 48 bytes for the 8 trits of quads 0–7, in 14 bits (`low_codes`)
     high   the bits above: 64 bytes, bit j of a byte belongs to quad j      2 bits: as the low 2 bits
     scale  f16 × 16 rows, twice in NVFP4, or an exponent u8 × 16; minimum f16 × 16 rows, if the type has one
 
@@ -15,17 +17,19 @@ K and IQ types have 8 records after the super-block's f16 scale (and minimum), a
 
     [d × 16][dmin × 16] 8 × { low, high, scale u8 or i8 × 16, minimum u8 × 16 }      both twice in Q2_K, Q3_K, Q6_K
 
-Q1_0, Q2_0 and ternary types have 4, 2 or 8 records after a scale, and none in the records. A scale of IQ1_M has 4 bits,
-and the signs of its two eights of codes above them. The two scales of a record of IQ2_XS and IQ2_S share a byte.
+Q1_0, Q2_0 and ternary types have 4, 2 or 8 records after a scale, and none in the records. The two scales of a record
+of IQ1_M, IQ2_XS and IQ2_S share a byte. After d some IQ types have 32 bits for each row, of which record i has the
+four from 4 i on: its scale and sign (IQ1_S), or a bit for each 8 inputs, the sign of their delta (IQ1_M) or the ninth
+of their pattern's number (IQ2_XS).
 
 Every number keeps the value that the file gives it. An integer q is stored as q + offset ≥ 0, or as its code in the
-type's table. Patterns of a grid are stored code by code. If rows have a scale, the group ends with f32 × 16 rows, and a
-row's sum is multiplied by it. A group of a float type is `[in_features, 16 rows]`, inputs padded by zeros to a multiple
+type's table. Patterns of IQ2_S and IQ3_S are stored code by code. If rows have a scale, the group ends with f32 × 16
+rows, and a row's sum is multiplied by it. A group of a float type is `[in_features, 16 rows]`, inputs padded by zeros to a multiple
 of 8.
 """
 
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Literal, final
 
 from infer.quantization.ggml_types import (
     BLOCK_FIELDS,
@@ -36,6 +40,7 @@ from infer.quantization.ggml_types import (
     IQ3_S_VALUES,
     IQ3_XXS_VALUES,
     IQ4_VALUES,
+    Grid,
 )
 
 LANES = 16  # rows of a group, and 32-bit elements of a vector
@@ -48,6 +53,7 @@ PLANES = {"exact": 2, "fast": 1}  # int8 planes of quantised activations, by the
 WORDS = 4  # the form of activations is this + the planes where they lie as 16-bit words, else planes; of floats 0
 UNIT = 8  # inputs of a record of a float type
 QUADS_BYTES = 8 * 64  # of a record of a block type, once each value is a byte
+TRITS_BYTES = 64 + 48  # of a record's trits
 
 
 def quantized_bytes(form: int) -> int:
@@ -69,7 +75,9 @@ class Layout:
     has_exponent: bool = False  # the record's own scale is a power of two
     factor: float = 1.0  # of the super-block's scale
     has_nibbles: bool = False  # two scales of a record are 4 bits each of a byte: s means 2 s + 1
-    has_deltas: bool = False  # bits 4 and 5 of a scale of 4 bits are the sign bits of its first and last 8 codes
+    grid: str = ""  # whose patterns' numbers are stored in place of the codes' low bits
+    has_trits: bool = False  # codes are 0, 1 or 2
+    nibbles: Literal["", "scales", "deltas", "numbers"] = ""  # contents of a super-block's 4 bits per record and row
     is_float: bool = False
 
     @property
@@ -93,7 +101,21 @@ class Layout:
     @property
     def high_at(self) -> int:
         """Offset of the high bits in a record."""
-        return self.inputs * LANES * self.low_bits // 8
+        if self.has_trits:
+            return TRITS_BYTES
+        return LANES * BLOCK // self.pattern_width if self.grid else self.inputs * LANES * self.low_bits // 8
+
+    @property
+    def pattern_width(self) -> int:
+        """Number of codes in a pattern of the grid."""
+        codes = BLOCK_FIELDS[self.type].codes
+        assert isinstance(codes, Grid)
+        return codes.width
+
+    @property
+    def nibbles_at(self) -> int:
+        """Offset of the bits for the records of a super-block."""
+        return 2 * LANES * (1 + self.has_minimum)
 
     @property
     def scale_at(self) -> int:
@@ -106,6 +128,8 @@ class Layout:
 
     @property
     def minimum_at(self) -> int:
+        if self.nibbles == "scales":
+            return self.scale_at
         return self.scale_at + LANES * self.scale_bytes * (1 if self.has_nibbles else self.scales_per_record)
 
     @property
@@ -114,7 +138,7 @@ class Layout:
 
     @property
     def super_header(self) -> int:
-        return 2 * LANES * (1 + self.has_minimum) if self.records_per_super > 1 else 0
+        return self.nibbles_at + 4 * LANES * (self.nibbles != "") if self.records_per_super > 1 else 0
 
     @property
     def super_bytes(self) -> int:
@@ -167,10 +191,17 @@ class Layout:
 def _grid_layout(
     type_: str, bits: int, offset: int, codes: tuple[int, ...], scales_per_record: int = 1, factor: float = 1.0
 ) -> Layout:
-    """Return the layout of a type whose codes come from a grid."""
-    high_bits = 1 if bits == 3 else 0
-    return Layout(type_, bits - high_bits, high_bits, offset, False, scales_per_record, 8, codes, factor=factor)
+    """Return the layout of a type whose codes come from a grid, with a sign above `bits` each."""
+    return Layout(type_, bits, 1, offset, False, scales_per_record, 8, codes, factor=factor)
 
+
+def _ternary_layout(type_: str, nibbles: Literal["scales", "deltas"]) -> Layout:
+    return Layout(
+        type_, 2, offset=16, codes=IQ1_VALUES, records_per_super=8, factor=1 / 8, has_trits=True, nibbles=nibbles
+    )
+
+
+_IQ2_S = replace(_grid_layout("IQ2_S", 2, 64, IQ2_VALUES, scales_per_record=2, factor=1 / 8), has_nibbles=True)
 
 LAYOUTS = {
     layout.type: layout
@@ -194,13 +225,13 @@ LAYOUTS = {
         Layout("Q2_0", low_bits=2, offset=1, scales_per_record=0, records_per_super=2),
         Layout("TQ1_0", low_bits=2, offset=1, scales_per_record=0, records_per_super=8),
         Layout("TQ2_0", low_bits=2, offset=1, scales_per_record=0, records_per_super=8),
-        Layout("IQ1_S", low_bits=2, offset=16, codes=IQ1_VALUES[:4], records_per_super=8, factor=1 / 8),
-        replace(_grid_layout("IQ1_M", 2, 16, IQ1_VALUES, scales_per_record=2, factor=1 / 8), has_deltas=True),
-        _grid_layout("IQ2_XXS", 3, 64, IQ2_VALUES, factor=1 / 8),
-        replace(_grid_layout("IQ2_XS", 3, 64, IQ2_VALUES, scales_per_record=2, factor=1 / 8), has_nibbles=True),
-        replace(_grid_layout("IQ2_S", 3, 64, IQ2_VALUES, scales_per_record=2, factor=1 / 8), has_nibbles=True),
-        _grid_layout("IQ3_XXS", 4, 32, IQ3_XXS_VALUES, factor=1 / 2),
-        _grid_layout("IQ3_S", 4, 16, IQ3_S_VALUES),
+        _ternary_layout("IQ1_S", "scales"),
+        replace(_ternary_layout("IQ1_M", "deltas"), scales_per_record=2, has_nibbles=True),
+        replace(_grid_layout("IQ2_XXS", 2, 64, IQ2_VALUES, factor=1 / 8), grid="IQ2_XXS"),
+        replace(_IQ2_S, type="IQ2_XS", grid="IQ2_XS", nibbles="numbers"),
+        _IQ2_S,
+        replace(_grid_layout("IQ3_XXS", 3, 32, IQ3_XXS_VALUES, factor=1 / 2), grid="IQ3_XXS"),
+        Layout("IQ3_S", low_bits=4, offset=16, codes=IQ3_S_VALUES, records_per_super=8),
         Layout("F32", low_bits=32, is_float=True),
         Layout("F16", low_bits=16, is_float=True),
         Layout("BF16", low_bits=16, is_float=True),

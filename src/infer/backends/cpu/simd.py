@@ -25,6 +25,7 @@ from infer.backends.cpu.layouts import LANES
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 I8X16, I16X16, I32X16, F32X16 = (ir.VectorType(element, LANES) for element in (I8, I16, I32, F32))
+I8X64 = ir.VectorType(I8, 64)
 NUMBERS = ir.Constant(I32X16, list(range(LANES)))  # each lane's own
 
 Value = Any  # an LLVM value; which one is in the name of its type above
@@ -93,6 +94,13 @@ def load(b: Builder, where: Value, type_: ir.Type, align: int = 1) -> Value:
 
 def store(b: Builder, where: Value, value: Value, align: int = 1) -> None:
     b.store(value, pointer(b, where, value.type), align=align)
+
+
+def load_first(b: Builder, where: Value, type_: ir.VectorType, count: int) -> Value:
+    """Load the first elements of a vector. The others are zero, and not read."""
+    mask = ir.Constant(ir.VectorType(ir.IntType(1), type_.count), [index < count for index in range(type_.count)])
+    name = f"masked.load.v{type_.count}{type_.element.intrinsic_name}.p0"
+    return call(b, name, type_, pointer(b, where, type_), constant(I32, 1), mask, constant(type_, 0))
 
 
 def offset(b: Builder, where: Value, num_bytes: int) -> Value:
@@ -259,6 +267,16 @@ def splat(b: Builder, x: Value) -> Value:
 
 splat_f32 = operation(f32x16, types.float32)(lambda b, x: splat(b, x))
 splat_i32 = operation(i32x16, types.int32)(lambda b, x: splat(b, x))
+
+
+def choose_bits(b: Builder, mask: Value, x: Value, y: Value) -> Value:
+    """Return the bits of x where the mask is set, and those of y elsewhere."""
+    return b.xor(y, b.and_(b.xor(x, y), mask))
+
+
+def has_byte_permutation() -> bool:
+    """Return True if one instruction looks 64 bytes up in 64 or 128 others."""
+    return "avx512vbmi" in target_features()
 
 
 def has_fma() -> bool:

@@ -11,11 +11,12 @@ from infer.backends.opencl.launches import Axis, Offer, Run
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations
 from infer.operands.weights import Norm, Projection, Weight
+from infer.quantization.ggml_grids import pattern_words
 
 STORE, ADD, CAP = range(3)
 _TOKENS = (1, 8)  # that a work item takes: few for decoding, many for a prompt
 _SIZES = ("low_bits", "high_bits", "offset", "has_minimum", "parts", "scales_per_record", "records_per_super")
-_PLACES = ("super_header", "high_at", "scale_at", "minimum_at", "record_bytes", "super_bytes")
+_PLACES = ("super_header", "nibbles_at", "high_at", "scale_at", "minimum_at", "record_bytes", "super_bytes")
 
 
 def project(
@@ -77,8 +78,12 @@ def macros_of(weight: PackedWeight, lanes: int) -> dict[str, Any]:
     if layout.codes:
         codes = [(code + layout.offset) % 256 for code in layout.codes]
         macros["CODES"] = "{" + ",".join(map(str, codes)) + "}"
+    if layout.grid:
+        words = pattern_words(layout.grid, layout.pattern_width)
+        macros |= {"PATTERN_WIDTH": layout.pattern_width, "PATTERNS": "{" + ",".join(map(str, words)) + "}"}
     flags = {"IS_FLOAT": layout.is_float, "IS_BF16": layout.type == "BF16", "HAS_EXPONENT": layout.has_exponent}
-    flags |= {"HAS_DELTAS": layout.has_deltas, "HAS_NIBBLES": layout.has_nibbles}
+    flags |= {"HAS_TRITS": layout.has_trits, "HAS_NIBBLES": layout.has_nibbles}
+    flags |= {f"HAS_{contents.upper()}": layout.nibbles == contents for contents in ("scales", "deltas", "numbers")}
     return macros | {name: 1 for name, is_set in flags.items() if is_set}
 
 

@@ -37,10 +37,11 @@ class Runtime:
         return cl.Kernel(self._programs[key], name)
 
     def _build(self, source: str, macros: dict[str, Any]) -> cl.Program:
-        options = ["-cl-std=CL1.2", *(f"-D{name}={value}" for name, value in macros.items())]
+        options = ["-cl-std=CL1.2"]
         if self.device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT:
             options.append("-cl-fp32-correctly-rounded-divide-sqrt")
-        program = cl.Program(self.context, "".join(map(_text, [*self._before, source])))
+        values = [f"#define {name} {value}\n" for name, value in macros.items()]  # a grid is too long for an option
+        program = cl.Program(self.context, "".join([*values, *map(_text, [*self._before, source])]))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", cl.CompilerWarning)  # Intel's compiler tells what it vectorised

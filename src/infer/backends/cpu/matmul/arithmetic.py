@@ -6,7 +6,6 @@ bytes, in one plane or two, A = 256 hi + lo. All sums are exact, so every set gi
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import final
 
@@ -15,79 +14,12 @@ from llvmlite.ir import IRBuilder as Builder
 
 from infer.backends.cpu import simd
 from infer.backends.cpu.isa import InstructionSet
-from infer.backends.cpu.layouts import LANES, PLANE_BYTES, WORDS, Layout
-from infer.backends.cpu.simd import I8, I16, I32, I32X16, I64, Value, call, constant, load
+from infer.backends.cpu.layouts import LANES, WORDS, Layout
+from infer.backends.cpu.matmul.activation_record import ActivationRecord, Dots
+from infer.backends.cpu.simd import F32X16, I8, I8X64, I16, I32, I32X16, Value, call, constant
 
-Dots = list[list[list[Value]]]  # i32 × 16 rows, by group, column and part of the record
 Quads = Callable[[int], Value]  # of a group's record, each computed where it is asked for
 _Sums = dict[tuple[int, ...], list[Value]]  # the registers of a sum, by group and column
-
-
-@final
-@dataclass(frozen=True)
-class ActivationRecord:
-    """A record of some columns' activations, as `dots` reads it. `vector_tiles` describes its contents."""
-
-    b: Builder
-    layout: Layout  # of the weights
-    form: int
-    columns: range
-    record: Value  # where the first column's lies; the others' follow
-
-    @property
-    def planes(self) -> int:
-        return self.form % WORDS
-
-    def at(self, column: int, num_bytes: int) -> Value:
-        """Return the address of a byte of a column's record. A negative number counts from its end."""
-        size = self.layout.activation_bytes(self.form)
-        return simd.offset(self.b, self.record, column * size + num_bytes % size)
-
-    def four(self, column: int, plane: int, quad: int) -> Value:
-        """Return 4 bytes of a column, as one i32."""
-        return load(self.b, self.at(column, PLANE_BYTES * plane + 4 * quad), I32, 4)
-
-    def four_of_lane(self, column: int, plane: int, quad: int) -> Value:
-        """Return `four` in each 4-byte lane of 16 bytes, taken from a register that holds the bytes of 4 quads."""
-        b, lanes = self.b, ir.VectorType(I32, 4)
-        register = load(b, self.at(column, PLANE_BYTES * plane + 16 * (quad // 4)), lanes, 4)
-        return b.shuffle_vector(register, register, constant(lanes, quad % 4))
-
-    def eight_of_two(self, first: tuple[int, int], second: tuple[int, int], eight: int) -> Value:
-        """Return the nth 8 bytes of two (column, plane) pairs, as one register."""
-        b, register = self.b, ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
-        for lane, (column, plane) in enumerate((first, second)):
-            two = load(b, self.at(column, PLANE_BYTES * plane + 8 * eight), I64, 4)
-            register = b.insert_element(register, two, constant(I32, lane))
-        return b.bitcast(register, ir.VectorType(I8, 16))
-
-    def two_words(self, column: int, quad: int, parity: int) -> Value:
-        """Return the even or the odd inputs of a column's quad, as one i32."""
-        return load(self.b, self.at(column, PLANE_BYTES * (quad // 4) + 8 * (quad % 4) + 4 * parity), I32, 4)
-
-    def by_place(self, groups: int, dot: Callable[[int, int, int], Value]) -> Dots:
-        """Return `dot(group, column, part)` for each place."""
-        parts = range(self.layout.parts)
-        return [[[dot(group, column, part) for part in parts] for column in self.columns] for group in range(groups)]
-
-    def less_offset(self, dots: Dots, offset: int) -> Dots:
-        """Return dots − offset ΣA."""
-        if not offset:
-            return dots
-        less = [self.negative_offset(column, offset) for column in self.columns]
-        return [[[*map(self.b.add, *both)] for both in zip(group, less, strict=True)] for group in dots]
-
-    def negative_sum(self, column: int, half: int) -> Value:
-        """Return −ΣA of half of the record."""
-        return load(self.b, self.at(column, 4 * half - 8), I32, 4)
-
-    def negative_offset(self, column: int, offset: int) -> list[Value]:
-        """Return −offset ΣA of each part of the record."""
-        b, shift = self.b, constant(I32, offset.bit_length() - 1)
-        sums = [self.negative_sum(column, half) for half in range(2)]
-        if self.layout.parts == 1:
-            sums = [b.add(*sums)]
-        return [simd.splat(b, b.shl(one, shift)) for one in sums]
 
 
 class Arithmetic(ABC):
@@ -105,16 +37,45 @@ class Arithmetic(ABC):
     def dots(self, activations: ActivationRecord, quads: list[Quads]) -> Dots:
         """Return Σ q A less the offset of q, of each group's quads × each column of activations."""
 
+    @property
+    def permutes_bytes(self) -> bool:
+        """True if a byte can be looked up in 64 or 128 others: AVX-512 VBMI."""
+        return self.width == 64 and self.shuffle is not None and simd.has_byte_permutation()
+
     def look_up(self, b: Builder, codes: Value, table: Sequence[int]) -> Value:
-        """Replace each byte of `codes` by that entry of the table, from 0 to 255. A table has 2, 4, 8 or 16 entries."""
-        whole = ir.VectorType(I8, 64)
+        """Replace each byte by the entry of a table, from 0 to 255, whose number is in the byte's lowest bits.
+
+        A table has 2, 4, 8, 16 or 32 entries, or 64 if the set permutes bytes. The bits above are ignored.
+        """
+        codes = b.bitcast(codes, I8X64)
+        if self.permutes_bytes:
+            entries = ir.Constant(I8X64, [*table] * (64 // len(table)))
+            return b.bitcast(call(b, "x86.avx512.permvar.qi.512", I8X64, entries, codes), I32X16)
+        if len(table) == 32:
+            is_high = b.icmp_signed("<", b.shl(codes, constant(I8X64, 3)), constant(I8X64, 0))
+            halves = [b.bitcast(self.look_up(b, codes, half), I8X64) for half in (table[16:], table[:16])]
+            return b.bitcast(b.select(is_high, *halves), I32X16)
+        codes = b.and_(codes, constant(I8X64, len(table) - 1))
         if self.shuffle is None:
-            codes, values = b.bitcast(codes, whole), constant(whole, 0)
+            values: Value = constant(I8X64, 0)
             for code, entry in enumerate(table):
-                values = b.select(b.icmp_unsigned("==", codes, constant(whole, code)), constant(whole, entry), values)
+                values = b.select(b.icmp_unsigned("==", codes, constant(I8X64, code)), constant(I8X64, entry), values)
             return b.bitcast(values, I32X16)
-        entries = ir.Constant(ir.VectorType(I8, self.width), [table[lane % len(table)] for lane in range(self.width)])
-        return join(b, [call(b, self.shuffle, entries.type, entries, part) for part in split(b, codes, self.width, I8)])
+        repeated = ir.Constant(ir.VectorType(I8, self.width), [table[lane % len(table)] for lane in range(self.width)])
+        parts = split(b, b.bitcast(codes, I32X16), self.width, I8)
+        return join(b, [call(b, self.shuffle, repeated.type, repeated, part) for part in parts])
+
+    def look_up_odd(self, b: Builder, numbers: Value, *, is_signed: bool) -> Value:
+        """Return 2 s + 1 as a float for the lowest four bits of each lane. If `is_signed`, the fourth is the sign."""
+        if self.width == 64 and self.shuffle is not None:
+            table = [2 * s + 1 if not is_signed or s < 8 else -2 * (s - 8) - 1 for s in range(16)]
+            return call(b, "x86.avx512.permvar.sf.512", F32X16, ir.Constant(F32X16, table), numbers)
+        one = constant(I32X16, 1)
+        odd = b.or_(b.and_(b.shl(numbers, one), constant(I32X16, 14 if is_signed else 30)), one)
+        if is_signed:
+            sign = b.ashr(b.shl(numbers, constant(I32X16, 28)), constant(I32X16, 31))
+            odd = b.sub(b.xor(odd, sign), sign)
+        return b.sitofp(odd, F32X16)
 
 
 def split(b: Builder, x: Value, width: int, element: ir.IntType = I32) -> list[Value]:
@@ -148,6 +109,8 @@ class Chained(Arithmetic):
     def dots(self, activations: ActivationRecord, quads: list[Quads]) -> Dots:
         b, parts = activations.b, activations.layout.parts
         weights = [[of_group(quad) for quad in range(8)] for of_group in quads]
+        if len(quads) == len(activations.columns) == parts == 1 and activations.planes == 2:
+            return self._single_dot(activations, weights[0])
         totals: Dots = [[[constant(I32X16, 0)] * parts for _ in activations.columns] for _ in quads]
         for plane in range(activations.planes):
             if plane:
@@ -162,6 +125,15 @@ class Chained(Arithmetic):
                         total = chains[column][part]
                         chains[column][part] = self.dot4(b, total, of_group[quad], four)
         return totals
+
+    def _single_dot(self, activations: ActivationRecord, weights: list[Value]) -> Dots:
+        """Return the sums of one group, column and part, in one chain for each plane: half as long to wait for."""
+        b, (column,) = activations.b, activations.columns
+        sums = [constant(I32X16, 0)] * 2
+        for quad, plane in product(range(8), range(2)):
+            sums[plane] = self.dot4(b, sums[plane], weights[quad], activations.four(column, plane, quad))
+        both = b.add(b.shl(sums[0], constant(I32X16, 8)), sums[1])
+        return activations.less_offset([[[both]]], self.offset(activations.layout))
 
 
 @final

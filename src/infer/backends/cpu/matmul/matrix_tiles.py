@@ -22,7 +22,7 @@ from numba.core import cgutils
 from infer.backends.cpu import simd
 from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, QUADS_BYTES, Layout
-from infer.backends.cpu.matmul.arithmetic import ActivationRecord
+from infer.backends.cpu.matmul.activation_record import ActivationRecord
 from infer.backends.cpu.matmul.vector_tiles import add_record
 from infer.backends.cpu.simd import F32X16, I8, I32X16, I64, Value, address, constant, load, operation, store
 from infer.backends.cpu.weights.unpacking import Emitter, PackedRecords, alternate

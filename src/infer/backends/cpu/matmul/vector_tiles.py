@@ -23,7 +23,8 @@ from numba.core import cgutils
 from infer.backends.cpu import simd
 from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import SCALE_AT, UNIT, Layout
-from infer.backends.cpu.matmul.arithmetic import ActivationRecord, arithmetic_of
+from infer.backends.cpu.matmul.activation_record import ActivationRecord
+from infer.backends.cpu.matmul.arithmetic import arithmetic_of
 from infer.backends.cpu.simd import F32, F32X16, I16X16, I32, I64, Value, constant, load
 from infer.backends.cpu.weights.unpacking import PackedRecords
 from infer.backends.cpu.weights.weight_streams import bytes_ahead
@@ -54,16 +55,13 @@ def emit_block_tile(
         supers = [records.super_scales(base) for base in bases]
         first = b.mul(outer.index, constant(I64, per_super))
         with cgutils.for_range(b, constant(I64, per_super)) as inner:
-            within = simd.offset(b, b.mul(inner.index, constant(I64, layout.record_bytes)), layout.super_header)
             at = b.add(activations, b.mul(b.add(first, inner.index), stride))
-            inputs, places = (
-                ActivationRecord(b, layout, form, range(columns), at),
-                [b.add(base, within) for base in bases],
-            )
-            for where in places:
-                records.prefetch(where, bytes_ahead(len(weights), columns))
-            dots = arithmetic.dots(inputs, [records.quads(where) for where in places])
-            scales = [records.scales(where, *of_super) for where, of_super in zip(places, supers, strict=True)]
+            inputs = ActivationRecord(b, layout, form, range(columns), at)
+            places = [records.record(base, inner.index) for base in bases]
+            for record in places:
+                records.prefetch(record, bytes_ahead(len(weights), columns))
+            dots = arithmetic.dots(inputs, [records.quads(record) for record in places])
+            scales = [records.scales(record, *of_super) for record, of_super in zip(places, supers, strict=True)]
             for group, of_group in enumerate(scales):
                 for column, slot in enumerate(sums[group]):
                     b.store(add_record(inputs, column, b.load(slot), dots[group][column], *of_group), slot)

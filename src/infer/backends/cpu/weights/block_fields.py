@@ -1,6 +1,6 @@
 """Readers of the numbers of GGML's blocks, made from `BLOCK_FIELDS` as `ggml_blocks.numbers_of` reads them in torch."""
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numba import njit
@@ -70,10 +70,10 @@ def _make_field(field: Field) -> Any:
 def make_word(fields: BlockFields, *, has_deltas: bool = False) -> Any:
     """Return word(source, number): four codes from `number` on as they are stored, a byte each.
 
-    If `has_deltas`, the codes of a grid come without their signs, which `make_small` returns.
+    If `has_deltas`, the codes of a grid come without their signs, which `make_nibble` returns.
     """
     if isinstance(fields.codes, Grid):
-        return _make_grid_word(fields.codes, has_deltas)
+        return _make_grid_word(fields, fields.codes, has_deltas)
     trits = tuple(part for part in fields.codes if isinstance(part, Trits))
     if trits:
         return _make_trits(trits)
@@ -120,8 +120,10 @@ def _make_bits(bits: Bits) -> Any:
     return read
 
 
-def _make_index(parts: tuple[Bits, ...]) -> Any:
+def make_index(fields: BlockFields) -> Any:
     """Return index(source, number), the number of a pattern in its grid."""
+    assert isinstance(fields.codes, Grid)
+    parts = fields.codes.indices
     low, high, shift = _make_bits(parts[0]), _make_bits(parts[-1]), parts[0].bits
     if len(parts) == 1:
         return low
@@ -152,10 +154,10 @@ def _make_signs(codes: Grid) -> Any:
     return of_all if codes.signs.bits == 1 else of_each
 
 
-def _make_grid_word(codes: Grid, has_deltas: bool) -> Any:
+def _make_grid_word(fields: BlockFields, codes: Grid, has_deltas: bool) -> Any:
     patterns, width_bits, shift = grid(codes.name), codes.width.bit_length() - 1, codes.sign_shift
     index, signs, are_pairs, is_mirrored = (
-        _make_index(codes.indices),
+        make_index(fields),
         _make_signs(codes),
         codes.width == 8,
         codes.is_mirrored,
@@ -175,13 +177,11 @@ def _make_grid_word(codes: Grid, has_deltas: bool) -> Any:
     return word
 
 
-def make_small(fields: BlockFields, *, has_deltas: bool = False) -> Any:
-    """Return small(source, number): a small scale, or the minimum of the same number after all scales.
-
-    If `has_deltas`, bits 4 and 5 are the signs of the first and the last 8 of the scale's 16 codes.
-    """
+def make_small(fields: BlockFields) -> Any:
+    """Return small(source, number): a small scale, or the minimum of the same number after all scales."""
     if fields.are_scales_odd:
-        return _make_odd(fields, has_deltas)
+        stored = make_stored_scale(fields)
+        return njit(forceinline=True)(lambda source, number: np.uint8(2 * np.int64(stored(source, number)) + 1))
     if fields.scales == "6 bits":
         return _six_bits
     assert not isinstance(fields.scales, Bits)
@@ -199,23 +199,28 @@ def make_small(fields: BlockFields, *, has_deltas: bool = False) -> Any:
     return small
 
 
-def _make_odd(fields: BlockFields, has_deltas: bool) -> Any:
-    """Return small(source, number): 2 s + 1 for a stored s, negative if the codes are mirrored."""
-    assert isinstance(fields.codes, Grid)
+def make_stored_scale(fields: BlockFields) -> Any:
+    """Return stored(source, number): s of a small scale that means 2 s + 1."""
     assert fields.scales != "6 bits"
-    is_mirrored, negative = fields.codes.is_mirrored, _make_bits(fields.codes.signs)
-    read = _make_bits(fields.scales) if isinstance(fields.scales, Bits) else _make_byte(fields.scales[0])
+    return _make_bits(fields.scales) if isinstance(fields.scales, Bits) else _make_byte(fields.scales[0])
+
+
+def make_nibble(fields: BlockFields, contents: Literal["scales", "deltas", "numbers"]) -> Any:
+    """Return nibble(source, index): a record's four bits in its super-block (`layouts`)."""
+    assert isinstance(fields.codes, Grid)
+    if contents == "scales":
+        stored, negative = make_stored_scale(fields), _make_bits(fields.codes.signs)
+        return njit(forceinline=True)(lambda source, index: stored(source, index) | negative(source, index) << 3)
+    read, shift = (_make_bits(fields.codes.signs), 0) if contents == "deltas" else (make_index(fields), 8)
 
     @njit(forceinline=True)
-    def small(source, number):
-        value = 2 * np.int64(read(source, number)) + 1
-        if has_deltas:
-            value |= (negative(source, 2 * number) | negative(source, 2 * number + 1) << 1) << 4
-        if is_mirrored:
-            return np.uint8(-value if negative(source, number) else value)
-        return np.uint8(value)
+    def of_eights(source, index):
+        bits = np.int64(0)
+        for i in range(4):
+            bits |= (read(source, 4 * index + i) >> shift) << i
+        return bits
 
-    return small
+    return of_eights
 
 
 def _make_byte(field: Field) -> Any:

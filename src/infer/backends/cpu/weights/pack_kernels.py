@@ -8,9 +8,17 @@ from numba import njit
 
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, Layout
 from infer.backends.cpu.simd import load_u8, load_u16, load_u32, stack, store_u8, store_u16, store_u32
-from infer.backends.cpu.weights.block_fields import ONE, make_scale, make_small, make_word
+from infer.backends.cpu.weights.block_fields import (
+    ONE,
+    make_index,
+    make_nibble,
+    make_scale,
+    make_small,
+    make_stored_scale,
+    make_word,
+)
 from infer.quantization.ggml_grids import UE4M3_HALVES
-from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Field
+from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
 
 
 def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
@@ -33,17 +41,60 @@ def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
     return put_bits
 
 
+def _make_put_patterns(layout: Layout) -> Any:
+    """Return put(source, number, to), which stores the low bytes of the numbers of a row's patterns in a record."""
+    index = make_index(BLOCK_FIELDS[layout.type])
+    width_bits, num_words = layout.pattern_width.bit_length() - 1, 8 // layout.pattern_width
+
+    @njit(forceinline=True)
+    def put_patterns(source, number, to):
+        for word in range(num_words):
+            numbers = np.int64(0)
+            for i in range(4):
+                numbers |= (index(source, (number >> width_bits) + 4 * word + i) & 255) << (8 * i)
+            store_u32(to + 64 * word, np.uint32(numbers))
+
+    return put_patterns
+
+
+def _make_put_trits(word: Any) -> Any:
+    """Return put(source, number, to), which stores the trits of a row's record (`low_codes`).
+
+    Four bytes are added at a time: no sum is larger than 26.
+    """
+    nine, three = np.uint32(9), np.uint32(3)
+
+    @njit(forceinline=True)
+    def put_trits(source, number, to, lane):
+        first = word(source, number) + three * word(source, number + 4) + nine * word(source, number + 8)
+        second = word(source, number + 12) + three * word(source, number + 16) + nine * word(source, number + 20)
+        low = (first & np.uint32(15 * ONE)) | (second & np.uint32(15 * ONE)) << np.uint32(4)
+        store_u32(to + 4 * lane, low)
+        rest = word(source, number + 24) + three * word(source, number + 28)
+        rest |= (first & np.uint32(16 * ONE)) | (second & np.uint32(16 * ONE)) << np.uint32(1)
+        bits = np.uint32(0)
+        for byte in range(4):
+            bits |= (rest >> np.uint32(8 * byte) & np.uint32(63)) << np.uint32(6 * byte)
+        store_u16(to + 64 + 2 * lane, np.uint16(bits & np.uint32(0xFFFF)))
+        store_u8(to + 96 + lane, np.uint8(bits >> np.uint32(16)))
+
+    return put_trits
+
+
+def _make_put_low(layout: Layout, word: Any) -> Any:
+    """Return put(source, number, record, lane), which stores the low codes of the 32 values from `number` on."""
+    if layout.has_trits:
+        return _make_put_trits(word)
+    put = _make_put_patterns(layout) if layout.grid else _make_put_bits(word, 0, layout.low_bits)
+    return njit(forceinline=True)(lambda source, number, record, lane: put(source, number, record + 4 * lane))
+
+
 def make_pack_block(layout: Layout) -> Any:
     """Return pack(source, out, lane), which packs one block of a row."""
-    fields = BLOCK_FIELDS[layout.type]
-    word, own_scale, minimum_from = (
-        make_word(fields, has_deltas=layout.has_deltas),
-        make_scale(fields),
-        fields.minimum_at or 0,
-    )
-    put_low = _make_put_bits(word, 0, layout.low_bits)
-    put_high = _make_put_bits(word, layout.low_bits, layout.high_bits)
-    put_scales = _make_put_scales(layout)
+    fields, minimum_from = BLOCK_FIELDS[layout.type], BLOCK_FIELDS[layout.type].minimum_at or 0
+    word, own_scale = make_word(fields, has_deltas=layout.nibbles == "deltas"), make_scale(fields)
+    put_low, put_high = _make_put_low(layout, word), _make_put_bits(word, layout.low_bits, layout.high_bits)
+    put_scales, put_nibbles = _make_put_scales(layout), _make_put_nibbles(layout)
     has_half, has_exponent, has_minimum = layout.has_half, layout.has_exponent, layout.has_minimum
     high_at, header, record_bytes, num_records = (
         layout.high_at,
@@ -61,23 +112,41 @@ def make_pack_block(layout: Layout) -> Any:
             store_u16(out + scale_at + 2 * lane, own_scale(source))
         if has_minimum:
             store_u16(out + minimum_at + 2 * lane, load_u16(source + minimum_from))
+        put_nibbles(source, out, lane)
         for index in range(num_records):
             record = out + header + index * record_bytes
-            put_low(source, BLOCK * index, record + 4 * lane)
+            put_low(source, BLOCK * index, record, lane)
             put_high(source, BLOCK * index, record + high_at + 4 * lane)
             put_scales(source, index, record, lane)
 
     return pack
 
 
+def _make_put_nibbles(layout: Layout) -> Any:
+    """Return put(source, out, lane), which stores a row's four bits for each record of a super-block."""
+    at, contents = layout.nibbles_at, layout.nibbles
+    if not contents:
+        return njit(forceinline=True)(lambda source, out, lane: None)
+    nibble = make_nibble(BLOCK_FIELDS[layout.type], contents)
+
+    @njit(forceinline=True)
+    def put_nibbles(source, out, lane):
+        bits = np.int64(0)
+        for index in range(8):
+            bits |= nibble(source, index) << (4 * index)
+        store_u32(out + at + 4 * lane, np.uint32(bits))
+
+    return put_nibbles
+
+
 def _make_put_scales(layout: Layout) -> Any:
     """Return put(source, index, record, lane), which stores a record's small scales and minima, or E4M3 ones as f16."""
     if layout.has_nibbles:
-        return _make_copy_scales(layout)
+        return _make_put_two_scales(layout)
     fields, parts, per_super = BLOCK_FIELDS[layout.type], layout.parts, layout.records_per_super
     scale_at, minimum_at, has_minimum = layout.scale_at, layout.minimum_at, layout.has_minimum
-    has_small, has_halves = layout.has_small_scales, fields.scale_form == "UE4M3"
-    small: Any = make_small(fields, has_deltas=layout.has_deltas) if has_small else None
+    has_small, has_halves = layout.has_small_scales and layout.nibbles != "scales", fields.scale_form == "UE4M3"
+    small: Any = make_small(fields) if has_small else None
 
     @njit(forceinline=True)
     def put_scales(source, index, record, lane):
@@ -96,17 +165,16 @@ def _make_put_scales(layout: Layout) -> Any:
     return put_scales
 
 
-def _make_copy_scales(layout: Layout) -> Any:
-    """Return put(source, index, record, lane) for a type that has a record's scales in a byte of their own."""
-    field, scale_at = BLOCK_FIELDS[layout.type].scales[0], layout.scale_at
-    assert isinstance(field, Field)
-    at = field.at
+def _make_put_two_scales(layout: Layout) -> Any:
+    """Return put(source, index, record, lane), which stores a record's two scales as they are stored in the block."""
+    stored, scale_at = make_stored_scale(BLOCK_FIELDS[layout.type]), layout.scale_at
 
     @njit(forceinline=True)
-    def copy_scales(source, index, record, lane):
-        store_u8(record + scale_at + lane, load_u8(source + at + index))
+    def put_two(source, index, record, lane):
+        both = np.int64(stored(source, 2 * index)) | np.int64(stored(source, 2 * index + 1)) << 4
+        store_u8(record + scale_at + lane, np.uint8(both))
 
-    return copy_scales
+    return put_two
 
 
 def _make_pack_float(width: int) -> Any:
@@ -125,8 +193,9 @@ def _make_pack_float(width: int) -> Any:
 def _make_pair_quads(layout: Layout) -> Any:
     """Return a function that reorders a record's pairs of quads to 8 inputs × 8 rows."""
     low_width, high_width = layout.low_bits, layout.high_bits
-    bytes_end = 0 if low_width < 4 else layout.high_at
     low_bits_end, high_bits_end = layout.high_at, layout.scale_at
+    is_reordered = not (layout.grid or layout.has_trits)  # else `PackedRecords` does it
+    bytes_end = layout.high_at if low_width >= 4 and is_reordered else 0
 
     @njit
     def pair_bits(vectors, end, width):
@@ -148,7 +217,8 @@ def _make_pair_quads(layout: Layout) -> Any:
             for row in range(LANES):
                 store_u32(at + 8 * row, load_u32(copy + 4 * row))
                 store_u32(at + 8 * row + 4, load_u32(copy + 64 + 4 * row))
-        pair_bits(record + bytes_end, record + low_bits_end, low_width)
+        if is_reordered:
+            pair_bits(record + bytes_end, record + low_bits_end, low_width)
         pair_bits(record + low_bits_end, record + high_bits_end, high_width)
 
     return pair_quads

@@ -19,11 +19,11 @@ from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import LANES, QUADS_BYTES, Layout
 from infer.backends.cpu.matmul.arithmetic import Quads, arithmetic_of
 from infer.backends.cpu.prefetch import prefetch
-from infer.backends.cpu.simd import F32X16, I8, I32X16, I64, Value, address, constant, load, operation, store
+from infer.backends.cpu.simd import F32X16, I8, I8X64, I32X16, I64, Value, address, constant, load, operation, store
+from infer.backends.cpu.weights.low_codes import LowCodes, Record, make_low_codes, nibbles
 from infer.backends.cpu.weights.weight_streams import FAR
 
 Emitter = Callable[[], None]
-I8X64 = ir.VectorType(I8, 64)
 
 
 def alternate(*series: Sequence[Emitter]) -> None:
@@ -38,52 +38,67 @@ class PackedRecords:
         self.b, self.layout, self.arithmetic, self.inputs = b, layout, arithmetic_of(isa), isa.inputs
         self.offset = self.arithmetic.offset(layout)
 
-    def quads(self, weights: Value) -> Quads:
-        return partial(self.quad, partial(self.low, weights), weights)
+    def quads(self, record: Record) -> Quads:
+        return partial(self.quad, self.low_codes(record), record)
 
-    def prefetch(self, weights: Value, ahead: int) -> None:
+    def low_codes(self, record: Record) -> LowCodes:
+        return make_low_codes(self.b, self.layout, self.arithmetic, record)
+
+    def prefetch(self, record: Record, ahead: int) -> None:
         """Prefetch the record that is `ahead` bytes after this one."""
-        prefetch(self.b, simd.offset(self.b, weights, ahead), self.layout.record_bytes)
+        prefetch(self.b, simd.offset(self.b, record.where, ahead), self.layout.record_bytes)
 
-    def low(self, weights: Value, index: int) -> Value:
-        return load(self.b, simd.offset(self.b, weights, 64 * index), I32X16, 16)
-
-    def quad(self, low: Quads, weights: Value, quad: int) -> Value:
-        """Return 64 stored values as bytes, from the vectors of low bits."""
+    def quad(self, low: LowCodes, record: Record, quad: int) -> Value:
+        """Return 64 stored values as bytes."""
         b, layout, bits = self.b, self.layout, self.layout.low_bits
+        values = self._low(low, quad)
         if bits == 8:
-            return low(quad) if self.offset else b.xor(low(quad), constant(I32X16, -0x7F7F7F80))
-        vector, shift = {4: (quad % 4, 4 * (quad // 4)), 2: (quad // 4, 2 * (quad % 4)), 1: (0, quad)}[bits]
-        values = b.lshr(b.bitcast(low(vector), I8X64), constant(I8X64, shift))
-        values = b.bitcast(b.and_(values, constant(I8X64, (1 << bits) - 1)), I32X16)
-        if layout.high_bits:
-            values = b.or_(values, self._high(weights, quad))
-        if layout.has_deltas:
-            values = b.or_(values, self._deltas(weights, quad))
-        if not layout.codes:
+            return values if self.offset else b.xor(values, constant(I32X16, -0x7F7F7F80))
+        if layout.nibbles == "deltas":
+            return b.sub(values, self._deltas(record, quad))
+        if layout.has_trits:
             return values
-        return self.arithmetic.look_up(b, values, [(code + self.offset) % 256 for code in layout.codes])
+        place = bits
+        if layout.high_bits:
+            high, place = self._high(record.where, quad)
+            values = simd.choose_bits(b, constant(I32X16, 0x01010101 * ((1 << bits) - 1)), values, high)
+        if not layout.codes:
+            return b.and_(values, constant(I32X16, 0x01010101 * ((1 << bits + layout.high_bits) - 1)))
+        codes = [(code + self.offset) % 256 for code in layout.codes]
+        if place > bits:
+            codes = [codes[number % (1 << bits) | (number >> place & 1) << bits] for number in range(64)]
+        return self.arithmetic.look_up(b, values, codes)
 
-    def _high(self, weights: Value, quad: int) -> Value:
-        """Return the high bits of a quad, in their place above the low ones."""
+    def _low(self, low: LowCodes, quad: int) -> Value:
+        """Return a quad's low codes. Trits and patterns are stored in the same order for every instruction set."""
+        if self.inputs == 4 or not (self.layout.has_trits or self.layout.grid):
+            return low.quad(quad)
+        lanes = [8 * (quad % 2) + lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
+        pair = [low.quad(quad // 2 * 2 + which) for which in range(2)]
+        return self.b.shuffle_vector(*pair, ir.Constant(I32X16, lanes))
+
+    def _high(self, weights: Value, quad: int) -> tuple[Value, int]:
+        """Return a vector with the high bits of a quad, with others' bits around them, and their place in a byte.
+
+        It is the one above the low bits, or up to bit 5 if bytes are looked up in 64: then shifts are few.
+        """
         b, layout, bits = self.b, self.layout, self.layout.low_bits
         vector, bit = (0, quad) if layout.high_bits == 1 else (quad // 4, 2 * (quad % 4))
         high = load(b, simd.offset(b, weights, layout.high_at + 64 * vector), I32X16, 16)
-        shifted = (
-            b.shl(high, constant(I32X16, bits - bit)) if bit < bits else b.lshr(high, constant(I32X16, bit - bits))
-        )
-        mask = 0x01010101 * (((1 << layout.high_bits) - 1) << bits)
-        return b.and_(shifted, constant(I32X16, mask))
+        width = 6 - bits if layout.codes and self.arithmetic.permutes_bytes else 1
+        place = bits + (bit - bits) % width if layout.high_bits == 1 else bits
+        shift = place - bit
+        return b.shl(high, constant(I32X16, shift)) if shift > 0 else b.lshr(high, constant(I32X16, -shift)), place
 
-    def _deltas(self, weights: Value, quad: int) -> Value:
-        """Return the sign bits of a quad above its two bits, from its row's scale."""
-        b, half, eight = self.b, quad // 4, quad % 4 // 2
-        bits = self._bytes(simd.offset(b, weights, self.layout.scale_at + LANES * half))
+    def _deltas(self, record: Record, quad: int) -> Value:
+        """Return 2 for each value of a quad whose delta is negative, from the signs of its row."""
+        b, eight = self.b, quad // 2
+        bits = nibbles(b, self.layout, record)
         if self.inputs == 8:  # of a pair of quads, the first is rows 0–7 and the second rows 8–15
             lanes = [8 * (quad % 2) + lane // 2 for lane in range(LANES)]
             bits = b.shuffle_vector(bits, bits, ir.Constant(I32X16, lanes))
-        filled = b.ashr(b.shl(bits, constant(I32X16, 27 - eight)), constant(I32X16, 31))
-        return b.and_(filled, constant(I32X16, 0x04040404))
+        filled = b.ashr(b.shl(bits, constant(I32X16, 31 - eight)), constant(I32X16, 31))
+        return b.and_(filled, constant(I32X16, 0x02020202))
 
     def _bytes(self, where: Value) -> Value:
         """Return a byte of each row as an integer."""
@@ -98,50 +113,56 @@ class PackedRecords:
         scale = simd.load_f16(b, base)
         return scale if layout.factor == 1 else b.fmul(scale, constant(F32X16, layout.factor)), minimum
 
-    def scales(self, weights: Value, super_scale: Value, super_minimum: Value) -> tuple[list[Value], list[Value]]:
+    def scales(self, record: Record, super_scale: Value, super_minimum: Value) -> tuple[list[Value], list[Value]]:
         """Return the record's scales and minima, one per half or one for the whole, as floats without rounding."""
         b, layout = self.b, self.layout
-        at, minimum_at = simd.offset(b, weights, layout.scale_at), simd.offset(b, weights, layout.minimum_at)
+        at, minimum_at = (simd.offset(b, record.where, offset) for offset in (layout.scale_at, layout.minimum_at))
         if layout.records_per_super == 1:
             halves = [simd.offset(b, at, 2 * LANES * part) for part in range(layout.parts)]
             scales = [_load_exponent(b, at)] if layout.has_exponent else [simd.load_f16(b, half) for half in halves]
             return scales, [simd.load_f16(b, minimum_at)] if layout.has_minimum else []
         if not layout.has_small_scales:
             return [super_scale], []
+        if layout.nibbles == "scales":
+            scale = self.arithmetic.look_up_odd(b, nibbles(b, layout, record), is_signed=True)
+            return [b.fmul(scale, super_scale)], []
 
         def whole(where: Value, index: int) -> Value:
             if layout.has_nibbles:
-                nibble = b.and_(b.lshr(self._bytes(where), constant(I32X16, 4 * index)), constant(I32X16, 15))
-                return b.sitofp(b.or_(b.shl(nibble, constant(I32X16, 1)), constant(I32X16, 1)), F32X16)
-            number = self._bytes(simd.offset(b, where, LANES * index))
-            return b.sitofp(b.and_(number, constant(I32X16, 15)) if layout.has_deltas else number, F32X16)
+                numbers = b.lshr(self._bytes(where), constant(I32X16, 4 * index))
+                return self.arithmetic.look_up_odd(b, numbers, is_signed=False)
+            return b.sitofp(self._bytes(simd.offset(b, where, LANES * index)), F32X16)
 
         scales = [b.fmul(whole(at, i), super_scale) for i in range(layout.parts)]
         return scales, [b.fneg(b.fmul(whole(minimum_at, i), super_minimum)) for i in range(layout.minima)]
 
-    def place(self, weights: Value, index: Value) -> tuple[Value, Value]:
-        """Return the addresses of a record and of its super-block, which holds the common values."""
+    def record(self, base: Value, index: Value) -> Record:
+        """Return a record of a super-block."""
+        b, layout = self.b, self.layout
+        within = simd.offset(b, b.mul(index, constant(I64, layout.record_bytes)), layout.super_header)
+        return Record(b.add(base, within), base, index)
+
+    def place(self, weights: Value, index: Value) -> Record:
+        """Return a record of a group."""
         b, layout = self.b, self.layout
         per_super = constant(I64, layout.records_per_super)
         base = b.add(weights, b.mul(b.sdiv(index, per_super), constant(I64, layout.super_bytes)))
-        within = b.mul(b.srem(index, per_super), constant(I64, layout.record_bytes))
-        return simd.offset(b, b.add(base, within), layout.super_header), base
+        return self.record(base, b.srem(index, per_super))
 
     def unpack(self, weights: Value, index: Value, to: Value) -> list[Emitter]:
-        b, layout = self.b, self.layout
-        where, base = self.place(weights, index)
-        low = list[Value]()
+        b, record = self.b, self.place(weights, index)
+        low = self.low_codes(record)
 
         def begin() -> None:
-            self.prefetch(where, FAR)
-            low.extend(self.low(where, j) for j in range(layout.low_bits))
+            self.prefetch(record, FAR)
+            low.load()
 
         def quad(index: int) -> None:
-            values = b.bitcast(self.quad(low.__getitem__, where, index), I8X64)
+            values = b.bitcast(self.quad(low, record, index), I8X64)
             store(b, simd.offset(b, to, 64 * index), b.sub(values, constant(I8X64, self.offset)), 64)
 
         def scales() -> None:
-            found, minima = self.scales(where, *self.super_scales(base))
+            found, minima = self.scales(record, *self.super_scales(record.base))
             for index, vector in enumerate([*found, *minima]):
                 simd.store_f32(b, simd.offset(b, to, QUADS_BYTES + 4 * LANES * index), vector)
 

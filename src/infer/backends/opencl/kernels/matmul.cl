@@ -14,6 +14,7 @@ typedef float16 floats;
 #define LOAD_SHORTS(at) convert_uint16(vload16(0, (global const ushort *)(at)))
 #define TO_FLOATS convert_float16
 #define AS_FLOATS as_float16
+#define AS_INTS as_int16
 #define GROUP get_global_id(0)
 #define CAPPED softcapped
 #define LOAD_ROWS load_upto
@@ -30,6 +31,7 @@ typedef float floats;
 #define LOAD_SHORTS(at) (uint)((global const ushort *)(at))[LANE]
 #define TO_FLOATS (float)
 #define AS_FLOATS as_float
+#define AS_INTS as_int
 #define GROUP (get_global_id(0) / 16)
 #define CAPPED(x, cap) softcapped((float16)(x), cap).s0
 #define LOAD_ROWS(at, room) (at)[min(LANE, (room) - 1)]
@@ -99,26 +101,80 @@ inline ints look_up(ints q)
 }
 #endif
 
-// Quad j of a record, 4 inputs of each row, as bytes that are stored as q + OFFSET ≥ 0.
-inline ints quad_of(global const uchar *record, int quad)
+// A record of a super-block: where it lies, where the super-block does, and its number there.
+typedef struct {
+    global const uchar *at, *base;
+    int index;
+} Record;
+
+inline Record record_of(global const uchar *base, int index)
 {
-#if LOW_BITS == 8
-    return LOAD_INTS(record + 64 * quad);
+    Record record = {base + SUPER_HEADER + index * RECORD_BYTES, base, index};
+    return record;
+}
+
+// In its lowest four bits, what a super-block has for a row's record.
+inline ints nibble_of(Record record)
+{
+    return LOAD_INTS(record.base + NIBBLES_AT) >> 4 * record.index;
+}
+
+#ifdef PATTERNS
+constant uint patterns[] = PATTERNS;
+
+// Pattern p of each row: a byte per code, codes 4 to 7 in the high nibbles.
+inline ints pattern_of(Record record, int p)
+{
+    union { ints all; int each[LANES]; } words = {LOAD_INTS(record.at + 64 * (p / 4)) >> 8 * (p % 4) & 255};
+#ifdef HAS_NUMBERS
+    words.all |= (nibble_of(record) >> p & 1) << 8;
+#endif
+    for (int i = 0; i < LANES; i++)
+        words.each[i] = patterns[words.each[i]];
+    return words.all;
+}
+#endif
+
+#ifdef HAS_TRITS
+inline ints trits_of(Record record, int quad)
+{
+    int which = quad / 3, power = quad % 3 == 0 ? 1 : quad % 3 == 1 ? 3 : 9;
+    ints rows = LOAD_BYTES(record.at + 96) << 16, rest = 0;
+    rows |= AS_INTS(LOAD_SHORTS(record.at + 64));
+    for (int i = 0; i < 4; i++)
+        rest |= rows << 2 * i & 0x3F << 8 * i;
+    ints code = which == 2 ? rest & 0x0F0F0F0F : LOAD_INTS(record.at) >> 4 * which & 0x0F0F0F0F | rest >> which & 0x10101010;
+    union { ints all; uchar each[4 * LANES]; } bytes = {code};
+    for (int i = 0; i < 4 * LANES; i++)
+        bytes.each[i] = bytes.each[i] / power % 3;
+    return bytes.all;
+}
+#endif
+
+// Quad j of a record, 4 inputs of each row, as bytes that are stored as q + OFFSET ≥ 0.
+inline ints quad_of(Record record, int quad)
+{
+#ifdef HAS_TRITS
+    ints q = trits_of(record, quad);
+#elif defined(PATTERNS)
+    ints q = PATTERN_WIDTH == 4 ? pattern_of(record, quad) : pattern_of(record, quad / 2) >> 4 * (quad % 2) & 0x03030303;
+#elif LOW_BITS == 8
+    return LOAD_INTS(record.at + 64 * quad);
 #elif LOW_BITS == 4
-    ints q = LOAD_INTS(record + 64 * (quad % 4)) >> 4 * (quad / 4) & 0x0F0F0F0F;
+    ints q = LOAD_INTS(record.at + 64 * (quad % 4)) >> 4 * (quad / 4) & 0x0F0F0F0F;
 #elif LOW_BITS == 2
-    ints q = LOAD_INTS(record + 64 * (quad / 4)) >> 2 * (quad % 4) & 0x03030303;
+    ints q = LOAD_INTS(record.at + 64 * (quad / 4)) >> 2 * (quad % 4) & 0x03030303;
 #else
-    ints q = LOAD_INTS(record) >> quad & 0x01010101;
+    ints q = LOAD_INTS(record.at) >> quad & 0x01010101;
 #endif
 #if HIGH_BITS
     int bit = HIGH_BITS == 1 ? quad : 2 * (quad % 4);
-    ints high = LOAD_INTS(record + HIGH_AT + (HIGH_BITS == 1 ? 0 : 64 * (quad / 4)));
+    ints high = LOAD_INTS(record.at + HIGH_AT + (HIGH_BITS == 1 ? 0 : 64 * (quad / 4)));
     high = bit < LOW_BITS ? high << (LOW_BITS - bit) : high >> (bit - LOW_BITS);
     q |= high & 0x01010101 * (((1 << HIGH_BITS) - 1) << LOW_BITS);
 #endif
 #ifdef HAS_DELTAS
-    q |= -(LOAD_BYTES(record + SCALE_AT + 16 * (quad / 4)) >> (4 + quad % 4 / 2) & 1) & 0x04040404;
+    q |= -(nibble_of(record) >> quad / 2 & 1) & 0x04040404;
 #endif
 #ifdef CODES
     q = look_up(q);
@@ -128,9 +184,10 @@ inline ints quad_of(global const uchar *record, int quad)
 #endif
 }
 
-// Scale or minimum of a part of a record, where `super` is its super-block's.
-inline floats scale_of(global const uchar *at, int part, floats super)
+// Scale or minimum of a part of a record, whose first is `offset` bytes after its start. `super` is its super-block's.
+inline floats scale_of(Record record, int offset, int part, floats super)
 {
+    global const uchar *at = record.at + offset;
 #if defined(HAS_EXPONENT)
     ints exponent = LOAD_BYTES(at);  // 2^(e − 128): the two least are subnormal
     ints least = (ints)0x00200000 << (exponent & 1);
@@ -139,12 +196,13 @@ inline floats scale_of(global const uchar *at, int part, floats super)
     return LOAD_HALVES(at + 32 * part);
 #elif SCALES_PER_RECORD == 0
     return super;
+#elif defined(HAS_SCALES)
+    ints number = nibble_of(record), odd = (number & 7) * 2 + 1;
+    return TO_FLOATS((number & 8) != 0 ? -odd : odd) * super;
 #elif HAS_MINIMUM
     return TO_FLOATS(LOAD_BYTES(at + 16 * part)) * super;
 #elif defined(HAS_NIBBLES)
     return TO_FLOATS((LOAD_BYTES(at) >> 4 * part & 15) * 2 + 1) * super;
-#elif defined(HAS_DELTAS)
-    return TO_FLOATS(LOAD_BYTES(at + 16 * part) & 15) * super;
 #else
     return TO_FLOATS(LOAD_CHARS(at + 16 * part)) * super;
 #endif
@@ -152,11 +210,11 @@ inline floats scale_of(global const uchar *at, int part, floats super)
 
 // With a = s × A:  Σ (d q + m) a  =  d s Σ q A  +  m s ΣA, where Σ q A is exact in integers.
 inline void add_record(
-    global const uchar *record, floats super, floats super_minimum, global const int *const *tokens, int at, floats *sums)
+    Record record, floats super, floats super_minimum, global const int *const *tokens, int at, floats *sums)
 {
 #if LANES == 16
     for (int i = 0; i < RECORD_BYTES; i += 64)
-        prefetch(record + AHEAD + i, 64);
+        prefetch(record.at + AHEAD + i, 64);
 #endif
     ints dots[TOKENS][2][PLANES];
     for (int t = 0; t < TOKENS; t++)
@@ -175,9 +233,9 @@ inline void add_record(
     }
     floats scales[PARTS], minima[PARTS];
     for (int part = 0; part < PARTS; part++) {
-        scales[part] = scale_of(record + SCALE_AT, part, super);
+        scales[part] = scale_of(record, SCALE_AT, part, super);
 #if HAS_MINIMUM
-        minima[part] = scale_of(record + MINIMUM_AT, part, super_minimum);
+        minima[part] = scale_of(record, MINIMUM_AT, part, super_minimum);
         minima[part] = RECORDS_PER_SUPER == 1 ? minima[part] : -minima[part];
 #endif
     }
@@ -209,7 +267,7 @@ inline void multiply_group(global const uchar *weights, global const int *const 
         super_minimum = HAS_MINIMUM ? LOAD_HALVES(weights + 32) : super;
 #endif
         for (int i = 0; i < RECORDS_PER_SUPER; i++)
-            add_record(weights + SUPER_HEADER + i * RECORD_BYTES, super, super_minimum, tokens, (first + i) * ACTIVATION_INTS, sums);
+            add_record(record_of(weights, i), super, super_minimum, tokens, (first + i) * ACTIVATION_INTS, sums);
     }
 }
 
@@ -254,12 +312,12 @@ kernel void embed(
         out[i] = load_weights(group + i * 2L * LOW_BITS) * factor;
 #else
     global const uchar *base = group + first / BLOCK / RECORDS_PER_SUPER * (long)SUPER_BYTES;
-    global const uchar *record = base + SUPER_HEADER + first / BLOCK % RECORDS_PER_SUPER * RECORD_BYTES;
+    Record record = record_of(base, first / BLOCK % RECORDS_PER_SUPER);
     int part = PARTS == 2 ? first % BLOCK / 16 : 0, q = quad_of(record, first % BLOCK / 4);
     float super = RECORDS_PER_SUPER > 1 ? LOAD_HALVES(base) * FACTOR : 0.0f;
-    float scale = scale_of(record + SCALE_AT, part, super), minimum = 0.0f;
+    float scale = scale_of(record, SCALE_AT, part, super), minimum = 0.0f;
 #if HAS_MINIMUM
-    minimum = scale_of(record + MINIMUM_AT, part, RECORDS_PER_SUPER > 1 ? LOAD_HALVES(base + 32) : 0.0f);
+    minimum = scale_of(record, MINIMUM_AT, part, RECORDS_PER_SUPER > 1 ? LOAD_HALVES(base + 32) : 0.0f);
     minimum = RECORDS_PER_SUPER > 1 ? -minimum : minimum;
 #endif
     for (int i = 0; i < 4; i++) {

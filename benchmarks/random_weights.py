@@ -46,7 +46,13 @@ def make_weight(type_: str, rows: int, columns: int, seed: int = 0, scale: float
         blocks[:, :4] %= 16  # up to 0.015
     if fields.scale_form == "nibbles":
         blocks[:, fields.scale_at + 7] = blocks[:, fields.scale_at + 7] & 15 | 0x20  # less than 0.016
-    return StoredWeight(type_, (rows, columns), blocks.reshape(rows, -1))
+    if fields.scale_form == "f32":
+        blocks[:, :4] = torch.full((len(blocks), 1), scale / 16).view(torch.uint8)
+        blocks[:, 4:] &= 0xBF  # below 2
+    data = blocks.reshape(rows, -1)
+    if kind.tail_bytes:
+        data = torch.cat((data, torch.ones(rows, 1).view(torch.uint8)), dim=1)
+    return StoredWeight(type_, (rows, columns), data)
 
 
 def random_layers(

@@ -25,12 +25,16 @@ def put_halves(blocks: Bytes, type_: str, draw: Callable[[], NDArray[np.float16]
 
 
 def put_bytes(blocks: Bytes, type_: str, rng: np.random.Generator) -> None:
-    """Store scales of one byte, powers of two or E4M3 numbers, that are at most 1."""
+    """Store scales of one byte, powers of two or E4M3 numbers, that are at most 1, and scales in f32."""
     form = BLOCK_FIELDS[type_].scale_form
     if form == "exponent":
         blocks[..., 0] = rng.integers(118, 128, blocks.shape[:-1])
     if form == "UE4M3":
         blocks[..., :4] = rng.integers(0, 0x40, (*blocks.shape[:-1], 4))
+    if form == "f32":
+        scales = rng.integers(1, 64, (*blocks.shape[:-1], 1)) / 4096
+        blocks[..., :4] = scales.astype(np.float32).view(np.uint8)
+        blocks[..., 4:] ^= (blocks[..., 4:] & 0x7F) == 0x7F  # no NaN
 
 
 def with_tails(blocks: Bytes, type_: str, rng: np.random.Generator) -> Bytes:

@@ -131,6 +131,24 @@ def test_a_projection_agrees_with_reference(
     assert_near(actual, expected, 2e-5, largest_sum * float(x.abs().max()) + float(residual.abs().max()))
 
 
+@pytest.mark.parametrize("type_", ["F32", "F16"])
+def test_fp8_gives_the_bits_of_floats_that_have_its_numbers(type_: str) -> None:
+    """F16 has them if scales are powers of two, and F32 nearly always."""
+    weight, x = make_weight("F8_E4M3", 50, 384), torch.randn(35, 384)
+    scales = weight.data.view(50, 3, 132)[..., :4]
+    if type_ == "F16":
+        scales.copy_((2.0 ** torch.randint(-6, 3, (50, 3, 1))).view(torch.uint8))
+    values = reference.dense(weight)
+    floats = StoredWeight(type_, weight.shape, values.to(FLOATS[type_]))
+    assert torch.equal(floats.data.float(), values)
+    for tokens in (1, 2, 7, 35):
+        found = [
+            ops.norm_project(x[:tokens], None, ops.prepare(Projection((each,)), CPU)).floats
+            for each in (weight, floats)
+        ]
+        assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("type_", TYPES)
 def test_embedding_rows_are_the_dequantised_ones(type_: str) -> None:
     weight = make_weight(type_, 50, 512, seed=3)

@@ -201,7 +201,8 @@ def test_tensors_that_do_not_fit_together_are_named(
     [
         ("gptq symmetric", with_values("qzeros", lambda words: words + 1), "zero points of 8, as sym in config.json"),
         ("gptq symmetric", with_values("scales", lambda scales: scales * torch.inf), "expected finite scales of at"),
-        ("fp8 matrices", with_values("weight_scale_inv", lambda scale: scale * 1e6), "finite values of at most"),
+        ("fp8 blocks", with_values("weight_scale_inv", lambda scale: scale * 1e6), "finite values of at most"),
+        ("fp8 matrices", with_values("weight", lambda w: (w.float() * torch.nan).to(w.dtype)), "got one that is NaN"),
         ("mlx", with_values("biases", lambda biases: biases * torch.nan), "biases': expected finite biases of at most"),
         ("mlx", with_values("biases", lambda biases: biases.float() + 7e4), "expected finite biases of at most 65,504"),
         ("mxfp4-pack-quantized", with_values("weight_scale", lambda scale: scale | 255), "up to 254, got 255"),
@@ -271,7 +272,7 @@ MATRIX = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
 anything = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.mark.parametrize("name", ["gptq act-order", "pack-quantized", "fp8 blocks", "modelopt nvfp4", "mlx"])
+@pytest.mark.parametrize("name", ["gptq act-order", "pack-quantized", "fp8 matrices", "modelopt nvfp4", "mlx"])
 @anything
 @given(share=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
 def test_any_byte_of_a_quantised_file_may_change_without_another_exception(

@@ -16,7 +16,7 @@ _ON_CPUS_ONLY = frozenset(
     {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0", "Q2_0"}
 )
 
-_AS_HALVES = frozenset({"NVFP4_SCALED"})
+_AS_HALVES = frozenset({"NVFP4_SCALED", "F8_E4M3"})
 
 
 def stored_type(type: str) -> str:

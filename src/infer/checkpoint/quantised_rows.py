@@ -1,10 +1,11 @@
 """Rows of a quantised matrix of a folder (`quantised_tensors`), read as blocks of a type that the kernels have.
 
-    Q4_0 (q − 8) s   Q5_0 (q − 16) s   Q8_0 q s   Q4_1 q s + m   MXFP4   F16
+    Q4_0 (q − 8) s   Q5_0 (q − 16) s   Q8_0 q s   Q4_1 q s + m   MXFP4   F8_E4M3 w s   F16
 
 Integers are moved, and never rounded. A code less its zero point has 5 bits, so codes of 4 bits with zero points become
 Q5_0, whose numbers are exactly those of the file. A scale becomes f16: unchanged if the file has f16, or bf16 from 2⁻¹⁷
-on; otherwise rounded once. Matrices that no block holds become F16: each number is computed in float32, then rounded.
+on; otherwise rounded once. Scales of FP8 become f32, unchanged. Matrices that no block holds become F16: each number is
+computed in float32, then rounded.
 """
 
 from typing import Any, final
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from infer.checkpoint.tensor_bytes import bytes_of
 from infer.checkpoint.tensor_info import PackedParts, TensorInfo
-from infer.quantization.ggml_types import BLOCK_TYPES, FP4_VALUES
+from infer.quantization.ggml_types import BLOCK_TYPES, E4M3_VALUES, FP4_VALUES
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -34,7 +35,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 _OFFSETS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}  # of the codes in blocks
-_FP8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+_FP8: Floats = np.array(E4M3_VALUES, np.float32)
 _FP4: Floats = np.array(FP4_VALUES, np.float32) * np.float32(0.5)
 
 
@@ -69,7 +70,11 @@ class QuantisedRows:
             return _mxfp4_blocks(codes, scales)
         if self.type == "F16":
             return self._halves(codes, scales, zeros)
-        group_of_block = np.arange(0, self.num_columns, _BLOCK) // self.packed.group_size
+        group_of_block = np.arange(0, self.num_columns, BLOCK_TYPES[self.type].block_size) // self.packed.group_size
+        if self.type == "F8_E4M3":
+            if (codes & 0x7F).max() == 0x7F:
+                self.packed.codes.fail("expected numbers, got one that is NaN")
+            return _fp8_blocks(codes, scales[:, group_of_block])
         scales = scales[:, group_of_block].astype(np.float16)
         return _blocks(self.type, codes, scales, None if zeros is None else zeros[:, group_of_block], self._middle)
 
@@ -239,6 +244,11 @@ def _mxfp4_blocks(codes: Codes, exponents: Bytes) -> NDArray[np.uint8]:
     q = codes.reshape(*exponents.shape, _BLOCK)
     halves = q[:, :, :16] | (q[:, :, 16:] << 4)
     return np.concatenate((exponents[:, :, None], halves), axis=2).reshape(len(codes), -1)
+
+
+def _fp8_blocks(codes: Codes, scales: Floats) -> NDArray[np.uint8]:
+    in_bytes = np.ascontiguousarray(scales, np.float32).view(np.uint8).reshape(*scales.shape, 4)
+    return np.concatenate((in_bytes, codes.reshape(*scales.shape, -1)), axis=2).reshape(len(codes), -1)
 
 
 def _half_bytes(values: NDArray[np.float16]) -> NDArray[np.uint8]:

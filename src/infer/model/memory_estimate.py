@@ -22,7 +22,7 @@ from infer.operands.architecture import Architecture
 from infer.operands.feed_forwards import PER_LAYER_TABLE, Experts
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TEXTS, MAX_STEP_TOKENS
 from infer.operands.mixers import KEPT_AS_FLOATS, Attention, Mixer
-from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.ggml_types import TYPES_OF_FLOATS
 
 # Of a process that has loaded torch and our compiled kernels, and of each token of a vocabulary: measured resident.
 PROCESS_BYTES, VOCABULARY_BYTES = 249_000_000, 400
@@ -254,7 +254,7 @@ def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:
         return info.type
     if load.dtype != "auto":
         return _TYPE_BY_DTYPE[load.dtype]
-    if load.weights == "auto" or not BLOCK_TYPES[info.type].is_float or name.endswith(KEPT_AS_FLOATS):
+    if load.weights == "auto" or info.type not in TYPES_OF_FLOATS or name.endswith(KEPT_AS_FLOATS):
         return info.type
     if load.weights == "bf16" or info.shape[1] % 32:
         return "BF16"

@@ -28,7 +28,7 @@ from infer.operands.weights import (
     Weight,
 )
 from infer.quantization.ggml_blocks import dequantize
-from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.ggml_types import BLOCK_TYPES, TYPES_OF_FLOATS
 from infer.quantization.quantisers import quantise
 
 Weights = Mapping[str, FileWeight]
@@ -143,14 +143,14 @@ class WeightLoader:
         weight = rows_of(self.weights[name], rows)
         if self.dtype is not None:
             return _as_dtype(weight, self.dtype)
-        if self.keep_floats_as == "auto" or not BLOCK_TYPES[weight.type].is_float or name.endswith(KEPT_AS_FLOATS):
+        if self.keep_floats_as == "auto" or weight.type not in TYPES_OF_FLOATS or name.endswith(KEPT_AS_FLOATS):
             return weight
         if self.keep_floats_as == "bf16" or weight.in_features % 32:
             return _as_dtype(weight, torch.bfloat16)
         # The embedding is the head as well, and a head of 4 bits costs more than it saves.
         is_table = name in ("model.embed_tokens.weight", "lm_head.weight")
         kind = "Q4_1" if self.keep_floats_as == "q4" and not is_table else "Q8_0"
-        return ConvertedWeight(kind, weight, lambda rows: quantise(rows.data, kind))
+        return ConvertedWeight(kind, weight, lambda rows: quantise(dense(rows), kind))
 
 
 def _as_dtype(weight: FileWeight, dtype: torch.dtype) -> ConvertedWeight:

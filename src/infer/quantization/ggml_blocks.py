@@ -24,7 +24,7 @@ class Numbers(NamedTuple):
     """
 
     codes: Tensor  # uint8, or int8 in Q8_0: [blocks, values]
-    scales: Tensor  # f16, bf16 if they are powers of two, or int8 under `supers`: [blocks, groups]
+    scales: Tensor  # f16, f32, bf16 if they are powers of two, or int8 under `supers`: [blocks, groups]
     minima: Tensor | None = None  # f16, or int8 under `supers`
     supers: Tensor | None = None  # f16: the scale of the scales, and then that of the minima
 
@@ -94,9 +94,11 @@ def scales_of(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "b
     return torch.cat(_floats(blocks, fields), dim=1)
 
 
-def _floats(blocks: Blocks, fields: BlockFields) -> list[Float16[Tensor, "blocks 1"]]:
+def _floats(blocks: Blocks, fields: BlockFields) -> list[Float[Tensor, "blocks 1"]]:
     if fields.scale_form == "nibbles":
         return [_half_in_nibbles(blocks, fields.scale_at)]
+    if fields.scale_form == "f32":
+        return [blocks[:, fields.scale_at : fields.scale_at + 4].contiguous().view(torch.float32)]
     return [_half(blocks, at) for at in (fields.scale_at, fields.minimum_at) if at is not None]
 
 

@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from math import nan
 from typing import Literal, NamedTuple
 
 
@@ -61,8 +62,20 @@ BLOCK_TYPES: dict[str, BlockType] = {
         BlockType("Q1_0", 41, 128, 18),
         BlockType("Q2_0", 42, 64, 18),
         BlockType("NVFP4_SCALED", None, 64, 36, tail_bytes=4),
+        BlockType("F8_E4M3", None, 128, 132),
     )
 }
+
+
+def _e4m3(code: int) -> float:
+    """Return the value of a number of 8 bits: a sign, 4 bits of exponent, 3 of mantissa (arXiv:2209.05433)."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return nan
+    value = (mantissa + 8) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+    return -value if code & 128 else value
+
+
 IQ4_VALUES = (
     -127,
     -104,
@@ -87,7 +100,9 @@ IQ1_VALUES = (-7, 1, 9, 0, -9, -1, 7, 0)  # eight times what they mean, with the
 IQ2_VALUES = (8, 25, 43, 0, -8, -25, -43, 0)
 IQ3_XXS_VALUES = (2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31)  # half of what they mean
 IQ3_S_VALUES = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
+E4M3_VALUES = tuple(map(_e4m3, range(256)))
 FLOAT_TYPES = tuple(name for name, kind in BLOCK_TYPES.items() if kind.is_float)
+TYPES_OF_FLOATS = frozenset({*FLOAT_TYPES, "F8_E4M3"})  # whose values a load may quantise
 GGML_TYPES = {kind.ggml_id: kind for kind in BLOCK_TYPES.values() if kind.ggml_id is not None}
 
 
@@ -170,9 +185,9 @@ class BlockFields(NamedTuple):
     scales: ScaleFields = ()  # "6 bits": the 12 bytes from 4 on, as `six_bits` reads them
     scale_offset: int = 0  # of the small scales
     offset: int = 0
-    table: tuple[int, ...] = ()
+    table: tuple[float, ...] = ()
     is_signed: bool = False  # codes are signed bytes
-    scale_form: Literal["f16", "exponent", "nibbles", "UE4M3"] = "f16"  # `ggml_blocks` explains them
+    scale_form: Literal["f16", "f32", "exponent", "nibbles", "UE4M3"] = "f16"  # `ggml_blocks` explains them
     are_scales_odd: bool = False  # a small scale s means 2 s + 1
     factor: float = 1.0  # of the super-block's scale: a power of two
 
@@ -258,3 +273,4 @@ BLOCK_FIELDS = {
     ),
 }
 BLOCK_FIELDS["NVFP4_SCALED"] = BLOCK_FIELDS["NVFP4"]
+BLOCK_FIELDS["F8_E4M3"] = BlockFields((Field(4, 128, 128, 8),), table=E4M3_VALUES, scale_form="f32")

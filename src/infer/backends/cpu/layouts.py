@@ -24,8 +24,10 @@ of their pattern's number (IQ2_XS).
 
 Every number keeps the value that the file gives it. An integer q is stored as q + offset ≥ 0, or as its code in the
 type's table. Patterns of IQ2_S and IQ3_S are stored code by code. If rows have a scale, the group ends with f32 × 16
-rows, and a row's sum is multiplied by it. A group of a float type is `[in_features, 16 rows]`, inputs padded by zeros to a multiple
-of 8.
+rows, and a row's sum is multiplied by it. A group of a float type is `[in_features, 16 rows]`, inputs padded by zeros
+to a multiple of 8. Records of E4M3 numbers, which have 8 inputs, follow a scale for each 128 inputs:
+
+    [f32 × 16 rows] 16 × { u8 × 8 inputs × 16 rows }
 """
 
 from dataclasses import dataclass, replace
@@ -138,7 +140,9 @@ class Layout:
 
     @property
     def super_header(self) -> int:
-        return self.nibbles_at + 4 * LANES * (self.nibbles != "") if self.records_per_super > 1 else 0
+        if self.records_per_super == 1:
+            return 0
+        return 4 * LANES if self.is_float else self.nibbles_at + 4 * LANES * (self.nibbles != "")
 
     @property
     def super_bytes(self) -> int:
@@ -235,5 +239,6 @@ LAYOUTS = {
         Layout("F32", low_bits=32, is_float=True),
         Layout("F16", low_bits=16, is_float=True),
         Layout("BF16", low_bits=16, is_float=True),
+        Layout("F8_E4M3", low_bits=8, records_per_super=16, is_float=True),
     )
 }

@@ -181,7 +181,7 @@ def first_lanes(b: Builder, count: Value) -> Value:
     return b.icmp_signed("<", NUMBERS, splat(b, b.trunc(count, I32)))
 
 
-# Halves: bits in and out, of one or of 16, by the machine's conversion where it has one
+# Halves: bits in and out, of one or of a vector, by the machine's conversion where it has one
 
 
 def has_half_conversion() -> bool:
@@ -189,7 +189,7 @@ def has_half_conversion() -> bool:
 
 
 def _as_many(x: Value, element: ir.Type) -> ir.Type:
-    return ir.VectorType(element, LANES) if isinstance(x.type, ir.VectorType) else element
+    return ir.VectorType(element, x.type.count) if isinstance(x.type, ir.VectorType) else element
 
 
 @operation(types.float32, types.uint16)
@@ -211,6 +211,16 @@ def widen_f16(b: Builder, bits: Value) -> Value:
 def widen_bf16(b: Builder, bits: Value) -> Value:
     wide_int = _as_many(bits, I32)
     return b.bitcast(b.shl(b.zext(bits, wide_int), constant(wide_int, 16)), _as_many(bits, F32))
+
+
+E4M3_BY_HALF = 256  # quotient of an E4M3 number and its half, whose exponent has another bias
+
+
+@operation(types.uint16, types.uint8)
+def half_of_e4m3(b: Builder, code: Value) -> Value:
+    """Return the f16 with the sign, exponent and mantissa of an E4M3 number, or of several. NaN is not kept."""
+    bits = _as_many(code, I16)
+    return b.and_(b.shl(b.sext(code, bits), constant(bits, 7)), constant(bits, -0x4001))
 
 
 @operation(types.uint16, types.float32)

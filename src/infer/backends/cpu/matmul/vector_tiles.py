@@ -15,19 +15,24 @@ planes, A = 256 hi + lo.
 An activation record, one per block and token: [hi × 32] scale f32, scale × ΣA f32 [lo × 32] −ΣA of each half i32
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 from numba.core import cgutils
 
 from infer.backends.cpu import simd
 from infer.backends.cpu.isa import InstructionSet
-from infer.backends.cpu.layouts import SCALE_AT, UNIT, Layout
+from infer.backends.cpu.layouts import LANES, SCALE_AT, UNIT, Layout
 from infer.backends.cpu.matmul.activation_record import ActivationRecord
 from infer.backends.cpu.matmul.arithmetic import arithmetic_of
-from infer.backends.cpu.simd import F32, F32X16, I16X16, I32, I64, Value, constant, load
+from infer.backends.cpu.prefetch import prefetch
+from infer.backends.cpu.simd import F32, F32X16, I8, I16X16, I32, I32X16, I64, Value, constant, load
 from infer.backends.cpu.weights.unpacking import PackedRecords
-from infer.backends.cpu.weights.weight_streams import bytes_ahead
+from infer.backends.cpu.weights.weight_streams import FAR, bytes_ahead
+
+_I8X32 = ir.VectorType(I8, 2 * LANES)
 
 
 class Operands(NamedTuple):
@@ -95,30 +100,60 @@ def add_record(
 def emit_float_tile(b: Builder, layout: Layout, columns: int, operands: Operands) -> list[list[Value]]:
     """Emit a tile of a float type, and return the sums of each group and column.
 
-    Even and odd inputs form one chain each, added at the end.
+    Even and odd inputs form one chain each, added at the end. A number with a scale is multiplied by it before it is
+    multiplied with activations, so the sums are those of a matrix of such products in F32.
     """
     weights, activations, stride, num_records = operands
-    zero = constant(F32X16, 0.0)
+    zero, per_super = constant(F32X16, 0.0), layout.records_per_super
     sums = [[[cgutils.alloca_once_value(b, zero) for _ in range(columns)] for _ in weights] for _ in range(2)]
-    with cgutils.for_range(b, num_records) as loop:
-        past = b.mul(loop.index, constant(I64, layout.record_bytes))
-        inputs = b.add(activations, b.mul(loop.index, stride))
-        for i in range(UNIT):
-            at = simd.offset(b, past, i * layout.record_bytes // UNIT)
-            values = [_load_float(b, layout, b.add(where, at)) for where in weights]
+
+    def add_inputs(places: list[Value], index: Value, scales: list[Value]) -> None:
+        inputs = b.add(activations, b.mul(index, stride))
+        numbers = zip(*[_floats_of(b, layout, place) for place in places], strict=True)
+        for i, values in enumerate(numbers):
+            scaled = [b.fmul(*pair) for pair in zip(values, scales, strict=True)] if scales else values
             for column in range(columns):
                 x = simd.splat(b, load(b, simd.offset(b, inputs, 4 * (UNIT * column + i)), F32, 4))
-                for group, weight in enumerate(values):
+                for group, weight in enumerate(scaled):
                     total = sums[i % 2][group][column]
                     b.store(simd.fma(b, weight, x, b.load(total)), total)
+
+    if per_super == 1:
+        with cgutils.for_range(b, num_records) as loop:
+            past = b.mul(loop.index, constant(I64, layout.record_bytes))
+            add_inputs([b.add(where, past) for where in weights], loop.index, [])
+    else:
+        with cgutils.for_range(b, b.sdiv(num_records, constant(I64, per_super))) as outer:
+            past = b.mul(outer.index, constant(I64, layout.super_bytes))
+            bases, first = [b.add(where, past) for where in weights], b.mul(outer.index, constant(I64, per_super))
+            by_half = constant(F32X16, simd.E4M3_BY_HALF)
+            scales = [b.fmul(load(b, base, F32X16, 16), by_half) for base in bases]
+            with cgutils.for_range(b, constant(I64, per_super)) as inner:
+                within = simd.offset(b, b.mul(inner.index, constant(I64, layout.record_bytes)), layout.super_header)
+                places = [b.add(base, within) for base in bases]
+                for place in places:
+                    prefetch(b, simd.offset(b, place, FAR), layout.record_bytes)
+                add_inputs(places, b.add(first, inner.index), scales)
     return [
         [b.fadd(b.load(even), b.load(odd)) for even, odd in zip(*chains, strict=True)]
         for chains in zip(*sums, strict=True)
     ]
 
 
-def _load_float(b: Builder, layout: Layout, where: Value) -> Value:
-    if layout.type == "F32":
-        return load(b, where, F32X16, 16)
-    bits = load(b, where, I16X16, 16)
-    return simd.widen_f16(b, bits) if layout.type == "F16" else simd.widen_bf16(b, bits)
+def _floats_of(b: Builder, layout: Layout, record: Value) -> Iterator[Value]:
+    """Yield the numbers of 16 rows for each input, loaded when they are used. E4M3's lack `simd.E4M3_BY_HALF`."""
+    size = layout.record_bytes // UNIT
+    if layout.type == "F8_E4M3":
+        for at in range(0, layout.record_bytes, 2 * size):
+            halves = simd.half_of_e4m3(b, load(b, simd.offset(b, record, at), _I8X32, 32))
+            for first in (0, LANES):
+                lanes = ir.Constant(I32X16, list(range(first, first + LANES)))
+                yield simd.widen_f16(b, b.shuffle_vector(halves, halves, lanes))
+        return
+    for at in range(0, layout.record_bytes, size):
+        where = simd.offset(b, record, at)
+        if layout.type == "F32":
+            yield load(b, where, F32X16, 16)
+        else:
+            bits = load(b, where, I16X16, 16)
+            yield simd.widen_f16(b, bits) if layout.type == "F16" else simd.widen_bf16(b, bits)

@@ -13,7 +13,18 @@ from numba import njit
 from infer.backends.cpu.activations import inverse_rms
 from infer.backends.cpu.isa import BY_NAME
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, QUADS_BYTES, Layout
-from infer.backends.cpu.simd import load_i8, load_scalar_f32, load_u16, stack, store_scalar_f32, widen_bf16, widen_f16
+from infer.backends.cpu.simd import (
+    E4M3_BY_HALF,
+    half_of_e4m3,
+    load_i8,
+    load_scalar_f32,
+    load_u8,
+    load_u16,
+    stack,
+    store_scalar_f32,
+    widen_bf16,
+    widen_f16,
+)
 from infer.backends.cpu.weights.unpacking import make_unpack
 
 
@@ -37,7 +48,7 @@ def make_embed(type_: str, inputs: int) -> Callable[..., None]:
     """Return the command that stores the tokens' rows × scale. `inputs` is the instruction set's."""
     layout = LAYOUTS[type_]
     if layout.is_float:
-        return _make_embed_floats(layout)
+        return _make_embed_scaled_floats(layout) if layout.super_header else _make_embed_floats(layout)
     unpack, read = (
         make_unpack(layout, replace(BY_NAME["portable"], inputs=inputs)),
         make_read_unpacked(layout, is_paired=inputs == 8),
@@ -101,6 +112,22 @@ def _make_embed_floats(layout: Layout) -> Callable[..., None]:
             group, lane, out = _row_of(args, state, token)
             for i in range(args.in_features):
                 store_scalar_f32(out + 4 * i, read(group + (i * LANES + lane) * width) * args.scale)
+            _normalize(args, out)
+
+    return embed
+
+
+def _make_embed_scaled_floats(layout: Layout) -> Callable[..., None]:
+    header, super_bytes, per_super = layout.super_header, layout.super_bytes, layout.records_per_super * layout.inputs
+
+    def embed(args, state, thread, num_threads):
+        for token in range(thread, state.num_tokens, num_threads):
+            group, lane, out = _row_of(args, state, token)
+            for i in range(args.in_features):
+                base = group + i // per_super * super_bytes
+                scale = load_scalar_f32(base + 4 * lane) * np.float32(E4M3_BY_HALF)
+                value = widen_f16(half_of_e4m3(load_u8(base + header + i % per_super * LANES + lane)))
+                store_scalar_f32(out + 4 * i, value * scale * args.scale)
             _normalize(args, out)
 
     return embed

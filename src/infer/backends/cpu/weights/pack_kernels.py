@@ -190,6 +190,26 @@ def _make_pack_float(width: int) -> Any:
     return pack
 
 
+def _make_pack_scaled_floats(layout: Layout) -> Any:
+    """Return pack(source, out, lane), which packs an f32 scale and the bytes after it."""
+    header, num_inputs = layout.super_header, BLOCK_TYPES[layout.type].block_size
+
+    @njit(forceinline=True)
+    def pack(source, out, lane):
+        store_u32(out + 4 * lane, load_u32(source))
+        for i in range(num_inputs):
+            store_u8(out + header + LANES * i + lane, load_u8(source + 4 + i))
+
+    return pack
+
+
+def _make_pack_source(layout: Layout) -> Any:
+    """Return pack(source, out, lane), which packs one block, or one number of a float type, of a row."""
+    if not layout.is_float:
+        return make_pack_block(layout)
+    return _make_pack_scaled_floats(layout) if layout.super_header else _make_pack_float(layout.low_bits // 8)
+
+
 def _make_pair_quads(layout: Layout) -> Any:
     """Return a function that reorders a record's pairs of quads to 8 inputs × 8 rows."""
     low_width, high_width = layout.low_bits, layout.high_bits
@@ -239,7 +259,7 @@ def make_pack(type_: str, inputs: int) -> Callable[..., None]:
     super_bytes, per_super = layout.super_bytes, layout.records_per_super
     packed_bytes = LANES * source_bytes if layout.is_float else layout.per_block // per_super * super_bytes
     header, record_bytes, has_row_scales = layout.super_header, layout.record_bytes, layout.row_scale_bytes > 0
-    pack_block = _make_pack_float(source_bytes) if layout.is_float else make_pack_block(layout)
+    pack_block = _make_pack_source(layout)
     pair_quads, is_paired = _make_pair_quads(layout), inputs == 8 and not layout.is_float
 
     def pack(args, state, thread, num_threads):

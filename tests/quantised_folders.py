@@ -208,14 +208,15 @@ def nvfp4(names: tuple[str, str], *, divides: bool) -> Callable[[Tensor], Packed
         parts = weight.reshape(len(weight), -1, 16)
         factor = parts.abs().max() / 6 / 448
         scales = (parts.abs().amax(2) / 6 / factor).to(torch.float8_e4m3fn)
-        spread = (scales.float() * factor)[:, :, None]
+        stored = 1 / factor if divides else factor
+        spread = scales.double()[:, :, None] * (1 / stored.double() if divides else stored.double())
         codes = _fp4_codes(parts / spread.clamp(min=1e-9))
-        values = (_E2M1[codes] * spread).reshape(weight.shape)
+        values = (_E2M1[codes] * spread).float().reshape(weight.shape)
         codes = codes.reshape(weight.shape).to(torch.uint8)
         tensors = {
             names[0]: codes[:, ::2] | codes[:, 1::2] << 4,
             "weight_scale": scales,
-            names[1]: (1 / factor if divides else factor).reshape(1),
+            names[1]: stored.reshape(1),
         }
         return Packed(tensors, values)
 
@@ -352,13 +353,13 @@ METHODS = (
         "nvfp4-pack-quantized",
         compressed_config("nvfp4-pack-quantized", _FP4),
         nvfp4(("weight_packed", "weight_global_scale"), divides=True),
-        "F16",
+        "NVFP4_SCALED",
     ),
     Method(
         "modelopt nvfp4",
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": list(_IN_FLOATS)},
         nvfp4(("weight", "weight_scale_2"), divides=False),
-        "F16",
+        "NVFP4_SCALED",
     ),
     Method("mxfp4-pack-quantized", compressed_config("mxfp4-pack-quantized", _MXFP4), mxfp4, "MXFP4"),
     Method("mlx", {"bits": 4, "group_size": 64, "mode": "affine"}, mlx(4, 64), "Q4_1", "quantization"),

@@ -1,11 +1,11 @@
 """Rows of a quantised matrix of a folder (`quantised_tensors`), read as blocks of a type that the kernels have.
 
-    Q4_0 (q − 8) s   Q5_0 (q − 16) s   Q8_0 q s   Q4_1 q s + m   MXFP4   F8_E4M3 w s   F16
+    Q4_0 (q − 8) s   Q5_0 (q − 16) s   Q8_0 q s   Q4_1 q s + m   MXFP4   NVFP4_SCALED   F8_E4M3 w s   F16
 
 Integers are moved, and never rounded. A code less its zero point has 5 bits, so codes of 4 bits with zero points become
 Q5_0, whose numbers are exactly those of the file. A scale becomes f16: unchanged if the file has f16, or bf16 from 2⁻¹⁷
-on; otherwise rounded once. Scales of FP8 become f32, unchanged. Matrices that no block holds become F16: each number is
-computed in float32, then rounded.
+on; otherwise rounded once. Scales of FP8, and the factor of a matrix in NVFP4 or its reciprocal, are f32.
+Matrices that no block holds become F16: each number is computed in float32, then rounded.
 """
 
 from typing import Any, final
@@ -27,6 +27,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that has each of 
 _BLOCK = 32
 _LARGEST_HALF = 65504.0
 _NO_EXPONENT = 255  # of E8M0
+_LEAST_BAD_SCALE = 0x7F  # of E4M3: NaN, and negative numbers from 128 on
 _VALUES_AT_ONCE = 1 << 17  # what is made on the way stays in a core's cache
 _DTYPES = {
     "F32": torch.float32,
@@ -52,6 +53,7 @@ class QuantisedRows:
         self._num_read = 0
         self._scales: NDArray[Any] | None = None  # [groups of rows, groups of columns]
         self._zeros: NDArray[Any] | None = None  # the same shape
+        self._factor = np.ones(1, np.float32)  # of NVFP4_SCALED
 
     def read(self, first: int, last: int) -> Tensor:
         """Return the rows [first, last) as `StoredWeight.data`. Raises ModelError if reading fails."""
@@ -68,6 +70,8 @@ class QuantisedRows:
         scales, zeros = self._scales[rows], None if self._zeros is None else self._zeros[rows]
         if self.type == "MXFP4":
             return _mxfp4_blocks(codes, scales)
+        if self.type == "NVFP4_SCALED":
+            return _nvfp4_blocks(codes, scales, self._factor)
         if self.type == "F16":
             return self._halves(codes, scales, zeros)
         group_of_block = np.arange(0, self.num_columns, BLOCK_TYPES[self.type].block_size) // self.packed.group_size
@@ -134,7 +138,7 @@ class QuantisedRows:
         return words
 
     def _read_small(self) -> None:
-        """Read the scales and the zero points, and check them."""
+        """Read the scales, the zero points and the factor, and check them."""
         packed, num_groups = self.packed, -(-self.packed.num_rows // self.packed.block_rows)
         if packed.format == "mxfp4":
             self._scales = bytes_of(packed.scales).reshape(num_groups, -1)
@@ -142,6 +146,9 @@ class QuantisedRows:
                 packed.scales.fail(
                     f"expected exponents up to {_NO_EXPONENT - 1}, got {_NO_EXPONENT}, which is no number",
                 )
+            return
+        if self.type == "NVFP4_SCALED":
+            self._scales, self._factor = bytes_of(packed.scales).reshape(num_groups, -1), self._nvfp4_factor()
             return
         scales = _floats_of(packed.scales)
         if packed.factor is not None:
@@ -160,6 +167,19 @@ class QuantisedRows:
                 problem = f"expected zero points of {self._middle}, as sym in config.json says, got {low} to {high}"
                 (packed.zeros or packed.scales).fail(problem)
         self._scales = scales
+
+    def _nvfp4_factor(self) -> Floats:
+        """Return the number that multiplies all values. Checks the scales, too."""
+        packed = self.packed
+        assert packed.factor is not None
+        if bytes_of(packed.scales).max() >= _LEAST_BAD_SCALE:
+            packed.scales.fail("expected scales from 0 to 448, got one that is NaN or negative")
+        factor = _floats_of(packed.factor)
+        with np.errstate(all="ignore"):  # checked below
+            factor = np.float32(1) / factor if packed.divides else factor
+        if not np.isfinite(factor).all():
+            packed.factor.fail(f"expected a {'number that is not 0' if packed.divides else 'finite number'}")
+        return factor
 
     def _zeros_of(self, info: TensorInfo) -> NDArray[Any]:
         """Return the zero points as integers, or what MLX adds as floats."""
@@ -244,6 +264,15 @@ def _mxfp4_blocks(codes: Codes, exponents: Bytes) -> NDArray[np.uint8]:
     q = codes.reshape(*exponents.shape, _BLOCK)
     halves = q[:, :, :16] | (q[:, :, 16:] << 4)
     return np.concatenate((exponents[:, :, None], halves), axis=2).reshape(len(codes), -1)
+
+
+def _nvfp4_blocks(codes: Codes, scales: Bytes, factor: Floats) -> NDArray[np.uint8]:
+    """Return GGML's blocks of NVFP4, and after each row the factor."""
+    q = codes.reshape(len(codes), -1, 4, 16)
+    pairs = (q[..., :8] | (q[..., 8:] << 4)).reshape(len(codes), -1, 32)
+    rows = np.concatenate((scales.reshape(len(codes), -1, 4), pairs), axis=2).reshape(len(codes), -1)
+    tails = np.broadcast_to(factor.reshape(-1).view(np.uint8), (len(codes), 4))
+    return np.concatenate((rows, tails), axis=1)
 
 
 def _fp8_blocks(codes: Codes, scales: Floats) -> NDArray[np.uint8]:

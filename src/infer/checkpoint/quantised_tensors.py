@@ -265,14 +265,14 @@ def _loaded_type(packed: PackedParts, num_columns: int, quantisation: Quantisati
         size = BLOCK_TYPES["F8_E4M3"].block_size
         has_whole_blocks = num_columns % size == 0 and (group_size % size == 0 or group_size == num_columns)
         return "F8_E4M3" if has_whole_blocks else "F16"
+    if packed.format == "nvfp4":
+        return "F16" if num_columns % BLOCK_TYPES["NVFP4_SCALED"].block_size else "NVFP4_SCALED"
     if num_columns % _BLOCK or (group_size % _BLOCK and group_size < num_columns) or packed.groups is not None:
         return "F16"
     if packed.format == "mxfp4":
         return "MXFP4"
     if packed.format == "mlx":
         return "Q4_1" if packed.bits <= 4 else "F16"
-    if packed.format == "nvfp4":
-        return "F16"
     is_symmetric = packed.zeros is None or (packed.format == "gptq" and quantisation.is_symmetric)
     if packed.bits == 8:
         return "Q8_0" if is_symmetric else "F16"

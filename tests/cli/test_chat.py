@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,6 @@ NAMES = ("llama3_1", "qwen3", "gemma3", "deepseek_v3")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' "
-    "+ message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 USER = {"role": "user", "content": "  What is 2 + 2?\n"}
 ANSWER = {"role": "assistant", "content": "<think>\nEasy.\n</think>\n\nFour — 四 🙂"}
@@ -69,45 +62,6 @@ def folder(name: str) -> Path:
     if not (path / "tokenizer.json").is_file():
         pytest.skip(f"{path} is absent; set INFER_TEST_ASSETS")
     return path
-
-
-def expected_text(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-    """Return the text that transformers' renderer writes for a template, without a tokenizer."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    rendered, _ = render_jinja_template(conversations=[present], chat_template=template, **variables)
-    return str(rendered[0])
-
-
-@pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=CONVERSATIONS)
-@pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_smollm2_renders_as_transformers_renders(
-    conversation: list[dict[str, Any]], add_generation_prompt: bool
-) -> None:
-    ours = ChatTemplate(SMOLLM2, {}).render(conversation, add_generation_prompt=add_generation_prompt)
-    assert ours == expected_text(SMOLLM2, conversation, add_generation_prompt=add_generation_prompt)
-
-
-FEATURES = {
-    "tojson": "{{ messages | tojson }}|{{ messages | tojson(indent=2) }}|{{ messages | tojson(ensure_ascii=True) }}",
-    "trim blocks": "  {% for m in messages %}\n    {{ m.role }}\n  {% endfor %}\n end",
-    "loop controls": "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
-    "generation": "{% for m in messages %}{% generation %}{{ m.content }}\n{% endgeneration %}{% endfor %}",
-    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-    "dict": "{{ dict(a=1) | tojson }}",
-    "documents": "{{ documents is none }}{{ tools is none }}{{ undefined_name }}",
-    "variables": "{{ enable_thinking }}{{ custom | default('x') }}",
-    "autoescape": "{{ messages[0].content }}{{ '<b>' }}",
-    "reasoning": "{{ messages[-1].reasoning_content }}{{ messages[-1].thinking }}",
-}
-
-
-@pytest.mark.parametrize("template", FEATURES.values(), ids=FEATURES)
-def test_each_feature_of_the_environment_is_hugging_faces(template: str) -> None:
-    messages = [SYSTEM, USER, {**ANSWER, "reasoning": "r"}]
-    ours = ChatTemplate(template, {}).render(messages, enable_thinking=False)
-    assert ours == expected_text(template, messages, add_generation_prompt=True, enable_thinking=False)
 
 
 def test_strftime_now_is_there() -> None:
@@ -254,16 +208,6 @@ def test_no_template_says_what_to_do() -> None:
 
     with pytest.raises(InvalidRequestError, match=r"no chat template.*generate\(\)"):
         Tokenizer(Backend(models.BPE({"a": 0}, [])), named_tokens={}).encode_chat([USER])
-
-
-def test_a_template_for_tools_is_used_for_tools() -> None:
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import models
-
-    templates = {"default": "plain", "tool_use": "tools"}
-    tokenizer = Tokenizer(Backend(models.BPE({"a": 0}, [])), named_tokens={}, chat_templates=templates)
-    assert tokenizer.render_chat_template([USER]) == "plain"
-    assert tokenizer.render_chat_template([USER], tools=[TOOL]) == "tools"
 
 
 @pytest.mark.slow

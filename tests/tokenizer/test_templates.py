@@ -65,6 +65,11 @@ TEMPLATES = {
     "a set block": "{% set text %}{% for m in messages %}{{ m.content }}|{% endfor %}{% endset %}{{ text | trim }}"
     "{% filter upper %}{{ messages[0].role }}{% endfilter %}{{ messages.missing }}"
     "{{ messages[0].get('name', 'none') }}",
+    "tojson": "{{ messages | tojson }}|{{ messages | tojson(indent=2) }}|{{ messages | tojson(ensure_ascii=True) }}",
+    "trim blocks": "  {% for m in messages %}\n    {{ m.role }}\n  {% endfor %}\n end",
+    "a dict": "{{ dict(a=1) | tojson }}{{ messages[0].content }}{{ '<b>' }}",
+    "what is not given": "{{ documents is none }}{{ tools is none }}{{ undefined_name }}{{ custom | default('x') }}",
+    "reasoning": "{{ messages[-1].reasoning_content }}{{ messages[-1].thinking }}",
     "whitespace": "\n  {%- if true %}\n   a\n  {%- endif %}\n  {% for m in messages %}\n    {{- m.role }}\n  "
     "{% endfor %}\n\n",
 }  # fmt: skip

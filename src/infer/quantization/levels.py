@@ -52,7 +52,7 @@ def levels_of(type: str) -> Levels:
     """Return the levels of a type whose codes are all used."""
     fields = BLOCK_FIELDS[type]
     if fields.table:
-        return Levels(fields.table, are_consecutive=False)
+        return Levels(tuple(map(int, fields.table)), are_consecutive=False)
     num_bits = sum(part.bits for part in fields.codes if isinstance(part, Field))
     return consecutive(-fields.offset, (1 << num_bits) - 1 - fields.offset)
 

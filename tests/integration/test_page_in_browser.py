@@ -439,6 +439,24 @@ def test_an_example_is_sent_by_a_click_and_the_model_is_named(page: Page) -> Non
     assert page.texts(".answer h2") == ["smollm2"]
 
 
+def test_one_of_several_models_is_chosen_and_answers(page: Page) -> None:
+    assert page.run("document.getElementById('model-choice').hidden"), "there is one"
+    page.run(check("two_models"))
+    page.until("!document.getElementById('model-choice').hidden")
+    options = "[...document.getElementById('model-choice').options]"
+    assert page.run(f"{options}.map((each) => [each.textContent, each.selected, each.disabled])") == [
+        ["smollm2", True, False],
+        ["two (not loaded, 1.4 GB)", False, False],
+        ["vectors (for embed; not loaded, 1.4 GB)", False, True],
+    ]
+    page.run(
+        "(e => { e.value = 'two'; e.dispatchEvent(new Event('change')) })(document.getElementById('model-choice'))"
+    )
+    page.until("document.getElementById('model').textContent === 'two'")
+    ask(page)
+    assert "two" in page.run("[...document.querySelectorAll('.message header')].at(-1).textContent")
+
+
 def test_the_system_prompt_is_set_above_the_message(page: Page) -> None:
     page.click("#system summary")
     page.click("#system-text")

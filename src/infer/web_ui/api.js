@@ -22,6 +22,7 @@ export const connection = new EventTarget(); // `state` is "ready", "loading", "
 connection.state = "loading";
 connection.progress = 0;
 connection.model = null; // from /props
+connection.chosen = null; // the name of one of several models; null: the server's first
 
 function become(state, progress = 0) {
 	if (state !== "key" && state === connection.state && progress === connection.progress) return;
@@ -92,7 +93,13 @@ export async function* stream(path, body, signal) {
 	throw new LostError("the answer was cut");
 }
 
-// Polls until the server is ready, then reads its properties.
+// The path of a GET about the chosen model.
+export function ofModel(path) {
+	if (connection.chosen === null) return path;
+	return `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(connection.chosen)}`;
+}
+
+// Polls until the server is ready, then reads its properties. The chosen model is loaded for it.
 let isWatching = false;
 export async function watch() {
 	if (isWatching) return;
@@ -109,8 +116,9 @@ export async function watch() {
 		}
 	}
 	isWatching = false;
+	if (connection.chosen !== null && connection.model?.model !== connection.chosen) become("loading");
 	try {
-		connection.model = await get("/props");
+		connection.model = await get(ofModel("/props"));
 		become("ready");
 	} catch (error) {
 		if (error instanceof ApiError && error.status !== 401) become("lost");

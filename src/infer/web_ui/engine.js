@@ -1,6 +1,6 @@
 // The engine live: slots, queue, cache pages and the time per step.
 
-import { connection, LostError, stream } from "./api.js";
+import { connection, LostError, ofModel, stream } from "./api.js";
 import { $, grouped, h, perFrame, svg } from "./dom.js";
 
 const COLUMNS = 72;
@@ -22,7 +22,7 @@ export class Engine {
 		this.draw();
 		while (!signal.aborted) {
 			try {
-				for await (const snapshot of stream(`/v1/engine/events?interval=${SECONDS}`, null, signal)) this.snapshot = { ...snapshot, at: performance.now() };
+				for await (const snapshot of stream(ofModel(`/v1/engine/events?interval=${SECONDS}`), null, signal)) this.snapshot = { ...snapshot, at: performance.now() };
 			} catch (error) {
 				if (error.name === "AbortError") return;
 				if (!(error instanceof LostError)) console.warn(error);

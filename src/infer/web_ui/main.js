@@ -7,6 +7,7 @@ import { $, announce, button, download, h, notify, on, plainButton } from "./dom
 import { Engine } from "./engine.js";
 import { chooseToken, chosenToken, initFunnel, releaseToken } from "./funnel.js";
 import { askFirst } from "./link.js";
+import { initModels } from "./models.js";
 import { isSystem, readLink, sha256, textOf } from "./permalink.js";
 import { showPrompt } from "./prompt.js";
 import { renderSettings, showSettingsOf, valuesOf } from "./settings.js";
@@ -347,6 +348,7 @@ function start() {
 	on(document, "visibilitychange", refreshTab);
 	addEventListener("hashchange", openLink);
 	on(connection, "change", showConnection);
+	initModels();
 	conversations.length ? open(conversations[0]) : newConversation();
 	openTab("token");
 	showPanel(!isNarrow());

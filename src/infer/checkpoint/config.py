@@ -43,6 +43,8 @@ _SAME_NAMES = frozenset(
 _ARCHITECTURES = {ours: theirs for theirs, ours in {**_WITH_WINDOWS, **_MODEL_TYPES}.items()}
 _ARCHITECTURES |= {"mixtral": "llama", "gemma3_text": "gemma3", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe"}
 _ARCHITECTURES |= dict.fromkeys(("gemma4", "gemma4_unified", "gemma4_unified_text"), "gemma4")
+_ARCHITECTURES |= {"bert": "bert", "roberta": "bert", "xlm-roberta": "bert"}
+_ARCHITECTURES |= {"nomic_bert": "nomic-bert", "modernbert": "modern-bert"}
 _ARCHITECTURES |= {"gemma3": "gemma3", "llama4": "llama4", "muse_glimmer": "muse-glimmer"}
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
 # whose attention is scaled by hidden_size / heads instead of head_dim.
@@ -115,7 +117,7 @@ def generation_config_from_folder(folder: Path) -> dict[str, Any]:
 
 
 def architecture_in_gguf(config: Mapping[str, Any]) -> str | None:
-    """Return the architecture that a GGUF file names for the family of a decoder's config; None if GGUF has none."""
+    """Return the architecture that a GGUF file names for the family of a config; None if GGUF has none."""
     name = str(config.get("model_type"))
     found = _ARCHITECTURES.get(name, name if name in _SAME_NAMES else None)
     return "gemma-embedding" if found == "gemma3" and config.get("use_bidirectional_attention") is True else found

@@ -8,6 +8,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from infer.checkpoint.gguf_values import shortest
 from infer.checkpoint.head_files import ActivationName, HeadFiles, LayerNormFiles, take_dense, take_layer_norm
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError, UnsupportedModelError
@@ -82,7 +83,7 @@ def take_gguf_encoder_head(
     key = f"{architecture}.classifier.pooling_type"
     pooling = _choice(path, key, metadata.get(key, 1), _POOLING_BY_NUMBER)
     eps_key = f"{architecture}.attention.layer_norm_epsilon"
-    eps = _eps(path, eps_key, metadata.get(eps_key, _MODERN_BERT_EPS))
+    eps = _eps(path, eps_key, shortest(metadata.get(eps_key, _MODERN_BERT_EPS)))
     norm: tuple[LayerNormFiles, ...] = ()
     if "cls.norm.weight" in tensors:
         norm = (take_layer_norm(tensors, "cls.norm", eps),)

@@ -38,6 +38,9 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
     "layer_output_norm": "post_mlp_norm",
 }
+_TOP_IN_GGUF = {ours: theirs for theirs, ours in _TOP.items()}
+_LAYER_IN_GGUF = {ours: theirs for theirs, ours in _LAYER.items()} | {"mlp.gate_up_proj": "ffn_up"}
+_OUR_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _IN_LAYER = re.compile(r"blk\.([0-9]+)\.(\w+)\.(weight|bias)")
 
 
@@ -91,6 +94,17 @@ def encoder_names_from_gguf(architecture: str, names: Iterable[str]) -> dict[str
             own = "mlp.gate_up_proj" if architecture == "modern-bert" and match[2] == "ffn_up" else _LAYER[match[2]]
             found[name] = f"model.layers.{match[1]}.{own}.{match[3]}"
     return found
+
+
+def encoder_name_in_gguf(name: str) -> str | None:
+    """Return the name that a GGUF file of an encoder has for one of our names; None if there is none."""
+    module, _, kind = name.rpartition(".")
+    match = _OUR_LAYER.fullmatch(module)
+    if match is None:
+        found = _TOP_IN_GGUF.get(module)
+        return None if found is None else f"{found}.{kind}"
+    own = _LAYER_IN_GGUF.get(match[2])
+    return None if own is None else f"blk.{match[1]}.{own}.{kind}"
 
 
 def with_rows_of_types(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:

@@ -30,7 +30,7 @@ _POOLING_BY_MODE: dict[str, Pooling] = {
     "weightedmean": "weightedmean",
     "lasttoken": "last",
 }
-_POOLING_BY_NUMBER: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's enum llama_pooling_type
+POOLING_BY_NUMBER: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's enum llama_pooling_type
 _NOT_ONE_VECTOR = (0, 4)  # of the same enum: the states of all tokens, and the score of a reranker
 _ACTIVATIONS_BY_CLASS: dict[str, tuple[ActivationName, ...]] = {
     "torch.nn.modules.linear.Identity": (),
@@ -128,7 +128,7 @@ def embedding_from_gguf(
     steps = tuple(take_dense(tensors, name) for name in _GGUF_DENSE if f"{name}.weight" in tensors)
     key = f"{metadata['general.architecture']}.pooling_type"
     number = metadata.get(key, 0)
-    if type(number) is not int or number not in (*_NOT_ONE_VECTOR, *_POOLING_BY_NUMBER):
-        supported = ", ".join(f"{number} ({name})" for number, name in _POOLING_BY_NUMBER.items())
+    if type(number) is not int or number not in (*_NOT_ONE_VECTOR, *POOLING_BY_NUMBER):
+        supported = ", ".join(f"{number} ({name})" for number, name in POOLING_BY_NUMBER.items())
         raise UnsupportedModelError(f"{path.name}: {key} {number!r:.60} is not supported; supported are {supported}")
-    return None if number in _NOT_ONE_VECTOR else EmbeddingFiles(_POOLING_BY_NUMBER[number], steps)
+    return None if number in _NOT_ONE_VECTOR else EmbeddingFiles(POOLING_BY_NUMBER[number], steps)

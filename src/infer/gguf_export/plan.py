@@ -5,15 +5,18 @@ from typing import NamedTuple
 from infer.checkpoint import Checkpoint
 from infer.checkpoint.config import architecture_in_gguf
 from infer.checkpoint.gguf import TypedValue
+from infer.checkpoint.gguf_text_encoders import ENCODERS
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import UnsupportedModelError
+from infer.gguf_export.encoder_values import encoder_values
 from infer.gguf_export.general_values import general_values
+from infer.gguf_export.heads import head_plan
 from infer.gguf_export.network_values import network_values
-from infer.gguf_export.rope_values import rope_values
+from infer.gguf_export.rope_values import RopeValues, rope_values
 from infer.gguf_export.round_trip import check_round_trip
 from infer.gguf_export.tensors import ExportTensor, export_tensors
 from infer.gguf_export.tokenizer_values import tokenizer_values
-from infer.gguf_export.values import typed
+from infer.gguf_export.values import Value, typed
 from infer.model.families import FAMILIES, as_read, make_architecture
 from infer.model.tensors import check_tensors
 
@@ -46,11 +49,16 @@ def network_plan(checkpoint: Checkpoint) -> ExportPlan:
     if name is None:
         raise UnsupportedModelError(f"{path.name}: GGUF has no architecture for model_type {config['model_type']!r}")
     check_tensors(architecture, checkpoint.tensors)
-    read = as_read(config, FAMILIES[str(config["model_type"])])
-    ropes = rope_values(name, read, architecture)
-    own = network_values(name, read, architecture) | ropes.values
+    own, ropes = dict[str, Value](), RopeValues({}, {})
+    if name in ENCODERS:
+        own = encoder_values(config, architecture)
+    else:
+        read = as_read(config, FAMILIES[str(config["model_type"])])
+        ropes = rope_values(name, read, architecture)
+        own = network_values(name, read, architecture) | ropes.values
     tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), ropes.factors)
     values = general_values(path, name, tensors, checkpoint.generation_config)
-    values |= {f"{name}.{key}": typed(value) for key, value in own.items()}
+    head = head_plan(checkpoint, name, values["general.name"].value, architecture.norm_eps)
+    values |= {f"{name}.{key}": typed(value) for key, value in (own | head.values).items()}
     check_round_trip(path, architecture, values, tensors, ropes.factors, checkpoint.files[0])
-    return ExportPlan(values, tensors)
+    return ExportPlan(values, tensors + head.tensors)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from infer.checkpoint import ROWS_IN_PAIRS
+from infer.checkpoint.gguf_text_encoders import ENCODERS, encoder_name_in_gguf
 from infer.checkpoint.tensor_names import name_in_gguf
 from infer.errors import UnsupportedModelError
 from infer.gguf_export.delta_nets import change_delta_net
@@ -26,7 +27,8 @@ from infer.operands.weights import FileWeight
 
 _EXPERT = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.([0-9]+)\.(gate|up|down)_proj\.(weight|bias)")
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
-_WITH_ONE_QKV = frozenset({"phi3"})
+_WITH_ONE_QKV = frozenset({"phi3", "nomic-bert", "modern-bert"})
+_WITH_ONE_GATE_UP = frozenset({"phi3", "modern-bert"})
 _WITH_ONE_EXPERT_MATRIX = frozenset({"gemma4"})  # of gate and up
 _WITH_GATES_IN_Q = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 _WITH_SCALE_IN_Q_NORM = frozenset({"muse-glimmer"})
@@ -76,7 +78,7 @@ def export_tensors(
     weights: Mapping[str, FileWeight],
     factors: Mapping[str, Sequence[float]],
 ) -> list[ExportTensor]:
-    """Return the tensors of a decoder, those of no layer first.
+    """Return the tensors of a network, those of no layer first.
 
     Args:
         path: The folder, for errors.
@@ -97,7 +99,7 @@ def export_tensors(
             _change_attention(named, name, f"{prefix}self_attn.", layer.mixer)
         elif isinstance(layer.mixer, GatedDeltaNet):
             change_delta_net(named, name, f"{prefix}linear_attn.", layer.mixer)
-        if name in _WITH_ONE_QKV:
+        if name in _WITH_ONE_GATE_UP:
             _fuse(named, f"{prefix}mlp.gate_up_proj", (f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"))
     found = _take_stacks(named, name)
     found |= {each: ExportTensor(each, rows.shape, rows) for each, rows in named.items()}
@@ -107,7 +109,7 @@ def export_tensors(
 
 
 def _renamed(path: Path, name: str, ours: str, tensor: ExportTensor) -> ExportTensor:
-    stored = name_in_gguf(ours, name)
+    stored = encoder_name_in_gguf(ours) if name in ENCODERS else name_in_gguf(ours, name)
     if stored is None:
         raise UnsupportedModelError(f"{path.name}: the tensor {ours!r:.80} has no name in a GGUF file of {name}")
     shape = tensor.shape

@@ -1,17 +1,20 @@
-"""A folder's tokenizer → `tokenizer.*` of a GGUF file: the inverse of `tokenizer.gguf_vocabulary`.
+"""A folder's tokenizer → `tokenizer.*` of a GGUF file: the inverse of `tokenizer.tokenizer_files.read_gguf`.
 
 The result is read again, and a text in many languages must get the same ids. So a tokenizer is written exactly or
 refused.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram, WordPiece
 
+from infer.checkpoint.gguf_text_encoders import ENCODERS
 from infer.errors import UnsupportedModelError
+from infer.gguf_export.encoder_vocabulary import unigram_values, wordpiece_values
 from infer.gguf_export.merge_scores import merges_of, scores_of
 from infer.gguf_export.pre_tokenizer_names import pre_tokenizer_name
 from infer.gguf_export.values import Value
@@ -53,12 +56,15 @@ def tokenizer_values(path: Path, architecture: str, vocab_size: int) -> dict[str
     """
     parts = read_folder(path)
     texts, types = _tokens(parts.backend, vocab_size)
-    values = _vocabulary(path, architecture, parts.backend, texts, types)
-    values |= _special_ids(parts) | _templates(parts.chat_templates)
-    again = read_gguf(values).backend
-    _check_merges(path, parts.backend, again)
-    _check_ids(path, parts, again)
-    return values
+    others = _special_ids(parts, reads_pairs=architecture in ENCODERS) | _templates(parts.chat_templates)
+    problems = list[str]()
+    for vocabulary in _vocabularies(path, architecture, parts.backend, texts, types):
+        values = vocabulary | others
+        problem = _difference(parts.backend, read_gguf(_as_read(values)).backend, reads_pairs=architecture in ENCODERS)
+        if problem is None:
+            return values
+        problems.append(problem)
+    raise UnsupportedModelError(f"{path.name}: GGUF has no form for its tokenizer: {problems[0]}")
 
 
 def _tokens(backend: Tokenizer, vocab_size: int) -> tuple[list[str], list[int]]:
@@ -76,16 +82,26 @@ def _tokens(backend: Tokenizer, vocab_size: int) -> tuple[list[str], list[int]]:
     return texts, types
 
 
-def _vocabulary(
+def _vocabularies(
     path: Path, architecture: str, backend: Tokenizer, texts: list[str], types: list[int]
-) -> dict[str, Value]:
-    """Return the tokens, and what the tokenizer's algorithm needs besides."""
+) -> Iterable[dict[str, Value]]:
+    """Return the tokens, and what the tokenizer's algorithm needs besides, in each form that may fit."""
     model = backend.model
+    if isinstance(model, WordPiece):
+        return [wordpiece_values(backend, texts, types)]
+    if isinstance(model, Unigram):
+        return unigram_values(backend, texts, types)
     kinds = [] if isinstance(model, BPE) else [type(model).__name__]
     kinds += [name for name in _NOT_IN_GGUF if getattr(model, name, None)]
     if not isinstance(model, BPE) or kinds:
         problem = f"GGUF has no form for the tokenizer of {architecture}: {', '.join(kinds)}"
         raise UnsupportedModelError(f"{path.name}: {problem}")
+    return [_bpe_values(path, architecture, backend, model, texts, types)]
+
+
+def _bpe_values(
+    path: Path, architecture: str, backend: Tokenizer, model: BPE, texts: list[str], types: list[int]
+) -> dict[str, Value]:
     merges = merges_of(model)
     if model.byte_fallback:
         return _marked_vocabulary(path, architecture, backend, texts, types, merges)
@@ -108,20 +124,21 @@ def _marked_vocabulary(
 ) -> dict[str, Value]:
     """Return the same for SentencePiece's form, which marks spaces and has a token for each byte.
 
-    User-defined tokens are written with their spaces in the clear.
+    User-defined tokens have their spaces in the clear, but not in files of Gemma 4.
     """
     types = [
         TokenType.BYTE.value if kind == TokenType.NORMAL and _BYTE.fullmatch(text) else kind
         for text, kind in zip(texts, types, strict=True)
     ]
-    own: dict[str, Value] = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
-    if architecture == "gemma4":
-        own = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": _joined(path, merges)}
-    return own | {
-        "tokenizer.ggml.tokens": [
+    values: dict[str, Value] = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": _joined(path, merges)}
+    if architecture != "gemma4":
+        values = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
+        texts = [
             text.replace(_SPACE_MARK, " ") if kind == TokenType.USER_DEFINED else text
             for text, kind in zip(texts, types, strict=True)
-        ],
+        ]
+    return values | {
+        "tokenizer.ggml.tokens": texts,
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.scores": scores_of(texts, types, merges),
         "tokenizer.ggml.add_space_prefix": backend.encode("a", add_special_tokens=False).tokens[0][0] == _SPACE_MARK,
@@ -135,8 +152,8 @@ def _joined(path: Path, merges: Sequence[tuple[str, str]]) -> list[str]:
     return [" ".join(merge) for merge in merges]
 
 
-def _special_ids(parts: TokenizerParts) -> dict[str, Value]:
-    """Return the ids of special tokens, and those that are added to a text."""
+def _special_ids(parts: TokenizerParts, *, reads_pairs: bool) -> dict[str, Value]:
+    """Return the ids of special tokens, and those that are added to a text or between two texts."""
     backend = parts.backend
     named = {_ID_NAMES[name]: text for name, text in parts.named_tokens.items() if name in _ID_NAMES}
     found = {own: token_id for own, text in named.items() if (token_id := backend.token_to_id(text)) is not None}
@@ -151,7 +168,11 @@ def _special_ids(parts: TokenizerParts) -> dict[str, Value]:
     others = dict.fromkeys(token_id for token_id in ends if token_id != found.get("eos"))
     found |= dict(zip(("eot", "eom"), others, strict=False))
     values: dict[str, Value] = {f"tokenizer.ggml.{name}_token_id": token_id for name, token_id in found.items()}
-    return values | {"tokenizer.ggml.add_bos_token": bool(before), "tokenizer.ggml.add_eos_token": bool(after)}
+    values |= {"tokenizer.ggml.add_bos_token": bool(before), "tokenizer.ggml.add_eos_token": bool(after)}
+    if reads_pairs:
+        num_between = len(backend.encode("a", "a").ids) - len(whole) - len(plain)
+        values |= {"tokenizer.ggml.add_sep_token": num_between == 2}
+    return values
 
 
 def _templates(templates: Mapping[str, str]) -> dict[str, Value]:
@@ -162,32 +183,41 @@ def _templates(templates: Mapping[str, str]) -> dict[str, Value]:
     return own | {"tokenizer.chat_templates": others} if others else own
 
 
-def _check_merges(path: Path, backend: Tokenizer, again: Tokenizer) -> None:
-    """Raise UnsupportedModelError if the scores of SentencePiece do not stand for the tokenizer's merges.
+def _as_read(values: Mapping[str, Value]) -> dict[str, Any]:
+    """Return the values as a reader of the file finds them."""
+    return {key: list(value) if isinstance(value, bytes) else value for key, value in values.items()}
+
+
+def _difference(backend: Tokenizer, again: Tokenizer, *, reads_pairs: bool) -> str | None:
+    """Return the first difference between a tokenizer and the one that a reader makes of the file, or None."""
+    if isinstance(backend.model, BPE) and (problem := _difference_of_merges(backend, again)) is not None:
+        return problem
+    added = backend.get_added_tokens_decoder().values()
+    plain = [token.content for token in added if not (token.lstrip or token.rstrip or token.single_word)]
+    turns = "".join(f"{content}a b" for content in (*plain[:20], *plain[-20:]))
+    asked: list[tuple[str, str | None, bool]] = [(_TEXTS[0], _TEXTS[1], True)] * reads_pairs
+    asked += [(text, None, is_whole) for text in (*_TEXTS, turns) for is_whole in (False, True)]
+    for first, second, is_whole in asked:
+        own, read = (each.encode(first, second, add_special_tokens=is_whole) for each in (backend, again))
+        if (own.ids, own.type_ids) != (read.ids, read.type_ids):
+            pairs = enumerate(zip(own.ids, read.ids, strict=False))
+            at = next((index for index, pair in pairs if pair[0] != pair[1]), 0)
+            found = f"the same text would be read as {read.tokens[at : at + 3]!r:.80}"
+            return f"from {own.tokens[at : at + 3]!r:.80} on, {found}"
+    return None
+
+
+def _difference_of_merges(backend: Tokenizer, again: Tokenizer) -> str | None:
+    """Return a merge that only one of two tokenizers has, or None if they merge alike.
 
     Merges that make the same token may have another order, and those that make an added token are never used.
     """
+    models = backend.model, again.model
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    merges = (merges_of(each.model) for each in (backend, again))
-    own, read = ([pair for pair in each if "".join(pair) not in added] for each in merges)
-    if set(own) != set(read) or list(dict.fromkeys(map("".join, own))) != list(dict.fromkeys(map("".join, read))):
-        other = next(iter(set(own) ^ set(read)), own[0])
-        raise UnsupportedModelError(
-            f"{path.name}: the merges of its tokenizer cannot be written as SentencePiece's scores: {other!r:.80}"
-        )
-
-
-def _check_ids(path: Path, parts: TokenizerParts, again: Tokenizer) -> None:
-    """Raise UnsupportedModelError if the tokenizer that a reader makes finds other ids in a text."""
-    added = parts.backend.get_added_tokens_decoder().values()
-    plain = [token.content for token in added if not (token.lstrip or token.rstrip or token.single_word)]
-    turns = "".join(f"{content}a b" for content in (*plain[:20], *plain[-20:]))
-    for text in (*_TEXTS, turns):
-        for is_whole in (False, True):
-            own, read = (backend.encode(text, add_special_tokens=is_whole) for backend in (parts.backend, again))
-            if own.ids != read.ids:
-                at = next((i for i, pair in enumerate(zip(own.ids, read.ids, strict=False)) if pair[0] != pair[1]), 0)
-                raise UnsupportedModelError(
-                    f"{path.name}: GGUF has no form for its tokenizer: from {own.tokens[at : at + 3]!r:.80} on, the "
-                    f"same text would be read as {read.tokens[at : at + 3]!r:.80}"
-                )
+    own, read = (
+        [pair for pair in merges_of(model) if "".join(pair) not in added] for model in models if isinstance(model, BPE)
+    )
+    if set(own) == set(read) and list(dict.fromkeys(map("".join, own))) == list(dict.fromkeys(map("".join, read))):
+        return None
+    other = next(iter(set(own) ^ set(read)), own[0])
+    return f"its merges cannot be written as SentencePiece's scores, such as {other!r:.80}"

@@ -4,7 +4,7 @@ import numpy as np
 
 from infer.checkpoint.gguf import TypedValue
 
-Value = bool | int | float | str | list[bool] | list[int] | list[float] | list[str]
+Value = bool | int | float | str | bytes | list[bool] | list[int] | list[float] | list[str]
 
 
 def typed(value: Value) -> TypedValue:
@@ -12,6 +12,8 @@ def typed(value: Value) -> TypedValue:
     if isinstance(value, list):
         kind = typed(value[0]).type if value else "i32"
         return TypedValue("i32" if kind == "u32" else kind, value)
+    if isinstance(value, bytes):
+        return TypedValue("u8", list(value))
     if isinstance(value, bool):
         return TypedValue("bool", value)
     if isinstance(value, int):

@@ -1,0 +1,118 @@
+"""Poolings, dense layers and labels after the states of a network → GGUF's keys and tensors."""
+
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infer.checkpoint import Checkpoint
+from infer.checkpoint.classifier_files import ClassifierFiles, classifier_from_gguf
+from infer.checkpoint.head_files import DenseFiles, HeadFiles
+from infer.checkpoint.lazy_weights import LazyWeights
+from infer.checkpoint.pooling import POOLING_BY_NUMBER, EmbeddingFiles
+from infer.checkpoint.tensor_info import TensorInfo
+from infer.errors import UnsupportedModelError
+from infer.gguf_export.rows import rows_of
+from infer.gguf_export.tensors import ExportTensor
+from infer.gguf_export.values import Value
+
+_RANK = 4  # llama.cpp's enum llama_pooling_type
+_NUMBERS = {pooling: number for number, pooling in POOLING_BY_NUMBER.items()}
+_QWEN3 = "qwen3-reranker"  # in the name by which a reader knows such a model
+
+
+class HeadPlan(NamedTuple):
+    values: dict[str, Value]  # under the architecture's name
+    tensors: list[ExportTensor]
+
+
+def head_plan(checkpoint: Checkpoint, name: str, model_name: str, eps: float) -> HeadPlan:
+    """Return the keys and tensors of the head; none for a model that only generates.
+
+    Args:
+        checkpoint: The folder.
+        name: The architecture's name in GGUF.
+        model_name: `general.name` of the file.
+        eps: That of the network's norms, which is a head's norm's too.
+
+    Raises:
+        UnsupportedModelError: GGUF has no form for the head. The error names what it lacks.
+    """
+    path, reranker = checkpoint.path, checkpoint.reranker
+    plan = HeadPlan({}, [])
+    if checkpoint.embedding is not None:
+        plan = _embedding(path, checkpoint.embedding)
+    if checkpoint.classifier is not None:
+        plan = _classifier(path, name, checkpoint.classifier, eps)
+        if reranker is not None:
+            plan.values["pooling_type"] = _RANK
+    elif reranker is not None and not ((reranker.yes, reranker.no) == ("yes", "no") and _QWEN3 in model_name.lower()):
+        raise UnsupportedModelError(
+            f"{path.name}: GGUF has no form for a reranker that compares the tokens {reranker.yes!r:.40} and "
+            f"{reranker.no!r:.40}; a folder with {_QWEN3} in its name, which compares yes and no, has one"
+        )
+    return plan
+
+
+def _embedding(path: Path, files: EmbeddingFiles) -> HeadPlan:
+    number = _NUMBERS.get(files.pooling)
+    lacking = f"the pooling {files.pooling}" if number is None else None
+    if any(not isinstance(step, DenseFiles) or step.bias is not None for step in files.head) or len(files.head) > 2:
+        lacking = "the layers after the pooling: it has two matrices without a bias"
+    if files.skips_prompt:
+        lacking = "a prompt whose tokens are not pooled"
+    if lacking is not None or number is None:
+        raise UnsupportedModelError(f"{path.name}: GGUF has no form for {lacking}")
+    if not files.normalizes:
+        warnings.warn(f"{path.name}: vectors of a GGUF file have length 1, those of the folder have not", stacklevel=4)
+    tensors = _tensors(files.head, ("dense_2", "dense_3"))
+    sizes = {f"{each.name.removesuffix('.weight')}_feat_{side}": each.shape[axis]
+             for each in tensors for side, axis in (("in", 1), ("out", 0))}  # fmt: skip
+    return HeadPlan({"pooling_type": number, **sizes}, tensors)
+
+
+def _classifier(path: Path, name: str, files: ClassifierFiles, eps: float) -> HeadPlan:
+    dense = [step for step in files.head if isinstance(step, DenseFiles)]
+    tensors = _tensors(files.head, ("cls", "cls.output")[-len(dense) :])
+    values: dict[str, Value] = {"classifier.output_labels": list(files.labels)}
+    if files.pooling in ("mean", "cls"):
+        values["classifier.pooling_type"] = _NUMBERS[files.pooling]
+    file = dense[0].weight.file
+    infos = {each.name: TensorInfo(file, each.name, each.type, each.shape, 0, 0) for each in tensors}
+    metadata: dict[str, Any] = {f"{name}.{key}": each for key, each in values.items()}
+    metadata |= {"general.architecture": name, f"{name}.attention.layer_norm_epsilon": eps}
+    again = classifier_from_gguf(path, metadata, infos)
+    assert again is not None
+    for what, own, read in (
+        ("the layers", _kinds(files.head), _kinds(again.head)),
+        ("the labels", files.labels, again.labels),
+        ("the scale of values", files.scale, again.scale),
+        ("the pooling", files.pooling, again.pooling),
+    ):
+        if own != read:
+            raise UnsupportedModelError(
+                f"{path.name}: a GGUF file of {name} cannot say that {what} of its classifier are {own!r:.80}: they "
+                f"would be read as {read!r:.80}"
+            )
+    return HeadPlan(values, tensors)
+
+
+def _kinds(head: HeadFiles) -> list[str]:
+    """Return the steps in words."""
+    return [
+        step if isinstance(step, str) else "dense" if isinstance(step, DenseFiles) else f"a norm with eps {step.eps:g}"
+        for step in head
+    ]
+
+
+def _tensors(head: HeadFiles, names: tuple[str, ...]) -> list[ExportTensor]:
+    """Return the tensors of the head's layers. Dense layers have these names, and a norm has its own."""
+    remaining, infos = list(names), dict[str, TensorInfo]()
+    for step in head:
+        if isinstance(step, str):
+            continue
+        module = remaining.pop(0) if isinstance(step, DenseFiles) else "cls.norm"
+        infos[f"{module}.weight"] = step.weight
+        if step.bias is not None:
+            infos[f"{module}.bias"] = step.bias
+    weights = LazyWeights(infos)
+    return [ExportTensor(each, weights[each].shape, rows_of(weights[each])) for each in infos]

@@ -1,0 +1,101 @@
+"""Claims about exported encoders and embedding models: the file has the folder's vectors, labels and scores."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from encoder_models import BY_NAME, make_encoder
+from encoder_tokenizers import SENTENCES, make_bert_folder, make_xlmr_folder
+from infer import LLM
+from infer.checkpoint import open_checkpoint
+from infer.errors import UnsupportedModelError
+from infer.gguf_export.plan import export_plan, network_plan
+from test_plan import write
+
+LABELS = {0: "bad", 1: "good", 2: "so-so"}
+
+
+def make_folder(folder: Path, name: str, labels: dict[int, str] | None) -> Path:
+    tokenizer = make_xlmr_folder(folder) if "roberta" in name else make_bert_folder(folder)
+    settings = {} if labels is None else {"id2label": labels}
+    make_encoder(BY_NAME[name], folder, vocab_size=len(tokenizer) + 1, num_hidden_layers=2, **settings)
+    return folder
+
+
+def add_modules(folder: Path, pooling: str, *sizes: int) -> None:
+    """Add the files of sentence-transformers: a pooling, and dense layers between vectors of these sizes."""
+    kinds = ["Transformer", "Pooling", *["Dense"] * (len(sizes) - 1), "Normalize"]
+    paths = ["", "1_Pooling", *(f"{place}_Dense" for place in range(2, len(kinds) - 1)), "9_Normalize"]
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, path) in enumerate(zip(kinds, paths, strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    for path in paths[1:]:
+        (folder / path).mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{pooling}": True}))
+    for path, columns, rows in zip(paths[2:-1], sizes[:-1], sizes[1:], strict=True):
+        activation = "torch.nn.modules.linear.Identity"
+        own = {"in_features": columns, "out_features": rows, "bias": False, "activation_function": activation}
+        (folder / path / "config.json").write_text(json.dumps(own))
+        save_file({"linear.weight": torch.randn(rows, columns)}, folder / path / "model.safetensors")
+
+
+@pytest.mark.parametrize(("name", "pooling"), [("bert", "mean_tokens"), ("xlm-roberta", "cls_token")])
+def test_an_exported_encoder_has_the_vectors_of_the_folder(tmp_path: Path, name: str, pooling: str) -> None:
+    add_modules(make_folder(tmp_path, name, None), pooling)
+    path = write(export_plan(open_checkpoint(tmp_path)), tmp_path / "model.gguf")
+    with LLM(tmp_path) as folder, LLM(path) as file:
+        assert torch.equal(folder.embed(SENTENCES), file.embed(SENTENCES))
+
+
+def test_an_exported_classifier_has_the_labels_of_the_folder(tmp_path: Path) -> None:
+    make_folder(tmp_path, "modernbert-biased", LABELS)
+    path = write(export_plan(open_checkpoint(tmp_path)), tmp_path / "model.gguf")
+    with LLM(tmp_path) as folder, LLM(path) as file:
+        assert folder.classify(SENTENCES) == file.classify(SENTENCES)
+
+
+def test_an_exported_cross_encoder_scores_pairs_as_the_folder(tmp_path: Path) -> None:
+    path = write(export_plan(open_checkpoint(make_folder(tmp_path, "roberta", {0: "score"}))), tmp_path / "model.gguf")
+    with LLM(tmp_path) as folder, LLM(path) as file:
+        assert folder.rerank(SENTENCES[0], SENTENCES) == file.rerank(SENTENCES[0], SENTENCES)
+
+
+def test_the_pooling_and_dense_layers_of_a_decoder_are_exported(tmp_path: Path) -> None:
+    make_encoder(BY_NAME["embedding-gemma"], tmp_path)
+    add_modules(tmp_path, "mean_tokens", 96, 40, 24)
+    plan = network_plan(open_checkpoint(tmp_path))
+    values = {key.partition(".")[2]: value.value for key, value in plan.values.items() if "gemma-embedding" in key}
+    sizes = {key: value for key, value in values.items() if "dense" in key}
+    assert (values["pooling_type"], values["attention.causal"], values["attention.sliding_window"]) == (1, False, 40)
+    assert sizes == {"dense_2_feat_in": 96, "dense_2_feat_out": 40, "dense_3_feat_in": 40, "dense_3_feat_out": 24}
+    again = open_checkpoint(write(plan, tmp_path / "model.gguf")).embedding
+    own = open_checkpoint(tmp_path).embedding
+    assert own is not None
+    assert again is not None
+    assert (again.pooling, again.normalizes, len(again.head)) == (own.pooling, True, 2)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "sizes", "message"),
+    [
+        ("max_tokens", (), "GGUF has no form for the pooling max"),
+        ("mean_tokens", (96, 40, 30, 20), "no form for the layers after the pooling: it has two matrices"),
+    ],
+)
+def test_what_follows_the_states_is_refused_if_gguf_lacks_it(
+    tmp_path: Path, pooling: str, sizes: tuple[int, ...], message: str
+) -> None:
+    make_encoder(BY_NAME["qwen3"], tmp_path)
+    add_modules(tmp_path, pooling, *sizes)
+    with pytest.raises(UnsupportedModelError, match=message):
+        network_plan(open_checkpoint(tmp_path))
+
+
+def test_an_encoder_with_another_activation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="activation is 'relu': it would be read as 'gelu'"):
+        export_plan(open_checkpoint(make_folder(tmp_path, "bert-relu", None)))

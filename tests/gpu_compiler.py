@@ -5,6 +5,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from infer.backends.cuda.blocks import Matrix, constants_of
 from infer.backends.cuda.dense import dense
 from infer.backends.cuda.embed import embed_floats, embed_rows
 from infer.backends.cuda.epilogue import Output
-from infer.backends.cuda.layouts import LAYOUTS
+from infer.backends.cuda.layouts import LAYOUTS, Layout
 from infer.backends.cuda.matmul import matmul
 from infer.backends.cuda.matvec import MAX_LANES, matvec
 from infer.backends.cuda.projection import BLOCK_TILE, DENSE_TILE, MATMUL_TILE, MATVEC_TILE
@@ -26,6 +27,7 @@ from infer.backends.cuda.sampling import filters, logprobs, unfiltered
 from infer.backends.cuda.sampling.kernel_arguments import Batch
 from infer.backends.cuda.sampling.logprobs import BlockParts, Found
 from infer.backends.cuda.sampling.sampler import EXACT, tiling_of
+from infer.quantization.ggml_types import BLOCK_FIELDS
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 QUANTIZED = [name for name, layout in LAYOUTS.items() if not layout.is_float]
@@ -141,9 +143,24 @@ def sampler_code() -> Iterator[tuple[str, str]]:
 
 
 def matrix_of(type_: str, unit: str) -> Matrix:
-    layout = LAYOUTS[type_]
-    scale = "*i8!" if layout.scales_per_block else "*bf16!" if type_ == "MXFP4" else "*fp16!"
-    return Matrix(unit, unit, scale, scale, "*fp16!", "i32", **constants_of(layout))
+    scale, above = scale_types(type_)
+    return Matrix(unit, unit, scale, scale, above, "i32", **constants_of(LAYOUTS[type_]))
+
+
+def scale_types(type_: str) -> tuple[str, str]:
+    """Return the types of the scales of blocks, and of those above them."""
+    scale = {"MXFP4": "*bf16!", "NVFP4": "*fp16!"}.get(type_, "*i8!" if LAYOUTS[type_].scales_per_block else "*fp16!")
+    return scale, "*fp16!" if BLOCK_FIELDS[type_].factor == 1 else "*fp32!"
+
+
+def one_each() -> list[str]:
+    """Return a type for each code of kernels, which tables of other values do not change."""
+    return [*{constants_without_table(name): name for name in QUANTIZED}.values()]
+
+
+def constants_without_table(type_: str) -> Layout:
+    """Return the layout as kernels are compiled for it, but for the values of its table."""
+    return replace(LAYOUTS[type_], type="", table=LAYOUTS[type_].table and (0,))
 
 
 def quantized_arguments(type_: str, unit: str, activations: str, gate: str) -> dict[str, Any]:
@@ -192,7 +209,7 @@ def warps_of(tile: dict[str, int]) -> dict[str, int]:
 def weights_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     targets = (80, 89, 90, 120)
     makers: list[tuple[Callable[..., CompiledKernel], list[str], list[str]]] = [
-        (matvec_code, QUANTIZED, ["Q4_0"]),
+        (matvec_code, QUANTIZED if is_whole else one_each(), ["Q4_0"]),
         (matmul_code, QUANTIZED if is_whole else ["Q6_K"], ["Q4_0"]),
         (dense_code, ["F32", "F16", "BF16"] if is_whole else ["F32"], ["BF16"]),
     ]

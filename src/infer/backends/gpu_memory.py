@@ -3,19 +3,17 @@
 from collections.abc import Mapping
 
 from infer.backends.before_load import StepSizes
-from infer.errors import UnsupportedModelError
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.feed_forwards import Dense
 from infer.operands.mixers import Attention
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 CHUNK_SLOTS, SPLIT_TOKENS = 256, 16  # of attention
-# Of a block, where planes take more than the file: small scales are bytes there, and a scale of MXFP4 is two.
-_BLOCK_BYTES = {"Q2_K": 100, "Q3_K": 114, "Q4_K": 148, "Q5_K": 180, "IQ4_XS": 138, "MXFP4": 18}
-_ON_CPUS_ONLY = frozenset(
-    {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0", "Q2_0"}
-)
-
+# Of a block whose planes take more than the file. Small scales are bytes there, a scale of MXFP4 is two bytes, patterns
+# are codes of 4 bits, and a scale of more than 32 values is repeated.
+_BLOCK_BYTES = {"Q2_K": 100, "Q3_K": 114, "Q4_K": 148, "Q5_K": 180, "IQ4_XS": 138, "MXFP4": 18, "NVFP4": 40}
+_BLOCK_BYTES |= {"IQ1_S": 140, "IQ1_M": 148, "IQ2_XXS": 140, "IQ2_XS": 148, "IQ2_S": 148, "IQ3_XXS": 140, "IQ3_S": 138}
+_BLOCK_BYTES |= {"TQ1_0": 80, "TQ2_0": 80, "Q1_0": 40, "Q2_0": 20}
 _AS_HALVES = frozenset({"NVFP4_SCALED", "F8_E4M3"})
 
 
@@ -24,21 +22,12 @@ def stored_type(type: str) -> str:
     return "F16" if type in _AS_HALVES else type
 
 
-def check_type(type: str) -> None:
-    """Raise UnsupportedModelError if no kernel multiplies with matrices of this type."""
-    if type in _ON_CPUS_ONLY:
-        raise UnsupportedModelError(
-            f"device cuda has no kernels for {type}: use device cpu, or take a file of the model in another type, "
-            "such as Q4_K_M"
-        )
-
-
 def matrix_bytes(type: str, rows: int, columns: int) -> int:
-    check_type(type)
     block = BLOCK_TYPES[stored_type(type)]
     if type not in _BLOCK_BYTES:
         return rows * block.row_bytes(columns)
-    return rows * (columns // block.block_size) * _BLOCK_BYTES[type]
+    supers = 2 * -(-columns // 256) if type == "NVFP4" else 0
+    return rows * (columns // block.block_size * _BLOCK_BYTES[type] + supers)
 
 
 def step_bytes(architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int) -> int:

@@ -9,8 +9,12 @@
 2 bits: input 16 g + 4 w + b is in byte 4 g + b, from bit 2 w on. So the four bytes of a word, shifted and masked, are
 four consecutive inputs of every type: an operand of dp4a.
 
-K types have an f16 scale (and minimum) per 8 blocks in `supers` [rows, blocks / 8, 1 or 2]. They have small integers in
-`scales` and `minima` [rows, blocks, 1 or 2]: int8, one per block or one per half block.
+K and IQ types have an f16 scale (and minimum) per 8 blocks in `supers` [rows, blocks / 8, 1 or 2]. They have small
+integers in `scales` and `minima` [rows, blocks, 1 or 2]: int8, one per block or one per half block.
+
+Other types are unpacked into these forms. Patterns of grids become 4-bit codes with signs, under `supers` in f32 if
+these have a factor. A scale of more than 32 values is repeated for each block. Bits of Q1_0 become 0 and 2. The two
+scales of a block of NVFP4 are f16, under `supers` of 1.
 
 Every number keeps the value that the file gives it. An integer q is stored as q + offset ≥ 0, or as its code in the
 type's table. A matrix of a float type is `codes`, as stored.
@@ -22,7 +26,14 @@ from typing import final
 from torch import Tensor
 
 from infer.operands.weights import Weight
-from infer.quantization.ggml_types import FP4_VALUES, IQ4_VALUES
+from infer.quantization.ggml_types import (
+    FP4_VALUES,
+    IQ1_VALUES,
+    IQ2_VALUES,
+    IQ3_S_VALUES,
+    IQ3_XXS_VALUES,
+    IQ4_VALUES,
+)
 
 BLOCK = 32  # inputs of a block of weights, and of quantised activations
 PLANES = {"exact": 2, "fast": 1}  # int8 planes of quantised activations, by their precision
@@ -36,8 +47,8 @@ class Layout:
     high_bits: int = 0
     offset: int = 0
     has_minimum: bool = False
-    scales_per_block: int = 0  # integer scales under a super-block's; 0: each block has its own float
-    table: tuple[int, ...] = ()  # what the 16 codes of 4 bits stand for; (): themselves
+    scales_per_block: int = 0  # scales under a super-block's; 0: each block has its own float
+    table: tuple[int, ...] = ()  # what the codes of 4 bits stand for, 16 at most; (): themselves
     is_float: bool = False
 
 
@@ -57,6 +68,18 @@ LAYOUTS = {
         Layout("IQ4_NL", low_bits=4, table=IQ4_VALUES),
         Layout("IQ4_XS", low_bits=4, table=IQ4_VALUES, scales_per_block=1),
         Layout("MXFP4", low_bits=4, table=FP4_VALUES),
+        Layout("NVFP4", low_bits=4, table=FP4_VALUES, scales_per_block=2),
+        Layout("IQ1_S", low_bits=4, table=IQ1_VALUES, scales_per_block=1),
+        Layout("IQ1_M", low_bits=4, table=IQ1_VALUES, scales_per_block=2),
+        Layout("IQ2_XXS", low_bits=4, table=IQ2_VALUES, scales_per_block=1),
+        Layout("IQ2_XS", low_bits=4, table=IQ2_VALUES, scales_per_block=2),
+        Layout("IQ2_S", low_bits=4, table=IQ2_VALUES, scales_per_block=2),
+        Layout("IQ3_XXS", low_bits=4, table=IQ3_XXS_VALUES, scales_per_block=1),
+        Layout("IQ3_S", low_bits=4, table=IQ3_S_VALUES, scales_per_block=1),
+        Layout("TQ1_0", low_bits=2, offset=1),
+        Layout("TQ2_0", low_bits=2, offset=1),
+        Layout("Q1_0", low_bits=2, offset=1),
+        Layout("Q2_0", low_bits=2, offset=1),
         Layout("F32", low_bits=32, is_float=True),
         Layout("F16", low_bits=16, is_float=True),
         Layout("BF16", low_bits=16, is_float=True),

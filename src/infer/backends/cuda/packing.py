@@ -10,10 +10,9 @@ from torch import Tensor
 
 from infer.backends.as_halves import as_halves
 from infer.backends.cuda.layouts import BLOCK, LAYOUTS, PLANES, Layout, PackedWeight
-from infer.backends.gpu_memory import check_type
 from infer.operands.weights import ConvertedWeight, Projection, StoredWeight, UnreadWeight, Weight
-from infer.quantization.ggml_blocks import numbers_of
-from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.ggml_blocks import Numbers, numbers_of
+from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
 
 _BYTES_AT_ONCE = 1 << 24
 FileWeight = StoredWeight | UnreadWeight | ConvertedWeight
@@ -35,7 +34,6 @@ def _stored(weight: Weight) -> FileWeight:
 
 
 def _pack(weights: list[FileWeight], device: torch.device, planes: int) -> PackedWeight:
-    check_type(weights[0].type)
     layout = LAYOUTS[weights[0].type]
     num_rows, in_features = sum(weight.out_features for weight in weights), weights[0].in_features
     whole: list[Tensor | None] = []
@@ -71,17 +69,33 @@ def _some_rows(weights: list[FileWeight], device: torch.device) -> Iterator[Tens
 
 def _planes(layout: Layout, data: UInt8[Tensor, "rows bytes"]) -> list[Tensor | None]:
     """Return codes, high, scales, minima and supers of some rows."""
-    numbers = numbers_of(data.reshape(-1, BLOCK_TYPES[layout.type].block_bytes), layout.type)
-    codes, high = _split_bits(layout, numbers.codes.reshape(-1, BLOCK).view(torch.uint8))
+    numbers = _in_blocks(layout, data)
+    codes, high = _split_bits(layout, numbers.codes)
+    num_blocks, per_block = len(codes) // len(data), layout.scales_per_block or 1
     tensors = [codes, high, numbers.scales, numbers.minima, numbers.supers]
-    num_blocks = codes.numel() // codes.shape[-1] // len(data)
-    per_block = layout.scales_per_block or 1
     lines = [codes.shape[-1], 4 * layout.high_bits, per_block, per_block, 1 + layout.has_minimum]
-    counts = [num_blocks] * 4 + [num_blocks * BLOCK // 256]
+    counts = [num_blocks] * 4 + [-(-num_blocks // 8)]
     return [
         None if tensor is None else tensor.reshape(len(data), count, line).contiguous()
         for tensor, line, count in zip(tensors, lines, counts, strict=True)
     ]
+
+
+def _in_blocks(layout: Layout, data: UInt8[Tensor, "rows bytes"]) -> Numbers:
+    """Return the numbers of some rows in blocks of 32 codes, with the scales that the layout has."""
+    fields, block = BLOCK_FIELDS[layout.type], BLOCK_TYPES[layout.type]
+    numbers = numbers_of(data.reshape(-1, block.block_bytes), layout.type)
+    codes, scales, supers = numbers.codes.reshape(-1, BLOCK).view(torch.uint8), numbers.scales, numbers.supers
+    if fields.table and not layout.table:
+        values = torch.tensor(fields.table, dtype=torch.int32, device=codes.device) + layout.offset
+        codes = values[codes.int()].to(torch.uint8)
+    if supers is not None and fields.factor != 1:
+        supers = supers.float() * fields.factor
+    elif supers is None and layout.scales_per_block:
+        supers = scales.new_ones(len(data) * -(-len(codes) // len(data) // 8))
+    elif supers is None:
+        scales = scales.repeat_interleave(block.block_size // BLOCK, dim=1)
+    return Numbers(codes, scales, numbers.minima, supers)
 
 
 def _split_bits(layout: Layout, q: UInt8[Tensor, "blocks 32"]) -> tuple[Tensor, Tensor | None]:

@@ -28,7 +28,6 @@ from infer.checkpoint.encoder_names import (
 )
 from infer.checkpoint.find import resolve
 from infer.checkpoint.fused_tensors import WITH_GATES, taken_apart
-from infer.checkpoint.gguf import GGUFFile
 from infer.checkpoint.gguf_scales import with_factors, with_scaled_types
 from infer.checkpoint.gguf_split import read_whole_gguf
 from infer.checkpoint.gguf_text_encoders import encoder_names_from_gguf, with_rows_of_types
@@ -153,7 +152,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     for name, info in _renamed(path, stored, names).items():
         projection = name.rpartition(".")[0].rpartition(".")[2]
         if projection in heads and architecture in ROWS_IN_PAIRS:
-            _check_heads(file, info.name, heads[projection])
+            _check_heads(info, heads[projection])
             info = replace(info, num_paired_heads=heads[projection])
         tensors[name] = info
     tensors = with_scaled_types(taken_apart(_without_drafting_layers(tensors, config), config))
@@ -215,8 +214,6 @@ def _check_supported(info: TensorInfo) -> None:
         )
 
 
-def _check_heads(file: GGUFFile, name: str, num_heads: int) -> None:
-    shape = file.tensors[name].shape
-    if len(shape) > 2 or shape[0] % (2 * num_heads):
-        problem = f"expected rows for {num_heads} heads of even size, got the shape {shape}"
-        raise ModelFormatError(file.path, f"tensor {name!r:.80}", problem)
+def _check_heads(info: TensorInfo, num_heads: int) -> None:
+    if len(info.shape) > 2 or info.shape[0] % (2 * num_heads):
+        info.fail(f"expected rows for {num_heads} heads of even size, got the shape {info.shape}")

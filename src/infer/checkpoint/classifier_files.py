@@ -123,8 +123,7 @@ def _num_labels(head: HeadFiles) -> int:
     assert isinstance(layer, DenseFiles)
     weight = layer.weight
     if len(weight.shape) != 2 or not weight.shape[0]:
-        problem = f"expected one row per label, got the shape {weight.shape}"
-        raise ModelFormatError(weight.path, f"tensor {weight.name!r:.80}", problem)
+        weight.fail(f"expected one row per label, got the shape {weight.shape}")
     return weight.shape[0]
 
 

@@ -10,7 +10,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from infer.checkpoint.tensor_info import TensorInfo
-from infer.errors import ModelFormatError
 
 _QKVZ, _BA = ".linear_attn.qkvz_proj", ".linear_attn.ba_proj"
 
@@ -35,8 +34,7 @@ def each_projection(info: TensorInfo, module: str, config: Mapping[str, Any]) ->
     parts = (shared, shared) if module.endswith(_BA) else (key_dim, key_dim, shared * value_dim, shared * value_dim)
     total = num_groups * sum(parts)
     if len(info.shape) != 2 or not total or info.shape[0] != total:
-        problem = f"expected {total} rows for {num_groups} key heads, got the shape {info.shape}"
-        raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
+        info.fail(f"expected {total} rows for {num_groups} key heads, got the shape {info.shape}")
     ranges = row_ranges(num_groups, parts)
     at = module.removesuffix(_QKVZ).removesuffix(_BA) + ".linear_attn."
     if module.endswith(_BA):

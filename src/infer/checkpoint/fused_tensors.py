@@ -12,7 +12,6 @@ from typing import Any
 from infer.checkpoint.fused_delta_nets import each_projection, gathered_rows, is_fused, row_ranges
 from infer.checkpoint.stacked_experts import PLAIN, StackOrder, each_expert, is_stack
 from infer.checkpoint.tensor_info import TensorInfo
-from infer.errors import ModelFormatError
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 _PARTS = {
@@ -73,8 +72,7 @@ def _q_and_gate(info: TensorInfo, module: str, kind: str, config: Mapping[str, A
     if not isinstance(heads, int) or heads < 1:
         return {f"{module}.{kind}": info}  # the family says what is wrong with the config
     if not info.shape or not info.shape[0] or info.shape[0] % (2 * heads):
-        problem = f"expected rows of q and a gate for each of {heads} heads, got the shape {info.shape}"
-        raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
+        info.fail(f"expected rows of q and a gate for each of {heads} heads, got the shape {info.shape}")
     q, gate = row_ranges(heads, [info.shape[0] // (2 * heads)] * 2)
     return {
         f"{module}.{kind}": gathered_rows(info, q),
@@ -94,8 +92,7 @@ def _shares(config: Mapping[str, Any]) -> tuple[int, int, int]:
 def _rows(info: TensorInfo, shares: Sequence[int]) -> list[tuple[int, int]]:
     total = info.shape[0] if info.shape else 0
     if not total or total % sum(shares):
-        problem = f"expected rows for {sum(shares)} equal parts, got the shape {info.shape}"
-        raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
+        info.fail(f"expected rows for {sum(shares)} equal parts, got the shape {info.shape}")
     ends = [total // sum(shares) * end for end in accumulate(shares, initial=0)]
     return list(pairwise(ends))
 

@@ -69,8 +69,7 @@ class GGUFFile:
         """Return the values of a small tensor of `count` float32. Raises ModelFormatError for any other tensor."""
         info = self.tensors[name]
         if info.type != "F32" or info.shape != (count,):
-            problem = f"expected F32 of {count}, got {info.type} of {info.shape}"
-            raise ModelFormatError(self.path, f"tensor {name!r:.80}", problem)
+            info.fail(f"expected F32 of {count}, got {info.type} of {info.shape}")
         return list(np.frombuffer(info.file.read(info.offset, info.num_bytes), "<f4").tolist())
 
 

@@ -2,11 +2,9 @@
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, final
 
 from infer.checkpoint.tensor_info import TensorInfo
-from infer.errors import ModelFormatError
 from infer.quantization.ggml_types import FLOAT_TYPES
 
 ActivationName = Literal["gelu", "gelu_tanh", "relu", "sigmoid", "silu", "tanh"]
@@ -65,9 +63,7 @@ def check_head(steps: Sequence[StepFiles], size: int) -> int:
 
 def _check(tensor: TensorInfo, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
-        raise ModelFormatError(
-            Path(tensor.path), f"tensor {tensor.name!r:.80}", f"expected {shape}, got {tensor.shape}"
-        )
+        tensor.fail(f"expected {shape}, got {tensor.shape}")
     if tensor.type not in FLOAT_TYPES and tensor.path.suffix == ".safetensors":
         supported = ", ".join(FLOAT_TYPES)
-        raise ModelFormatError(tensor.path, f"tensor {tensor.name!r:.80}", f"expected {supported}, got {tensor.type}")
+        tensor.fail(f"expected {supported}, got {tensor.type}")

@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from infer.checkpoint.quantised_rows import QuantisedRows
-from infer.checkpoint.tensor_bytes import bytes_of, memory_for
+from infer.checkpoint.tensor_bytes import DTYPES, bytes_of, memory_for
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.operands.weights import FilePlace, FileWeight, StoredWeight, UnreadWeight
 from infer.quantization.ggml_blocks import dequantize
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 ReadRows = Callable[[int, int], Tensor]
-_DTYPE_BY_TYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @final
@@ -119,7 +118,7 @@ def _read_ranges(info: TensorInfo, read: ReadRows, first: int, last: int) -> Ten
 
 def _read_strided(info: TensorInfo, first: int, last: int) -> Tensor:
     """Return rows of floats that do not follow each other in the file."""
-    size, dtype = BLOCK_TYPES[info.type].block_bytes, _DTYPE_BY_TYPE[info.type]
+    size, dtype = BLOCK_TYPES[info.type].block_bytes, DTYPES[info.type]
     if not info.column_stride:
         rows = torch.from_numpy(_rows(info, first, last, info.num_bytes // info.shape[0]))
         return rows.view(dtype).reshape(last - first, *info.shape[1:])
@@ -167,7 +166,7 @@ def _read(info: TensorInfo, shape: tuple[int, ...], start: int, num_bytes: int) 
     info.file.read_into(info.offset + start, data.data)
     raw, kind = torch.from_numpy(data), BLOCK_TYPES[info.type]
     if kind.is_float:
-        dtype = _DTYPE_BY_TYPE[info.type]
+        dtype = DTYPES[info.type]
         return raw.view(dtype).reshape(shape) if num_bytes else torch.empty(shape, dtype=dtype)
     return raw.reshape(prod(shape[:-1]), kind.row_bytes(shape[-1]))
 

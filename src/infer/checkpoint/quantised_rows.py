@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from infer.checkpoint.tensor_bytes import bytes_of
+from infer.checkpoint.tensor_bytes import DTYPES, bytes_of
 from infer.checkpoint.tensor_info import PackedParts, TensorInfo
 from infer.quantization.ggml_types import BLOCK_TYPES, E4M3_VALUES, FP4_VALUES
 
@@ -29,12 +29,6 @@ _LARGEST_HALF = 65504.0
 _NO_EXPONENT = 255  # of E8M0
 _LEAST_BAD_SCALE = 0x7F  # of E4M3: NaN, and negative numbers from 128 on
 _VALUES_AT_ONCE = 1 << 17  # what is made on the way stays in a core's cache
-_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
 _OFFSETS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}  # of the codes in blocks
 _FP8: Floats = np.array(E4M3_VALUES, np.float32)
 _FP4: Floats = np.array(FP4_VALUES, np.float32) * np.float32(0.5)
@@ -211,7 +205,7 @@ def _floats_of(info: TensorInfo) -> Floats:
     if info.type in ("U8", "F8_E8M0"):
         with np.errstate(over="ignore"):  # the largest is no number
             return np.ldexp(np.float32(1), content.astype(np.int32) - 127)
-    return torch.from_numpy(content).view(_DTYPES[info.type]).float().numpy()
+    return torch.from_numpy(content).view(DTYPES[info.type]).float().numpy()
 
 
 def _unpacked(content: Bytes, bits: int) -> Codes:

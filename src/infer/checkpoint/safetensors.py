@@ -145,8 +145,7 @@ def _check_shards(index: Path, names: Mapping[str, str], shards: Mapping[str, Ma
     for shard, tensors in shards.items():
         for name, info in tensors.items():
             if names.get(name, shard) != shard:
-                problem = f"is in {names[name]!r:.80}, too: the files are not of one model"
-                raise ModelFormatError(info.path, f"tensor {name!r:.80}", problem)
+                info.fail(f"is in {names[name]!r:.80}, too: the files are not of one model")
 
 
 def _some(named: list[str]) -> str:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from infer.checkpoint.tensor_info import TensorInfo
-from infer.errors import ModelFormatError
 
 _TYPE_BY_DTYPE = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int8: "I8",
@@ -26,7 +25,7 @@ def read_tensor(info: TensorInfo, check: Callable[[memoryview], None] = lambda b
     Raises ModelError if they cannot be read.
     """
     if info.type not in _DTYPE_BY_TYPE:
-        raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", f"expected plain numbers, got {info.type}")
+        info.fail(f"expected plain numbers, got {info.type}")
     dtype = _DTYPE_BY_TYPE[info.type]
     block = np.empty(info.num_bytes, np.uint8)
     info.file.read_into(info.offset, block.data)

@@ -12,10 +12,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from infer.checkpoint.tensor_info import TensorInfo
-from infer.errors import ModelFormatError
 from infer.operands.feed_forwards import MAX_EXPERTS
 from infer.quantization.ggml_types import BLOCK_TYPES
 
@@ -45,7 +44,7 @@ def each_expert(info: TensorInfo, module: str, kind: str, order: StackOrder) -> 
     is_transposed = order.are_transposed and kind == "weight" and info.scales is None
     num_experts, all_rows = info.shape[0], info.shape[2 if is_transposed else 1]
     if all_rows % len(names):
-        _fail(info, f"expected the same number of rows of gate and up, got the shape {info.shape}")
+        info.fail(f"expected the same number of rows of gate and up, got the shape {info.shape}")
     size = all_rows // len(names)
     found: dict[str, TensorInfo] = {}
     for index, name in enumerate(names):
@@ -93,9 +92,9 @@ def _from_row(info: TensorInfo, first: int, rows: range, row_bytes: int) -> Tens
 
 def _check(info: TensorInfo, kind: str) -> None:
     if len(info.shape) != (2 if kind == "bias" else 3):
-        _fail(info, f"expected a tensor of experts, rows and columns, got the shape {info.shape}")
+        info.fail(f"expected a tensor of experts, rows and columns, got the shape {info.shape}")
     if info.shape[0] > MAX_EXPERTS:
-        _fail(info, f"expected at most {MAX_EXPERTS} experts, got {info.shape[0]}")
+        info.fail(f"expected at most {MAX_EXPERTS} experts, got {info.shape[0]}")
 
 
 def with_joined_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -111,22 +110,18 @@ def with_joined_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInf
             continue
         codes, scales = tensors.get(f"{module}.blocks"), tensors.get(f"{module}.scales")
         if codes is None or scales is None:
-            _fail(info, f"expected a tensor of its {'blocks' if codes is None else 'scales'} beside it")
+            info.fail(f"expected a tensor of its {'blocks' if codes is None else 'scales'} beside it")
         for each in (codes, scales):
             if each.type != "U8":
-                _fail(each, f"expected bytes (U8), got {each.type}")
+                each.fail(f"expected bytes (U8), got {each.type}")
         if f"{module}.weight" in tensors:
-            _fail(codes, f"is the same weight as {tensors[f'{module}.weight'].name!r:.80}")
+            codes.fail(f"is the same weight as {tensors[f'{module}.weight'].name!r:.80}")
         if len(scales.shape) != 3:
-            _fail(scales, f"expected a tensor of experts, rows and blocks, got the shape {scales.shape}")
+            scales.fail(f"expected a tensor of experts, rows and blocks, got the shape {scales.shape}")
         joined = *scales.shape[:2], scales.shape[2] * _CODES_BYTES  # as `transformers` may write them
         if codes.shape not in ((*scales.shape, _CODES_BYTES), joined):
-            _fail(codes, f"expected the shape of its scales {scales.shape} and {_CODES_BYTES}, got {codes.shape}")
+            codes.fail(f"expected the shape of its scales {scales.shape} and {_CODES_BYTES}, got {codes.shape}")
         shape = *scales.shape[:2], scales.shape[2] * _MXFP4.block_size
         num_bytes = prod(scales.shape) * _MXFP4.block_bytes
         found[f"{module}.weight"] = replace(codes, type="MXFP4", shape=shape, num_bytes=num_bytes, scales=scales)
     return found
-
-
-def _fail(info: TensorInfo, problem: str) -> NoReturn:
-    raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)

@@ -1,10 +1,18 @@
-"""The bytes of a tensor in its file, and memory for them."""
+"""The bytes of a tensor in its file, memory for them, and the dtypes of numbers."""
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelError
+
+DTYPES = {  # by the names of tensor types
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 
 
 def memory_for(info: TensorInfo, shape: int | tuple[int, ...]) -> NDArray[np.uint8]:

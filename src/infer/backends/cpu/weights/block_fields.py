@@ -77,11 +77,12 @@ def make_word(fields: BlockFields, *, has_deltas: bool = False) -> Any:
     trits = tuple(part for part in fields.codes if isinstance(part, Trits))
     if trits:
         return _make_trits(trits)
-    first, *above = (_make_field(part) for part in fields.codes if isinstance(part, Field))
+    parts = tuple(part for part in fields.codes if isinstance(part, Field))
+    first, *above = map(_make_field, parts)
     if not above:
         flipped = np.uint32(0x80808080 if fields.is_signed else 0)
         return njit(forceinline=True)(lambda source, number: first(source, number) ^ flipped)
-    (high,), shift = above, np.uint32(fields.codes[0].bits)  # type: ignore[union-attr]
+    (high,), shift = above, np.uint32(parts[0].bits)
     return njit(forceinline=True)(lambda source, number: first(source, number) | (high(source, number) << shift))
 
 

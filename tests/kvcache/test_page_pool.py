@@ -2,6 +2,7 @@
 back to the system."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,8 +61,8 @@ def parts_of(cache: PagedCache, index: int) -> list[Tensor]:
 class Model:
     """The expected content of each row: the number written for each (layer, position), in a plain dict."""
 
-    def __init__(self, cache: PagedCache, seed: int) -> None:
-        self.cache, self.random = cache, random.Random(seed)
+    def __init__(self, make_cache: Callable[[], PagedCache], seed: int) -> None:
+        self.cache, self.make_fresh, self.random = (cache := make_cache()), make_cache, random.Random(seed)
         self.token_ids: list[list[int]] = [[] for _ in range(NUM_ROWS)]
         self.written: list[dict[tuple[int, int], float]] = [{} for _ in range(NUM_ROWS)]
         self.parts = [[part.numpy() for part in parts_of(cache, index)] for index in range(len(cache.memory.layers))]
@@ -128,6 +129,19 @@ class Model:
             (index, at): content + index / 4 for at, content in enumerate(contents) for index in range(num_layers)
         }
 
+    def save_and_load(self, row: int) -> None:
+        """Save a row into a cache that has nothing else in it, and load it from there."""
+        source, before = self.random.randrange(NUM_ROWS), snapshot(self.cache)
+        fresh, length = self.make_fresh(), len(self.token_ids[source])
+        fresh.import_row(0, dict(self.cache.export_row(source)), length)
+        fresh.check_integrity()
+        try:
+            self.cache.import_row(row, dict(fresh.export_row(0)), length)
+        except OutOfPagesError:
+            assert snapshot(self.cache) == before
+            return
+        self.token_ids[row], self.written[row] = list(self.token_ids[source]), dict(self.written[source])
+
     def clear(self, row: int) -> None:
         self.cache.truncate(row, 0)
         self.token_ids[row] = []
@@ -169,10 +183,10 @@ def test_random_traces_with_too_few_pages_store_what_was_written(
         layers = (WHOLE,)
     num_refused = 0
     for seed in range(usual_or_all(50, 300)):
-        cache = make(settings, 7 + seed % 4, layers, capacity=7 * PAGE)
-        model = Model(cache, seed)
+        model = Model(partial(make, settings, 7 + seed % 4, layers, capacity=7 * PAGE), seed)
         monkeypatch.setattr(paged, "available_memory_bytes", partial(model.random.choice, [0, *[1 << 40] * 5]))
         verbs = [model.append] * 9 + [model.truncate, model.fork, model.remember, model.adopt, model.clear]
+        verbs.append(model.save_and_load)
         for _ in range(60):
             model.random.choice([*verbs, model.give_back])(model.random.randrange(NUM_ROWS))
             model.check()

@@ -26,19 +26,6 @@ def pack(*values: dict[str, Any], vocab_size: int = 10, **options: Any) -> Sampl
 # Columns
 
 
-def test_columns_hold_the_exact_identity_where_a_knob_is_off() -> None:
-    columns = pack({})
-    assert columns.temperature.tolist() == [1.0]
-    assert columns.top_k.tolist() == [0]
-    assert columns.top_p.tolist() == [1.0]
-    assert columns.log_min_p.tolist() == [-INF]
-    assert columns.repetition_penalty.tolist() == [1.0]
-    assert columns.repetition_window.tolist() == [WHOLE_HISTORY]
-    assert (columns.frequency_penalty.tolist(), columns.presence_penalty.tolist()) == ([0.0], [0.0])
-    assert columns.history_slot.tolist() == [-1]
-    assert columns.mask_index.tolist() == [-1]
-
-
 PASSES = (
     "has_greedy",
     "has_penalty",

@@ -2,7 +2,8 @@
 
 import gc
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from infer.engine import loop as loop_module
@@ -30,8 +31,9 @@ def until_freed() -> None:
             thread.join()
 
 
-def in_threads(calls: Iterable[Callable[[], object]]) -> None:
-    """Run each call on a thread of its own, and raise the first exception of any."""
+@contextmanager
+def beside(calls: Iterable[Callable[[], object]]) -> Iterator[None]:
+    """Run each call on a thread of its own beside what follows, and raise the first exception of any of them."""
     raised = list[BaseException]()
 
     def run(call: Callable[[], object]) -> None:
@@ -40,13 +42,20 @@ def in_threads(calls: Iterable[Callable[[], object]]) -> None:
         except BaseException as error:
             raised.append(error)
 
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
+    yield
     for thread in threads:
         thread.join()
     if raised:
         raise raised[0]
+
+
+def in_threads(calls: Iterable[Callable[[], object]]) -> None:
+    """Run each call on a thread of its own, and raise the first exception of any."""
+    with beside(calls):
+        pass
 
 
 def open_stream(loop: Loop, sequence: Sequence, lease: Lease | None = None, on_prefill: Any = None) -> Stream:

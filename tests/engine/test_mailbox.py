@@ -2,9 +2,9 @@
 
 import asyncio
 import random
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from infer.errors import InvalidRequestError
 from infer.outputs import Piece
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
-from looping import loop_of, open_stream
+from looping import beside, in_threads, loop_of, open_stream
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
 
 MOST = 16  # unread pieces, in these tests
@@ -150,12 +150,8 @@ def test_a_mailbox_is_full_from_its_limit_on_and_has_room_at_half(
 
 def test_a_mailbox_that_is_closed_gives_nothing_and_wakes_its_readers() -> None:
     mailbox, found = Mailbox(), list[Any]()
-    threads = [threading.Thread(target=mailbox.wait) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    mailbox.close()
-    for thread in threads:
-        thread.join()
+    with beside([mailbox.wait] * 3):
+        mailbox.close()
     mailbox.put(pieces_of(4), 0, has_ended=True)
     found += mailbox.take()
     assert (found, mailbox.num_taken, mailbox.num_put) == ([], 0, 4)
@@ -195,12 +191,7 @@ def test_waiters_see_what_arrives_from_several_threads() -> None:
         for count in range(0, at_least, 7):
             assert waiters.wait(lambda count=count: len(num_arrived) >= count)  # type: ignore[misc]
 
-    threads = [threading.Thread(target=notify) for _ in range(2)]
-    threads += [threading.Thread(target=wait, args=(2 * most,)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([notify] * 2 + [lambda: wait(2 * most)] * 3)
     assert not waiters.wait(lambda: len(num_arrived) > 2 * most, 0.01)
 
 
@@ -211,7 +202,7 @@ def test_of_several_threads_that_read_a_stream_each_piece_goes_to_one_and_others
     world: World, loop: Loop
 ) -> None:
     stream = open_stream(loop, make_sequence(world, LONG, Way()))
-    pieces, refused, wrong = list[Piece](), list[InvalidRequestError](), list[BaseException]()
+    pieces, refused = list[Piece](), list[InvalidRequestError]()
 
     def read() -> None:
         while True:
@@ -221,16 +212,8 @@ def test_of_several_threads_that_read_a_stream_each_piece_goes_to_one_and_others
                 return
             except InvalidRequestError as error:
                 refused.append(error)
-            except BaseException as error:
-                wrong.append(error)
-                return
 
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads([read] * 4)
     assert all("one thread reads at a time" in str(error) for error in refused)
     assert sorted(piece.token_id for piece in pieces) == sorted(by_definition(world, LONG).token_ids)
     assert Outcome.of(stream.result) == by_definition(world, LONG)
@@ -238,22 +221,18 @@ def test_of_several_threads_that_read_a_stream_each_piece_goes_to_one_and_others
 
 def test_answers_that_threads_and_tasks_close_at_random_leave_nothing(world: World, engine: Engine, loop: Loop) -> None:
     """Answers are closed, cancelled or dropped at any moment, beside one that is read to its end."""
-    expected, wrong = by_definition(world, LONG).token_ids, list[BaseException]()
+    expected = by_definition(world, LONG).token_ids
 
     def in_thread(seed: int) -> None:
         draw = random.Random(seed)
-        try:
-            for _ in range(NUM_CLOSED // 6):
-                stream = open_stream(loop, make_sequence(world, LONG, Way()))
-                closing = threading.Thread(target=draw.choice([stream.close, stream.cancel]))
-                pieces = [next(stream) for _ in range(draw.randrange(3))]
-                closing.start()
+        for _ in range(NUM_CLOSED // 6):
+            stream = open_stream(loop, make_sequence(world, LONG, Way()))
+            closing = draw.choice([stream.close, stream.cancel])
+            pieces = [next(stream) for _ in range(draw.randrange(3))]
+            with beside([closing]):
                 pieces += stream
-                closing.join()
-                assert [piece.token_id for piece in pieces] == expected[: len(pieces)]
-                assert stream.result.token_ids == expected[: len(pieces)]
-        except BaseException as error:
-            wrong.append(error)
+            assert [piece.token_id for piece in pieces] == expected[: len(pieces)]
+            assert stream.result.token_ids == expected[: len(pieces)]
 
     async def in_tasks(seed: int) -> None:
         draw, answers = random.Random(seed), AsyncAnswers(loop)
@@ -279,14 +258,9 @@ def test_answers_that_threads_and_tasks_close_at_random_leave_nothing(world: Wor
             await asyncio.gather(*(ask() for _ in range(6)))
 
     stream = open_stream(loop, make_sequence(world, LONG, Way()))
-    threads = [threading.Thread(target=in_thread, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    asyncio.run(in_tasks(3))
-    assert Outcome.of(stream.run()) == by_definition(world, LONG)
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong
+    with beside(partial(in_thread, seed) for seed in range(3)):
+        asyncio.run(in_tasks(3))
+        assert Outcome.of(stream.run()) == by_definition(world, LONG)
     assert loop.drain()
     assert not engine.sequences
     engine.runner.cache.check_integrity()  # type: ignore[attr-defined]

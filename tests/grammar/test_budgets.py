@@ -20,6 +20,7 @@ from infer.grammar.grammar_compiler import Compiler, make_compiler
 from infer.grammar.trial import trial_lane, try_grammar
 from infer.system.lane import Lane, asking_for
 from infer.system.sized_cache import SizedCache
+from looping import beside
 from served import Served, serving
 from test_session import make_model
 
@@ -87,17 +88,13 @@ def test_plain_requests_are_answered_while_schemas_are_read(served: Served, shor
         answer = served.client.post("/v1/chat/completions", json=body, headers={"Authorization": "Bearer sk-loud"})
         statuses.append(answer.status_code)
 
-    threads = [threading.Thread(target=ask_for_much) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.3)
-    for _ in range(5):
-        body = {"prompt": "ab", "max_tokens": 3}
-        answer = served.client.post("/v1/completions", json=body, headers={"Authorization": "Bearer sk-quiet"})
-        assert answer.status_code == 200
-    assert len(statuses) < 5, "the schemas were read before anybody asked"
-    for thread in threads:
-        thread.join()
+    with beside([ask_for_much] * 5):
+        time.sleep(0.3)
+        for _ in range(5):
+            body = {"prompt": "ab", "max_tokens": 3}
+            answer = served.client.post("/v1/completions", json=body, headers={"Authorization": "Bearer sk-quiet"})
+            assert answer.status_code == 200
+        assert len(statuses) < 5, "the schemas were read before anybody asked"
     assert statuses == [400] * 5
 
 
@@ -112,15 +109,11 @@ def test_another_key_s_schema_does_not_wait_behind_them(tmp_path: Path) -> None:
         with asking_for("loud"):
             pids.append(lane.ask(str(gate), 60.0))
 
-    threads = [threading.Thread(target=ask_slowly) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    with asking_for("quiet"):
-        quiet = {lane.ask("quick", 60.0) for _ in range(3)}
-    assert pids == []
-    gate.touch()
-    for thread in threads:
-        thread.join()
+    with beside([ask_slowly] * 4):
+        with asking_for("quiet"):
+            quiet = {lane.ask("quick", 60.0) for _ in range(3)}
+        assert pids == []
+        gate.touch()
     assert len(set(pids)) == 1
     assert not quiet & set(pids)
 
@@ -134,19 +127,17 @@ def test_a_process_that_gets_no_core_does_not_blame_the_grammar() -> None:
             try_grammar("llguidance", Grammar("json_schema", json.dumps(long_schema(4_000))))
         found.append(str(error.value))
 
-    thread = threading.Thread(target=read)
-    thread.start()
-    while not lane._asking:
-        time.sleep(0.001)
-    (process,) = (child._process for child in lane._children if child not in lane._free)
-    assert process is not None
-    end = time.monotonic() + 5  # longer than a schema may take
-    while time.monotonic() < end:
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(0.01)
-    assert found == [], "the schema was read before the process could be stopped"
-    os.kill(process.pid, signal.SIGCONT)
-    thread.join()
+    with beside([read]):
+        while not lane._asking:
+            time.sleep(0.001)
+        (process,) = (child._process for child in lane._children if child not in lane._free)
+        assert process is not None
+        end = time.monotonic() + 5  # longer than a schema may take
+        while time.monotonic() < end:
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(0.01)
+        assert found == [], "the schema was read before the process could be stopped"
+        os.kill(process.pid, signal.SIGCONT)
     assert found == ["json_schema at /: schema too large"]
 
 

@@ -4,7 +4,6 @@ import json
 import random
 import re
 import subprocess
-import threading
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -25,6 +24,7 @@ from infer.grammar.horn import Clause, shortest
 from infer.grammar.pattern import without_anchors
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
+from looping import beside, in_threads
 from watched import LIMIT_SECONDS, python_command, script_command
 
 MERGES = [("{", '"'), ('"', ":"), ('":', " "), ("a", "b"), ("ab", "c"), ("t", "r"), ("tr", "u"), ("1", "0"), (",", " ")]
@@ -265,33 +265,24 @@ def test_no_control_token_is_text(compiler: Compiler, tokenizer: Tokenizer) -> N
 def test_masks_are_filled_beside_other_threads(compiler: Compiler) -> None:
     grammar = Grammar("regex", "([a-z]{1,9} ){1,50}")
     wanted = allowed_ids(compiler.compile(grammar), MODEL_VOCAB)
-    failures: list[object] = []
 
-    def follow(seed: int) -> None:
+    def follow() -> None:
         constraint = compiler.compile(grammar)
         for _ in range(50):
             constraint.accept(list(b"hello "))
             constraint.rollback(6)
-            if allowed_ids(constraint, MODEL_VOCAB) != wanted:
-                failures.append(seed)
+            assert allowed_ids(constraint, MODEL_VOCAB) == wanted
 
-    threads = [threading.Thread(target=follow, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    in_threads([follow] * 4)
 
 
 def test_one_constraint_may_be_filled_while_it_moves(compiler: Compiler) -> None:
     constraint = compile_regex(compiler, "[ab]{1,2000}")
     mask = np.zeros(-(-MODEL_VOCAB // 32), dtype=np.int32)
-    filler = threading.Thread(target=lambda: [constraint.fill(mask) for _ in range(300)])
-    filler.start()
-    for _ in range(300):
-        assert constraint.accept(list(b"ab")) == 2
-        constraint.rollback(1)
-    filler.join()
+    with beside([lambda: [constraint.fill(mask) for _ in range(300)]]):
+        for _ in range(300):
+            assert constraint.accept(list(b"ab")) == 2
+            constraint.rollback(1)
     constraint.fill(mask)
     assert mask.any()
 

@@ -10,6 +10,7 @@ import pytest
 from infer import LLM
 from infer.server.http_errors import ApiError
 from infer.server.turns import Turns
+from looping import beside
 from served import Served, serving
 
 
@@ -125,7 +126,9 @@ def test_failures_are_those_of_the_work() -> None:
     run(work)
 
 
-def test_texts_of_one_key_do_not_keep_another_s_request_waiting(served: Served, llm: LLM) -> None:
+def test_texts_of_one_key_do_not_keep_another_s_request_waiting(
+    served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More of them than there are threads that prepare requests."""
     gate, tokenizer = threading.Event(), llm.tokenizer
     statuses = list[int]()
@@ -140,22 +143,17 @@ def test_texts_of_one_key_do_not_keep_another_s_request_waiting(served: Served, 
         headers = {"Authorization": "Bearer sk-loud"}
         statuses.append(served.client.post("/tokenize", json={"content": "held"}, headers=headers).status_code)
 
-    threads = [threading.Thread(target=tokenize) for _ in range(8)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "encode", held)
-        for thread in threads:
-            thread.start()
+    monkeypatch.setattr(tokenizer, "encode", held)
+    with beside([tokenize] * 8):
         for path, body in (("/v1/completions", {"prompt": "ab", "max_tokens": 2}), ("/tokenize", {"content": "ab"})):
             answer = served.client.post(path, json=body, headers={"Authorization": "Bearer sk-quiet"})
             assert answer.status_code == 200
         assert statuses == []
         gate.set()
-        for thread in threads:
-            thread.join()
     assert statuses == [200] * 8
 
 
-def test_many_listeners_look_at_the_engine_once(served: Served, llm: LLM) -> None:
+def test_many_listeners_look_at_the_engine_once(served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, count = llm._host.engine, list[int]()
     snapshot, gate = engine.snapshot, threading.Event()
 
@@ -169,14 +167,9 @@ def test_many_listeners_look_at_the_engine_once(served: Served, llm: LLM) -> Non
         with served.client.stream("GET", "/v1/engine/events", headers=headers) as answer:
             next(answer.iter_lines())
 
-    threads = [threading.Thread(target=listen) for _ in range(12)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "snapshot", held)
-        for thread in threads:
-            thread.start()
+    monkeypatch.setattr(engine, "snapshot", held)
+    with beside([listen] * 12):
         while len(served.state.calls) < 12:
             threading.Event().wait(0.01)
         assert len(count) == 1
         gate.set()
-        for thread in threads:
-            thread.join()

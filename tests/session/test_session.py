@@ -268,14 +268,6 @@ def test_of_two_threads_that_enter_a_session_at_the_same_time_one_is_refused(
     assert stream.run().token_ids == llm.chat([{"role": "user", "content": "hello"}], GREEDY).token_ids
 
 
-def test_a_dropped_stream_leaves_nothing_in_the_next_answer(llm: LLM) -> None:
-    expected = llm.generate("hello", GREEDY).token_ids
-    stream = llm.stream("once upon", GREEDY)
-    next(stream)
-    del stream
-    assert llm.generate("hello", GREEDY).token_ids == expected
-
-
 def test_a_turn_that_fails_midway_leaves_the_session_as_it_was(llm: LLM) -> None:
     session = llm.session()
     session.send("hello", GREEDY)

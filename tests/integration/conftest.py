@@ -12,7 +12,13 @@ from infer.errors import InvalidRequestError
 
 FOLDER = Path(__file__).parent
 # Others' clients that take seconds to import, and fuzzing: tried with INFER_TESTS=all.
-_SLOW_TO_IMPORT = ["test_agents.py", "test_other_clients.py", "test_retrieval_clients.py", "test_served_fuzzing.py"]
+_SLOW_TO_IMPORT = [
+    "test_agents.py",
+    "test_ollama_client.py",
+    "test_other_clients.py",
+    "test_retrieval_clients.py",
+    "test_served_fuzzing.py",
+]
 _SLOW_TO_IMPORT.append("test_tool_clients.py")
 collect_ignore = [] if IS_WHOLE else _SLOW_TO_IMPORT
 if find_spec("ray") is None:  # 660 MB, which `make ray` installs

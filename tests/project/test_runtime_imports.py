@@ -39,6 +39,8 @@ ALLOWED = {
     ("server/connection.py", "http"),
     ("server/routes/engine_events.py", "asyncio"),
     ("server/loading.py", "asyncio"),
+    ("server/model_catalog.py", "asyncio"),
+    ("server/routes/ollama_pull.py", "asyncio"),
     ("server/process.py", "asyncio"),
     ("server/process.py", "socket"),
     ("server/sse.py", "asyncio"),

@@ -6,7 +6,8 @@ The library is loaded here, on first use, and reads $HF_TOKEN and $HF_ENDPOINT i
 import glob
 import io
 import os
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,15 +16,18 @@ from infer.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
 from infer.errors import InferError, ModelError
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
 
+OnProgress = Callable[[int, int], None]  # bytes: done, and in total
 _OFFLINE = "HF_HUB_OFFLINE is set: unset it to download"
 _LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")  # whose errors tell of the hub
 _NO_LIBRARY = "huggingface_hub, which downloads, is not installed: pip install huggingface_hub"
 
 
-def fetch(name: HubName) -> Path:
-    """Return the model's file or folder from the cache. If it is incomplete, download it with progress on stderr.
+def fetch(name: HubName, on_progress: OnProgress | None = None) -> Path:
+    """Return the model's file or folder from the cache. If it is incomplete, download it.
 
-    Raises InvalidRequestError for a name that is unknown here and on the hub, and ModelError if it holds no model.
+    Progress goes to `on_progress`, or to stderr at a terminal. An exception of `on_progress` ends the download, which a
+    later call resumes. Raises InvalidRequestError for a name that is unknown here and on the hub, and ModelError if it
+    holds no model.
     """
     cached = find_cached(name)
     if cached is not None:
@@ -36,7 +40,7 @@ def fetch(name: HubName) -> Path:
         raise not_found(name, _NO_LIBRARY) from None
     line = StatusLine()
     try:
-        return _download(huggingface_hub, name, line)
+        return _download(huggingface_hub, name, on_progress or partial(_show, name, line), line)
     except InferError:
         raise
     except Exception as error:  # whatever its network library raises, too
@@ -61,7 +65,12 @@ def is_hub_reachable(seconds: float) -> bool:
     return True
 
 
-def _download(hub: Any, name: HubName, line: StatusLine) -> Path:
+def _show(name: HubName, line: StatusLine, num_done: int, total: int) -> None:
+    share = bar(num_done / total, PROGRESS_WIDTH)
+    line.show(f"{name} {share:<{PROGRESS_WIDTH}} {num_done / 1e6:.0f} of {total / 1e6:.0f} MB")
+
+
+def _download(hub: Any, name: HubName, on_progress: OnProgress, line: StatusLine) -> Path:
     line.show(f"looking for {name}")
     files = [file.rfilename for file in hub.HfApi().model_info(name.repo, revision=name.revision).siblings or ()]
 
@@ -72,7 +81,7 @@ def _download(hub: Any, name: HubName, line: StatusLine) -> Path:
                 revision=name.revision,
                 cache_dir=hub_cache_folder(),
                 allow_patterns=[glob.escape(file) for file in paths],
-                tqdm_class=_make_bar(hub, name, line),
+                tqdm_class=_make_bar(hub, on_progress),
             )
         )
 
@@ -87,17 +96,16 @@ def _download(hub: Any, name: HubName, line: StatusLine) -> Path:
     return folder if chosen.entry is None else folder / chosen.entry
 
 
-def _make_bar(hub: Any, name: HubName, line: StatusLine) -> type[Any]:
-    """Return a progress bar class for the hub's library that writes to our line instead of its own."""
+def _make_bar(hub: Any, on_progress: OnProgress) -> type[Any]:
+    """Return a progress bar class for the hub's library that calls `on_progress` instead of writing."""
 
     class Bar(hub.utils.tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": not sys.stderr.isatty()})
+            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
 
         def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-            if self.unit == "B" and self.total:
-                share = bar(self.n / self.total, PROGRESS_WIDTH)
-                line.show(f"{name} {share:<{PROGRESS_WIDTH}} {self.n / 1e6:.0f} of {self.total / 1e6:.0f} MB")
+            if self.unit == "B" and self.total and not self.disable:  # a bar that was closed is disabled
+                on_progress(self.n, self.total)
             return True
 
     return Bar

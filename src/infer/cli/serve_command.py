@@ -29,6 +29,7 @@ from infer.system.status_line import write_notice
 
 Load = Callable[[OnProgress], "infer.LLM"]
 _NO_LIMIT = 1 << 60  # bytes
+OLLAMA_PORT = 11434
 NO_KEY, KEY = "none", "YOUR_KEY"  # clients want a key even from a server that takes none
 _AGENT_PROMPT, _AGENT_CONTEXT = "10,000 to 25,000", 32_768  # tokens that agents for programming send, and need
 
@@ -99,9 +100,14 @@ def make_settings(options: ServeOptions | DeployOptions) -> ServerSettings:
         _check_tls(options.tls_cert, options.tls_key)
     names = {field.name for field in fields(ServerSettings)}
     given = {name: value for name, value in vars(options).items() if name in names}
+    if options.port is None:
+        is_ollama = isinstance(options, ServeOptions) and options.ollama
+        given["port"] = OLLAMA_PORT if is_ollama else ServerSettings.port
     keys = read_keys(options.api_key_file) if options.api_key_file else {}
     model, *aliases = options.served_names or [options.model]
-    return ServerSettings(**given | {"model": model, "aliases": tuple(aliases), "api_keys": keys})
+    return ServerSettings(
+        **given | {"model": model, "aliases": tuple(aliases), "api_keys": keys, "model_path": options.model}
+    )
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:

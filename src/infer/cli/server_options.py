@@ -40,7 +40,7 @@ class ClientOptions:
     """Options for who may send requests, to which address, and under which model name."""
 
     host: str = option(default="127.0.0.1", help="The address to listen at.")
-    port: int = option(type=click.IntRange(0, 65535), default=8000, help="0: a free one.")
+    port: int | None = option(type=click.IntRange(0, 65535), help="0: a free one.  [default: 8000]")
     served_names: tuple[str, ...] = option(
         "--served-model-name", metavar="NAME",
         help="What clients call the model. Repeatable: others are aliases.  [default: that of --model]")
@@ -66,6 +66,7 @@ class ProcessOptions:
         help="A name served beside local ones, without keys on a loopback address. Repeatable; * is all.")
     tls_cert: Path | None = option(metavar="FILE", help="A certificate: https.")
     tls_key: Path | None = option(metavar="FILE", help="Its private key.")
+    ollama: bool = option(help="--port 11434, unless another one is given: where clients of Ollama look for it.")
     isolate: bool = option(help="The model in a process of its own, which is started again when it dies.")
     replicas: int = option(type=click.IntRange(1, MAX_REPLICAS), default=1,
                            help="Processes with the model, each on cores of its own: when one dies, others go on.")

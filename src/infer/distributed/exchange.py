@@ -11,8 +11,9 @@ from typing import NamedTuple, Protocol, final, runtime_checkable
 import httptools
 
 from infer.distributed.router import RoutedPrompt
+from infer.server.endpoint import LINES
 
-_READ_BYTES, _END = 2**16, b"\n\n"
+_READ_BYTES, _END, _LINE_END = 2**16, b"\n\n", b"\n"
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", b"host", b"date"}
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -36,6 +37,11 @@ async def connected(path: str) -> "Exchange":
         return Exchange(*await asyncio.open_unix_connection(path))
     except OSError:
         raise GoneError from None
+
+
+def media_type_of(headers: Headers) -> str:
+    """Return the media type of an answer, without its parameters."""
+    return dict(headers).get(b"content-type", b"").partition(b";")[0].decode("latin-1")
 
 
 def request_bytes(method: str, target: bytes, headers: Headers, body: bytes = b"") -> bytes:
@@ -103,12 +109,16 @@ class Exchange:
         return b"".join([chunk async for chunk in self._body_chunks()])
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
-        """Yield the events that have arrived, for a body that is a stream of events. An incomplete event is dropped."""
-        rest = b""
+        """Yield the events that have arrived, for a body that is a stream of events or of lines.
+
+        An incomplete event is dropped. A comment between lines, which only a process of ours writes, has the end of an
+        event.
+        """
+        rest, end = b"", _LINE_END if media_type_of(self._headers) == LINES else _END
         async for chunk in self._body_chunks():
-            *whole, rest = (rest + chunk).split(_END)
-            if whole:
-                yield [event + _END for event in whole]
+            *whole, rest = (rest + chunk).split(end)
+            if found := [event + (_END if event.startswith(b":") else end) for event in whole if event]:
+                yield found
 
     def close(self) -> None:
         self._writer.close()

@@ -15,9 +15,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.distributed.asked_body import AskedBody
-from infer.distributed.exchange import HOP_BY_HOP, Exchanges, GoneError, ReplicaFailedError, ResponseHead, request_bytes
+from infer.distributed.exchange import (
+    HOP_BY_HOP,
+    Exchanges,
+    GoneError,
+    ReplicaFailedError,
+    ResponseHead,
+    media_type_of,
+    request_bytes,
+)
 from infer.server.asking import while_connected
 from infer.server.call import CREATED_HEADER, ID_HEADER, KEY_NAME_HEADER, SENT_HEADER, call_of
+from infer.server.endpoint import EVENTS, LINES
 from infer.server.http_errors import ENGINE_FAILED, ApiError
 from infer.server.resumption import FAILED, NOTE, SentPart, pack, read_note
 from infer.server.sse import EventStream
@@ -39,7 +48,10 @@ class _Error(msgspec.Struct):
 
 
 class _ErrorBody(msgspec.Struct):
-    error: _Error
+    """An error of any of the protocols: Ollama's is a text, with its code beside it."""
+
+    error: _Error | str
+    code: str | None = None
 
 
 _error_decoder = msgspec.json.Decoder(_ErrorBody)
@@ -154,13 +166,14 @@ class Answering:
 def _code_of(body: bytes) -> str | None:
     """Return the code of an error's body, or None."""
     try:
-        return _error_decoder.decode(body).error.code
+        found = _error_decoder.decode(body)
+        return found.code if isinstance(found.error, str) else found.error.code
     except msgspec.DecodeError:
         return None
 
 
 def _is_stream(head: ResponseHead) -> bool:
-    return dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
+    return media_type_of(head.headers) in (EVENTS, LINES)
 
 
 async def _head_of(answer: AsyncGenerator[ResponseHead | bytes, None]) -> ResponseHead:

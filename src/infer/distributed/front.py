@@ -18,6 +18,7 @@ from infer.server.app import ROUTES
 from infer.server.call import call_of
 from infer.server.endpoint import ApiRoute
 from infer.server.message_events import failure_event
+from infer.server.ollama_events import failure_line
 from infer.server.process import Life, run_process
 from infer.server.routes.health import health, ready
 from infer.server.routes.prometheus import metrics_response
@@ -28,6 +29,7 @@ from infer.system.locked_folder import locked_folder
 _OF_TEXTS = ("embeddings", "rerank", "classify")
 _REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", *_OF_TEXTS)}
 _HUNG = b'{"status":"hung"}'  # no replica answers
+_FAILURES = {"/v1/messages": failure_event}  # of streams whose replica died
 _SESSION_HEADER = "x-session-id"
 
 
@@ -63,7 +65,8 @@ def follow(state: ServerState, replicas: Replicas) -> None:
 
 async def hand_on(request: Request, asked: AskedBody, replicas: Exchanges) -> Response:
     """Return the answer of the replica that the router chooses."""
-    fail = failure_event if request.url.path == "/v1/messages" else failure_events
+    path = request.url.path
+    fail = failure_line if path.startswith("/api/") else _FAILURES.get(path, failure_events)
     return await Answering(request, asked, replicas, fail).response()
 
 

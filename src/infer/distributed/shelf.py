@@ -20,6 +20,7 @@ from infer.distributed.unloading import models_to_unload
 from infer.errors import InferError
 from infer.server.door import retry_headers
 from infer.server.http_errors import ApiError
+from infer.server.routes.served_models import known_name
 
 _SLACK_SECONDS = 10.0  # after the time that a client was told: until then its model is kept
 _NO_RETRY = {"x-should-retry": "false"}
@@ -79,7 +80,7 @@ class Shelf:
         """Return the model with this name, or the first one for None. Raises ApiError 404."""
         if name is None and self.models:
             return next(iter(self.models.values()))
-        if name not in self.models:
+        if (name := known_name(name, self.models)) not in self.models:
             await self.look_again()
         if name is not None and name in self.models:
             return self.models[name]
@@ -114,6 +115,11 @@ class Shelf:
     def used_bytes(self) -> int:
         """The planned memory of all models that are loaded, or are being loaded or unloaded."""
         return sum(model.num_bytes for model in self.models.values() if model.is_in_memory)
+
+    def idle_seconds_of(self, model: ShelvedModel) -> float:
+        """Return the seconds after which the model is unloaded if it is idle. A pinned one never is."""
+        seconds = self.settings.idle_seconds if model.idle_seconds is None else model.idle_seconds
+        return math.inf if seconds is None or model.source.is_pinned else seconds
 
     # The life of the server
 
@@ -321,8 +327,8 @@ class Shelf:
 
     def _unload_if_idle(self, model: ShelvedModel) -> None:
         """Unload the model when it has been idle for its time."""
-        seconds = self.settings.idle_seconds if model.idle_seconds is None else model.idle_seconds
-        if seconds is None or model.source.is_pinned or not model.is_idle:
+        seconds = self.idle_seconds_of(model)
+        if math.isinf(seconds) or not model.is_idle:
             return
 
         def check(used_at: float) -> None:

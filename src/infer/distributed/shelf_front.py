@@ -15,11 +15,12 @@ from infer.distributed.exchange import Exchange
 from infer.distributed.front import hand_on, read_body
 from infer.distributed.router import RoutedPrompt
 from infer.distributed.shelf import Shelf, ShelfSettings, ShelfWork
+from infer.distributed.shelf_ollama import OLLAMA_ANSWERS, ShelfOllama
 from infer.distributed.shelved_model import ModelSource, ShelvedModel
 from infer.errors import InferError
 from infer.protocols.unknown_fields import Parameters
 from infer.server.app import ROUTES
-from infer.server.endpoint import ApiRoute, post
+from infer.server.endpoint import ApiRoute, Handler, post
 from infer.server.http_errors import ApiError
 from infer.server.process import Life, run_process
 from infer.server.replies import json_response
@@ -95,14 +96,23 @@ class ShelfFront:
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
+        self._ollama = ShelfOllama(shelf, self._hand_on_to)
 
     @property
     def table(self) -> list[ApiRoute]:
-        own = {"/v1/models": self._list, "/v1/models/{id:path}": self._show, "/metrics": self._read_metrics}
-        handlers = {each.path: each.handler for each in _OWN} | own
+        own: dict[str, Handler] = {
+            "/v1/models": self._list,
+            "/v1/models/{id:path}": self._show,
+            "/metrics": self._read_metrics,
+        }
+        own |= {each.path: each.handler for each in _OWN} | self._ollama.handlers
+        answering = dict.fromkeys(OLLAMA_ANSWERS, self._ollama.answer)
         handed_on = [each for each in ROUTES if each.path not in ("/docs", "/openapi.json")]
         table = [
-            each._replace(handler=handlers.get(each.path, self._hand_on), body=None, operation="") for each in handed_on
+            each._replace(handler=own[each.path], operation="")
+            if each.path in own
+            else each._replace(handler=answering.get(each.path, self._hand_on), body=None, operation="")
+            for each in handed_on
         ]
         changes = [
             post("/models/load", self._load, "Load a model, and answer when it is ready", ModelBody, ServedModel),
@@ -116,6 +126,9 @@ class ShelfFront:
         model = await self._shelf.named(asked.model or request.query_params.get("model"))
         if request.url.path == _EVENTS:
             return await self._watch(request, asked, model)
+        return await self._hand_on_to(request, asked, model)
+
+    async def _hand_on_to(self, request: Request, asked: AskedBody, model: ShelvedModel) -> Response:
         return await hand_on(request, asked, ShelvedReplicas(self._shelf, model))
 
     async def _watch(self, request: Request, asked: AskedBody, model: ShelvedModel) -> Response:

@@ -125,7 +125,7 @@ class ShelvedModel:
         """End the process of a model in phase "unloading", and return in phase "unloaded"."""
         assert self.replicas is not None
         await self.replicas.stop()
-        self.replicas, self.phase, self.is_leaving = None, "unloaded", False
+        self.replicas, self.phase, self.is_leaving, self.idle_seconds = None, "unloaded", False, None
         log.info("%s: unloaded", self.name)
 
     def fail(self, failure: Exception) -> None:

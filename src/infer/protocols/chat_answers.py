@@ -1,9 +1,10 @@
 """The parts of an answer in OpenAI's words: its message, its finish reason, and the deltas of a stream."""
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
-from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
+from infer.outputs import GenerationResult, ReasoningDelta, ToolCall, ToolCallDelta
 
 Json = dict[str, Any]
 Delta = ReasoningDelta | ToolCallDelta
@@ -39,6 +40,14 @@ def delta_fields(deltas: Iterable[Delta]) -> Json:
         call["function"]["arguments"] += delta.arguments
     fields: Json = {"reasoning_content": reasoning} if reasoning else {}
     return fields | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def call_values(call: ToolCall) -> Json:
+    """Return the arguments of a call as an object, or {} if the call was cut off."""
+    try:
+        return call.parsed()
+    except json.JSONDecodeError:
+        return {}
 
 
 def reasoning_and_calls(result: GenerationResult) -> Json:

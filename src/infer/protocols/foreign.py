@@ -98,6 +98,10 @@ FOREIGN: Mapping[str, Foreign] = {
                 "guided_decoding_backend",
                 "spaces_between_special_tokens",
             ),
+            # Ollama's settings of a model that is loaded, and of samplers that are off.
+            *("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "use_mmap", "use_mlock", "f16_kv"),
+            *("num_keep", "vocab_only", "logits_all", "embedding_only", "penalize_newline", "draft_num_predict"),
+            *("mirostat_tau", "mirostat_eta"),
         ),
         _HINT,
     ),
@@ -122,6 +126,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "suffix": Foreign("use /v1/completions", ("",)),
     "system": Foreign("use a message with role system", ("",)),
     "web_search_options": Foreign(warning="nothing is searched"),
+    "num_ctx": Foreign(warning="the context is set with --max-seq-len when the server starts"),
     # Other names for what is here; a parameter declares those that mean the same.
     **{
         other: Foreign(f"use {name}", same_as=_LENGTHS if name == "max_tokens" else (name,))

@@ -51,10 +51,14 @@ class ErrorFields(Struct):
 
 
 class ErrorAnswer(Struct, kw_only=True):
-    """An error, as every route answers with it. `type` is in the errors of Anthropic's routes."""
+    """An error, as every route answers with it. `type` is in the errors of Anthropic's routes.
+
+    On Ollama's routes the error is its message, and the code is beside it.
+    """
 
     type: Literal["error"] | UnsetType = UNSET
-    error: ErrorFields
+    error: ErrorFields | str
+    code: str | UnsetType = UNSET
 
 
 class PromptTokensDetails(Struct):
@@ -86,6 +90,16 @@ class CalledTool(Struct):
     id: str
     type: Literal["function"]
     function: CalledFunction
+
+
+class ScoredToken(Struct):
+    token: str
+    logprob: float
+    bytes: Bytes | None
+
+
+class ScoredChoice(ScoredToken):
+    top_logprobs: list[ScoredToken]
 
 
 class AnswerHead(NamedTuple):

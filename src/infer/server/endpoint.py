@@ -21,7 +21,7 @@ from infer.server.resumption import unpack
 from infer.server.server_state import ServerState
 
 log = logging.getLogger("infer.server")
-JSON = "application/json"
+JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
 Handler = Callable[..., Awaitable[Response]]  # of the request, the state and, if the route has one, the body
 
 
@@ -30,7 +30,8 @@ class ApiRoute(NamedTuple):
 
     `path` is in Starlette's notation. The body of a request is read as a `body`, after `complete` has converted what
     other programs send. Warnings about it are kept in the call, and the answer shows them. `answer` is a type that
-    msgspec describes, or the media type of another answer. If the route `streams`, it can answer with events, too.
+    msgspec describes, or the media type of another answer. If the route `streams`, it can answer with events, too: with
+    server-sent ones, or with lines of JSON if its `stream_type` is `LINES`.
     `parameters` are those of the query, in OpenAPI's notation. If `is_open`, no key is needed. `operation` is the task
     of the model, in OpenTelemetry's words; the handler of such a request asks the door (`asking.enter`). `shape`
     converts an exception to the error that a client receives.
@@ -48,6 +49,7 @@ class ApiRoute(NamedTuple):
     complete: Complete = as_given
     is_open: bool = False
     shape: Callable[[Exception], ApiError] = api_error
+    stream_type: str = EVENTS
 
 
 get, post = partial(ApiRoute, "GET"), partial(ApiRoute, "POST")

@@ -1,12 +1,12 @@
 """The answer of `/v1/messages`: its blocks, whole or as Anthropic's events."""
 
-import json
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Self, final
 
 from msgspec import UNSET, Struct, UnsetType
 
-from infer.outputs import GenerationResult, ReasoningDelta, ToolCall, ToolCallDelta
+from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
+from infer.protocols.chat_answers import call_values
 from infer.server.answer_types import Answer, AnswerHead, Count, Json
 from infer.server.choices import ChoicePart
 from infer.server.http_errors import ApiError
@@ -127,7 +127,7 @@ class MessageShape(ReplyFormat):
             blocks.append(MessageThinking(result.reasoning, ""))
         if result.text or not (result.reasoning or result.tool_calls):
             blocks.append(MessageText(result.text))
-        blocks += [MessageToolUse(call.id, call.name, _values(call)) for call in result.tool_calls]
+        blocks += [MessageToolUse(call.id, call.name, call_values(call)) for call in result.tool_calls]
         return self._message(blocks, self._stop(result), _usage(result))
 
     def opening(self) -> list[Json]:
@@ -200,14 +200,6 @@ class MessageShape(ReplyFormat):
 
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
-
-
-def _values(call: ToolCall) -> Json:
-    """Return the arguments of a call, or {} if the call was cut off."""
-    try:
-        return call.parsed()
-    except json.JSONDecodeError:
-        return {}
 
 
 def _usage(result: GenerationResult) -> MessagesUsage:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 # The first word of other servers' paths, and what to use here.
 _ELSEWHERE = {
-    "api": "Ollama's API is not built: use /v1/chat/completions, or set the client to an OpenAI-compatible server",
+    "api": "of Ollama's API, GET /docs lists what there is",
     "completion": "use /v1/completions",
     "infill": "the model does not fill in text: use /v1/completions",
     "slots": "use /v1/engine/events",

@@ -1,4 +1,4 @@
-"""Answers on OpenAI's routes: whole at the end, or as a stream of chunks. A `ReplyFormat` defines their format."""
+"""Answers of all protocols: whole at the end, or as a stream of chunks. A `ReplyFormat` defines their format."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -16,6 +16,7 @@ from infer.server.answer_types import Answer, AnswerHead, Extension, Json, Usage
 from infer.server.asking import while_connected
 from infer.server.call import Call, call_of
 from infer.server.choices import ChoicePart, Choices
+from infer.server.endpoint import EVENTS
 from infer.server.http_errors import ApiError
 from infer.server.server_state import ServerState
 from infer.server.sse import DONE, EventStream, event, failure_events
@@ -47,9 +48,9 @@ Chunk = Answer | Json  # a dict is an event whose `type` is also its name
 
 
 class ReplyFormat(ABC):
-    """The format of an answer and of its stream. `last` ends a stream."""
+    """The format of an answer and of its stream of this media type. `last` ends a stream."""
 
-    last = DONE
+    last, media_type = DONE, EVENTS
 
     @abstractmethod
     def whole(self, results: Sequence[GenerationResult]) -> Answer: ...
@@ -66,6 +67,10 @@ class ReplyFormat(ABC):
         """Return the chunks that follow after all choices have ended."""
         return ()
 
+    def event(self, chunk: Chunk) -> bytes:
+        """Return a chunk as the stream has it."""
+        return event(msgspec.json.encode(chunk), chunk["type"] if isinstance(chunk, dict) else "")
+
     def fail(self, error: ApiError) -> bytes:
         """Return the events with which a stream fails."""
         return failure_events(error)
@@ -77,7 +82,8 @@ async def reply(
     call = call_of(request)
     if is_streamed:
         events = _events(choices, shape, call)
-        return EventStream(events, comment_seconds=state.settings.comment_seconds, fail=shape.fail)
+        seconds = state.settings.comment_seconds
+        return EventStream(events, comment_seconds=seconds, fail=shape.fail, media_type=shape.media_type)
     results = await while_connected(request, choices.results())
     return json_response(shape.whole(results), call)
 
@@ -120,21 +126,19 @@ async def score_prompts(
 async def _events(choices: Choices, shape: ReplyFormat, call: Call) -> AsyncGenerator[bytes, None]:
     results: dict[int, GenerationResult] = {}
     for chunk in shape.opening():
-        yield _event(chunk)
+        yield shape.event(chunk)
     async with aclosing(choices.parts()) as parts:
         async for part in parts:
             for chunk in shape.chunks(part):
-                yield _event(chunk, None if part.result is None else call)
+                yield shape.event(chunk if part.result is None else _warned(chunk, call))
             if part.result is not None:
                 results[part.choice] = part.result
     for chunk in shape.closing([results[index] for index in sorted(results)]):
-        yield _event(chunk, call)
+        yield shape.event(_warned(chunk, call))
     if shape.last:
         yield shape.last
 
 
-def _event(chunk: Chunk, call: Call | None = None) -> bytes:
-    """Return the chunk as an event, with the warnings of `call`."""
-    if isinstance(chunk, dict):
-        return event(msgspec.json.encode(chunk), chunk["type"])
-    return event(msgspec.json.encode(chunk if call is None else with_warnings(chunk, call)))
+def _warned(chunk: Chunk, call: Call) -> Chunk:
+    """Add the call's warnings, if any, to a chunk that can hold them, and return it."""
+    return chunk if isinstance(chunk, dict) else with_warnings(chunk, call)

@@ -15,12 +15,14 @@ from infer.protocols.unknown_fields import UnknownFields
 class ServerSettings:
     """Settings of a server. Times are in seconds unless a name says otherwise.
 
-    `model` is the name that clients see; `aliases` are further names. If `cors_origins` is empty, no page of another
-    origin may call. `max_queue` limits the answers of one key that wait for a slot.
+    `model` is the name that clients see; `aliases` are further names. `model_path` is the value of `--model`.
+    If `cors_origins` is empty, no page of another origin may call. `max_queue` limits the answers of one key that wait
+    for a slot.
     """
 
     model: str = "smollm2"
     aliases: tuple[str, ...] = ()
+    model_path: str = ""
     slots: int = 16  # answers in one step
     host: str = "127.0.0.1"
     port: int = 8000

@@ -1,4 +1,4 @@
-"""Server-sent events: the one writer of all streams.
+"""Streams, as server-sent events or as lines of JSON: the one writer of both.
 
 A failure after the headers ends a stream with an event, never with what looks like a normal end. Such failures are
 those of the model, a reader that reads nothing, and the server's shutdown. If a client disconnects, the iterator is
@@ -7,6 +7,7 @@ closed. It must then release what it reads (an `AsyncStream` does).
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
+from math import inf
 from typing import final
 
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from infer.server.asking import until_gone
 from infer.server.call import call_of
 from infer.server.connection import is_stalled
-from infer.server.endpoint import refusal_of
+from infer.server.endpoint import EVENTS, refusal_of
 from infer.server.http_errors import ENGINE_FAILED, ApiError
 from infer.server.resumption import FAILED
 
@@ -32,10 +33,16 @@ def event(body: bytes, name: str = "") -> bytes:
     Some clients end a line at every character that Unicode calls a line's end (httpx's `iter_lines`, `str.splitlines`).
     Three of these may stand in JSON as they are, so they are escaped.
     """
+    data = b"data: " + line(body) + b"\n"
+    return data if not name else b"event: " + name.encode() + b"\n" + data
+
+
+def line(body: bytes) -> bytes:
+    """Return one line of JSON with its end. `event` says which characters are escaped, and why."""
     for line_end, escaped in _LINE_ENDS.items():
         if line_end in body:
             body = body.replace(line_end, escaped)
-    return b"data: " + body + b"\n\n" if not name else b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
+    return body + b"\n"
 
 
 def failure_events(error: ApiError) -> bytes:
@@ -47,7 +54,7 @@ def failure_events(error: ApiError) -> bytes:
 class EventStream(Response):
     """A response that streams `events`: whole events, including `DONE` if the API has it.
 
-    `fail` returns the last bytes of a stream that fails.
+    `fail` returns the last bytes of a stream that fails. Lines of JSON have no comments.
     """
 
     def __init__(
@@ -57,10 +64,13 @@ class EventStream(Response):
         comment_seconds: float,
         fail: Callable[[ApiError], bytes] = failure_events,
         headers: Mapping[str, str] | None = None,
+        media_type: str = EVENTS,
     ) -> None:
-        super().__init__(None, 200, {**_HEADERS, **(headers or {})}, media_type="text/event-stream; charset=utf-8")
+        content_type = f"{media_type}; charset=utf-8"
+        super().__init__(None, 200, {**_HEADERS, **(headers or {})}, media_type=content_type)
         del self.headers["content-length"]
-        self._events, self._fail, self._comment_seconds = events, fail, comment_seconds
+        self._events, self._fail = events, fail
+        self._comment_seconds = comment_seconds if media_type == EVENTS else inf
         self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

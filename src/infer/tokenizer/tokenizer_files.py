@@ -26,6 +26,7 @@ _GGUF_NAMES = {
     "mask": "mask_token",
 }
 _ENDS = ("bos", "eos")
+_CONFIG_NAME = "tokenizer_config.json"
 Ends = tuple[str | None, str | None]
 _ADDED_TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
@@ -42,7 +43,7 @@ class TokenizerParts(NamedTuple):
 
 def read_folder(path: Path) -> TokenizerParts:
     """Return the parts of a folder's tokenizer. Raises ModelError if a file is missing or breaks its format."""
-    config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / "tokenizer_config.json")}
+    config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / _CONFIG_NAME)}
     is_vocab_txt = not os.path.lexists(path / "tokenizer.json") and os.path.lexists(path / "vocab.txt")
     if is_vocab_txt:
         config = with_bert_defaults(path, config)
@@ -79,19 +80,38 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         if token_id is not None and 0 <= token_id < len(vocabulary):
             named_tokens[name] = vocabulary[token_id]
     end_ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    prefix = "tokenizer.chat_template"
-    templates = {
-        key[len(prefix) + 1 :] or "default": value
-        for key, value in metadata.items()
-        if (key == prefix or key.startswith(f"{prefix}.")) and isinstance(value, str)
-    }
     return TokenizerParts(
         backend,
         named_tokens=named_tokens,
         end_token_ids=[token_id for token_id in end_ids if token_id is not None],
-        chat_templates=templates,
+        chat_templates=_gguf_chat_templates(metadata),
         vocabulary=vocabulary,
     )
+
+
+def read_template(path: Path, metadata: Mapping[str, Any]) -> str | None:
+    """Return the chat template of a model that is not loaded. `metadata` are those of a GGUF file; {} for a folder."""
+    templates = (
+        _gguf_chat_templates(metadata) if metadata else _read_chat_templates(path, _read_json(path / _CONFIG_NAME))
+    )
+    return templates.get("default")
+
+
+def read_token_names(path: Path, metadata: Mapping[str, Any]) -> Collection[str]:
+    """Return the names of a model's tokens, for a folder only of those beside the vocabulary, without a tokenizer."""
+    if metadata:
+        return frozenset(metadata.get("tokenizer.ggml.tokens", ()))
+    added = _read_json(path / _CONFIG_NAME).get("added_tokens_decoder") or {}
+    return frozenset(entry["content"] for entry in added.values())
+
+
+def _gguf_chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    prefix = "tokenizer.chat_template"
+    return {
+        key[len(prefix) + 1 :] or "default": value
+        for key, value in metadata.items()
+        if (key == prefix or key.startswith(f"{prefix}.")) and isinstance(value, str)
+    }
 
 
 def _added_ends(

@@ -22,6 +22,7 @@ from infer.server.answer_types import (
     Count,
     HeadedAnswer,
     Json,
+    ScoredChoice,
     Usage,
     extension,
     logprobs_of,
@@ -44,16 +45,6 @@ async def chat(request: Request, state: ServerState, body: ChatBody) -> Response
     head = make_head("chatcmpl-", request, state)
     shape = ChatShape(head, body, Spelling.of(llm.tokenizer), choices.prompt_ids[0], scores[0])
     return await reply(request, state, choices, shape, is_streamed=body.stream)
-
-
-class ScoredToken(Struct):
-    token: str
-    logprob: float
-    bytes: Bytes | None
-
-
-class ScoredChoice(ScoredToken):
-    top_logprobs: list[ScoredToken]
 
 
 class ChatLogprobs(Struct):

@@ -44,9 +44,7 @@ from infer.server.server_state import ServerState
 async def complete(request: Request, state: ServerState, body: CompletionBody) -> Response:
     llm = state.llm().llm
     answer_any_model(request, state, body.model)
-    asked = ask_completion(body, llm.sampling_defaults)
-    if body.suffix:
-        asked = await _filling_in(request, state, body, asked)
+    asked = await ask_to_complete(request, state, body)
     choices = await accept(request, state, asked)
     ids = choices.prompt_ids
     echoed = await score_prompts(request, state, ids, body.logprobs if body.echo else None)
@@ -55,6 +53,12 @@ async def complete(request: Request, state: ServerState, body: CompletionBody) -
     head = make_head("cmpl-", request, state)
     shape = CompletionShape(head, body, llm.tokenizer, prompts)
     return await reply(request, state, choices, shape, is_streamed=body.stream)
+
+
+async def ask_to_complete(request: Request, state: ServerState, body: CompletionBody) -> Asked:
+    """Return what the body asks for, with the marks of its model around a text with a suffix. Raises ApiError."""
+    asked = ask_completion(body, state.llm().llm.sampling_defaults)
+    return await _filling_in(request, state, body, asked) if body.suffix else asked
 
 
 async def _filling_in(request: Request, state: ServerState, body: CompletionBody, asked: Asked) -> Asked:

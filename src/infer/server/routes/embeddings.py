@@ -1,5 +1,6 @@
 """`/v1/embeddings`: convert texts or ids to vectors."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,16 @@ from infer.server.server_state import ServerState
 
 
 async def embeddings(request: Request, state: ServerState, body: EmbeddingsBody) -> Response:
+    def make_answer(vectors: Any, num_tokens: int) -> Embeddings:
+        return answer_of(call_of(request).model, vectors, body.encoding_format, num_tokens)
+
+    return await embed(request, state, body, make_answer)
+
+
+async def embed(
+    request: Request, state: ServerState, body: EmbeddingsBody, make_answer: Callable[[Any, int], Answer]
+) -> Response:
+    """Return the answer that `make_answer` makes of the vectors (float32 `[texts, size]`) and the number of tokens."""
     llm, call = state.llm(), call_of(request)
     check_model(request, state, body.model)
     host, texts, options = llm.host, texts_of(body.input), vector_options(body)
@@ -40,7 +51,7 @@ async def embeddings(request: Request, state: ServerState, body: EmbeddingsBody)
     async def embedded() -> bytes:
         vectors, ids = await llm.compute_vectors(texts, options)
         call.warnings += [ids.warning] if ids.warning else []
-        answer = partial(answer_of, call.model, vectors.numpy(), body.encoding_format, ids.num_tokens)
+        answer = partial(make_answer, vectors.numpy(), ids.num_tokens)
         # Vectors become text in a thread: 2,048 of them take the loop's time.
         return await host.answers.prepare(lambda check: msgspec.json.encode(with_warnings(answer(), call)))
 

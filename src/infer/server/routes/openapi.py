@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse, Response
 
 import infer
 from infer.server.answer_types import ErrorAnswer, Json
-from infer.server.endpoint import JSON, ApiRoute, get
+from infer.server.endpoint import EVENTS, JSON, LINES, ApiRoute, get
 from infer.server.replies import json_response
 from infer.server.routes.docs_page import PAGE_HEADERS, docs_page
 from infer.server.routes.health import Health
@@ -33,7 +33,10 @@ _OF_BODIES = (400, 408, 413, 415)
 
 
 _TEXT: Json = {"type": "string"}
-_EVENTS: Json = {"description": "Events: the data of each is JSON, or [DONE]."}  # a string here, objects in OpenAPI 3.2
+_STREAMS: dict[str, Json] = {  # a string here, objects in OpenAPI 3.2
+    EVENTS: {"description": "Events: the data of each is JSON, or [DONE]."},
+    LINES: {"description": "Lines: each is a JSON object."},
+}
 
 # Fields that a Struct leaves open, and a handler reads.
 _IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -108,7 +111,7 @@ def _responses(route: ApiRoute, schema_by_type: Mapping[Any, Json]) -> Json:
     else:
         answer = _json_of(schema_by_type[route.answer])
     if route.streams:
-        answer["text/event-stream"] = {"schema": _EVENTS}
+        answer[route.stream_type] = {"schema": _STREAMS[route.stream_type]}
     found: Json = {"200": {"description": "The answer.", "content": answer}}
     for status, description in _STATUSES.items():
         if route.body is not None or status not in _OF_BODIES:

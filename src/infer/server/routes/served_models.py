@@ -1,5 +1,6 @@
 """`/v1/models`: the served model, under each of its names. `distributed.shelf_front` shows several models."""
 
+from collections.abc import Container
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -61,6 +62,7 @@ def check_model(request: Request, state: ServerState, name: str | None) -> None:
     model.
     """
     names = _names(state)
+    name = known_name(name, names)
     if name is not None and name not in names:
         served = " or ".join(map(repr, names))
         message = f"the model {name!r:.80} is not served here: {served} is"
@@ -71,10 +73,16 @@ def check_model(request: Request, state: ServerState, name: str | None) -> None:
 def answer_any_model(request: Request, state: ServerState, name: str | None) -> None:
     """Note the name that the request uses for the model. Another model's name is accepted with a warning."""
     names = _names(state)
+    name = known_name(name, names)
     if name is not None and name not in names:
         call_of(request).warnings.append(f"the model {name!r:.80} is not served here: {names[0]!r} answers")
         name = None
     call_of(request).model = name or names[0]
+
+
+def known_name(name: str | None, known: Container[str]) -> str | None:
+    """Return the name of a model without the tag ":latest", which Ollama's clients add, unless it is known with it."""
+    return name if name is None or name in known else name.removesuffix(":latest")
 
 
 def _names(state: ServerState) -> tuple[str, ...]:

@@ -1,0 +1,48 @@
+"""Read the facts about a model from its headers. Loads no torch."""
+
+import hashlib
+from functools import lru_cache
+
+from infer.catalog.model_facts import ModelFacts
+from infer.catalog.models_at_hand import weights_name
+from infer.checkpoint import open_checkpoint
+from infer.checkpoint.generation_config import defaults_of
+from infer.model.families import make_architecture
+from infer.model.memory_estimate import weights_by_type
+from infer.tokenizer.infill import find_marks
+from infer.tokenizer.tokenizer_files import read_template, read_token_names
+from infer.toolcalls.template_formats import reasoning_of
+
+_MOST_MODELS = 256  # whose facts are kept
+
+
+@lru_cache(_MOST_MODELS)
+def read_facts(model: str) -> ModelFacts:
+    """Return the facts about a model, the value of `--model`. Raises the errors of opening it."""
+    checkpoint = open_checkpoint(model)
+    architecture = make_architecture(checkpoint.config)
+    is_encoder = architecture.reads_whole_texts
+    template = "" if is_encoder else read_template(checkpoint.path, checkpoint.metadata) or ""
+    known = read_token_names(checkpoint.path, checkpoint.metadata)
+    abilities = {
+        "completion": not is_encoder,
+        "tools": "tools" in template,
+        "insert": find_marks(lambda names: {name: 0 for name in names if name in known}) is not None,
+        "thinking": reasoning_of(template) is not None,
+        "embedding": checkpoint.embedding is not None or (is_encoder and checkpoint.classifier is None),
+    }
+    context = checkpoint.config.get("max_position_embeddings")
+    return ModelFacts(
+        file_format="safetensors" if checkpoint.path.is_dir() else "gguf",
+        family=str(checkpoint.config.get("model_type")),
+        num_parameters=sum(row[3] for row in weights_by_type(checkpoint.tensors)),
+        weights=weights_name(checkpoint.metadata, checkpoint.tensors),
+        num_bytes=sum(file.size for file in checkpoint.files),
+        modified_at=max((file.path.stat().st_mtime for file in checkpoint.files), default=0.0),
+        digest=hashlib.sha256(checkpoint.fingerprint().encode()).hexdigest(),
+        context=context if isinstance(context, int) else None,
+        embedding_size=architecture.hidden_size,
+        template=template,
+        sampling=dict(defaults_of(checkpoint)),
+        abilities=tuple(name for name, is_true in abilities.items() if is_true),
+    )

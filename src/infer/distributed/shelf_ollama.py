@@ -1,0 +1,118 @@
+"""Ollama's API of a server of several models: its lists, and `keep_alive`, which loads models and unloads them."""
+
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.distributed.asked_body import AskedBody
+from infer.distributed.front import read_body
+from infer.distributed.shelf import Shelf
+from infer.distributed.shelved_model import ShelvedModel
+from infer.protocols.ollama_bodies import OllamaModelBody
+from infer.protocols.ollama_request import seconds_of
+from infer.server.call import call_of
+from infer.server.endpoint import Handler
+from infer.server.model_catalog import facts_of
+from infer.server.ollama_events import OllamaShape, time_text
+from infer.server.ollama_models import LoadedModel, OllamaModels, listed
+from infer.server.replies import json_response
+from infer.server.routes.ollama import ROUTES, refuse_change, shown_response, version
+from infer.server.routes.ollama_pull import pull_unless
+from infer.server.server_state import ServerState
+
+OLLAMA_ANSWERS = [route.path for route in ROUTES if route.operation]  # the routes that use a model
+HandOn = Callable[[Request, AskedBody, ShelvedModel], Awaitable[Response]]
+
+
+class _Wish(msgspec.Struct):
+    """The fields of a body that decide if its model is loaded."""
+
+    keep_alive: float | str | None = None
+    prompt: Any = None
+    suffix: Any = None
+    messages: Any = None
+    input: Any = None
+
+    @property
+    def has_prompt(self) -> bool:
+        return bool(self.prompt or self.suffix or self.messages or self.input)
+
+
+@final
+class ShelfOllama:
+    """The handlers of Ollama's routes. `hand_on` gives a request to the process of a model."""
+
+    def __init__(self, shelf: Shelf, hand_on: HandOn) -> None:
+        self._shelf, self._hand_on = shelf, hand_on
+
+    @property
+    def handlers(self) -> dict[str, Handler]:
+        """The handlers by path, of the routes that use no model."""
+        own: dict[str, Handler] = {
+            route.path: route.handler for route in ROUTES if route.handler in (refuse_change, version)
+        }
+        return own | {
+            "/api/tags": self._tags,
+            "/api/ps": self._running,
+            "/api/show": self._show,
+            "/api/pull": self._pull,
+        }
+
+    async def answer(self, request: Request, state: ServerState) -> Response:
+        """Hand a request on, and note for how long its model stays loaded.
+
+        A request without a prompt only loads the model. If its `keep_alive` is 0, it unloads the model.
+        """
+        state.check_ready()
+        asked = await read_body(request)
+        model, wish = await self._shelf.named(asked.model), _wish_of(asked.content)
+        seconds = seconds_of(wish.keep_alive)
+        if seconds == 0 and not wish.has_prompt:
+            await self._shelf.unload(model)
+            call_of(request).model = model.name
+            shape = OllamaShape(call_of(request), None, is_chat=request.url.path == "/api/chat")
+            return json_response(shape.without_prompt(is_unloaded=True))
+        model.idle_seconds = seconds
+        return await self._hand_on(request, asked, model)
+
+    async def _tags(self, request: Request, state: ServerState) -> Response:
+        await self._shelf.look_again()
+        models = list(self._shelf.models.values())
+        return json_response(OllamaModels([listed(each.name, await facts_of(each.source.path)) for each in models]))
+
+    async def _running(self, request: Request, state: ServerState) -> Response:
+        found = [
+            listed(each.name, await facts_of(each.source.path), self._loaded(each))
+            for each in list(self._shelf.models.values())
+            if each.phase == "ready"
+        ]
+        return json_response(OllamaModels(found))
+
+    async def _show(self, request: Request, state: ServerState, body: OllamaModelBody) -> Response:
+        model = await self._shelf.named(body.model)
+        context = None if model.plan is None else model.plan.context
+        return shown_response(model.name, await facts_of(model.source.path), context)
+
+    async def _pull(self, request: Request, state: ServerState, body: OllamaModelBody) -> Response:
+        return await pull_unless(request, body, self._shelf.models.keys())
+
+    def _loaded(self, model: ShelvedModel) -> LoadedModel:
+        context = None if model.plan is None else model.plan.context
+        seconds = self._shelf.idle_seconds_of(model)
+        if math.isinf(seconds):
+            return LoadedModel(model.num_bytes, context)
+        idle_seconds = time.monotonic() - model.used_at if model.is_idle else 0.0
+        return LoadedModel(model.num_bytes, context, time_text(time.time() + max(0.0, seconds - idle_seconds)))
+
+
+def _wish_of(content: bytes) -> _Wish:
+    """Return the fields of a body. A body of another form is refused by the model's process."""
+    try:
+        return msgspec.json.decode(content, type=_Wish)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _Wish()

@@ -1,0 +1,98 @@
+"""The bodies of Ollama's API. `ollama_request` converts them to the bodies of OpenAI's routes.
+
+Messages, tools and options stay as they were sent: the bodies of OpenAI's routes say what may be in them.
+"""
+
+from typing import Annotated, Any, final
+
+from msgspec import Meta
+
+from infer.protocols.bodies import Alternatives
+from infer.protocols.foreign import Foreign
+from infer.protocols.unknown_fields import Parameters
+from infer.request_limits import MAX_TEXTS
+
+_HINT = Foreign(is_hint=True)
+_FOREIGN = {
+    "name": Foreign(same_as=("model",)),
+    **dict.fromkeys(("shift", "insecure", "verbose", "width", "height", "steps", "user"), _HINT),
+}
+_WHOLE_PROMPT = "templates are the server's, in Jinja: send the whole prompt with raw: true"
+
+
+class _OllamaBody(Parameters, kw_only=True):
+    foreign = _FOREIGN
+
+    model: str | None = None
+
+
+class AnsweringBody(_OllamaBody, kw_only=True):
+    """The fields of both routes that generate.
+
+    `keep_alive` is for a server of several models. `seed` is not in Ollama's API: it counts if `options` have none.
+    """
+
+    stream: bool | None = None  # true unless given
+    format: str | dict[str, Any] | None = None
+    think: bool | str | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+    truncate: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    seed: int | None = None
+
+
+@final
+class OllamaChatBody(AnsweringBody, kw_only=True):
+    """A conversation. Without messages, the model is only loaded, or unloaded if `keep_alive` is 0."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+@final
+class OllamaGenerateBody(AnsweringBody, kw_only=True):
+    """A prompt: a user's message, or a text to continue if it is `raw`, has a `suffix` or the model has no template.
+
+    Without a prompt, the model is only loaded, or unloaded if `keep_alive` is 0.
+    """
+
+    foreign = _FOREIGN | {
+        "images": Foreign("the model reads only text: leave the images out", ([],)),
+        "context": Foreign("answers are not kept: send the earlier messages to /api/chat", ([],)),
+        "template": Foreign(_WHOLE_PROMPT, ("",)),
+    }
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+class _EmbeddingBody(_OllamaBody, kw_only=True):
+    options: dict[str, Any] | None = None  # no option changes a vector
+    keep_alive: float | str | None = None
+    truncate: bool | None = None  # true unless given
+
+
+@final
+class OllamaEmbedBody(_EmbeddingBody, kw_only=True):
+    """Texts to convert to vectors of length 1."""
+
+    input: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+
+
+@final
+class OllamaEmbeddingsBody(_EmbeddingBody, kw_only=True):
+    """A text to convert to a vector, in the older form."""
+
+    prompt: str
+
+
+@final
+class OllamaModelBody(_OllamaBody, kw_only=True):
+    """A model by its name."""
+
+    stream: bool | None = None  # true unless given

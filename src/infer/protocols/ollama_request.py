@@ -1,0 +1,116 @@
+"""Convert bodies of Ollama's API to those of OpenAI's routes, and `keep_alive` to seconds."""
+
+import math
+import re
+from typing import Any
+
+from infer.protocols.bodies import ChatBody, CompletionBody
+from infer.protocols.chat_messages import complete_chat
+from infer.protocols.declared_fields import DECLARED
+from infer.protocols.ollama_bodies import AnsweringBody, OllamaChatBody, OllamaEmbedBody, OllamaGenerateBody
+from infer.protocols.read_body import as_given, body_from
+from infer.protocols.refusals import refuse, shown
+from infer.protocols.retrieval_bodies import EmbeddingsBody
+from infer.protocols.unknown_fields import Reading
+
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+_LENGTHS = {"max_tokens", *DECLARED["max_new_tokens"].other_names}
+_NEW_NAMES = {"thinking": "reasoning_content", "tool_name": "name"}
+
+
+def chat_of(body: OllamaChatBody, reading: Reading) -> ChatBody:
+    """Return the body as one of /v1/chat/completions. Raises BodyError."""
+    return _chat([_message(each) for each in body.messages or ()], body.tools, body, reading)
+
+
+def generation_of(body: OllamaGenerateBody, reading: Reading, *, can_chat: bool) -> ChatBody | CompletionBody:
+    """Return the body as one of /v1/chat/completions, or of /v1/completions for a text to continue.
+
+    `can_chat` is true for a model with a chat template. Raises BodyError.
+    """
+    prompt = body.prompt or ""
+    if can_chat and not (body.raw or body.suffix):
+        messages = [{"role": "system", "content": body.system}] if body.system else []
+        return _chat([*messages, {"role": "user", "content": prompt}], None, body, reading)
+    if body.system:
+        raise refuse("system belongs to a chat template, which is not used here: write it into prompt", "system")
+    given = _sampling(body) | {"prompt": prompt, "suffix": body.suffix}
+    if body.logprobs:
+        given["logprobs"] = body.top_logprobs or 0
+    return body_from(given, CompletionBody, as_given, reading)
+
+
+def embeddings_of(body: OllamaEmbedBody) -> EmbeddingsBody:
+    """Return the body as one of /v1/embeddings."""
+    return EmbeddingsBody(
+        model=body.model,
+        input=body.input,
+        dimensions=body.dimensions,
+        normalize=True,
+        truncate=body.truncate is not False,
+    )
+
+
+def seconds_of(keep_alive: float | str | None) -> float | None:
+    """Return the seconds of a `keep_alive`: a number, or Go's notation such as "5m"; below 0 it is infinite.
+
+    Raises BodyError.
+    """
+    if keep_alive is None:
+        return None
+    if isinstance(keep_alive, str):
+        text = keep_alive.strip().removeprefix("-")
+        parts = _DURATION.findall(text)
+        if not parts and text.replace(".", "", 1).isdecimal():
+            parts = [(text, "s")]
+        elif not parts or "".join(map("".join, parts)) != text:
+            message = f'keep_alive must be seconds, or a duration such as "5m", got {shown(keep_alive)}'
+            raise refuse(message, "keep_alive")
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+        keep_alive = -seconds if keep_alive.strip().startswith("-") else seconds
+    return math.inf if keep_alive < 0 else keep_alive
+
+
+def _chat(messages: list[Any], tools: list[Any] | None, body: AnsweringBody, reading: Reading) -> ChatBody:
+    given = _sampling(body) | {"messages": messages, "tools": tools}
+    if body.logprobs or body.top_logprobs:
+        given |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+    match body.think:
+        case True:
+            given["enable_thinking"] = True
+        case False:
+            given["reasoning_effort"] = "none"
+        case str():
+            given["reasoning_effort"] = body.think
+    return body_from(given, ChatBody, complete_chat, reading)
+
+
+def _sampling(body: AnsweringBody) -> dict[str, Any]:
+    """Return the options of a body, with its seed and its format, as fields of an OpenAI body.
+
+    An answer is as long as the context allows, unless an option says otherwise.
+    """
+    found = {name: value for name, value in (body.options or {}).items() if value is not None}
+    if found.get("seed") in (None, -1):  # -1 is a random one
+        found["seed"] = body.seed
+    if not found.keys() & _LENGTHS:
+        found["max_tokens"] = -1
+    if found.get("num_predict") == -2:  # until the context is full
+        found["num_predict"] = -1
+    if body.truncate:
+        found["overflow"] = "truncate_left"
+    if isinstance(body.format, dict):
+        return found | {"json_schema": body.format}
+    if body.format not in (None, "", "json"):
+        raise refuse(f'format must be "json" or a schema, got {shown(body.format)}', "format")
+    return found | ({"response_format": {"type": "json_object"}} if body.format else {})
+
+
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in OpenAI's form. An image becomes a part without a text, which `complete_chat` treats."""
+    found = {_NEW_NAMES.get(name, name): value for name, value in given.items() if name != "images"}
+    if images := given.get("images"):
+        parts = [{"type": "image"} for _ in images] if isinstance(images, list) else [{"type": "image"}]
+        found["content"] = [{"type": "text", "text": given.get("content") or ""}, *parts]
+    return found

@@ -19,7 +19,7 @@ from infer.checkpoint.quantised_file import (
 )
 from infer.cli.command_options import QuantizeOptions
 from infer.cli.terminal import Spinner, TextWriter, columns_of_rows
-from infer.errors import InvalidRequestError, UnsupportedModelError
+from infer.errors import InvalidRequestError
 from infer.gguf_export.plan import export_plan
 from infer.quantization.file_types import FILE_TYPES
 from infer.quantization.ggml_types import BLOCK_TYPES
@@ -39,8 +39,6 @@ def run_quantize(options: QuantizeOptions) -> None:
     if request.importance and not any(tensor.name in request.importance for tensor in model.tensors):
         raise InvalidRequestError(f"{options.imatrix} has no tensor of {path.name}: make it with this model")
     types = choose_types(model, request)
-    if missing := sorted(set(types.values()) - set(QUANTISED_TYPES) - {tensor.type for tensor in model.tensors}):
-        raise UnsupportedModelError(f"{options.type} needs tensors of {', '.join(missing)}, which are not written yet")
     if not options.dry_run:
         _write(options, model, request, types, threads)
     if not options.quiet:

@@ -92,8 +92,9 @@ def test_sentencepieces_form_is_written_with_scores_that_stand_for_the_merges(
 def test_ids_that_end_an_answer_and_all_templates_are_written(tmp_path: Path) -> None:
     templates = [{"name": "default", "template": "{{ 1 }}"}, {"name": "tool_use", "template": "{{ 2 }}"}]
     save(tmp_path, byte_level(), chat_template=templates, pad_token="<tool_call>")
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 401, 400]}')
-    values = tokenizer_values(tmp_path, "qwen2", 403)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 401, 400, 0]}')
+    with pytest.warns(UserWarning, match=r"three tokens that end an answer: \['<s>'\] will not end one"):
+        values = tokenizer_values(tmp_path, "qwen2", 403)
     ids = {key.split(".")[-1]: value for key, value in values.items() if key.endswith("_id")}
     assert ids == {
         "bos_token_id": 0, "eos_token_id": 1, "eot_token_id": 401, "eom_token_id": 400, "padding_token_id": 402,

@@ -5,6 +5,7 @@ refused.
 """
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from infer.gguf_export.encoder_vocabulary import unigram_values, wordpiece_value
 from infer.gguf_export.merge_scores import merges_of, scores_of
 from infer.gguf_export.pre_tokenizer_names import pre_tokenizer_name
 from infer.gguf_export.values import Value
-from infer.tokenizer.gguf_vocabulary import TokenType
+from infer.tokenizer.gguf_vocabulary import END_NAMES, TokenType
 from infer.tokenizer.tokenizer_files import TokenizerParts, read_folder, read_gguf
 
 _ID_NAMES = {
@@ -165,8 +166,11 @@ def _special_ids(parts: TokenizerParts, *, reads_pairs: bool) -> dict[str, Value
         found["bos"] = before[0]
     if after:
         found["eos"] = after[-1]
-    others = dict.fromkeys(token_id for token_id in ends if token_id != found.get("eos"))
+    others = list(dict.fromkeys(token_id for token_id in ends if token_id != found.get("eos")))
     found |= dict(zip(("eot", "eom"), others, strict=False))
+    lost = [text for token_id in others[2:] if (text := backend.id_to_token(token_id)) not in END_NAMES]
+    if lost:
+        warnings.warn(f"a GGUF file names three tokens that end an answer: {lost!r:.80} will not end one", stacklevel=3)
     values: dict[str, Value] = {f"tokenizer.ggml.{name}_token_id": token_id for name, token_id in found.items()}
     values |= {"tokenizer.ggml.add_bos_token": bool(before), "tokenizer.ggml.add_eos_token": bool(after)}
     if reads_pairs:

@@ -98,6 +98,9 @@ def test_divergences_are_those_of_the_definition(folder: Path) -> None:
     assert found.same_likeliest == float((expected.argmax(-1) == of_other.argmax(-1)).double().mean())
     assert found.rms_change == pytest.approx(float(change.square().mean().sqrt()), rel=1e-6)
     assert found.largest_logit_error == pytest.approx(max(errors))
+    by_window = kl.view(len(windows), -1)
+    assert found.kl_by_window == pytest.approx(by_window.mean(1).tolist(), rel=1e-4)
+    assert found.kl_by_position == pytest.approx(by_window.mean(0).tolist(), rel=1e-4)
     assert found.other == alone
     assert 0 < found.mean_kl < found.largest_kl
     assert done == [(number, len(windows)) for number in range(1, len(windows) + 1)]

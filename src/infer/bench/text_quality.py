@@ -58,6 +58,8 @@ class Divergence:
     same_likeliest: float
     rms_change: float
     largest_logit_error: float
+    kl_by_window: tuple[float, ...]  # means
+    kl_by_position: tuple[float, ...]  # means over the windows, of the predicted positions in order
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,7 +119,7 @@ def measure_divergence(
         on_window(number, len(windows))
     *tensors, errors = zip(*found, strict=True)
     right, others, kl, is_same = map(torch.cat, tensors)
-    ordered = kl.sort().values
+    ordered, by_window = kl.sort().values, kl.view(len(windows), -1)
     return Divergence(
         reference=_perplexity(-right, len(windows), context),
         other=_perplexity(-others, len(windows), context),
@@ -128,6 +130,8 @@ def measure_divergence(
         same_likeliest=float(is_same.double().mean()),
         rms_change=float((others.exp() - right.exp()).square().mean().sqrt()),
         largest_logit_error=max(errors),
+        kl_by_window=tuple(by_window.mean(1).tolist()),
+        kl_by_position=tuple(by_window.mean(0).tolist()),
     )
 
 

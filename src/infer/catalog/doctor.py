@@ -1,12 +1,12 @@
 """Look for faults in a model's files: from headers, and from one pass over the tensors. No engine is made."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from infer.catalog.findings import Finding
-from infer.catalog.tensor_checks import BY_TOKEN, OnProgress, tensor_findings
+from infer.catalog.tensor_checks import BY_TOKEN, OnProgress, TensorSummary, read_tensors
 from infer.catalog.tokenizer_checks import (
     StatedTokens,
     check_templates,
@@ -31,6 +31,7 @@ class Diagnosis:
     num_tensors: int
     num_tokens: int
     findings: tuple[Finding, ...]
+    summaries: tuple[TensorSummary, ...] = field(repr=False, compare=False)
 
     @property
     def requantise(self) -> tuple[str, ...]:
@@ -38,7 +39,13 @@ class Diagnosis:
         return tuple(dict.fromkeys(each.requantise for each in self.findings if each.requantise))
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"requantise": self.requantise}
+        return {
+            "path": self.path,
+            "num_tensors": self.num_tensors,
+            "num_tokens": self.num_tokens,
+            "findings": tuple(map(asdict, self.findings)),
+            "requantise": self.requantise,
+        }
 
 
 def examine(model: str | Path, on_progress: OnProgress) -> Diagnosis:
@@ -62,9 +69,11 @@ def examine(model: str | Path, on_progress: OnProgress) -> Diagnosis:
         markers = check.markers
     elif not of_ids:  # which name the cause
         findings.append(tokenizer)
-    findings += tensor_findings(checkpoint.tensors, unused_ids(checkpoint, stated, markers), on_progress)
+    read = read_tensors(checkpoint.tensors, unused_ids(checkpoint, stated, markers), on_progress)
+    findings += read.findings
     checkpoint.check_unchanged()
-    return Diagnosis(str(checkpoint.path), len(checkpoint.tensors), len(stated.texts), tuple(findings))
+    counts = len(checkpoint.tensors), len(stated.texts)
+    return Diagnosis(str(checkpoint.path), *counts, tuple(findings), tuple(read.summaries))
 
 
 def _network(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[Finding]:

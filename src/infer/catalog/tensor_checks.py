@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, log2, prod, sqrt
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -99,35 +100,42 @@ class TensorSummary:
         self.num_values += values.numel()
 
 
-def tensor_findings(
+class TensorReport(NamedTuple):
+    """The findings about tensors, and the counts of those that could be read."""
+
+    findings: list[Finding]
+    summaries: list[TensorSummary]
+
+
+def read_tensors(
     tensors: Mapping[str, TensorInfo], unused_ids: Collection[int], on_progress: OnProgress
-) -> Iterator[Finding]:
-    """Read all tensors once, and yield the findings. Rows of `unused_ids` may be zero.
+) -> TensorReport:
+    """Read all tensors once. Rows of `unused_ids` may be zero.
 
     Raises ModelError if reading fails.
     """
+    findings = list[Finding]()
     total, done = sum(prod(info.shape) for info in tensors.values()), 0
     weights, summaries = LazyWeights(tensors), list[TensorSummary]()
     for name, info in tensors.items():
         summary, before = TensorSummary(name, info), done
         done += prod(info.shape)
         try:
-            for stored in _pieces(weights, name, info):
+            for stored in pieces(weights, name, info):
                 summary.add(stored)
                 on_progress(before + summary.num_values, total)
         except ModelFormatError as error:  # methods of quantisation check their scales
             if info.packed is None or error.field == "file":
                 raise
-            yield Finding("scales", info.name, error.problem, "quantise it again from the original", info.name)
+            fix = "quantise it again from the original"
+            findings.append(Finding("scales", info.name, error.problem, fix, info.name))
             continue
         summaries.append(summary)
-        yield from _not_finite(summary)
-        yield from _zeros(summary)
-        yield from _zero_rows(summary, unused_ids)
-    yield from outliers(summaries)
+        findings += [*_not_finite(summary), *_zeros(summary), *_zero_rows(summary, unused_ids)]
+    return TensorReport([*findings, *outliers(summaries)], summaries)
 
 
-def _pieces(weights: LazyWeights, name: str, info: TensorInfo) -> Iterator[StoredWeight]:
+def pieces(weights: LazyWeights, name: str, info: TensorInfo) -> Iterator[StoredWeight]:
     """Yield a matrix some rows at a time, and any other tensor as a whole. Tensors without values yield nothing."""
     if not prod(info.shape):
         return

@@ -266,6 +266,8 @@ class PerplexityOptions(QualityOptions):
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(QualityOptions):
     reference: str = argument()
+    html: Path | None = option(type=FILE, metavar="FILE", help="Also a page with the divergence over the text, and the "
+                               "errors of the weights by layer.")
 
 
 @dataclass(frozen=True)
@@ -334,7 +336,7 @@ class ExplainOptions(NamedModel, InspectionOptions):
 
 @dataclass(frozen=True)
 class DoctorOptions(NamedModel, InspectionOptions):
-    pass
+    html: Path | None = option(type=FILE, metavar="FILE", help="Also a page with the sizes and values by layer.")
 
 
 @dataclass(frozen=True)

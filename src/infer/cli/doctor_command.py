@@ -4,18 +4,23 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from infer.catalog.doctor import Diagnosis, examine
+from infer.cli.doctor_page import doctor_page
+from infer.cli.page_file import write_page
 from infer.cli.signals import exit_on_signal
 from infer.cli.terminal import Spinner, TextWriter
 
 _MAX_LINES = 20  # of one kind
 
 
-def run_doctor(model: str, *, as_json: bool) -> int:
-    """Write the findings, and return the exit status: 1 if there are any."""
+def run_doctor(model: str, *, as_json: bool, html: Path | None = None) -> int:
+    """Write the findings, and a page to `html`. Return the exit status: 1 if there are findings."""
     with exit_on_signal(), Spinner("reading") as spinner:
         found = examine(model, spinner.progress)
+    if html is not None:
+        write_page(html, doctor_page(found))
     text = json.dumps(found.to_json(), ensure_ascii=False) if as_json else "\n".join(lines(found))
     TextWriter(sys.stdout).write(f"{text}\n")
     return 1 if found.findings else 0

@@ -10,14 +10,18 @@ import click
 
 import infer
 from infer.bench.text_quality import Divergence, Perplexity, measure_divergence, measure_perplexity
+from infer.catalog.weight_errors import weight_errors
+from infer.checkpoint import open_checkpoint
 from infer.cli.command_options import CompareOptions, PerplexityOptions
+from infer.cli.comparison_page import comparison_page
+from infer.cli.page_file import write_page
 from infer.cli.sampling_options import is_given
 from infer.cli.signals import exit_on_signal
 from infer.cli.terminal import Spinner, TextWriter, columns_of_rows
 from infer.errors import InvalidRequestError
 
 _OF_BOTH = frozenset(
-    {"reference", "named", "model", "text", "context", "as_json", "threads", "device", "quiet", "verbose"}
+    {"reference", "named", "model", "text", "context", "as_json", "html", "threads", "device", "quiet", "verbose"}
 )
 
 
@@ -32,7 +36,13 @@ def run_compare(reference: "infer.LLM", model: "infer.LLM", text: str, options: 
     """Write how far a model is from a reference."""
     with exit_on_signal(), Spinner("comparing", shown=not options.quiet) as spinner:
         found = measure_divergence(reference, model, text, options.context, spinner.progress)
-    _write(found, list(_rows(found)), as_json=options.as_json)
+    rows = list(_rows(found))
+    if options.html is not None:
+        with exit_on_signal(), Spinner("comparing weights", shown=not options.quiet) as spinner:
+            both = open_checkpoint(options.reference), open_checkpoint(options.model)
+            errors = {} if both[0].path == both[1].path else weight_errors(*both, spinner.progress)
+        write_page(options.html, comparison_page((options.model, options.reference), found, rows, errors))
+    _write(found, rows, as_json=options.as_json)
 
 
 def reference_options(context: click.Context, options: CompareOptions) -> CompareOptions:

@@ -209,8 +209,10 @@ def compare(context: click.Context, options: CompareOptions) -> None:
     if not (options.named or is_given(context, "model")):
         options = replace(options, model=options.reference)
     from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text
+    from infer.cli.page_file import check_page
     from infer.cli.quality_commands import reference_options, run_compare
 
+    check_page(options.html)
     plain = reference_options(context, options)
     check_options(plain, [])
     check_options(options, [])
@@ -348,8 +350,10 @@ def doctor(context: click.Context, options: DoctorOptions) -> int:
     Exit status 0: no faults, 1: there are some, 2 or 3: it cannot be read.
     """
     from infer.cli.doctor_command import run_doctor
+    from infer.cli.page_file import check_page
 
-    return run_doctor(options.model, as_json=options.as_json)
+    check_page(options.html)
+    return run_doctor(options.model, as_json=options.as_json, html=options.html)
 
 
 @infer.command()

@@ -5,9 +5,8 @@ network runs in float32 on the reference backend, whose ops report their inputs.
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from jaxtyping import Float
@@ -16,33 +15,22 @@ from torch import Tensor
 from infer import ops
 from infer.bench.text_windows import cut
 from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.checkpoint.config import architecture_in_gguf
 from infer.checkpoint.importance_matrix import ImportanceMatrix, InputSquares
-from infer.checkpoint.tensor_names import gguf_place
 from infer.errors import InvalidRequestError, ModelError, UnsupportedModelError
+from infer.gguf_export.delta_nets import DELTA_NET_OUTPUT, output_columns
+from infer.gguf_export.places import PlaceInGGUF, place_in_gguf
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_checked, load_tokenizer, threads_if_loaded
 from infer.model.load import OnProgress
+from infer.operands.mixers import GatedDeltaNet
 from infer.operands.step import Chunk, Step
 from infer.runner.caches import make_cache
 from infer.tokenizer import Tokenizer
 
 _STEP_TOKENS = 2048  # for which matrices are dequantised once
-_LAYER = re.compile(r"model\.layers\.[0-9]+\.")
-# Tensors that are fused in folders and in GGUF files alike, by the name in GGUF files, with two of their parts.
-_FUSED = {
-    "attn_qkv": {"self_attn.q_proj.weight", "self_attn.k_proj.weight"},
-    "attn_q": {"self_attn.q_proj.weight", "self_attn.gate_proj.weight"},
-    "ffn_up": {"mlp.gate_proj.weight", "mlp.up_proj.weight"},
-}
-_TILED = re.compile(r"qwen3_5(_moe)?(_text)?")  # whose value heads have another order in GGUF files
-
-
-class _Place(NamedTuple):
-    """A matrix in a tensor of a GGUF file."""
-
-    tensor: str
-    matrix: int  # the number of the expert, or 0
+_EXPERT = re.compile(r"\.mlp\.experts\.([0-9]+)\.")
 
 
 @final
@@ -50,7 +38,7 @@ class _SquaresByTensor:
     """Adds up the inputs of matrices. Our matrices that are one tensor of a GGUF file have the same inputs."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.found: dict[str, InputSquares] = {}
+        self._checkpoint, self._found = checkpoint, dict[str, InputSquares]()
         self._inputs, self._squares = torch.empty(0), torch.empty(0)  # the last ones
         self._places = _places(checkpoint)
         self._num_matrices: dict[str, int] = {}
@@ -66,32 +54,43 @@ class _SquaresByTensor:
             self._inputs, self._squares = inputs, inputs.square().sum(0)
             if not self._squares.isfinite().all():
                 raise ModelError(f"inputs of {place.tensor!r:.80} are not finite: the model's weights are broken")
-        if place.tensor not in self.found:
-            self.found[place.tensor] = InputSquares.zeros(self._num_matrices[place.tensor], inputs.shape[1])
-        total = self.found[place.tensor]
+        if place.tensor not in self._found:
+            self._found[place.tensor] = InputSquares.zeros(self._num_matrices[place.tensor], inputs.shape[1])
+        total = self._found[place.tensor]
         total.sums[place.matrix] += self._squares.numpy()
         total.counts[place.matrix] += len(inputs)
 
+    def of_file(self) -> dict[str, InputSquares]:
+        """Return the squares with their columns in the order of GGUF files."""
+        found = dict(self._found)
+        if self._checkpoint.metadata:
+            return found
+        name, layers = architecture_in_gguf(self._checkpoint.config), make_architecture(self._checkpoint.config).layers
+        for index, layer in enumerate(layers):
+            tensor = f"blk.{index}.{DELTA_NET_OUTPUT}"
+            if isinstance(layer.mixer, GatedDeltaNet) and tensor in found:
+                order = output_columns(str(name), layer.mixer)
+                found[tensor] = InputSquares(found[tensor].sums[:, order], found[tensor].counts)
+        return found
 
-def _places(checkpoint: Checkpoint) -> dict[str, _Place]:
-    """Return the place of each matrix of a layer, by our names. If several share a place, only the first has it."""
-    infos = {
-        name: info
-        for name, info in checkpoint.tensors.items()
-        if name.startswith("model.layers.") and len(info.shape) == 2
-    }
-    parts = defaultdict[str, set[str]](set)  # of each tensor of the file
-    for name, info in infos.items():
-        parts[info.name].add(_LAYER.sub("", name))
-    names: dict[_Place, str] = {}
-    for name, info in infos.items():
-        tensor, expert = gguf_place(name)
-        fused = next((own for own, both in _FUSED.items() if both <= parts[info.name]), None)
+
+def _places(checkpoint: Checkpoint) -> dict[str, PlaceInGGUF]:
+    """Return the place of each matrix of a layer, by our names. If several share a place, only the first has it.
+
+    Raises UnsupportedModelError if GGUF has no architecture for the model of a folder.
+    """
+    architecture, names = architecture_in_gguf(checkpoint.config), dict[PlaceInGGUF, str]()
+    if architecture is None and not checkpoint.metadata:
+        family = checkpoint.config["model_type"]
+        raise UnsupportedModelError(f"{checkpoint.path.name}: GGUF has no architecture for model_type {family!r}")
+    for name, info in checkpoint.tensors.items():
+        if not name.startswith("model.layers.") or len(info.shape) != 2:
+            continue
         if checkpoint.metadata:  # a GGUF file has its own names
-            tensor = info.name
-        elif fused is not None:
-            tensor = f"{tensor.rpartition('.weight')[0].rpartition('.')[0]}.{fused}.weight"
-        names.setdefault(_Place(tensor, expert or 0), name)
+            expert = _EXPERT.search(name)
+            names.setdefault(PlaceInGGUF(info.name, 0 if expert is None else int(expert[1])), name)
+        elif (place := place_in_gguf(name, str(architecture))) is not None:
+            names.setdefault(place, name)
     return {name: place for place, name in names.items()}
 
 
@@ -162,16 +161,4 @@ def squares_of_inputs(
                 cache.truncate(row, 0)
             done += len(some)
             on_chunk(done, len(chunks))
-    return {name: _in_gguf_order(checkpoint, name, each) for name, each in squares.found.items()}
-
-
-def _in_gguf_order(checkpoint: Checkpoint, name: str, squares: InputSquares) -> InputSquares:
-    """Return the squares with their columns in the order that GGUF files have.
-
-    In files of Qwen3.5, neighbouring value heads of a gated delta net belong to different key heads.
-    """
-    config = checkpoint.config
-    if checkpoint.metadata or not (name.endswith(".ssm_out.weight") and _TILED.fullmatch(str(config["model_type"]))):
-        return squares
-    heads = squares.sums.reshape(config["linear_num_key_heads"], -1, config["linear_value_head_dim"])
-    return InputSquares(heads.swapaxes(0, 1).reshape(squares.sums.shape), squares.counts)
+    return squares.of_file()

@@ -64,7 +64,6 @@ _GGUF_LAYER = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-_GGUF_BY_MODULE = {ours: theirs.replace("linear_attn_", "attn_") for theirs, ours in _GGUF_LAYER.items()}
 # Tensors that end otherwise in our names.
 _GGUF_VECTOR = {
     "exp_probs_b.bias": "mlp.router.correction",
@@ -149,7 +148,6 @@ _LAYER_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_LAYER.items()}
 _LAYER_IN_GGUF |= {"linear_attn.qkv_proj": "attn_qkv", "linear_attn.z_proj": "attn_gate", "mlp.gate_up_proj": "ffn_up"}
 _OUR_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
-_LAYER_MATRIX = re.compile(r"model\.layers\.([0-9]+)\.((?:mlp\.experts\.([0-9]+)\.)?(.+))\.weight")
 _NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.weight)")
 _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
 _WITHOUT_MODEL = re.compile(r"(embed_tokens|layers\.[0-9]+|norm)\.")  # names in files of embedding models
@@ -174,21 +172,6 @@ def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
             own = name.replace(".ssm_conv1d.", f".attn_{which}.")
             usual |= {own: own.replace(".attn_", ".linear_attn_")} if own in usual else {}
     return {name: _from_gguf(alias) for name, alias in usual.items()}
-
-
-def gguf_place(name: str) -> tuple[str, int | None]:
-    """Return the name in a GGUF file of a matrix of a layer that has our name, and its expert if it is one of a stack.
-
-    A name that GGUF has no word for is returned as it is.
-    """
-    match = _LAYER_MATRIX.fullmatch(name)
-    if match is None:
-        return name, None
-    module, expert = match[2], None if match[3] is None else int(match[3])
-    if expert is not None:
-        module = f"mlp.experts.{match[4]}"
-    own = _GGUF_BY_MODULE.get(module)
-    return (name, None) if own is None else (f"blk.{match[1]}.{own}.weight", expert)
 
 
 def name_in_gguf(name: str, architecture: str) -> str | None:

@@ -9,7 +9,8 @@ import numpy as np
 from infer.gguf_export.rows import Order, Rows, joined, reordered, vector_of, with_columns
 from infer.operands.mixers import GatedDeltaNet
 
-_IN_FILE_ORDER = "qwen3next"
+WITH_ONE_BA = "qwen3next"  # whose files have our order of value heads
+DELTA_NET_OUTPUT = "ssm_out.weight"  # in a layer of a file
 
 
 def change_delta_net(named: dict[str, Rows], name: str, prefix: str, mixer: GatedDeltaNet) -> None:
@@ -25,7 +26,7 @@ def change_delta_net(named: dict[str, Rows], name: str, prefix: str, mixer: Gate
         decay = named[f"{prefix}decay"]
         named[f"{prefix}decay"] = vector_of(-decay.read(0, decay.count).exp())
     key_heads, value_heads = mixer.num_key_heads, mixer.num_value_heads
-    if name == _IN_FILE_ORDER:
+    if name == WITH_ONE_BA:
         b, a = (named.pop(f"{prefix}{part}_proj.weight") for part in "ba")
         order = np.arange(2 * value_heads).reshape(2, key_heads, -1).swapaxes(0, 1).reshape(-1)
         named[f"{prefix}ba_proj.weight"] = reordered(joined([b, a]), order)
@@ -38,7 +39,12 @@ def change_delta_net(named: dict[str, Rows], name: str, prefix: str, mixer: Gate
     orders |= {"z_proj.weight": features, "qkv_proj.weight": channels, "taps": channels}
     for part, order in orders.items():
         named[prefix + part] = reordered(named[prefix + part], order)
-    named[f"{prefix}out_proj.weight"] = with_columns(named[f"{prefix}out_proj.weight"], features)
+    named[f"{prefix}out_proj.weight"] = with_columns(named[f"{prefix}out_proj.weight"], output_columns(name, mixer))
+
+
+def output_columns(name: str, mixer: GatedDeltaNet) -> Order:
+    """Return which of our columns each column of the output's matrix is in files of this architecture."""
+    return np.arange(mixer.value_features) if name == WITH_ONE_BA else _tiled(mixer, mixer.value_dim)
 
 
 def _tiled(mixer: GatedDeltaNet, size: int) -> Order:

@@ -27,10 +27,10 @@ from infer.operands.weights import FileWeight
 
 _EXPERT = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.([0-9]+)\.(gate|up|down)_proj\.(weight|bias)")
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
-_WITH_ONE_QKV = frozenset({"phi3", "nomic-bert", "modern-bert"})
-_WITH_ONE_GATE_UP = frozenset({"phi3", "modern-bert"})
-_WITH_ONE_EXPERT_MATRIX = frozenset({"gemma4"})  # of gate and up
-_WITH_GATES_IN_Q = frozenset({"qwen3next", "qwen35", "qwen35moe"})
+WITH_ONE_QKV = frozenset({"phi3", "nomic-bert", "modern-bert"})
+WITH_ONE_GATE_UP = frozenset({"phi3", "modern-bert"})
+WITH_ONE_EXPERT_MATRIX = frozenset({"gemma4"})  # of gate and up
+WITH_GATES_IN_Q = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 _WITH_SCALE_IN_Q_NORM = frozenset({"muse-glimmer"})
 
 Named = dict[str, Rows]  # by our names
@@ -99,7 +99,7 @@ def export_tensors(
             _change_attention(named, name, f"{prefix}self_attn.", layer.mixer)
         elif isinstance(layer.mixer, GatedDeltaNet):
             change_delta_net(named, name, f"{prefix}linear_attn.", layer.mixer)
-        if name in _WITH_ONE_GATE_UP:
+        if name in WITH_ONE_GATE_UP:
             _fuse(named, f"{prefix}mlp.gate_up_proj", (f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"))
     found = _take_stacks(named, name)
     found |= {each: ExportTensor(each, rows.shape, rows) for each, rows in named.items()}
@@ -131,13 +131,13 @@ def _change_attention(named: Named, name: str, prefix: str, mixer: Attention) ->
             for each in (f"{part}.weight", f"{part}.bias"):
                 if each in named:
                     named[each] = reordered(named[each], _in_pairs(named[each].count, heads))
-    if name in _WITH_GATES_IN_Q:
+    if name in WITH_GATES_IN_Q:
         for kind in ("weight", "bias"):
             own, gate = (named.pop(f"{prefix}{part}_proj.{kind}", None) for part in ("q", "gate"))
             if own is not None and gate is not None:
                 order = _alternating(mixer.num_heads, own.count)
                 named[f"{prefix}q_proj.{kind}"] = reordered(joined([own, gate]), order)
-    if name in _WITH_ONE_QKV:
+    if name in WITH_ONE_QKV:
         _fuse(named, f"{prefix}qkv_proj", parts)
     if name in _WITH_SCALE_IN_Q_NORM:
         for part, scale in (("q", mixer.scale * mixer.head_dim**0.5), ("k", 1.0)):
@@ -169,7 +169,7 @@ def _take_stacks(named: Named, name: str) -> dict[str, ExportTensor]:
         match = _EXPERT.fullmatch(each)
         assert match is not None
         experts.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = named.pop(each)
-    if name in _WITH_ONE_EXPERT_MATRIX:
+    if name in WITH_ONE_EXPERT_MATRIX:
         for module, part, kind in [each for each in experts if each[1] == "gate"]:
             gates, ups = experts.pop((module, part, kind)), experts.pop((module, "up", kind))
             experts[module, "gate_up", kind] = {index: joined([gates[index], ups[index]]) for index in gates}

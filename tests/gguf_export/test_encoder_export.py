@@ -1,7 +1,9 @@
 """Claims about exported encoders and embedding models: the file has the folder's vectors, labels and scores."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from infer import LLM
 from infer.checkpoint import open_checkpoint
 from infer.errors import UnsupportedModelError
 from infer.gguf_export.plan import export_plan, network_plan
-from test_plan import write
+from reranker_model import make_logit_score, make_reranker_model
+from test_plan import cut_words, write
 
 LABELS = {0: "bad", 1: "good", 2: "so-so"}
 
@@ -78,6 +81,18 @@ def test_the_pooling_and_dense_layers_of_a_decoder_are_exported(tmp_path: Path) 
     assert own is not None
     assert again is not None
     assert (again.pooling, again.normalizes, len(again.head)) == (own.pooling, True, 2)
+
+
+@pytest.mark.parametrize("make", [make_reranker_model, make_logit_score], ids=["qwen3", "logit score"])
+def test_an_exported_reranker_scores_as_the_folder(tmp_path: Path, make: Callable[[Path], Any]) -> None:
+    source = tmp_path / ("Qwen3-Reranker-0.6B" if make is make_reranker_model else "ranker")
+    make(source)
+    cut_words(source)
+    plan = export_plan(open_checkpoint(source))
+    assert ("tokenizer.chat_template.rerank" in plan.values) == (make is make_reranker_model)
+    with LLM(source) as folder, LLM(write(plan, tmp_path / "model.gguf")) as file:
+        found = [[each.score for each in llm.rerank("a", ["b", "yes no", "c"])] for llm in (folder, file)]
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,21 @@ from infer.checkpoint.sentence_modules import read_modules
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import UnsupportedModelError
 
+QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+# The prompt of Qwen3-Reranker's model card, as GGUF files write it.
+QWEN3_PROMPT = f"""<|im_start|>system
+Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
+Note that the answer can only be "yes" or "no".<|im_end|>
+<|im_start|>user
+<Instruct>: {QWEN3_INSTRUCTION}
+<Query>: {{query}}
+<Document>: {{document}}<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+"""
 _QWEN3 = "qwen3-reranker"  # in the names of models whose files say nothing
 _RANK = 4  # llama.cpp's enum llama_pooling_type
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from infer.checkpoint import Checkpoint
 from infer.checkpoint.classifier_files import Scale
 from infer.checkpoint.lazy_weights import read_row
-from infer.checkpoint.reranker_files import RerankerFiles, Row, head_of
+from infer.checkpoint.reranker_files import QWEN3_INSTRUCTION, QWEN3_PROMPT, RerankerFiles, Row, head_of
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.engine.model_settings import RerankerName
 from infer.errors import ModelError
@@ -21,21 +21,7 @@ from infer.outputs import Pooling
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.pairs import EncodedPair
 
-QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _INSTRUCTION, _QUERY, _DOCUMENT = (f"{{{{ messages[{index}].content }}}}" for index in range(3))
-# The prompt of Qwen3-Reranker's model card. An expression ends it, because Jinja drops a newline at the end.
-QWEN3_TEMPLATE = f"""<|im_start|>system
-Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
-Note that the answer can only be "yes" or "no".<|im_end|>
-<|im_start|>user
-<Instruct>: {_INSTRUCTION}
-<Query>: {_QUERY}
-<Document>: {_DOCUMENT}<|im_end|>
-<|im_start|>assistant
-<think>
-
-</think>
-{{{{ '\\n' }}}}"""
 _ROLES = [re.compile(f"[\"']{role}[\"']") for role in ("query", "document")]
 
 
@@ -108,7 +94,7 @@ def make_reranker(checkpoint: Checkpoint, tokenizer: Tokenizer, name: RerankerNa
     if name == "auto" and all(role.search(own) for role in _ROLES):
         return Reranker(head, None, checkpoint.prompts.text_of(None) or None)
     if name == "qwen3" or files.is_qwen3:
-        return Reranker(head, QWEN3_TEMPLATE, QWEN3_INSTRUCTION)
+        return Reranker(head, _template_of(QWEN3_PROMPT)[0], QWEN3_INSTRUCTION)
     return None  # no file says how the model reads a pair
 
 
@@ -135,7 +121,10 @@ def _row_of(tensor: TensorInfo, row: Row, tokenizer: Tokenizer) -> Float[Tensor,
 
 
 def _template_of(prompt: str) -> tuple[str, bool]:
-    """Return llama.cpp's prompt as a chat template, and True if it has the instruction that a call may replace."""
+    """Return llama.cpp's prompt as a chat template, and True if it has the instruction that a call may replace.
+
+    An expression ends it, because Jinja drops a newline at the end.
+    """
     text = prompt.replace("{query}", _QUERY).replace("{document}", _DOCUMENT)
     text = text.replace(QWEN3_INSTRUCTION, _INSTRUCTION)
     return (text[:-1] + "{{ '\\n' }}" if text.endswith("\n") else text), _INSTRUCTION in text

@@ -4,34 +4,38 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from infer.checkpoint import Checkpoint
 from infer.checkpoint.classifier_files import ClassifierFiles, classifier_from_gguf
 from infer.checkpoint.head_files import DenseFiles, HeadFiles
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.checkpoint.pooling import POOLING_BY_NUMBER, EmbeddingFiles
+from infer.checkpoint.reranker_files import QWEN3_PROMPT, RerankerFiles
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import UnsupportedModelError
-from infer.gguf_export.rows import rows_of
+from infer.gguf_export.rows import as_floats, reordered, rows_of
 from infer.gguf_export.tensors import ExportTensor
 from infer.gguf_export.values import Value
+from infer.tokenizer.tokenizer_files import read_folder
 
 _RANK = 4  # llama.cpp's enum llama_pooling_type
 _NUMBERS = {pooling: number for number, pooling in POOLING_BY_NUMBER.items()}
-_QWEN3 = "qwen3-reranker"  # in the name by which a reader knows such a model
+_ANSWERS = ["yes", "no"]  # names of llama.cpp's labels for the rows of a reranker's head
 
 
 class HeadPlan(NamedTuple):
     values: dict[str, Value]  # under the architecture's name
     tensors: list[ExportTensor]
+    prompt: str | None = None  # of a reranker, with {query} and {document}
 
 
-def head_plan(checkpoint: Checkpoint, name: str, model_name: str, eps: float) -> HeadPlan:
+def head_plan(checkpoint: Checkpoint, name: str, eps: float) -> HeadPlan:
     """Return the keys and tensors of the head; none for a model that only generates.
 
     Args:
         checkpoint: The folder.
         name: The architecture's name in GGUF.
-        model_name: `general.name` of the file.
         eps: That of the network's norms, which is a head's norm's too.
 
     Raises:
@@ -45,12 +49,27 @@ def head_plan(checkpoint: Checkpoint, name: str, model_name: str, eps: float) ->
         plan = _classifier(path, name, checkpoint.classifier, eps)
         if reranker is not None:
             plan.values["pooling_type"] = _RANK
-    elif reranker is not None and not ((reranker.yes, reranker.no) == ("yes", "no") and _QWEN3 in model_name.lower()):
-        raise UnsupportedModelError(
-            f"{path.name}: GGUF has no form for a reranker that compares the tokens {reranker.yes!r:.40} and "
-            f"{reranker.no!r:.40}; a folder with {_QWEN3} in its name, which compares yes and no, has one"
-        )
+    elif reranker is not None:
+        plan = _answers(checkpoint, reranker)
     return plan
+
+
+def _answers(checkpoint: Checkpoint, files: RerankerFiles) -> HeadPlan:
+    """Return the head of a reranker that compares two tokens: their rows of the head that makes logits."""
+    path = checkpoint.path
+    if files.no is None or files.tensor is None:
+        raise UnsupportedModelError(f"{path.name}: GGUF has no form for a reranker that does not compare two tokens")
+    if not files.is_qwen3 and checkpoint.prompts.text_of(None):
+        raise UnsupportedModelError(f"{path.name}: GGUF has no form for a reranker's prompt beside its template")
+    backend = read_folder(path).backend
+    ids = [row if isinstance(row, int) else backend.token_to_id(row) for row in (files.yes, files.no)]
+    if any(row is None or row >= files.tensor.shape[0] for row in ids):
+        raise UnsupportedModelError(f"{path.name}: the head has no rows for the tokens {files.yes!r} and {files.no!r}")
+    head = rows_of(LazyWeights({"head": files.tensor})["head"])
+    rows = as_floats(reordered(head, np.array(ids, np.int64)))
+    values: dict[str, Value] = {"classifier.output_labels": list(_ANSWERS), "pooling_type": _RANK}
+    prompt = QWEN3_PROMPT if files.is_qwen3 else None
+    return HeadPlan(values, [ExportTensor("cls.output.weight", rows.shape, rows)], prompt)
 
 
 def _embedding(path: Path, files: EmbeddingFiles) -> HeadPlan:

@@ -58,7 +58,9 @@ def network_plan(checkpoint: Checkpoint) -> ExportPlan:
         own = network_values(name, read, architecture) | ropes.values
     tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), ropes.factors)
     values = general_values(path, name, tensors, checkpoint.generation_config)
-    head = head_plan(checkpoint, name, values["general.name"].value, architecture.norm_eps)
+    head = head_plan(checkpoint, name, architecture.norm_eps)
     values |= {f"{name}.{key}": typed(value) for key, value in (own | head.values).items()}
+    if head.prompt is not None:
+        values["tokenizer.chat_template.rerank"] = typed(head.prompt)
     check_round_trip(path, architecture, values, tensors, ropes.factors, checkpoint.files[0])
     return ExportPlan(values, tensors + head.tensors)

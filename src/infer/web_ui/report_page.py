@@ -20,7 +20,7 @@ h1 { margin:0;font-size:1.35rem;letter-spacing:-.01em;overflow-wrap:anywhere }
 h2 { margin:2rem 0 .5rem;font-size:1.05rem }
 p { margin:.3rem 0 .8rem;max-width:46rem }
 .faint, figcaption { color:var(--faint) }
-dl { display:grid;grid-template-columns:repeat(auto-fill,minmax(12rem,1fr));gap:.7rem;margin:1.2rem 0 0 }
+dl { display:grid;grid-template-columns:repeat(auto-fill,minmax(11rem,1fr));gap:.7rem;margin:1.2rem 0 0 }
 dl div { padding:.55rem .8rem;border:var(--edge);border-radius:.6rem;background:var(--panel) }
 dt { color:var(--faint);font-size:.82rem }
 dd { margin:0;font-weight:600;overflow-wrap:anywhere }

@@ -4,7 +4,7 @@
     python benchmarks/bench_peers.py --quick                  one model, in a few minutes
     python benchmarks/bench_peers.py --models smollm2-q4_1 --infer f16 q8 q4 --cases "decode at 1024" --alone
     python benchmarks/bench_peers.py --models smollm2-q8_0 --infer exact ranks opencl --alone
-    python benchmarks/bench_peers.py --random CONFIG.json --layers 4 8
+    python benchmarks/bench_peers.py --random CONFIG.json --layers 4 8 --type Q4_K IQ2_XXS
 
 llama.cpp comes from an environment that has llama-cpp-python: --llama-python, $LLAMA_CPP_PYTHON, or .venv-peers.
 Several builds, as NAME=PATH, run side by side, each without and with flash attention. transformers runs the weights
@@ -28,6 +28,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,7 +148,7 @@ def cached(name: str) -> tuple[Path, Path]:
     return folder / f"{name}.gguf", folder / f"{name}.part"
 
 
-def make_random(config: Path, num_layers: int, type_: str = "Q4_K") -> Path:
+def make_random(config: Path, num_layers: int, type_: str) -> Path:
     path, unfinished = cached(f"{config.stem}-{num_layers}-layers-{type_.lower()}")
     if not path.exists():
         write_gguf(unfinished, json.loads(config.read_text()), num_layers, type_)
@@ -233,7 +234,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=cases, metavar="NAME", help=f"of {', '.join(cases)}")
     parser.add_argument("--random", type=Path, metavar="CONFIG", help="layers of this model with random weights")
     parser.add_argument("--layers", nargs="+", type=int, default=[4, 8], help="with --random")
-    parser.add_argument("--type", default="Q4_K", help="of the matrices, with --random (Q4_K)")
+    parser.add_argument("--type", nargs="+", default=["Q4_K"], help="of the matrices, with --random (Q4_K)")
     parser.add_argument("--infer", nargs="+", choices=OURS, default=["exact", "fast"], help="sides of infer")
     parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, available_cores()}))
     parser.add_argument("--llama-python", nargs="+", default=[], metavar="[NAME=]PATH", help="with llama-cpp-python")
@@ -260,8 +261,9 @@ def main() -> None:
     print_head(options, "tokens per second")
     models = {name: partial(find_model, name, peers) for name in options.models}
     if options.random:
+        kinds = [(type_, count) for type_ in options.type for count in options.layers]
         models = {
-            f"{count} layers": partial(make_random, options.random, count, options.type) for count in options.layers
+            f"{kind[0]}, {kind[1]} layers": partial(make_random, options.random, *reversed(kind)) for kind in kinds
         }
     for name, find in models.items():
         try:
@@ -276,10 +278,11 @@ def main() -> None:
             results[f"{name}, {threads} threads"] = found | cold
     if options.random and len(options.layers) > 1:
         few, more = min(options.layers), max(options.layers)
-        for threads in options.threads:
-            rates = [results[f"{count} layers, {threads} threads"] for count in (few, more)]
-            results[f"milliseconds per layer, {threads} threads"] = found = per_layer(*rates, more - few)
-            print(f"\nmilliseconds per token and layer, {threads} threads\n{json.dumps(found, indent=1)}")
+        for type_, threads in product(options.type, options.threads):
+            rates = [results[f"{type_}, {count} layers, {threads} threads"] for count in (few, more)]
+            title = f"milliseconds per token and layer, {type_}, {threads} threads"
+            results[title] = per_layer(*rates, more - few)
+            print(f"\n{title}\n{json.dumps(results[title], indent=1)}")
     print("\n" + "\n".join(f"{side:20} runs on {instructions}" for side, instructions in runs_on.items()))
     write_report(options, runs_on=runs_on, results=results)
 

@@ -50,8 +50,12 @@ class LowCodes(ABC):
         """Return a quad's low codes, with others' bits above; of trits the values and the layout's offset."""
 
     def shifted(self, vector: Value, shift: int) -> Value:
-        """Return bytes whose lowest bits are those from `shift` on. Bits of the next byte come from above."""
-        return self.b.lshr(vector, constant(I32X16, shift))
+        """Return bytes whose lowest bits are those from `shift` on. The bits above are any."""
+        kind = (
+            I32X16 if self.arithmetic.permutes_bytes else I8X64
+        )  # else masks follow, which a shift of bytes may spare
+        shifted = self.b.lshr(self.b.bitcast(vector, kind), constant(kind, shift))
+        return self.b.bitcast(shifted, I32X16)
 
 
 @final

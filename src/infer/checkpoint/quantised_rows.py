@@ -142,7 +142,10 @@ class QuantisedRows:
                 )
             return
         if self.type == "NVFP4_SCALED":
-            self._scales, self._factor = bytes_of(packed.scales).reshape(num_groups, -1), self._nvfp4_factor()
+            codes = bytes_of(packed.scales).reshape(num_groups, -1)
+            if codes.max() >= _LEAST_BAD_SCALE:
+                packed.scales.fail("expected scales from 0 to 448, got one that is NaN or negative")
+            self._scales, self._factor = codes, self._nvfp4_factor()
             return
         scales = _floats_of(packed.scales)
         if packed.factor is not None:
@@ -163,11 +166,9 @@ class QuantisedRows:
         self._scales = scales
 
     def _nvfp4_factor(self) -> Floats:
-        """Return the number that multiplies all values. Checks the scales, too."""
+        """Return the number that multiplies all values of NVFP4."""
         packed = self.packed
         assert packed.factor is not None
-        if bytes_of(packed.scales).max() >= _LEAST_BAD_SCALE:
-            packed.scales.fail("expected scales from 0 to 448, got one that is NaN or negative")
         factor = _floats_of(packed.factor)
         with np.errstate(all="ignore"):  # checked below
             factor = np.float32(1) / factor if packed.divides else factor

@@ -12,10 +12,15 @@ VOCAB_SIZE = 258
 
 
 def write_byte_tokenizer(
-    folder: Path, *, merges: Sequence[tuple[str, str]] = (), added: Sequence[str] = (), **config: str
+    folder: Path,
+    *,
+    merges: Sequence[tuple[str, str]] = (),
+    controls: Sequence[str] = (),
+    added: Sequence[str] = (),
+    **config: str,
 ) -> None:
-    """`merges` of ASCII texts, spaces among them, are further tokens: ids follow those of the bytes. `added` tokens,
-    which are not special, come last."""
+    """`merges` of ASCII texts, spaces among them, are further tokens: ids follow those of the bytes. Then come the two
+    that end the text, further control tokens, and `added` tokens, which are not special."""
     alphabet = _byte_alphabet()
     spelt = [tuple("".join(alphabet[ord(letter)] for letter in part) for part in merge) for merge in merges]
     vocab = {alphabet[byte]: byte for byte in range(256)}
@@ -23,7 +28,7 @@ def write_byte_tokenizer(
     fast = Tokenizer(BPE(vocab=vocab, merges=spelt))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<|im_end|>", special=True)])
+    fast.add_special_tokens([AddedToken(text, special=True) for text in ("<eos>", "<|im_end|>", *controls)])
     fast.add_tokens([AddedToken(text, special=False) for text in added])
     fast.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"} | config))

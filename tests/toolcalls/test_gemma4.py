@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import AddedToken
 from transformers import Gemma4TextConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM
-from infer.engine.conversation import Conversation, TemplateProbes
 from infer.engine.place import common_length
-from infer.engine.request_options import RequestOptions
 from infer.grammar.grammar import Grammar
 from infer.grammar.grammar_compiler import make_compiler
 from infer.outputs import GenerationResult, ReasoningDelta, assembled
@@ -24,7 +20,7 @@ from infer.tokenizer import Tokenizer
 from infer.tokenizer.gguf_vocabulary import TokenType
 from infer.toolcalls.answer_format import AnswerFormat
 from test_tokenizer import as_gguf, folder
-from test_tool_formats import Found, constraint_of, marked, parsed
+from test_tool_formats import Found, constraint_of, conversation, form_of, marked, parsed, parsed_anyhow
 from tiny import Tiny, make_tiny
 from tool_templates import GEMMA4_FIRST, TEMPLATES
 
@@ -88,10 +84,7 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def write_bytes(path: Path, template: str = TEMPLATES["gemma-4"]) -> None:
-    write_byte_tokenizer(path)
-    fast = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    fast.add_special_tokens([AddedToken(text, special=True) for text in CONTROLS])
-    fast.save(str(path / "tokenizer.json"))
+    write_byte_tokenizer(path, controls=CONTROLS)
     (path / "chat_template.jinja").write_text(template)
 
 
@@ -102,26 +95,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(path)
 
 
-def conversation(tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None, **options: Any) -> Conversation:
-    return Conversation(tokenizer, TemplateProbes(tokenizer), RequestOptions(**options), variables or {})
-
-
-def form_of(tokenizer: Tokenizer, *, thinks: bool = True, **options: Any) -> AnswerFormat:
-    asked = conversation(tokenizer, {"enable_thinking": thinks}, **options)
-    found = asked.answer_format(asked.encode(ASKED))
-    assert found is not None
-    return found
+def thinking(tokenizer: Tokenizer, *, thinks: bool = True, **options: Any) -> AnswerFormat:
+    return form_of(tokenizer, {"enable_thinking": thinks}, **options)
 
 
 def read(tokenizer: Tokenizer, text: str, **options: Any) -> Found:
-    """Read an answer token by token, whole, and cut at each place, which makes no difference."""
-    form = form_of(tokenizer, **options)
-    pieces = list(marked(form, tokenizer, tokenizer.encode(text, add_special_tokens=False)))
-    found, whole = parsed(form, pieces), "".join(pieces)
-    for cut in range(len(whole)):
-        assert parsed(form, [whole[:cut], whole[cut:]]) == found
-    assert parsed(form, whole) == found
-    return found
+    form = thinking(tokenizer, **options)
+    return parsed_anyhow(form, marked(form, tokenizer, tokenizer.encode(text, add_special_tokens=False)))
 
 
 def rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -142,7 +122,7 @@ def test_tokens_of_channels_and_calls_are_control_tokens_whatever_the_file_calls
 def test_an_answer_of_the_real_vocabulary_is_allowed_and_read(real: Tokenizer) -> None:
     compiler = make_compiler(real)
     for thinks in (True, False):
-        form = form_of(real, thinks=thinks, tools=TOOLS)
+        form = thinking(real, thinks=thinks, tools=TOOLS)
         ids = real.encode(THOUGHT * thinks + "I look." + CALL * 2, add_special_tokens=False)
         constraint = constraint_of(compiler, form)
         assert constraint.accept(ids) == len(ids)
@@ -197,7 +177,7 @@ def test_calls_are_read_wherever_they_are_cut(tokenizer: Tokenizer) -> None:
 def test_the_grammar_allows_what_the_tools_allow(
     text: str, options: dict[str, Any], is_allowed: bool, tokenizer: Tokenizer
 ) -> None:
-    constraint = constraint_of(make_compiler(tokenizer), form_of(tokenizer, tools=TOOLS, **options))
+    constraint = constraint_of(make_compiler(tokenizer), thinking(tokenizer, tools=TOOLS, **options))
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert (constraint.accept(ids) == len(ids)) == is_allowed
 
@@ -206,7 +186,7 @@ def test_a_schema_holds_the_text_after_the_thought(tokenizer: Tokenizer) -> None
     compiler, answer = make_compiler(tokenizer), Grammar("json_schema", '{"type": "boolean"}')
     for text, is_allowed in ((THOUGHT + "true", True), ("true", True), (THOUGHT + "Hi", False)):
         ids = tokenizer.encode(text, add_special_tokens=False)
-        constraint = constraint_of(compiler, form_of(tokenizer), answer)
+        constraint = constraint_of(compiler, thinking(tokenizer), answer)
         assert (constraint.accept(ids) == len(ids)) == is_allowed
 
 
@@ -219,8 +199,8 @@ def test_thinking_is_a_setting_of_the_template_and_an_effort_sets_it(tokenizer: 
     assert prompt(enable_thinking=True) == "<|turn>system\n<|think|>\n<turn|>\n" + PROMPT
     assert effort_variables("none", TEMPLATES["gemma-4"])["enable_thinking"] is False
     assert prompt(**effort_variables("high", TEMPLATES["gemma-4"])) == prompt(enable_thinking=True)
-    assert not form_of(tokenizer).is_open
-    assert not form_of(tokenizer, thinks=False).is_open
+    assert not thinking(tokenizer).is_open
+    assert not thinking(tokenizer, thinks=False).is_open
     opened = tokenizer.encode(PROMPT + "<|channel>thought\n", add_special_tokens=False)
     form = conversation(tokenizer).answer_format(opened)
     assert form is not None

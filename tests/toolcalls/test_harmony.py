@@ -5,21 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import AddedToken
 
-from byte_tokenizer import write_byte_tokenizer
-from infer.engine.conversation import Conversation, TemplateProbes
-from infer.engine.request_options import RequestOptions
+from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer.errors import InvalidRequestError
 from infer.grammar.grammar import Grammar
 from infer.grammar.grammar_compiler import Compiler, make_compiler
 from infer.protocols.tool_options import effort_variables
 from infer.tokenizer import Tokenizer
-from infer.toolcalls.answer_format import AnswerFormat
 from infer.toolcalls.messages import _with_single_calls
 from infer.toolcalls.template_formats import reasoning_of
-from test_tool_formats import Found, constraint_of, marked, parsed
+from test_tool_formats import Found, constraint_of, conversation, form_of, marked, parsed, parsed_anyhow
 from tool_templates import TEMPLATES
 
 ENDS = ("<|return|>", "<|call|>")
@@ -43,12 +38,9 @@ WRITTEN = '{"city": "Paris <|end|>"}'
 
 
 def write_tokenizer(folder: Path) -> None:
-    write_byte_tokenizer(folder)
-    fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    fast.add_special_tokens([AddedToken(text, special=True) for text in CONTROLS])
-    fast.save(str(folder / "tokenizer.json"))
+    write_byte_tokenizer(folder, controls=CONTROLS)
     (folder / "chat_template.jinja").write_text(TEMPLATES["harmony"])
-    end_id = fast.token_to_id("<|end|>")
+    end_id = VOCAB_SIZE + CONTROLS.index("<|end|>")
     (folder / "generation_config.json").write_text(f'{{"eos_token_id": [{end_id}]}}')
 
 
@@ -64,17 +56,6 @@ def compiler(tokenizer: Tokenizer) -> Compiler:
     return make_compiler(tokenizer)
 
 
-def conversation(tokenizer: Tokenizer, **options: Any) -> Conversation:
-    return Conversation(tokenizer, TemplateProbes(tokenizer), RequestOptions(**options), {})
-
-
-def form_of(tokenizer: Tokenizer, **options: Any) -> AnswerFormat:
-    asked = conversation(tokenizer, **options)
-    found = asked.answer_format(asked.encode(ASKED))
-    assert found is not None
-    return found
-
-
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of an answer, in which an argument only spells a control token."""
     before, spelt, after = text.partition(WRITTEN)
@@ -83,13 +64,8 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def read(tokenizer: Tokenizer, text: str, **options: Any) -> Found:
-    """Read an answer token by token, whole, and cut at each place, which makes no difference."""
     form = form_of(tokenizer, **options)
-    pieces = list(marked(form, tokenizer, ids_of(tokenizer, text)))
-    found, whole = parsed(form, pieces), "".join(pieces)
-    for cut in range(len(whole)):
-        assert parsed(form, [whole[:cut], whole[cut:]]) == found
-    return found
+    return parsed_anyhow(form, marked(form, tokenizer, ids_of(tokenizer, text)))
 
 
 def accepts(tokenizer: Tokenizer, compiler: Compiler, text: str, answer: Grammar | None = None, **options: Any) -> bool:
@@ -267,7 +243,7 @@ def test_a_history_with_calls_is_rendered_as_transformers_does(
     system = {"role": "system", "content": "Be kind."}
     given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     for messages in (ASKED, [system, *ASKED, turn, heard], [*ASKED, turn, heard, {**ASKED[0], "role": "assistant"}]):
-        asked = Conversation(tokenizer, TemplateProbes(tokenizer), RequestOptions(tools=TOOLS), given)
+        asked = conversation(tokenizer, given, tools=TOOLS)
         shown, variables = asked.shown(list(messages))
         expected = oracle.apply_chat_template(
             messages,

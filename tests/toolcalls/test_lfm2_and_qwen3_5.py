@@ -4,15 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import AddedToken
 
 from byte_tokenizer import write_byte_tokenizer
-from infer.engine.conversation import Conversation, TemplateProbes
-from infer.engine.request_options import RequestOptions
 from infer.tokenizer import Tokenizer
-from infer.toolcalls.answer_format import AnswerFormat
-from test_tool_formats import parsed
+from test_tool_formats import conversation, form_of, parsed
 from tool_templates import LFM2_LISTS, QWEN35
 
 CONTROLS = ("<|im_start|>", "<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>")
@@ -22,16 +17,9 @@ ASKED = [{"role": "user", "content": "Weather?"}]
 
 
 def make_tokenizer(folder: Path, template: str) -> Tokenizer:
-    write_byte_tokenizer(folder)
-    fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    fast.add_special_tokens([AddedToken(text, special=True) for text in CONTROLS])
-    fast.save(str(folder / "tokenizer.json"))
+    write_byte_tokenizer(folder, controls=CONTROLS)
     (folder / "chat_template.jinja").write_text(template)
     return Tokenizer.from_folder(folder)
-
-
-def conversation(tokenizer: Tokenizer, variables: dict[str, Any] | None = None, **options: Any) -> Conversation:
-    return Conversation(tokenizer, TemplateProbes(tokenizer), RequestOptions(**options), variables or {})
 
 
 def asked_with(city: str, text: str = "") -> list[dict[str, Any]]:
@@ -73,15 +61,12 @@ def test_control_text_in_a_past_call_stays_text(template: str, forged: str, tmp_
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
 def test_the_generation_prompt_opens_the_reasoning_unless_it_is_not_wanted(tools: Any, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path, QWEN35)
-
-    def form_of(**variables: Any) -> AnswerFormat:
-        asked = conversation(tokenizer, variables, tools=tools)
-        found = asked.answer_format(asked.encode(ASKED))
-        assert found is not None
-        return found
-
-    assert form_of().is_open
-    assert form_of(enable_thinking=True).is_open
-    assert not form_of(enable_thinking=False).is_open
-    assert parsed(form_of(), ["Hm.\n</think>\n\nRain."]) == ("Rain.", "Hm.", ())
-    assert parsed(form_of(enable_thinking=False), ["Rain."]) == ("Rain.", None, ())
+    usual, thinking, other = (
+        form_of(tokenizer, variables, tools=tools)
+        for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False})
+    )
+    assert usual.is_open
+    assert thinking.is_open
+    assert not other.is_open
+    assert parsed(usual, ["Hm.\n</think>\n\nRain."]) == ("Rain.", "Hm.", ())
+    assert parsed(other, ["Rain."]) == ("Rain.", None, ())

@@ -1,20 +1,19 @@
 """Formats of tool calls and reasoning: the grammar allows what the parser reads, however the text is cut."""
 
 import random
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from tokenizers import AddedToken
 
 from byte_tokenizer import write_byte_tokenizer
 from constraint_walks import random_schema, walk
 from extent import usual_or_all
+from infer.engine.conversation import Conversation, TemplateProbes
+from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.grammar.budget import Budget, BudgetConstraint
 from infer.grammar.constraint import Constraint
@@ -55,11 +54,8 @@ Found = tuple[str, str | None, tuple[ToolCall, ...]]
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(folder)
-    fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    fast.add_special_tokens([AddedToken(text, special=True) for text in CONTROLS])
-    fast.save(str(folder / "tokenizer.json"))
-    return Tokenizer.from_folder(Path(folder))
+    write_byte_tokenizer(folder, controls=CONTROLS)
+    return Tokenizer.from_folder(folder)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +108,27 @@ def parsed(form: AnswerFormat, texts: Iterable[str]) -> Found:
     found = [*map(parser.push, texts), parser.flush()]
     reasoning, calls = assembled(delta for each in found for delta in each.deltas)
     return "".join(each.text for each in found), reasoning, calls
+
+
+def parsed_anyhow(form: AnswerFormat, texts: Iterable[str], every: int = 1) -> Found:
+    """Read an answer piece by piece, whole, and cut at each place or at some, which makes no difference."""
+    pieces = list(texts)
+    found, whole = parsed(form, pieces), "".join(pieces)
+    for cut in range(0, len(whole), every):
+        assert parsed(form, [whole[:cut], whole[cut:]]) == found
+    return found
+
+
+def conversation(tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None, **options: Any) -> Conversation:
+    return Conversation(tokenizer, TemplateProbes(tokenizer), RequestOptions(**options), variables or {})
+
+
+def form_of(tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None, **options: Any) -> AnswerFormat:
+    """Return the format of an answer to a question under the tokenizer's template."""
+    asked = conversation(tokenizer, variables, **options)
+    found = asked.answer_format(asked.encode([{"role": "user", "content": "Weather?"}]))
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -464,10 +481,8 @@ def test_texts_may_have_single_quotes_in_python(
     ids = tokenizer.encode(FORMATS[name].written([(NAME, written)]), add_special_tokens=False)
     constraint = constraint_of(compiler, form)
     assert constraint.accept(ids) == len(ids)
-    whole = "".join(marked(form, tokenizer, ids))
-    found = parsed(form, [whole])
-    assert [(call.name, call.parsed()) for call in found[2]] == [(NAME, arguments)]
-    assert all(parsed(form, [whole[:cut], whole[cut:]]) == found for cut in range(len(whole)))
+    *_, calls = parsed_anyhow(form, marked(form, tokenizer, ids))
+    assert [(call.name, call.parsed()) for call in calls] == [(NAME, arguments)]
 
 
 @pytest.mark.parametrize("text", [r"'a\x'", "'a\nb'", r"'\u0041'"])
@@ -494,12 +509,9 @@ def test_a_call_ends_reasoning_that_is_not_closed(
     constraint = constraint_of(compiler, form)
     assert constraint.accept(ids) == len(ids)
     assert constraint.done or constraint.accept([next(iter(tokenizer.eos_token_ids))]) == 1
-    whole = "".join(marked(form, tokenizer, ids))
-    text, thought, calls = found = parsed(form, [whole])
+    text, thought, calls = parsed_anyhow(form, "".join(marked(form, tokenizer, ids)), usual_or_all(3, 1))
     assert (text, thought) == ("", UNCLOSED.strip())
     assert [(call.name, call.parsed()) for call in calls] == [(NAME, ARGUMENTS), ("now", {})]
-    assert all(parsed(form, [whole[:cut], whole[cut:]]) == found for cut in range(0, len(whole), usual_or_all(3, 1)))
-    assert parsed(form, list(whole)) == found
     cut = tokenizer.encode(f"{before}Hm. {call_of(CODER)[:-30]}", add_special_tokens=False)
     constraint = constraint_of(compiler, form)
     assert constraint.accept(cut) == len(cut)

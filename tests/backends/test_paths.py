@@ -1,24 +1,17 @@
 """One equality: what is said does not depend on drafts, chains, chunks, capture, cache or company.
 
-Every way to run a generation is compared with `by_definition`, and faults planted in the loop are found by the same
-comparison.
+Every way to run a generation is compared with `by_definition`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from extent import IS_WHOLE, usual_or_all
 from infer import LLM
-from infer.backends.cpu.capture.sampled import Verifier
-from infer.engine.engine import Engine
-from infer.engine.sequence import Sequence as Answering
-from infer.errors import InferError
-from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import (
     CASES,
@@ -154,139 +147,6 @@ def test_what_was_dropped_behind_a_stop_leaves_no_trace_in_the_context(
 ) -> None:
     for outcome, wanted in gone_on(world, turns, way):
         assert outcome == wanted
-
-
-# Faults
-
-Plant = Callable[[pytest.MonkeyPatch], None]
-
-
-def never_roll_back(patch: pytest.MonkeyPatch) -> None:
-    commit, reserve = Runner.commit, Runner.reserve
-    lengths: dict[int, int] = {}
-
-    def see(self: Runner, slot: int, num_tokens: int) -> None:
-        lengths[slot] = num_tokens
-        reserve(self, slot, num_tokens)
-
-    def commit_all(self: Runner, slot: int, count: int) -> None:
-        commit(self, slot, max(count, lengths[slot]))
-
-    patch.setattr(Runner, "reserve", see)
-    patch.setattr(Runner, "commit", commit_all)
-
-
-def draw_the_noise_of_the_next_entry(patch: pytest.MonkeyPatch) -> None:
-    make = Verifier.__init__
-
-    def make_wrong(self: Verifier, *arguments: Any) -> None:
-        make(self, *arguments)
-        self._arguments.set(position_offset=1)
-
-    patch.setattr(Verifier, "__init__", make_wrong)
-
-
-def forget_accepted_drafts(patch: pytest.MonkeyPatch) -> None:
-    run = Verifier.run
-
-    def run_and_drop(self: Verifier, *arguments: Any) -> Any:
-        found = run(self, *arguments)
-        columns, history = arguments[3:5]
-        for slot, token_ids in zip(columns.history_slot.tolist(), found.token_ids, strict=True):
-            if slot >= 0 and len(token_ids) > 1:
-                kept = history.tokens[slot, : history.lengths[slot] - len(token_ids) + 1].tolist()
-                history.begin(slot, kept, int(history.num_prompt_tokens[slot]))
-        return found
-
-    patch.setattr(Verifier, "run", run_and_drop)
-
-
-def leave_the_last_tenant_in_the_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Runner, "truncate", lambda self, slot, length: None)
-
-
-def mask_with_the_line_before(patch: pytest.MonkeyPatch) -> None:
-    fill = Answering.fill
-
-    def fill_wrong(self: Answering, masks: Sequence[Any], drafts: Sequence[int]) -> None:
-        fill(self, masks, drafts)
-        for index in range(len(masks) - 1, 0, -1):
-            masks[index][:] = masks[index - 1]
-
-    patch.setattr(Answering, "fill", fill_wrong)
-
-
-def keep_what_follows_a_stop(patch: pytest.MonkeyPatch) -> None:
-    accept = Answering.accept
-
-    def accept_and_go_on(self: Answering, *token: Any) -> Any:
-        reason = self.stop_ids and self._text.finish_reason
-        piece = accept(self, *token)
-        if self._text.finish_reason in ("eos", "stop") and self.room > 0:
-            self._text.finish_reason = reason
-        return piece
-
-    patch.setattr(Answering, "accept", accept_and_go_on)
-
-
-def keep_what_was_never_accepted(patch: pytest.MonkeyPatch) -> None:
-    commit = Runner.commit
-
-    def commit_one_more(self: Runner, slot: int, count: int) -> None:
-        commit(self, slot, count + (count > 1))
-
-    patch.setattr(Runner, "commit", commit_one_more)
-
-
-def remember_nothing_forced(patch: pytest.MonkeyPatch) -> None:
-    force = Engine._force
-
-    def force_without_history(self: Engine, sequence: Answering) -> None:
-        params = self._slot_params
-        history, params.history = params.history, None
-        force(self, sequence)
-        params.history = history
-
-    patch.setattr(Engine, "_force", force_without_history)
-
-
-FAULTS: list[Plant] = [
-    never_roll_back,
-    draw_the_noise_of_the_next_entry,
-    forget_accepted_drafts,
-    leave_the_last_tenant_in_the_row,
-    mask_with_the_line_before,
-    keep_what_follows_a_stop,
-    keep_what_was_never_accepted,
-    remember_nothing_forced,
-]
-
-
-@pytest.mark.parametrize("world", ["llama"], indirect=True)
-@pytest.mark.parametrize("plant", [None, *FAULTS], ids=lambda plant: plant.__name__ if plant else "none")
-def test_a_planted_fault_is_found(
-    world: World,
-    expected: dict[str, Outcome],
-    turns: list[tuple[Case, Case, Outcome]],
-    plant: Plant | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cases = CASES[:24]
-
-    def is_found() -> bool:
-        try:
-            for way in (Way("half"), Way("right"), Way("none", 7, 64)):
-                if together(world, cases, way, expected) != {case.name: expected[case.name] for case in cases}:
-                    return True
-                if any(outcome != wanted for outcome, wanted in gone_on(world, turns, way)):
-                    return True
-        except (AssertionError, InferError, IndexError, RuntimeError):
-            return True
-        return False
-
-    if plant is not None:
-        plant(monkeypatch)
-    assert is_found() == (plant is not None)
 
 
 # Steps that a recording does not hold

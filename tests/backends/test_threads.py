@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from infer.errors import InferError, InvalidRequestError
 from infer.model import from_checkpoint as load_settings
 from infer.system import cores
 from infer.system.thread_start import start_thread
+from looping import beside, in_threads
 from watched import python_command
 
 PARTS = np.dtype([("sums", np.int64), ("num_rows", np.int64), ("lag", np.int64)])
@@ -141,11 +143,7 @@ def test_runs_of_several_python_threads_do_not_mix() -> None:
         for _ in range(50):
             counter.run(three)
 
-    callers = [threading.Thread(target=run_often, args=(counter,)) for counter in counters]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    in_threads(partial(run_often, counter) for counter in counters)
     assert [counter.is_right() for counter in counters] == [True] * 4
     three.close()
 
@@ -159,15 +157,11 @@ def test_the_number_of_threads_may_change_while_runs_run() -> None:
         while not end.is_set():
             counter.run(thread_pool())
 
-    callers = [threading.Thread(target=run_on, args=(counter,)) for counter in counters]
-    for caller in callers:
-        caller.start()
-    for num_threads in [3, 1, 4, 2] * 5:
-        set_num_threads(num_threads)
-        time.sleep(0.002)
-    end.set()
-    for caller in callers:
-        caller.join()
+    with beside(partial(run_on, counter) for counter in counters):
+        for num_threads in [3, 1, 4, 2] * 5:
+            set_num_threads(num_threads)
+            time.sleep(0.002)
+        end.set()
     assert all(counter.is_right() and counter.num_runs for counter in counters)
     set_num_threads(1)
     assert worker_threads() == []

@@ -378,8 +378,6 @@ def test_routes_that_are_got_have_other_paths_too(served: Served) -> None:
     ("method", "path", "hint"),
     [
         ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
-        ("POST", "/v1/completion", "use /v1/completions"),
-        ("POST", "/completion", "use /v1/completions"),
         ("POST", "/api/blobs/sha256:1", "of Ollama's API, GET /docs lists what there is"),
         ("POST", "/v1/embedding", "did you mean /v1/embeddings?"),
         ("GET", "/xyzzy", "GET /docs lists the routes"),

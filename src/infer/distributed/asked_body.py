@@ -9,7 +9,15 @@ import msgspec
 from infer.distributed.router import RoutedPrompt, text_keys
 from infer.sampling_params import SEED_BITS
 
-_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input")  # of OpenAI's and Anthropic's bodies
+_FIELDS = (
+    "tools",
+    "system",
+    "instructions",
+    "messages",
+    "input_prefix",
+    "prompt",
+    "input",
+)  # of the bodies of all APIs
 _BYTES_PER_TOKEN, _KEY_BYTES = 4, 16
 _ANSWER_TOKENS, _ANSWER_COST = 150, 8.0  # of a usual answer; what a token of it costs in tokens of a prompt
 _NULL = msgspec.Raw(b"null")

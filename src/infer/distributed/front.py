@@ -17,6 +17,7 @@ from infer.distributed.replicas import Replicas
 from infer.server.app import ROUTES
 from infer.server.call import call_of
 from infer.server.endpoint import ApiRoute
+from infer.server.llamacpp_events import failure_of_llamacpp
 from infer.server.message_events import failure_event
 from infer.server.ollama_events import failure_line
 from infer.server.process import Life, run_process
@@ -29,7 +30,10 @@ from infer.system.locked_folder import locked_folder
 _OF_TEXTS = ("embeddings", "rerank", "classify")
 _REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", *_OF_TEXTS)}
 _HUNG = b'{"status":"hung"}'  # no replica answers
-_FAILURES = {"/v1/messages": failure_event}  # of streams whose replica died
+_FAILURES = {
+    "/v1/messages": failure_event,
+    **dict.fromkeys(("/completion", "/infill"), failure_of_llamacpp),
+}  # of streams whose replica died
 _SESSION_HEADER = "x-session-id"
 
 

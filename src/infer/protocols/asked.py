@@ -7,6 +7,7 @@ from typing import Any, final
 from infer.engine.request_options import RequestOptions
 from infer.protocols.bodies import ChatBody, CompletingBody, CompletionBody
 from infer.protocols.chat_messages import messages_of
+from infer.protocols.llamacpp_bodies import InfillBody
 from infer.protocols.params import (
     make_options,
     make_params,
@@ -50,9 +51,9 @@ def ask_chat(body: ChatBody, defaults: Mapping[str, Any], template: str | None =
     return Asked([messages_of(body.messages)], params, options, "messages", variables, is_answered=is_answered)
 
 
-def ask_completion(body: CompletionBody, defaults: Mapping[str, Any]) -> Asked:
+def ask_completion(body: CompletionBody | InfillBody, defaults: Mapping[str, Any]) -> Asked:
     """Return what the body asks for, over the model's own `defaults`. Raises BodyError."""
-    prompts, num_choices = prompts_of(body.prompt), body.n or 1
+    prompts, num_choices = prompts_of("" if body.prompt is None else body.prompt), body.n or 1
     if len(prompts) * num_choices > MAX_ANSWERS:
         message = f"prompts times n must be at most {MAX_ANSWERS}, got {len(prompts)} times {num_choices}: ask twice"
         raise refuse(message, "prompt")
@@ -71,7 +72,7 @@ def chat_values(body: ChatBody) -> dict[str, Any]:
     return sampling_values(body) | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
 
 
-def completion_values(body: CompletionBody) -> dict[str, Any]:
+def completion_values(body: CompletionBody | InfillBody) -> dict[str, Any]:
     """Return the fields of SamplingParams that a completion's body names, except the seed. Raises BodyError."""
     return sampling_values(body) | ({} if body.logprobs is None else {"logprobs": body.logprobs})
 

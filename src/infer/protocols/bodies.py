@@ -19,7 +19,7 @@ from infer.protocols.response_items import (
 from infer.protocols.unknown_fields import Parameters, ToolKeys
 from infer.request_limits import MAX_BUDGET, MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS, MAX_TOOLS
 
-_Limit = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]  # of an answer's tokens: -1 is the end of the context, 0 none
+TokenLimit = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]  # of an answer's tokens: -1 is the end of the context, 0 none
 _Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 _Budget = Annotated[int, Meta(ge=0, le=MAX_BUDGET)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -234,8 +234,8 @@ class ConversationBody(CompletingBody, kw_only=True):
 @final
 class ChatBody(ConversationBody, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_tokens: _Limit | None = None
-    max_completion_tokens: _Limit | None = None
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
 
@@ -246,7 +246,7 @@ class CompletionBody(CompletingBody, kw_only=True):
 
     prompt: str | list[Any]
     suffix: str | None = None
-    max_tokens: _Limit | None = None
+    max_tokens: TokenLimit | None = None
     logprobs: Alternatives | None = None
     echo: bool | None = None
 
@@ -283,7 +283,7 @@ class ResponseBody(GeneratingBody, kw_only=True):
 
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: _Limit | None = None
+    max_output_tokens: TokenLimit | None = None
     text: TextSettings | None = None
     include: list[str] | None = None
     top_logprobs: Alternatives | None = None

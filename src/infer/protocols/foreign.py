@@ -102,6 +102,10 @@ FOREIGN: Mapping[str, Foreign] = {
             *("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "use_mmap", "use_mlock", "f16_kv"),
             *("num_keep", "vocab_only", "logits_all", "embedding_only", "penalize_newline", "draft_num_predict"),
             *("mirostat_tau", "mirostat_eta"),
+            # llama.cpp's: of its cache, of its answers' form, and of samplers that are off.
+            *("n_keep", "n_discard", "n_indent", "t_max_prompt_ms", "timings_per_token", "response_fields"),
+            *("min_keep", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+            *("xtc_threshold", "dynatemp_exponent"),
         ),
         _HINT,
     ),
@@ -126,6 +130,9 @@ FOREIGN: Mapping[str, Foreign] = {
     "suffix": Foreign("use /v1/completions", ("",)),
     "system": Foreign("use a message with role system", ("",)),
     "web_search_options": Foreign(warning="nothing is searched"),
+    "lora": Foreign("adapters are not built: leave it out", ([],)),
+    "samplers": Foreign(warning="the order of the samplers is fixed"),
+    "t_max_predict_ms": Foreign(warning="answers have no time limit here"),
     "num_ctx": Foreign(warning="the context is set with --max-seq-len when the server starts"),
     # Other names for what is here; a parameter declares those that mean the same.
     **{

@@ -27,6 +27,7 @@ from infer.server.routes import (
     embeddings,
     engine_events,
     health,
+    llamacpp,
     ollama,
     prometheus,
     props,
@@ -41,7 +42,7 @@ from infer.server.server_state import ServerState
 
 _MODULES = (
     *(health, prometheus, served_models, chat_completions, completions, responses, embeddings, rerank, classify),
-    *(anthropic_messages, ollama, tokens, answer_trace, branch, engine_events, props, web_files),
+    *(anthropic_messages, ollama, llamacpp, tokens, answer_trace, branch, engine_events, props, web_files),
 )
 ROUTES = [route for module in _MODULES for route in module.ROUTES]
 ROUTES += description_routes(ROUTES)

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 # The first word of other servers' paths, and what to use here.
 _ELSEWHERE = {
     "api": "of Ollama's API, GET /docs lists what there is",
-    "completion": "use /v1/completions",
-    "infill": "the model does not fill in text: use /v1/completions",
     "slots": "use /v1/engine/events",
     "version": "use /props",
     "ping": "use /health",

@@ -53,7 +53,7 @@ class ReplyFormat(ABC):
     last, media_type = DONE, EVENTS
 
     @abstractmethod
-    def whole(self, results: Sequence[GenerationResult]) -> Answer: ...
+    def whole(self, results: Sequence[GenerationResult]) -> Answer | Sequence[Answer]: ...
 
     @abstractmethod
     def chunks(self, part: ChoicePart) -> Sequence[Chunk]:
@@ -97,8 +97,8 @@ def make_head(prefix: str, request: Request, state: ServerState) -> AnswerHead:
 
 
 def json_response(answer: Any, call: Call | None = None, status: int = 200) -> Response:
-    """Return the answer as JSON. With a call, it must be an `Answer`, which gets the call's warnings."""
-    found = answer if call is None else with_warnings(answer, call)
+    """Return the answer as JSON. With a call, it must be an `Answer`, which gets the call's warnings, or a list."""
+    found = answer if call is None or isinstance(answer, list) else with_warnings(answer, call)
     return Response(msgspec.json.encode(found), status, media_type="application/json")
 
 

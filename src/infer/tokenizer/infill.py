@@ -15,20 +15,26 @@ _MARKS = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
 )
 _SUFFIX_FIRST_MARKS = (("[PREFIX]", "[SUFFIX]"),)  # Codestral
+_REPOSITORY_NAMES, _FILE_NAMES = ("<|repo_name|>", "<repo_name>"), ("<|file_sep|>", "<file_sep>")
 _END_NAMES = (
-    *("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|repo_name|>", "<repo_name>", "<|file_sep|>", "<file_sep>"),
+    *("<|fim_pad|>", "<fim_pad>", "<fim-pad>", *_REPOSITORY_NAMES, *_FILE_NAMES),
     *("<|file_separator|>", "<|endoftext|>", "<EOT>"),
 )
 
 
 @final
 class InfillMarks(NamedTuple):
-    """Token ids. `middle` is None for models that read the text after first. An answer ends at `ends`, too."""
+    """Token ids. `middle` is None for models that read the text after first. An answer ends at `ends`, too.
+
+    `repository` and `file` stand before the names of a project and of each of its files, for models that read several.
+    """
 
     prefix: int
     suffix: int
     middle: int | None
     ends: frozenset[int]
+    repository: int | None = None
+    file: int | None = None
 
     def around(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
         """Return the prompt of two encoded texts."""
@@ -37,12 +43,23 @@ class InfillMarks(NamedTuple):
         return [self.prefix, *before, self.suffix, *after, self.middle]
 
 
+def kept_files(files: Sequence[Sequence[int]], room: int | None) -> list[int]:
+    """Return the ids of the last files that have at most `room` tokens together."""
+    found = list[int]()
+    for ids in reversed(files):
+        if room is not None and len(found) + len(ids) > room:
+            break
+        found[:0] = ids
+    return found
+
+
 def find_marks(added_ids: Callable[[Iterable[str]], dict[str, int]]) -> InfillMarks | None:
     """Return the marks of a tokenizer, or None if it has none. `added_ids` returns the ids of known names."""
     ends = frozenset(added_ids(_END_NAMES).values())
+    repository, file = (next(iter(added_ids(names).values()), None) for names in (_REPOSITORY_NAMES, _FILE_NAMES))
     for names in (*_MARKS, *_SUFFIX_FIRST_MARKS):
         found = added_ids(names)
         if len(found) == len(names):
             ids = [found[name] for name in names]
-            return InfillMarks(ids[0], ids[1], ids[2] if len(ids) > 2 else None, ends)
+            return InfillMarks(ids[0], ids[1], ids[2] if len(ids) > 2 else None, ends, repository, file)
     return None

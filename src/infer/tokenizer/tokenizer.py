@@ -23,7 +23,7 @@ from infer.tokenizer.detokenizer import (
     read_decoding_rules,
 )
 from infer.tokenizer.gguf_vocabulary import END_NAMES
-from infer.tokenizer.infill import InfillMarks, find_marks
+from infer.tokenizer.infill import InfillMarks, find_marks, kept_files
 from infer.tokenizer.length_bound import Bound, make_length_bound
 from infer.tokenizer.pairs import EncodedPair, encode_pair
 from infer.tokenizer.special_tokens import SpecialTexts
@@ -226,21 +226,38 @@ class Tokenizer:
         """The tokens around two texts between which the model can write, or None for a model without them."""
         return find_marks(self._added_ids)
 
-    def encode_infill(self, before: str, after: str) -> list[int]:
+    def encode_infill(
+        self, before: str, after: str, files: Sequence[tuple[str, str]] = (), max_tokens: int | None = None
+    ) -> list[int]:
         """Return the prompt for the text between two others.
 
         Args:
             before: The text before.
             after: The text after.
+            files: Names and texts of other files of the project, which stand first.
+            max_tokens: Leave out the first files until the prompt has at most this many tokens.
 
         Raises:
             InvalidRequestError: The model has no marks for it.
         """
         if self.infill_marks is None:
             raise InvalidRequestError("the model has no tokens to fill in text: continue a prompt instead")
-        first, last = (self.encode(text, False, parse_special=False) if text else [] for text in (before, after))
-        bos = [self.bos_token_id] if self.adds_bos and self.bos_token_id is not None else []
-        return bos + self.infill_marks.around(first, last)
+        first, last = (self._encode_plain(text) for text in (before, after))
+        marks, bos = self.infill_marks, [self.bos_token_id] if self.adds_bos and self.bos_token_id is not None else []
+        core = marks.around(first, last)
+        if not files:
+            return bos + core
+        if marks.file is None:
+            around, texts = [], [self._encode_plain(f"{text}\n\n") for _, text in files]
+        else:
+            around = [] if marks.repository is None else [marks.repository, *self._encode_plain("project\n")]
+            core = [marks.file, *self._encode_plain("file\n"), *core]
+            texts = [[marks.file, *self._encode_plain(f"{name}\n{text}")] for name, text in files]
+        num_others = len(bos) + len(around) + len(core)
+        return bos + around + kept_files(texts, None if max_tokens is None else max_tokens - num_others) + core
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self.encode(text, False, parse_special=False) if text else []
 
     def replace_chat_template(self, source: str) -> None:
         """Use a template in place of the model's own.

@@ -67,8 +67,7 @@ async def _filling_in(request: Request, state: ServerState, body: CompletionBody
     If the model cannot fill in text, warn and continue the prompts. Raises ApiError.
     """
     tokenizer, after = state.llm().llm.tokenizer, body.suffix or ""
-    marks = tokenizer.infill_marks
-    if marks is None:
+    if tokenizer.infill_marks is None:
         told = "suffix: this model has no tokens to fill in text; the prompt is continued"
         if state.settings.unknown_fields == "refuse":
             raise refuse(f"{told}: leave it out", "suffix")
@@ -81,7 +80,13 @@ async def _filling_in(request: Request, state: ServerState, body: CompletionBody
     prompts = await prepared(
         request, state, lambda: [tokenizer.encode_infill(each, after) for each in asked.prompts], "suffix"
     )
-    params = [replace(each, stop_token_ids=[*(each.stop_token_ids or ()), *marks.ends]) for each in asked.params]
+    return between(asked, prompts, tokenizer)
+
+
+def between(asked: Asked, prompts: Sequence[Sequence[int]], tokenizer: "infer.Tokenizer") -> Asked:
+    """Return what is asked with prompts of encoded texts in place of its own. It ends at the marks' ends, too."""
+    ends = () if tokenizer.infill_marks is None else tokenizer.infill_marks.ends
+    params = [replace(each, stop_token_ids=[*(each.stop_token_ids or ()), *ends]) for each in asked.params]
     return replace(asked, prompts=prompts, params=params)
 
 

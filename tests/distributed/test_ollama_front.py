@@ -108,10 +108,11 @@ class OnShelf(NamedTuple):
         return self.client.post(path, json={"model": "a", "stream": False} | body)
 
     def wait_until_running(self, *names: str) -> None:
-        end = time.monotonic() + SECONDS
-        while self.running != list(names):
-            assert time.monotonic() < end, self.running
+        for _ in range(round(100 * SECONDS)):
+            if self.running == list(names):
+                return
             time.sleep(0.01)
+        raise AssertionError(self.running)
 
     def expiry(self) -> float:
         """Return the seconds until the only loaded model is unloaded."""
@@ -157,7 +158,7 @@ def test_an_answer_loads_its_model_and_the_lists_tell_of_it(on_shelf: OnShelf) -
 
 def test_keep_alive_sets_when_an_idle_model_is_unloaded(on_shelf: OnShelf) -> None:
     on_shelf.post("/api/chat", **CHAT, keep_alive="5m")
-    assert 290 < on_shelf.expiry() <= 300
+    assert 200 < on_shelf.expiry() <= 300
     on_shelf.post("/api/generate", prompt="a", options=GREEDY, keep_alive=-1)
     assert on_shelf.expiry() > 10**9
     on_shelf.post("/api/chat", **CHAT, keep_alive=0)
@@ -170,7 +171,7 @@ def test_keep_alive_sets_when_an_idle_model_is_unloaded(on_shelf: OnShelf) -> No
 def test_a_request_without_a_prompt_loads_and_unloads_a_model(on_shelf: OnShelf) -> None:
     loaded = on_shelf.post("/api/generate", keep_alive="10m").json()
     assert (loaded["done_reason"], on_shelf.running) == ("load", ["a"])
-    assert 590 < on_shelf.expiry() <= 600
+    assert 500 < on_shelf.expiry() <= 600
     assert on_shelf.post("/api/chat", messages=[], keep_alive=0).json()["done_reason"] == "unload"
     on_shelf.wait_until_running()
     assert on_shelf.post("/api/generate", keep_alive=0).json()["done_reason"] == "unload"

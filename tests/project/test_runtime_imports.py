@@ -61,6 +61,8 @@ ALLOWED = {
     ("server/http_server.py", "socket"),  # a pair of them
     ("distributed/ray_serve.py", "asyncio"),
     ("cli/serve_command.py", "socket"),
+    ("cli/server_commands.py", "urllib.error"),  # asks a running server
+    ("cli/server_commands.py", "urllib.request"),
     ("server/body_limits.py", "asyncio"),
     ("server/server_state.py", "asyncio"),
     ("server/turns.py", "asyncio"),

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from infer.backends.torch_threads import one_thread
 from infer.checkpoint.gguf import GGUFFile, TypedValue
 from infer.checkpoint.gguf_writer import TensorPlan, write_gguf
 from infer.checkpoint.tensor_bytes import bytes_of
@@ -38,6 +37,7 @@ from infer.quantization.file_types import (
 from infer.quantization.ggml_blocks import dequantize
 from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.quantisers import quantise
+from infer.system.torch_threads import one_thread
 
 QUANTISATION_VERSION = 2  # of ggml's block types
 _PIECE_VALUES = 1 << 20

@@ -17,6 +17,7 @@ from infer.errors import InvalidRequestError
 from infer.quantization.ggml_blocks import Numbers, numbers_of
 from infer.quantization.ggml_grids import grid
 from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Bits, Field, Grid
+from infer.quantization.grid_kernels import EVEN_SIGNS, FREE_SIGNS, SHIFT_OF_8, SHIFT_OF_GROUP, search_blocks
 
 GRID_TYPES = tuple(name for name, fields in BLOCK_FIELDS.items() if isinstance(fields.codes, Grid))
 NEEDS_IMPORTANCE = tuple(name for name in GRID_TYPES if name.startswith(("IQ1", "IQ2")))
@@ -48,8 +49,6 @@ def search_grid(blocks: Float[Tensor, "blocks 256"], weights: Float[Tensor, "blo
     """
     if weights is None and type in NEEDS_IMPORTANCE:
         raise InvalidRequestError(f"{type} needs an importance matrix for every tensor: make one with infer imatrix")
-    from infer.quantization.grid_kernels import search_blocks  # loads Numba
-
     form, x = _form_of(type), np.ascontiguousarray(blocks.numpy(), np.float32)
     own = np.ones_like(x) if weights is None else np.ascontiguousarray(weights.numpy(), np.float32)
     codes = np.empty(x.shape, np.uint8)
@@ -64,8 +63,6 @@ def search_grid(blocks: Float[Tensor, "blocks 256"], weights: Float[Tensor, "blo
 
 @cache
 def _form_of(type: str) -> _GridForm:
-    from infer.quantization.grid_kernels import EVEN_SIGNS, FREE_SIGNS, SHIFT_OF_8, SHIFT_OF_GROUP
-
     fields = BLOCK_FIELDS[type]
     form, scales = fields.codes, fields.scales
     assert isinstance(form, Grid)

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infer.backends import torch_threads
 from infer.backends.base import Captured, Forward, KernelStore, Stage, Stages
 from infer.backends.cpu import isa, operations
 from infer.backends.cpu.compile import addresses, kernel_cache
@@ -26,6 +25,7 @@ from infer.backends.cpu.threads import pool
 from infer.backends.torch_backend import TorchBackend
 from infer.operands.architecture import Layer, ModelOutline
 from infer.operands.mixers import GatedDeltaNet
+from infer.system import torch_threads
 from infer.system.cores import default_num_threads
 
 

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from infer.backends import reference, torch_threads
+from infer.backends import reference
 from infer.backends.base import Captured, Forward
 from infer.backends.only_dense import check_only_dense
 from infer.backends.opencl.capture import CapturedForward
@@ -18,6 +18,7 @@ from infer.backends.torch_backend import TorchBackend
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Layer
 from infer.operands.weights import Norm, Projection, StoredWeight
+from infer.system import torch_threads
 
 _FEATURES, _ROWS, _TOKENS = 64, 64, 2  # of the known product
 _BLOCK, _SCALE = 32, 2.0**-7

@@ -387,22 +387,6 @@ class HubModelOptions:
 
 
 @dataclass(frozen=True)
-class RunningServerOptions:
-    """The server that a command asks."""
-
-    url: str = option(default="http://127.0.0.1:8000", envvar="INFER_URL", show_envvar=True, help="The server.")
-    api_key: str | None = option(envvar="INFER_API_KEY", show_envvar=True, metavar="KEY",
-                                 help="A key of the server, if it has keys.")
-    as_json: bool = option("--json", help="The server's answer as it is.")
-    verbose: bool = option("-v", "--verbose", help="A traceback with an error.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopOptions(RunningServerOptions):
-    model: str = argument()
-
-
-@dataclass(frozen=True)
 class ModelsOptions:
     as_json: bool = option("--json", help="One JSON array on stdout instead of a table.")
     supported: bool = option("--supported", help="The families of models that load, and on what each was proven.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from infer.cli.command_options import RunningServerOptions, StopOptions
+from infer.cli.server_options import RunningServerOptions, StopOptions
 from infer.cli.terminal import columns_of_rows
 from infer.errors import InferError, InvalidRequestError
 

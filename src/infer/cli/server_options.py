@@ -1,4 +1,4 @@
-"""The options of `infer serve` and `infer ray deploy`. Most become fields of `ServerSettings` of the same name."""
+"""The options of `infer serve`, `infer ray deploy`, `infer ps` and `infer stop`. Most become fields of `ServerSettings` of the same name."""
 
 import re
 from dataclasses import dataclass
@@ -154,6 +154,21 @@ class DeployOptions(ModelArgument, ModelOption, ClientOptions, SchedulingOptions
                                       help="Of too few, before one is taken away.")
     drain_seconds: float = option(type=click.FloatRange(min=0), default=600.0,
                                   help="At most, for answers under way of an engine or a front that is taken away.")
+
+@dataclass(frozen=True)
+class RunningServerOptions:
+    """The server that a command asks."""
+
+    url: str = option(default="http://127.0.0.1:8000", envvar="INFER_URL", show_envvar=True, help="The server.")
+    api_key: str | None = option(envvar="INFER_API_KEY", show_envvar=True, metavar="KEY",
+                                 help="A key of the server, if it has keys.")
+    as_json: bool = option("--json", help="The server's answer as it is.")
+    verbose: bool = option("-v", "--verbose", help="A traceback with an error.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopOptions(RunningServerOptions):
+    model: str = argument()
 # fmt: on
 
 

@@ -1,0 +1,126 @@
+"""The commands about files and servers: each reports on a model, changes its files, or asks a running server."""
+
+from functools import partial
+
+import click
+
+from infer.cli.command_options import (
+    CompileOptions,
+    DoctorOptions,
+    EstimateOptions,
+    ExplainOptions,
+    HubModelOptions,
+    ModelsOptions,
+    QuantizeOptions,
+)
+from infer.cli.option_fields import takes_options
+from infer.cli.other_programs import TolerantCommand
+from infer.cli.server_options import RunningServerOptions, StopOptions
+from infer.cli.signals import exit_on_signal
+
+command = partial(click.command, cls=TolerantCommand)
+
+
+@command()
+@takes_options(ExplainOptions)
+def explain(context: click.Context, options: ExplainOptions) -> None:
+    """Say what a model is: its layers, tokenizer, defaults and memory, from its headers alone."""
+    from infer.cli.explain_command import run_explain
+
+    run_explain(options.model, as_json=options.as_json)
+
+
+@command()
+@takes_options(DoctorOptions)
+def doctor(context: click.Context, options: DoctorOptions) -> int:
+    """Look for faults in a model's files: its tokenizer and chat template, and the values of all tensors.
+
+    Exit status 0: no faults, 1: there are some, 2 or 3: it cannot be read.
+    """
+    from infer.cli.doctor_command import run_doctor
+    from infer.cli.page_file import check_page
+
+    check_page(options.html)
+    return run_doctor(options.model, as_json=options.as_json, html=options.html)
+
+
+@command()
+@takes_options(QuantizeOptions)
+def quantize(context: click.Context, options: QuantizeOptions) -> None:
+    """Write a MODEL as a GGUF file of another type, with llama.cpp's mixture of types.
+
+    Memory holds a few rows at a time. OUT.gguf appears when it is whole.
+    """
+    from infer.cli.quantize_command import run_quantize
+
+    run_quantize(options)
+
+
+@command()
+@takes_options(EstimateOptions)
+def estimate(context: click.Context, options: EstimateOptions) -> None:
+    """Say what a model and its cache take in memory, whether they fit here, and how fast it will be, from headers."""
+    from infer.cli.estimate_command import run_estimate
+
+    run_estimate(options)
+
+
+@command(name="compile")
+@takes_options(CompileOptions)
+def compile_kernels(context: click.Context, options: CompileOptions) -> None:
+    """Compile the CPU kernels that a model needs, so that its first use does not: for images and Dockerfiles."""
+    with exit_on_signal():
+        from infer.cli.compile_command import run_compile
+
+        run_compile(options.model, is_all=options.is_all)
+
+
+@command()
+@takes_options(ModelsOptions)
+def models(context: click.Context, options: ModelsOptions) -> None:
+    """List the models at hand: installed packages, the hub's local cache, and the folder $INFER_MODELS."""
+    from infer.cli.models_command import run_models, run_supported
+
+    if options.supported:
+        run_supported(as_json=options.as_json)
+        return
+    run_models(as_json=options.as_json, with_devices=options.verbose)
+
+
+@command()
+@takes_options(HubModelOptions)
+def pull(context: click.Context, options: HubModelOptions) -> None:
+    """Download a model from the Hugging Face hub, or what is missing of it, into the hub's local cache."""
+    from infer.cli.models_command import run_pull
+
+    run_pull(options.model)
+
+
+@command()
+@takes_options(HubModelOptions)
+def rm(context: click.Context, options: HubModelOptions) -> None:
+    """Remove a model from the hub's local cache."""
+    from infer.cli.models_command import run_rm
+
+    run_rm(options.model)
+
+
+@command()
+@takes_options(RunningServerOptions)
+def ps(context: click.Context, options: RunningServerOptions) -> None:
+    """List the models of a running server: their state and their memory."""
+    from infer.cli.server_commands import run_ps
+
+    run_ps(options)
+
+
+@command()
+@takes_options(StopOptions)
+def stop(context: click.Context, options: StopOptions) -> None:
+    """Unload a MODEL of a running server of several models, after its last answer."""
+    from infer.cli.server_commands import run_stop
+
+    run_stop(options)
+
+
+COMMANDS = [explain, doctor, quantize, estimate, compile_kernels, models, pull, rm, ps, stop]

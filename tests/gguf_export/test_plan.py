@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM
@@ -99,3 +100,17 @@ def test_quantised_matrices_keep_the_values_that_the_folder_has(tmp_path: Path, 
             read = LazyWeights(again.tensors)[each]
             own, other = (as_float32(StoredWeight(w.type, w.shape, w.data)).data for w in (weight, read))
             assert torch.equal(own, other), each
+
+
+@pytest.mark.parametrize("name", ["lfm2_moe", "qwen3_next"])
+def test_routers_and_convolutions_are_float32_whatever_the_folder_has(tmp_path: Path, name: str) -> None:
+    make_tiny(BY_NAME[name], tmp_path)
+    floats = load_file(tmp_path / "model.safetensors")
+    halves = {each: tensor.to(torch.bfloat16) for each, tensor in floats.items()}
+    save_file(halves, tmp_path / "model.safetensors")
+    tensors = network_plan(open_checkpoint(tmp_path)).tensors
+    types = {each.name: each.type for each in tensors if len(each.shape) > 1}
+    kept = {each for each, type in types.items() if type == "F32"}
+    assert kept == {each for each in types if "ffn_gate_inp" in each or "conv.weight" in each or "conv1d" in each}
+    assert set(types.values()) == {"F32", "BF16"}
+    assert {each.type for each in tensors if len(each.shape) == 1} == {"F32"}

@@ -20,7 +20,7 @@ from infer.checkpoint.gguf_text_encoders import ENCODERS, encoder_name_in_gguf
 from infer.checkpoint.tensor_names import name_in_gguf
 from infer.errors import UnsupportedModelError
 from infer.gguf_export.delta_nets import change_delta_net
-from infer.gguf_export.rows import Order, Rows, joined, reordered, rows_of, vector_of
+from infer.gguf_export.rows import Order, Rows, as_floats, joined, reordered, rows_of, vector_of
 from infer.operands.architecture import Architecture
 from infer.operands.mixers import Attention, GatedDeltaNet
 from infer.operands.weights import FileWeight
@@ -32,6 +32,10 @@ WITH_ONE_GATE_UP = frozenset({"phi3", "modern-bert"})
 WITH_ONE_EXPERT_MATRIX = frozenset({"gemma4"})  # of gate and up
 WITH_GATES_IN_Q = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 _WITH_SCALE_IN_Q_NORM = frozenset({"muse-glimmer"})
+# Of all files: other types of these tensors have no kernels in llama.cpp, whose converter writes float32.
+_IN_FLOAT32 = re.compile(
+    r"(.+\.(ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|shortconv\.conv)|position_embd|token_types)\.weight"
+)
 
 Named = dict[str, Rows]  # by our names
 
@@ -115,7 +119,8 @@ def _renamed(path: Path, name: str, ours: str, tensor: ExportTensor) -> ExportTe
     shape = tensor.shape
     if ours.endswith(".mlp.shared_gate.weight"):  # llama.cpp's files keep no axis of one
         shape = shape[1:]
-    return ExportTensor(stored, shape, tensor.rows)
+    is_float32 = _IN_FLOAT32.fullmatch(stored) and not tensor.rows.is_vector
+    return ExportTensor(stored, shape, as_floats(tensor.rows) if is_float32 else tensor.rows)
 
 
 def _place(name: str) -> tuple[int, str]:

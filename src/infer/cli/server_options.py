@@ -1,4 +1,4 @@
-"""The options of `infer serve`, `infer ray deploy`, `infer ps` and `infer stop`. Most become fields of `ServerSettings` of the same name."""
+"""The options of `infer serve`, `ray deploy`, `ps` and `stop`. Most are fields of `ServerSettings` of the same name."""
 
 import re
 from dataclasses import dataclass

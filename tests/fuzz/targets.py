@@ -17,9 +17,10 @@ from infer.errors import InferError
 from infer.tokenizer import Tokenizer, template_process
 from infer.tokenizer.chat_template import ChatTemplate
 from infer.tokenizer.template_child import make_environment
-from test_chat import CHATML, FEATURES, SMOLLM2
+from test_chat import CHATML
 from test_gguf_faults import FAULTS as GGUF_FAULTS
 from test_safetensors import FAULTS as SAFETENSORS_FAULTS
+from test_templates import TEMPLATES
 
 MAX_MESSAGE = 2000
 PLACE = Path(mkdtemp(prefix="fuzz-"))
@@ -121,7 +122,7 @@ _ENVIRONMENT = make_environment()
 
 def _template_seeds() -> Iterable[bytes]:
     bombs = ("{{ 2 ** (2 ** 33) }}", "{% for a in range(10 ** 9) %}{% endfor %}", "{{ 'a' * 2 ** 40 }}")
-    return [text.encode() for text in (CHATML, SMOLLM2, *FEATURES.values(), *bombs)]
+    return [text.encode() for text in (CHATML, *TEMPLATES.values(), *bombs)]
 
 
 def _read_template(content: bytes) -> None:

@@ -17,14 +17,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.process_collector import ProcessCollector
 
 import infer
-from asked_route import PATH, TABLE
 from idle import until
 from infer import LLM, InvalidRequestError
 from infer.server.auth import read_keys
 from infer.server.process import bind, check_certificate
 from infer.server.server_settings import ServerSettings
+from infer.server.sse import event
 from served import SECONDS, Served, serving
 
+PATH = "/v1/completions"
+ASKED: dict[str, Any] = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 ERROR_KEYS = {"message", "type", "param", "code"}
 LIMITS: dict[str, Any] = {
     "header_seconds": 0.5, "body_seconds": 0.5, "max_body_bytes": 1000, "max_header_bytes": 2000, "max_headers": 20,
@@ -39,14 +41,14 @@ CERT, KEY = DATA / "tls-cert.pem", DATA / "tls-key.pem"  # for 127.0.0.1
 
 @pytest.fixture(scope="module")
 def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm, table=TABLE, model="tiny", aliases=("small",), **LIMITS) as served:
+    with serving(llm, model="tiny", aliases=("small",), **LIMITS) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
 def guarded(llm: LLM) -> Iterator[Served]:
     """A server with keys, and an origin that may call."""
-    with serving(llm, table=TABLE, api_keys=KEYS, cors_origins=(ORIGIN,)) as served:
+    with serving(llm, api_keys=KEYS, cors_origins=(ORIGIN,)) as served:
         yield served
 
 
@@ -63,7 +65,7 @@ def slow_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(served: Served, **asked: Any) -> httpx.Response:
-    return served.client.post(PATH, json={"prompt": "hello", **asked})
+    return served.client.post(PATH, json=ASKED | asked)
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def test_a_request_has_an_id_and_a_clean_one_of_the_client_is_echoed(served: Ser
 
 
 def test_a_model_that_is_loading_is_neither_ready_nor_asked() -> None:
-    with serving(None, table=TABLE) as served:
+    with serving(None) as served:
         served.state.progress = 0.25
         answer = served.client.get("/health")
         assert (answer.status_code, answer.json()) == (503, {"status": "loading", "progress": 0.25})
@@ -182,7 +184,7 @@ def test_a_body_of_as_many_bytes_as_are_allowed_is_read(llm: LLM) -> None:
         yield body[:600]
         yield body[600:]
 
-    with serving(llm, table=TABLE, max_body_bytes=len(body)) as served:
+    with serving(llm, max_body_bytes=len(body)) as served:
         for content in (body, chunks()):
             answer = served.client.post(PATH, content=content, headers={"content-type": "application/json"})
             assert answer.status_code == 200, answer.text
@@ -229,9 +231,8 @@ def test_an_idle_connection_is_closed(served: Served) -> None:
 # Clients that go away, and those that read slowly
 
 
-def slow_request(max_tokens: int, num_extra_bytes: int = 0, *, stream: bool) -> bytes:
-    asked = {"prompt": "hello", "max_tokens": max_tokens, "stream": stream, "num_extra_bytes": num_extra_bytes}
-    return request_bytes(json.dumps(asked).encode())
+def slow_request(*, stream: bool) -> bytes:
+    return request_bytes(json.dumps(ASKED | {"max_tokens": 380, "stream": stream}).encode())
 
 
 @pytest.mark.usefixtures("slow_steps")
@@ -239,7 +240,7 @@ def slow_request(max_tokens: int, num_extra_bytes: int = 0, *, stream: bool) -> 
 def test_a_client_that_goes_away_frees_its_slot(served: Served, llm: LLM, stream: bool) -> None:
     engine = llm._opened.engine
     with connected(served) as plain:
-        plain.sendall(slow_request(380, stream=stream))
+        plain.sendall(slow_request(stream=stream))
         until(lambda: bool(engine.sequences))
         (sequence,) = engine.sequences
     until(lambda: not engine.sequences)
@@ -250,10 +251,14 @@ def test_a_client_that_goes_away_frees_its_slot(served: Served, llm: LLM, stream
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_a_slow_reader_loses_its_answer_and_then_its_connection(served: Served) -> None:
+def test_a_slow_reader_loses_its_answer_and_then_its_connection(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comment = b":" + bytes(2_000_000) + b"\n"
+    monkeypatch.setattr("infer.server.replies.event", lambda body, name="": comment + event(body, name))
     with connected(served) as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        plain.sendall(slow_request(380, 100_000, stream=True))
+        plain.sendall(slow_request(stream=True))
         until(lambda: bool(served.state.calls))
         (call,) = served.state.calls
         assert ask(served, max_tokens=5).status_code == 200
@@ -262,7 +267,7 @@ def test_a_slow_reader_loses_its_answer_and_then_its_connection(served: Served) 
 
 
 def test_a_silent_stream_is_kept_open_by_comments(served: Served) -> None:
-    with served.client.stream("POST", PATH, json={"prompt": "hello", "max_tokens": 1, "stream": True}) as answer:
+    with served.client.stream("POST", PATH, json=ASKED | {"stream": True}) as answer:
         assert "".join(answer.iter_text()).endswith("data: [DONE]\n\n")
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 from fake_hub import FakeHub
 from fake_hub import serving as serving_hub
 from infer import LLM
+from infer.cli.serve_command import make_settings
+from infer.cli.server_options import ServeOptions
+from infer.cli.subcommands import infer
 from infer.protocols.ollama_request import seconds_of
 from infer.protocols.refusals import BodyError
 from served import Served, serving
@@ -243,6 +247,15 @@ def test_a_keep_alive_is_seconds_or_a_duration(given: float | str | None, second
     assert seconds_of(given) == seconds
     with pytest.raises(BodyError, match="keep_alive must be seconds"):
         seconds_of("5m later")
+
+
+@pytest.mark.parametrize(
+    ("given", "port"), [([], 8000), (["--ollama"], 11434), (["--port", "8000", "--ollama"], 8000), (["--port", "0"], 0)]
+)
+def test_the_port_is_ollama_s_unless_another_one_is_given(given: list[str], port: int) -> None:
+    values = infer.commands["serve"].make_context("serve", given).params
+    options = ServeOptions(**{each.name: values[each.name] for each in fields(ServeOptions)})
+    assert make_settings(options).port == port
 
 
 def test_a_model_is_pulled_with_progress_and_one_at_hand_is_a_success(

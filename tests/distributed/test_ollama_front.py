@@ -163,7 +163,7 @@ def test_keep_alive_sets_when_an_idle_model_is_unloaded(on_shelf: OnShelf) -> No
     assert on_shelf.expiry() > 10**9
     on_shelf.post("/api/chat", **CHAT, keep_alive=0)
     on_shelf.wait_until_running()
-    on_shelf.post("/api/chat", **CHAT)
+    on_shelf.post("/v1/chat/completions", messages=MESSAGES, max_tokens=4)
     assert on_shelf.expiry() > 10**9  # the keep_alive of an earlier life does not count
     assert on_shelf.post("/api/chat", **CHAT, keep_alive="later").json()["code"] == "invalid_value"
 

@@ -48,8 +48,8 @@ def complete_llamacpp(given: Any, reading: Reading) -> Any:
     found.setdefault("max_tokens", -1)
     if found["max_tokens"] == -2:  # until the context is full
         found["max_tokens"] = -1
-    if not found.get("logprobs"):
-        found.pop("logprobs", None)
+    if (num := found.get("logprobs")) == 0 and type(num) is int:
+        del found["logprobs"]
     if isinstance(bias := found.get("logit_bias"), list):
         found["logit_bias"] = _bias_by_id(bias)
     if isinstance(grammar := found.get("grammar"), str) and (not grammar or "::=" in grammar):

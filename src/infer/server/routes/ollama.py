@@ -162,9 +162,9 @@ async def show(request: Request, state: ServerState, body: OllamaModelBody) -> R
 
 
 def shown_response(name: str, facts: ModelFacts | None, context: int | None) -> Response:
-    """Return the answer of /api/show. Raises ApiError if the headers cannot be read."""
+    """Return the answer of /api/show. Raises ApiError 404 if the headers cannot be read."""
     if facts is None:
-        raise ApiError(500, f"the headers of {name!r:.80} cannot be read: infer explain says why", code="model_failed")
+        raise ApiError(404, f"the headers of {name!r:.80} cannot be read: infer explain says why", code="model_failed")
     return json_response(shown(name, facts, context))
 
 

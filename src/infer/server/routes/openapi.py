@@ -114,7 +114,7 @@ def _responses(route: ApiRoute, schema_by_type: Mapping[Any, Json]) -> Json:
         answer[route.stream_type] = {"schema": _STREAMS[route.stream_type]}
     found: Json = {"200": {"description": "The answer.", "content": answer}}
     for status, description in _STATUSES.items():
-        if route.body is not None or status not in _OF_BODIES:
+        if route.body is not None or status not in _OF_BODIES or (status == 400 and route.method != "GET"):
             kind = Health if status == 503 and route.answer is Health else ErrorAnswer
             found[str(status)] = {"description": description, "content": _json_of(schema_by_type[kind])}
     return found

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, final
 
 from starlette.requests import Request
@@ -74,17 +75,19 @@ class ModelBody(Parameters, kw_only=True):
 
 @final
 class ShelvedReplicas:
-    """The process of one model, as `failover` needs it: it is loaded first if it is not."""
+    """The process of one model, as `failover` needs it: it is loaded first if it is not, and `on_admitted` called."""
 
     are_several = False
 
-    def __init__(self, shelf: Shelf, model: ShelvedModel) -> None:
-        self._shelf, self._model = shelf, model
+    def __init__(self, shelf: Shelf, model: ShelvedModel, on_admitted: Callable[[], None] = lambda: None) -> None:
+        self._shelf, self._model, self._on_admitted = shelf, model, on_admitted
 
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
-        async with self._shelf.admitted(self._model) as replicas, replicas.exchange(prompt) as exchange:
-            yield exchange
+        async with self._shelf.admitted(self._model) as replicas:
+            self._on_admitted()
+            async with replicas.exchange(prompt) as exchange:
+                yield exchange
 
     async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
         return {} if self._model.replicas is None else await self._model.replicas.get(target)
@@ -96,7 +99,7 @@ class ShelfFront:
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
-        self._ollama = ShelfOllama(shelf, self._hand_on_to)
+        self._ollama = ShelfOllama(shelf, partial(ShelvedReplicas, shelf))
 
     @property
     def table(self) -> list[ApiRoute]:
@@ -126,9 +129,6 @@ class ShelfFront:
         model = await self._shelf.named(asked.model or request.query_params.get("model"))
         if request.url.path == _EVENTS:
             return await self._watch(request, asked, model)
-        return await self._hand_on_to(request, asked, model)
-
-    async def _hand_on_to(self, request: Request, asked: AskedBody, model: ShelvedModel) -> Response:
         return await hand_on(request, asked, ShelvedReplicas(self._shelf, model))
 
     async def _watch(self, request: Request, asked: AskedBody, model: ShelvedModel) -> Response:

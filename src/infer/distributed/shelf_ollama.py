@@ -2,15 +2,15 @@
 
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.distributed.asked_body import AskedBody
-from infer.distributed.front import read_body
+from infer.distributed.exchange import Exchanges
+from infer.distributed.front import hand_on, read_body
 from infer.distributed.shelf import Shelf
 from infer.distributed.shelved_model import ShelvedModel
 from infer.protocols.ollama_bodies import OllamaModelBody
@@ -26,7 +26,7 @@ from infer.server.routes.ollama_pull import pull_unless
 from infer.server.server_state import ServerState
 
 OLLAMA_ANSWERS = [route.path for route in ROUTES if route.operation]  # the routes that use a model
-HandOn = Callable[[Request, AskedBody, ShelvedModel], Awaitable[Response]]
+MakeExchanges = Callable[[ShelvedModel, Callable[[], None]], Exchanges]
 
 
 class _Wish(msgspec.Struct):
@@ -45,10 +45,10 @@ class _Wish(msgspec.Struct):
 
 @final
 class ShelfOllama:
-    """The handlers of Ollama's routes. `hand_on` gives a request to the process of a model."""
+    """The handlers of Ollama's routes. `exchanges_of` returns the process of a model, with a call on admission."""
 
-    def __init__(self, shelf: Shelf, hand_on: HandOn) -> None:
-        self._shelf, self._hand_on = shelf, hand_on
+    def __init__(self, shelf: Shelf, exchanges_of: MakeExchanges) -> None:
+        self._shelf, self._exchanges_of = shelf, exchanges_of
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -77,8 +77,11 @@ class ShelfOllama:
             call_of(request).model = model.name
             shape = OllamaShape(call_of(request), None, is_chat=request.url.path == "/api/chat")
             return json_response(shape.without_prompt(is_unloaded=True))
-        model.idle_seconds = seconds
-        return await self._hand_on(request, asked, model)
+
+        def keep() -> None:  # not before: the model may be unloaded until then
+            model.idle_seconds = seconds
+
+        return await hand_on(request, asked, self._exchanges_of(model, keep))
 
     async def _tags(self, request: Request, state: ServerState) -> Response:
         await self._shelf.look_again()

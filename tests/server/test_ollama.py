@@ -272,6 +272,7 @@ def test_a_model_is_pulled_with_progress_and_one_at_hand_is_a_success(
             monkeypatch.setattr(huggingface_hub.constants, name, value)
         found = post(served, "/api/pull", model="hf.co/org/quants:Q4_K_M")
         assert found[-1] == {"status": "success"}
+        assert {each["total"] for each in found if "total" in each} == {4_000}
         assert hub.downloads.count("m-Q4_K_M.gguf") == 1
         again = post(served, "/api/pull", model="org/quants:Q4_K_M", stream=False)
         assert (again, hub.downloads.count("m-Q4_K_M.gguf")) == ({"status": "success"}, 1)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +270,9 @@ def test_a_model_is_pulled_with_progress_and_one_at_hand_is_a_success(
         files = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         for name, value in (("ENDPOINT", hub.url), ("HF_HUB_OFFLINE", False), ("HUGGINGFACE_CO_URL_TEMPLATE", files)):
             monkeypatch.setattr(huggingface_hub.constants, name, value)
+        refused = post(served, "/api/pull", status=403, model="org/quants:Q4_K_M")
+        assert "start the server with --allow-pull" in refused["error"]
+        monkeypatch.setattr(served.state, "settings", replace(served.state.settings, allow_pull=True))
         found = post(served, "/api/pull", model="hf.co/org/quants:Q4_K_M")
         assert found[-1] == {"status": "success"}
         assert {each["total"] for each in found if "total" in each} == {4_000}

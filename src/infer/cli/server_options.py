@@ -45,6 +45,7 @@ class ClientOptions:
         "--served-model-name", metavar="NAME",
         help="What clients call the model. Repeatable: others are aliases.  [default: that of --model]")
     allow_embeddings: bool = option("--embeddings", help="Answer /v1/embeddings with a model that is not made for it.")
+    allow_pull: bool = option(help="Clients may download models into the hub's local cache: /api/pull.")
     api_key_file: Path | None = option(metavar="FILE",
                                        help="A key a line, or a name and a key: only who has one may ask.")
     unknown_fields: Literal["warn", "refuse", "ignore"] = option(

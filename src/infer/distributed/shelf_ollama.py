@@ -102,7 +102,7 @@ class ShelfOllama:
         return shown_response(model.name, await facts_of(model.source.path), context)
 
     async def _pull(self, request: Request, state: ServerState, body: OllamaModelBody) -> Response:
-        return await pull_unless(request, body, self._shelf.models.keys())
+        return await pull_unless(request, state, body, self._shelf.models.keys())
 
     def _loaded(self, model: ShelvedModel) -> LoadedModel:
         context = None if model.plan is None else model.plan.context

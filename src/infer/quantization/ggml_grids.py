@@ -95,3 +95,5 @@ def _half_of_ue4m3(code: int) -> float:
 
 # Half of the value of each unsigned E4M3 number of NVFP4, as the bits of an f16. The top bit is ignored, save in 0xFF.
 UE4M3_HALVES = np.array([_half_of_ue4m3(code) for code in range(256)], np.float16).view(np.uint16)
+# Kinds of a grid, by the second form that its patterns have: shifted with the whole group or alone, or with signs.
+SHIFT_OF_GROUP, SHIFT_OF_8, EVEN_SIGNS, FREE_SIGNS = range(4)

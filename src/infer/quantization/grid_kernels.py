@@ -12,7 +12,8 @@ would make float64 of them, which takes twice the time.
 import numpy as np
 from numba import njit
 
-SHIFT_OF_GROUP, SHIFT_OF_8, EVEN_SIGNS, FREE_SIGNS = range(4)
+from infer.quantization.ggml_grids import EVEN_SIGNS, FREE_SIGNS, SHIFT_OF_8, SHIFT_OF_GROUP
+
 _FAST = {"contract", "reassoc", "nnan", "ninf", "nsz"}
 _ROUNDS = 2  # in which the scale of a block is fitted to the patterns
 

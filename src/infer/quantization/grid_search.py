@@ -5,6 +5,7 @@ look for patterns near the rounded weights.
 """
 
 from functools import cache
+from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +16,8 @@ from torch import Tensor
 
 from infer.errors import InvalidRequestError
 from infer.quantization.ggml_blocks import Numbers, numbers_of
-from infer.quantization.ggml_grids import grid
+from infer.quantization.ggml_grids import EVEN_SIGNS, FREE_SIGNS, SHIFT_OF_8, SHIFT_OF_GROUP, grid
 from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Bits, Field, Grid
-from infer.quantization.grid_kernels import EVEN_SIGNS, FREE_SIGNS, SHIFT_OF_8, SHIFT_OF_GROUP, search_blocks
 
 GRID_TYPES = tuple(name for name, fields in BLOCK_FIELDS.items() if isinstance(fields.codes, Grid))
 NEEDS_IMPORTANCE = tuple(name for name in GRID_TYPES if name.startswith(("IQ1", "IQ2")))
@@ -54,7 +54,8 @@ def search_grid(blocks: Float[Tensor, "blocks 256"], weights: Float[Tensor, "blo
     codes = np.empty(x.shape, np.uint8)
     small = np.empty((len(x), form.num_groups), np.int8)
     units = np.empty(len(x), np.float32)
-    search_blocks(
+    kernels = import_module("infer.quantization.grid_kernels")  # loads Numba, which only these types need
+    kernels.search_blocks(
         x, own, form.numbers, form.patterns, form.kind, form.most, form.sign_shift, _NEARBY, _TRIED, codes, small, units
     )
     scales = torch.from_numpy(units / np.float32(BLOCK_FIELDS[type].factor)).half()

@@ -46,6 +46,7 @@ class ServerSettings:
     comment_seconds: float = 10.0  # of silence in a stream, before a comment keeps it open
     drain_seconds: float = 30.0
     watchdog_seconds: float = 120.0  # for a step
+    allow_pull: bool = False  # clients may download models
     allow_embeddings: bool = False  # of a model that is not made for them
     unknown_fields: UnknownFields = "warn"  # of a body, unless they misspell one of ours or would change the answer
     agent_prompts: AgentPrompts = "adapt"  # drop and move what changes in each of a coding agent's prompts

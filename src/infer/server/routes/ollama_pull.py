@@ -17,6 +17,7 @@ from infer.protocols.refusals import refuse
 from infer.server.answer_types import Count
 from infer.server.asking import while_connected
 from infer.server.endpoint import LINES
+from infer.server.http_errors import ApiError
 from infer.server.model_catalog import fetch, is_at_hand, is_fetched
 from infer.server.ollama_events import failure_line
 from infer.server.replies import json_response
@@ -40,15 +41,19 @@ _SUCCESS = OllamaStatus(status="success")
 
 
 async def pull(request: Request, state: ServerState, body: OllamaModelBody) -> Response:
-    return await pull_unless(request, body, {state.settings.model, *state.settings.aliases})
+    return await pull_unless(request, state, body, {state.settings.model, *state.settings.aliases})
 
 
-async def pull_unless(request: Request, body: OllamaModelBody, known: Collection[str]) -> Response:
+async def pull_unless(request: Request, state: ServerState, body: OllamaModelBody, known: Collection[str]) -> Response:
     """Download a model, unless it is known or at hand.
 
-    A download whose client disconnects is ended, and the next one of the same model resumes it.
+    A download whose client disconnects is ended, and the next one of the same model resumes it. Raises ApiError 403 if
+    clients may not download.
     """
     name = await asyncio.to_thread(_name_to_fetch, known_name(body.model, known) or "", known)
+    if name is not None and not state.settings.allow_pull:
+        message = f"clients may not download {name!r:.80} here: run infer pull, or start the server with --allow-pull"
+        raise ApiError(403, message, code="pull_not_allowed")
     if body.stream is False:
         await while_connected(request, _last_of(_progress(name)))
         return json_response(_SUCCESS)

@@ -91,7 +91,7 @@ def test_a_model_is_named_with_or_without_the_option(
     assert loaded == [model]
 
 
-@pytest.mark.parametrize("name", ["chat", "serve", "bench"])
+@pytest.mark.parametrize("name", ["chat", "bench"])
 def test_two_names_of_a_model_are_refused_in_a_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "one", "-m", "two"]) == 2
     assert (

@@ -82,7 +82,7 @@ def test_a_matvec_streams_wide_words_into_integer_products_without_a_barrier(ker
     for name, kernel in matvecs.items():
         rows = 4 if "gated" in name else 2  # of a warp
         assert count(kernel, "dp4a") == rows * 16, name  # 8 words of 4 inputs, in two planes
-        wide = 4 if "Q2_K" in name or "Q3_K" in name else 5  # of activations, and of codes but those of 2 bits
+        wide = 4 if re.search("Q2_K|Q3_K|Q2_0|TQ", name) else 5  # of activations, and of codes but those of 2 bits
         assert count(kernel, r"ld\.global\.v4\.b32") >= rows * wide, name
         assert kernel["loop_barriers"] == 0, name
 

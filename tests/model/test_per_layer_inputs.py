@@ -18,6 +18,7 @@ from infer.errors import UnsupportedModelError
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, loaded_types, weight_bytes
 from infer.operands.weights import FilePlace, Norm, PerLayerWeights, Projection, StoredWeight, UnreadWeight
+from infer.quantization.ggml_types import GGML_TYPES
 from test_cpu_kernels import CPU, make_weight
 from test_families import load
 from test_recurrent_rows import CAPACITY, go_on_at_random

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infer.checkpoint.lazy_weights import as_float32
 from infer.operands.weights import FileWeight, StoredWeight, UnreadWeight
-from infer.quantization.ggml_types import FLOAT_TYPES
+from infer.quantization.ggml_types import BLOCK_TYPES, FLOAT_TYPES
 
 Order = NDArray[np.int64]  # for each row, its number among the rows of the source
 
@@ -37,9 +37,10 @@ class Rows:
 
 
 def rows_of(weight: FileWeight) -> Rows:
-    """Return the rows of a weight with one or two axes."""
+    """Return the rows of a weight with one or two axes. A type that GGUF does not have becomes float32."""
     if isinstance(weight, UnreadWeight):
-        return Rows(weight.type, weight.shape[0], weight.shape[1], weight.read)
+        rows = Rows(weight.type, weight.shape[0], weight.shape[1], weight.read)
+        return rows if BLOCK_TYPES[weight.type].ggml_id is not None else as_floats(rows)
     data = weight.data.reshape(weight.shape[0], -1)
     if len(weight.shape) == 1:
         return vector_of(data)

@@ -102,7 +102,9 @@ def _extract_debian(scratch: Path) -> None:
 def command_for(cpu: str) -> tuple[list[str], str]:
     """Return the command that runs Python on an emulated CPU, and its PYTHONPATH."""
     if cpu in X86:
-        return [emulator("qemu-x86_64"), "-cpu", QEMU_NAMES[cpu], sys.executable], str(ROOT / "src")
+        # numpy's OpenBLAS chooses its kernels by itself, and wrongly where there is no AVX.
+        variables = ["-E", "OPENBLAS_CORETYPE=Nehalem"] if cpu in WITHOUT_FMA else []
+        return [emulator("qemu-x86_64"), *variables, "-cpu", QEMU_NAMES[cpu], sys.executable], str(ROOT / "src")
     command, folder = [emulator("qemu-aarch64"), "-cpu", cpu], aarch64_folder()
     make_aarch64(folder)
     python = [*command, "-L", str(folder), str(folder / "usr" / "bin" / "python3.11")]

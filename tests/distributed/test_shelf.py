@@ -199,6 +199,28 @@ def test_a_request_that_waits_too_long_is_told_when_its_model_will_be_ready_and_
     on_shelf(check, longest_wait=0.2)
 
 
+def test_the_requests_of_one_tenant_fill_no_line_but_their_own(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        ended, model = asyncio.Event(), await shelf.named("b")
+        running = [asyncio.create_task(answer(shelf, "a", ended))]
+        await soon()
+
+        async def ask(tenant: str) -> None:
+            async with shelf.admitted(model, tenant):
+                pass
+
+        running += [asyncio.create_task(ask("greedy")) for _ in range(2)]
+        await soon()
+        with pytest.raises(ApiError, match="2 requests wait for models already") as caught:
+            await ask("greedy")
+        assert (caught.value.status, "Retry-After" in caught.value.headers) == (429, True)
+        running.append(asyncio.create_task(ask("other")))
+        ended.set()
+        await asyncio.gather(*running)
+
+    on_shelf(check, most_waiting=2)
+
+
 def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(on_shelf: Callable[..., None]) -> None:
     async def check(shelf: Shelf) -> None:
         ended = asyncio.Event()

@@ -29,7 +29,8 @@ _NO_RETRY = {"x-should-retry": "false"}
 class ShelfSettings(NamedTuple):
     """Limits of all models together.
 
-    `budget` is in bytes. After `longest_wait` seconds a waiting request is told when to retry.
+    `budget` is in bytes. After `longest_wait` seconds a waiting request is told when to retry. Of one tenant at most
+    `most_waiting` requests wait.
     """
 
     budget: int
@@ -56,6 +57,7 @@ class _Ticket(NamedTuple):
     """A request that waits for its model."""
 
     model: ShelvedModel
+    tenant: str
     arrived_at: float
     admitted: "asyncio.Future[Replicas]"
 
@@ -166,12 +168,12 @@ class Shelf:
     # Requests
 
     @asynccontextmanager
-    async def admitted(self, model: ShelvedModel) -> AsyncIterator[Replicas]:
+    async def admitted(self, model: ShelvedModel, tenant: str = "") -> AsyncIterator[Replicas]:
         """Yield the model's process once it is ready. The model is not unloaded before the context ends.
 
         Raises ApiError if the model cannot be loaded, or is not ready in time.
         """
-        replicas, began_at = await self._admit(model), time.monotonic()
+        replicas, began_at = await self._admit(model, tenant), time.monotonic()
         try:
             yield replicas
         finally:
@@ -191,16 +193,16 @@ class Shelf:
             self._pump()
             await self._until(lambda: not (model.is_leaving and model.is_in_memory))
 
-    async def _admit(self, model: ShelvedModel) -> Replicas:
+    async def _admit(self, model: ShelvedModel, tenant: str) -> Replicas:
         try:
             await self._know(model)
         except InferError as error:
             raise ApiError(503, str(error), code="model_failed", headers=_NO_RETRY) from error
-        if len(self._waiting) >= self.settings.most_waiting:
-            message = f"{len(self._waiting)} requests wait for models: that is the limit"
+        if sum(each.tenant == tenant for each in self._waiting) >= self.settings.most_waiting:
+            message = f"{self.settings.most_waiting} requests wait for models already: that is the limit of a key"
             headers = retry_headers(self._wait_seconds(model))
             raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
-        ticket = _Ticket(model, time.monotonic(), asyncio.get_running_loop().create_future())
+        ticket = _Ticket(model, tenant, time.monotonic(), asyncio.get_running_loop().create_future())
         self._waiting.append(ticket)
         self._pump()
         is_admitted = False

@@ -21,6 +21,7 @@ from infer.distributed.shelved_model import ModelSource, ShelvedModel
 from infer.errors import InferError
 from infer.protocols.unknown_fields import Parameters
 from infer.server.app import ROUTES
+from infer.server.call import call_of
 from infer.server.endpoint import ApiRoute, Handler, post
 from infer.server.http_errors import ApiError
 from infer.server.process import Life, run_process
@@ -79,12 +80,14 @@ class ShelvedReplicas:
 
     are_several = False
 
-    def __init__(self, shelf: Shelf, model: ShelvedModel, on_admitted: Callable[[], None] = lambda: None) -> None:
-        self._shelf, self._model, self._on_admitted = shelf, model, on_admitted
+    def __init__(
+        self, shelf: Shelf, model: ShelvedModel, tenant: str, on_admitted: Callable[[], None] = lambda: None
+    ) -> None:
+        self._shelf, self._model, self._tenant, self._on_admitted = shelf, model, tenant, on_admitted
 
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
-        async with self._shelf.admitted(self._model) as replicas:
+        async with self._shelf.admitted(self._model, self._tenant) as replicas:
             self._on_admitted()
             async with replicas.exchange(prompt) as exchange:
                 yield exchange
@@ -129,7 +132,7 @@ class ShelfFront:
         model = await self._shelf.named(asked.model or request.query_params.get("model"))
         if request.url.path == _EVENTS:
             return await self._watch(request, asked, model)
-        return await hand_on(request, asked, ShelvedReplicas(self._shelf, model))
+        return await hand_on(request, asked, ShelvedReplicas(self._shelf, model, call_of(request).key_name))
 
     async def _watch(self, request: Request, asked: AskedBody, model: ShelvedModel) -> Response:
         if model.phase != "ready" or model.replicas is None:
@@ -148,7 +151,7 @@ class ShelfFront:
 
     async def _load(self, request: Request, state: ServerState, body: ModelBody) -> Response:
         model = await self._shelf.named(body.model)
-        async with self._shelf.admitted(model):
+        async with self._shelf.admitted(model, call_of(request).key_name):
             return json_response(await _shown(model, state))
 
     async def _unload(self, request: Request, state: ServerState, body: ModelBody) -> Response:

@@ -26,7 +26,7 @@ from infer.server.routes.ollama_pull import pull_unless
 from infer.server.server_state import ServerState
 
 OLLAMA_ANSWERS = [route.path for route in ROUTES if route.operation]  # the routes that use a model
-MakeExchanges = Callable[[ShelvedModel, Callable[[], None]], Exchanges]
+MakeExchanges = Callable[[ShelvedModel, str, Callable[[], None]], Exchanges]  # for a tenant
 
 
 class _Wish(msgspec.Struct):
@@ -81,7 +81,7 @@ class ShelfOllama:
         def keep() -> None:  # not before: the model may be unloaded until then
             model.idle_seconds = seconds
 
-        return await hand_on(request, asked, self._exchanges_of(model, keep))
+        return await hand_on(request, asked, self._exchanges_of(model, call_of(request).key_name, keep))
 
     async def _tags(self, request: Request, state: ServerState) -> Response:
         await self._shelf.look_again()

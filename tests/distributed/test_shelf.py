@@ -251,6 +251,17 @@ def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_answer(on_shelf
     on_shelf(check, "broken huge a")
 
 
+def test_requests_for_unknown_names_share_one_look_for_models(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        looks = list[None]()
+        shelf._work = shelf._work._replace(find=lambda: looks.append(None) or [ModelSource("found", "found")])
+        found = await asyncio.gather(*(shelf.named(name) for name in ("x", "y", "found", "z")), return_exceptions=True)
+        assert [getattr(each, "code", None) for each in found] == ["model_not_found"] * 2 + [None, "model_not_found"]
+        assert len(looks) == 1
+
+    on_shelf(check)
+
+
 def test_a_pinned_model_stays_and_an_idle_one_is_unloaded_after_its_time(on_shelf: Callable[..., None]) -> None:
     async def check(shelf: Shelf) -> None:
         await answer(shelf, "c")

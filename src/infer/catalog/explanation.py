@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from infer.catalog.model_tasks import tasks_of
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
 from infer.kvcache.page_sizes import page_bytes
@@ -24,6 +25,7 @@ from infer.tokenizer.gguf_encoders import is_encoder
 from infer.tokenizer.gguf_vocabulary import TokenType
 from infer.tokenizer.value_checks import check_metadata
 
+_USES = {"embed": "embeds texts", "rerank": "ranks documents", "classify": "labels texts"}
 _WORD_STARTS = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
@@ -117,17 +119,8 @@ def explain(model: str | Path) -> Explanation:
             page_bytes(mixer, "f32", STATE_TOKENS) for mixer in architecture.mixers if not isinstance(mixer, Attention)
         ),
         is_encoder=architecture.reads_whole_texts,
-        uses=_uses(checkpoint, is_encoder=architecture.reads_whole_texts),
+        uses=tuple(_USES[task] for task in tasks_of(checkpoint, is_encoder=architecture.reads_whole_texts)),
     )
-
-
-def _uses(checkpoint: Checkpoint, *, is_encoder: bool) -> tuple[str, ...]:
-    uses = {
-        "embeds texts": checkpoint.embedding is not None or (is_encoder and checkpoint.classifier is None),
-        "ranks documents": checkpoint.reranker is not None,
-        "labels texts": checkpoint.classifier is not None and len(checkpoint.classifier.labels) > 1,
-    }
-    return tuple(use for use, has_it in uses.items() if has_it)
 
 
 def group_layers(layers: Sequence[Layer]) -> tuple[dict[str, Any], tuple[LayerGroup, ...]]:

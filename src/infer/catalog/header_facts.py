@@ -4,6 +4,7 @@ import hashlib
 from functools import lru_cache
 
 from infer.catalog.model_facts import ModelFacts
+from infer.catalog.model_tasks import tasks_of
 from infer.catalog.models_at_hand import weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
@@ -29,7 +30,7 @@ def read_facts(model: str) -> ModelFacts:
         "tools": "tools" in template,
         "insert": find_marks(lambda names: {name: 0 for name in names if name in known}) is not None,
         "thinking": reasoning_of(template) is not None,
-        "embedding": checkpoint.embedding is not None or (is_encoder and checkpoint.classifier is None),
+        "embedding": "embed" in tasks_of(checkpoint, is_encoder=is_encoder),
     }
     context = checkpoint.config.get("max_position_embeddings")
     return ModelFacts(

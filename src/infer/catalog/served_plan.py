@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.catalog.model_tasks import tasks_of
+from infer.checkpoint import open_checkpoint
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import check_layers
 from infer.kvcache.pages import num_pages
@@ -10,7 +11,6 @@ from infer.model.context_length import context_length
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import Estimate, LoadSettings, check_fits, estimate
 from infer.model.tensors import check_tensors
-from infer.operands.architecture import Architecture
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.request_limits import MAX_FULL_CONTEXTS
 
@@ -59,16 +59,5 @@ def plan_served(
     if found.total > most_bytes:
         beside = found.process + found.total - needed(pages, 1).total  # not of the weights or of a context
         check_fits(checkpoint.path.name, *model_headers, num_tokens=context, available=max(0, most_bytes - beside))
-    return ServedPlan(found.total, context, pages, _tasks(checkpoint, architecture))
-
-
-def _tasks(checkpoint: Checkpoint, architecture: Architecture) -> tuple[str, ...]:
-    """Return what the model can do, by the names of the commands."""
-    is_encoder = architecture.reads_whole_texts
-    found = {
-        "embed": checkpoint.embedding is not None or (is_encoder and checkpoint.classifier is None),
-        "rerank": checkpoint.reranker is not None,
-        "classify": checkpoint.classifier is not None and len(checkpoint.classifier.labels) > 1,
-    }
-    names = tuple(name for name, is_true in found.items() if is_true)
-    return names if names or is_encoder else ("generate",)
+    tasks = tasks_of(checkpoint, is_encoder=architecture.reads_whole_texts)
+    return ServedPlan(found.total, context, pages, tasks or ("generate",))

@@ -8,6 +8,7 @@ expert. Names are those of tensors in GGUF files.
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, Self, final
 
@@ -104,7 +105,7 @@ class ImportanceMatrix:
         for name, each in sorted(self.squares.items()):
             for suffix, numbers in ((_SUMS, each.sums), (_COUNTS, each.counts[:, None])):
                 content = numbers.astype("<f4").tobytes()
-                yield TensorPlan(name + suffix, "F32", numbers.shape, lambda content=content: [content])  # type: ignore[misc]
+                yield TensorPlan(name + suffix, "F32", numbers.shape, partial(iter, [content]))
 
     def _old_format(self) -> Iterator[bytes]:
         kept = {name: each for name, each in self.squares.items() if each.counts.any()}

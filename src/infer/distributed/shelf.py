@@ -23,6 +23,7 @@ from infer.server.http_errors import ApiError
 from infer.server.routes.served_models import known_name
 
 _SLACK_SECONDS = 10.0  # after the time that a client was told: until then its model is kept
+_LOOK_SECONDS = 1.0  # between two looks for models
 _NO_RETRY = {"x-should-retry": "false"}
 
 
@@ -72,7 +73,8 @@ class Shelf:
         self._work, self._folder = work, folder
         self._waiting = list[_Ticket]()
         self._tasks = set[asyncio.Task[None]]()
-        self._changed = asyncio.Event()
+        self._changed, self._looking = asyncio.Event(), asyncio.Lock()
+        self._looked_at = -math.inf
         self._is_ending = False
         self._add(sources)
 
@@ -93,17 +95,21 @@ class Shelf:
         raise ApiError(404, message, "invalid_request_error", param="model", code="model_not_found")
 
     async def look_again(self) -> None:
-        """Add the models that are at hand since the last look."""
-        self._add(await asyncio.to_thread(self._work.find))
+        """Add the models that are at hand since the last look. Requests share a look, at most one each second."""
+        async with self._looking:
+            if time.monotonic() - self._looked_at >= _LOOK_SECONDS:
+                self._add(await asyncio.to_thread(self._work.find))
+                self._looked_at = time.monotonic()
 
     async def read_headers(self) -> None:
         """Read the headers of all models whose headers were not read."""
-        for model in list(self.models.values()):
-            if model.plan is None and model.failure is None:
-                try:
-                    await self._know(model)
-                except InferError as error:
-                    model.fail(error)
+        async with self._looking:  # a second request finds what the first one has read
+            for model in list(self.models.values()):
+                if model.plan is None and model.failure is None:
+                    try:
+                        await self._know(model)
+                    except InferError as error:
+                        model.fail(error)
 
     def _add(self, sources: Sequence[ModelSource]) -> None:
         for source in sources:

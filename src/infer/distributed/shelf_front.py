@@ -3,10 +3,10 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +17,7 @@ from infer.distributed.front import hand_on, read_body
 from infer.distributed.router import RoutedPrompt
 from infer.distributed.shelf import Shelf, ShelfSettings, ShelfWork
 from infer.distributed.shelf_ollama import OLLAMA_ANSWERS, ShelfOllama
-from infer.distributed.shelved_model import ModelSource, ShelvedModel
+from infer.distributed.shelved_model import ModelPhase, ModelSource, ShelvedModel
 from infer.errors import InferError
 from infer.protocols.unknown_fields import Parameters
 from infer.server.app import ROUTES
@@ -29,13 +29,15 @@ from infer.server.replies import json_response
 from infer.server.routes import health, web_files
 from infer.server.routes.openapi import description_routes
 from infer.server.routes.prometheus import metrics_response
-from infer.server.routes.served_models import ModelStatus, ServedModel, ServedModels
+from infer.server.routes.served_models import ModelStatus, ServedModel, ServedModels, StatusValue, served_model
 from infer.server.server_state import ServerState
 from infer.system.locked_folder import locked_folder
 
 _EVENTS = "/v1/engine/events"  # which watch a model, and do not use it
 _OWN = [*health.ROUTES, *web_files.ROUTES]  # they need no model
-_SHOWN = {"ready": "loaded"}  # llama.cpp's word
+_STATUS_BY_PHASE: Mapping[ModelPhase, StatusValue] = {  # in llama.cpp's words
+    "unloaded": "unloaded", "loading": "loading", "ready": "loaded", "unloading": "unloading", "failed": "failed",
+}  # fmt: skip
 
 
 def run_shelf(
@@ -50,8 +52,8 @@ def run_shelf(
         return asyncio.run(_run(state, listener, lambda: Shelf(sources, settings, work, folder)))
 
 
-async def _run(state: ServerState, listener: socket.socket, make_shelf: Any) -> int:
-    shelf: Shelf = make_shelf()
+async def _run(state: ServerState, listener: socket.socket, make_shelf: Callable[[], Shelf]) -> int:
+    shelf = make_shelf()
 
     async def load() -> None:
         try:
@@ -170,22 +172,12 @@ class ShelfFront:
 
 
 async def _shown(model: ShelvedModel, state: ServerState) -> ServedModel:
-    error = None if model.failure is None else str(model.failure)
-    status = ModelStatus(_SHOWN.get(model.phase, model.phase), await _progress(model), error)  # type: ignore[arg-type]
-    found = ServedModel(
-        id=model.name,
-        object="model",
-        created=int(state.started_at),
-        owned_by="infer",
-        root=model.source.path,
-        parent=None,
-        status=status,
-        is_pinned=model.source.is_pinned,
-    )
-    if (plan := model.plan) is not None:
+    plan, error = model.plan, None if model.failure is None else str(model.failure)
+    found = served_model(state, model.name, root=model.source.path, context=None if plan is None else plan.context)
+    found.status = ModelStatus(_STATUS_BY_PHASE[model.phase], await _progress(model), error)
+    found.is_pinned = model.source.is_pinned
+    if plan is not None:
         found.takes, found.memory_bytes = list(plan.takes), plan.num_bytes
-        if plan.context is not None:
-            found.max_model_len = found.context_length = plan.context
     return found
 
 

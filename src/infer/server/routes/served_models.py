@@ -14,11 +14,13 @@ from infer.server.http_errors import ApiError
 from infer.server.replies import json_response
 from infer.server.server_state import ServerState
 
+StatusValue = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+
 
 class ModelStatus(Struct, omit_defaults=True):
     """The state of a model of a server of several. `progress` is the loaded share of a model that is loading."""
 
-    value: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+    value: StatusValue
     progress: float | None = None
     error: str | None = None
 
@@ -90,13 +92,19 @@ def _names(state: ServerState) -> tuple[str, ...]:
 
 
 def _model(state: ServerState, name: str) -> ServedModel:
-    length = UNSET if (loaded := state.loaded) is None else loaded.host.model.max_seq_len
+    length = None if (loaded := state.loaded) is None else loaded.host.model.max_seq_len
+    return served_model(state, name, root=state.settings.model, context=length)
+
+
+def served_model(state: ServerState, name: str, *, root: str, context: int | None) -> ServedModel:
+    """Return the entry of a model with a context of so many tokens, if they are known. `root` is its first name."""
+    length = UNSET if context is None else context
     return ServedModel(
         id=name,
         object="model",
         created=int(state.started_at),
         owned_by="infer",
-        root=state.settings.model,
+        root=root,
         parent=None,
         max_model_len=length,
         context_length=length,

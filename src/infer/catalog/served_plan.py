@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from infer.catalog.model_tasks import tasks_of
 from infer.checkpoint import open_checkpoint
+from infer.errors import ModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import check_layers
 from infer.kvcache.pages import num_pages
@@ -58,6 +59,12 @@ def plan_served(
     found = needed(pages, num_rows)
     if found.total > most_bytes:
         beside = found.process + found.total - needed(pages, 1).total  # not of the weights or of a context
-        check_fits(checkpoint.path.name, *model_headers, num_tokens=context, available=max(0, most_bytes - beside))
+        try:
+            check_fits(checkpoint.path.name, *model_headers, num_tokens=context, available=max(0, most_bytes - beside))
+        except ModelError as error:
+            allowed, taken = most_bytes // 1_000_000, beside // 1_000_000
+            raise ModelError(
+                f"{error}; {allowed:,} MB are allowed, and its process takes {taken:,} MB of them"
+            ) from error
     tasks = tasks_of(checkpoint, is_encoder=architecture.reads_whole_texts)
     return ServedPlan(found.total, context, pages, tasks or ("generate",))

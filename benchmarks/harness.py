@@ -143,11 +143,14 @@ class Worker:
             raise WorkerError(answer["error"])
         return answer["found"]
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        self.kill()
         self._process.communicate()
 
 

@@ -24,6 +24,7 @@ HARDWARE = "hardware: "  # a skip whose reason begins so is allowed in CI
 shapes.install()
 sys.path += [str(path) for path in Path(__file__).parent.iterdir() if path.is_dir()]  # for parts of other tests
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported: the kernels for GPUs run on the CPU
+os.environ["INFER_PREFIX_DISK"] = "0"  # what earlier tests asked is not found on disk
 os.environ["INFER_POISON"] = "1"  # pages of a cache that are handed out hold NaN: what was never written is never read
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a run in the background; processes of tests would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -26,6 +26,7 @@ from infer.engine.model_settings import (
     RerankerName,
     WeightsType,
     checks_settings,
+    prefix_bytes,
 )
 from infer.engine.prompt_batch import BATCH_SIZE, Ended, OnResult, answer_all, begun, check_batch_size, results_of
 from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
@@ -65,6 +66,8 @@ class LLM:
         precision: Precision of activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8 bits).
         max_seq_len: Number of tokens of the context. None: the model's own, but at most 8,192.
         kv_type: This argument and those up to `state_memory_mb` are fields of `CacheSettings`.
+        prefix_disk: Most bytes, or a size such as "8GB", of files in the user's cache folder that keep what prompts
+            begin with. Later processes find it there. Includes `reuse_prefixes`. None: nothing is kept.
         pool_pages: Number of pages of 64 tokens that all answers and sessions share. None: enough for 8 full contexts,
             or as many as fit in memory.
         grammar_backend: Library that constrains answers to a schema, a pattern or a grammar.
@@ -103,6 +106,7 @@ class LLM:
         memory_threshold_mb: int | None = None,
         reuse_prefixes: bool = False,
         state_memory_mb: int | None = None,
+        prefix_disk: int | str | None = None,
         pool_pages: int | None = None,
         grammar_backend: GrammarBackend = "llguidance",
         threads: int | None = None,
@@ -114,15 +118,16 @@ class LLM:
         on_progress: OnProgress | None = None,
     ) -> None:
         self._host, self._shown = None, str(model)
+        disk_bytes = prefix_bytes(prefix_disk)
         cache = CacheSettings(
             kv_type=kv_type, eviction_policy=eviction_policy, eviction_window=eviction_window,
-            protected_prefix=protected_prefix, memory_threshold_mb=memory_threshold_mb, reuse_prefixes=reuse_prefixes,
-            state_memory_mb=state_memory_mb,
+            protected_prefix=protected_prefix, memory_threshold_mb=memory_threshold_mb,
+            reuse_prefixes=reuse_prefixes or disk_bytes > 0, state_memory_mb=state_memory_mb,
         )  # fmt: skip
         given = HostArguments(
             device=device, dtype=dtype, weights=weights, precision=precision, max_seq_len=max_seq_len, cache=cache,
             pool_pages=pool_pages, grammar_backend=grammar_backend, tensor_parallel=tensor_parallel, capture=capture,
-            reranker=reranker,
+            reranker=reranker, prefix_bytes=disk_bytes,
         )  # fmt: skip
         with threads_if_loaded(threads, tensor_parallel):
             checkpoint = open_checkpoint(model)

@@ -234,6 +234,7 @@ class GenerationResult:
     logprobs: list[TokenLogprob] | None = None  # one per generated token, if requested
     grammar_complete: bool | None = None  # None without a grammar
     reused_tokens: int = 0  # tokens of the prompt that were already in the cache
+    disk_tokens: int = 0  # of these, tokens whose keys and values were loaded from disk
     dropped_tokens: int = 0  # cached tokens that the prompt does not have
     truncated_tokens: int = 0  # tokens of the prompt that overflow="truncate_left" left out
     stats: GenerationStats = field(default_factory=GenerationStats)

@@ -10,6 +10,7 @@ NUM_TOKENS_OF_COMPLETIONS: Final = 16  # of `/v1/completions`, as OpenAI has it,
 MAX_TOKENS: Final = 2**31 - 1  # that a body may ask for
 MAX_CONTEXT: Final = 8192  # positions of a context, unless more are asked for
 MAX_FULL_CONTEXTS: Final = 8  # for which a model has pages, unless their number is given
+DEFAULT_PREFIX_BYTES: Final = 8 * 10**9  # of files that keep prefixes of prompts, for the command line
 MAX_LOGPROBS: Final = 20  # alternatives of a token
 MAX_STOPS: Final = 64  # stop strings of a body
 MAX_BIAS: Final = 100  # of a token, in a body

@@ -30,11 +30,24 @@ from infer.kvcache.cache_settings import CacheSettings
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.outputs import Pooling
 from infer.request_limits import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
+from infer.system.byte_size import parse_size
 
 Decorators = tuple[Callable[..., Any], ...]
 AT_LEAST_1 = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
 _CACHE = CacheSettings()
+
+
+class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click alone
+    """A number of bytes, such as 800MB or 1.5GiB."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        num_bytes = parse_size(str(value))
+        if num_bytes is None:
+            self.fail(f"{value!r:.40} is no size: write a number and a unit, such as 800MB or 12GB", param, ctx)
+        return num_bytes
 
 
 def _read_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> str | None:
@@ -154,6 +167,14 @@ class EvictionOptions:
 @dataclass(frozen=True)
 class CacheOptions(EvictionOptions):
     reuse_prefixes: bool = option(help="What prompts begin with in common is read once; not with a policy.")
+
+
+@dataclass(frozen=True)
+class PrefixOption:
+    prefix_disk: int | None = option(
+        type=ByteSize(), metavar="SIZE", envvar="INFER_PREFIX_DISK",
+        help="Of files that keep what prompts begin with, to be found after a restart; 0: none are kept.  "
+             "[default: 8GB, 0 with --api-key-file]")
 
 
 @dataclass(frozen=True)
@@ -288,7 +309,7 @@ class ImatrixOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(ModelArgument, SamplingOptions, LoadOptions):
+class ChatOptions(ModelArgument, SamplingOptions, LoadOptions, PrefixOption):
     system: str | None = option(metavar="TEXT", help="A system message to begin with.")
     plain: bool = option(help="Answers without styles for their Markdown.")
     no_generation_config: bool

@@ -9,14 +9,18 @@ import infer
 from infer.cli.command_options import (
     BenchOptions,
     CacheOptions,
+    ChatOptions,
     EvictionOptions,
     LoadOptions,
+    PrefixOption,
     RerankerOption,
 )
 from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.cli.signals import exit_on_signal, keeping_garbage
 from infer.cli.terminal import Spinner
+from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
+from infer.request_limits import DEFAULT_PREFIX_BYTES
 
 _SAME_NAMES = (
     *("model", "device", "dtype", "weights", "precision", "grammar_backend", "max_seq_len", "threads"),
@@ -47,7 +51,23 @@ def served_arguments(options: ServeOptions | DeployOptions) -> dict[str, Any]:
     Common prefixes of prompts are read once, unless a policy evicts.
     """
     reuse_prefixes = options.eviction_policy == "none"
-    return load_arguments(options) | {"reuse_prefixes": reuse_prefixes, "pool_pages": options.pool_pages}
+    own = {"reuse_prefixes": reuse_prefixes, "pool_pages": options.pool_pages}
+    return load_arguments(options) | own | {"prefix_disk": prefix_bytes(options)}
+
+
+def prefix_bytes(options: LoadOptions | ServeOptions | DeployOptions) -> int:
+    """Return the bytes of files for prefixes of prompts. Users with keys share no folder, so they have none.
+
+    Raises InvalidRequestError if such files are asked for with keys.
+    """
+    if not isinstance(options, PrefixOption):
+        return 0
+    given, has_keys = options.prefix_disk, isinstance(options, ServeOptions) and options.api_key_file is not None
+    if has_keys and given:
+        raise InvalidRequestError(
+            "--prefix-disk keeps what all users' prompts say in one folder: leave it out, or --api-key-file"
+        )
+    return 0 if has_keys else DEFAULT_PREFIX_BYTES if given is None else given
 
 
 def load_arguments(options: LoadOptions | ServeOptions | DeployOptions) -> dict[str, Any]:
@@ -55,6 +75,8 @@ def load_arguments(options: LoadOptions | ServeOptions | DeployOptions) -> dict[
     same = {name: getattr(options, name) for name in _SAME_NAMES}
     if isinstance(options, RerankerOption):
         same["reranker"] = options.reranker
+    if isinstance(options, ChatOptions):
+        same["prefix_disk"] = prefix_bytes(options)
     return same | cache_values(options) | {"capture": not options.no_capture}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import final
 
 import infer
+from infer.cli.model_loading import prefix_bytes
 from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.distributed.front import run_replicas
 from infer.distributed.replica import await_turn
@@ -73,6 +74,8 @@ def begin_logs(options: ServeOptions) -> None:
     """Write the server's log to stderr, and its access log to stdout unless the options say otherwise."""
     warnings.simplefilter("ignore", RequestWarning)  # they repeat what a request has
     logging.getLogger("infer.server").addHandler(logging.StreamHandler())
+    if options.verbose:
+        logging.getLogger("infer.server").setLevel(logging.DEBUG)
     if not options.no_access_log:
         log = logging.getLogger("infer.access")
         log.setLevel(logging.INFO)
@@ -98,6 +101,7 @@ def make_settings(options: ServeOptions | DeployOptions) -> ServerSettings:
     """
     if isinstance(options, ServeOptions):
         _check_tls(options.tls_cert, options.tls_key)
+        prefix_bytes(options)
     names = {field.name for field in fields(ServerSettings)}
     given = {name: value for name, value in vars(options).items() if name in names}
     if options.port is None:
@@ -155,6 +159,8 @@ def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str
     yield f"slots    {settings.slots}; {settings.max_queue} may wait, {settings.max_ttft:g} s for a first token"
     if not llm.architecture.reads_whole_texts:
         yield f"memory   {sum(llm._opened.runner.pool_pages):,} pages of 64 tokens of keys and values"
+        if (prefixes := llm._opened.engine.prefixes) is not None:
+            yield f"prefixes {prefixes.folder}, at most {llm._opened.settings.prefix_bytes / 1e9:g} GB (--prefix-disk)"
     yield f"limits   body {settings.max_body_bytes:,} bytes, {settings.max_connections:,} connections"
     yield f"ends     with SIGTERM or Ctrl-C: answers have {settings.drain_seconds:g} s, a second one ends at once"
 

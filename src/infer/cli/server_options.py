@@ -1,13 +1,12 @@
 """The options of `infer serve`, `ray deploy`, `ps` and `stop`. Most are fields of `ServerSettings` of the same name."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import click
 
-from infer.cli.command_options import ModelArgument, ModelOption, ServedOptions
+from infer.cli.command_options import ByteSize, ModelArgument, ModelOption, PrefixOption, ServedOptions
 from infer.cli.option_fields import argument, option
 from infer.operands.limits import MAX_STEP_LOGITS
 
@@ -17,21 +16,6 @@ MAX_REPLICAS = 64
 
 
 DEFAULT_MODEL = "smollm2"
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click alone
-    """A number of bytes, such as 800MB or 1.5GiB."""
-
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(value).strip(), re.IGNORECASE)
-        unit = "" if found is None else found[2].upper()
-        unit += "B" if unit and not unit.endswith("B") else ""
-        if found is None or unit not in _UNITS:
-            self.fail(f"{value!r:.40} is no size: write a number and a unit, such as 800MB or 12GB", param, ctx)
-        return round(float(found[1]) * _UNITS[unit])
 
 
 # fmt: off
@@ -136,7 +120,9 @@ class ModelsOptions:
 
 
 @dataclass(frozen=True)
-class ServeOptions(ModelsOptions, ClientOptions, ProcessOptions, SchedulingOptions, LimitOptions, ServedOptions):
+class ServeOptions(
+    ModelsOptions, ClientOptions, ProcessOptions, SchedulingOptions, LimitOptions, ServedOptions, PrefixOption
+):
     pass
 
 

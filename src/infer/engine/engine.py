@@ -14,6 +14,8 @@ from typing import NamedTuple, TypeVar, final
 from infer.engine.drafting import Drafting
 from infer.engine.grammar_masks import MaskFiller
 from infer.engine.place import Lease
+from infer.engine.prefix_disk import PrefixDisk
+from infer.engine.prefix_ends import PrefixEnds
 from infer.engine.queue import Queue
 from infer.engine.scheduler import NO_PLAN, Plan, Scheduler
 from infer.engine.sequence import Sequence
@@ -67,11 +69,13 @@ class Engine:
         max_steps: int | None = None,
         weights: Mapping[str, float] | None = None,
         drafter: Drafter | None = None,
+        prefixes: PrefixDisk | None = None,
     ) -> None:
         """`max_steps` without a return to Python; None: as many as take a tenth of a second. `weights` of tenants.
 
-        `drafter` None looks up n-grams.
+        `drafter` None looks up n-grams. `prefixes` keeps what prompts begin with on disk.
         """
+        self.prefixes, self._prefix_ends = prefixes, PrefixEnds()
         self._queue, self._drafting = Queue(weights), Drafting(drafter)
         self._open_slots: Slots | None = Slots(runner, self._queue, self._drafting.release)
         self._sequences: dict[Sequence, None] = {}  # being answered, in the order in which they were submitted
@@ -116,11 +120,29 @@ class Engine:
         """Let a sequence take part in the steps until it is finished; with a lease, at its slot."""
         self._queue.join(sequence, lease)
         self._sequences[sequence] = None
-        self._slots.waiting[sequence] = None
+        if not self._loads_prefix(sequence):
+            self._slots.waiting[sequence] = None
         self._leaving[sequence] = None  # it may have been cancelled before
         if sequence.request.timeout is not None or sequence.request.cancel is not None:
             self._watched[sequence] = None
         return sequence
+
+    def _loads_prefix(self, sequence: Sequence) -> bool:
+        """Return True if a sequence first waits for pages from disk."""
+        lease = sequence.place.lease
+        if self.prefixes is None or (lease is not None and lease.token_ids):
+            return False
+        return self.prefixes.begin(
+            sequence.token_ids,
+            sequence.request.salt,
+            is_wanted=lambda: not sequence.is_finished,
+            on_end=partial(self._prefix_loaded, sequence),
+        )
+
+    def _prefix_loaded(self, sequence: Sequence, num_in_memory: int | None) -> None:
+        sequence.num_in_memory = num_in_memory
+        if sequence in self._sequences and not (sequence.has_slot or sequence.is_paused):
+            self._slots.waiting[sequence] = None
 
     def listen(self) -> None:
         """Forget that somebody interrupted: the messages that came before are about to be read."""
@@ -179,6 +201,8 @@ class Engine:
         if self._open_slots is not None:
             self.abandon()
             self._open_slots = None
+            if self.prefixes is not None:
+                self.prefixes.close()
             self._slot_params.clear()
             self._filler.close()
 
@@ -252,6 +276,8 @@ class Engine:
             sequence.compress_prompt(must=self.runner.compresses_prompts)
             self._slot_params.write(sequence)
             self._drafting.enter(sequence)
+            if self.runner.shares_prefixes:
+                self._prefix_ends.look(sequence)
 
     def _take_turns(self, wanting: list[Sequence]) -> list[Sequence]:
         """Return those of the sequences that the step is for."""
@@ -311,6 +337,8 @@ class Engine:
                 self.runner.remember(sequence.slot, sequence.token_ids, sequence.request.salt)
             if sequence.must_end_prompt:
                 self._end_prompt(sequence)
+        if self.prefixes is not None:
+            self.prefixes.notify()
 
     def _plan_what_fits(self, active: list[Sequence]) -> tuple[Plan, list[_Work]]:
         """Plan, without sequences that fail meanwhile or get no pages."""

@@ -1,11 +1,13 @@
 """A loaded model and how it begins an answer: what `LLM` and its sessions share."""
 
 import hashlib
+import logging
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 from infer.engine.async_answers import AsyncAnswers
 from infer.engine.engine import Engine
@@ -13,6 +15,8 @@ from infer.engine.loop import Loop
 from infer.engine.loop_messages import once
 from infer.engine.mailbox import Mailbox
 from infer.engine.place import Lease
+from infer.engine.prefix_disk import PrefixDisk
+from infer.engine.prefix_fingerprint import prefix_fingerprint
 from infer.engine.request import limits_of
 from infer.engine.request_maker import RequestMaker
 from infer.engine.sequence import Sequence
@@ -20,6 +24,7 @@ from infer.engine.stream import OnPrefill, OpenAnswer, Stream
 from infer.engine.text_heads import TextHeads
 from infer.errors import InvalidRequestError, closed
 from infer.kvcache.cache_settings import CacheSettings
+from infer.kvcache.prefix_store import open_store
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.runner.caches import default_pool_pages
@@ -33,6 +38,7 @@ from infer.tensor_parallel.ranks import Ranks
 from infer.tokenizer import Tokenizer
 
 _Found = TypeVar("_Found")
+log = logging.getLogger("infer.server")
 
 
 @final
@@ -47,6 +53,8 @@ class HostSettings:
     grammar_backend: str
     sampling_defaults: SamplingDefaults
     heads: TextHeads = field(default_factory=TextHeads)
+    prefix_bytes: int = 0  # of files that keep prefixes of prompts
+    weights_modified_ns: tuple[int, ...] = ()  # times, by which these prefixes know other weights of the same name
 
 
 @final
@@ -67,7 +75,7 @@ class Host:
             loop.own_none(model.backend)
         else:
             self._open_runner = loop.run(_make_runner, model, settings, ranks)
-            self.engine_if_any = Engine(self._open_runner)
+            self.engine_if_any = Engine(self._open_runner, prefixes=self._open_prefixes(self._open_runner))
             loop.own(self.engine_if_any)
         self.answers = AsyncAnswers(loop)
         limits = limits_of(model, tokenizer)
@@ -80,8 +88,29 @@ class Host:
             self._refusal if self.reads_whole_texts else None,
         )
 
+    def _open_prefixes(self, runner: Runner) -> PrefixDisk | None:
+        """Return the prefixes on disk, or None if there are none, or the cache cannot use them."""
+        if not (self.settings.prefix_bytes and runner.shares_prefixes and runner.has_whole_slots):
+            return None
+        model = self.fingerprint(runner.cache.kind) | {"times": repr(self.settings.weights_modified_ns)}
+        fingerprint = prefix_fingerprint(model, runner)
+        store = open_store(fingerprint, self.settings.prefix_bytes)
+        if isinstance(store, str):
+            log.warning("prefixes of prompts are not kept: %s", store)
+            return None
+        loop = weakref.ref(self.loop)  # so that a loop that nobody else holds ends
+
+        def run(function: Callable[..., Any], *arguments: Any) -> Any:
+            if (open_loop := loop()) is None:
+                raise closed()
+            return open_loop.run(function, *arguments)
+
+        return PrefixDisk(store, runner.cache, run)
+
     def close(self) -> None:
         """End all answers, and free the caches and the weights. A second call does nothing."""
+        if self.engine_if_any is not None and self.engine_if_any.prefixes is not None and self.loop.can_be_awaited:
+            self.engine_if_any.prefixes.flush()
         self.loop.close()
         self.answers.close()
         self._open_model = self._open_runner = self._hidden_states = self._text_encoder = None

@@ -35,6 +35,7 @@ class HostArguments:
     tensor_parallel: int
     capture: bool
     reranker: RerankerName
+    prefix_bytes: int
 
 
 def load_host(
@@ -56,4 +57,5 @@ def load_host(
     network = loop.load(lambda show: load_checked(*asked, show, cache, group=group), on_progress)
     fingerprint = f"{checkpoint.fingerprint()} {given.weights} {given.precision} {kept_dtype}"
     kept = fingerprint, cache, given.pool_pages, given.capture, given.grammar_backend, defaults
-    return Host(loop, network, tokenizer, HostSettings(*kept, heads), ranks)
+    times = tuple(file.modified_ns for file in checkpoint.files)
+    return Host(loop, network, tokenizer, HostSettings(*kept, heads, given.prefix_bytes, times), ranks)

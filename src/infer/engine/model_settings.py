@@ -12,6 +12,7 @@ from typing import Any, Literal, ParamSpec, get_args
 
 from infer.errors import InvalidRequestError
 from infer.sampling_params import ALIASES, PARAMETER_NAMES
+from infer.system.byte_size import parse_size
 
 WeightsType = Literal["auto", "bf16", "q8", "q4"]
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
@@ -108,11 +109,26 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             _check_count(name, value, 2 if name == "max_seq_len" else 1)
         if name == "tensor_parallel":
             _check_count(name, value, 1)
+        if name == "prefix_disk" and value is not None:
+            prefix_bytes(value)
         if name == "chat_template" and value is not None and not isinstance(value, str):
             raise InvalidRequestError(f"chat_template must be a template's text or None, got {value!r:.80}")
         if name == "on_progress" and value is not None and not callable(value):
             raise InvalidRequestError(f"on_progress must be a function or None, got {value!r:.80}")
     _check_installed(settings.get("grammar_backend", "llguidance"))
+
+
+def prefix_bytes(value: object) -> int:
+    """Return the bytes of `prefix_disk`: a number of bytes, a text such as "8GB", or None for 0.
+
+    Raises InvalidRequestError for any other value.
+    """
+    found = parse_size(value) if isinstance(value, str) else value
+    if found is None and value is None:
+        return 0
+    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+        raise InvalidRequestError(f'prefix_disk must be a number of bytes or a size such as "8GB", got {value!r:.80}')
+    return found
 
 
 def _check_count(name: str, value: object, least: int) -> None:

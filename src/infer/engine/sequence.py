@@ -53,6 +53,7 @@ class Sequence:
         self.stats = GenerationStats()
         self.timer = AnswerTimer()
         self.num_reused, self.num_dropped = 0, 0
+        self.num_in_memory: int | None = None  # tokens of the prompt, before pages of it were loaded from disk
         self.checkpoints = request.checkpoints
         self.error: str | None = None
         self._is_cancelled = False
@@ -181,6 +182,11 @@ class Sequence:
         self.abort()
         self.leave()
         self.has_ended = True
+
+    @property
+    def num_from_disk(self) -> int:
+        """Number of reused tokens that were loaded from disk."""
+        return 0 if self.num_in_memory is None else max(0, self.num_reused - self.num_in_memory)
 
     def restart(self) -> None:
         """Nothing of it is computed any more, and a step may have been left midway: all is made again from its ids."""
@@ -365,6 +371,7 @@ class Sequence:
             seed=self.params.seed,
             grammar_complete=None if self.grammar is None or not self.request.is_held else self.grammar.is_complete,
             reused_tokens=self.num_reused,
+            disk_tokens=self.num_from_disk,
             dropped_tokens=self.num_dropped,
             truncated_tokens=self.request.num_truncated,
             warnings=self.request.warnings,

@@ -140,6 +140,26 @@ class PageMemory:
         memory[list(targets)] = memory[list(sources)]
         self._backend.to_device(memory, targets)
 
+    def page_bytes(self, rows: GroupRows) -> int:
+        """Return the bytes of a page of all layers of the group."""
+        return self._memories[self._groups.index(rows)].shape[1]
+
+    def read_page(self, rows: GroupRows, page: int) -> bytes:
+        """Return a copy of a page's content."""
+        memory = self._memories[self._groups.index(rows)]
+        self._backend.to_host(memory, [page])
+        return memory[page].cpu().numpy().tobytes()
+
+    def write_page(self, rows: GroupRows, page: int, content: memoryview) -> None:
+        """Replace a page by content that `read_page` returned."""
+        memory = self._memories[self._groups.index(rows)]
+        target, source = memory[page], np.frombuffer(content, np.uint8)
+        if target.device.type == "cpu":
+            target.numpy()[...] = source
+        else:
+            target.copy_(torch.from_numpy(source.copy()))
+        self._backend.to_device(memory, [page])
+
     def keep_slots(self, rows: GroupRows, row: int, slots_by_layer: dict[int, Int64[Tensor, "kv_heads kept"]]) -> None:
         """Move the kept slots into the row's first slots. Each head keeps its own slots."""
         pages = list(rows.table.page_by_index(row).values())

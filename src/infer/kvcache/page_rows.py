@@ -5,7 +5,7 @@ window. If the window is 0, all slots s ≤ t are visible. A window of −n stan
 visible. A compressed row stores the kept part of its prompt in its first slots. It can continue only after these slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Self, final
 
@@ -16,6 +16,7 @@ from infer.kvcache.pages import PageTable
 from infer.operands.limits import RECENT_PAGES
 
 _KEY_BYTES = 16
+IsThere = Callable[[bytes], bool]  # of a page's key
 
 
 class RowState(NamedTuple):
@@ -149,28 +150,32 @@ class GroupRows:
             self.table.holds(row, part.start, part.stop) for part in self.seen(row, slot)
         )
 
-    def num_found(self, keys: Sequence[bytes]) -> int:
-        """Return an upper bound on the number of a row's first pages that can be adopted.
+    def num_found(self, keys: Sequence[bytes], is_there: IsThere) -> int:
+        """Return an upper bound on the number of a row's first pages from which a row could go on.
 
         In a group with a window or chunks, some of these pages may be missing.
         """
         if self._window:
             return len(keys)
-        return next((index for index, key in enumerate(keys) if self.table.pool.find(key) is None), len(keys))
+        return next((index for index, key in enumerate(keys) if not is_there(key)), len(keys))
 
-    def has_pages(self, row: int, slot: int, keys: Sequence[bytes]) -> dict[int, bytes] | None:
+    def pages_before(self, slot: int, keys: Sequence[bytes], is_there: IsThere) -> dict[int, bytes] | None:
         """Return the keys of the pages that an empty row needs to continue at `slot`, by index, or None if one is not
-        found.
+        there.
 
         `slot` must be the first slot of a page.
         """
         page_tokens, needed = self.table.page_tokens, {}
-        for part in self.seen(row, slot):
+        for part in self.state_from_start(is_short=False).seen(slot, self.state_tokens):
             for index in range(part.start // page_tokens, -(-part.stop // page_tokens) if part else 0):
-                if self.table.pool.find(keys[index]) is None:
+                if not is_there(keys[index]):
                     return None
                 needed[index] = keys[index]
         return needed
+
+    def has_page(self, key: bytes) -> bool:
+        """Return True if the pool has a page with this key."""
+        return self.table.pool.find(key) is not None
 
     def remember(self, row: int, index: int, key: bytes) -> None:
         """Store the key of a row's page, if the row has all of its tokens: of one that was loaded it may have some."""
@@ -184,6 +189,22 @@ class GroupRows:
         state = self.state(source_row)
         self.table.share(row, source_row, length - state.shift)
         self.restore(row, state)
+
+
+def possible_prefixes(
+    groups: Sequence[GroupRows], keys: Sequence[bytes], is_there: Sequence[IsThere]
+) -> Iterator[tuple[int, list[dict[int, bytes]]]]:
+    """Yield the numbers of pages after which an empty row could go on, the largest first.
+
+    With each come the keys of the pages that each group needs for it, by index. `keys` are those of a prompt's pages,
+    and `is_there` says for each group whether a page can be had.
+    """
+    pairs = list(zip(groups, is_there, strict=True))
+    for count in range(min(rows.num_found(keys, is_own) for rows, is_own in pairs), 0, -1):
+        needed = [rows.pages_before(count * rows.table.page_tokens, keys, is_own) for rows, is_own in pairs]
+        found = [each for each in needed if each is not None]
+        if len(found) == len(needed):
+            yield count, found
 
 
 def page_keys(

@@ -22,7 +22,7 @@ from infer.errors import InvalidRequestError, OutOfPagesError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import make_groups, pool_sizes
 from infer.kvcache.page_memory import CachedLayer, PageMemory
-from infer.kvcache.page_rows import GroupRows, page_keys
+from infer.kvcache.page_rows import GroupRows, page_keys, possible_prefixes
 from infer.kvcache.pages import num_pages
 from infer.kvcache.saved_rows import check_saved, load_tensors, saved_tensors
 from infer.operands.activation_values import Activations
@@ -71,6 +71,7 @@ class PagedCache:
                 check_kv_type(kv_type, layer.head_dim)
         self.settings, self.capacity, self.step_tokens = settings or CacheSettings(), capacity, step_tokens
         self.observer: Observer | None = None
+        self.on_remember: Callable[[bytes], None] | None = None  # called with the key of each computed page
         self.num_matched = 0  # tokens of the last prompt that `adopt` got; of these only states may not be stored
         self._kv_type = kv_type
         self._lengths = [0] * num_rows
@@ -315,6 +316,8 @@ class PagedCache:
         for index, key in enumerate(self._keys[row][known:], known):
             for rows in self.groups:
                 rows.remember(row, index, key)
+            if self.on_remember is not None:
+                self.on_remember(key)
 
     def forget(self, row: int) -> None:
         """Make the row's stored content unavailable as a prefix of other rows."""
@@ -336,20 +339,19 @@ class PagedCache:
             return 0
         page_tokens = self.settings.page_tokens
         keys = page_keys(token_ids[:-1], page_tokens, salt=salt)
-        longest = min(rows.num_found(keys) for rows in self.groups)
+        is_there = [rows.has_page for rows in self.groups]
         if self.checkpoint_tokens:
-            self.num_matched = longest * page_tokens
-        for count in range(longest, 0, -1):
-            found = [rows.has_pages(row, count * page_tokens, keys) for rows in self.groups]
-            if None not in found:
-                for rows, needed in zip(self.groups, found, strict=True):
-                    rows.table.truncate(row, 0)
-                    rows.table.adopt(row, needed or {})
-                    rows.version += 1
-                self._keys[row] = keys[:count]
-                self._lengths[row] = self._reserved[row] = count * page_tokens
-                self.memory.publish()
-                break
+            pairs = zip(self.groups, is_there, strict=True)
+            self.num_matched = min(rows.num_found(keys, is_own) for rows, is_own in pairs) * page_tokens
+        for count, needed in possible_prefixes(self.groups, keys, is_there):
+            for rows, own in zip(self.groups, needed, strict=True):
+                rows.table.truncate(row, 0)
+                rows.table.adopt(row, own)
+                rows.version += 1
+            self._keys[row] = keys[:count]
+            self._lengths[row] = self._reserved[row] = count * page_tokens
+            self.memory.publish()
+            break
         return self._lengths[row]
 
     def check_integrity(self) -> None:

@@ -84,6 +84,19 @@ class PagePool:
     def find(self, key: bytes) -> int | None:
         return self._page_by_key.get(key)
 
+    def num_unheld(self, keys: Iterable[bytes]) -> int:
+        """Return for how many of these keys no row holds a page."""
+        pages = [self._page_by_key.get(key) for key in keys]
+        return sum(page is None or page in self._cached for page in pages)
+
+    def touch(self, key: bytes) -> bool:
+        """Make a cached page the most recently used one. Return True if there is a page with this key."""
+        page = self._page_by_key.get(key)
+        if page in self._cached:
+            del self._cached[page]
+            self._cached[page] = None
+        return page is not None
+
     def forget(self, page: int) -> None:
         """Remove the page's key, because its content is about to change."""
         if (key := self._key_by_page.pop(page, None)) is not None:

@@ -136,6 +136,8 @@ def _answers(call: Call) -> dict[str, Any]:
         "gen_ai.usage.cache_read.input_tokens": results[0].reused_tokens,
         "gen_ai.response.finish_reasons": [result.finish_reason for result in results],
     }
+    if results[0].disk_tokens:
+        entry["infer.usage.disk_read.input_tokens"] = results[0].disk_tokens
     if began:
         entry["infer.queue_seconds"] = round(min(began) - call.sequences[0].submitted_at, 6)
     if arrivals:

@@ -62,7 +62,10 @@ class ErrorAnswer(Struct, kw_only=True):
 
 
 class PromptTokensDetails(Struct):
+    """Tokens of prompts that were not read again. `disk_tokens` of these were loaded from disk, if any were."""
+
     cached_tokens: Count
+    disk_tokens: Count | UnsetType = UNSET
 
 
 class CompletionTokensDetails(Struct):
@@ -128,11 +131,12 @@ def usage_of(results: Sequence[GenerationResult], num_choices: int) -> Usage:
     proposed = sum(result.stats.drafts_proposed for result in results)
     accepted = sum(result.stats.drafts_accepted for result in results)
     num_reasoning = sum(result.reasoning_tokens for result in results)
+    from_disk = sum(result.disk_tokens for result in firsts)
     return Usage(
         num_prompt_tokens,
         num_completion,
         num_prompt_tokens + num_completion,
-        PromptTokensDetails(sum(result.reused_tokens for result in firsts)),
+        PromptTokensDetails(sum(result.reused_tokens for result in firsts), from_disk or UNSET),
         CompletionTokensDetails(num_reasoning, accepted, proposed - accepted),
     )
 

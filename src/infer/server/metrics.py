@@ -93,6 +93,7 @@ class Metrics:
         self._prompt_tokens = count("infer:prompt_tokens_total", "Tokens of prompts.")
         self._queried = count("infer:prefix_cache_queries_total", "Tokens of prompts looked for in the cache.")
         self._hits = count("infer:prefix_cache_hits_total", "Tokens of prompts found in the cache.")
+        self._disk_hits = count("infer:prefix_disk_hits_total", "Tokens of prompts loaded from disk, among these.")
         self._answer_tokens = count("infer:generation_tokens_total", "Tokens generated.")
         self._drafted = count("infer:spec_decode_num_draft_tokens_total", "Tokens guessed.")
         self._accepted = count("infer:spec_decode_num_accepted_tokens_total", "Tokens guessed right.")
@@ -159,6 +160,7 @@ class Metrics:
         self._prompt_tokens.inc(result.prompt_tokens)
         self._queried.inc(result.prompt_tokens)
         self._hits.inc(result.reused_tokens)
+        self._disk_hits.inc(result.disk_tokens)
         self._answer_tokens.inc(result.generated_tokens)
         self._drafted.inc(result.stats.drafts_proposed)
         self._accepted.inc(result.stats.drafts_accepted)
@@ -211,12 +213,16 @@ def _engine_families(now: Any) -> Iterator[Any]:
 
 
 def _settings_families(host: Any) -> Iterator[Any]:
-    """Yield the families of an `engine.host.Host` that do not change."""
-    from prometheus_client.core import GaugeMetricFamily
+    """Yield the families of an `engine.host.Host`."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     yield GaugeMetricFamily("infer:threads", "Threads to compute with.", host.num_threads)
     if host.engine_if_any is None:
         return
+    if (prefixes := host.engine_if_any.prefixes) is not None:
+        stored, refused = prefixes.counts.bytes_stored, prefixes.counts.files_refused
+        yield CounterMetricFamily("infer:prefix_disk_stored_bytes_total", "Bytes of prefixes written to disk.", stored)
+        yield CounterMetricFamily("infer:prefix_disk_refused_total", "Damaged files that were removed.", refused)
     cache = host.settings.cache
     labels = {
         "page_tokens": str(cache.page_tokens),
@@ -225,8 +231,6 @@ def _settings_families(host: Any) -> Iterator[Any]:
         "eviction_policy": cache.eviction_policy,
         "reuse_prefixes": str(cache.reuse_prefixes).lower(),
     }
-    stored = GaugeMetricFamily(
-        "infer:cache_config_info", "How keys and values are stored, as labels.", labels=[*labels]
-    )
-    stored.add_metric([*labels.values()], 1)
-    yield stored
+    info = GaugeMetricFamily("infer:cache_config_info", "How keys and values are stored, as labels.", labels=[*labels])
+    info.add_metric([*labels.values()], 1)
+    yield info

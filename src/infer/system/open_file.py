@@ -46,6 +46,11 @@ class OpenFile:
         """The file's descriptor, which is open as long as this object lives."""
         return self._descriptor
 
+    @property
+    def modified_ns(self) -> int:
+        """Time of the last change before it was opened, in ns since 1970."""
+        return self._status.st_mtime_ns
+
     def read(self, offset: int, count: int) -> bytes:
         """Return `count` bytes from byte `offset` on.
 

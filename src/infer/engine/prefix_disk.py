@@ -1,0 +1,239 @@
+"""Prefixes of prompts on disk: loaded before a prompt enters, and stored behind the answers.
+
+One thread reads and writes the files. It reaches the cache by calls to the engine's thread, each of which copies a few
+pages between two steps. What cannot be read is computed, and what cannot be written is not kept: no answer fails.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from infer.errors import ClosedError
+from infer.kvcache.page_exchange import PageExchange
+from infer.kvcache.page_rows import page_keys
+from infer.kvcache.paged import PagedCache
+from infer.kvcache.prefix_store import PageName, PrefixStore, PrefixStoreError
+from infer.system.thread_start import start_thread
+
+_SLICE_BYTES = 16 << 20  # copied between two steps: some 5 ms
+_REST_SECONDS = 60  # after pages could not be written
+_FLUSH_SECONDS = 5  # for what is not written yet when the model is closed
+
+log = logging.getLogger("infer.server")
+
+
+@dataclass(eq=False)
+class _Load:
+    """The pages of a prompt that is about to enter."""
+
+    keys: Sequence[bytes]
+    num_in_memory: int  # tokens
+    is_wanted: Callable[[], bool]  # False once the prompt's answer has ended
+    on_end: Callable[[int | None], None]
+    names: deque[PageName] = field(default_factory=deque)  # that are not loaded yet
+    has_begun: bool = False
+    num_loaded: int = 0
+
+
+@final
+@dataclass
+class PrefixCounts:
+    """Counts since the model was loaded, for any thread."""
+
+    pages_loaded: int = 0
+    pages_stored: int = 0
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    files_refused: int = 0
+
+
+@final
+class PrefixDisk:
+    """`begin` and `notify` are for the engine's thread, the others for any."""
+
+    def __init__(self, store: PrefixStore, cache: PagedCache, run: Callable[..., Any]) -> None:
+        """`run(function, *arguments)` returns what the function returns on the engine's thread.
+
+        It raises ClosedError once there is no such thread, which ends this one.
+        """
+        self._store, self._exchange, self._run_there = store, PageExchange(cache), run
+        self._page_tokens = cache.settings.page_tokens
+        self._loads = deque[_Load]()
+        self._changed = threading.Condition()
+        self._is_closed = self._is_idle = False
+        self._rests_until = 0.0
+        self._problems = set[str]()  # that were told
+        self.counts = PrefixCounts()
+        if store.problem is not None:
+            self._tell(store.problem)
+        thread = threading.Thread(target=self._serve, name="infer-prefixes", daemon=True)
+        start_thread(thread, blocks_signals=True)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of all models' pages."""
+        return self._store.folder
+
+    def begin(
+        self,
+        token_ids: Sequence[int],
+        salt: bytes,
+        is_wanted: Callable[[], bool],
+        on_end: Callable[[int | None], None],
+    ) -> bool:
+        """Begin to load the pages of a prompt that are not in memory. Return False if all are, and after `close`.
+
+        `on_end` is called on the engine's thread when as many as possible are there. It is given the number of tokens
+        that were in memory before, or None if no page was loaded.
+        """
+        keys = page_keys(token_ids[:-1], self._page_tokens, salt=salt)
+        num_in_memory = self._exchange.num_in_memory(keys)
+        if num_in_memory == len(keys):
+            return False
+        with self._changed:
+            if self._is_closed:
+                return False
+            self._loads.append(_Load(keys, num_in_memory * self._page_tokens, is_wanted, on_end))
+            self._changed.notify_all()
+        return True
+
+    def notify(self) -> None:
+        """Store the pages that were computed since the last call."""
+        if self._exchange.new_pages:
+            with self._changed:
+                self._is_idle = False
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait, at most a few seconds, until what was computed is stored. Not for the engine's thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._is_idle, _FLUSH_SECONDS)
+
+    def close(self) -> None:
+        """End the thread soon. Never waits."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    # Its thread
+
+    def _serve(self) -> None:
+        try:
+            while self._wait():
+                if not self._loads:
+                    self._store_some()
+                elif self._load_some(self._loads[0]):
+                    self._loads.popleft()
+                else:
+                    self._loads.rotate(-1)  # the others' turn
+        except ClosedError:
+            pass
+        except Exception:
+            log.exception("prefixes of prompts are not kept any more: this is a fault of infer")
+        self.close()
+        with suppress(ClosedError):
+            while self._loads:  # nobody waits for ever
+                self._run_there(self._loads.popleft().on_end, None)
+
+    def _wait(self) -> bool:
+        """Wait for something to do. Return False at the end."""
+        with self._changed:
+            self._is_idle = not self._has_work()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_closed or self._has_work())
+            return not self._is_closed
+
+    def _has_work(self) -> bool:
+        return bool(self._loads or self._exchange.new_pages)
+
+    def _load_some(self, load: _Load) -> bool:
+        """Load some pages of a prompt. Return True when there are no more to load."""
+        contents = []
+        try:
+            if not load.has_begun:
+                load.has_begun = True
+                load.names = self._find(load.keys)
+            contents = self._read_some(load)
+        except PrefixStoreError as error:
+            self.counts.files_refused += 1
+            log.warning("%s", error)
+            load.names.clear()
+        except OSError as error:
+            self._tell(f"{self._store.folder} cannot be read ({error.strerror})")
+            load.names.clear()
+        self._run_there(self._put, load, contents)
+        return not load.names
+
+    def _find(self, keys: Sequence[bytes]) -> deque[PageName]:
+        """Return the stored pages that a prompt with these keys lacks in memory."""
+        stored = set[PageName]()
+        for depth, key in enumerate(keys):
+            for name in self._names(key):
+                if name in self._store:
+                    self._store.touch(name, depth)
+                    stored.add(name)
+        return deque(self._run_there(self._exchange.missing, keys, stored) if stored else ())
+
+    def _names(self, key: bytes) -> list[PageName]:
+        return [PageName(group, key) for group in range(self._exchange.num_groups)]
+
+    def _read_some(self, load: _Load) -> list[tuple[PageName, memoryview]]:
+        contents, num_bytes = list[tuple[PageName, memoryview]](), 0
+        while load.names and num_bytes < _SLICE_BYTES:
+            name = load.names.popleft()
+            content = self._store.read(name, self._exchange.page_bytes(name.group))
+            if content is None:  # another process has removed it
+                load.names.clear()
+                break
+            contents.append((name, content))
+            num_bytes += len(content)
+        return contents
+
+    def _put(self, load: _Load, contents: Sequence[tuple[PageName, memoryview]]) -> None:
+        """On the engine's thread: copy pages into the cache, and call `on_end` if they are the last."""
+        for name, content in contents:
+            if not (load.is_wanted() and self._exchange.put(name, content)):
+                load.names.clear()
+                break
+            load.num_loaded += 1
+            self.counts.bytes_loaded += len(content)
+        self.counts.pages_loaded += len(contents)
+        if not load.names:
+            load.on_end(load.num_in_memory if load.num_loaded else None)
+
+    def _store_some(self) -> None:
+        """Store some of the new pages."""
+        new_pages, wanted, num_bytes = self._exchange.new_pages, list[PageName](), 0
+        if time.monotonic() < self._rests_until or self._store.problem is not None:
+            new_pages.clear()
+        while new_pages and num_bytes < _SLICE_BYTES:
+            for name in self._names(new_pages.popleft()):
+                if name not in self._store:
+                    wanted.append(name)
+                    num_bytes += self._exchange.page_bytes(name.group)
+        for name, content in self._run_there(self._copies, wanted) if wanted else ():
+            try:
+                if self._store.write(name, content):
+                    self.counts.pages_stored += 1
+                    self.counts.bytes_stored += len(content)
+            except PrefixStoreError as error:
+                self._rests_until = time.monotonic() + _REST_SECONDS
+                self._tell(str(error))
+                return
+
+    def _copies(self, names: Sequence[PageName]) -> list[tuple[PageName, bytes]]:
+        """On the engine's thread: return the contents of the pages that are still in memory."""
+        copies = [(name, self._exchange.copy(name)) for name in names]
+        return [(name, content) for name, content in copies if content is not None]
+
+    def _tell(self, problem: str) -> None:
+        """Log a problem once."""
+        if problem not in self._problems:
+            self._problems.add(problem)
+            log.warning("prefixes of prompts are not kept: %s", problem)

@@ -1,0 +1,82 @@
+"""Pages of prompts that a cache takes from a store and gives to it. For the thread that owns the cache.
+
+A page that comes from a store becomes one of the cached pages, which no row holds. So a row adopts it as it adopts the
+pages of other rows, or it is forgotten as these are.
+"""
+
+from collections import deque
+from collections.abc import Sequence, Set
+from typing import final
+
+from infer.errors import OutOfPagesError
+from infer.kvcache.page_rows import possible_prefixes
+from infer.kvcache.paged import PagedCache
+from infer.kvcache.prefix_store import PageName
+
+_MOST_NEW = 4096  # pages that wait to be stored
+
+
+@final
+class PageExchange:
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+        self.new_pages = deque[bytes](maxlen=_MOST_NEW)  # keys of computed pages, which another thread takes
+        cache.on_remember = self.new_pages.append
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._cache.groups)
+
+    def page_bytes(self, group: int) -> int:
+        """Return the bytes of a page of a group's layers."""
+        return self._cache.memory.page_bytes(self._cache.groups[group])
+
+    def num_in_memory(self, keys: Sequence[bytes]) -> int:
+        """Return for how many of a prompt's first pages, whose keys are given, a row could adopt pages now."""
+        is_there = [rows.has_page for rows in self._cache.groups]
+        return next((count for count, _ in possible_prefixes(self._cache.groups, keys, is_there)), 0)
+
+    def missing(self, keys: Sequence[bytes], stored: Set[PageName]) -> list[PageName]:
+        """Return the stored pages to `put`, so that a row can adopt the most of a prompt with these keys.
+
+        There is room for all of them. The pages that are in memory become the most recently used ones.
+        """
+        groups = self._cache.groups
+
+        def is_there(group: int, key: bytes) -> bool:
+            return groups[group].has_page(key) or PageName(group, key) in stored
+
+        any_place = [lambda key, group=group: is_there(group, key) for group in range(len(groups))]
+        for _, needed in possible_prefixes(groups, keys, any_place):
+            pools = [rows.table.pool for rows in groups]
+            if all(
+                pool.num_unheld(own.values()) <= pool.num_available for pool, own in zip(pools, needed, strict=True)
+            ):
+                return [
+                    PageName(group, key)
+                    for group, own in enumerate(needed)
+                    for key in own.values()
+                    if not pools[group].touch(key)
+                ]
+        return []
+
+    def put(self, name: PageName, content: memoryview) -> bool:
+        """Make a page's content one of the cached pages, unless it is in memory. Return False if there is no room."""
+        rows = self._cache.groups[name.group]
+        pool = rows.table.pool
+        if pool.touch(name.key):
+            return True
+        try:
+            page = pool.take()
+        except OutOfPagesError:
+            return False
+        self._cache.memory.write_page(rows, page, content)
+        pool.remember(page, name.key)
+        pool.release(page)
+        return True
+
+    def copy(self, name: PageName) -> bytes | None:
+        """Return a copy of a page's content, or None if it is not in memory any more."""
+        rows = self._cache.groups[name.group]
+        page = rows.table.pool.find(name.key)
+        return None if page is None else self._cache.memory.read_page(rows, page)

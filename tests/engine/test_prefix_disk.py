@@ -1,0 +1,226 @@
+"""Prompts are read once: what they begin with is found on disk, and the tokens are those of reading them again."""
+
+import json
+import random
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infer import LLM, SamplingParams
+from infer.cli.model_loading import prefix_bytes
+from infer.cli.server_options import ServeOptions
+from infer.cli.subcommands import infer as commands
+from infer.engine.prefix_ends import prefix_end
+from infer.errors import InvalidRequestError
+from infer.kvcache.page_exchange import PageExchange
+from infer.kvcache.prefix_store import PrefixStore
+from path_cases import EOS, make_folder
+from served import serving
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+PROMPT = [(7 * index + index // 9) % EOS for index in range(220)]  # three pages of 64 tokens, and part of one
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder for prefixes of this test alone; compiled kernels are found where they are."""
+    monkeypatch.setattr("infer.kvcache.prefix_store.base_folder", lambda: tmp_path / "cache")
+
+
+def long_model(name: str, folder: Path) -> Path:
+    """Make a tiny model with a context of 512 tokens."""
+    path = make_folder(name, folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 512}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return long_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def files_of(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "prefixes").glob("*/*"))
+
+
+def answer(folder: Path, prompt: list[int] = PROMPT, **settings: object) -> tuple[list[int], int, int]:
+    """Return what a process that begins now answers, and how many tokens it found in memory and on disk."""
+    with LLM(folder, prefix_disk="1GB", **settings) as llm:
+        result = llm.generate(prompt, GREEDY)
+    return result.token_ids, result.reused_tokens, result.disk_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_type"),
+    [("wide", "q8"), *((name, "f16") for name in ("windows", "chunks", "shared keys", "convolutions", "states"))],
+)
+def test_a_second_process_finds_what_the_first_one_read(name: str, kv_type: str, tmp_path: Path) -> None:
+    model = long_model(name, tmp_path / "model")
+    plain = LLM(model, kv_type=kv_type).generate(PROMPT, GREEDY).token_ids
+    assert answer(model, kv_type=kv_type) == (plain, 0, 0)
+    token_ids, num_reused, num_from_disk = answer(model, kv_type=kv_type)
+    assert token_ids == plain
+    assert num_reused == num_from_disk == 192
+
+
+def test_the_answer_is_found_too_and_memory_comes_first(folder: Path) -> None:
+    with LLM(folder, prefix_disk="1GB") as llm:
+        said = llm.generate(PROMPT, replace(GREEDY, max_new_tokens=60)).token_ids
+    with LLM(folder, prefix_disk="1GB") as llm:
+        assert llm.generate(PROMPT[:140], GREEDY).disk_tokens == 128
+        result = llm.generate([*PROMPT, *said, 1], GREEDY)
+        assert (result.reused_tokens, result.disk_tokens) == (256, 128)
+        again = llm.generate([*PROMPT, *said, 1], GREEDY)
+        assert (again.reused_tokens, again.disk_tokens) == (256, 0)
+        assert again.token_ids == result.token_ids
+
+
+def test_another_salt_model_or_precision_finds_nothing(folder: Path, tmp_path: Path) -> None:
+    answer(folder)
+    assert answer(folder)[2] == 192
+    assert answer(folder, kv_type="bf16")[2] == 0
+    assert answer(folder, precision="fast", weights="q8")[2] == 0
+    assert answer(long_model("llama", tmp_path / "copy"))[2] == 0  # written at another time
+    with LLM(folder, prefix_disk="1GB") as llm:
+        assert llm.generate(PROMPT, GREEDY, cache_salt="another").disk_tokens == 0
+        assert llm.generate(PROMPT, GREEDY).disk_tokens == 192
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_damaged_file_costs_a_reading_and_a_line_but_no_token(
+    index: int, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = answer(folder)[0]
+    path = files_of(tmp_path)[index]
+    content = bytearray(path.read_bytes())
+    content[random.Random(index).randrange(len(content))] ^= 16
+    path.write_bytes(content)
+    token_ids, _, num_from_disk = answer(folder)
+    assert token_ids == plain
+    assert num_from_disk < 192
+    assert [record.getMessage() for record in caplog.records if "digest differs" in record.getMessage()]
+    assert answer(folder) == (plain, 192, 192)  # it was stored again
+
+
+def test_what_cannot_be_kept_or_read_fails_no_answer(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = LLM(folder).generate(PROMPT, GREEDY).token_ids
+    with monkeypatch.context() as patched:
+        patched.setattr("infer.kvcache.prefix_store._SPARE_BYTES", 1 << 62)
+        for _ in range(2):
+            assert answer(folder) == (plain, 0, 0)
+    assert "less than 1 GB free" in caplog.text
+    answer(folder)
+
+    def fail(*arguments: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(PrefixStore, "read", fail)
+    assert answer(folder) == (plain, 0, 0)
+    assert "cannot be read (Input/output error)" in caplog.text
+
+
+def test_pages_that_do_not_fit_the_pool_are_read_again(folder: Path) -> None:
+    plain = answer(folder)[0]
+    with LLM(folder, prefix_disk="1GB", max_seq_len=256, pool_pages=4) as llm:
+        held = llm.session()
+        held.append(PROMPT[100:200])  # two of the four pages
+        result = llm.generate(PROMPT, GREEDY)
+        assert result.token_ids == plain
+        llm._opened.runner.cache.check_integrity()
+
+
+def test_many_prompts_at_once_and_cancelled_ones_get_what_is_there(folder: Path) -> None:
+    prompts = [[*PROMPT[: 70 + 10 * index], *range(index)] for index in range(12)]
+    plain = [result.token_ids for result in LLM(folder).generate_all(prompts, GREEDY)]
+    for _ in range(2):
+        with LLM(folder, prefix_disk="1GB") as llm:
+            with llm.stream(PROMPT, GREEDY):
+                pass  # it is left at once
+            assert [result.token_ids for result in llm.generate_all(prompts, GREEDY, batch_size=8)] == plain
+
+
+def test_sizes_are_texts_or_numbers_and_others_are_refused(folder: Path, tmp_path: Path) -> None:
+    with LLM(folder, prefix_disk=0) as llm:
+        llm.generate(PROMPT, GREEDY)
+    assert not files_of(tmp_path)
+    for wrong in ("much", -1, True, 1.5):
+        with pytest.raises(InvalidRequestError, match="prefix_disk must be a number of bytes or a size"):
+            LLM(folder, prefix_disk=wrong)  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_changes_near_its_beginning_is_told_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    generator = random.Random(3)
+    text = [generator.randrange(3, EOS) for _ in range(400)]
+    with LLM(folder, reuse_prefixes=True) as llm:
+        for count in range(3):
+            llm.generate([*text[:79], *[5] * count, *text[90:]], GREEDY)  # as a counter changes
+            llm.generate([*text[:100], *text[200:]], GREEDY)  # another text from there on
+    told = [record.getMessage() for record in caplog.records if "differs from an earlier one" in record.getMessage()]
+    assert len(told) == 1
+    assert "differs from an earlier one at token 79, and" in told[0]
+    assert str(text[90:95]) not in caplog.text
+
+
+@pytest.mark.parametrize(("num_gone", "num_new"), [(0, 1), (1, 0), (5, 5), (30, 3), (3, 200)])
+def test_the_place_of_a_change_is_found_and_a_new_ending_is_none(num_gone: int, num_new: int) -> None:
+    ids = np.random.default_rng(4).integers(0, 30_000, 2000, np.int32)
+    new = np.arange(30_000, 30_000 + num_new, dtype=np.int32)
+    changed = np.concatenate([ids[:300], new, ids[300 + num_gone :]])
+    end = prefix_end(ids, changed)
+    assert end is not None
+    assert end.position == 300
+    assert end.num_again >= 2000 - 300 - max(num_gone, 32)
+    assert prefix_end(ids, np.concatenate([ids[:300], ids[1000:]])) is None
+    assert prefix_end(ids[:900], ids) is None  # it goes on
+    assert prefix_end(ids, ids[:900]) is None
+
+
+def test_a_fault_of_the_thread_leaves_nobody_waiting(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = answer(folder)[0]
+
+    def fail(*arguments: object) -> None:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(PageExchange, "put", fail)
+    with LLM(folder, prefix_disk="1GB") as llm:
+        for _ in range(2):
+            assert llm.generate(PROMPT, GREEDY, timeout=20).token_ids == plain
+    assert caplog.text.count("this is a fault of infer") == 1
+
+
+def test_a_server_counts_what_came_from_disk(folder: Path) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    for expected in ({"cached_tokens": 0}, {"cached_tokens": 192, "disk_tokens": 192}):
+        with LLM(folder, prefix_disk="1GB") as llm, serving(llm) as served:
+            usage = served.client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+            metrics = served.client.get("/metrics").text
+        assert usage["prompt_tokens_details"] == expected
+        assert f"infer:prefix_disk_hits_total {expected.get('disk_tokens', 0)}.0" in metrics
+        assert "infer:prefix_disk_stored_bytes_total" in metrics
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [([], 8 * 10**9), (["--prefix-disk", "1.5GiB"], 3 << 29), (["--prefix-disk", "0"], 0), (["--api-key-file", "F"], 0)],
+)
+def test_a_server_keeps_prefixes_unless_it_has_keys(
+    arguments: list[str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("INFER_PREFIX_DISK")
+    assert prefix_bytes(parsed(arguments)) == expected
+
+
+def test_keys_and_prefixes_on_disk_are_refused_together() -> None:
+    with pytest.raises(InvalidRequestError, match="--prefix-disk keeps what all users' prompts say"):
+        prefix_bytes(parsed(["--api-key-file", "F", "--prefix-disk", "1GB"]))
+
+
+def parsed(arguments: list[str]) -> ServeOptions:
+    values = commands.commands["serve"].make_context("serve", arguments).params
+    return ServeOptions(**{each.name: values[each.name] for each in fields(ServeOptions)})

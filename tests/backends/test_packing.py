@@ -204,7 +204,7 @@ def test_conversion_by_rows_is_conversion_of_the_whole(
         return convert(rows)
 
     with ops.using(modules):
-        converted = ConvertedWeight(type_, source, noted)
+        converted = ConvertedWeight(source, type_, noted)
         assert converted.num_bytes == whole.num_bytes
         (only,) = ops.prepare(Projection((converted,)), CPU).parts
         assert torch.equal(ops.embed(only, torch.arange(107), 1.0), dense(whole).float())

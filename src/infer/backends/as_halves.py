@@ -15,7 +15,7 @@ def as_halves(weight: Weight) -> Weight:
     """
     if not isinstance(weight, StoredWeight | UnreadWeight) or stored_type(weight.type) == weight.type:
         return weight
-    return ConvertedWeight("F16", weight, _halves)
+    return ConvertedWeight(weight, "F16", _halves)
 
 
 def _halves(rows: StoredWeight) -> Tensor:

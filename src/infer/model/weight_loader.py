@@ -150,11 +150,11 @@ class WeightLoader:
         # The embedding is the head as well, and a head of 4 bits costs more than it saves.
         is_table = name in ("model.embed_tokens.weight", "lm_head.weight")
         kind = "Q4_1" if self.keep_floats_as == "q4" and not is_table else "Q8_0"
-        return ConvertedWeight(kind, weight, lambda rows: quantise(dense(rows), kind))
+        return ConvertedWeight(weight, kind, lambda rows: quantise(dense(rows), kind))
 
 
 def _as_dtype(weight: FileWeight, dtype: torch.dtype) -> ConvertedWeight:
-    return ConvertedWeight(_TYPE_BY_DTYPE[dtype], weight, lambda rows: dense(rows).to(dtype))
+    return ConvertedWeight(weight, _TYPE_BY_DTYPE[dtype], lambda rows: dense(rows).to(dtype))
 
 
 def dense(weight: FileWeight) -> Float[Tensor, "..."]:

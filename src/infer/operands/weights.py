@@ -117,17 +117,11 @@ class UnreadWeight(Weight):
 FileWeight = StoredWeight | UnreadWeight
 
 
-@final
 @dataclass(frozen=True)
-class ConvertedWeight(Weight):
-    """A stored matrix on its way to another type.
+class _OfSource(Weight):
+    """A matrix that is made of another one of the same shape."""
 
-    Rows are converted on request, so that a large matrix is never in memory as a whole in floats.
-    """
-
-    type: str
     source: FileWeight
-    convert: Callable[[StoredWeight], Tensor]  # some rows of the source → their `StoredWeight.data` in `type`
 
     @property
     def out_features(self) -> int:
@@ -136,6 +130,18 @@ class ConvertedWeight(Weight):
     @property
     def in_features(self) -> int:
         return self.source.in_features
+
+
+@final
+@dataclass(frozen=True)
+class ConvertedWeight(_OfSource):
+    """A stored matrix on its way to another type.
+
+    Rows are converted on request, so that a large matrix is never in memory as a whole in floats.
+    """
+
+    type: str
+    convert: Callable[[StoredWeight], Tensor]  # some rows of the source → their `StoredWeight.data` in `type`
 
     @property
     def num_bytes(self) -> int:
@@ -154,19 +160,11 @@ class ConvertedWeight(Weight):
 
 @final
 @dataclass(frozen=True)
-class ObservedWeight(Weight):
+class ObservedWeight(_OfSource):
     """A stored matrix whose inputs are reported before each product. Only `backends.reference` multiplies with it."""
 
     source: StoredWeight
     on_input: Callable[[Float[Tensor, "rows in"]], None]
-
-    @property
-    def out_features(self) -> int:
-        return self.source.out_features
-
-    @property
-    def in_features(self) -> int:
-        return self.source.in_features
 
     @property
     def num_bytes(self) -> int:

@@ -62,12 +62,10 @@ class Recorded(NamedTuple):
         keys, hidden, inner = self.hidden // self.heads * self.key_heads, self.hidden, self.inner
         found: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,), "ffn_norm": (hidden,)}
         found |= {"attn_output": (hidden, hidden)}
-        if self.architecture == "phi3":
-            return found | {
-                "attn_qkv": (hidden + 2 * keys, hidden),
-                "ffn_up": (2 * inner, hidden),
-                "ffn_down": (hidden, inner),
-            }
+        if self.architecture in ("phi3", "falcon"):
+            rows = 2 * inner if self.architecture == "phi3" else inner
+            joined = {"attn_qkv": (hidden + 2 * keys, hidden)}
+            return found | joined | {"ffn_up": (rows, hidden), "ffn_down": (hidden, inner)}
         found |= {"attn_q": (hidden, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden)}
         matrices = {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
         if not self.experts:
@@ -83,6 +81,7 @@ MODELS = {
     "moe": Recorded("qwen3moe", 10, 4, 4, 256, 256, 4),
     "odd": Recorded("gemma3", 6, 4, 1, 160, 288),
     "phi": Recorded("phi3", 16, 4, 4, 256, 272, is_tied=False),
+    "falcon": Recorded("falcon", 20, 4, 1, 256, 256, is_tied=False),
 }
 
 

@@ -207,6 +207,7 @@ def _traits(model: QuantisableModel, request: QuantisationRequest) -> Traits:
         number("expert_count", 0),
         heads // key_heads if key_heads else 0,
         is_llama_70b=architecture.value == "llama" and num_layers == 80 and heads != key_heads,
+        is_falcon=architecture.value == "falcon",
         has_output=any(tensor.name == "output.weight" for tensor in model.tensors),
         has_matrix=bool(request.importance),
     )

@@ -116,6 +116,7 @@ class Traits(NamedTuple):
     num_experts: int = 0
     heads_per_key_head: int = 1
     is_llama_70b: bool = False
+    is_falcon: bool = False
     has_output: bool = False  # or the embedding is the output matrix as well
     has_matrix: bool = False  # an importance matrix is given
 
@@ -162,7 +163,9 @@ class Mixture:
         return None
 
     def _of_output(self, shape: tuple[int, ...]) -> str:
-        if self._name == "MXFP4_MOE" or self._default == "Q8_0" or shape[-1] % BLOCK_TYPES[self._default].block_size:
+        if self.traits.is_falcon or self._name == "MXFP4_MOE" or self._default == "Q8_0":
+            return "Q8_0"
+        if shape[-1] % BLOCK_TYPES[self._default].block_size:
             return "Q8_0"
         return "Q5_K" if self._name in _FEW_BITS | {"IQ3_XXS"} else "Q6_K"
 
@@ -229,9 +232,19 @@ class Mixture:
         else:
             chosen |= {"IQ3_XXS": "Q4_K" if is_early else "Q3_K"}
             chosen |= dict.fromkeys(("IQ4_NL", "IQ4_XS"), "Q5_K" if is_early else None)
+        if traits.is_falcon:
+            is_first = layer < count // 16
+            chosen |= {
+                "Q3_K_M": "Q5_K" if is_first else "Q4_K" if has_more else "Q3_K",
+                "Q3_K_L": "Q4_K",
+                "Q4_K_M": "Q6_K" if is_first else "Q5_K" if has_more else "Q4_K",
+                "Q4_K_S": None,
+            }
         return chosen.get(self._name)
 
     def _of_attention_output(self) -> str | None:
+        if self.traits.is_falcon:
+            return "Q4_K" if self._name == "Q3_K_L" else None
         if self.traits.num_experts == 8:
             lifted = {"Q2_K", "IQ3_XS", "IQ3_XXS", "Q3_K_S", "Q3_K_M", "IQ4_NL", "Q4_K_S", "Q4_K_M", "IQ3_S", "IQ3_M"}
             return "Q5_K" if self._name in lifted | {"IQ4_XS"} else None

@@ -1,8 +1,9 @@
 """Check a server of several models that take turns in memory, under clients and while its processes are killed.
 
 Every answer must be the one that the model gives alone. All processes together may take no more memory than the budget
-and the process in front. A client that is refused comes back when it was told, and must then be answered. Ends with
-status 1 if a promise is broken.
+and the process in front. A client that is refused comes back when it was told, and must then be answered. With
+`--kill-front N` the process in front is killed N times first: all its processes must end by themselves, and nothing may
+be left. Ends with status 1 if a promise is broken.
 
     python benchmarks/check_shelf.py smollm2 gemma3-270m smollm2.gguf --memory 1800 --seconds 600 --clients 16 --report
 """
@@ -24,6 +25,7 @@ from typing import Any
 
 import httpx
 
+from front_kills import kill_fronts
 from harness import make_parser, say, write_report
 from server_process import HOST, ServerProcess, children, running
 
@@ -103,10 +105,30 @@ def watch(server: ServerProcess, until: float, kill_seconds: float, found: dict[
             continue
 
 
+def check_fronts(
+    models: Sequence[str], options: Any, expected: dict[tuple[str, str], str], folder: Path
+) -> dict[str, Any]:
+    """Kill the process in front at random moments, and compare the answers between the kills."""
+    noise = random.Random(2)
+
+    def ask(url: str) -> None:
+        name, prompt = noise.choice(list(expected))
+        response = httpx.post(f"{url}/v1/completions", json=body_of(name, prompt), timeout=300)
+        if response.status_code != 503:  # it is still loading
+            answer = response.raise_for_status().json()["choices"][0]["text"]
+            assert answer == expected[name, prompt], f"{name}, {prompt!r}: {answer!r}"
+
+    command = command_of(models, "--memory", f"{options.memory}MB")
+    return kill_fronts(command, ask, folder, num_kills=options.kill_front, longest=options.longest)
+
+
 def check(models: Sequence[str], options: Any, folder: Path) -> dict[str, Any]:
     expected = answers_alone(models, folder)
     say(f"{len(expected)} answers are known")
     found: dict[str, Any] = {"most_bytes": 0, "kills": 0}
+    if options.kill_front:
+        found["fronts"] = check_fronts(models, options, expected, folder)
+        say(str(found["fronts"]))
     with running(command_of(models, "--memory", f"{options.memory}MB"), folder / "log") as server:
         clients = Clients(f"http://{HOST}:{server.port}", [name_of(model) for model in models], expected)
         until = time.time() + options.seconds
@@ -135,6 +157,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--kill-every", type=float, default=45.0, help="seconds between two kills")
+    parser.add_argument("--kill-front", type=int, default=0, help="kills of the process in front, before all else")
+    parser.add_argument("--longest", type=float, default=10.0, help="seconds from a start to such a kill, at most")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = check(options.models, options, Path(folder))

@@ -8,7 +8,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,14 +48,21 @@ class ServerProcess:
         return sum(pages) * resource.getpagesize()
 
 
-@contextmanager
-def running(command: list[str], log: Path) -> Iterator[ServerProcess]:
-    """Run a command, with a free port in place of PORT. Raise ServerError if it does not answer."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind((HOST, 0))
-        port = free.getsockname()[1]
+        port: int = free.getsockname()[1]
+    return port
+
+
+@contextmanager
+def running(
+    command: Sequence[str], log: Path, *, port: int | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """Run a command, with a port in place of PORT, a free one unless given. Raise ServerError if it does not answer."""
+    port = free_port() if port is None else port
     words = [str(port) if word == "PORT" else word for word in command]
-    with log.open("wb") as errors, subprocess.Popen(words, stdout=errors, stderr=errors) as process:
+    with log.open("wb") as errors, subprocess.Popen(words, env=environment, stdout=errors, stderr=errors) as process:
         server = ServerProcess(process, port)
         try:
             _await(server, log)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -68,6 +69,24 @@ def test_clients_notice_no_kill(tmp_path: Path) -> None:
     with running(python_command(FRONT, folder, "PORT", seconds=600), tmp_path / "log") as server:
         found = check(server, asked, num_kills=3, num_replicas=2, seed=1)
     assert (found["kills"], found["different"]) == (3, 0), found["tries"]
+
+
+def test_a_child_ends_with_its_parent_whatever_it_does() -> None:
+    code = """
+import time
+from infer.distributed import replica
+replica.import_module = lambda name: None
+replica.await_turn() and print("works", flush=True)
+time.sleep(1000)
+"""
+    with subprocess.Popen(python_command(code), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"works\n"
+        child.stdin.close()
+        assert child.wait(SECONDS) == 0
 
 
 def front_of(child: str, **settings: float) -> str:

@@ -28,6 +28,7 @@ from shapes import SOURCE
 from test_session import make_model
 
 sys.path.append(str(SOURCE.parents[1] / "benchmarks"))
+from front_kills import kill_fronts
 from server_process import HOST, ServerProcess, children, running
 
 SIZES = {"a": 6, "b": 6, "c": 3, "huge": 20}
@@ -302,9 +303,13 @@ def serving(folder: Path, *options: str) -> Iterator[ServerProcess]:
         yield server
 
 
-def completed(server: ServerProcess, model: str, prompt: str) -> dict[str, Any]:
+def ask(url: str, model: str, prompt: str) -> httpx.Response:
     body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    response = httpx.post(f"http://{HOST}:{server.port}/v1/completions", json=body, timeout=100)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=100)
+
+
+def completed(server: ServerProcess, model: str, prompt: str) -> dict[str, Any]:
+    response = ask(f"http://{HOST}:{server.port}", model, prompt)
     assert response.status_code == 200, response.text
     return dict(response.json())
 
@@ -343,3 +348,19 @@ def test_models_that_take_turns_in_memory_answer_as_alone_also_after_one_was_kil
         assert main(["stop", "nope", "--url", url]) == 2
         assert "the model 'nope' is not served here: name one of 'one', 'two'" in capsys.readouterr().err
         assert json.loads(server.get("/health")) == {"status": "ok"}
+
+
+def test_when_the_front_is_killed_its_processes_end_and_the_next_start_answers_the_same(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "one", num_layers=1)
+    expected = LLM(folder).generate("hello", max_new_tokens=12, temperature=0, ignore_eos=True).text
+
+    def check(url: str) -> None:
+        response = ask(url, "one", "hello")
+        if response.status_code == 503:
+            raise httpx.ConnectError("it is still loading")
+        assert response.json()["choices"][0]["text"] == expected
+
+    command = [sys.executable, "-m", "infer", "serve", "--models-dir", str(tmp_path), "--pin", "one", "--port", "PORT"]
+    found = kill_fronts(command, check, tmp_path, num_kills=2, longest=2.0)
+    assert len(found["ended_after"]) == 2
+    assert found["answers"] >= 1

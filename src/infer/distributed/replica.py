@@ -21,6 +21,7 @@ from typing import final
 
 from infer.distributed.exchange import Exchange, GoneError, ReplicaFailedError, connected
 from infer.errors import InferError
+from infer.system.parent_end import end_after_parent
 
 log = logging.getLogger("infer.server")
 _POLL_SECONDS, _NOTICE_SECONDS, _ANSWER_SECONDS = 0.05, 0.002, 1.0
@@ -28,13 +29,15 @@ _CHECK_SECONDS = 1.0
 _MOST_MISSED = 2  # checks of its health in a row, before it is taken to hang
 _SHORT_LIFE = 10.0  # seconds: one that lived no longer, and answered nothing, is not started for ever
 _MOST_SHORT = 5  # of them in a row
+_GRACE_SECONDS = 1.0  # to end by itself, for a child whose parent has died
 
 
 def await_turn() -> bool:
     """Load heavy modules in a child process, then wait until its parent needs it.
 
-    Return False if the parent ends first.
+    Return False if the parent ends first. The process does not outlive its parent, in any phase.
     """
+    end_after_parent(_GRACE_SECONDS)
     import_module("infer.llm")
     return bool(os.read(0, 1))
 

@@ -130,7 +130,9 @@ def on_shelf(child: Served, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr("infer.distributed.shelved_model.Replicas", LocalReplicas)
     monkeypatch.setattr(FakeReplicas, "running", [])
     monkeypatch.setattr(FakeReplicas, "loaded", [])
-    work = ShelfWork(lambda source, _: ModelPlan(7, context=64), lambda source, _: [source.name])
+    work = ShelfWork(
+        lambda source, _: ModelPlan(7, takes=("generate", "embed"), context=64), lambda source, _: [source.name]
+    )
     sources = [ModelSource(name, str(folder)) for name in ("a", "b")]
     shelf = Shelf(sources, ShelfSettings(100), work, tmp_path)
     with serving(None, table=ShelfFront(shelf).table) as front:

@@ -127,7 +127,13 @@ def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_byt
     kept = ["--max-seq-len", str(found.context)]
     if found.pool_pages is not None:
         kept += ["--pool-pages", str(found.pool_pages)]
-    return ModelPlan(found.num_bytes, kept, found.takes, found.context)
+    return ModelPlan(found.num_bytes, kept, _takes(options, found.takes), found.context)
+
+
+def _takes(options: ServeOptions, tasks: Sequence[str]) -> Sequence[str]:
+    """Return the tasks that a model takes by its files, and by the options for all models."""
+    by_options = {"embed": options.allow_embeddings, "rerank": options.reranker != "auto"}
+    return [*tasks, *(name for name, is_true in by_options.items() if is_true and name not in tasks)]
 
 
 def _command(options: ServeOptions, port: int, source: ModelSource, plan: ModelPlan) -> Sequence[str]:

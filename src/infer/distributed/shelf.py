@@ -10,11 +10,12 @@ import math
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from infer.distributed.replicas import Replicas
+from infer.distributed.shelf_tasks import refusal
 from infer.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel
 from infer.distributed.unloading import models_to_unload
 from infer.errors import InferError
@@ -93,6 +94,22 @@ class Shelf:
             raise ApiError(400, f"model is missing: {served:.400}", param="model", code="missing_required_parameter")
         message = f"the model {name!r:.80} is not served here: {served:.400}"
         raise ApiError(404, message, "invalid_request_error", param="model", code="model_not_found")
+
+    async def able(self, name: str | None, tasks: Sequence[str]) -> ShelvedModel:
+        """Return the model with this name, or for None the first one that takes one of the tasks.
+
+        Raises ApiError 404 for an unknown name, and 400 for a model of another kind. Any model does if there are no
+        tasks, or if its headers cannot be read: it is refused for that.
+        """
+        named = await self.named(name) if name is not None or not (tasks and self.models) else None
+        for model in list(self.models.values()) if named is None else [named]:
+            with suppress(InferError):
+                await self._know(model)
+            if model.takes_one_of(tasks):
+                return model
+        await self.read_headers()
+        able = [each.name for each in self.models.values() if each.plan is not None and each.takes_one_of(tasks)]
+        raise refusal(named, tasks, able)
 
     async def look_again(self) -> None:
         """Add the models that are at hand since the last look. Requests share a look, at most one each second."""

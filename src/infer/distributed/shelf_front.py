@@ -17,6 +17,7 @@ from infer.distributed.front import hand_on, read_body
 from infer.distributed.router import RoutedPrompt
 from infer.distributed.shelf import Shelf, ShelfSettings, ShelfWork
 from infer.distributed.shelf_ollama import OLLAMA_ANSWERS, ShelfOllama
+from infer.distributed.shelf_tasks import tasks_of_route
 from infer.distributed.shelved_model import ModelPhase, ModelSource, ShelvedModel
 from infer.errors import InferError
 from infer.protocols.unknown_fields import Parameters
@@ -100,7 +101,10 @@ class ShelvedReplicas:
 
 @final
 class ShelfFront:
-    """The handlers of all routes. A request goes to the model that its body or its query names, or to the first one."""
+    """The handlers of all routes. A request goes to the model that its body or its query names.
+
+    Without a name it goes to the first model for the task of its route.
+    """
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
@@ -131,7 +135,8 @@ class ShelfFront:
     async def _hand_on(self, request: Request, state: ServerState) -> Response:
         state.check_ready()
         asked = await read_body(request)
-        model = await self._shelf.named(asked.model or request.query_params.get("model"))
+        name = asked.model or request.query_params.get("model")
+        model = await self._shelf.able(name, tasks_of_route(request.url.path))
         if request.url.path == _EVENTS:
             return await self._watch(request, asked, model)
         return await hand_on(request, asked, ShelvedReplicas(self._shelf, model, call_of(request).key_name))

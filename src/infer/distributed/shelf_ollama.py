@@ -12,6 +12,7 @@ from starlette.responses import Response
 from infer.distributed.exchange import Exchanges
 from infer.distributed.front import hand_on, read_body
 from infer.distributed.shelf import Shelf
+from infer.distributed.shelf_tasks import tasks_of_route
 from infer.distributed.shelved_model import ShelvedModel
 from infer.protocols.ollama_bodies import OllamaModelBody
 from infer.protocols.ollama_request import seconds_of
@@ -70,7 +71,8 @@ class ShelfOllama:
         """
         state.check_ready()
         asked = await read_body(request)
-        model, wish = await self._shelf.named(asked.model), _wish_of(asked.content)
+        wish = _wish_of(asked.content)
+        model = await self._shelf.able(asked.model, tasks_of_route(request.url.path) if wish.has_prompt else ())
         seconds = seconds_of(wish.keep_alive)
         if seconds == 0 and not wish.has_prompt:
             await self._shelf.unload(model)

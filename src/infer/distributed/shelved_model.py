@@ -64,6 +64,10 @@ class ShelvedModel:
     def num_bytes(self) -> int:
         return 0 if self.plan is None else self.plan.num_bytes
 
+    def takes_one_of(self, tasks: Sequence[str]) -> bool:
+        """Return True if the model takes one of the tasks, if there are none, or if its headers were not read."""
+        return not tasks or self.plan is None or not set(tasks).isdisjoint(self.plan.takes)
+
     @property
     def is_in_memory(self) -> bool:
         return self.phase in ("loading", "ready", "unloading")

@@ -55,11 +55,11 @@ class CutReader:
 
 
 class DyingReplica(OneReplica):
-    """A replica whose first connection ends before a text."""
+    """A replica whose first connection ends before a text. Later ones may be to another port."""
 
-    def __init__(self, port: int, end: bytes) -> None:
-        super().__init__(port)
-        self.num_asked, self._end = 0, end
+    def __init__(self, port: int, end: bytes, later_port: int | None = None) -> None:
+        super().__init__(port if later_port is None else later_port)
+        self.num_asked, self._end, self._first_port = 0, end, port
 
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
@@ -68,7 +68,7 @@ class DyingReplica(OneReplica):
             async with super().exchange(prompt) as exchange:
                 yield exchange
             return
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._first_port)
         try:
             yield Exchange(CutReader(reader, self._end), writer)
         finally:
@@ -98,6 +98,18 @@ def test_lines_continue_where_the_process_died_and_have_no_comments(child: Serve
     assert found_last == last
     assert text_of(found) == text_of(expected)
     assert len(text_of(found)) == 24
+
+
+def test_no_stream_continues_with_the_model_of_other_files(child: Served, tmp_path: Path) -> None:
+    with (
+        LLM(make_model(tmp_path, num_layers=1)) as llm,
+        serving(llm, model="a", is_child=True) as replaced,
+        serving(None, table=Front(DyingReplica(child.port, b'"done":true', replaced.port)).table) as front,
+    ):
+        front.state.phase = "ready"
+        *_, last = lines_of(front, "/api/chat", CHAT)
+        assert last["code"] == "engine_died"
+        assert lines_of(front, "/api/chat", CHAT)[-1]["done"], "the next answer is the new model's"
 
 
 class OnShelf(NamedTuple):
@@ -150,6 +162,8 @@ def test_an_answer_loads_its_model_and_the_lists_tell_of_it(on_shelf: OnShelf) -
     assert on_shelf.client.get("/api/ps").json() == {"models": []}
     found = on_shelf.post("/api/chat", **CHAT | {"model": "b:latest"}).json()
     assert (found["model"], found["done"], on_shelf.running) == ("b", True, ["b"])
+    assert 0 < found["load_duration"] < found["total_duration"]
+    assert on_shelf.post("/api/chat", **CHAT | {"model": "b"}).json()["load_duration"] == 0
     (loaded,) = on_shelf.client.get("/api/ps").json()["models"]
     assert (loaded["name"], loaded["size"], loaded["context_length"]) == ("b:latest", 7, 64)
     refused = on_shelf.post("/api/chat", **CHAT | {"model": "c"})

@@ -265,6 +265,8 @@ def test_a_part_is_asked_for_again_once_and_only_if_its_event_was_sent(
     lives, asked, expected, body = [*cuts, None], list[list[SentPart]](), list[list[SentPart]](), list[bytes]()
 
     class Living:
+        load_seconds = 0.0
+
         async def head(self, request: bytes) -> ResponseHead:
             head, _, content = request.partition(b"\r\n\r\n")
             (length,) = re.findall(rb"x-infer-sent: (\d+)", head)

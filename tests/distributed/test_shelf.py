@@ -293,6 +293,37 @@ def test_a_model_is_unloaded_on_request_after_its_last_answer_and_loaded_again(o
     on_shelf(check)
 
 
+def test_files_that_were_replaced_are_planned_again_before_their_model_is_loaded(
+    on_shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = dict.fromkeys(SIZES, 1)
+
+    def replace(name: str, num_bytes: int) -> None:
+        monkeypatch.setitem(SIZES, name, num_bytes)
+        versions[name] += 1
+
+    async def check(shelf: Shelf) -> None:
+        shelf._work = shelf._work._replace(version=lambda source: versions[source.name])
+        a, b = shelf.models["a"], shelf.models["b"]
+        await shelf.read_headers()
+        replace("a", 7)
+        await shelf.read_headers()
+        assert a.num_bytes == 6, "it is in memory, with the plan for its old files"
+        ended = asyncio.Event()
+        running = [asyncio.create_task(answer(shelf, "a", ended))]
+        await soon()
+        running.append(asyncio.create_task(answer(shelf, "b")))
+        await soon()
+        replace("b", 9)  # while it waits for room
+        ended.set()
+        await asyncio.gather(*running)
+        assert (b.num_bytes, FakeReplicas.running) == (9, ["b"]), "c is not left beside the larger b"
+        assert await answer(shelf, "a") == "a"
+        assert a.num_bytes == 7
+
+    on_shelf(check)
+
+
 # With processes
 
 

@@ -2,13 +2,14 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from infer.catalog.models_at_hand import folder_models, names_at_hand
 from infer.catalog.served_plan import plan_served
+from infer.checkpoint.file_versions import file_versions
 from infer.cli.model_loading import cache_values
 from infer.cli.option_checks import check_loading
 from infer.cli.serve_command import begin_logs, make_settings, page_url, url_of
@@ -42,7 +43,9 @@ def run_models(options: ServeOptions) -> int:
     share = budget // max(2, len(sources))
     listener = bind(settings)
     port = listener.getsockname()[1]
-    work = ShelfWork(partial(_plan, options, share), partial(_command, options, port), partial(_find, options))
+    work = ShelfWork(
+        partial(_plan, options, share), partial(_command, options, port), partial(_find, options), _version
+    )
     url = url_of(settings, port)
     write_notice(f"url      {url}/v1; the page is {page_url(url)}")
     write_notice(f"models   {', '.join(source.name for source in sources) or 'loaded on demand'}")
@@ -110,6 +113,10 @@ def _budget(options: ServeOptions) -> int:
     if available is None:
         raise InvalidRequestError("the memory of this machine is unknown: say with --memory what models may take")
     return int(_BUDGET_SHARE * available)
+
+
+def _version(source: ModelSource) -> Hashable:
+    return file_versions(source.path)
 
 
 def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_bytes: int) -> ModelPlan:

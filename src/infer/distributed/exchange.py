@@ -74,6 +74,7 @@ class Exchange:
         self._headers = list[tuple[bytes, bytes]]()
         self._chunks = list[bytes]()
         self._has_head = self._has_ended = False
+        self.load_seconds = 0.0  # for which the request waited until the other side was loaded
 
     # What the parser calls
 

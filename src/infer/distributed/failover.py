@@ -2,7 +2,8 @@
 
 If a replica dies, hangs, or reports that its engine has failed, the request is sent to another one. It includes the
 parts of the stream that the client has (`server.resumption`). The events are repeated byte by byte, and those that were
-sent are dropped. An answer that is not a stream is requested again from its beginning.
+sent are dropped. An answer that is not a stream is requested again from its beginning. If the model's files were
+replaced meanwhile, no stream is continued: its parts would be of two models.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -25,7 +26,15 @@ from infer.distributed.exchange import (
     request_bytes,
 )
 from infer.server.asking import while_connected
-from infer.server.call import CREATED_HEADER, ID_HEADER, KEY_NAME_HEADER, SENT_HEADER, call_of
+from infer.server.call import (
+    CREATED_HEADER,
+    FINGERPRINT_HEADER,
+    ID_HEADER,
+    KEY_NAME_HEADER,
+    LOAD_HEADER,
+    SENT_HEADER,
+    call_of,
+)
 from infer.server.endpoint import EVENTS, LINES
 from infer.server.http_errors import ENGINE_FAILED, ApiError
 from infer.server.resumption import FAILED, NOTE, SentPart, pack, read_note
@@ -36,7 +45,7 @@ _MOST_DEATHS = 3  # of replicas that have the same request: it may be what they 
 _FAILED_CODES = (ENGINE_FAILED, "failed")  # of a process whose engine has failed: it is about to end
 _NOT_HANDED_ON = HOP_BY_HOP | {
     *(b"authorization", b"x-api-key", b"x-request-id", b"content-length"),
-    *(KEY_NAME_HEADER, ID_HEADER, CREATED_HEADER, SENT_HEADER),
+    *(KEY_NAME_HEADER, ID_HEADER, CREATED_HEADER, SENT_HEADER, LOAD_HEADER),
 }
 _DIED = ApiError(
     503, "the engine's process died: it is started again", code="engine_died", headers={"Retry-After": "2"}
@@ -68,6 +77,7 @@ class Answering:
         self._sent = list[SentPart]()  # those of which the client has an event
         self._num_sent = 0  # events
         self._num_seen = 0  # of the replica that answers now
+        self._fingerprint: bytes | None = None  # of the model that began the stream
 
     async def response(self) -> Response:
         """Return the response.
@@ -99,7 +109,8 @@ class Answering:
             self._noted, self._num_seen = [], 0
             try:
                 async with self._replicas.exchange(self._asked.prompt) as exchange:
-                    head = await exchange.head(self._request_bytes())
+                    head = await exchange.head(self._request_bytes(exchange.load_seconds))
+                    fingerprint = _take_fingerprint(head)
                     if not _is_stream(head):
                         body = await exchange.body()
                         if head.status >= 500 and _code_of(body) in _FAILED_CODES:
@@ -110,8 +121,10 @@ class Answering:
                         yield body
                         return
                     if not has_head:
-                        has_head = True
+                        has_head, self._fingerprint = True, fingerprint
                         yield head
+                    elif fingerprint != self._fingerprint:
+                        raise _DIED
                     async with aclosing(exchange.events()) as arriving:
                         async for events in arriving:
                             has_failed = FAILED in events
@@ -146,7 +159,7 @@ class Answering:
                     found.append(event)
         return b"".join(found)
 
-    def _request_bytes(self) -> bytes:
+    def _request_bytes(self, load_seconds: float) -> bytes:
         scope, call = self._request.scope, self._call
         query: bytes = scope["query_string"]
         target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
@@ -157,6 +170,7 @@ class Answering:
             ID_HEADER: call.id,
             CREATED_HEADER: str(call.created),
             SENT_HEADER: str(len(packed)),
+            LOAD_HEADER: f"{load_seconds:.6f}",
         }
         kept = [(name, value) for name, value in scope["headers"] if name not in _NOT_HANDED_ON]
         headers = [*kept, *((name, value.encode()) for name, value in own.items())]
@@ -170,6 +184,13 @@ def _code_of(body: bytes) -> str | None:
         return found.code if isinstance(found.error, str) else found.error.code
     except msgspec.DecodeError:
         return None
+
+
+def _take_fingerprint(head: ResponseHead) -> bytes | None:
+    """Remove the fingerprint of the model from the headers, and return it."""
+    found = dict(head.headers).get(FINGERPRINT_HEADER)
+    head.headers[:] = [(name, value) for name, value in head.headers if name != FINGERPRINT_HEADER]
+    return found
 
 
 def _is_stream(head: ResponseHead) -> bool:

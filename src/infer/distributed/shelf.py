@@ -9,7 +9,7 @@ import asyncio
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -46,13 +46,15 @@ class ShelfWork(NamedTuple):
     """The work that a shelf leaves to others.
 
     `plan` reads a model's headers, and returns a plan within the given bytes. `command` returns the command of its
-    process, to which the descriptor of its socket is appended. `find` returns all models that are at hand now. `plan`
-    and `find` are called on other threads, and raise InferError.
+    process, to which the descriptor of its socket is appended. `find` returns all models that are at hand now.
+    `version` returns a value that changes with the model's files. All but `command` are called on other threads, and
+    raise InferError.
     """
 
     plan: Callable[[ModelSource, int], ModelPlan]
     command: Callable[[ModelSource, ModelPlan], Sequence[str]]
     find: Callable[[], Sequence[ModelSource]] = lambda: ()
+    version: Callable[[ModelSource], Hashable] = lambda source: None
 
 
 class _Ticket(NamedTuple):
@@ -119,10 +121,10 @@ class Shelf:
                 self._looked_at = time.monotonic()
 
     async def read_headers(self) -> None:
-        """Read the headers of all models whose headers were not read."""
+        """Read the headers of all models whose headers were not read, or whose files were replaced."""
         async with self._looking:  # a second request finds what the first one has read
             for model in list(self.models.values()):
-                if model.plan is None and model.failure is None:
+                if model.failure is None:
                     try:
                         await self._know(model)
                     except InferError as error:
@@ -268,13 +270,25 @@ class Shelf:
         return model.load_seconds + before + leaving + sum(each.load_seconds for each in loading)
 
     async def _know(self, model: ShelvedModel) -> None:
-        """Read the model's headers, unless they were read. Raises InferError if it cannot be loaded or never fits."""
+        """Read the model's headers, unless it is in memory, or they were read and its files are the same.
+
+        Raises InferError if it cannot be loaded or never fits.
+        """
         if model.phase == "failed":  # its files may be whole by now
             model.phase, model.failure, model.plan = "unloaded", None, None
-        if model.plan is None:
-            pinned = [each for each in self.models.values() if each.source.is_pinned and each is not model]
-            most_bytes = self.settings.budget - sum(each.num_bytes for each in pinned)
-            model.plan = await asyncio.to_thread(self._work.plan, model.source, most_bytes)
+        if not model.is_in_memory:
+            plan, version = await self._plan_of(model)
+            if not model.is_in_memory:
+                model.plan, model.version = plan, version
+
+    async def _plan_of(self, model: ShelvedModel) -> tuple[ModelPlan, Hashable]:
+        """Return the plan for the model's files as they are now, and their version."""
+        version = await asyncio.to_thread(self._work.version, model.source)
+        if model.plan is not None and version == model.version:
+            return model.plan, version
+        pinned = [each for each in self.models.values() if each.source.is_pinned and each is not model]
+        most_bytes = self.settings.budget - sum(each.num_bytes for each in pinned)
+        return await asyncio.to_thread(self._work.plan, model.source, most_bytes), version
 
     # Who goes on, who is loaded and who must go
 
@@ -334,7 +348,16 @@ class Shelf:
         self._begin(self._load(model))
 
     async def _load(self, model: ShelvedModel) -> None:
-        assert model.plan is not None
+        try:
+            model.plan, model.version = await self._plan_of(model)
+        except InferError as error:
+            model.fail(error)
+            self._pump()
+            return
+        if self.used_bytes > self.settings.budget:  # the files were replaced by larger ones
+            model.phase = "unloaded"
+            self._pump()
+            return
         await model.load(self._work.command(model.source, model.plan), self.settings.watchdog_seconds)
         if model.phase == "ready":  # a load serves all that waited for it, also those behind requests for other models
             for ticket in [each for each in self._waiting if each.model is model]:

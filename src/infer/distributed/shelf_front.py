@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -90,9 +91,12 @@ class ShelvedReplicas:
 
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
+        was_ready, asked_at = self._model.phase == "ready", time.monotonic()
         async with self._shelf.admitted(self._model, self._tenant) as replicas:
             self._on_admitted()
+            load_seconds = 0.0 if was_ready else time.monotonic() - asked_at
             async with replicas.exchange(prompt) as exchange:
+                exchange.load_seconds = load_seconds
                 yield exchange
 
     async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:

@@ -4,7 +4,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, NamedTuple, final
 
 from infer.distributed.replicas import Replicas
@@ -45,6 +45,7 @@ class ShelvedModel:
         self.source, self.own, self._on_failure = source, own, on_failure
         self.phase: ModelPhase = "unloaded"
         self.plan: ModelPlan | None = None  # None before its headers were read
+        self.version: Hashable = None  # of the files that the plan is for
         self.failure: Exception | None = None  # why it could not be loaded
         self.replicas: Replicas | None = None
         self.must_go = self.is_leaving = False  # for another model; because it was asked for

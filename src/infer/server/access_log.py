@@ -17,7 +17,16 @@ import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.server.call import CREATED_HEADER, ID_HEADER, KEY_NAME_HEADER, SENT_HEADER, Call, put_call
+from infer.server.call import (
+    CREATED_HEADER,
+    FINGERPRINT_HEADER,
+    ID_HEADER,
+    KEY_NAME_HEADER,
+    LOAD_HEADER,
+    SENT_HEADER,
+    Call,
+    put_call,
+)
 from infer.server.server_state import ServerState
 
 log, server_log = logging.getLogger("infer.access"), logging.getLogger("infer.server")
@@ -44,6 +53,8 @@ def with_calls(app: ASGIApp, state: ServerState) -> ASGIApp:
                 call.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = call.shown_id
+                if state.settings.is_child and state.loaded is not None:
+                    headers[FINGERPRINT_HEADER.decode()] = state.loaded.llm.system_fingerprint
                 if call.warnings:
                     headers["x-infer-warnings"] = _as_header(call.warnings)
             await send(message)
@@ -80,6 +91,7 @@ def _be_handed(call: Call, headers: Headers) -> None:
     if call_id := headers.get(ID_HEADER.decode()):
         call.id, call.created, call.is_noted = call_id, int(headers[CREATED_HEADER.decode()]), True
         call.num_sent_bytes = int(headers[SENT_HEADER.decode()])
+        call.load_seconds = float(headers.get(LOAD_HEADER.decode(), 0.0))
     else:
         call.is_probe = True
 

@@ -15,10 +15,11 @@ from infer.server.resumption import SentPart
 
 _KEY = "infer.call"
 NO_ROUTE = "none"
-# Of a request that comes from the process that clients talk to: who asks, the call's id and time, and how many bytes
-# before the body are what was sent of its stream.
+# Of a request that comes from the process that clients talk to: who asks, the call's id and time, how many bytes
+# before the body are what was sent of its stream, and for how many seconds it waited for its model to be loaded.
 KEY_NAME_HEADER, ID_HEADER = b"x-infer-key-name", b"x-infer-id"
-CREATED_HEADER, SENT_HEADER = b"x-infer-created", b"x-infer-sent"
+CREATED_HEADER, SENT_HEADER, LOAD_HEADER = b"x-infer-created", b"x-infer-sent", b"x-infer-load-seconds"
+FINGERPRINT_HEADER = b"x-infer-fingerprint"  # of an answer to that process: the model's, which no other model continues
 
 
 @final
@@ -32,6 +33,7 @@ class Call:
     route: str = NO_ROUTE  # the path as it stands in the table of routes
     received_at: float = field(default_factory=time.perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
+    load_seconds: float = 0.0  # for which it waited for its model, before `received_at`
     key_name: str = ""  # of the API key
     operation: str = ""  # such as "chat"; "" asks the model nothing
     model: str = ""  # the name that it is asked under
@@ -49,6 +51,11 @@ class Call:
     num_sent_bytes: int = 0  # before its body
     sent: Sequence[SentPart] = ()  # of its stream, by a process that died
     entry: Entry | None = None  # at the door
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the server received the request, with those for which it waited for its model."""
+        return self.load_seconds + time.perf_counter() - self.received_at
 
     @property
     def shown_id(self) -> str:

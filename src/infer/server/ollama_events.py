@@ -1,6 +1,5 @@
 """The answers of `/api/chat` and `/api/generate`, whole or as lines, and Ollama's errors."""
 
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, Self, final
@@ -146,8 +145,8 @@ class OllamaShape(ReplyFormat):
         return {
             "done": True,
             "done_reason": FINISH_REASONS[result.finish_reason],
-            "total_duration": nanoseconds(time.perf_counter() - self._call.received_at),
-            "load_duration": 0,
+            "total_duration": nanoseconds(self._call.seconds),
+            "load_duration": nanoseconds(self._call.load_seconds),
             "prompt_eval_count": result.prompt_tokens,
             "prompt_eval_duration": nanoseconds(timing.ttft_s),
             "eval_count": result.generated_tokens,

@@ -1,6 +1,5 @@
 """`/api/…`: Ollama's API. `distributed.shelf_ollama` has the lists of a server of several models."""
 
-import time
 from functools import partial
 from typing import Any
 
@@ -121,8 +120,8 @@ async def embed_texts(request: Request, state: ServerState, body: OllamaEmbedBod
         return OllamaVectors(
             model=call.model,
             embeddings=vectors.tolist(),
-            total_duration=nanoseconds(time.perf_counter() - call.received_at),
-            load_duration=0,
+            total_duration=nanoseconds(call.seconds),
+            load_duration=nanoseconds(call.load_seconds),
             prompt_eval_count=num_tokens,
         )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from infer.backends import cuda
 from infer.backends.cuda.activations import quantized
 from infer.backends.cuda.layouts import LAYOUTS
-from infer.backends.reference import dense
+from infer.backends.reference_parts import dense
 from infer.operands.weights import Norm, Projection, StoredWeight
 from random_weights import make_weight
 

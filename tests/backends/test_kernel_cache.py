@@ -18,6 +18,7 @@ from infer.backends.cpu import records, simd
 from infer.backends.cpu.compile import addresses, kernel_cache, linked_code
 from infer.backends.cpu.compile.compiler import _Library, compile_command, link
 from infer.backends.cpu.compile.kernel import Kernel
+from infer.backends.cpu.threads import thread_records
 from infer.backends.cpu.threads.worker_loop import publish
 from infer.errors import InferError
 from infer.system.status_line import StatusLine
@@ -149,7 +150,7 @@ def test_no_image_is_made_of_what_is_not_understood(made: tuple[str, bytes]) -> 
 
 @needs_images
 def test_an_image_with_an_unknown_symbol_is_not_loaded() -> None:
-    told = compile_command("publish", lambda: publish, records.FLAG)
+    told = compile_command("publish", lambda: publish, thread_records.FLAG)
     assert told.object_code is not None
     image = linked_code.try_make(told.object_code, told.symbol)
     assert image is not None

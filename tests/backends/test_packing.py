@@ -16,7 +16,7 @@ from infer.backends.cpu.threads.pool import set_num_threads
 from infer.backends.cpu.weights import prepare_weights as packing_by_rows
 from infer.backends.cpu.weights.packed_weight import PackedWeight, Pieces
 from infer.backends.cpu.workspace import matrix_bytes
-from infer.backends.reference import dense
+from infer.backends.reference_parts import dense
 from infer.model.load import make_rope_table
 from infer.operands.activation_values import Activations
 from infer.operands.mixers import Rope

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import LLM
-from infer.tokenizer.infill import kept_files
+from infer.tokenizer.infill import InfillMarks
 from served import Served, serving
 from test_session import make_model
 from tiny import Tiny, make_tiny
@@ -108,8 +108,10 @@ def test_an_editor_gets_the_text_between_two_texts(served: Served) -> None:
 
 
 def test_files_that_do_not_fit_are_left_out_the_first_ones_first(served: Served) -> None:
-    assert kept_files([[1] * 5, [2] * 3, [3] * 2], 5) == [2] * 3 + [3] * 2
-    assert kept_files([[1] * 5, [2] * 3, [3] * 2], 4) == [3] * 2
+    marks, files = InfillMarks(1, 2, 3, frozenset()), [("", text) for text in ("aaa", "b", "")]
+    for num_tokens, kept in ((10, b"b\n\n\n\n"), (9, b"\n\n"), (None, b"aaa\n\nb\n\n\n\n")):
+        prompt = marks.prompt("x", "y", files, lambda text: list(text.encode()), num_tokens)
+        assert prompt == [*kept, 1, *b"x", 2, *b"y", 3]
     extra = [{"text": name * 60} for name in "pq"]
     found = post(served, "/infill", **EDITOR | {"input_extra": extra})["prompt"]
     assert "p" not in found.replace("repo_name", "").replace("project", "").replace("file_sep", "").replace("fim_p", "")

@@ -170,15 +170,22 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     config |= _masks(values)
     if num_drafting:
         config["num_nextn_predict_layers"] = num_drafting
+    return config | _own_settings(values, config)
+
+
+def _own_settings(values: GGUFValues, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that only some architectures have."""
+    found = dict[str, Any]()
     if values.architecture in _27B_LAYERS:
-        is_27b = num_layers == _27B_LAYERS[values.architecture]
-        config["query_pre_attn_scalar"] = hidden_size // num_heads if is_27b else head_dim
+        is_27b = config["num_hidden_layers"] == _27B_LAYERS[values.architecture]
+        of_hidden = config["hidden_size"] // config["num_attention_heads"]
+        found["query_pre_attn_scalar"] = of_hidden if is_27b else config["head_dim"]
     if values.architecture in _OWN_SETTINGS:
-        config |= _OWN_SETTINGS[values.architecture](values, config)
+        found |= _OWN_SETTINGS[values.architecture](values, config | found)
     if values.architecture in _WITH_LOCAL_ROPE:
         default = config["rope_theta"] if values.architecture == "mellum" else _GEMMA3_LOCAL_BASE
-        config["rope_local_base_freq"] = values.real("rope.freq_base_swa", default=default)
-    return config
+        found["rope_local_base_freq"] = values.real("rope.freq_base_swa", default=default)
+    return found
 
 
 def _num_drafting_layers(values: GGUFValues) -> int:

@@ -42,8 +42,27 @@ class InfillMarks(NamedTuple):
             return [self.suffix, *after, self.prefix, *before]
         return [self.prefix, *before, self.suffix, *after, self.middle]
 
+    def prompt(
+        self,
+        before: str,
+        after: str,
+        files: Sequence[tuple[str, str]],
+        encode: Callable[[str], list[int]],
+        max_tokens: int | None,
+    ) -> list[int]:
+        """Return the prompt of two texts, after the last of some files if there is room for them."""
+        around, core, texts = [], self.around(encode(before), encode(after)), list[list[int]]()
+        if self.file is None:
+            texts = [encode(f"{text}\n\n") for _, text in files]
+        elif files:
+            around = [] if self.repository is None else [self.repository, *encode("project\n")]
+            core = [self.file, *encode("file\n"), *core]
+            texts = [[self.file, *encode(f"{name}\n{text}")] for name, text in files]
+        room = None if max_tokens is None else max_tokens - len(around) - len(core)
+        return around + _kept_files(texts, room) + core
 
-def kept_files(files: Sequence[Sequence[int]], room: int | None) -> list[int]:
+
+def _kept_files(files: Sequence[Sequence[int]], room: int | None) -> list[int]:
     """Return the ids of the last files that have at most `room` tokens together."""
     found = list[int]()
     for ids in reversed(files):

@@ -23,7 +23,7 @@ from infer.tokenizer.detokenizer import (
     read_decoding_rules,
 )
 from infer.tokenizer.gguf_vocabulary import END_NAMES
-from infer.tokenizer.infill import InfillMarks, find_marks, kept_files
+from infer.tokenizer.infill import InfillMarks, find_marks
 from infer.tokenizer.length_bound import Bound, make_length_bound
 from infer.tokenizer.pairs import EncodedPair, encode_pair
 from infer.tokenizer.special_tokens import SpecialTexts
@@ -242,19 +242,9 @@ class Tokenizer:
         """
         if self.infill_marks is None:
             raise InvalidRequestError("the model has no tokens to fill in text: continue a prompt instead")
-        first, last = (self._encode_plain(text) for text in (before, after))
-        marks, bos = self.infill_marks, [self.bos_token_id] if self.adds_bos and self.bos_token_id is not None else []
-        core = marks.around(first, last)
-        if not files:
-            return bos + core
-        if marks.file is None:
-            around, texts = [], [self._encode_plain(f"{text}\n\n") for _, text in files]
-        else:
-            around = [] if marks.repository is None else [marks.repository, *self._encode_plain("project\n")]
-            core = [marks.file, *self._encode_plain("file\n"), *core]
-            texts = [[marks.file, *self._encode_plain(f"{name}\n{text}")] for name, text in files]
-        num_others = len(bos) + len(around) + len(core)
-        return bos + around + kept_files(texts, None if max_tokens is None else max_tokens - num_others) + core
+        bos = [self.bos_token_id] if self.adds_bos and self.bos_token_id is not None else []
+        room = None if max_tokens is None else max_tokens - len(bos)
+        return bos + self.infill_marks.prompt(before, after, files, self._encode_plain, room)
 
     def _encode_plain(self, text: str) -> list[int]:
         return self.encode(text, False, parse_special=False) if text else []

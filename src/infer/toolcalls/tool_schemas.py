@@ -7,7 +7,8 @@ from typing import final
 from infer.errors import InvalidRequestError
 from infer.system.sized_cache import SizedCache
 from infer.toolcalls.answer_format import AnswerFormat
-from infer.toolcalls.answer_grammar import Rules, check_tool
+from infer.toolcalls.answer_grammar import check_tool
+from infer.toolcalls.argument_grammar import Rules
 from infer.toolcalls.loosening import Allowance, Loosened, Loosening, anything_for
 from infer.toolcalls.tools import Tool
 

@@ -46,7 +46,8 @@ from infer.backends.cpu.sampling.launch import choose_tokens
 from infer.backends.cpu.threads.dispatch_table import BARRIER, NO_BARRIER, Arguments
 from infer.backends.cpu.weights.packed_weight import PackedWeight
 from infer.backends.cpu.weights.prepare_weights import prepare
-from infer.backends.reference import attention_weights, normalize
+from infer.backends.reference_attention import attention_weights
+from infer.backends.reference_parts import normalize
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations
 from infer.operands.feed_forwards import Activation

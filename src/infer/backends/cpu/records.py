@@ -1,15 +1,13 @@
-"""Arguments of each command: plain records and sizes, apart from the code that reads them.
+"""Arguments of the ops' commands: plain records and sizes, apart from the code that reads them.
 
 A process that finds its kernels on disk needs only these. Neither this module nor the code that builds commands loads a
-compiler. Addresses and counts are int64.
+compiler. Addresses and counts are int64. The sampler's and the threads' records are beside their code.
 """
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from infer.request_limits import MAX_LOGPROBS
 
 
 def pointer(element: npt.DTypeLike) -> np.dtype[Any]:
@@ -361,150 +359,3 @@ EXCHANGE = np.dtype(
 )
 
 TRANSFER = np.dtype([("exchange", pointer(EXCHANGE)), ("stop", pointer(np.int64))])  # stop: what ends a multi-step
-
-# sampling
-
-SAMPLE_COLUMNS = {
-    "temperature": np.float32,
-    "top_k": np.int64,
-    "top_p": np.float64,
-    "log_min_p": np.float32,
-    "repetition_penalty": np.float32,
-    "repetition_window": np.int64,
-    "frequency_penalty": np.float32,
-    "presence_penalty": np.float32,
-    "temperature_last": np.uint8,
-    "seed": np.int64,
-    "num_prompt_tokens": np.int64,
-    "min_new_tokens": np.int64,
-    "history_slot": np.int64,
-    "mask_index": np.int64,
-    "top_logprobs": np.int64,
-    "logprobs_processed": np.uint8,
-    "bias_starts": np.int64,
-    "end_starts": np.int64,
-}
-SAMPLE_LISTS = {"bias_ids": np.int64, "biases": np.float64, "end_ids": np.int64}  # another selection has others
-SAMPLE_HISTORY = {"tokens": np.int32, "last": np.int32, "counts": np.int32, "lengths": np.int64}
-SAMPLE_SCRATCH = {
-    "maxima": np.float32,  # [rows, groups]
-    "ends": np.float32,  # [end ids]: logits of the ends that are banned
-    "found": np.int64,  # [rows, threads]: the best id of each thread's part, −1 for none
-    "scores": np.float32,  # [rows, threads]: its logit with noise
-    "totals": np.int64,  # [rows, threads]: sum of weights
-    "num_candidates": np.int64,  # [rows, threads]
-    "values": np.float32,  # [rows, padded vocab]: candidates, each thread's where its part begins
-    "ids": np.int32,
-    "weights": np.int64,
-    "scored": np.float32,  # [rows, padded vocab]: the logits whose log-probabilities are asked for
-    "peaks": np.float32,  # [rows, threads]: the largest of each thread's part; then, first, of the row
-    "ahead": np.int64,  # [rows, threads]: tokens of each thread's part that rank before the sampled one
-}
-LOGPROB = np.dtype(
-    [
-        ("logits", np.float32, MAX_LOGPROBS),  # the largest of the row, in the total order
-        ("ids", np.int32, MAX_LOGPROBS),
-        ("logit", np.float32),  # of the token that was sampled
-        ("largest", np.float32),
-        ("total", np.int64),  # sum of weights
-        ("rank", np.int64),
-    ]
-)
-_SAMPLE_ARRAYS = SAMPLE_COLUMNS | SAMPLE_LISTS | SAMPLE_HISTORY | SAMPLE_SCRATCH
-
-SAMPLE = np.dtype(
-    [
-        ("logits", pointer(np.float32)),  # [rows, row_stride]
-        ("row_stride", np.int64),
-        ("num_rows", np.int64),
-        ("starts", pointer(np.int64)),  # [rows]: where each row's logits begin, one line for each of its entries
-        ("entry", np.int64),  # which of them: 0, or the number of drafts before it
-        ("alive", pointer(np.int64)),  # [rows]: 0 where a row samples nothing (any more)
-        ("vocab", np.int64),
-        ("num_groups", np.int64),
-        ("group_vectors", np.int64),
-        ("padded", np.int64),  # groups × their size
-        ("mask_words", np.int64),
-        ("allowed", np.int64),  # int32 [lines of logits, mask_words], or 0
-        ("positions", pointer(np.int64)),  # [rows], of entry 0
-        ("position_offset", np.int64),  # added to them: a multi-step's are those of the tokens before
-        ("capacity", np.int64),  # of a history slot
-        ("prompt_lengths", pointer(np.int64)),  # [slots]
-        ("sampled", pointer(np.int64)),  # [rows]
-        *((name, pointer(type_)) for name, type_ in _SAMPLE_ARRAYS.items()),
-        ("masks", np.int64),  # int32 [masks, mask_words]
-        ("generated", pointer(np.int64)),  # [repeats or entries, rows]: what was sampled
-        ("logprobs", pointer(LOGPROB)),  # [repeats or entries, rows], of rows that ask for them; 0: none does
-        ("num_generated", np.int64),
-        ("stop", np.int64),  # 1: no more steps after this one
-        ("interrupt", pointer(np.int64)),  # which any thread sets: no more steps after this one; or 0
-        ("stop_ids", pointer(np.int64)),
-        ("num_stop_ids", np.int64),
-        ("ended", pointer(np.int64)),  # [rows]: rows that met a stop id
-        ("drafts", pointer(np.int64)),  # [rows, draft_stride]
-        ("draft_stride", np.int64),
-        ("num_drafts", pointer(np.int64)),  # [rows]
-        ("counts_sampled", pointer(np.int64)),  # [rows]: how many tokens a verified step gave
-        ("mask_ready", pointer(np.int64)),  # not 0 when another thread has filled `allowed`; or 0
-        ("after_step", np.int64),  # Python's, called after each step of several with the number so far, or 0
-        ("stamps", pointer(np.int64)),  # nanoseconds; of a multi-step the end of each forward and of the sampling after
-        # it, of a verified step the end of the forward, then of each entry
-    ]
-)
-
-# threads
-
-MAX_THREADS = 256
-
-ROW = np.dtype([("function", np.int64), ("arguments", np.int64), ("barrier", np.int64)])
-
-TABLE = np.dtype(
-    [
-        ("rows", pointer(ROW)),
-        ("num_rows", np.int64),
-        ("repeats", np.int64),  # how often to run the table
-        ("again", np.int64),  # the row at which every repeat but the first begins
-        ("stop", pointer(np.int64)),  # which a command sets to end the repeats, or 0
-        ("times", pointer(np.int64)),  # [num_rows]: cycles spent by thread 0 are added here, or 0
-        ("completed", np.int64),  # how often from the first row on, thanks to `stop` less than `repeats`
-        # Nanoseconds that thread 0 may wait, beyond its share of the time, before it goes on alone; 0: for ever.
-        ("patience", np.int64),
-        ("has_run", np.int64),  # 0: a signal came before it was its turn
-        ("began", np.int64),  # nanoseconds, as time.perf_counter_ns
-        ("ended", np.int64),
-    ]
-)
-
-FLAG = np.dtype([("is_set", WORD)])
-
-LINE_WORDS = 8  # of a cache line, in 8 bytes each: what threads write lies in lines of its own
-
-JOB = np.dtype(
-    [
-        ("generation", WORD),  # 512 × the number of runs so far + threads of the current one
-        ("pad0", np.int64, 7),
-        ("finished", WORD),  # workers that finished the current one
-        ("has_sleepers", WORD),  # 1: thread 0 may sleep until all have
-        ("pad1", np.int64, 6),
-        ("dispatch", np.int64),
-        ("arguments", np.int64),
-        ("state", np.int64),
-        ("owner", np.int64),  # the thread that runs a table, as threading.get_ident; 0: none
-        ("is_closed", WORD),
-        ("pad2", np.int64, 3),
-        (
-            "turn",
-            np.int64,
-            LINE_WORDS,
-        ),  # a semaphore, which the running thread holds, in a line of its own; a sem_t has 32 bytes
-        ("sleeping", np.int64, MAX_THREADS),
-        ("seen", np.int64, MAX_THREADS),  # the generation that a worker did last
-        ("is_served", np.int64, MAX_THREADS),  # 1: a worker has begun to do this thread's parts
-        ("semaphores", np.int64, (MAX_THREADS, LINE_WORDS)),  # in which workers sleep
-    ]
-)
-
-
-def records_by_name() -> dict[str, np.dtype[Any]]:
-    """Return every record of this module by its name. A request to a compiling process names the kernel's record."""
-    return {name: value for name, value in globals().items() if isinstance(value, np.dtype)}

@@ -14,11 +14,11 @@ from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PLANES, SPARE_TOKE
 from infer.backends.cpu.records import (
     CHUNK,
     GROUPS_PER_THREAD,
-    MAX_THREADS,
     SPLIT_TOKENS,
     attend_scratch_bytes,
     delta_net_scratch_bytes,
 )
+from infer.backends.cpu.threads.thread_records import MAX_THREADS
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.feed_forwards import Dense, Experts, PerLayerInput
 from infer.operands.limits import STATE_TOKENS

@@ -9,7 +9,7 @@ from infer.backends.cuda.embed import embed
 from infer.backends.cuda.packing import prepare
 from infer.backends.cuda.projection import head, norm_gate, norm_project, normalize, project_add
 from infer.backends.cuda.sampling.sampler import choose_tokens
-from infer.backends.reference import attention_weights
+from infer.backends.reference_attention import attention_weights
 
 __all__ = [
     "attend",

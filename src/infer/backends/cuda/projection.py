@@ -14,7 +14,7 @@ from infer.backends.cuda.layouts import PackedWeight
 from infer.backends.cuda.matmul import matmul
 from infer.backends.cuda.matvec import matvec, num_lanes
 from infer.backends.cuda.sampling.sampler import EXACT
-from infer.backends.reference import gated
+from infer.backends.reference_parts import gated
 from infer.operands.activation_values import Activations
 from infer.operands.feed_forwards import Activation
 from infer.operands.weights import Norm, Projection

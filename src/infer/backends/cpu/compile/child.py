@@ -11,8 +11,7 @@ import os
 import sys
 
 from infer.backends.cpu.compile.compiler import compile_command
-from infer.backends.cpu.compile.kernel import Kernel
-from infer.backends.cpu.records import records_by_name
+from infer.backends.cpu.compile.kernel import Kernel, records_by_name
 
 
 def main() -> None:

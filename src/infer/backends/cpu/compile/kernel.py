@@ -9,6 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
+
+from infer.backends.cpu import records
+from infer.backends.cpu.sampling import sample_records
+from infer.backends.cpu.threads import thread_records
+
 _PACKAGE = "infer.backends.cpu"
 
 
@@ -24,7 +30,7 @@ class Kernel:
 
     maker: str
     variant: tuple[str | int, ...] = ()
-    record: str = field(default="", compare=False)  # the name in `records` of what it reads
+    record: str = field(default="", compare=False)  # of its arguments, by its name in `records_by_name`
     reason: str = field(default="", compare=False)  # what in a model asks for it
 
     @property
@@ -50,3 +56,9 @@ class Kernel:
         made: Any = getattr(import_module(module, _PACKAGE), function)
         source: Callable[..., None] = made(*self.variant) if function.startswith("make_") else made
         return source
+
+
+def records_by_name() -> dict[str, np.dtype[Any]]:
+    """Return every record by its name. A request to a compiling process names the kernel's record."""
+    modules = (records, sample_records, thread_records)
+    return {name: value for each in modules for name, value in vars(each).items() if isinstance(value, np.dtype)}

@@ -11,7 +11,6 @@ from numba import njit
 
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.math_functions import exp_scalar
-from infer.backends.cpu.records import MAX_THREADS
 from infer.backends.cpu.sampling.exact_math import (
     at_least,
     at_least_i64,
@@ -49,6 +48,7 @@ from infer.backends.cpu.simd import (
     stack,
     store_f32,
 )
+from infer.backends.cpu.threads.thread_records import MAX_THREADS
 from infer.sampling import constants
 
 _MAX_NOISE = np.float32(constants.MAX_NOISE)

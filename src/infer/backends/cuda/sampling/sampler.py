@@ -94,22 +94,38 @@ def choose_by(
     choose_plain[(num_lines,)](
         batch, scores, score_ids, largests, token_ids, num_blocks, **blocks, **edits, num_warps=4, **EXACT
     )
+    found = Found(token_ids, largests, raw_largests, ends)
     if has_filters:
-        sums = scratch(num_blocks, dtype=torch.int64)
-        if columns.has_top_p:
-            weigh_blocks[num_blocks, num_lines](
-                batch, largests, sums, num_blocks, **blocks, **edits, num_warps=tiling.num_warps, **EXACT
-            )
-        gathered = scratch(tiling.capacity // tiling.chunk, dtype=torch.int32)
-        choose_filtered[(num_lines,)](
-            batch, largests, sums, maxima, gathered, token_ids, ends, num_blocks, **blocks,
-            CHUNK=tiling.chunk, CHUNKS=triton.next_power_of_2(num_chunks), CAPACITY=tiling.capacity, **edits,
-            LOGPROBS=records is not None, num_warps=tiling.filter_warps, **EXACT,
-        )  # fmt: skip
+        logprobs = {"LOGPROBS": records is not None}
+        _choose_filtered(tiling, batch, found, maxima, num_blocks, blocks | edits, logprobs, columns.has_top_p)
     if records is not None:
-        found = Found(token_ids, largests, raw_largests, ends)
         _record_logprobs(batch, found, records, num_lines, num_blocks, blocks | edits | {"FILTERS": has_filters})
     return token_ids
+
+
+def _choose_filtered(
+    tiling: Tiling,
+    batch: Batch,
+    found: Found,
+    maxima: Tensor,
+    num_blocks: int,
+    constants: dict[str, Any],
+    logprobs: dict[str, bool],
+    has_top_p: bool,
+) -> None:
+    """Choose the tokens of the lines with filters. `maxima` are the largest logits of all chunks."""
+    num_lines, num_chunks = maxima.shape
+    sums = torch.empty(num_lines, num_blocks, dtype=torch.int64, device=maxima.device)
+    if has_top_p:
+        weigh_blocks[num_blocks, num_lines](
+            batch, found.largests, sums, num_blocks, **constants, num_warps=tiling.num_warps, **EXACT
+        )
+    gathered = torch.empty(num_lines, tiling.capacity // tiling.chunk, dtype=torch.int32, device=maxima.device)
+    choose_filtered[(num_lines,)](
+        batch, found.largests, sums, maxima, gathered, found.token_ids, found.ends, num_blocks, **constants,
+        CHUNK=tiling.chunk, CHUNKS=triton.next_power_of_2(num_chunks), CAPACITY=tiling.capacity, **logprobs,
+        num_warps=tiling.filter_warps, **EXACT,
+    )  # fmt: skip
 
 
 def _record_logprobs(

@@ -9,8 +9,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gguf_files import (
     HEAD_DIM,
@@ -34,9 +32,8 @@ from gguf_files import (
 )  # fmt: skip
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.gguf import read_gguf
-from infer.checkpoint.lazy_weights import LazyWeights, in_half_order, read_weight
+from infer.checkpoint.lazy_weights import LazyWeights, read_weight
 from infer.errors import ModelFormatError
-from infer.operands.weights import StoredWeight
 from infer.quantization.ggml_blocks import dequantize
 from infer.quantization.ggml_types import BLOCK_TYPES, GGML_TYPES
 
@@ -201,26 +198,6 @@ def test_a_scale_that_no_matrix_can_have_is_refused_in_a_line(
         LazyWeights(open_checkpoint(tmp_path / "m.gguf").tensors)["model.layers.0.self_attn.q_proj.weight"].rows(0, 1)
 
 
-def test_weights_are_copies_and_cannot_change_the_file(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "m.gguf")
-    before = path.read_bytes()
-    file = read_gguf(path)
-    first, second = (read_weight(file.tensors["token_embd.weight"]).data for _ in range(2))
-    assert torch.equal(first, second)
-    first.zero_()
-    assert second.count_nonzero() > 0
-    assert path.read_bytes() == before
-
-
-def test_weights_are_read_though_the_file_lost_its_name(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "m.gguf")
-    tensors = read_gguf(path).tensors
-    path.unlink()
-    assert np.array_equal(
-        read_weight(tensors["token_embd.weight"]).data.numpy(), random_tensors("llama")["token_embd.weight"]
-    )
-
-
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"])
 def test_any_rows_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
     weight = LazyWeights(open_checkpoint(write_model(tmp_path / "m.gguf", "llama")).tensors)[name]
@@ -252,13 +229,6 @@ def test_a_llamas_q_and_k_come_out_in_the_order_of_hugging_face(tmp_path: Path, 
             assert np.array_equal(weight.data.numpy(), expected)
         bias = weights[f"model.layers.0.self_attn.{name}_proj.bias"]
         assert np.array_equal(bias.data.numpy(), original[f"blk.0.attn_{name}.bias"])
-
-
-@given(heads=st.integers(1, 6), half=st.integers(1, 5), columns=st.integers(1, 3))
-def test_undoing_llama_cpps_permutation_restores_any_shape(heads: int, half: int, columns: int) -> None:
-    original = np.arange(heads * half * 2 * columns, dtype=np.float32).reshape(-1, columns)
-    stored = StoredWeight("F32", original.shape, torch.from_numpy(permuted(original, heads).copy()))
-    assert np.array_equal(in_half_order(stored, heads).data.numpy(), original)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
@@ -318,12 +288,6 @@ def test_gemma_gets_what_its_file_does_not_say(tmp_path: Path) -> None:
     assert config["layer_types"] == ["sliding_attention"]
     assert (config["rope_local_base_freq"], config["sliding_window"]) == (10_000.0, 512)
     assert config["query_pre_attn_scalar"] == HEAD_DIM
-
-
-@pytest.mark.parametrize(("pattern", "expected"), [(1, "full_attention"), ([True], "sliding_attention")])
-def test_gemmas_pattern_is_read_where_a_file_has_it(tmp_path: Path, pattern: Any, expected: str) -> None:
-    path = write_model(tmp_path / "m.gguf", "gemma3", extend=lambda writer: writer.add_sliding_window_pattern(pattern))
-    assert open_checkpoint(path).config["layer_types"] == [expected]
 
 
 def test_sampling_defaults_come_under_hugging_faces_names(tmp_path: Path) -> None:

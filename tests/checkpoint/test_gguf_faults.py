@@ -4,16 +4,12 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-import gguf
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from gguf_files import (
     ONE,
     TWO,
     U32,
-    VOCAB,
     key_value,
     random_tensors,
     raw_file,
@@ -23,7 +19,6 @@ from gguf_files import (
     write_model,
 )  # fmt: skip
 from infer.checkpoint import open_checkpoint
-from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
 from processor_time import least_processor_seconds
 
@@ -190,58 +185,3 @@ def test_hyperparameters_out_of_range_are_refused(tmp_path: Path, key: str, valu
     path = write_model(tmp_path / "m.gguf", extend=lambda writer: writer.add_uint32(key, value))
     with pytest.raises(ModelError, match=reason):
         open_checkpoint(path)
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A small model with a vocabulary."""
-
-    def extend(writer: gguf.GGUFWriter) -> None:
-        writer.add_token_list([f"t{i}" for i in range(VOCAB)])
-        writer.add_token_scores([0.5] * VOCAB)
-        writer.add_add_bos_token(True)
-
-    return write_model(tmp_path_factory.mktemp("gguf") / "m.gguf", extend=extend).read_bytes()
-
-
-def read_everything(path: Path) -> None:
-    """Loads or raises ModelError, within a second."""
-
-    def read() -> None:
-        with suppress(ModelError):
-            for weight in LazyWeights(open_checkpoint(path).tensors).values():
-                assert weight.data.numel() > 0
-
-    assert least_processor_seconds(read, 1.0) < 1
-
-
-anywhere = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@anywhere
-@given(fraction=st.floats(0, 1, exclude_max=True))
-def test_a_file_truncated_anywhere_is_refused(good: bytes, tmp_path: Path, fraction: float) -> None:
-    path = tmp_path / "cut.gguf"
-    path.write_bytes(good[: int(fraction * len(good))])
-    with pytest.raises(ModelFormatError):
-        open_checkpoint(path)
-
-
-@anywhere
-@given(fraction=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
-def test_any_byte_of_the_header_may_change_without_another_exception(
-    good: bytes, tmp_path: Path, fraction: float, value: int
-) -> None:
-    header_bytes = len(good) - sum(values.nbytes for values in random_tensors("llama").values())
-    position = int(fraction * header_bytes)
-    path = tmp_path / "flipped.gguf"
-    path.write_bytes(good[:position] + bytes([value]) + good[position + 1 :])
-    read_everything(path)
-
-
-@anywhere
-@given(content=st.binary(max_size=200))
-def test_random_bytes_after_a_good_start_are_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "random.gguf"
-    path.write_bytes(raw_file(num_tensors=1, num_values=2) + content)
-    read_everything(path)

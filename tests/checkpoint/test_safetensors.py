@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 from torch import Tensor
 
@@ -364,30 +362,6 @@ def test_a_folder_without_weights_says_which_files_it_looked_for(tmp_path: Path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"has no weights: expected model\.safetensors or"):
         open_checkpoint(tmp_path)
-
-
-GOOD = save({"lm_head.weight": torch.ones(4, 4), "model.norm.weight": torch.ones(4).half()}, {"format": "pt"})
-HEADER_BYTES = len(GOOD) - 4 * 4 * 4 - 4 * 2
-anywhere = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@anywhere
-@given(size=st.integers(0, len(GOOD) - 1))
-def test_a_file_truncated_anywhere_is_refused(tmp_path: Path, size: int) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(GOOD[:size])
-    with pytest.raises(ModelFormatError):
-        open_checkpoint(tmp_path)
-
-
-@anywhere
-@given(position=st.integers(0, HEADER_BYTES - 1), value=st.integers(0, 255))
-def test_any_byte_of_the_header_may_change_without_another_exception(tmp_path: Path, position: int, value: int) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(GOOD[:position] + bytes([value]) + GOOD[position + 1 :])
-    with suppress(ModelError):
-        for weight in LazyWeights(open_checkpoint(tmp_path).tensors).values():
-            assert weight.data.numel() >= 0
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "hqq", None])

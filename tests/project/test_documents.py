@@ -45,7 +45,7 @@ def navigation(entry: Any) -> list[str]:
 def test_the_site_has_each_page_once_and_loads_nothing_from_other_hosts() -> None:
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
-    assert sorted(navigation(settings["nav"])) == sorted([*pages, "api.md"]), "mkdocs.yml has the navigation"
+    assert sorted(navigation(settings["nav"])) == sorted(pages), "mkdocs.yml has the navigation"
     assert settings["theme"]["font"] is False, "otherwise the theme loads Google's fonts"
     assert "://" not in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
@@ -63,12 +63,26 @@ def test_the_site_leads_links_out_of_the_documents_to_copies(monkeypatch: pytest
     assert led == "[a](../repository/README.md) [b](../python.md) c ![d](../page.png)"
 
 
-def test_the_page_of_the_api_has_each_exported_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diagram_becomes_a_part_of_its_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import site_hooks
 
-    headings = re.findall(r"^## (.*)$", site_hooks.api_page(), re.MULTILINE)
-    assert sorted(headings) == sorted(infer.__all__)
+    class Page:
+        class file:  # noqa: N801
+            src_uri = "dev/design.md"
+
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "diagrams").mkdir()
+    (tmp_path / "diagrams" / "a.svg").write_text("<svg>one</svg>\n")
+    monkeypatch.setattr(site_hooks, "DOCS", tmp_path)
+    drawn = site_hooks.on_page_markdown("before\n\n![Layers](../diagrams/a.svg)\n\n![b](../page.png)", Page)
+    assert '<figure role="img" aria-label="Layers">\n<svg>one</svg>\n</figure>' in drawn
+    assert "![b](../page.png)" in drawn
+
+
+def test_the_page_of_the_api_has_each_exported_name() -> None:
+    names = re.findall(r"^::: infer\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(names) == sorted(infer.__all__)
 
 
 def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -1,72 +1,105 @@
-"""The pages show what a command prints under `$ infer …`: to the letter, but for times and speeds."""
+"""The pages show what their commands and their Python print: to the letter, but for times and speeds.
+
+The examples of a page run in order in one folder. "Save it as `NAME`:" before a block, or `$ cat NAME`, is a file.
+The Python of a tutorial runs in one namespace. A block without a language that follows it is what it prints.
+"""
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+import infer
 from infer.cli import main, subcommands
+from infer.cli.command_options import BatchOptions, LoadOptions
+from infer.cli.model_loading import load_model
 from infer.llm import LLM
 
 ROOT = Path(__file__).parents[2]
-PAGES = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/command-line.md")]
-MEASURED = re.compile(r"[\d,]+(?:\.\d+)? (?:ms|s|tokens/sec)\b")
+TUTORIALS = [ROOT / "docs" / "tutorial.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "command-line.md", *TUTORIALS]
+MEASURED = re.compile(r"[\d,]+(?:\.\d+)? (?:ms|s|tokens/sec|rows/s|tok/s)\b")
+BLOCK = re.compile(
+    r"(?:as `(?P<file>[\w.-]+)`[^\n]*:\n\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
 
 
-class Shown(NamedTuple):
-    command: str
-    output: tuple[str, ...]
+class Example(NamedTuple):
+    kind: str  # "file", "command" or "python"
+    source: str
+    output: str = ""
+    name: str = ""
 
 
-def blocks() -> Iterator[list[Shown]]:
-    text = "\n".join(PAGES)
-    for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-        parts = re.split(r"^\$ (.*)\n", block, flags=re.MULTILINE)[1:]
-        if parts:
-            yield [Shown(parts[i], tuple(parts[i + 1].splitlines())) for i in range(0, len(parts), 2)]
-
-
-def commands_that_can_run() -> Iterator[tuple[dict[str, str], Shown]]:
-    """Yield the commands that show an output and name only files whose text is shown before, with these files."""
-    for block in blocks():
-        files: dict[str, str] = {}
-        for shown in block:
-            words = shlex.split(shown.command)
-            named = [words[i + 1] for i, word in enumerate(words) if word in ("--prompt-file", "--json-schema", "-f")]
-            named += [word for word in words if word.endswith(".gguf")]
+def examples_of(page: Path) -> Iterator[Example]:
+    """Yield the files of a page, its commands with an output, and a tutorial's Python, in their order."""
+    blocks = list(BLOCK.finditer(page.read_text(encoding="utf-8")))
+    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+        prompts = re.split(r"^\$ (.*)\n", block["text"], flags=re.MULTILINE)[1:]
+        shown = [*zip(prompts[::2], prompts[1::2], strict=True)]
+        if block["file"]:
+            yield Example("file", block["text"], name=block["file"])
+        elif block["language"] == "python" and page in TUTORIALS:
+            is_output = after and not after["language"] and "$ " not in after["text"] and _adjoin(block, after)
+            yield Example("python", block["text"], after["text"] if after and is_output else "")
+        for command, output in shown:
+            words = shlex.split(command, comments=True)
             if words[0] == "cat":
-                files[words[1]] = "\n".join(shown.output) + "\n"
-            elif words[0] == "infer" and shown.output and set(named) <= files.keys():
-                yield dict(files), shown
+                yield Example("file", output, name=words[1])
+            elif words[0] == "infer" and output:
+                yield Example("command", command, output)
 
 
-RUN = list(commands_that_can_run())
+def _adjoin(block: re.Match[str], after: re.Match[str]) -> bool:
+    return not block.string[block.end() : after.start()].strip()
 
 
-def test_the_pages_show_outputs() -> None:
-    assert len(RUN) >= 4
+def input_files(command: str) -> set[str]:
+    """Return the names of the files that a command reads."""
+    words = shlex.split(command, comments=True)
+    named = {words[i + 1] for i, word in enumerate(words) if word in ("--prompt-file", "--json-schema", "-f")}
+    inputs = words[:-1] if words[1] == "batch" else words
+    return named | {word for word in inputs if word.endswith((".gguf", ".jsonl"))}
 
 
-@pytest.mark.parametrize(("files", "shown"), RUN, ids=[shown.command[:50] for _, shown in RUN])
-def test_a_page_shows_what_the_command_prints(
-    files: dict[str, str],
-    shown: Shown,
-    llm: LLM,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def lines_of(text: str) -> list[str]:
+    return [MEASURED.sub("#", line.rstrip()) for line in text.strip("\n").splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_a_page_shows_what_its_examples_print(
+    page: Path, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(subcommands, "load_model", lambda options: llm)
+    shared: Callable[..., LLM] = lambda model, **settings: LLM(model, **settings) if settings else llm  # noqa: E731
+    monkeypatch.setattr(subcommands, "load_model", lambda given: load_model(given) if needs_own_model(given) else llm)
     monkeypatch.chdir(tmp_path)
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    main(shlex.split(shown.command)[1:])
-    printed = capsys.readouterr()
-    lines = (printed.out or printed.err).splitlines()
-    assert [MEASURED.sub("#", line) for line in lines] == [MEASURED.sub("#", line) for line in shown.output]
+    namespace: dict[str, Any] = {"__name__": "__page__"}
+    num_run = 0
+    for kind, source, output, name in examples_of(page):
+        capsys.readouterr()
+        if kind == "file":
+            (tmp_path / name).write_text(source)
+        elif kind == "python":
+            with monkeypatch.context() as patched:
+                patched.setattr(infer, "LLM", shared, raising=False)
+                exec(compile(source, page.name, "exec"), namespace)
+            num_run += 1
+            if output:
+                assert lines_of(capsys.readouterr().out) == lines_of(output), source
+        elif all((tmp_path / each).exists() for each in input_files(source)):
+            main(shlex.split(source, comments=True)[1:])
+            printed, num_run = capsys.readouterr(), num_run + 1
+            assert lines_of(printed.out or printed.err) == lines_of(output), source
+    assert num_run or page.name in {"README.md", "editors-and-agents.md"}
+
+
+def needs_own_model(options: LoadOptions) -> bool:
+    """Return True if a command has settings of its own, or closes its model."""
+    settings = options.kv_type, options.eviction_policy, options.max_seq_len
+    return isinstance(options, BatchOptions) or settings != ("auto", "none", None)
 
 
 @pytest.fixture(scope="module")

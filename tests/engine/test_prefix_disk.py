@@ -207,7 +207,12 @@ def test_a_server_counts_what_came_from_disk(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [([], 8 * 10**9), (["--prefix-disk", "1.5GiB"], 3 << 29), (["--prefix-disk", "0"], 0), (["--api-key-file", "F"], 0)],
+    [
+        ([], 8 * 10**9),
+        (["--prefix-disk", "1.5GiB"], 3 << 29),
+        (["--prefix-disk", "0"], 0),
+        (["--api-key-file", "F"], 0),
+    ],
 )
 def test_a_server_keeps_prefixes_unless_it_has_keys(
     arguments: list[str], expected: int, monkeypatch: pytest.MonkeyPatch

@@ -79,6 +79,7 @@ class Engine:
         self._queue, self._drafting = Queue(weights), Drafting(drafter)
         self._open_slots: Slots | None = Slots(runner, self._queue, self._drafting.release)
         self._sequences: dict[Sequence, None] = {}  # being answered, in the order in which they were submitted
+        self._loading: dict[Sequence, None] = {}  # those that wait for pages from disk
         self._watched: dict[Sequence, None] = {}  # those that may time out, or are cancelled by an event
         self._leaving: dict[Sequence, None] = {}  # those that may be finished
         self._taking_part: dict[Sequence, None] = {}  # in the step, and those that have just ended
@@ -120,8 +121,9 @@ class Engine:
         """Let a sequence take part in the steps until it is finished; with a lease, at its slot."""
         self._queue.join(sequence, lease)
         self._sequences[sequence] = None
-        if not self._loads_prefix(sequence):
-            self._slots.waiting[sequence] = None
+        if self._loads_prefix(sequence):
+            self._loading[sequence] = None
+        self._want_slot(sequence)
         self._leaving[sequence] = None  # it may have been cancelled before
         if sequence.request.timeout is not None or sequence.request.cancel is not None:
             self._watched[sequence] = None
@@ -141,7 +143,13 @@ class Engine:
 
     def _prefix_loaded(self, sequence: Sequence, num_in_memory: int | None) -> None:
         sequence.num_in_memory = num_in_memory
-        if sequence in self._sequences and not (sequence.has_slot or sequence.is_paused):
+        self._loading.pop(sequence, None)
+        self._want_slot(sequence)
+
+    def _want_slot(self, sequence: Sequence) -> None:
+        """Let a sequence wait for a slot, unless it has one, pauses, or waits for pages from disk first."""
+        is_held_up = sequence.is_paused or sequence in self._loading
+        if sequence in self._sequences and not (sequence.has_slot or is_held_up):
             self._slots.waiting[sequence] = None
 
     def listen(self) -> None:
@@ -165,8 +173,7 @@ class Engine:
     def proceed(self, sequence: Sequence) -> None:
         """Compute a paused sequence again."""
         sequence.set_paused(is_paused=False)
-        if sequence in self._sequences and not sequence.has_slot:
-            self._slots.waiting[sequence] = None
+        self._want_slot(sequence)
 
     def change(self, lease: Lease, change: Callable[[int], _Found]) -> _Found:
         """Return `change(slot)` of the lease's slot. It must keep `lease.token_ids` correct.
@@ -211,7 +218,8 @@ class Engine:
         for sequence in self._sequences:
             sequence.end()
         self._drafting.clear()
-        for group in (self._sequences, self._slots.waiting, self._watched, self._leaving, self._taking_part):
+        waiting = self._slots.waiting, self._loading
+        for group in (self._sequences, *waiting, self._watched, self._leaving, self._taking_part):
             group.clear()
 
     def recover(self) -> None:
@@ -220,7 +228,7 @@ class Engine:
         self._slots.reset()
         for sequence in self._sequences:
             sequence.restart()
-        self._slots.waiting.update((each, None) for each in self._sequences if not each.is_paused)
+            self._want_slot(sequence)
         self._slot_params = SlotParams(self.runner)
         self._filler = MaskFiller(self.runner.model.backend)
 

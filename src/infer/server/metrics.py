@@ -219,10 +219,10 @@ def _settings_families(host: Any) -> Iterator[Any]:
     yield GaugeMetricFamily("infer:threads", "Threads to compute with.", host.num_threads)
     if host.engine_if_any is None:
         return
-    if (prefixes := host.engine_if_any.prefixes) is not None:
-        stored, refused = prefixes.counts.bytes_stored, prefixes.counts.files_refused
-        yield CounterMetricFamily("infer:prefix_disk_stored_bytes_total", "Bytes of prefixes written to disk.", stored)
-        yield CounterMetricFamily("infer:prefix_disk_refused_total", "Damaged files that were removed.", refused)
+    prefixes = host.engine_if_any.prefixes
+    stored, refused = (0, 0) if prefixes is None else (prefixes.counts.bytes_stored, prefixes.counts.files_refused)
+    yield CounterMetricFamily("infer:prefix_disk_stored_bytes_total", "Bytes of prefixes written to disk.", stored)
+    yield CounterMetricFamily("infer:prefix_disk_refused_total", "Damaged files that were removed.", refused)
     cache = host.settings.cache
     labels = {
         "page_tokens": str(cache.page_tokens),

@@ -11,6 +11,8 @@ from encoder_models import with_fused_qkv
 
 ARCHITECTURES = {
     "bert": "bert",
+    "distilbert": "bert",
+    "electra": "bert",
     "roberta": "bert",
     "xlm-roberta": "bert",
     "nomic_bert": "nomic-bert",
@@ -33,6 +35,14 @@ _PARTS = {
     "intermediate.dense": "ffn_up",
     "output.dense": "ffn_down",
     "output.LayerNorm": "layer_output_norm",
+    "attention.q_lin": "attn_q",
+    "attention.k_lin": "attn_k",
+    "attention.v_lin": "attn_v",
+    "attention.out_lin": "attn_output",
+    "sa_layer_norm": "attn_output_norm",
+    "ffn.lin1": "ffn_up",
+    "ffn.lin2": "ffn_down",
+    "output_layer_norm": "layer_output_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "attn_output_norm",
     "post_mlp_layernorm": "layer_output_norm",
@@ -87,14 +97,17 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _settings(config: Any, pooling: int) -> dict[str, Any]:
-    positions, eps = config.max_position_embeddings, getattr(config, "layer_norm_eps", None)
+    positions, eps = (
+        config.max_position_embeddings,
+        getattr(config, "layer_norm_eps", getattr(config, "norm_eps", 1e-12)),
+    )
     found = {
         "block_count": config.num_hidden_layers,
         "context_length": positions - (2 if "roberta" in config.model_type else 0),
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.layer_norm_epsilon": config.norm_eps if eps is None else eps,
+        "attention.layer_norm_epsilon": eps,
         "attention.causal": False,
         "pooling_type": pooling,
     }
@@ -118,7 +131,7 @@ def _tensors(model: Any) -> dict[str, Tensor]:
         if name.startswith("embeddings.position_embeddings") and "roberta" in model.config.model_type:
             tensor = tensor[2:]
         module, _, kind = name.rpartition(".")
-        at, layer = "", module.removeprefix("encoder.")
+        at, layer = "", module.removeprefix("encoder.").removeprefix("transformer.")
         if layer.startswith(("layer.", "layers.")):
             _, index, layer = layer.split(".", 2)
             at = f"blk.{index}."

@@ -37,6 +37,8 @@ ENCODERS = (
     Encoder("bert", "bert", {"max_position_embeddings": CONTEXT}),
     Encoder("bert-odd", "bert", {"max_position_embeddings": CONTEXT, "hidden_size": 60, "hidden_act": "gelu_new"}),
     Encoder("bert-relu", "bert", {"max_position_embeddings": CONTEXT, "hidden_act": "relu", "type_vocab_size": 3}),
+    Encoder("distilbert", "distilbert", {"max_position_embeddings": CONTEXT, "hidden_dim": 112}),
+    Encoder("electra", "electra", {"max_position_embeddings": CONTEXT, "embedding_size": 96}),
     Encoder("roberta", "roberta", {"max_position_embeddings": CONTEXT + 2, "type_vocab_size": 1}),
     Encoder("xlm-roberta", "xlm-roberta", {"max_position_embeddings": CONTEXT + 2, "layer_norm_eps": 1e-5}),
     Encoder("nomic", "nomic_bert", {"max_position_embeddings": CONTEXT}),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 from byte_tokenizer import EOS
 from embedding_model import CONTEXT, PROMPTS, make_embedding_model
 from infer import LLM, AsyncLLM, InvalidRequestError, ModelError
+from infer.checkpoint.text_prompts import DEFAULT_KEY, NAMES_KEY, TEXTS_KEY, prompts_from_gguf
 from infer.errors import TruncationWarning
 from served import Served, serving
 
@@ -176,6 +178,21 @@ def test_what_cannot_be_embedded_is_one_line(llm: LLM, texts: Any, options: Any,
     with pytest.raises(InvalidRequestError, match=message) as caught:
         llm.embed(texts, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "texts", "default", "message"),
+    [
+        (["query"], ["a", "b"], None, "key 'infer.prompts.texts': expected 1 texts, as names, got 2"),
+        (["query"], "a", None, "key 'infer.prompts.texts': expected a list of texts"),
+        ([1], ["a"], None, "key 'infer.prompts.names': expected a list of texts"),
+        (["query"], ["a"], "text", "key 'infer.prompts.default': 'text' is no name of a prompt"),
+    ],
+)
+def test_broken_prompts_of_a_gguf_file_name_the_key(names: Any, texts: Any, default: Any, message: str) -> None:
+    metadata = {NAMES_KEY: names, TEXTS_KEY: texts, DEFAULT_KEY: default}
+    with pytest.raises(ModelError, match=re.escape(message)):
+        prompts_from_gguf(Path("model.gguf"), metadata)
 
 
 @pytest.mark.parametrize(

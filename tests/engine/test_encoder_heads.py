@@ -21,8 +21,8 @@ from infer.errors import ContextLengthError, TruncationWarning, UnsupportedModel
 from served import serving
 
 LABELS = ("bad", "so-so", "good")
-NAMES = ("bert", "roberta", "xlm-roberta", "nomic", "modernbert", "modernbert-biased")
-WITH_TYPES = ("bert", "nomic")
+NAMES = ("bert", "distilbert", "electra", "roberta", "xlm-roberta", "nomic", "modernbert", "modernbert-biased")
+WITH_TYPES = ("bert", "electra", "nomic")
 QUERY, DOCUMENTS = SENTENCES[0], [*SENTENCES[1:6], "", SENTENCES[1]]
 TEXTS = [*SENTENCES[:4], "", " ".join(SENTENCES * 3)]
 PAIRS = [(QUERY, each) for each in DOCUMENTS]

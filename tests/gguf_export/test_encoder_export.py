@@ -47,12 +47,27 @@ def add_modules(folder: Path, pooling: str, *sizes: int) -> None:
         save_file({"linear.weight": torch.randn(rows, columns)}, folder / path / "model.safetensors")
 
 
-@pytest.mark.parametrize(("name", "pooling"), [("bert", "mean_tokens"), ("xlm-roberta", "cls_token")])
-def test_an_exported_encoder_has_the_vectors_of_the_folder(tmp_path: Path, name: str, pooling: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "pooling"), [("bert", "mean_tokens"), ("distilbert", "mean_tokens"), ("xlm-roberta", "cls_token")]
+)
+def test_an_exported_encoder_has_the_vectors_and_prompts_of_the_folder(tmp_path: Path, name: str, pooling: str) -> None:
     add_modules(make_folder(tmp_path, name, None), pooling)
+    if name != "distilbert":
+        path, own = tmp_path / "1_Pooling" / "config.json", {"include_prompt": name == "bert"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | own))
+        prompts = {"prompts": {"query": "search: ", "text": ""}, "default_prompt_name": "query"}
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     path = write(export_plan(open_checkpoint(tmp_path)), tmp_path / "model.gguf")
     with LLM(tmp_path) as folder, LLM(path) as file:
-        assert torch.equal(folder.embed(SENTENCES), file.embed(SENTENCES))
+        assert folder.prompt_names == file.prompt_names
+        for prompt in (None, *folder.prompt_names):
+            assert torch.equal(folder.embed(SENTENCES, prompt_name=prompt), file.embed(SENTENCES, prompt_name=prompt))
+
+
+@pytest.mark.parametrize("name", ["distilbert", "electra"])
+def test_a_classifier_whose_activation_gguf_cannot_say_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="cannot say that the layers of its classifier are"):
+        network_plan(open_checkpoint(make_folder(tmp_path, name, LABELS)))
 
 
 def test_an_exported_classifier_has_the_labels_of_the_folder(tmp_path: Path) -> None:
@@ -84,9 +99,10 @@ def test_the_pooling_and_dense_layers_of_a_decoder_are_exported(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("make", [make_reranker_model, make_logit_score], ids=["qwen3", "logit score"])
-def test_an_exported_reranker_scores_as_the_folder(tmp_path: Path, make: Callable[[Path], Any]) -> None:
+def test_an_exported_reranker_scores_as_the_folder(tmp_path: Path, make: Callable[..., Any]) -> None:
     source = tmp_path / ("Qwen3-Reranker-0.6B" if make is make_reranker_model else "ranker")
-    make(source)
+    prompts = {"prompts": {"judge": "Is it about it?"}, "default_prompt_name": "judge"}
+    make(source, **({} if make is make_reranker_model else prompts))
     cut_words(source)
     plan = export_plan(open_checkpoint(source))
     assert ("tokenizer.chat_template.rerank" in plan.values) == (make is make_reranker_model)

@@ -228,6 +228,7 @@ def test_more_tokens_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
         ("bert", {"is_decoder": True}, "is_decoder"),
         ("bert", {"hidden_act": "mish"}, "hidden_act 'mish'"),
         ("bert", {"num_attention_heads": 5}, "multiple of num_attention_heads=5"),
+        ("electra", {"embedding_size": 64}, "embedding_size=64.* must be hidden_size, 96"),
         ("roberta", {"pad_token_id": 0}, "pad_token_id=0"),
         ("roberta", {"max_position_embeddings": 2}, "must be more than 2, got 2"),
         ("nomic", {"prenorm": True}, "prenorm=True"),

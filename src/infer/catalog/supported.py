@@ -50,6 +50,8 @@ SUPPORTED = (
     SupportedModels("muse_glimmer_text", "Muse-Glimmer (text, also inside the multimodal models)"),
     SupportedModels("seed_oss", "Seed-OSS"),
     SupportedModels("bert", "BERT (all-MiniLM, bge, e5, gte): encoders, which embed"),
+    SupportedModels("distilbert", "DistilBERT (multi-qa-distilbert): encoders, which embed"),
+    SupportedModels("electra", "ELECTRA (ms-marco-electra-base): encoders, which embed and rank"),
     SupportedModels("roberta", "RoBERTa: encoders, which embed"),
     SupportedModels("xlm-roberta", "XLM-RoBERTa (bge-m3, multilingual-e5): encoders, which embed"),
     SupportedModels("nomic_bert", "Nomic-BERT (nomic-embed-text v1.5): encoders, which embed"),

@@ -39,7 +39,7 @@ from infer.checkpoint.safetensors import read_safetensors_folder
 from infer.checkpoint.stacked_experts import PLAIN, StackOrder, with_joined_scales
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.checkpoint.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
-from infer.checkpoint.text_prompts import TextPrompts, prompts_from_folder
+from infer.checkpoint.text_prompts import TextPrompts, prompts_from_folder, prompts_from_gguf
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.quantization.ggml_types import FLOAT_TYPES
 from infer.system.open_file import OpenFile
@@ -162,7 +162,8 @@ def _open_gguf(path: Path) -> Checkpoint:
     classifier = classifier_from_gguf(path, file.metadata, tensors)
     reranker = reranker_from_gguf(path, file.metadata, tensors, classifier)
     own = config, file.metadata, tensors, generation_config_from_gguf(file), file.files
-    return Checkpoint(file.path, *own, embedding, TextPrompts(), reranker, classifier)
+    prompts = prompts_from_gguf(path, file.metadata)
+    return Checkpoint(file.path, *own, embedding, prompts, reranker, classifier)
 
 
 def _with_paired_rows(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:

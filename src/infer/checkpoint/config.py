@@ -43,7 +43,7 @@ _SAME_NAMES = frozenset(
 _ARCHITECTURES = {ours: theirs for theirs, ours in {**_WITH_WINDOWS, **_MODEL_TYPES}.items()}
 _ARCHITECTURES |= {"mixtral": "llama", "gemma3_text": "gemma3", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe"}
 _ARCHITECTURES |= dict.fromkeys(("gemma4", "gemma4_unified", "gemma4_unified_text"), "gemma4")
-_ARCHITECTURES |= {"bert": "bert", "roberta": "bert", "xlm-roberta": "bert"}
+_ARCHITECTURES |= dict.fromkeys(("bert", "distilbert", "electra", "roberta", "xlm-roberta"), "bert")
 _ARCHITECTURES |= {"nomic_bert": "nomic-bert", "modernbert": "modern-bert"}
 _ARCHITECTURES |= {"gemma3": "gemma3", "llama4": "llama4", "muse_glimmer": "muse-glimmer"}
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size

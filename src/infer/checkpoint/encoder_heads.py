@@ -1,7 +1,7 @@
 """Heads of encoders that label texts: the layers after the state of the first token, or after the mean of all states.
 
-BERT has a dense layer, tanh and the labels' layer. RoBERTa has the same under other names, and ModernBERT has an
-activation and a norm in between.
+BERT has a dense layer, tanh and the labels' layer. RoBERTa has the same under other names. ELECTRA and DistilBERT have
+GELU and ReLU instead of tanh, and ModernBERT has an activation and a norm in between.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -46,8 +46,12 @@ def take_encoder_head(
             raise UnsupportedModelError(f"{folder.name}: {name!s:.80} does not label texts: take a model {_OF_TEXTS}")
     if is_roberta:
         _check_all(folder, tensors, "classifier.dense.weight")
-        return (take_dense(tensors, "classifier.dense"), "tanh", take_dense(tensors, "classifier.out_proj")), "cls"
+        activation: ActivationName = "gelu" if config.get("model_type") == "electra" else "tanh"
+        return (take_dense(tensors, "classifier.dense"), activation, take_dense(tensors, "classifier.out_proj")), "cls"
     labels = take_dense(tensors, "classifier")
+    if config.get("model_type") == "distilbert":
+        _check_all(folder, tensors, "pre_classifier.weight")
+        return (take_dense(tensors, "pre_classifier"), "relu", labels), "cls"
     if config.get("model_type") != "modernbert":
         _check_all(folder, tensors, "pooler.dense.weight")
         return (take_dense(tensors, "pooler.dense"), "tanh", labels), "cls"

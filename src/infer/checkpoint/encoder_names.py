@@ -7,15 +7,16 @@ from typing import Any
 from infer.checkpoint.fused_tensors import rows_between
 from infer.checkpoint.tensor_info import TensorInfo
 
-ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "nomic_bert", "modernbert"})
+ENCODERS = frozenset({"bert", "distilbert", "electra", "roberta", "xlm-roberta", "nomic_bert", "modernbert"})
 _PADDED = {"roberta": 2, "xlm-roberta": 2}  # rows of the table of positions before that of a text's first token
 
-# Of BERT and RoBERTa, then of Nomic's BERT (published files, then transformers' class), then of ModernBERT.
+# Of BERT, ELECTRA, RoBERTa; of DistilBERT; of Nomic's BERT (published files, then transformers' class); of ModernBERT.
+_MODELS = "bert|distilbert|electra|nomic_bert|roberta|model"
 _PARTS = tuple(
     (re.compile(pattern), ours)
     for pattern, ours in (
-        (r"^(bert|nomic_bert|roberta|model)\.(?=(embeddings|encoder|layers|final_norm|emb_ln|pooler)\b)", ""),
-        (r"^(encoder\.)?layers?\.([0-9]+)\.", r"model.layers.\2."),
+        (rf"^({_MODELS})\.(?=(embeddings|encoder|transformer|layers|final_norm|emb_ln|pooler)\b)", ""),
+        (r"^((encoder|transformer)\.)?layers?\.([0-9]+)\.", r"model.layers.\3."),
         (r"^(model\.layers\.[0-9]+\.)attention\.self\.(query|key|value)\.", r"\1self_attn.\2."),
         (r"\.self_attn\.query\.", ".self_attn.q_proj."),
         (r"\.self_attn\.key\.", ".self_attn.k_proj."),
@@ -25,6 +26,12 @@ _PARTS = tuple(
         (r"\.intermediate\.dense\.", ".mlp.up_proj."),
         (r"^(model\.layers\.[0-9]+\.)output\.dense\.", r"\1mlp.down_proj."),
         (r"^(model\.layers\.[0-9]+\.)output\.LayerNorm\.", r"\1post_mlp_norm."),
+        (r"\.attention\.([qkv])_lin\.", r".self_attn.\1_proj."),
+        (r"\.attention\.out_lin\.", ".self_attn.o_proj."),
+        (r"\.sa_layer_norm\.", ".post_attention_norm."),
+        (r"\.ffn\.lin1\.", ".mlp.up_proj."),
+        (r"\.ffn\.lin2\.", ".mlp.down_proj."),
+        (r"\.output_layer_norm\.", ".post_mlp_norm."),
         (r"\.attn\.Wqkv\.", ".self_attn.qkv_proj."),
         (r"\.attn\.(out_proj|Wo)\.", ".self_attn.o_proj."),
         (r"\.mlp\.fc11\.", ".mlp.up_proj."),
@@ -44,8 +51,10 @@ _PARTS = tuple(
         (r"(LayerNorm|_norm)\.beta$", r"\1.bias"),
     )
 )
-# The heads that files of masked language models and of BERT have besides the encoder; classifiers have names of theirs.
-_SKIPPED = re.compile(r"(cls\.|lm_head\.|decoder\.)|.*\.position_ids|.*\.inv_freq")
+# The heads that guess words, which files have besides the encoder; classifiers have names of theirs.
+_SKIPPED = re.compile(
+    r"(cls\.|lm_head\.|decoder\.|vocab_\w+\.|(discriminator|generator)_\w+\.)|.*\.position_ids|.*\.inv_freq"
+)
 
 
 def encoder_names(names: Iterable[str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Encoders in GGUF files: their settings under the names of Hugging Face's config.json, and our names of their tensors.
 
-The architectures are llama.cpp's `bert` (also of RoBERTa and XLM-R, whose tables begin with a text's first position),
-`nomic-bert` and `modern-bert`. They compute GELU exactly, as the models were trained, where llama.cpp approximates it.
+The architectures are llama.cpp's `bert` (also of DistilBERT, ELECTRA, RoBERTa and XLM-R; tables begin with a text's
+first position), `nomic-bert` and `modern-bert`. They compute GELU exactly, as the models were trained, where llama.cpp
+approximates it.
 """
 
 import re
@@ -117,4 +118,6 @@ def with_rows_of_types(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 def _num_types(file: GGUFFile) -> int:
     types = file.tensors.get(_TYPES)
-    return 1 if types is None or len(types.shape) < 2 else types.shape[0]
+    if types is None:
+        return 0
+    return types.shape[0] if len(types.shape) > 1 else 1

@@ -12,6 +12,7 @@ from typing import Any, final
 from infer.checkpoint.head_files import ActivationName, DenseFiles, HeadFiles, StepFiles, take_dense
 from infer.checkpoint.sentence_modules import SentenceModule, read_modules
 from infer.checkpoint.tensor_info import TensorInfo
+from infer.checkpoint.text_prompts import ARE_POOLED_KEY
 from infer.errors import UnsupportedModelError
 from infer.outputs import Pooling
 from infer.system.open_file import OpenFile
@@ -131,4 +132,7 @@ def embedding_from_gguf(
     if type(number) is not int or number not in (*_NOT_ONE_VECTOR, *POOLING_BY_NUMBER):
         supported = ", ".join(f"{number} ({name})" for number, name in POOLING_BY_NUMBER.items())
         raise UnsupportedModelError(f"{path.name}: {key} {number!r:.60} is not supported; supported are {supported}")
-    return None if number in _NOT_ONE_VECTOR else EmbeddingFiles(POOLING_BY_NUMBER[number], steps)
+    if number in _NOT_ONE_VECTOR:
+        return None
+    skips_prompt = metadata.get(ARE_POOLED_KEY) is False
+    return EmbeddingFiles(POOLING_BY_NUMBER[number], steps, skips_prompt=skips_prompt)

@@ -1,14 +1,20 @@
-"""Prompts of an embedding model: texts that stand before a text, by name, as sentence-transformers' file has them."""
+"""Prompts of an embedding model: texts that stand before a text, by name, as sentence-transformers' file has them.
+
+GGUF has no keys for them. `infer.prompts.names` and `infer.prompts.texts` are lists of equal length,
+`infer.prompts.default` is one of the names, and `infer.prompts.are_pooled` is false if vectors leave out their tokens.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from infer.errors import InvalidRequestError, ModelFormatError
 from infer.system.json_file import inside, read_json_file
 
 _FILE = "config_sentence_transformers.json"
+NAMES_KEY, TEXTS_KEY, DEFAULT_KEY = "infer.prompts.names", "infer.prompts.texts", "infer.prompts.default"
+ARE_POOLED_KEY = "infer.prompts.are_pooled"
 
 
 @final
@@ -43,3 +49,17 @@ def prompts_from_folder(folder: Path) -> TextPrompts:
     if default is not None and default not in prompts:
         raise ModelFormatError(path, "key 'default_prompt_name'", f"{default!r:.80} is no name of a prompt")
     return TextPrompts(prompts, default)
+
+
+def prompts_from_gguf(path: Path, metadata: Mapping[str, Any]) -> TextPrompts:
+    """Return the prompts of a GGUF file, none if it lacks the keys. Raises ModelFormatError for malformed ones."""
+    names, texts = (metadata.get(key, []) for key in (NAMES_KEY, TEXTS_KEY))
+    for key, given in ((NAMES_KEY, names), (TEXTS_KEY, texts)):
+        if not (isinstance(given, list) and all(isinstance(each, str) for each in given)):
+            raise ModelFormatError(path, f"key {key!r}", "expected a list of texts")
+    if len(names) != len(texts):
+        raise ModelFormatError(path, f"key {TEXTS_KEY!r}", f"expected {len(names)} texts, as names, got {len(texts)}")
+    default = metadata.get(DEFAULT_KEY)
+    if default is not None and default not in names:
+        raise ModelFormatError(path, f"key {DEFAULT_KEY!r}", f"{default!r:.80} is no name of a prompt")
+    return TextPrompts(dict(zip(names, texts, strict=True)), default)

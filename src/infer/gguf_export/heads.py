@@ -59,8 +59,6 @@ def _answers(checkpoint: Checkpoint, files: RerankerFiles) -> HeadPlan:
     path = checkpoint.path
     if files.no is None or files.tensor is None:
         raise UnsupportedModelError(f"{path.name}: GGUF has no form for a reranker that does not compare two tokens")
-    if not files.is_qwen3 and checkpoint.prompts.text_of(None):
-        raise UnsupportedModelError(f"{path.name}: GGUF has no form for a reranker's prompt beside its template")
     backend = read_folder(path).backend
     ids = [row if isinstance(row, int) else backend.token_to_id(row) for row in (files.yes, files.no)]
     if any(row is None or row >= files.tensor.shape[0] for row in ids):
@@ -77,8 +75,6 @@ def _embedding(path: Path, files: EmbeddingFiles) -> HeadPlan:
     lacking = f"the pooling {files.pooling}" if number is None else None
     if any(not isinstance(step, DenseFiles) or step.bias is not None for step in files.head) or len(files.head) > 2:
         lacking = "the layers after the pooling: it has two matrices without a bias"
-    if files.skips_prompt:
-        lacking = "a prompt whose tokens are not pooled"
     if lacking is not None or number is None:
         raise UnsupportedModelError(f"{path.name}: GGUF has no form for {lacking}")
     if not files.normalizes:

@@ -12,6 +12,7 @@ from infer.gguf_export.encoder_values import encoder_values
 from infer.gguf_export.general_values import general_values
 from infer.gguf_export.heads import head_plan
 from infer.gguf_export.network_values import network_values
+from infer.gguf_export.prompt_values import prompt_values
 from infer.gguf_export.rope_values import RopeValues, rope_values
 from infer.gguf_export.round_trip import check_round_trip
 from infer.gguf_export.tensors import ExportTensor, export_tensors
@@ -59,6 +60,7 @@ def network_plan(checkpoint: Checkpoint) -> ExportPlan:
     tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), ropes.factors)
     values = general_values(path, name, tensors, checkpoint.generation_config)
     head = head_plan(checkpoint, name, architecture.norm_eps)
+    values |= {key: typed(value) for key, value in prompt_values(checkpoint).items()}
     values |= {f"{name}.{key}": typed(value) for key, value in (own | head.values).items()}
     if head.prompt is not None:
         values["tokenizer.chat_template.rerank"] = typed(head.prompt)

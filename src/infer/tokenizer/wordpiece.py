@@ -20,7 +20,7 @@ _DEFAULTS = {
     "cls_token": "[CLS]",
     "mask_token": "[MASK]",
 }
-_CLASSES = ("BertTokenizer", "BertTokenizerFast", "DistilBertTokenizer", "DistilBertTokenizerFast")
+_CLASSES = tuple(f"{name}Tokenizer{kind}" for name in ("Bert", "DistilBert", "Electra") for kind in ("", "Fast"))
 
 
 def with_bert_defaults(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Configs of encoders → `Architecture`: BERT, RoBERTa and XLM-R, Nomic's BERT, ModernBERT.
+"""Configs of encoders → `Architecture`: BERT, DistilBERT, ELECTRA, RoBERTa and XLM-R, Nomic's BERT, ModernBERT.
 
 They share no setting's default with decoders, so each family is a function. Defaults are those of Hugging Face.
 """
@@ -15,12 +15,44 @@ from infer.operands.feed_forwards import Dense
 from infer.operands.mixers import Attention, Rope
 
 _POST_NORMS = Norms(before=False, of_sum=True, are_centred=True, have_bias=True)
+_DISTILBERT_NAMES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "hidden_dim": "intermediate_size",
+    "activation": "hidden_act",
+}
+_NOMIC_NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "activation_function": "hidden_act",
+}
 _PADDED = 2  # positions that RoBERTa's tables begin with and no text uses: those up to padding's own
 
 
 def bert(config: Config) -> Architecture:
     """Return BERT: learned positions and types, norms of sums."""
     return _bert({"max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12, **config}, 0)
+
+
+def distilbert(config: Config) -> Architecture:
+    """Return DistilBERT: BERT without types, and with names of its own for settings."""
+    return bert({**_renamed(config, _DISTILBERT_NAMES), "type_vocab_size": 0})
+
+
+def electra(config: Config) -> Architecture:
+    """Return ELECTRA: BERT. A matrix between a narrower embedding and the first layer is not supported."""
+    width = config.get("embedding_size", 128)
+    if width != config.get("hidden_size"):
+        raise UnsupportedModelError(
+            f"embedding_size={width!r:.40} is not supported for electra: it must be hidden_size, "
+            f"{config.get('hidden_size')!r:.40}"
+        )
+    return bert(config)
 
 
 def roberta(config: Config) -> Architecture:
@@ -44,7 +76,7 @@ def _bert(config: Config, num_padded: int) -> Architecture:
     num_positions = count(config, "max_position_embeddings") - num_padded
     if num_positions < 1:
         raise ModelError(f"max_position_embeddings must be more than {num_padded}, got {num_positions + num_padded}")
-    inputs = TextInputs(num_positions, count(config, "type_vocab_size"))
+    inputs = TextInputs(num_positions, _num_types(config))
     return _architecture(config, [attention] * num_layers_of(config), dense, _POST_NORMS, inputs, num_positions)
 
 
@@ -64,28 +96,26 @@ def nomic_bert(config: Config) -> Architecture:
     attention = _attention(config, rope, has_bias=has_bias)
     activation = choice({"hidden_act": "silu", **config}, "hidden_act", {**ACTIVATIONS, "swiglu": "silu"})
     dense = Dense(count(config, "intermediate_size"), activation, has_bias=flag(config, "mlp_fc1_bias"))
-    inputs = TextInputs(num_types=count(config, "type_vocab_size", default=2))
+    inputs = TextInputs(num_types=_num_types(config))
     return _architecture(config, [attention] * num_layers_of(config), dense, _POST_NORMS, inputs)
-
-
-_NOMIC_NAMES = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_inner": "intermediate_size",
-    "n_positions": "max_position_embeddings",
-    "layer_norm_epsilon": "layer_norm_eps",
-    "activation_function": "hidden_act",
-}
 
 
 def _with_usual_names(config: Config) -> dict[str, Any]:
     """Return a config with the names of transformers' own class; published files have older ones."""
-    usual = {name: value for name, value in config.items() if name not in _NOMIC_NAMES}
-    usual |= {_NOMIC_NAMES[name]: value for name, value in config.items() if name in _NOMIC_NAMES}
+    usual = _renamed(config, _NOMIC_NAMES)
     if (base := config.get("rotary_emb_base")) is not None:
         usual["rope_parameters"] = {"rope_theta": base}
     return {"layer_norm_eps": 1e-12, "max_position_embeddings": 2048, **usual}
+
+
+def _renamed(config: Config, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a config whose settings have usual names. The family's own names count more than usual ones."""
+    usual = {name: value for name, value in config.items() if name not in names}
+    return usual | {names[name]: value for name, value in config.items() if name in names}
+
+
+def _num_types(config: Config) -> int:
+    return 0 if config.get("type_vocab_size") == 0 else count(config, "type_vocab_size", default=2)
 
 
 def modernbert(config: Config) -> Architecture:
@@ -167,6 +197,8 @@ def _architecture(
 
 ENCODERS: Mapping[str, Callable[[Config], Architecture]] = {
     "bert": bert,
+    "distilbert": distilbert,
+    "electra": electra,
     "roberta": roberta,
     "xlm-roberta": roberta,
     "nomic_bert": nomic_bert,

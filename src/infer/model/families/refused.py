@@ -22,6 +22,7 @@ NEEDS: dict[str, str] = {
     "glm4_moe_lite": _LATENT,
     "granitemoehybrid": _STATES,
     "nemotron_h": _STATES,
+    "mpnet": "a bias of attention by distance",
     "gemma3n": _ALTUP,
     "gemma3n_text": _ALTUP,
     "mistral3": "the model_type of its text_config",

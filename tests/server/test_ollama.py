@@ -140,11 +140,20 @@ def test_an_option_replaces_no_field_of_the_body(served: Served) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        # Open WebUI
-        ("chat", {"model": "tiny:latest", "messages": [{"role": "user", "content": "hi"}], "stream": True,
-                  "options": {"temperature": 0.8, "num_predict": 4, "stop": ["\n\n"], "num_gpu": 0, "use_mmap": True},
-                  "keep_alive": "5m"}),
-        ("generate", {"model": "tiny:latest", "prompt": "hi", "stream": False, "options": {"num_predict": 4}}),
+        # Open WebUI: utils/payload.py, routers/tasks.py, routers/ollama.py and retrieval/utils.py of its backend
+        ("chat", {"model": "tiny:latest", "stream": True, "tools": TOOLS, "format": "json", "keep_alive": "5m",
+                  "think": False, "options": {"temperature": 0.8, "top_p": 0.9, "num_predict": 4, "stop": ["\n\n"],
+                                              "repeat_last_n": 64, "num_gpu": 0, "use_mmap": True, "num_thread": 2},
+                  "messages": [
+                      {"role": "user", "content": "hi"},
+                      {"role": "assistant", "content": "", "tool_calls": [{"index": 0, "id": "call_1", "function": {
+                          "name": "is_on", "arguments": {"flag": True}}}]},
+                      {"role": "tool", "content": "true", "tool_call_id": "call_1"}]}),
+        ("chat", {"model": "tiny:latest", "messages": MESSAGES, "stream": False, "num_predict": 4}),
+        ("generate", {"model": "tiny:latest", "keep_alive": 0, "prompt": ""}),
+        ("embed", {"input": ["hello", "ab"], "model": "tiny:latest"}),
+        ("show", {"name": "tiny:latest", "model": "tiny:latest"}),
+        ("pull", {"name": "tiny:latest", "model": "tiny:latest", "insecure": True}),
         # Continue
         ("chat", {"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}], "stream": False,
                   "options": {"temperature": 0.5, "num_predict": 4, "num_thread": 8, "mirostat": 0}, "keep_alive": 1800,

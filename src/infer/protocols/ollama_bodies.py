@@ -29,7 +29,8 @@ class _OllamaBody(Parameters, kw_only=True):
 class AnsweringBody(_OllamaBody, kw_only=True):
     """The fields of both routes that generate.
 
-    `keep_alive` is for a server of several models. `seed` is not in Ollama's API: it counts if `options` have none.
+    `keep_alive` is for a server of several models. `seed` and `num_predict` are not in Ollama's API, but clients send
+    them: they count if `options` have none.
     """
 
     stream: bool | None = None  # true unless given
@@ -41,6 +42,7 @@ class AnsweringBody(_OllamaBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     seed: int | None = None
+    num_predict: int | None = None
 
 
 @final

@@ -95,7 +95,7 @@ def _sampling(body: AnsweringBody) -> dict[str, Any]:
     if found.get("seed") in (None, -1):  # -1 is a random one
         found["seed"] = body.seed
     if not found.keys() & _LENGTHS:
-        found["max_tokens"] = -1
+        found["num_predict"] = -1 if body.num_predict is None else body.num_predict
     if found.get("num_predict") == -2:  # until the context is full
         found["num_predict"] = -1
     if body.truncate:

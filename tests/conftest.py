@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # a file of pure tests must not load torch
     from fake_cli import FakeModel
     from infer import LLM
     from path_cases import World
+    from programs import Programs
     from served import Served
 
 HARDWARE = "hardware: "  # a skip whose reason begins so is allowed in CI
@@ -182,6 +183,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> "FakeModel":
     model = FakeModel()
     monkeypatch.setattr(subcommands, "load_model", lambda options: model)
     return model
+
+
+@pytest.fixture(scope="session")
+def programs() -> "Iterator[Programs]":
+    """Return what runs programs that begin with torch and `infer` imported."""
+    from programs import Programs
+
+    made = Programs()
+    yield made
+    made.close()
 
 
 @pytest.fixture

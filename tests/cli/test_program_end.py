@@ -1,13 +1,12 @@
 """A program that ends while its model answers, or asks it for answers at its very end: return code 0, and no hang."""
 
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from watched import python_command
+from programs import Programs
 
 pytestmark = pytest.mark.usefixtures("llm")  # which has compiled the kernels: nothing is said of that on stderr
 
@@ -28,26 +27,31 @@ def ask():
 LOADED = 'llm = LLM(sys.argv[1], threads=2)\nllm.generate("abc", SHORT)\n'
 
 
-def run(folder: Path, code: str) -> list[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = python_command(PRELUDE + code, folder, options=("-W", "error"))
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+Run = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def run(programs: Programs, folder: Path) -> Run:
+    return lambda code: words_of(programs.run(PRELUDE + code, folder))
+
+
+def words_of(done: subprocess.CompletedProcess[str]) -> list[str]:
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout.split()
 
 
 @pytest.mark.parametrize("registered", ["before", "after"])
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
-def test_a_function_of_atexit_is_answered_or_refused(folder: Path, registered: str, is_busy: bool) -> None:
+def test_a_function_of_atexit_is_answered_or_refused(run: Run, registered: str, is_busy: bool) -> None:
     register = "atexit.register(ask)\n"
     busy = 'streams = [llm.stream("abc", LONG) for _ in range(3)]\nfor stream in streams: next(stream)\n'
     code = register + LOADED if registered == "before" else LOADED + register
-    (said,) = run(folder, code + (busy if is_busy else ""))
+    (said,) = run(code + (busy if is_busy else ""))
     assert said in ("4", "closed")
 
 
 @pytest.mark.parametrize("where", ["a global", "a cycle", "of a module"])
-def test_a_finalizer_is_answered_or_refused(folder: Path, where: str) -> None:
+def test_a_finalizer_is_answered_or_refused(run: Run, where: str) -> None:
     code = """
 class Asking:
     def __del__(self):
@@ -61,12 +65,11 @@ class Asking:
         "a cycle": "asking = Asking(); asking.itself = asking\n",
         "of a module": "import builtins; builtins.asking = Asking()\n",
     }[where]
-    assert len(run(folder, LOADED + code)) <= 1
+    assert len(run(LOADED + code)) <= 1
 
 
-def test_a_program_ends_while_many_sequences_are_answered(folder: Path) -> None:
+def test_a_program_ends_while_many_sequences_are_answered(run: Run) -> None:
     run(
-        folder,
         LOADED
         + """
 def answer():
@@ -84,9 +87,8 @@ next(llm.stream("abc", LONG))
     )
 
 
-def test_a_thread_that_is_no_daemon_is_answered_after_the_main_thread_has_ended_its_code(folder: Path) -> None:
+def test_a_thread_that_is_no_daemon_is_answered_after_the_main_thread_has_ended_its_code(run: Run) -> None:
     said = run(
-        folder,
         LOADED
         + """
 def answer():
@@ -105,9 +107,8 @@ threading.Thread(target=answer).start()
     assert said == ["4"] * 3 + ["3", "4"]
 
 
-def test_a_model_that_is_dropped_with_an_open_stream_ends_its_thread(folder: Path) -> None:
+def test_a_model_that_is_dropped_with_an_open_stream_ends_its_thread(run: Run) -> None:
     run(
-        folder,
         LOADED
         + """
 import gc
@@ -120,7 +121,7 @@ thread.join()
     )
 
 
-def test_the_program_ends_when_a_model_that_was_dropped_is_freed(folder: Path) -> None:
+def test_the_program_ends_when_a_model_that_was_dropped_is_freed(run: Run) -> None:
     """A thread that the end of the interpreter tears down while it frees memory aborts the process."""
     code = """
 import gc, time
@@ -135,4 +136,4 @@ llm._opened.engine.close = slow_close
 del llm
 gc.collect()
 """
-    assert run(folder, LOADED + code) == ["freed"]
+    assert run(LOADED + code) == ["freed"]

@@ -4,7 +4,6 @@ import copy
 import gc
 import os
 import pickle
-import subprocess
 import threading
 import time
 import weakref
@@ -19,7 +18,7 @@ from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams, St
 from infer.engine.conversation import Conversation, TemplateProbes
 from infer.engine.request_options import RequestOptions
 from infer.errors import ClosedError, InferError
-from watched import python_command
+from programs import Programs
 
 LONG = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
 SHORT = replace(LONG, max_new_tokens=5)
@@ -196,9 +195,8 @@ def test_with_closes_a_stream(llm: LLM) -> None:
     assert repr(stream) == "Stream(abort, 1 tokens)"
 
 
-def test_a_program_that_ends_with_open_streams_ends_quietly(folder: Path) -> None:
+def test_a_program_that_ends_with_open_streams_ends_quietly(programs: Programs, folder: Path) -> None:
     code = f"""
-import threading
 from infer import LLM, SamplingParams
 llm = LLM({str(folder)!r}, capture=False)
 long = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
@@ -207,7 +205,7 @@ for stream in streams:
     next(stream)
 print("end")
 """
-    done = subprocess.run(python_command(code, options=("-W", "error")), capture_output=True, text=True, check=False)
+    done = programs.run(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 

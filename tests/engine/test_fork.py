@@ -6,16 +6,18 @@ A child may load a model of its own. Each case is a process of its own, whose ch
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from watched import LIMIT_SECONDS, python_command
+from programs import Programs
+from watched import LIMIT_SECONDS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
 
 PRELUDE = """
-import asyncio, multiprocessing, os, signal, sys, threading
+import asyncio, multiprocessing, os, signal, sys, threading, warnings
 import torch
 from infer import LLM, AsyncLLM, SamplingParams
 from infer.errors import ClosedError
@@ -24,6 +26,7 @@ from infer.backends.cpu.weights import packed_weight
 from infer.grammar.trial import trial_lane
 from infer.tokenizer import template_process
 
+warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)  # of a fork, as it is meant here
 folder, seconds = sys.argv[1], 60
 GREEDY = SamplingParams(temperature=0, max_new_tokens=30, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_new_tokens=300, ignore_eos=True)
@@ -68,24 +71,27 @@ def check():
 """
 
 
-def run(folder: Path, code: str, *, is_watched: bool = True) -> str:
-    """`is_watched`: faulthandler's thread says where it hangs. A child that ends as programs do would wait for it."""
-    code = PRELUDE + LOADED + code
+@pytest.fixture
+def run(programs: Programs, folder: Path) -> Callable[[str], None]:
+    def run(code: str) -> None:
+        done = programs.run(PRELUDE + LOADED + code, folder)
+        assert done.returncode == 0, done.stderr
+
+    return run
+
+
+def run_by_itself(*command: object) -> None:
+    """Run Python without a thread that says where it hangs: a child that ends as programs do would wait for it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    started = [sys.executable, *map(str, command)]
     done = subprocess.run(
-        python_command(code, folder) if is_watched else [sys.executable, "-c", code, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS + 30,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        started, capture_output=True, text=True, timeout=LIMIT_SECONDS + 30, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
-def test_every_call_of_a_child_is_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
+def test_every_call_of_a_child_is_refused_in_one_line(run: Callable[[str], None], tmp_path: Path) -> None:
     run(
-        folder,
         f"""
 path = {str(tmp_path / "talk")!r}
 session, other = llm.session(), llm.session()
@@ -134,9 +140,8 @@ check()
     )
 
 
-def test_a_fork_while_other_threads_answer_harms_nobody(folder: Path) -> None:
+def test_a_fork_while_other_threads_answer_harms_nobody(run: Callable[[str], None]) -> None:
     run(
-        folder,
         """
 ended, wrong = threading.Event(), []
 
@@ -163,9 +168,7 @@ assert not wrong, wrong
 
 def test_a_child_that_ends_as_programs_do_ends_at_once(folder: Path) -> None:
     """With what its parent left open: functions of `atexit` and finalizers run there, too."""
-    run(
-        folder,
-        """
+    code = """
 session, stream = llm.session(), llm.stream("hello", LONG)
 talk = session.stream("hello", LONG)
 next(stream), next(talk)
@@ -177,9 +180,8 @@ status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 assert status == 7, status
 check()
 stream.close(), talk.close()
-""",
-        is_watched=False,
-    )
+"""
+    run_by_itself("-c", PRELUDE + LOADED + code, folder)
 
 
 def test_forked_processes_that_load_a_model_each_answer_alike(folder: Path, tmp_path: Path) -> None:
@@ -199,16 +201,12 @@ if __name__ == "__main__":{loaded}
         assert pool.map_async(answer, PROMPTS).get(seconds) == EXPECTED[PENALISED]
     check()
 """)
-    command = [sys.executable, str(script), str(folder)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
+    run_by_itself(script, folder)
 
 
-def test_parent_and_child_load_models_after_the_fork_into_memory_of_their_own(folder: Path) -> None:
+def test_parent_and_child_load_models_after_the_fork_into_memory_of_their_own(run: Callable[[str], None]) -> None:
     """And so does a grandchild, which has forked while its parent answered."""
     run(
-        folder,
         """
 parent = os.getpid()
 
@@ -231,10 +229,9 @@ check()
     )
 
 
-def test_a_model_that_nobody_has_asked_may_be_loaded_after_a_fork_beside_openmp(folder: Path) -> None:
+def test_a_model_that_nobody_has_asked_may_be_loaded_after_a_fork_beside_openmp(run: Callable[[str], None]) -> None:
     """OpenMP's threads are the parent's: torch in the child waits for none of them."""
     run(
-        folder,
         """
 torch.set_num_threads(2)
 torch.randn(1 << 20).exp().sum()
@@ -254,10 +251,9 @@ with torch.inference_mode():
     )
 
 
-def test_a_lock_that_another_thread_holds_at_the_fork_is_free_in_the_child(folder: Path) -> None:
+def test_a_lock_that_another_thread_holds_at_the_fork_is_free_in_the_child(run: Callable[[str], None]) -> None:
     """Held for a moment, for which a fork may wait; or for long, by those who ask a process."""
     run(
-        folder,
         """
 def hold(lock, held, ended, most):
     with lock:
@@ -288,9 +284,8 @@ use_all(llm)
     )
 
 
-def test_parent_and_children_never_share_the_process_of_their_templates(folder: Path) -> None:
+def test_parent_and_children_never_share_the_process_of_their_templates(run: Callable[[str], None]) -> None:
     run(
-        folder,
         """
 def render(name):
     for index in range(20):

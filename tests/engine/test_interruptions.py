@@ -1,14 +1,14 @@
 """Ctrl-C at any moment: it ends the caller's own wait and answer; the next answer is right and the process alive."""
 
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from extent import usual_or_all
-from watched import python_command
+from programs import Programs
+from watched import LIMIT_SECONDS
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only"),
@@ -50,16 +50,17 @@ def check():
 """
 
 
-def run(folder: Path, code: str, *arguments: object, seconds: float = 150) -> None:
-    command = python_command(PRELUDE + code, folder, *arguments, options=("-W", "error"), seconds=seconds)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+@pytest.fixture
+def run(programs: Programs, folder: Path) -> Callable[..., None]:
+    def run(code: str, *arguments: object, seconds: float = LIMIT_SECONDS) -> None:
+        done = programs.run(PRELUDE + code, folder, *arguments, seconds=seconds)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+    return run
 
 
-def test_after_ctrl_c_at_any_moment_of_an_answer_the_next_one_is_right(folder: Path) -> None:
+def test_after_ctrl_c_at_any_moment_of_an_answer_the_next_one_is_right(run: Callable[..., None]) -> None:
     run(
-        folder,
         """
 draw, session, num_signals = random.Random(5), llm.session(), int(sys.argv[2])
 session.append("abc")
@@ -95,9 +96,8 @@ for call in (
     )
 
 
-def test_ctrl_c_ends_the_caller_who_waits_and_nobody_else(folder: Path) -> None:
+def test_ctrl_c_ends_the_caller_who_waits_and_nobody_else(run: Callable[..., None]) -> None:
     run(
-        folder,
         """
 found, wrong = [], []
 def ask():
@@ -122,9 +122,8 @@ assert not wrong and found == [expected[LONG]] * 9
     )
 
 
-def test_ctrl_c_in_generate_all_ends_all_its_answers(folder: Path) -> None:
+def test_ctrl_c_in_generate_all_ends_all_its_answers(run: Callable[..., None]) -> None:
     run(
-        folder,
         """
 for number in (1, 2, 7):
     interrupt_in_step(number)
@@ -137,9 +136,8 @@ assert [each.token_ids for each in found] == [expected[LONG]] * 5
     )
 
 
-def test_ctrl_c_in_a_session_keeps_what_was_said_and_it_goes_on(folder: Path) -> None:
+def test_ctrl_c_in_a_session_keeps_what_was_said_and_it_goes_on(run: Callable[..., None]) -> None:
     run(
-        folder,
         """
 for number in (1, 2, 5):
     session = llm.session()
@@ -160,9 +158,8 @@ for number in (1, 2, 5):
     )
 
 
-def test_a_second_ctrl_c_while_the_first_one_waits_for_the_step(folder: Path) -> None:
+def test_a_second_ctrl_c_while_the_first_one_waits_for_the_step(run: Callable[..., None]) -> None:
     run(
-        folder,
         """
 draw = random.Random(2)
 for _ in range(10):

@@ -5,7 +5,6 @@ What is of the wrong type is tried in a process of its own: the tests' hook woul
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from infer.engine.prompt_encoding import fitted
 from infer.errors import ContextLengthError
 from infer.sampling.keywords import params_of, split_keywords
 from infer.sampling_params import UnknownParameterError
+from programs import Programs
 from test_session import CONTEXT
-from watched import python_command
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 QUESTION = [{"role": "user", "content": "hello"}]
@@ -355,9 +354,8 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def refused(folder: Path) -> dict[str, str]:
-    command = python_command(CHILD, str(folder), json.dumps(list(REFUSED)))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def refused(programs: Programs, folder: Path) -> dict[str, str]:
+    done = programs.run(CHILD, folder, json.dumps(list(REFUSED)))
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)
     return found

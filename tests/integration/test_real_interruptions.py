@@ -1,9 +1,8 @@
 """Alarms that raise in the midst of generations of a real model: the next one gives the same tokens."""
 
-import subprocess
 from pathlib import Path
 
-from watched import LIMIT_SECONDS, python_command
+from programs import Programs
 
 SCRIPT = """
 import random, signal, sys
@@ -34,8 +33,7 @@ print(num_stopped)
 """
 
 
-def test_after_an_alarm_the_next_generation_gives_the_same_tokens(smollm2_path: Path) -> None:
-    command = python_command(SCRIPT, str(smollm2_path))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS + 30, check=False)
+def test_after_an_alarm_the_next_generation_gives_the_same_tokens(programs: Programs, smollm2_path: Path) -> None:
+    done = programs.run(SCRIPT, smollm2_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout) > 0

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from infer.cli.chat_session import ChatSession
 from infer.engine.stream import Stream
 from infer.session import session_file
 from infer.session.session import Session
+from programs import Programs
 from test_session import GREEDY, GREEDY_VALUES, NUM_TOKENS, SAMPLED, SAMPLED_VALUES, check_fresh, make_model
-from watched import python_command
 
 WILD = SamplingParams(temperature=1.0, seed=3, max_new_tokens=9)  # bytes that are no text, ends
 ANY_PARAMS = st.sampled_from([GREEDY, SAMPLED, WILD])
@@ -45,15 +44,15 @@ print(json.dumps([[r.token_ids for r in results], results[0].reused_tokens, sess
 """
 
 
-def test_a_new_process_goes_on_with_the_same_tokens(talk: Session, folder: Path, tmp_path: Path) -> None:
+def test_a_new_process_goes_on_with_the_same_tokens(
+    programs: Programs, talk: Session, folder: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "talk.safetensors"
     talk.save(path)
     cached = talk.num_cached_tokens
     expected = [talk.send("and now", params).token_ids for params in (GREEDY, SAMPLED)]
     params = [json.dumps(values) for values in (GREEDY_VALUES, SAMPLED_VALUES)]
-    done = subprocess.run(
-        python_command(CONTINUE, str(folder), str(path), *params), capture_output=True, text=True, check=False
-    )
+    done = programs.run(CONTINUE, folder, path, *params)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [expected, cached, talk.messages]
 

@@ -22,6 +22,7 @@ from infer.backends.cpu.threads import thread_records
 from infer.backends.cpu.threads.worker_loop import publish
 from infer.errors import InferError
 from infer.system.status_line import StatusLine
+from programs import Programs
 from watched import python_command
 
 FOLDER = Path(__file__).parent
@@ -62,6 +63,12 @@ for step in (1, 2, 3):
     compiled_address("test_kernel_cache:make_sum", np.dtype([("values", "i8"), ("count", "i8"), ("total", "i8")]), step)
 """
 
+SUMS = """
+from infer.backends.cpu.compile.addresses import compiled_address
+from test_kernel_cache import SUM, run_sum
+print(*(run_sum(compiled_address("test_kernel_cache:make_sum", SUM, step)) for step in (1, 2, 3)))
+"""
+
 
 def make_sum(step: int) -> Callable[..., None]:
     def sum_values(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
@@ -88,30 +95,30 @@ def run_sum(address: int) -> int:
 
 
 @needs_images
-def test_a_process_that_finds_its_kernels_loads_no_compiler() -> None:
-    assert run(FORWARD).returncode == 0  # now they are there
-    warm = run(FORWARD)
+def test_a_process_that_finds_its_kernels_loads_no_compiler(programs: Programs) -> None:
+    assert programs.run(FORWARD).returncode == 0  # now they are there
+    warm = programs.run(FORWARD)
     assert (warm.returncode, warm.stdout, warm.stderr) == (0, "[]\n", "")
 
 
 @pytest.mark.slow
 def test_damaged_and_emptied_caches_are_filled_again(tmp_path: Path) -> None:
-    code = FORWARD + "print(y.sum())"
-    first = run(code, INFER_CACHE=str(tmp_path))
-    assert first.returncode == 0, first.stderr
+    first = run(SUMS, INFER_CACHE=str(tmp_path))
+    assert (first.returncode, first.stdout) == (0, "45 20 18\n"), first.stderr
     (folder,) = (tmp_path / "kernels").iterdir()
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert sum("sum_" in name for name in whole) == 3
     for index, path in enumerate(sorted(folder.iterdir())):
         path.write_bytes(
             [b"", whole[path.name][:-1], whole[path.name][:100] + b"x" + whole[path.name][101:]][index % 3]
         )
-    again = run(code, INFER_CACHE=str(tmp_path))
+    again = run(SUMS, INFER_CACHE=str(tmp_path))
     assert (again.returncode, again.stdout) == (0, first.stdout)
     assert {path.name for path in folder.iterdir()} == set(whole)
     folder.chmod(0o500)
-    warm = run(code, INFER_CACHE=str(tmp_path))
+    warm = run(SUMS, INFER_CACHE=str(tmp_path))
     folder.chmod(0o700)
-    assert (warm.returncode, warm.stderr) == (0, "")
+    assert (warm.returncode, warm.stdout, warm.stderr) == (0, first.stdout, "")
 
 
 @needs_images

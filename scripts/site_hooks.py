@@ -39,7 +39,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def drawn(found: re.Match[str]) -> str:
         svg = (source.parent / found[2]).read_text(encoding="utf-8")
-        return f'<figure role="img" aria-label="{found[1]}">\n{svg.strip()}\n</figure>'
+        return f'<figure role="img" aria-label="{found[1]}" style="width: 100%">\n{svg.strip()}\n</figure>'
 
     def led(found: re.Match[str]) -> str:
         target = outside_target(source, found[2])

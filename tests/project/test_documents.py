@@ -76,7 +76,7 @@ def test_a_diagram_becomes_a_part_of_its_page(monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "diagrams" / "a.svg").write_text("<svg>one</svg>\n")
     monkeypatch.setattr(site_hooks, "DOCS", tmp_path)
     drawn = site_hooks.on_page_markdown("before\n\n![Layers](../diagrams/a.svg)\n\n![b](../page.png)", Page)
-    assert '<figure role="img" aria-label="Layers">\n<svg>one</svg>\n</figure>' in drawn
+    assert '<figure role="img" aria-label="Layers" style="width: 100%">\n<svg>one</svg>\n</figure>' in drawn
     assert "![b](../page.png)" in drawn
 
 

@@ -3,6 +3,7 @@
 A row that is missing is printed as it should be.
 """
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +20,8 @@ from infer.server.app import ROUTES
 from infer.server.server_settings import ServerSettings
 from served import Served
 
-DOCS = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+DOCS = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 
 
 def rows(beginning: str) -> set[str]:
@@ -59,6 +61,20 @@ def test_every_metric_is_told_with_its_kind(served: Served) -> None:
     found = rows("infer:") | rows("infer_") | rows("process_")
     assert expected - found == set(), "\n".join(sorted(expected - found))
     assert found - expected == set()
+
+
+def test_the_dashboard_asks_for_metrics_and_labels_that_the_server_has(served: Served) -> None:
+    served.client.post("/v1/completions", json={"model": "tiny", "prompt": [5, 6], "max_tokens": 2})
+    served.client.post("/v1/completions", json={"prompt": [5], "temperature": -1})
+    text = served.client.get("/metrics").text
+    dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text(encoding="utf-8"))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    for expression in expressions:
+        for name in re.findall(r"\b(?:infer:|process_)[a-z_]+", expression):
+            kind = "histogram" if name.endswith("_bucket") else ""
+            assert f"# TYPE {name.removesuffix('_bucket')} {kind}" in text, expression
+            for label in set(re.findall(r"by \((\w+)\)", expression)) - {"le"}:
+                assert re.search(rf'^{name}{{.*\b{label}="', text, re.MULTILINE), expression
 
 
 def test_every_route_is_told() -> None:

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -59,8 +60,12 @@ def free_port() -> int:
 def running(
     command: Sequence[str], log: Path, *, port: int | None = None, environment: Mapping[str, str] | None = None
 ) -> Iterator[ServerProcess]:
-    """Run a command, with a port in place of PORT, a free one unless given. Raise ServerError if it does not answer."""
+    """Run a command, with a port in place of PORT, a free one unless given. Raise ServerError if it does not answer.
+
+    It finds no prefixes on disk, which an earlier run may have left.
+    """
     port = free_port() if port is None else port
+    environment = {**(os.environ if environment is None else environment), "INFER_PREFIX_DISK": "0"}
     words = [str(port) if word == "PORT" else word for word in command]
     with log.open("wb") as errors, subprocess.Popen(words, env=environment, stdout=errors, stderr=errors) as process:
         server = ServerProcess(process, port)

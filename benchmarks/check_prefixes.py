@@ -23,6 +23,7 @@ from typing import Any
 from harness import Figures, Worker, WorkerError, answer_lines, make_parser, print_head, say, turns, write_report
 
 TEXT = Path(__file__).with_name("precision_text.txt")
+PARTS = ("restart", "decode", "kills")
 KNOWN, LONGEST = 24, 900  # prompts of the rounds with kills, and tokens of the longest
 
 
@@ -155,6 +156,7 @@ class Checks:
 
 def main() -> int:
     parser = make_parser(__doc__, model="smollm2", threads=True, rounds=5)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--prompt-tokens", type=int, default=3000)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--kill-budget", default="60MB", help="of the folder while processes are killed")
@@ -169,12 +171,14 @@ def main() -> int:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         checks = Checks(options, Path(folder))
-        for name in ("restart", "decode"):
-            figures = getattr(checks, name)()
-            figures.show()
-            results[name] = figures.to_json()
-        results["kills"] = checks.kills()
-        say(str(results["kills"]))
+        for name in options.only:
+            found = getattr(checks, name)()
+            if isinstance(found, Figures):
+                found.show()
+                found = found.to_json()
+            else:
+                print(found, flush=True)
+            results[name] = found
     write_report(options, **results)
     return 0
 

@@ -17,6 +17,7 @@ from infer.errors import InvalidRequestError
 from infer.kvcache.page_exchange import PageExchange
 from infer.kvcache.prefix_store import PrefixStore
 from path_cases import EOS, make_folder
+from programs import Programs
 from served import serving
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
@@ -229,3 +230,23 @@ def test_keys_and_prefixes_on_disk_are_refused_together() -> None:
 def parsed(arguments: list[str]) -> ServeOptions:
     values = commands.commands["serve"].make_context("serve", arguments).params
     return ServeOptions(**{each.name: values[each.name] for each in fields(ServeOptions)})
+
+
+_UNCLOSED = """
+import sys
+from pathlib import Path
+from infer import LLM
+from infer.kvcache import prefix_store
+prefix_store.base_folder = lambda: Path(sys.argv[1])
+llm = LLM(sys.argv[2], prefix_disk="1GB")
+llm.generate([(7 * index + index // 9) % int(sys.argv[3]) for index in range(220)], max_tokens=1)
+"""
+
+
+def test_a_program_that_closes_nothing_has_stored_all_at_its_end(
+    folder: Path, tmp_path: Path, programs: Programs
+) -> None:
+    ended = programs.run(_UNCLOSED, tmp_path / "cache", folder, EOS)
+    assert ended.returncode == 0, ended.stderr
+    assert len(files_of(tmp_path)) == 3
+    assert answer(folder)[2] == 192

@@ -241,12 +241,13 @@ def _stats(session: ChatSession, argument: str) -> str:
     if session.last is None:
         return "(no answer yet)"
     statistics, last = session.statistics, session.last.result
+    from_disk = f", {last.disk_tokens} of these from disk" if last.disk_tokens else ""
     used = f"{statistics.context_tokens} of {session.model.max_seq_len} tokens"
     return "\n".join(
         [
             f"  answers {statistics.answers}, {statistics.generated_tokens} tokens, {statistics.seconds:.1f} s",
             f"  context {used}, seed of the last answer {last.seed}",
-            f"  last prompt {last.prompt_tokens} tokens, {last.reused_tokens} of them from before",
+            f"  last prompt {last.prompt_tokens} tokens, {last.reused_tokens} of them from before{from_disk}",
             f"  last answer {last.generated_tokens} tokens, first token after {1000 * last.timing.ttft_s:.0f} ms, "
             f"{rate_text(last.timing)}, ended by {last.finish_reason}",
         ]

@@ -109,8 +109,6 @@ class Host:
 
     def close(self) -> None:
         """End all answers, and free the caches and the weights. A second call does nothing."""
-        if self.engine_if_any is not None and self.engine_if_any.prefixes is not None and self.loop.can_be_awaited:
-            self.engine_if_any.prefixes.flush()
         self.loop.close()
         self.answers.close()
         self._open_model = self._open_runner = self._hidden_states = self._text_encoder = None

@@ -201,9 +201,14 @@ class Loop:
         return reply.wait(timeout_seconds)
 
     def close(self) -> None:
-        """End all sequences as cancelled, free the engine, and end the thread. Again does nothing."""
+        """End all sequences as cancelled, free the engine, and end the thread. Again does nothing.
+
+        Prefixes of prompts that are being stored are waited for, but not for long.
+        """
         if os.getpid() != self._process:
             return
+        if self.is_open and not self.is_current and self._engine is not None and self._engine.prefixes is not None:
+            self._engine.prefixes.flush()
         self._status.refusal = closed
         self._send(Close())
         if not self.is_current:

@@ -23,7 +23,7 @@ from infer.system.thread_start import start_thread
 
 _SLICE_BYTES = 16 << 20  # copied between two steps: some 5 ms
 _REST_SECONDS = 60  # after pages could not be written
-_FLUSH_SECONDS = 5  # for what is not written yet when the model is closed
+_FLUSH_SECONDS = 2  # for what is not written yet when the model is closed
 
 log = logging.getLogger("infer.server")
 

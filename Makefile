@@ -52,6 +52,10 @@ ray: $(VENV)/.ray ## install Ray (660 MB), then a model served and a file answer
 intel: $(VENV)/.intel ## OpenCL's kernels on Intel's CPU runtime (installs 300 MB): the same bits
 	INFER_OPENCL=intel $(BIN)/python -m pytest tests/gpu/test_opencl.py tests/gpu/test_opencl_copied.py
 
+.PHONY: triton
+triton: $(VENV)/.triton ## CUDA's kernels up to the launch under Triton 3.6.0 too, the version of torch 2.11 (installs 190 MB)
+	INFER_TRITON=$(CURDIR)/$(VENV)/triton-3.6.0 $(BIN)/python -m pytest tests/gpu/test_launch_path.py
+
 .PHONY: emulate
 emulate: $(VENV)/.demo ## the CPU kernels on an emulated Haswell, Nehalem, Neoverse N1 and one with i8mm: the same bits (needs qemu-user)
 	$(BIN)/python scripts/check_emulated.py
@@ -123,6 +127,11 @@ $(VENV)/.ray: $(VENV)/.dev
 $(VENV)/.intel: $(VENV)/.dev
 	@echo "... Intel's OpenCL runtime for CPUs ..."
 	@$(INSTALL) "intel-opencl-rt>=2026" "intel-cmplr-lib-rt>=2026"
+	@touch $@
+
+$(VENV)/.triton: $(VENV)/.dev
+	@echo "... Triton 3.6.0 ..."
+	@$(INSTALL) --no-deps --target $(VENV)/triton-3.6.0 "triton==3.6.0"
 	@touch $@
 
 $(VENV)/.models: $(VENV)/.dev

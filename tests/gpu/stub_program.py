@@ -1,0 +1,171 @@
+"""Run a tiny model's paths through Triton's real driver on the stub of libcuda. Print what was launched, as JSON.
+
+No kernel runs, so results are whatever memory holds. Run it with the stub's folder in LD_LIBRARY_PATH and
+TRITON_LIBCUDA_PATH. Arguments are types of weights.
+"""
+
+import ctypes
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+
+import gpu_models
+from infer import ops
+from infer.backends.cuda.capture import CapturedForward
+from infer.backends.cuda.graphs import Event, Graphs, Recording, Repeats
+from infer.operands.step import Chunk, Step
+
+CPU, CONTEXT, ROWS = torch.device("cpu"), 256, 8
+GREEDY = {"temperature": 0.0}
+FILTERED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "logprobs": 3}
+# What a capture may contain besides launches: memory of its pool, and work that waits for nothing.
+ALLOWED = {"empty", "empty_like", "empty_strided", "add", "index", "copy_", "fill_", "zero_", "where"}
+
+
+class StubDriver(CudaDriver):
+    """Triton's driver, but for what it asks torch, which has no CUDA here."""
+
+    def __init__(self) -> None:
+        self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
+
+    def get_device_capability(self, device: int) -> tuple[int, int]:
+        return 9, 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        return
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint),
+        ("shared_bytes", ctypes.c_uint),
+    )
+
+
+class _Library:
+    def __init__(self) -> None:
+        self._stub = ctypes.CDLL("libcuda.so.1")
+        self._stub.stub_launch.restype = ctypes.POINTER(_Launch)
+
+    @property
+    def num_modules(self) -> int:
+        return int(self._stub.stub_num_modules())
+
+    @property
+    def num_launches(self) -> int:
+        return int(self._stub.stub_num_launches())
+
+    def launches(self, first: int) -> list[dict[str, Any]]:
+        found = [self._stub.stub_launch(index).contents for index in range(first, self.num_launches)]
+        return [
+            {"name": each.name.decode(), "grid": list(each.grid), "block": each.block, "shared": each.shared_bytes}
+            for each in found
+        ]
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        self._stub.stub_capture(1)
+        try:
+            yield
+        finally:
+            self._stub.stub_capture(0)
+
+
+class _Operations(TorchDispatchMode):
+    """The operations of torch that are not views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.add(func.name().removeprefix("aten::").partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+class StubGraphs(Graphs):
+    """Work is run once, and then captured: in a capture nothing may be compiled or waited for."""
+
+    def __init__(self, library: _Library) -> None:
+        self._library, self._repeats = library, Repeats()
+        self.captures: list[dict[str, Any]] = []
+
+    def record(self, work: Callable[[], Tensor]) -> Recording:
+        work()
+        first, num_modules = self._library.num_launches, self._library.num_modules
+        with self._library.capturing(), _Operations() as operations:
+            result = work()
+        self.captures.append(
+            {
+                "launches": self._library.launches(first),
+                "compiled": self._library.num_modules - num_modules,
+                "forbidden": sorted(operations.names - ALLOWED),
+            }
+        )
+        return Recording(lambda: None, result)
+
+    def mirror(self, size: int) -> Tensor:
+        return self._repeats.mirror(size)
+
+    def event(self) -> Event:
+        return self._repeats.event()
+
+    def on_device(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def run(type_: str, library: _Library) -> list[dict[str, Any]]:
+    """Return what each path of a model with weights of this type captures."""
+    model, found = gpu_models.make_model("tiny", type_, CPU, CONTEXT), list[dict[str, Any]]()
+    with ops.using(model.backend):
+        runner = gpu_models.make_runner(model, ROWS, CONTEXT, capture=False)
+        graphs = StubGraphs(library)
+        captured = CapturedForward(lambda step: model.forward(step, runner.cache), 64, 64, CPU, graphs)
+        for row in range(ROWS):
+            runner.reserve(row, 64)
+
+        def note(path: str) -> None:
+            found.extend({"type": type_, "path": path, **each} for each in graphs.captures)
+            graphs.captures.clear()
+
+        for num_tokens in (1, 8, 64):
+            captured.run(Step.of([1] * num_tokens))
+            note(f"forward of {num_tokens}")
+        for name, params in (("greedy", GREEDY), ("filtered", FILTERED)):
+            for num_rows in (1, ROWS):
+                columns, history = gpu_models.sampling_of(model, [[1, 2, 3]] * num_rows, 16, **params)
+                chunks, starts = [Chunk(row, [1]) for row in range(num_rows)], [0] * num_rows
+                captured.run_multi_step(chunks, starts, 3, columns, history, (2,))
+                note(f"{name} multi-step of {num_rows}")
+                drafted = [Chunk(row, [1, 2, 3], num_drafts=2) for row in range(num_rows)]
+                captured.run_verified(drafted, starts, columns, history)
+                note(f"{name} verifier of {num_rows}")
+    return found
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(StubDriver())
+    library = _Library()
+    captures = [each for type_ in sys.argv[1:] for each in run(type_, library)]
+    print(json.dumps({"triton": triton.__version__, "captures": captures}))
+
+
+if __name__ == "__main__":
+    main()

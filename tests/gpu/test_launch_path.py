@@ -1,0 +1,84 @@
+"""Kernels go through Triton's real compiler, binder and launcher, up to a stub of libcuda that launches nothing.
+
+Triton's interpreter, in which all other tests run them, has neither. INFER_TRITON names a folder with another version.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+HERE = Path(__file__).parent
+MAX_SHARED_BYTES = 232_448  # of a program on sm_90
+TYPES = ("Q4_0", "BF16")
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a libcuda.so.1 of our own."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler, which Triton needs too")
+    folder = tmp_path_factory.mktemp("stub")
+    library = folder / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, HERE / "stub_libcuda.c"], check=True)
+    (folder / "libcuda.so").symlink_to(library)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[os.environ.get("INFER_TRITON", "")])
+def captures(request: pytest.FixtureRequest, stub: Path) -> list[dict[str, Any]]:
+    """What each path captures. The cache is new, so every kernel is compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [*filter(None, [request.param]), *sys.path, str(HERE.parents[1] / "benchmarks")]
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "LD_LIBRARY_PATH": str(stub),
+        "TRITON_LIBCUDA_PATH": str(stub),
+        "TRITON_CACHE_DIR": str(stub / "cache"),
+    }
+    ended = subprocess.run(
+        [sys.executable, HERE / "stub_program.py", *TYPES], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    found: list[dict[str, Any]] = json.loads(ended.stdout)["captures"]
+    return found
+
+
+def test_every_path_passes_the_launcher_within_the_device_s_limits(captures: list[dict[str, Any]]) -> None:
+    paths = {(each["type"], each["path"]) for each in captures}
+    assert len(paths) == len(TYPES) * (3 + 2 * 2 * 2)
+    for launch in (launch for each in captures for launch in each["launches"]):
+        assert min(launch["grid"]) >= 1
+        assert launch["block"] in (32, 64, 128, 256, 512, 1024)
+        assert launch["shared"] <= MAX_SHARED_BYTES
+
+
+def test_a_capture_compiles_nothing_and_waits_for_nothing(captures: list[dict[str, Any]]) -> None:
+    assert all(each["launches"] for each in captures)
+    assert [each["path"] for each in captures if each["compiled"]] == []
+    assert [(each["path"], each["forbidden"]) for each in captures if each["forbidden"]] == []
+
+
+@pytest.mark.parametrize(
+    ("type_", "embed", "to_integers", "one", "many"),
+    [
+        ("Q4_0", "embed_rows", "quantize_rows", "matvec", "matmul"),
+        ("BF16", "embed_floats", "normalize_rows", "dense", "dense"),
+    ],
+)
+def test_a_forward_is_eleven_launches(
+    type_: str, embed: str, to_integers: str, one: str, many: str, captures: list[dict[str, Any]]
+) -> None:
+    for path, name in (("forward of 1", one), ("forward of 64", many)):
+        (capture,) = (each for each in captures if (each["type"], each["path"]) == (type_, path))
+        layer = [name, "rotate_append", "attend_chunks", name, to_integers, name, name]
+        expected = [embed, to_integers, *layer, to_integers, one]  # the head has one line
+        assert [launch["name"] for launch in capture["launches"]] == expected

@@ -1,7 +1,9 @@
 """Importance matrices are sums over what hooks of torch see in `transformers`, from folders and from GGUF files."""
 
+import re
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -9,24 +11,27 @@ import pytest
 import torch
 
 from converted import convert
+from converted_encoders import write_gguf
+from encoder_models import BY_NAME, make_encoder
+from infer.bench import importance
 from infer.bench.importance import squares_of_inputs
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.importance_matrix import ImportanceMatrix, InputSquares, open_importance_matrix
 from infer.cli import main
 from test_session import make_model
-from tiny import TINY, Tiny, make_tiny
+from tiny import TINY, make_tiny
 
 CHUNKS = torch.randint(3, 96, (3, 24), generator=torch.manual_seed(1)).tolist()
 NAMES = {"phi3": "PHI3", "gpt_oss": "GPT_OSS", "lfm2": "LFM2", "qwen3_5": "QWEN35"}
 
 
 @torch.inference_mode()
-def seen_by_hooks(tiny: Tiny, folder: Path) -> dict[str, np.ndarray]:
-    """Make the model, and return the mean squares of each linear layer's inputs, by the gguf package's names."""
-    model, sums = make_tiny(tiny, folder), defaultdict[str, torch.Tensor](lambda: torch.zeros(()))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[NAMES[tiny.name]], tiny.config.num_hidden_layers)
+def seen_by_hooks(model: Any, architecture: str) -> dict[str, np.ndarray]:
+    """Return the mean squares of each linear layer's inputs over the chunks, by the gguf package's names."""
+    sums = defaultdict[str, torch.Tensor](lambda: torch.zeros(()))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], model.config.num_hidden_layers)
     for path, module in model.named_modules():
-        if ".layers." in path and isinstance(module, torch.nn.Linear):
+        if re.search(r"\blayers?\.", path) and isinstance(module, torch.nn.Linear):
             name = names.get_name(path)
             assert name is not None, path
 
@@ -42,7 +47,7 @@ def seen_by_hooks(tiny: Tiny, folder: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", NAMES)
 def test_squares_are_those_of_hooks_on_transformers_whatever_the_file(name: str, tmp_path: Path) -> None:
     tiny = next(each for each in TINY if each.name == name)
-    expected = seen_by_hooks(tiny, tmp_path)
+    expected = seen_by_hooks(make_tiny(tiny, tmp_path), NAMES[name])
     found = [
         squares_of_inputs(open_checkpoint(path), None, CHUNKS, lambda done, total: None)
         for path in (tmp_path, convert(tmp_path, tmp_path / "model.gguf"))
@@ -59,6 +64,23 @@ def test_squares_are_those_of_hooks_on_transformers_whatever_the_file(name: str,
             assert own.counts.sum() == tiny.config.num_experts_per_tok * sum(map(len, CHUNKS))
             assert len(set(own.counts)) > 1
     assert ("blk.0.ffn_down_exps.weight" in found[0]) == tiny.has_experts
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("bert", "BERT"), ("modernbert", "MODERN_BERT")])
+def test_squares_of_an_encoder_are_those_of_hooks_on_transformers(
+    name: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_encoder(BY_NAME[name], tmp_path)
+    expected, path = seen_by_hooks(model, architecture), tmp_path / "model.gguf"
+    write_gguf(model, path, {"tokenizer.ggml.tokens": [f"[{index}]" for index in range(300)]}, pooling=1)
+    monkeypatch.setattr(importance, "MAX_STEP_TOKENS", 2 * len(CHUNKS[0]))
+    for files in (tmp_path, path):
+        steps: list[int] = []
+        found = squares_of_inputs(open_checkpoint(files), None, CHUNKS, lambda done, total, to=steps: to.append(done))
+        assert steps == [2, 3]
+        assert {key: each.counts.tolist() for key, each in found.items()} == {key: [3 * 24] for key in expected}
+        for key, own in found.items():
+            np.testing.assert_allclose(own.means, expected[key], rtol=1e-3, atol=1e-5)
 
 
 def test_the_command_writes_what_it_collected_added_to_earlier_matrices(tmp_path: Path) -> None:

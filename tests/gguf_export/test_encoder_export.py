@@ -48,16 +48,21 @@ def add_modules(folder: Path, pooling: str, *sizes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "pooling"), [("bert", "mean_tokens"), ("distilbert", "mean_tokens"), ("xlm-roberta", "cls_token")]
+    ("name", "pooling", "num_types"),
+    [("bert", "mean_tokens", 2), ("distilbert", "mean_tokens", 1), ("xlm-roberta", "cls_token", 2)],
 )
-def test_an_exported_encoder_has_the_vectors_and_prompts_of_the_folder(tmp_path: Path, name: str, pooling: str) -> None:
+def test_an_exported_encoder_has_the_vectors_and_prompts_of_the_folder(
+    tmp_path: Path, name: str, pooling: str, num_types: int
+) -> None:
     add_modules(make_folder(tmp_path, name, None), pooling)
     if name != "distilbert":
         path, own = tmp_path / "1_Pooling" / "config.json", {"include_prompt": name == "bert"}
         path.write_text(json.dumps(json.loads(path.read_text()) | own))
         prompts = {"prompts": {"query": "search: ", "text": ""}, "default_prompt_name": "query"}
         (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    path = write(export_plan(open_checkpoint(tmp_path)), tmp_path / "model.gguf")
+    plan = export_plan(open_checkpoint(tmp_path))
+    assert plan.values["tokenizer.ggml.token_type_count"].value == num_types, "llama.cpp needs it"
+    path = write(plan, tmp_path / "model.gguf")
     with LLM(tmp_path) as folder, LLM(path) as file:
         assert folder.prompt_names == file.prompt_names
         for prompt in (None, *folder.prompt_names):

@@ -5,7 +5,7 @@ network runs in float32 on the reference backend, whose ops report their inputs.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 import torch
@@ -24,9 +24,12 @@ from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_checked, load_tokenizer, threads_if_loaded
 from infer.model.load import OnProgress
+from infer.model.transformer import Transformer
+from infer.operands.limits import MAX_STEP_TEXTS, MAX_STEP_TOKENS
 from infer.operands.mixers import GatedDeltaNet
 from infer.operands.step import Chunk, Step
 from infer.runner.caches import make_cache
+from infer.runner.text_encoder import TextEncoder
 from infer.tokenizer import Tokenizer
 
 _STEP_TOKENS = 2048  # for which matrices are dequantised once
@@ -119,8 +122,6 @@ def collect_importance(
         ModelError: The model cannot be used, or makes numbers that are not finite.
     """
     checkpoint = open_checkpoint(model)
-    if make_architecture(checkpoint.config).reads_whole_texts:
-        raise UnsupportedModelError(f"{checkpoint.path.name} is an encoder: importance is collected for decoders only")
     tokenizer = load_tokenizer(checkpoint)
     ids, datasets = list[int](), list[str]()
     for name, text in texts:
@@ -144,21 +145,39 @@ def squares_of_inputs(
 
     The chunks have equal lengths. `tokenizer` is as for `load_checked`.
     """
-    squares, size, done = _SquaresByTensor(checkpoint), len(chunks[0]), 0
+    squares, size = _SquaresByTensor(checkpoint), len(chunks[0])
     with ops.using("reference"):
         network = load_checked(
             checkpoint.without_metadata(), tokenizer, "cpu", "auto", "auto", "exact", size, None, on_input=squares.add
         )
-        num_rows = max(1, _STEP_TOKENS // size)
-        cache = make_cache(network, size, num_rows, settings=CacheSettings(kv_type="f32"), step_tokens=size)
-        while done < len(chunks):
-            some = [Chunk(row, chunk, has_logits=False) for row, chunk in enumerate(chunks[done : done + num_rows])]
-            for row in range(len(some)):
-                cache.set_rope(row, is_long=network.is_long(size))
-                cache.reserve(row, size)
-            network.residual(Step.of_chunks(some, [0] * len(some)), cache)
-            for row in range(len(some)):
-                cache.truncate(row, 0)
-            done += len(some)
+        run = _encode if network.architecture.reads_whole_texts else _decode
+        for done in run(network, chunks, size):
             on_chunk(done, len(chunks))
     return squares.of_file()
+
+
+def _decode(network: Transformer, chunks: Sequence[Sequence[int]], size: int) -> Iterator[int]:
+    """Run chunks of `size` tokens through a decoder, and yield the number of chunks that are done."""
+    num_rows, done = max(1, _STEP_TOKENS // size), 0
+    cache = make_cache(network, size, num_rows, settings=CacheSettings(kv_type="f32"), step_tokens=size)
+    while done < len(chunks):
+        some = [Chunk(row, chunk, has_logits=False) for row, chunk in enumerate(chunks[done : done + num_rows])]
+        for row in range(len(some)):
+            cache.set_rope(row, is_long=network.is_long(size))
+            cache.reserve(row, size)
+        network.residual(Step.of_chunks(some, [0] * len(some)), cache)
+        for row in range(len(some)):
+            cache.truncate(row, 0)
+        done += len(some)
+        yield done
+
+
+def _encode(network: Transformer, chunks: Sequence[Sequence[int]], size: int) -> Iterator[int]:
+    """Run chunks through an encoder, as `_decode` does through a decoder."""
+    encoder = TextEncoder(network, "f32", capture=False)
+    num_texts = min(max(1, MAX_STEP_TOKENS // size), MAX_STEP_TEXTS)
+    for start in range(0, len(chunks), num_texts):
+        some = chunks[start : start + num_texts]
+        for _ in encoder.of(some, [size] * len(some)):
+            pass
+        yield start + len(some)

@@ -30,3 +30,11 @@ def encoder_values(config: Config, architecture: Architecture) -> dict[str, Valu
         values |= {"rope.freq_base_swa": narrow.theta, "attention.sliding_window": config.get("local_attention", 128)}
         values["attention.sliding_window_pattern"] = full[1] if len(full) > 1 else len(attention)
     return values
+
+
+def token_type_values(name: str, architecture: Architecture) -> dict[str, Value]:
+    """Return the number of types of tokens, without which llama.cpp opens no encoder but ModernBERT."""
+    inputs = architecture.text_inputs
+    if inputs is None or name == "modern-bert":
+        return {}
+    return {"tokenizer.ggml.token_type_count": max(inputs.num_types, 1)}

@@ -3,6 +3,7 @@
 import re
 from typing import NamedTuple
 
+from infer.checkpoint.gguf_text_encoders import ENCODERS, encoder_name_in_gguf
 from infer.checkpoint.tensor_names import name_in_gguf
 from infer.gguf_export.delta_nets import WITH_ONE_BA
 from infer.gguf_export.tensors import WITH_GATES_IN_Q, WITH_ONE_EXPERT_MATRIX, WITH_ONE_GATE_UP, WITH_ONE_QKV
@@ -25,7 +26,7 @@ class PlaceInGGUF(NamedTuple):
 
 
 def place_in_gguf(name: str, architecture: str) -> PlaceInGGUF | None:
-    """Return the place of a matrix of a layer in a decoder's file; None if GGUF has no name for it.
+    """Return the place of a matrix of a layer; None if GGUF has no name for it.
 
     Args:
         name: Our name of the matrix.
@@ -38,5 +39,6 @@ def place_in_gguf(name: str, architecture: str) -> PlaceInGGUF | None:
     for architectures, fused, parts in _FUSED:
         if architecture in architectures and module in parts:
             module = fused
-    stored = name_in_gguf(f"{match[1]}{module}.weight", architecture)
+    ours = f"{match[1]}{module}.weight"
+    stored = encoder_name_in_gguf(ours) if architecture in ENCODERS else name_in_gguf(ours, architecture)
     return None if stored is None else PlaceInGGUF(stored, int(match[2] or 0))

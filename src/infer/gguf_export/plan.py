@@ -8,7 +8,7 @@ from infer.checkpoint.gguf import TypedValue
 from infer.checkpoint.gguf_text_encoders import ENCODERS
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import UnsupportedModelError
-from infer.gguf_export.encoder_values import encoder_values
+from infer.gguf_export.encoder_values import encoder_values, token_type_values
 from infer.gguf_export.general_values import general_values
 from infer.gguf_export.heads import head_plan
 from infer.gguf_export.network_values import network_values
@@ -60,7 +60,8 @@ def network_plan(checkpoint: Checkpoint) -> ExportPlan:
     tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), ropes.factors)
     values = general_values(path, name, tensors, checkpoint.generation_config)
     head = head_plan(checkpoint, name, architecture.norm_eps)
-    values |= {key: typed(value) for key, value in prompt_values(checkpoint).items()}
+    others = prompt_values(checkpoint) | token_type_values(name, architecture)
+    values |= {key: typed(value) for key, value in others.items()}
     values |= {f"{name}.{key}": typed(value) for key, value in (own | head.values).items()}
     if head.prompt is not None:
         values["tokenizer.chat_template.rerank"] = typed(head.prompt)

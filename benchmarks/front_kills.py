@@ -17,6 +17,7 @@ from server_process import HOST, free_port, running
 
 Ask = Callable[[str], None]  # one request to the server at a URL; raises AssertionError for another answer
 LIMIT_SECONDS = 60.0  # for the end of all processes
+_POLL_SECONDS = 0.1
 _MARK = "INFER_CHECKED_START"  # a variable in the environment of all processes of one start
 
 
@@ -46,7 +47,7 @@ def kill_fronts(
         with (folder / "killed log").open("ab") as log, clients.asking(num_clients):
             process = subprocess.Popen(words, env=own, stdout=log, stderr=log)
             while process.poll() is None and len(_marked(mark)) < 2:
-                time.sleep(0.02)
+                time.sleep(_POLL_SECONDS)
             time.sleep(kills_after[-1])
             process.kill()
             process.wait()
@@ -107,7 +108,7 @@ def _seconds_until_ended(mark: str) -> float:
     while left := _marked(mark):
         if time.monotonic() - began > LIMIT_SECONDS:
             raise LeftBehindError(f"processes are left after {LIMIT_SECONDS:g} s: {left}")
-        time.sleep(0.02)
+        time.sleep(_POLL_SECONDS)
     return time.monotonic() - began
 
 

@@ -154,7 +154,8 @@ class ShelfFront:
         await self._shelf.look_again()
         await self._shelf.read_headers()
         models = list(self._shelf.models.values())
-        return json_response(ServedModels(await asyncio.gather(*(_shown(model, state) for model in models))))
+        shown = await asyncio.gather(*(_shown(model, state) for model in models))
+        return json_response(ServedModels(shown, allow_pull=state.settings.allow_pull))
 
     async def _show(self, request: Request, state: ServerState) -> Response:
         model = await self._shelf.named(request.path_params["id"])

@@ -31,6 +31,9 @@ function become(state, progress = 0) {
 	connection.dispatchEvent(new Event("change"));
 }
 
+// The error of a body. Ollama's routes have its message in place of an object.
+const errorOf = ({ error, code }) => (typeof error === "string" ? { message: error, code } : error);
+
 async function fetched(path, options) {
 	const headers = { ...(options.body ? { "Content-Type": "application/json" } : {}) };
 	if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
@@ -44,7 +47,7 @@ async function fetched(path, options) {
 	}
 	if (response.ok) return response;
 	const body = await response.json().catch(() => ({}));
-	const failure = new ApiError(response.status, body.error);
+	const failure = new ApiError(response.status, errorOf(body));
 	if (response.status === 401) become("key");
 	if (response.status === 503 && ["loading", "engine_died"].includes(failure.code)) {
 		watch();
@@ -61,36 +64,53 @@ export async function post(path, body, signal) {
 	return (await fetched(path, { method: "POST", body: JSON.stringify(body), signal })).json();
 }
 
-// Yields the parsed data of each event until [DONE].
-export async function* stream(path, body, signal) {
+// Yields the texts of an answer that end with `end`.
+async function* parts(path, body, signal, end) {
 	const response = await fetched(path, { method: body ? "POST" : "GET", body: body && JSON.stringify(body), signal });
 	const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
 	let rest = "";
 	try {
 		for (;;) {
 			const { value, done } = await reader.read();
-			if (done) break;
-			const events = (rest + value).split("\n\n");
-			rest = events.pop();
-			for (const event of events) {
-				if (!event.startsWith("data: ")) continue;
-				if (event === "data: [DONE]") return;
-				const data = JSON.parse(event.slice(6));
-				if (data.error?.code === "engine_died") throw new LostError(data.error.message);
-				if (data.error) throw new ApiError(500, data.error);
-				yield data;
-			}
+			if (done) return;
+			const found = (rest + value).split(end);
+			rest = found.pop();
+			yield* found;
 		}
 	} catch (error) {
-		if (error.name === "AbortError" || error instanceof ApiError) throw error;
+		if (error.name === "AbortError") throw error;
 		watch();
 		throw new LostError(error.message);
 	} finally {
 		reader.cancel().catch(() => {});
 	}
+}
+
+function checked(data) {
+	const error = errorOf(data);
+	if (!error?.message) return data;
+	throw error.code === "engine_died" ? new LostError(error.message) : new ApiError(500, error);
+}
+
+// Yields the parsed data of each event until [DONE].
+export async function* stream(path, body, signal) {
+	for await (const event of parts(path, body, signal, "\n\n")) {
+		if (event === "data: [DONE]") return;
+		if (event.startsWith("data: ")) yield checked(JSON.parse(event.slice(6)));
+	}
 	if (signal?.aborted) return;
 	watch();
 	throw new LostError("the answer was cut");
+}
+
+// Yields each line of an answer, until the one with the status "success".
+export async function* lines(path, body, signal) {
+	for await (const line of parts(path, body, signal, "\n")) {
+		const data = checked(JSON.parse(line));
+		if (data.status === "success") return;
+		yield data;
+	}
+	throw new LostError("the server did not finish");
 }
 
 // The path of a GET about the chosen model.

@@ -46,7 +46,10 @@ class ServedModel(Struct, kw_only=True):
 
 
 class ServedModels(Struct, tag_field="object", tag="list"):
+    """The models. A server of several says if its clients may download others."""
+
     data: list[ServedModel]
+    allow_pull: bool | UnsetType = UNSET
 
 
 async def list_models(request: Request, state: ServerState) -> Response:

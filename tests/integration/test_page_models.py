@@ -1,0 +1,116 @@
+"""The page's list of models, in headless Chromium: a model is downloaded, with progress, and chosen."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from browser import Page, browsing
+from idle import until
+from infer import LLM
+from infer.distributed.shelf import Shelf, ShelfSettings, ShelfWork
+from infer.distributed.shelf_front import ShelfFront
+from infer.distributed.shelved_model import ModelPlan, ModelSource
+from infer.errors import InferError
+from served import SECONDS, serving
+from test_front_bodies import OneReplica
+from test_session import make_model
+from test_shelf import FakeReplicas
+
+NAME = "org/quants:Q4_K_M"
+
+
+class Download(NamedTuple):
+    """A download of 8 MB that has 2 of them at once, and the others when it may."""
+
+    may_end: threading.Event
+    has_stopped: threading.Event
+    models: list[str]  # that the server finds
+
+    def fetch(self, name: str, report: Callable[[int, int], None]) -> Path:
+        try:
+            report(0, 8_000_000)
+            report(2_000_000, 8_000_000)
+            while not self.may_end.wait(0.02):
+                report(2_000_000, 8_000_000)
+        except InferError:
+            self.has_stopped.set()
+            raise
+        self.models.append(name)
+        return Path(name)
+
+
+@pytest.fixture
+def download(monkeypatch: pytest.MonkeyPatch) -> Download:
+    found = Download(threading.Event(), threading.Event(), ["first"])
+    monkeypatch.setattr("infer.server.routes.ollama_pull.fetch", found.fetch)
+    monkeypatch.setattr("infer.server.routes.ollama_pull.is_at_hand", lambda name: False)
+    monkeypatch.setattr("infer.server.routes.ollama_pull.is_fetched", lambda name: False if "/" in name else None)
+    return found
+
+
+@pytest.fixture
+def page(download: Download, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Page]:
+    """The page of a server whose models are those of the download, and are answered by one process."""
+    with LLM(make_model(tmp_path / "model")) as llm, serving(llm, model="first", is_child=True) as child:
+
+        class LocalReplicas(FakeReplicas):
+            exchange = OneReplica(child.port).exchange  # type: ignore[assignment]
+
+        monkeypatch.setattr("infer.distributed.shelved_model.Replicas", LocalReplicas)
+        monkeypatch.setattr(FakeReplicas, "running", [])
+        work = ShelfWork(
+            lambda source, _: ModelPlan(7, takes=("generate",)),
+            lambda source, _: [source.name],
+            lambda: [ModelSource(name, name) for name in download.models],
+        )
+        shelf = Shelf([ModelSource("first", "first")], ShelfSettings(100), work, tmp_path)
+        with serving(None, table=ShelfFront(shelf).table, allow_pull=True) as front, browsing() as browser:
+            front.state.phase = "ready"
+            page = browser.page()
+            page.open(front.url + "/")
+            page.until("document.getElementById('model-choice').options.length === 2")
+            yield page
+            assert page.faults == []
+        shelf.kill()
+
+
+def pull(page: Page, name: str) -> None:
+    page.run(f"document.getElementById('pull-name').value = {name!r}")
+    page.click("#pull-start")
+
+
+def show(page: Page, name: str) -> None:
+    """Keep pictures at the widths of a desk and of a phone, and check that the dialog fits both."""
+    for width, height in ((1280, 800), (390, 844)):
+        page.resize(width, height)
+        assert page.run("document.documentElement.scrollWidth") <= width
+        assert page.run("document.getElementById('pull-dialog').getBoundingClientRect().right") <= width
+        if "INFER_ARTIFACTS" in os.environ:
+            page.picture(Path(os.environ["INFER_ARTIFACTS"]) / f"{name}-{width}.png")
+
+
+def test_a_model_is_downloaded_with_progress_can_be_stopped_and_is_chosen_at_its_end(
+    page: Page, download: Download
+) -> None:
+    said = "document.getElementById('pull-state').textContent"
+    page.run(
+        "(e => { e.selectedIndex = 1; e.dispatchEvent(new Event('change')); })(document.getElementById('model-choice'))"
+    )
+    page.until("document.getElementById('pull-dialog').open")
+    pull(page, "nothing")
+    page.until(f"{said}.includes('is no name of the hub')")
+    pull(page, NAME)
+    page.until(f"{said}.startsWith('2.0 of 8.0 MB, ')")
+    assert page.run("document.getElementById('pull-share').value") == 0.25
+    show(page, "pull")
+    page.click("#pull-stop")
+    page.until(f"{said}.startsWith('Stopped.')")
+    assert download.has_stopped.wait(SECONDS)
+    download.may_end.set()
+    pull(page, NAME)
+    page.until(f"{said} === '{NAME} is downloaded, and is being loaded.'")
+    until(lambda: NAME in FakeReplicas.running)

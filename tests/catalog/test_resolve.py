@@ -133,6 +133,13 @@ def test_a_torn_file_in_the_cache_is_assembled_again(packaged: Path) -> None:
     assert resolve("parted").read_bytes() == b"".join(PARTS)
 
 
+def test_what_a_killed_process_has_left_is_replaced(packaged: Path) -> None:
+    path = resolve("parted")
+    path.rename(path.with_name(f"{path.name}.partial"))
+    assert resolve("parted").read_bytes() == b"".join(PARTS)
+    assert [file.name for file in packaged.iterdir()] == [path.name]
+
+
 def test_parts_that_do_not_sum_up_leave_nothing_behind(packaged: Path, tmp_path: Path) -> None:
     (tmp_path / "modules" / "parted_1" / "model.part").write_bytes(b"owt")
     with pytest.raises(ModelFormatError, match=r"sha256: expected .* install it again"):

@@ -6,10 +6,11 @@ comes a name on the hub (`hub`), the only lookup that may use the network. Packa
 """
 
 import errno
+import fcntl
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -172,7 +173,7 @@ def _resolve_installed(name: str, model: InstalledModel) -> Path:
     if len(parts) == 1:
         return target
     try:
-        if target.is_file() and target.stat().st_size == sum(part.stat().st_size for part in parts):
+        if _is_whole(target, parts):
             return target
         if (problem := folder_problem(target.parent, base=target.parent)) is not None:
             raise ModelError(f"{name} cannot be assembled: {problem}; set INFER_CACHE to a writable folder")
@@ -205,15 +206,29 @@ def _expected_sum(sums: Path, file_name: str) -> str:
 
 
 def _assemble(parts: list[Path], target: Path, expected: str) -> None:
-    """Write beside the target, then rename, so that other processes see the whole file or none."""
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, suffix=".partial", delete=False) as file:
-        temporary = Path(file.name)
+    """Write beside the target, then rename, so that other processes see the whole file or none.
+
+    Processes write one after the other, and to one name: the next one replaces what a killed one has left.
+    """
+    temporary = target.with_name(f"{target.name}.partial")
+    with temporary.open("ab") as file:
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         try:
+            if _is_whole(target, parts):  # by a process that had the lock before
+                if not os.path.samestat(os.fstat(file.fileno()), target.stat()):
+                    temporary.unlink(missing_ok=True)
+                return
+            file.truncate(0)
             _copy(parts, file, target, expected)
             temporary.replace(target)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def _is_whole(target: Path, parts: list[Path]) -> bool:
+    return target.is_file() and target.stat().st_size == sum(part.stat().st_size for part in parts)
 
 
 def _copy(parts: list[Path], file: IO[bytes], target: Path, expected: str) -> None:

@@ -35,7 +35,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[os.environ.get("INFER_TRITON", "")])
 def captures(request: pytest.FixtureRequest, stub: Path) -> list[dict[str, Any]]:
-    """What each path captures. The cache is new, so every kernel is compiled."""
+    """Return what each path captures. The cache is new, so every kernel is compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [*filter(None, [request.param]), *sys.path, str(HERE.parents[1] / "benchmarks")]
     environment |= {

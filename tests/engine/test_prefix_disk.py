@@ -180,6 +180,22 @@ def test_the_place_of_a_change_is_found_and_a_new_ending_is_none(num_gone: int, 
     assert prefix_end(ids, ids[:900]) is None
 
 
+def test_a_disk_that_is_slower_than_the_model_is_left(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = answer(folder)[0]
+    monkeypatch.setattr("infer.engine.prefix_disk._SLICE_BYTES", 1)  # a page at a time
+    for seconds, num_loaded in ((60.0, 192), (0.0, 64), (None, 192)):
+        with LLM(folder, prefix_disk="1GB") as llm:
+            prefixes = llm._opened.engine.prefixes
+            assert prefixes is not None
+            monkeypatch.setattr(prefixes, "seconds_to_compute", lambda num_tokens, start, found=seconds: found)
+            result = llm.generate(PROMPT, GREEDY)
+        assert (result.token_ids, result.disk_tokens) == (plain, num_loaded)
+        assert ("read more slowly than prompts are computed" in caplog.text) == (seconds == 0.0)
+        caplog.clear()
+
+
 def test_a_fault_of_the_thread_leaves_nobody_waiting(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

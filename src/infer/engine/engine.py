@@ -22,7 +22,7 @@ from infer.engine.sequence import Sequence
 from infer.engine.slot_params import SlotParams
 from infer.engine.slots import Slots
 from infer.engine.snapshot import EngineSnapshot, take_snapshot
-from infer.engine.step_costs import StepKind
+from infer.engine.step_costs import StepKind, context_of
 from infer.engine.step_shares import StepPart, StepShares
 from infer.errors import InferError, OutOfPagesError, closed
 from infer.operands.limits import MAX_STEP_LOGITS, STATE_TOKENS
@@ -88,6 +88,8 @@ class Engine:
         page_tokens = runner.checkpoint_tokens or STATE_TOKENS
         self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps, page_tokens=page_tokens)
         self._shares = StepShares(self.scheduler.costs, self._queue.tenants.weight)
+        if prefixes is not None:
+            prefixes.seconds_to_compute = self._seconds_to_compute
         self._resting: list[Sequence] = []  # that sit a step out
         self._slot_params = SlotParams(runner)
         self._filler = MaskFiller(runner.model.backend)
@@ -128,6 +130,12 @@ class Engine:
         if sequence.request.timeout is not None or sequence.request.cancel is not None:
             self._watched[sequence] = None
         return sequence
+
+    def _seconds_to_compute(self, num_tokens: int, start: int) -> float | None:
+        """Return how long so many tokens of a prompt take after `start` others, or None before that is known."""
+        costs = self.scheduler.costs
+        is_known = costs.costs.per_token or costs.costs.per_context
+        return costs.predict_further(num_tokens, context_of(num_tokens, start)) if is_known else None
 
     def _loads_prefix(self, sequence: Sequence) -> bool:
         """Return True if a sequence first waits for pages from disk."""

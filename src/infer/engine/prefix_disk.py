@@ -38,7 +38,8 @@ class _Load:
     on_end: Callable[[int | None], None]
     names: deque[PageName] = field(default_factory=deque)  # that are not loaded yet
     has_begun: bool = False
-    num_loaded: int = 0
+    num_loaded: int = 0  # pages
+    seconds: float = 0.0  # for which they were read from disk
 
 
 @final
@@ -60,7 +61,8 @@ class PrefixDisk:
     def __init__(self, store: PrefixStore, cache: PagedCache, run: Callable[..., Any]) -> None:
         """`run(function, *arguments)` returns what the function returns on the engine's thread.
 
-        It raises ClosedError once there is no such thread, which ends this one.
+        It raises ClosedError once there is no such thread, which ends this one. The engine sets `seconds_to_compute`:
+        how long tokens from a position on take, or None before that is known.
         """
         self._store, self._exchange, self._run_there = store, PageExchange(cache), run
         self._page_tokens = cache.settings.page_tokens
@@ -69,6 +71,7 @@ class PrefixDisk:
         self._is_closed = self._is_idle = False
         self._rests_until = 0.0
         self._problems = set[str]()  # that were told
+        self.seconds_to_compute: Callable[[int, int], float | None] = lambda num_tokens, start: None
         self.counts = PrefixCounts()
         if store.problem is not None:
             self._tell(store.problem)
@@ -184,7 +187,7 @@ class PrefixDisk:
         return [PageName(group, key) for group in range(self._exchange.num_groups)]
 
     def _read_some(self, load: _Load) -> list[tuple[PageName, memoryview]]:
-        contents, num_bytes = list[tuple[PageName, memoryview]](), 0
+        contents, num_bytes, began = list[tuple[PageName, memoryview]](), 0, time.perf_counter()
         while load.names and num_bytes < _SLICE_BYTES:
             name = load.names.popleft()
             content = self._store.read(name, self._exchange.page_bytes(name.group))
@@ -193,6 +196,7 @@ class PrefixDisk:
                 break
             contents.append((name, content))
             num_bytes += len(content)
+        load.seconds += time.perf_counter() - began
         return contents
 
     def _put(self, load: _Load, contents: Sequence[tuple[PageName, memoryview]]) -> None:
@@ -204,8 +208,17 @@ class PrefixDisk:
             load.num_loaded += 1
             self.counts.bytes_loaded += len(content)
         self.counts.pages_loaded += len(contents)
+        if load.names and self._is_slow(load):
+            self._tell(f"{self._store.folder} is read more slowly than prompts are computed")
+            load.names.clear()
         if not load.names:
             load.on_end(load.num_in_memory if load.num_loaded else None)
+
+    def _is_slow(self, load: _Load) -> bool:
+        """Return True if the pages loaded so far took longer than their tokens would have taken."""
+        num_tokens = load.num_loaded * self._page_tokens // self._exchange.num_groups
+        seconds = self.seconds_to_compute(num_tokens, load.num_in_memory)
+        return seconds is not None and load.seconds > seconds
 
     def _store_some(self) -> None:
         """Store some of the new pages."""

@@ -39,25 +39,26 @@ class PageExchange:
     def missing(self, keys: Sequence[bytes], stored: Set[PageName]) -> list[PageName]:
         """Return the stored pages to `put`, so that a row can adopt the most of a prompt with these keys.
 
-        There is room for all of them. The pages that are in memory become the most recently used ones.
+        They are in the order of the text, and there is room for all of them. The pages that are in memory become the
+        most recently used ones.
         """
         groups = self._cache.groups
 
         def is_there(group: int, key: bytes) -> bool:
             return groups[group].has_page(key) or PageName(group, key) in stored
 
+        pools = [rows.table.pool for rows in groups]
         any_place = [lambda key, group=group: is_there(group, key) for group in range(len(groups))]
         for _, needed in possible_prefixes(groups, keys, any_place):
-            pools = [rows.table.pool for rows in groups]
-            if all(
-                pool.num_unheld(own.values()) <= pool.num_available for pool, own in zip(pools, needed, strict=True)
-            ):
-                return [
-                    PageName(group, key)
-                    for group, own in enumerate(needed)
-                    for key in own.values()
-                    if not pools[group].touch(key)
+            pairs = list(zip(pools, needed, strict=True))
+            if all(pool.num_unheld(own.values()) <= pool.num_available for pool, own in pairs):
+                wanted = [
+                    (index, PageName(group, key))
+                    for group, (pool, own) in enumerate(pairs)
+                    for index, key in own.items()
+                    if not pool.touch(key)
                 ]
+                return [name for _, name in sorted(wanted)]
         return []
 
     def put(self, name: PageName, content: memoryview) -> bool:

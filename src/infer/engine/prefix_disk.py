@@ -157,20 +157,10 @@ class PrefixDisk:
 
     def _load_some(self, load: _Load) -> bool:
         """Load some pages of a prompt. Return True when there are no more to load."""
-        contents = []
-        try:
-            if not load.has_begun:
-                load.has_begun = True
-                load.names = self._find(load.keys)
-            contents = self._read_some(load)
-        except PrefixStoreError as error:
-            self.counts.files_refused += 1
-            log.warning("%s", error)
-            load.names.clear()
-        except OSError as error:
-            self._tell(f"{self._store.folder} cannot be read ({error.strerror})")
-            load.names.clear()
-        self._run_there(self._put, load, contents)
+        if not load.has_begun:
+            load.has_begun = True
+            load.names = self._find(load.keys)
+        self._run_there(self._put, load, self._read_some(load))
         return not load.names
 
     def _find(self, keys: Sequence[bytes]) -> deque[PageName]:
@@ -190,14 +180,25 @@ class PrefixDisk:
         contents, num_bytes, began = list[tuple[PageName, memoryview]](), 0, time.perf_counter()
         while load.names and num_bytes < _SLICE_BYTES:
             name = load.names.popleft()
-            content = self._store.read(name, self._exchange.page_bytes(name.group))
-            if content is None:  # another process has removed it
+            content = self._read(name)
+            if content is None:
                 load.names.clear()
                 break
             contents.append((name, content))
             num_bytes += len(content)
         load.seconds += time.perf_counter() - began
         return contents
+
+    def _read(self, name: PageName) -> memoryview | None:
+        """Return a stored page. None if it cannot be used, or if another process has removed it."""
+        try:
+            return self._store.read(name, self._exchange.page_bytes(name.group))
+        except PrefixStoreError as error:
+            self.counts.files_refused += 1
+            log.warning("%s", error)
+        except OSError as error:
+            self._tell(f"{self._store.folder} cannot be read ({error.strerror})")
+        return None
 
     def _put(self, load: _Load, contents: Sequence[tuple[PageName, memoryview]]) -> None:
         """On the engine's thread: copy pages into the cache, and call `on_end` if they are the last."""

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -20,7 +21,7 @@ from infer import LLM
 from infer.cli import main
 from infer.distributed.replicas import Replicas
 from infer.distributed.shelf import Shelf, ShelfSettings, ShelfWork
-from infer.distributed.shelved_model import ModelPlan, ModelSource
+from infer.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel
 from infer.distributed.unloading import Resident, models_to_unload
 from infer.errors import InferError
 from infer.server.http_errors import ApiError
@@ -198,6 +199,15 @@ def test_a_request_that_waits_too_long_is_told_when_its_model_will_be_ready_and_
         assert await answer(shelf, "a") == "a", "b has been used: nobody else is expected"
 
     on_shelf(check, longest_wait=0.2)
+
+
+def test_a_load_that_is_late_is_told_to_take_longer() -> None:
+    with socket.socket() as own:
+        model = ShelvedModel(ModelSource("a", "a"), own, lambda: None)
+        model.phase, model._load_seconds = "loading", 10.0
+        for elapsed, expected in ((1.0, 9.0), (60.0, 30.0)):
+            model._began_at = time.monotonic() - elapsed
+            assert model.load_seconds == pytest.approx(expected, rel=0.1)
 
 
 def test_the_requests_of_one_tenant_fill_no_line_but_their_own(on_shelf: Callable[..., None]) -> None:

@@ -92,9 +92,15 @@ class ShelvedModel:
 
     @property
     def load_seconds(self) -> float:
-        """The expected seconds until the model is loaded, from its beginning or from now."""
+        """The expected seconds until the model is loaded, from its beginning or from now.
+
+        A load that takes longer than expected is expected to take half as long again.
+        """
         expected = self._load_seconds or _START_SECONDS + self.num_bytes / _BYTES_PER_SECOND
-        return max(1.0, self._began_at + expected - time.monotonic()) if self.phase == "loading" else expected
+        if self.phase != "loading":
+            return expected
+        elapsed = time.monotonic() - self._began_at
+        return max(1.0, expected - elapsed, elapsed / 2)
 
     @property
     def busy_seconds(self) -> float:

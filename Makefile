@@ -29,7 +29,10 @@ serve: $(VENV)/.demo ## set up, then serve SmolLM2 at http://127.0.0.1:8000
 	$(BIN)/infer serve smollm2
 
 .PHONY: test
-test: lint assets ## set up, then every check and every test
+test: lint tests ## set up, then every check and every test
+
+.PHONY: tests
+tests: assets ## every test, without the checks
 	$(PYTEST) tests
 
 .PHONY: unit

@@ -146,20 +146,21 @@ def test_the_first_line_says_how_many_for_what_and_how_long(
 
 
 def test_a_fork_does_not_wait_for_its_parents_compilation() -> None:
-    code = """
+    code = f"""
 import os
 from infer.backends.cpu.compile import addresses
+from infer.backends.cpu.compile.kernel import Kernel
 from infer.backends.cpu.compile.parallel import Compilation
-from test_needed_kernels import ADD
-compilation = Compilation([ADD])
+add = {ADD!r}
+compilation = Compilation([add])
 child = os.fork()
 if child == 0:
-    os._exit(0 if compilation.take(ADD.file_name) is None else 1)
+    os._exit(0 if compilation.take(add.file_name) is None else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert compilation.take(ADD.file_name) is not None
+assert compilation.take(add.file_name) is not None
 compilation.close()
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(python_command(code), env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

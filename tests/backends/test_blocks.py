@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from infer.errors import InferError
-from infer.kvcache.pages import PagePool, PageTable
+from infer.kvcache.pages import PageTable
 
 PAGE = 16
 NUM_ROWS, CAPACITY = 3, 160
@@ -57,25 +57,6 @@ def test_what_is_given_back_is_found_until_its_page_is_needed() -> None:
     assert table.reserve(0, 16, 64, 0) == []  # the last page left is b's
     assert table.pool.find(b"b") is None
     assert table.pool.find(b"a") == 0
-
-
-def test_a_page_that_is_written_again_is_no_longer_found() -> None:
-    table = PageTable(1, 64, PAGE, 4)
-    table.reserve(0, 0, 16, 0)
-    table.remember(0, 0, b"a")
-    table.reserve(0, 8, 9, 0)
-    assert table.pool.find(b"a") is None
-
-
-def test_what_was_unused_longest_is_given_up_first() -> None:
-    pool = PagePool(3)
-    for key in (b"a", b"b", b"c"):
-        pool.remember(pool.take(), key)
-    for page in (1, 2, 0):
-        pool.release(page)
-    pool.hold(1)
-    pool.release(1)
-    assert [pool.take() for _ in range(3)] == [2, 0, 1]
 
 
 class Tables(RuleBasedStateMachine):

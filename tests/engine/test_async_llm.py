@@ -300,16 +300,6 @@ def test_closing_or_cancelling_leaves_what_was_read(llm: LLM, steps: Steps) -> N
     run(ask)
 
 
-def test_result_after_a_break_runs_to_the_end(llm: LLM) -> None:
-    async def ask() -> GenerationResult:
-        stream = AsyncLLM(llm).stream("hello", LONG)
-        async for _ in stream:
-            break
-        return await stream.result()
-
-    assert run(ask).token_ids == llm.generate("hello", LONG).token_ids
-
-
 def test_an_event_of_the_request_ends_it(llm: LLM, steps: Steps) -> None:
     async def ask() -> None:
         for whole in (True, False):

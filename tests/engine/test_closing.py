@@ -112,19 +112,6 @@ def test_a_stream_that_another_thread_closes_ends_for_its_reader_and_frees_the_s
     assert session.send("go on", SHORT).token_ids == expected.token_ids
 
 
-@pytest.mark.parametrize("num_read", [0, 1, 3])
-def test_a_stream_that_nobody_reads_is_closed_by_any_thread_and_again(llm: LLM, num_read: int) -> None:
-    session = llm.session()
-    stream = session.stream("hello", LONG)
-    for _ in range(num_read):
-        next(stream)
-    for _ in range(2):
-        assert in_thread(stream.close) is None
-    assert list(stream) == []
-    assert len(stream.result.token_ids) == num_read
-    assert session.send("go on", SHORT).generated_tokens == 5
-
-
 def test_a_stream_is_read_by_one_thread_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = llm.stream("hello", LONG)
     reader = Reader(stream, monkeypatch)

@@ -49,9 +49,11 @@ class AsyncLLM:
         InvalidRequestError: An argument breaks a rule, or there is no such model.
         ModelError: The model cannot be used, or does not fit in memory.
 
-    Example:
-        async with AsyncLLM("smollm2") as llm:
-            print((await llm.generate("Once upon a time", max_new_tokens=32)).text)
+    Examples:
+        >>> async with AsyncLLM("smollm2") as model:
+        ...     result = await model.generate("The capital of France is", temperature=0, max_new_tokens=2)
+        >>> result.text
+        ' Paris.'
     """
 
     def __init__(self, model: LLM | str | Path = "smollm2", **settings: Any) -> None:
@@ -71,7 +73,12 @@ class AsyncLLM:
         await self.close()
 
     async def close(self) -> None:
-        """Close the model as `LLM.close` does. Active answers end with finish_reason "abort"."""
+        """Close the model as `LLM.close` does. Active answers end with finish_reason "abort".
+
+        Examples:
+            >>> model = AsyncLLM("smollm2")
+            >>> await model.close()
+        """
         await asyncio.to_thread(self.llm.close)
 
     @overload
@@ -102,7 +109,17 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> GenerationResult | list[GenerationResult]:
-        """Return the whole answer, or a list of answers for a list of texts. See `LLM.generate`."""
+        """Return the whole answer, or a list of answers for a list of texts. See `LLM.generate`.
+
+        Examples:
+            >>> model = AsyncLLM(llm)
+            >>> one, two = await asyncio.gather(
+            ...     model.generate("Once upon a time", temperature=0, max_new_tokens=4),
+            ...     model.generate("The capital of France is", temperature=0, max_new_tokens=4),
+            ... )
+            >>> two.text
+            ' Paris.\\n\\n'
+        """
         if is_list_of_texts(prompt):
             return await self.generate_all(prompt, params, options=options, **keywords)
         return await self._answered(Ask.of(prompt, params, options, keywords))
@@ -115,7 +132,15 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> AsyncStream:
-        """Return a stream that yields pieces as they arrive. See `LLM.stream` for the arguments."""
+        """Return a stream that yields pieces as they arrive. See `LLM.stream` for the arguments.
+
+        Examples:
+            >>> model = AsyncLLM(llm)
+            >>> async for piece in model.stream("The capital of France is", temperature=0, max_new_tokens=2):
+            ...     print(repr(piece.text))
+            ' Paris'
+            '.'
+        """
         ask = Ask.of(prompt, params, options, keywords)
         return self.host.answers.stream(partial(self.host.requests.sequence, ask))
 
@@ -127,7 +152,14 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Any,
     ) -> GenerationResult:
-        """Return the answer to a conversation. See `LLM.chat`."""
+        """Return the answer to a conversation. See `LLM.chat`.
+
+        Examples:
+            >>> model = AsyncLLM(llm)
+            >>> messages = [{"role": "user", "content": "What is the capital of France?"}]
+            >>> (await model.chat(messages)).text
+            'The capital of France is Paris.'
+        """
         return await self._answered(Ask.of(messages, params, options, keywords, has_variables=True))
 
     def stream_chat(
@@ -138,7 +170,15 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Any,
     ) -> AsyncStream:
-        """Return a stream of the answer that `chat` returns whole. See `LLM.chat` for the arguments."""
+        """Return a stream of the answer that `chat` returns whole. See `LLM.chat` for the arguments.
+
+        Examples:
+            >>> model = AsyncLLM(llm)
+            >>> messages = [{"role": "user", "content": "What is the capital of France?"}]
+            >>> stream = model.stream_chat(messages)
+            >>> "".join([piece.text async for piece in stream])
+            'The capital of France is Paris.'
+        """
         ask = Ask.of(messages, params, options, keywords, has_variables=True)
         return self.host.answers.stream(partial(self.host.requests.sequence, ask))
 
@@ -163,6 +203,13 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: A part of the request is refused.
             ClosedError: The model is closed.
+
+        Examples:
+            >>> model = AsyncLLM(llm)
+            >>> params = [SamplingParams(seed=seed, max_new_tokens=4) for seed in (1, 2)]
+            >>> streams = await model.choices("My name is", params)
+            >>> [(await stream.result()).text for stream in streams]
+            [' Cech and this', ' Garraf with powerful']
         """
         answers, options = self.host.answers, options or RequestOptions()
         asked = partial(self.host.requests.choices, Ask(prompt, None, options, variables=variables), params)
@@ -171,7 +218,14 @@ class AsyncLLM:
         return [answers.stream(sequence) for sequence in sequences]
 
     async def prompt_logprobs(self, prompt: Prompt, *, num: int = 0) -> list[TokenLogprob | None]:
-        """Return the log-probability of each token of a prompt. See `LLM.prompt_logprobs`."""
+        """Return the log-probability of each token of a prompt. See `LLM.prompt_logprobs`.
+
+        Examples:
+            >>> model = AsyncLLM(llm)
+            >>> first, second, *rest = await model.prompt_logprobs("The capital of France is Paris.")
+            >>> first is None, second.rank
+            (True, 2923)
+        """
         host = self.host
         ids = await host.answers.prepare(lambda check: ids_to_score(host, prompt, num))
         return await host.answers.call(score_prompt(host, ids, num))
@@ -190,6 +244,12 @@ class AsyncLLM:
         """Return the answers to several prompts, in their order. See `LLM.generate_all`.
 
         The callbacks are called on the event loop.
+
+        Examples:
+            >>> model = AsyncLLM(llm)
+            >>> results = await model.generate_all(["One, two,", "Red, green,"], temperature=0, max_new_tokens=3)
+            >>> [result.text for result in results]
+            [' or three-', ' and blue are']
         """
         check_callback("on_result", on_result)
         check_batch_size(batch_size)
@@ -217,7 +277,13 @@ class AsyncLLM:
         normalize: bool | None = None,
         truncate: bool = False,
     ) -> Float[Tensor, "texts size"]:
-        """Return one vector per text. See `LLM.embed`. Calls of several tasks run one after the other."""
+        """Return one vector per text. See `LLM.embed`. Calls of several tasks run one after the other.
+
+        Examples:
+            >>> model = AsyncLLM(llm)
+            >>> (await model.embed(["Cats sleep."])).shape
+            torch.Size([1, 576])
+        """
         options = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
         computed = await self.compute_vectors(texts, options)
         warn_if_cut(computed.texts, stacklevel=3)
@@ -239,7 +305,14 @@ class AsyncLLM:
         *,
         truncate: bool = False,
     ) -> list[RankedDocument]:
-        """Return documents by their relevance to a query. See `LLM.rerank`."""
+        """Return documents by their relevance to a query. See `LLM.rerank`.
+
+        Examples:
+            >>> async with AsyncLLM("smollm2", reranker="qwen3") as model:
+            ...     best = await model.rerank("where do cats sleep?", ["In 1932.", "Cats sleep on roofs."], top_n=1)
+            >>> best[0].document
+            'Cats sleep on roofs.'
+        """
         given = documents_of(documents)
         check_top_n(top_n)
         computed = await self.score_pairs([(query, each) for each in given], instruction, truncate=truncate)
@@ -265,7 +338,13 @@ class AsyncLLM:
         return Computed(await host.answers.call(work), ids)
 
     async def classify(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> list[Classification]:
-        """Return the labels of each text with their probabilities, the most probable first. See `LLM.classify`."""
+        """Return the labels of each text with their probabilities, the most probable first. See `LLM.classify`.
+
+        Examples:
+            >>> model = AsyncLLM("path/to/classifier")  # doctest: +SKIP
+            >>> (await model.classify(["The food was cold."]))[0].label  # doctest: +SKIP
+            'negative'
+        """
         computed = await self.compute_labels(texts, truncate=truncate)
         warn_if_cut(computed.texts, stacklevel=3)
         return classifications(self.host, computed.found)
@@ -289,6 +368,12 @@ class AsyncLLM:
 
         Returns:
             The result, and one trace per token. A trace has no `text_before`.
+
+        Examples:
+            >>> model = AsyncLLM(llm)
+            >>> result, traces = await model.trace("The capital of France is", {"temperature": 0, "max_new_tokens": 2})
+            >>> [trace.chosen.text for trace in traces]
+            [' Paris', '.']
         """
         host, ask = self.host, Ask.of(prompt, params, options, keywords)
         check_count("num_candidates", num_candidates, 1, host.requests.limits.vocab_size)

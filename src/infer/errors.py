@@ -15,6 +15,13 @@ class InferError(Exception):
     """Base of the exceptions that `infer` raises on purpose.
 
     Its text is one line: characters that control a terminal are escaped.
+
+    Examples:
+        >>> try:
+        ...     llm.generate("x", top_p=2)
+        ... except InferError as error:
+        ...     print(error)
+        top_p must be in [0, 1], got 2
     """
 
     exit_status = 1
@@ -24,7 +31,15 @@ class InferError(Exception):
 
 
 class InvalidRequestError(InferError, ValueError):
-    """A parameter, a prompt or a file named by the user breaks a rule. `param` is the parameter's name, if known."""
+    """A parameter, a prompt or a file named by the user breaks a rule. `param` is the parameter's name, if known.
+
+    Examples:
+        >>> try:
+        ...     llm.generate("x", top_p=2)
+        ... except InvalidRequestError as error:
+        ...     print(error.param, error.exit_status)
+        top_p 2
+    """
 
     exit_status = 2
 
@@ -56,7 +71,16 @@ class EngineFailedError(InferError):
 
 
 class ModelError(InferError):
-    """The model cannot be used as it is."""
+    """The model cannot be used as it is.
+
+    Examples:
+        >>> num_bytes = Path("broken.gguf").write_bytes(b"not a model")
+        >>> try:
+        ...     LLM("broken.gguf")
+        ... except ModelError as error:
+        ...     print(error)
+        broken.gguf: file size: expected at least 24 bytes, got 11: copy or download the file again
+    """
 
     exit_status = 3
 

@@ -82,9 +82,10 @@ class LLM:
         InvalidRequestError: An argument breaks a rule, or there is no such model.
         ModelError: The model cannot be used, or does not fit in memory.
 
-    Example:
-        with LLM("smollm2") as llm:  # frees the memory at its end, as close() does
-            print(llm.generate("Once upon a time", temperature=0).text)
+    Examples:
+        >>> with LLM("smollm2") as other:  # frees the memory at its end, as close() does
+        ...     print(other.generate("The capital of France is", temperature=0, max_new_tokens=2).text)
+         Paris.
     """
 
     _host: Host | None
@@ -156,6 +157,10 @@ class LLM:
         """Free the memory of the weights and the caches. Any thread may call it; a second call does nothing.
 
         Active answers end with finish_reason "abort", sessions are closed, and every later call raises ClosedError.
+
+        Examples:
+            >>> other = LLM("smollm2")
+            >>> other.close()
         """
         if self._host is not None:
             self._host.close()
@@ -173,6 +178,10 @@ class LLM:
 
         Raises:
             ClosedError: The model is closed.
+
+        Examples:
+            >>> llm.trim() >= 0  # bytes
+            True
         """
         host = self._opened
         return host.loop.run(host.engine.trim)
@@ -229,6 +238,10 @@ class LLM:
 
         Args:
             is_chat: True for the values of a chat.
+
+        Examples:
+            >>> llm.default_params(is_chat=True)
+            SamplingParams(temperature=0.0, top_p=0.9, repetition_penalty=1.1, repetition_window=64, max_new_tokens=512)
         """
         return default_params(self.sampling_defaults, is_chat=is_chat)
 
@@ -284,8 +297,9 @@ class LLM:
             InvalidRequestError: An argument breaks a rule, or the prompt does not fit the context.
             ClosedError: The model is closed.
 
-        Example:
-            llm.generate("Once upon a time", temperature=0, max_new_tokens=32).text
+        Examples:
+            >>> llm.generate("The capital of France is", temperature=0, max_new_tokens=2).text
+            ' Paris.'
         """
         check_callback("on_token", on_token)
         if not is_list_of_texts(prompt):
@@ -322,6 +336,12 @@ class LLM:
         Raises:
             InvalidRequestError: An argument breaks a rule, or the prompt does not fit the context.
             ClosedError: The model is closed.
+
+        Examples:
+            >>> for piece in llm.stream("The capital of France is", temperature=0, max_new_tokens=2):
+            ...     print(repr(piece.text))
+            ' Paris'
+            '.'
         """
         host = self._opened
         check_callback("on_prefill", on_prefill)
@@ -338,6 +358,12 @@ class LLM:
 
         Raises:
             ClosedError: The model is closed.
+
+        Examples:
+            >>> async for piece in llm.astream("The capital of France is", temperature=0, max_new_tokens=2):
+            ...     print(repr(piece.text))
+            ' Paris'
+            '.'
         """
         host, ask = self._opened, Ask.of(prompt, params, keywords.pop("options", None), keywords)
         return host.answers.stream(partial(host.requests.sequence, ask))
@@ -369,6 +395,11 @@ class LLM:
         Raises:
             InvalidRequestError: An argument breaks a rule, or the prompt does not fit the context.
             ClosedError: The model is closed.
+
+        Examples:
+            >>> results = llm.generate_all(["One, two,", "Red, green,"], temperature=0, max_new_tokens=3)
+            >>> [result.text for result in results]
+            [' or three-', ' and blue are']
         """
         host = self._opened
         check_batch_size(batch_size)
@@ -402,6 +433,11 @@ class LLM:
         Raises:
             InvalidRequestError: An argument breaks a rule, or the prompt does not fit the context.
             ClosedError: The model is closed.
+
+        Examples:
+            >>> answers = llm.generate_iter(["One, two,", "Red, green,"], temperature=0, max_new_tokens=3)
+            >>> dict((index, result.text) for index, result in answers)
+            {0: ' or three-', 1: ' and blue are'}
         """
         check_callback("on_error", on_error)
         host = self._opened
@@ -433,6 +469,10 @@ class LLM:
         Raises:
             InvalidRequestError: An argument breaks a rule, or the prompt does not fit the context.
             ClosedError: The model is closed.
+
+        Examples:
+            >>> llm.chat([{"role": "user", "content": "What is the capital of France?"}]).text
+            'The capital of France is Paris.'
         """
         check_callback("on_token", on_token)
         return self.stream_chat(messages, params, on_prefill=on_prefill, options=options, **keywords).run(on_token)
@@ -446,7 +486,13 @@ class LLM:
         options: RequestOptions | None = None,
         **keywords: Any,
     ) -> Stream:
-        """Return a stream of the answer that `chat` returns whole. See `chat` for the arguments."""
+        """Return a stream of the answer that `chat` returns whole. See `chat` for the arguments.
+
+        Examples:
+            >>> messages = [{"role": "user", "content": "What is the capital of France?"}]
+            >>> "".join(piece.text for piece in llm.stream_chat(messages))
+            'The capital of France is Paris.'
+        """
         host = self._opened
         check_callback("on_prefill", on_prefill)
         ask = Ask.of(messages, params, options, keywords, has_variables=True)
@@ -464,6 +510,12 @@ class LLM:
 
         Raises:
             ClosedError: The model is closed.
+
+        Examples:
+            >>> with llm.session() as session:
+            ...     answers = [session.send(text).text for text in ("What is the capital of France?", "And of Italy?")]
+            >>> answers
+            ['The capital of France is Paris.', 'The capital of Italy is Rome.']
         """
         return begin_session(self._opened, system, tools, template_variables)
 
@@ -475,6 +527,13 @@ class LLM:
 
         Raises:
             ClosedError: The model is closed.
+
+        Examples:
+            >>> session = llm.session()
+            >>> answer = session.send("What is the capital of France?")
+            >>> session.save("talk.safetensors")
+            >>> llm.load_session("talk.safetensors").send("And of Italy?").text
+            'The capital of Italy is Rome.'
         """
         session = self.session()
         session.load(path)
@@ -495,6 +554,10 @@ class LLM:
         Raises:
             InvalidRequestError: An argument breaks a rule.
             ClosedError: The model is closed.
+
+        Examples:
+            >>> [each and each.rank for each in llm.prompt_logprobs("The capital of France is Paris.")]
+            [None, 2923, 1, 2, 1, 1, 1]
         """
         host = self._opened
         return host.loop.call(score_prompt(host, ids_to_score(host, prompt, num), num)).get()
@@ -524,6 +587,11 @@ class LLM:
         Raises:
             InvalidRequestError: An argument breaks a rule, or the answer ends before the step.
             ClosedError: The model is closed.
+
+        Examples:
+            >>> trace = llm.sample_trace("The capital of France is", temperature=0)
+            >>> trace.chosen.text, round(trace.chosen.probabilities[0], 2)
+            (' Paris', 0.77)
         """
         host, ask = self._opened, Ask.of(prompt, params, options, keywords)
         return trace_token(host, replace(ask, token_ids=prompt_ids), step, num_candidates)
@@ -561,9 +629,11 @@ class LLM:
             ClosedError: The model is closed.
             ModelError: The model's states are not finite.
 
-        Example:
-            query = llm.embed(["where do cats sleep?"], prompt_name="query")
-            scores = query @ llm.embed(documents).T
+        Examples:
+            >>> vectors = llm.embed(["Cats sleep on warm roofs.", "The bridge was built in 1932."])
+            >>> query = llm.embed(["where do cats sleep?"])
+            >>> vectors.shape, int((query @ vectors.T).argmax())
+            (torch.Size([2, 576]), 0)
         """
         asked = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
         return embed_texts(self._opened, texts, asked)
@@ -598,9 +668,11 @@ class LLM:
             ClosedError: The model is closed.
             ModelError: The model's states are not finite.
 
-        Example:
-            best = llm.rerank("where do cats sleep?", documents, top_n=3)
-            print(best[0].score, best[0].document)
+        Examples:
+            >>> with LLM("smollm2", reranker="qwen3") as ranker:
+            ...     best = ranker.rerank("where do cats sleep?", ["In 1932.", "Cats sleep on roofs."], top_n=1)
+            >>> best[0].document
+            'Cats sleep on roofs.'
         """
         return rank_documents(self._opened, query, documents, top_n, instruction, truncate=truncate)
 
@@ -621,9 +693,10 @@ class LLM:
             ClosedError: The model is closed.
             ModelError: The model's states are not finite.
 
-        Example:
-            found = llm.classify(["The food was cold."])[0]
-            print(found.label, found.probability)
+        Examples:
+            >>> found = LLM("path/to/classifier").classify(["The food was cold."])[0]  # doctest: +SKIP
+            >>> found.label, found.probability  # doctest: +SKIP
+            ('negative', 0.93)
         """
         return classify_texts(self._opened, texts, truncate=truncate)
 
@@ -640,6 +713,12 @@ class LLM:
         Raises:
             InvalidRequestError: An argument breaks a rule.
             ClosedError: The model is closed.
+
+        Examples:
+            >>> ids = llm.tokenizer.encode("The capital of France is")
+            >>> logits = llm.logits(ids)
+            >>> llm.tokenizer.decode([int(logits[-1].argmax())])
+            ' Paris'
         """
         host = self._opened
         return host.loop.call(logits_of(host, ids_to_score(host, token_ids), last)).get()

@@ -20,6 +20,11 @@ class Piece:
 
     The text is empty if the token is half a character, or if its text may belong to a stop string. In an answer,
     reasoning comes first, then text, then tool calls.
+
+    Examples:
+        >>> piece = next(llm.stream("The capital of France is", temperature=0, max_new_tokens=2))
+        >>> piece.token_id, piece.text, piece.origin
+        (7042, ' Paris', 'sampled')
     """
 
     token_id: int
@@ -32,14 +37,24 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """The next part of the model's reasoning."""
+    """The next part of the model's reasoning.
+
+    Examples:
+        >>> [delta.text for piece in [Piece(7, "", deltas=(ReasoningDelta("First, "),))] for delta in piece.deltas]
+        ['First, ']
+    """
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of the tool call number `index`: its beginning, with id and name, or more characters of its arguments."""
+    """A part of the tool call number `index`: its beginning, with id and name, or more characters of its arguments.
+
+    Examples:
+        >>> ToolCallDelta(index=0, arguments='{"city"').arguments
+        '{"city"'
+    """
 
     index: int
     id: str | None = None
@@ -49,14 +64,24 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants to call. `arguments` is JSON as the model wrote it, cut if the answer was cut."""
+    """A function that the model wants to call. `arguments` is JSON as the model wrote it, cut if the answer was cut.
+
+    Examples:
+        >>> ToolCall(id="call_1", name="get_weather", arguments='{"city": "Paris"}').parsed()["city"]
+        'Paris'
+    """
 
     id: str
     name: str
     arguments: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the call in OpenAI's form."""
+        """Return the call in OpenAI's form.
+
+        Examples:
+            >>> ToolCall("call_1", "get_weather", "{}").to_json()["function"]
+            {'name': 'get_weather', 'arguments': '{}'}
+        """
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
     def parsed(self) -> dict[str, Any]:
@@ -64,6 +89,10 @@ class ToolCall:
 
         Raises:
             ValueError: The arguments were cut.
+
+        Examples:
+            >>> ToolCall("call_1", "get_weather", '{"city": "Paris"}').parsed()
+            {'city': 'Paris'}
         """
         found: dict[str, Any] = json.loads(self.arguments)
         return found
@@ -107,6 +136,11 @@ class GenerationTiming:
     forward including the Python time before it, and `sampling_times_s[i]` is the sampling that followed. A step that
     verifies drafts yields several tokens: the first has the time of the forward, the others have 0. `arrival_times_s`
     is when each token, forced ones too, reached the caller, from the beginning of the request.
+
+    Examples:
+        >>> timing = llm.generate("Once upon a time", max_new_tokens=4).timing
+        >>> timing.ttft_s > 0, timing.total_time_s > timing.ttft_s
+        (True, True)
     """
 
     prefill_time_s: float = 0.0
@@ -176,7 +210,12 @@ class GenerationTiming:
         return f"GenerationTiming(ttft {1e3 * self.ttft_s:.1f} ms, {len(self.decode_times_s)} steps{_rate(self)})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the times and the figures derived from them as plain lists and numbers."""
+        """Return the times and the figures derived from them as plain lists and numbers.
+
+        Examples:
+            >>> sorted(llm.generate("Once upon a time", max_new_tokens=4).timing.to_json())[:2]
+            ['arrival_gap_p50_s', 'arrival_gap_p95_s']
+        """
         gaps = self.arrival_gaps_s
         return asdict(self) | {
             "ttft_s": self.ttft_s,
@@ -218,9 +257,10 @@ class GenerationStats:
 class GenerationResult:
     """A finished answer. `token_ids` contains every generated token. `text` ends before the stop string.
 
-    Example:
-        result = llm.generate("Once upon a time", max_new_tokens=32)
-        print(result.text, result.finish_reason, result.timing.decode_tokens_per_second)
+    Examples:
+        >>> result = llm.generate("The capital of France is", temperature=0, max_new_tokens=2)
+        >>> result.text, result.finish_reason, result.generated_tokens
+        (' Paris.', 'length', 2)
     """
 
     token_ids: list[int]
@@ -245,7 +285,12 @@ class GenerationResult:
     warnings: tuple[str, ...] = ()  # parts of tools and past calls that were left out or changed
 
     def to_message(self) -> dict[str, Any]:
-        """Return the answer as a message of the conversation, in OpenAI's form."""
+        """Return the answer as a message of the conversation, in OpenAI's form.
+
+        Examples:
+            >>> llm.generate("The capital of France is", temperature=0, max_new_tokens=2).to_message()
+            {'role': 'assistant', 'content': ' Paris.'}
+        """
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -263,7 +308,12 @@ class GenerationResult:
         return f"GenerationResult({_shortened(', '.join(shown))}, {reason}, {num_tokens} tokens{_rate(self.timing)})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain lists, dicts, numbers and strings. A log-probability of −inf is None."""
+        """Return plain lists, dicts, numbers and strings. A log-probability of −inf is None.
+
+        Examples:
+            >>> llm.generate("The capital of France is", temperature=0, max_new_tokens=2).to_json()["text"]
+            ' Paris.'
+        """
         record = asdict(self) | {"timing": self.timing.to_json()}
         if self.logprobs is not None:
             record["logprobs"] = [_logprob_to_json(entry) for entry in self.logprobs]
@@ -323,7 +373,12 @@ class SampleTrace:
 
 @dataclass(frozen=True, slots=True)
 class RankedDocument:
-    """A document of `LLM.rerank`: its place in the list that was given, and the probability that it is relevant."""
+    """A document of `LLM.rerank`: its place in the list that was given, and the probability that it is relevant.
+
+    Examples:
+        >>> RankedDocument(index=1, score=0.98, document="Cats sleep on warm roofs.").index
+        1
+    """
 
     index: int
     score: float
@@ -336,6 +391,11 @@ class Classification:
 
     The probabilities of a model with one right label per text add up to 1. A model with several right labels has a
     probability of each label by itself. A regression has values instead.
+
+    Examples:
+        >>> found = Classification(labels=("negative", "positive"), probabilities=(0.9, 0.1))
+        >>> found.label, found.probability
+        ('negative', 0.9)
     """
 
     labels: tuple[str, ...]
@@ -352,7 +412,12 @@ class Classification:
         return self.probabilities[0]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain lists, numbers and strings."""
+        """Return plain lists, numbers and strings.
+
+        Examples:
+            >>> Classification(labels=("negative",), probabilities=(0.9,)).to_json()
+            {'labels': ['negative'], 'probabilities': [0.9]}
+        """
         return {"labels": list(self.labels), "probabilities": list(self.probabilities)}
 
 

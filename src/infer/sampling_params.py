@@ -101,7 +101,7 @@ class SamplingParams:
     Raises:
         InvalidRequestError: A value breaks its rule, or two constraints are given.
 
-    Example:
+    Examples:
         >>> SamplingParams(temperature=0, max_tokens=64)
         SamplingParams(temperature=0.0, max_new_tokens=64)
     """
@@ -218,7 +218,7 @@ class SamplingParams:
         Raises:
             InvalidRequestError: A name is unknown or given twice, or a value breaks its rule.
 
-        Example:
+        Examples:
             >>> SamplingParams.from_mapping({"max_tokens": -1, "top_k": 0})
             SamplingParams(max_new_tokens=None)
         """

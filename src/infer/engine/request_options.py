@@ -66,8 +66,10 @@ class RequestOptions:
     Raises:
         InvalidRequestError: A value breaks its rule.
 
-    Example:
-        >>> llm.generate("Once", options=RequestOptions(speculation="ngram", timeout=2.5))
+    Examples:
+        >>> options = RequestOptions(speculation="ngram", timeout=2.5)
+        >>> llm.generate("One, two, one, two,", temperature=0, max_new_tokens=4, options=options).text
+        ' three, four,'
     """
 
     cancel: threading.Event | None = parameter(

@@ -101,11 +101,11 @@ class Stream(Iterator[Piece]):
 
     One thread reads at a time. Any thread may call `cancel` and `close`. The end of `with` closes the stream.
 
-    Example:
-        with llm.stream("Once upon a time") as stream:
-            for piece in stream:
-                print(piece.text, end="", flush=True)
-        print(stream.result.finish_reason)
+    Examples:
+        >>> with llm.stream("The capital of France is", temperature=0, max_new_tokens=2) as stream:
+        ...     text = "".join(piece.text for piece in stream)
+        >>> text, stream.result.finish_reason
+        (' Paris.', 'length')
     """
 
     def __init__(self, answer: OpenAnswer, on_prefill: OnPrefill | None = None) -> None:
@@ -163,6 +163,13 @@ class Stream(Iterator[Piece]):
         """End the answer without waiting. Any thread may call it.
 
         The reader gets no further piece. `finish_reason` is "abort", unless the answer was already read to its end.
+
+        Examples:
+            >>> stream = llm.stream("Once upon a time")
+            >>> piece = next(stream)
+            >>> stream.cancel()
+            >>> stream.run().finish_reason
+            'abort'
         """
         self.answer.cancel()
 
@@ -170,6 +177,11 @@ class Stream(Iterator[Piece]):
         """End the answer, wait for the current step, and free the answer's slot. Any thread may call it.
 
         The reader gets no further piece. The end of the answer, and dropping the stream, close it too.
+
+        Examples:
+            >>> stream = llm.stream("Once upon a time")
+            >>> piece = next(stream)
+            >>> stream.close()
         """
         self.answer.close()
 
@@ -190,6 +202,10 @@ class Stream(Iterator[Piece]):
         Raises:
             InvalidRequestError: Another thread is reading the stream.
             ClosedError: The model is closed.
+
+        Examples:
+            >>> llm.stream("The capital of France is", temperature=0, max_new_tokens=2).run().text
+            ' Paris.'
         """
         answer = self.answer
         try:
@@ -233,9 +249,11 @@ class AsyncStream(AsyncIterator[Piece]):
     One task reads at a time. Any thread may call `cancel`. The end of `async with`, leaving the loop, and cancelling
     the task free the slot after the current step.
 
-    Example:
-        async for piece in llm.stream("Once upon a time"):
-            print(piece.text, end="", flush=True)
+    Examples:
+        >>> async for piece in AsyncLLM(llm).stream("The capital of France is", temperature=0, max_new_tokens=2):
+        ...     print(repr(piece.text))
+        ' Paris'
+        '.'
     """
 
     def __init__(self, prepare: Prepare, open_answer: Callable[[Sequence], OpenAnswer]) -> None:
@@ -266,6 +284,11 @@ class AsyncStream(AsyncIterator[Piece]):
             InvalidRequestError: The request is refused.
             ClosedError: The model is closed.
             InferError: The engine has failed.
+
+        Examples:
+            >>> stream = AsyncLLM(llm).stream("Once upon a time", max_new_tokens=2)
+            >>> stream = await stream.begin()  # raises if the request is refused
+            >>> await stream.close()
         """
         await self._begun()
         return self
@@ -277,7 +300,14 @@ class AsyncStream(AsyncIterator[Piece]):
         return pieces[0]
 
     async def take(self) -> list[Piece]:
-        """Wait for a piece, and return all unread pieces. The list is empty at the end of the answer."""
+        """Wait for a piece, and return all unread pieces. The list is empty at the end of the answer.
+
+        Examples:
+            >>> async with AsyncLLM(llm).stream("The capital of France is", temperature=0, max_new_tokens=2) as stream:
+            ...     pieces = await stream.take()  # at least one, and all that have arrived
+            >>> len(pieces) >= 1
+            True
+        """
         return await self._take(None)
 
     async def __aenter__(self) -> Self:
@@ -301,19 +331,37 @@ class AsyncStream(AsyncIterator[Piece]):
         return self._answer.sequence
 
     def cancel(self) -> None:
-        """End the answer without waiting, as `Stream.cancel` does. Any thread may call it."""
+        """End the answer without waiting, as `Stream.cancel` does. Any thread may call it.
+
+        Examples:
+            >>> stream = await AsyncLLM(llm).stream("Once upon a time").begin()
+            >>> stream.cancel()
+            >>> (await stream.result()).finish_reason
+            'abort'
+        """
         self._is_cancelled = True
         if self._answer is not None:
             self._answer.cancel()
 
     async def close(self) -> None:
-        """End the answer, and wait until its slot is free."""
+        """End the answer, and wait until its slot is free.
+
+        Examples:
+            >>> stream = await AsyncLLM(llm).stream("Once upon a time").begin()
+            >>> await stream.close()
+        """
         self.cancel()
         if self._answer is not None:
             await self._answer.close_as_task()
 
     async def result(self) -> GenerationResult:
-        """Run the answer to its end and return it. After `close` or `cancel`, return the part that was read."""
+        """Run the answer to its end and return it. After `close` or `cancel`, return the part that was read.
+
+        Examples:
+            >>> stream = AsyncLLM(llm).stream("The capital of France is", temperature=0, max_new_tokens=2)
+            >>> (await stream.result()).text
+            ' Paris.'
+        """
         async with _Reading(self):
             answer = await self._begun(only_end=True)
             mailbox = answer.mailbox

@@ -58,6 +58,11 @@ def load_model(
     Raises:
         InvalidRequestError: An argument breaks a rule.
         ModelError: The model cannot be used, or does not fit in memory.
+
+    Examples:
+        >>> network, architecture = load_model("smollm2")
+        >>> len(architecture.layers), architecture.vocab_size
+        (30, 49152)
     """
     checkpoint = open_checkpoint(model_id)
     tokenizer = load_tokenizer(checkpoint)
@@ -79,6 +84,10 @@ def load_tokenizer(
     Raises:
         InvalidRequestError: There is no such model, or the template is broken.
         ModelError: The model cannot be used.
+
+    Examples:
+        >>> load_tokenizer("smollm2").vocab_size
+        49152
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     gguf = checkpoint.metadata

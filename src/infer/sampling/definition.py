@@ -62,6 +62,11 @@ def sample_token(
 
     Raises:
         LogitsError: No token can be sampled from these logits.
+
+    Examples:
+        >>> logits = torch.tensor([0.0, 2.0, 1.0])
+        >>> sample_token(logits, [5, 6], SamplingParams(temperature=0))
+        1
     """
     processed = process_logits(
         logits,

@@ -65,10 +65,11 @@ class Session:
     that fails, or is stopped before its first word, leaves the conversation as it was. `close()`, the end of `with`,
     and dropping the session free its slot.
 
-    Example:
-        with llm.session(system="Answer briefly.") as session:
-            session.send("What is the capital of France?")
-            print(session.send("And of Italy?").text)
+    Examples:
+        >>> with llm.session() as session:
+        ...     first = session.send("What is the capital of France?")
+        ...     print(session.send("And of Italy?").text)
+        The capital of Italy is Rome.
     """
 
     def __init__(self, host: Host, transcript: Transcript) -> None:
@@ -99,6 +100,10 @@ class Session:
         """End the active answer and free the cache. Any thread may call it; a second call does nothing.
 
         Later calls raise ClosedError. `messages` and `token_ids` can still be read.
+
+        Examples:
+            >>> session = llm.session()
+            >>> session.close()
         """
         self._is_closed = True
         if self._last is not None:
@@ -161,6 +166,10 @@ class Session:
         Raises:
             InvalidRequestError: An argument breaks a rule, the prompt does not fit, or a stream is open.
             ClosedError: The session or the model is closed.
+
+        Examples:
+            >>> llm.session().send("What is the capital of France?").text
+            'The capital of France is Paris.'
         """
         check_callback("on_token", on_token)
         stream = self.stream(message, params, on_prefill=on_prefill, options=options, **keywords)
@@ -178,6 +187,11 @@ class Session:
         """Return a stream of the answer that `send` returns whole, with the arguments of `send`.
 
         If the stream is closed early, the session keeps the pieces that were read as its answer.
+
+        Examples:
+            >>> stream = llm.session().stream("What is the capital of France?")
+            >>> "".join(piece.text for piece in stream)
+            'The capital of France is Paris.'
         """
         check_callback("on_prefill", on_prefill)
         ask = Ask.of((), params, options, keywords)
@@ -198,6 +212,11 @@ class Session:
         Args:
             messages: The messages of the whole conversation.
             params: As for `LLM.generate`. The other arguments are those of `send`.
+
+        Examples:
+            >>> session = llm.session()
+            >>> session.answer([{"role": "user", "content": "What is the capital of France?"}]).text
+            'The capital of France is Paris.'
         """
         check_callback("on_token", on_token)
         check_callback("on_prefill", on_prefill)
@@ -220,6 +239,12 @@ class Session:
         """Continue from the current ids without a template, with the arguments of `send`.
 
         The answer is added to `token_ids`, but to no message.
+
+        Examples:
+            >>> session = llm.session()
+            >>> session.append("The capital of France is")
+            >>> session.generate(temperature=0, max_new_tokens=2).text
+            ' Paris.'
         """
         check_callback("on_token", on_token)
         check_callback("on_prefill", on_prefill)
@@ -236,6 +261,12 @@ class Session:
         Raises:
             InvalidRequestError: The tokens do not fit the context, or a stream is open.
             ClosedError: The session or the model is closed.
+
+        Examples:
+            >>> session = llm.session()
+            >>> session.append("Red, green,")
+            >>> len(session.token_ids)
+            4
         """
         before = self._transcript.token_ids
         tokenizer, limits = self._host.tokenizer, self._host.requests.limits
@@ -256,6 +287,13 @@ class Session:
         Raises:
             InvalidRequestError: The count is out of range, or a stream is open.
             ClosedError: The session or the model is closed.
+
+        Examples:
+            >>> session = llm.session()
+            >>> session.append("Red, green,")
+            >>> session.rewind(1)
+            >>> llm.tokenizer.decode(session.token_ids)
+            'Red, green'
         """
         length = len(self._transcript.token_ids)
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= length:
@@ -271,6 +309,14 @@ class Session:
         Raises:
             InvalidRequestError: A stream is open.
             ClosedError: The session or the model is closed.
+
+        Examples:
+            >>> session = llm.session()
+            >>> session.append("The capital of")
+            >>> other = session.fork()
+            >>> other.append(" Italy is")
+            >>> other.generate(temperature=0, max_new_tokens=2).text, len(session.token_ids)
+            (' Rome.', 3)
         """
         other = Session(self._host, self._transcript)
         other._cache.copy_of(self._cache)
@@ -287,6 +333,11 @@ class Session:
         Raises:
             InvalidRequestError: The file cannot be written, or a message is not JSON.
             ClosedError: The session or the model is closed.
+
+        Examples:
+            >>> session = llm.session()
+            >>> answer = session.send("What is the capital of France?")
+            >>> session.save("talk.safetensors", note={"topic": "capitals"})
         """
         transcript, fingerprint = self._transcript, self._host.fingerprint(self._host.runner.cache.kind)
 
@@ -309,6 +360,13 @@ class Session:
         Raises:
             InvalidRequestError: The file is damaged or of another model. Nothing is changed.
             ClosedError: The session or the model is closed.
+
+        Examples:
+            >>> session, other = llm.session(), llm.session()
+            >>> session.append("The capital of France is")
+            >>> session.save("talk.safetensors", note={"topic": "capitals"})
+            >>> other.load("talk.safetensors")
+            {'topic': 'capitals'}
         """
         cache = self._host.runner.cache
         saved = read_session(Path(path), self._host.fingerprint(cache.kind), cache.num_bytes)

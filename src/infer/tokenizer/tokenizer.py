@@ -42,9 +42,10 @@ class Tokenizer:
         chat_templates: Chat templates by name.
         vocabulary: The text of each id, if it is already known.
 
-    Example:
-        tokenizer = load_tokenizer("smollm2")
-        tokenizer.decode(tokenizer.encode("Hello"))
+    Examples:
+        >>> tokenizer = load_tokenizer("smollm2")
+        >>> tokenizer.decode(tokenizer.encode("Hello"))
+        'Hello'
     """
 
     def __init__(
@@ -87,6 +88,9 @@ class Tokenizer:
 
         Raises:
             ModelError: A file is missing or breaks its format.
+
+        Examples:
+            >>> tokenizer = Tokenizer.from_folder(Path("path/to/model"))  # doctest: +SKIP
         """
         return cls(**read_folder(path)._asdict())
 
@@ -99,6 +103,11 @@ class Tokenizer:
 
         Raises:
             ModelError: A key is missing, or its value breaks the format.
+
+        Examples:
+            >>> from infer.checkpoint import open_checkpoint
+            >>> Tokenizer.from_gguf(open_checkpoint("smollm2").metadata).vocab_size
+            49152
         """
         return cls(**read_gguf(metadata)._asdict())
 
@@ -136,6 +145,10 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: The text cannot be spelled.
+
+        Examples:
+            >>> llm.tokenizer.encode("Once upon a time")
+            [6403, 1980, 253, 655]
         """
         if not parse_special:
             first = [self.bos_token_id] if self.adds_bos and self.bos_token_id is not None else []
@@ -152,6 +165,9 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: The tokenizer has no form for pairs, or a text cannot be spelled.
+
+        Examples:
+            >>> pair = tokenizer.encode_pair("A premise.", "A hypothesis.")  # doctest: +SKIP
         """
         pair, spelled = encode_pair(self._text_backend, first, second)
         self._check_forged(spelled)
@@ -165,6 +181,10 @@ class Tokenizer:
 
         Returns:
             The bound, 0 if nothing is known.
+
+        Examples:
+            >>> llm.tokenizer.least_num_tokens("Once upon a time") <= 4
+            True
         """
         return self._length_bound(text)
 
@@ -174,13 +194,23 @@ class Tokenizer:
         Args:
             ids: The ids.
             skip_special_tokens: True to leave special tokens out.
+
+        Examples:
+            >>> llm.tokenizer.decode(llm.tokenizer.encode("Once upon a time"))
+            'Once upon a time'
         """
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         token_bytes, first_token_bytes = self._spelling
         return decode_ids(ids, token_bytes, skipped, self._rules.num_stripped_spaces, first_token_bytes)
 
     def make_detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a converter that makes text from ids one by one. See `decode` for the argument."""
+        """Return a converter that makes text from ids one by one. See `decode` for the argument.
+
+        Examples:
+            >>> detokenizer = llm.tokenizer.make_detokenizer()
+            >>> "".join([detokenizer.push(each) for each in llm.tokenizer.encode("naïve ☕")] + [detokenizer.flush()])
+            'naïve ☕'
+        """
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         token_bytes, first_token_bytes = self._spelling
         return Detokenizer(token_bytes, skipped, self._rules.num_stripped_spaces, first_token_bytes)
@@ -209,6 +239,10 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: There is no such template.
+
+        Examples:
+            >>> "<|im_start|>" in llm.tokenizer.template_source(None, has_tools=False)
+            True
         """
         return self._template(chosen, () if has_tools else None).source
 
@@ -217,6 +251,10 @@ class Tokenizer:
 
         Args:
             texts: The texts.
+
+        Examples:
+            >>> llm.tokenizer.special_ids_in(["Hello<|im_end|>"])
+            {'<|im_end|>': 2}
         """
         found = {name for text in texts for name in self._special_texts.found_in(text)}
         return {name: token_id for name in found if (token_id := self._id_of(name)) is not None}
@@ -239,6 +277,9 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: The model has no marks for it.
+
+        Examples:
+            >>> ids = coder.encode_infill("def add(a, b):", "return total")  # doctest: +SKIP
         """
         if self.infill_marks is None:
             raise InvalidRequestError("the model has no tokens to fill in text: continue a prompt instead")
@@ -257,6 +298,12 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: The template is broken.
+
+        Examples:
+            >>> tokenizer = load_tokenizer("smollm2")
+            >>> tokenizer.replace_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
+            >>> tokenizer.render_chat_template([{"role": "user", "content": "Hello"}])
+            'Hello'
         """
         ChatTemplate(source, self._named_tokens).check()
         self._chat_templates = {"default": source}
@@ -266,6 +313,9 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: The template is missing or broken.
+
+        Examples:
+            >>> llm.tokenizer.check_chat_template()
         """
         self._template(None, None).check()
 
@@ -282,6 +332,11 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: The template is missing, or refuses the messages.
+
+        Examples:
+            >>> text = llm.tokenizer.render_chat_template([{"role": "user", "content": "Hello"}])
+            >>> text[-32:]
+            '|im_end|>\\n<|im_start|>assistant\\n'
         """
         return self._template(chat_template, variables.get("tools")).render(messages, **variables)
 
@@ -304,6 +359,10 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: The template is missing or refuses the messages, or a message cannot be spelled.
+
+        Examples:
+            >>> len(llm.tokenizer.encode_chat([{"role": "user", "content": "Hello"}]))
+            31
         """
         template = self._template(chat_template, variables.get("tools"))
         if self.allow_special if allow_special is None else allow_special:

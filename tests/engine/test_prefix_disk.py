@@ -81,6 +81,7 @@ def test_the_answer_is_found_too_and_memory_comes_first(folder: Path) -> None:
 def test_another_salt_model_or_precision_finds_nothing(folder: Path, tmp_path: Path) -> None:
     answer(folder)
     assert answer(folder)[2] == 192
+    assert answer(folder, max_seq_len=400, pool_pages=9)[2] == 192  # another size of the same cache
     assert answer(folder, kv_type="bf16")[2] == 0
     assert answer(folder, precision="fast", weights="q8")[2] == 0
     assert answer(long_model("llama", tmp_path / "copy"))[2] == 0  # written at another time

@@ -25,12 +25,12 @@ _LIBRARIES = ("torch", "numpy", "numba", "llvmlite", "triton")
 def prefix_fingerprint(model: dict[str, str], runner: Runner) -> str:
     """Return the fingerprint of what the runner's cache stores, as 32 hexadecimal digits.
 
-    `model` is `Host.fingerprint`: weights, architecture, tokenizer, storage format. The layout of the cache's pages
-    follows from the length of the context too. The device, the code and its libraries are part of it as well: another
-    kernel may compute other bits.
+    `model` is `Host.fingerprint`: weights, architecture, tokenizer, storage format. The layout of a page is part of it,
+    but not the number of pages, which follows from the memory that is free. The device, the code and its libraries are
+    part of it as well: another kernel may compute other bits.
     """
     cache, device = runner.cache, runner.model.device
-    layout = [(rows.group, cache.memory.page_bytes(rows), cache.settings.page_tokens) for rows in cache.groups]
+    layout = [(rows.group.layers, cache.memory.page_bytes(rows), cache.settings.page_tokens) for rows in cache.groups]
     machine = device.type, runner.model.backend.instruction_set(), torch.backends.cpu.get_cpu_capability()
     return _digest(repr((sorted(model.items()), layout, machine, _code())))
 

@@ -90,7 +90,7 @@ class Ways:
         return _rate(lambda: asyncio.run(_together(ask)))
 
     def slow_reader(self, number: int) -> Found:
-        """A reader that takes 1 ms of Python a token."""
+        """Return a reader that takes 1 ms of Python a token."""
 
         def read() -> Answers:
             found = list[int]()
@@ -113,11 +113,11 @@ class Ways:
         return found, 1 / median(seconds)
 
     def busy_python(self, number: int) -> Found:
-        """One answer beside a main thread that never waits."""
+        """Return one answer beside a main thread that never waits."""
         return _rate(lambda: _beside_busy_main(self._one))
 
     def busy_python_in_turns(self, number: int) -> Found:
-        """The same with a switch interval of 0.5 ms, a tenth of Python's own, which a program may set."""
+        """Return the same with a switch interval of 0.5 ms, a tenth of Python's own, which a program may set."""
         with _switching_each(0.0005):
             return _rate(lambda: _beside_busy_main(self._one))
 

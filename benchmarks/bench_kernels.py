@@ -54,7 +54,7 @@ def product(type_: str, precision: Any, size: str) -> Measure:
     products = rows * COLUMNS * tokens * repeats
 
     def measure(_packed: Any = packed) -> float:
-        """The matmul's share of the cycles is its share of the time."""
+        """Return the time of the matmul, by its share of the cycles."""
         times[:] = 0
         began = time.perf_counter()
         thread_pool().run(table, run.state, 1)

@@ -98,7 +98,7 @@ class Side:
 
 
 def peer_worker(python: str) -> tuple[str, ...]:
-    """The command of llama.cpp's side in an environment."""
+    """Return the command of llama.cpp's side in an environment."""
     return (python, WORKER, "llama")
 
 

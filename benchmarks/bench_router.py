@@ -122,7 +122,7 @@ def simulate(
 
 
 def by_routers(num_fronts: int = 1, *, is_sticky: bool = True) -> Choose:
-    """Each front has a router of its own. `is_sticky`: a conversation's requests all come to one front."""
+    """Return a choice by the router of each front. If `is_sticky`, a conversation's requests all come to one front."""
     routers, rng, front_by_name = (
         [ReplicaRouter(CACHE_PAGES) for _ in range(num_fronts)],
         random.Random(1),

@@ -107,7 +107,7 @@ def make_logits(vocab_size: int, num_rows: int) -> Tensor:
 
 
 def make_sorted(case: Case) -> Choose:
-    """The usual batched pipeline: penalties by counting, filters on sorted rows, exponential noise."""
+    """Return the usual batched pipeline: penalties by counting, filters on sorted rows, exponential noise."""
     values, num_rows = case.values, len(case.logits)
     temperature = torch.full((num_rows, 1), values["temperature"])
     top_k = torch.full((num_rows, 1), values.get("top_k", case.logits.shape[1]))
@@ -148,7 +148,7 @@ def make_sorted(case: Case) -> Choose:
 
 
 def make_transformers(case: Case) -> Choose:
-    """Its processors and warpers in its order, then multinomial. It has no frequency and presence penalties."""
+    """Return its processors and warpers in its order, then multinomial. It has no frequency and presence penalties."""
     values, processors = case.values, LogitsProcessorList()
     if "logit_bias" in values:
         sequence_bias = {(token_id,): bias for token_id, bias in values["logit_bias"].items()}

@@ -96,7 +96,7 @@ class Heard(NamedTuple):
 
 
 def listen(client: httpx.Client) -> Heard:
-    """Raises httpx.HTTPStatusError for a refusal and ValueError for an answer that is cut."""
+    """Read an answer. Raises httpx.HTTPStatusError for a refusal and ValueError for an answer that is cut."""
     started, arrived = time.perf_counter(), list[float]()
     with client.stream("POST", COMPLETIONS, json=QUIET) as answer:
         answer.raise_for_status()

@@ -124,14 +124,14 @@ class Writer:
 
 
 def spellings(value: Any, *, is_free: bool) -> list[str]:
-    """A whole number is the same number with a point and without one, if it `is_free` to be."""
+    """Return the spellings of a value. A whole number that `is_free` may have a point or none."""
     if is_free and isinstance(value, float) and value.is_integer():
         return list(dict.fromkeys([str(int(value)), json.dumps(value)]))
     return [json.dumps(value, ensure_ascii=False)]
 
 
 def compile_schema(text: str, tokenizer: Any) -> tuple[Any, Source]:
-    """A matcher, and what it was compiled from. Raises InvalidRequestError."""
+    """Return a matcher, and what it was compiled from. Raises InvalidRequestError."""
 
     def problem_of(source: Source) -> str:
         matcher = matcher_of(source, tokenizer)
@@ -148,7 +148,7 @@ def matcher_of(source: Source, tokenizer: Any) -> Any:
 
 
 def orders_in(schema: Any) -> list[dict[str, int]]:
-    """The names of each `properties`, with their places."""
+    """Return the names of each `properties`, with their places."""
     found: list[dict[str, int]] = []
     pending = [schema]
     while pending:
@@ -177,7 +177,7 @@ def cases(folder: Path, every: int, texts: list[tuple[Path, bool]]) -> Iterator[
 
 
 def read_json(path: Path) -> Any:
-    """None where it is none: some have comments."""
+    """Return the content, or None if it is no JSON: some files have comments."""
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError:

@@ -45,17 +45,17 @@ def first_sentences(text: str, count: int = 2) -> str:
 
 
 def fact(words: str) -> Callable[[str], bool]:
-    """A rule: the first two sentences hold one of the words."""
+    """Return a rule: the first two sentences hold one of the words."""
     return lambda text: has_word(first_sentences(text), words)
 
 
 def all_of(*words: str) -> Callable[[str], bool]:
-    """A rule: the answer holds one word of each group."""
+    """Return a rule: the answer holds one word of each group."""
     return lambda text: all(has_word(text, each) for each in words)
 
 
 def names(things: str, at_least: int) -> Callable[[str], bool]:
-    """A rule: the answer names at least so many different things, and none of them more than twice."""
+    """Return a rule: the answer names at least so many different things, and none of them more than twice."""
 
     def check(text: str) -> bool:
         found = Counter(match.lower().rstrip("s") for match in re.findall(rf"\b(?:{things})\b", text, re.IGNORECASE))
@@ -65,12 +65,12 @@ def names(things: str, at_least: int) -> Callable[[str], bool]:
 
 
 def writing(topic: str, most_words: int) -> Callable[[str], bool]:
-    """A rule: the text is about its topic, has at least eight words and at most `most_words`."""
+    """Return a rule: the text is about its topic, has at least eight words and at most `most_words`."""
     return lambda text: has_word(text, topic) and 8 <= len(text.split()) <= most_words
 
 
 def code(pattern: str, most_words: int = 250) -> Callable[[str], bool]:
-    """A rule: the text has the pattern and keeps to a length."""
+    """Return a rule: the text has the pattern and keeps to a length."""
     return lambda text: re.search(pattern, text, re.DOTALL) is not None and len(text.split()) <= most_words
 
 

@@ -77,7 +77,7 @@ def closed(num_clients: int, prompt_tokens: int, new_tokens: int, each: int, see
 
 
 def shared_prefix(num_clients: int, prefix_tokens: int, new_tokens: int, seed: int) -> list[Ask]:
-    """One request, and when it is answered, all clients with other questions after the same text, 100 ms apart."""
+    """Return one request and, after its answer, those of all clients after the same text, 100 ms apart."""
     prefix = make_prompt(prefix_tokens, seed)
     asks = [Ask(prefix + make_prompt(16, seed + 1), new_tokens, role="first")]
     for client in range(num_clients):
@@ -87,7 +87,7 @@ def shared_prefix(num_clients: int, prefix_tokens: int, new_tokens: int, seed: i
 
 
 def long_prompt(prompt_tokens: int, seed: int) -> list[Ask]:
-    """A long prompt alone; then four streams, the same length again a second later, and 200 ms later a short prompt."""
+    """Return a long prompt alone, then four streams, another long prompt a second later, and a short one 200 ms later."""
     asks = [Ask(make_prompt(prompt_tokens, seed), 16, role="long alone")]
     for stream in range(4):
         asks.append(Ask(make_prompt(64, seed + 1 + stream), 4000, after=0, role="stream", is_background=True))
@@ -119,7 +119,7 @@ def at_poisson_times(asks: Sequence[Ask], rate: float, seed: int) -> list[Ask]:
 
 
 def by_clients(asks: Sequence[Ask], num_clients: int) -> list[Ask]:
-    """The same requests in a closed loop."""
+    """Return the same requests in a closed loop."""
     return [replace(ask, at=0.0, after=i - num_clients if i >= num_clients else None) for i, ask in enumerate(asks)]
 
 

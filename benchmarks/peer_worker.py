@@ -34,7 +34,7 @@ class Engine(ABC):
 
     @abstractmethod
     def runs_on(self) -> str:
-        """The instructions that its kernels use."""
+        """Return the instructions that its kernels use."""
 
 
 class LlamaEngine(Engine):
@@ -234,7 +234,7 @@ def requantize(source: str, target: str, file_type: str) -> None:
 
 
 def run_cold(kind: str, options: dict[str, Any]) -> None:
-    """The parent has the clock, because it started before this process did."""
+    """Answer once in a new process. The parent has the clock, because it started before this process did."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     engine = ENGINES[kind](**options)

@@ -85,7 +85,7 @@ def make_aarch64(folder: Path) -> None:
 
 
 def _extract_debian(scratch: Path) -> None:
-    """With lists of packages, a cache and a status of its own."""
+    """Unpack the packages with lists, a cache and a status of their own."""
     for name in ("lists/partial", "cache/archives/partial", "packages", "made"):
         (scratch / name).mkdir(parents=True)
     (scratch / "status").touch()

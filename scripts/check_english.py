@@ -4,8 +4,8 @@
     python scripts/check_english.py FILE …     show each fault of these files
     python scripts/check_english.py --write    lower what is allowed to what is there
 
-A fault is a docstring that begins with a word such as "What", "Of" or "Where", or a sentence of more than 30 words on a
-page of docs/ or in the README. A new file is allowed none.
+A fault is a docstring that begins with a word such as "What", "Of" or "Where", one of a function that begins without a
+verb, or a sentence of more than 30 words on a page of docs/ or in the README. A new file is allowed none.
 """
 
 import argparse
@@ -22,6 +22,9 @@ FOLDERS = ("src", "benchmarks", "scripts", "tests", "examples")
 WORDS_PER_SENTENCE = 30
 BAD_BEGINNINGS = {"what", "whatever", "whether", "where", "wherever", "who", "whoever", "whose", "which"}
 BAD_BEGINNINGS |= {"of", "that", "those", "as", "it", "they"}
+# The first sentence of a function that begins so has no verb: it should say what the function does.
+NO_VERB = {"a", "an", "the", "all", "each", "for", "how", "its", "in", "none", "on", "one", "raises", "with"}
+NO_VERB |= {"number", "seconds", "true", "false"}
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _NO_PROSE = re.compile(r"^(\||#|!\[|    ).*$", re.MULTILINE)
 _LINK = re.compile(r"\]\([^)]*\)")
@@ -34,8 +37,16 @@ def docstring_faults(text: str) -> Iterator[tuple[int, str]]:
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         words = (ast.get_docstring(node) or "").split()
-        if words and words[0].lower().strip(",:;.") in BAD_BEGINNINGS:
+        bad = BAD_BEGINNINGS | NO_VERB if _is_action(node) else BAD_BEGINNINGS
+        if words and words[0].lower().strip(",:;.") in bad:
             yield node.body[0].lineno, " ".join(words[:8])
+
+
+def _is_action(node: ast.AST) -> bool:
+    """Return True for a function that is called as one: no property, no fixture and no test."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test_"):
+        return False
+    return not any(re.search("property|fixture", ast.unparse(each)) for each in node.decorator_list)
 
 
 def page_faults(text: str) -> Iterator[tuple[int, str]]:

@@ -68,7 +68,7 @@ def extract(name: str, scratch: Path, target: Path) -> None:
 
 
 def extract_file(tar: tarfile.TarFile, member_name: str, target: Path) -> None:
-    """One regular file of a bounded size; nothing else in the archive is looked at."""
+    """Unpack one regular file of a bounded size. Nothing else in the archive is looked at."""
     member = tar.getmember(member_name)
     source = tar.extractfile(member) if member.isreg() else None
     if source is None or member.size > MAX_FILE_BYTES:

@@ -139,7 +139,7 @@ class Page:
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def run(self, script: str) -> Any:
-        """The value of an expression; of a promise, what it gives."""
+        """Return the value of an expression; of a promise, what it gives."""
         asked = {"expression": script, "awaitPromise": True, "returnByValue": True, "userGesture": True}
         found = self.send("Runtime.evaluate", **asked)
         if "exceptionDetails" in found:
@@ -147,7 +147,7 @@ class Page:
         return found["result"].get("value")
 
     def until(self, script: str, seconds: float = SECONDS) -> Any:
-        """The value of an expression once it is true."""
+        """Return the value of an expression once it is true."""
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
             if value := self.run(f"(found => found instanceof Node || found)({script})"):
@@ -171,7 +171,7 @@ class Page:
         self.send("Input.insertText", text=text)
 
     def place(self, selector: str) -> tuple[float, float]:
-        """The middle of an element."""
+        """Return the middle of an element."""
         found = self.run(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); if (!e) return null;"
             "e.scrollIntoView({block: 'nearest'}); const r = e.getClientRects()[0];"
@@ -200,7 +200,7 @@ class Page:
         self.send("DOM.setFileInputFiles", files=[str(path)], objectId=found["result"]["objectId"])
 
     def download(self, selector: str, path: Path) -> None:
-        """The file that a click gives, by its own name in this path's folder."""
+        """Wait for the file that a click gives, by its own name in this path's folder."""
         self._browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(path.parent))
         self.click(selector)
         ends = time.monotonic() + SECONDS

@@ -42,7 +42,7 @@ def choose(bits: npt.NDArray[np.uint8], closers: list[list[int]], written: int, 
 
 
 def walk(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, rng: random.Random, most: int = 1000) -> bytes:
-    """The text of random choices; now and then goes back some tokens and on as before, or elsewhere."""
+    """Return the text of random choices. Now and then it goes back some tokens, and on as before or elsewhere."""
     written: list[int] = []
     closers = closers_of(tokenizer)
     for _ in range(most):

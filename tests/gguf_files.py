@@ -21,7 +21,7 @@ def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def random_tensors(architecture: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """One layer, as Hugging Face has it, under GGUF's names."""
+    """Return one layer, as Hugging Face has it, under GGUF's names."""
     noise = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
@@ -60,7 +60,7 @@ def write_model(
     kv_heads: int | None = KV_HEADS,
     num_layers: int = 1,
 ) -> Path:
-    """With `split_tensors` as several files of so many tensors each, whose names the package makes of the path's."""
+    """Write a model. With `split_tensors` it is several files of so many tensors each, named by the package."""
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_tensors)
     writer.add_block_count(num_layers)
     writer.add_context_length(128)

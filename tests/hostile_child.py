@@ -68,7 +68,7 @@ def _cut(model: Path, path: Path, header_bytes: int) -> Iterator[tuple[str, Path
 
 
 def flipped(folder: Path) -> Iterator[tuple[str, Path]]:
-    """One to three random bits of a header, or of a file of JSON."""
+    """Yield one to three random bits of a header, or of a file of JSON."""
     draw = random.Random(0)
     gguf = write_gguf(folder / "model.gguf", hostile_files.SMALL_VOCABULARY)
     model = write_folder(folder / "model")
@@ -90,7 +90,7 @@ def flipped(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def refused_again_and_again(folder: Path) -> Iterator[tuple[str, Path]]:
-    """A thousand times the same few faults, at every stage of loading."""
+    """Yield a thousand times the same few faults, at every stage of loading."""
     faults: list[dict[str, Any]] = [
         {"config_json": b"{"},
         {"tokenizer_json": b"{"},

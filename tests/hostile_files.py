@@ -49,7 +49,7 @@ WRONG_KINDS: tuple[Any, ...] = (
 
 @cache
 def tensors() -> dict[str, Tensor]:
-    """One layer, under Hugging Face's names."""
+    """Return one layer, under Hugging Face's names."""
     shapes = {
         "model.embed_tokens.weight": (VOCAB_SIZE, HIDDEN),
         "model.norm.weight": (HIDDEN,),
@@ -86,7 +86,7 @@ def write_folder(folder: Path, **files: Any) -> Path:
 
 
 def write_gguf(path: Path, changes: Mapping[str, bytes | None] = {}) -> Path:
-    """A byte tokenizer and one layer; `changes` are key-values by name, encoded, or None to leave one out."""
+    """Return a byte tokenizer and one layer; `changes` are key-values by name, encoded, or None to leave one out."""
     kept = {key: value for key, value in {**_gguf_values(), **changes}.items() if value is not None}
     entries, data = [], b""
     for name, tensor in tensors().items():
@@ -187,7 +187,7 @@ GGUF_KINDS: dict[str, bytes] = {
 
 
 def read_everything(path: Path) -> Tokenizer:
-    """All that loading reads and checks before a weight is packed, and a text there and back."""
+    """Read and check all that loading does before a weight is packed, and encode a text there and back."""
     checkpoint = read_network(path)
     tokenizer = load_tokenizer(checkpoint)
     use(tokenizer)
@@ -229,7 +229,7 @@ def places(value: Any, *before: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def replaced(value: Any, place: tuple[Any, ...], new: Any) -> Any:
-    """A copy with another value in that place."""
+    """Return a copy with another value in that place."""
     if not place:
         return new
     copy = value.copy()

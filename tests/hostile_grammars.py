@@ -27,7 +27,7 @@ def _optional(count: int) -> dict[str, Any]:
 
 
 def _doubling(keyword: str, depth: int) -> dict[str, Any]:
-    """Each definition names the one before twice: 2 ** depth when written out."""
+    """Return definitions that each name the one before twice: 2 ** depth when written out."""
     definitions: dict[str, Any] = {"d0": {"type": "integer"}}
     for i in range(depth):
         definitions[f"d{i + 1}"] = {keyword: [{"$ref": f"#/$defs/d{i}"}, {"$ref": f"#/$defs/d{i}"}]}

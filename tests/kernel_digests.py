@@ -201,7 +201,7 @@ def per_layer_inputs(type_: str) -> Iterator[Tensor]:
 
 
 def short_convolution() -> Iterator[Tensor]:
-    """A prompt, a token and drafts of a row over two pages."""
+    """Yield the results of a prompt, a token and drafts of a row over two pages."""
     rng, features, pages = np.random.default_rng(10), 64, 2
     weights = ConvWeights(numbers(rng, 3, features), numbers(rng, features))
     none = torch.zeros(1, dtype=torch.int64)
@@ -214,7 +214,7 @@ def short_convolution() -> Iterator[Tensor]:
 
 
 def delta_net() -> Iterator[Tensor]:
-    """A prompt, tokens and drafts of two rows over four pages."""
+    """Yield the results of a prompt, tokens and drafts of two rows over four pages."""
     rng, net = np.random.default_rng(7), GatedDeltaNet(2, 4, 32, 48, 4)
     heads, pages = net.num_value_heads, 4
     dt_bias, decay = numbers(rng, heads), -numbers(rng, heads).abs()

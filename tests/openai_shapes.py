@@ -48,7 +48,7 @@ def check(name: str, value: Any) -> None:
 
 
 def events(stream: str) -> Iterator[Any]:
-    """The data of a stream of events, which ends in [DONE]."""
+    """Yield the data of a stream of events, which ends in [DONE]."""
     blocks = [block for block in stream.split("\n\n") if block and not block.startswith(":")]
     assert blocks[-1] == "data: [DONE]"
     for block in blocks[:-1]:
@@ -57,7 +57,7 @@ def events(stream: str) -> Iterator[Any]:
 
 
 def named_events(stream: str) -> Iterator[Any]:
-    """The data of events that have names, those of `/v1/responses`: numbered, and without [DONE]."""
+    """Yield the data of events that have names, those of `/v1/responses`: numbered, and without [DONE]."""
     for number, block in enumerate(filter(None, stream.split("\n\n"))):
         name, data = block.split("\n")
         found = json.loads(data.removeprefix("data: "))

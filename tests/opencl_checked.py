@@ -67,7 +67,7 @@ def check_attention(kv_type: str, dim: int) -> None:
 
 
 def check_sampling(made: runtime.Runtime) -> None:
-    """A greedy row and one with noise, through masks too, in several steps."""
+    """Sample a greedy row and one with noise, also through masks, in several steps."""
     recording, mask = Recording(made, 2, 2), pack_masks([range(30)] * 2, 37)
     logits = recording.tensor("logits", 2, 40)
     columns = SamplingColumns.of([SamplingParams(temperature=0), SamplingParams(temperature=0.5, seed=1)], 37)

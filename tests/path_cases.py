@@ -243,8 +243,7 @@ def by_definition(world: World, case: Case) -> Outcome:
 
 
 def all_by_definition(world: World, cases: Sequence[Case]) -> list[Outcome]:
-    """One token after the other, the whole sequence computed again for each, beside the others'; a case that comes
-    again is not."""
+    """Return the outcomes, with the whole sequence computed again for each token. A case that comes again is not."""
     keys = [repr((case.prompt, asdict(case.params))) for case in cases]
     answers = {key: _answer(world, case) for key, case in zip(keys, cases, strict=True) if key not in world.found}
     logits: dict[str, torch.Tensor | None] = dict.fromkeys(answers)

@@ -28,7 +28,7 @@ def quick_interpreter() -> Iterator[None]:
 
 
 def _prepare_once_a_launch(patch: pytest.MonkeyPatch) -> None:
-    """The language is prepared for kernels and its own functions alike, not anew at each call of a device function."""
+    """Prepare the language for kernels and its own functions once, not at each call of a device function."""
     prepare, is_prepared = interpreter._patch_lang, [False]
     whole_language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
@@ -49,7 +49,7 @@ def _prepare_once_a_launch(patch: pytest.MonkeyPatch) -> None:
 
 
 def _leave_out_sums_of_no_use(patch: pytest.MonkeyPatch) -> None:
-    """Each sum and product of integers is computed again in 64 bits, for an assertion of `debug`, which is off."""
+    """Leave out the second computation of integers in 64 bits, for an assertion of `debug`, which is off."""
     builder = interpreter.interpreter_builder
     patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
 

@@ -39,7 +39,7 @@ class Connection:
         self.socket.sendall(content)
 
     def answer(self, *, has_body: bool = True) -> Answer:
-        """The next one, those of 100 apart. Raises ConnectionError where the server closes without."""
+        """Return the next answer, but for those of 100. Raises ConnectionError where the server closes without."""
         line = self._reader.readline()
         if not line:
             raise ConnectionError("closed without an answer")
@@ -74,7 +74,7 @@ class Connection:
 
 
 def post(path: str, body: Any, *headers: str) -> bytes:
-    """A request as bytes; `body` is JSON unless it is bytes."""
+    """Return a request as bytes; `body` is JSON unless it is bytes."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = [
         f"POST {path} HTTP/1.1",

@@ -98,7 +98,7 @@ def reference_logits(row: Row, end_ids: frozenset[int] = frozenset()) -> Tensor 
 
 
 def reference_token(row: Row, end_ids: frozenset[int] = frozenset()) -> int:
-    """The reference's token, or the code that a batch gives for its error."""
+    """Return the reference's token, or the code that a batch gives for its error."""
     try:
         return definition.sample_token(
             row.logits,
@@ -133,7 +133,7 @@ def tables(history: History, slot: int) -> dict[str, Any]:
 
 
 def tables_of(token_ids: list[int], num_prompt_tokens: int, vocab_size: int) -> dict[str, Any]:
-    """The same from the list itself."""
+    """Return the same from the list itself."""
     last = {token_id: position for position, token_id in enumerate(token_ids)}
     count = Counter(token_ids[num_prompt_tokens:])
     return {
@@ -152,7 +152,7 @@ STYLES = ("normal", "wide", "ties", "constant", "extreme", "banned", "denormal",
 
 
 def make_logits(style: str, vocab_size: int, seed: int) -> Tensor:
-    """A row with at least one finite logit."""
+    """Return a row with at least one finite logit."""
     draw = np.random.default_rng(seed)
     x = draw.normal(size=vocab_size) * 3
     match style:

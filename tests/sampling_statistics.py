@@ -103,7 +103,7 @@ def draw_tokens(
 
 
 def goodness_of_fit(tokens: np.ndarray, probabilities: np.ndarray) -> float:
-    """The p-value of Pearson's chi-square; 0 where an impossible token was drawn. Rare tokens are one cell."""
+    """Return the p-value of Pearson's chi-square; 0 where an impossible token was drawn. Rare tokens are one cell."""
     counts = np.bincount(tokens.reshape(-1), minlength=len(probabilities))
     if len(counts) > len(probabilities) or counts[probabilities == 0].any():
         return 0.0
@@ -129,7 +129,7 @@ def total_variation_bound(probabilities: np.ndarray, num_draws: int, false_alarm
 
 
 def independence(first: np.ndarray, second: np.ndarray, probabilities: np.ndarray) -> float:
-    """The p-value that pairs of tokens are drawn one without the other, each from the distribution."""
+    """Return the p-value of the claim that pairs of tokens are drawn independently, each from the distribution."""
     size = len(probabilities)
     return goodness_of_fit(
         first.reshape(-1) * size + second.reshape(-1), np.outer(probabilities, probabilities).ravel()

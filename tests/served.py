@@ -31,7 +31,7 @@ class Served(NamedTuple):
 
 @contextmanager
 def serving(llm: LLM | None, *, table: Sequence[ApiRoute] = ROUTES, **settings: Any) -> Iterator[Served]:
-    """A model that is ready, or with None one that is loading until `state.become_ready`."""
+    """Serve a model that is ready, or with None one that is loading until `state.become_ready`."""
     listener = bind(ServerSettings(port=0, **settings))
     port = listener.getsockname()[1]
     state = ServerState(ServerSettings(port=port, **settings))

@@ -26,7 +26,7 @@ _configuration = BeartypeConf(hint_overrides=FrozenDict(_OWN_CHECKS), violation_
 
 
 def checked_modules() -> list[str]:
-    """All of `infer` but the kernels that a compiler reads: it cannot read a check's wrapper."""
+    """Return all modules of `infer` but the kernels that a compiler reads: it cannot read a check's wrapper."""
     names = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     return [
         *(f"infer.backends.{path.stem}" for path in sorted((SOURCE / "backends").glob("[!_]*.py"))),
@@ -43,7 +43,7 @@ def install() -> None:
 
 
 def checked(thing: Any) -> Any:
-    """A function whose arguments and result are checked, or a dataclass whose fields are when it is made."""
+    """Return a function whose arguments and result are checked, or a dataclass whose fields are when it is made."""
     if isinstance(thing, FunctionType):
         checking = beartype(conf=_configuration)(thing)
         return _within_a_scope(checking) if _has_arrays(thing) else checking

@@ -332,7 +332,7 @@ class Simulation:
                       request.number, request.is_streamed)  # fmt: skip
 
     def reserve(self, request: Request, count: int) -> bool:
-        """False where somebody had to give way: then the step is planned anew."""
+        """Return False if somebody had to give way: then the step is planned anew."""
         while request in self.running:
             more = self.machine.pages_of(request.num_computed + count) - request.pages
             if more <= self.free:

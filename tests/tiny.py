@@ -647,7 +647,7 @@ def _divide_taps(config: OlmoHybridConfig, path: Path) -> None:
 
 
 def make_tiny(tiny: Tiny, folder: Path) -> Any:
-    """The `transformers` model with random float32 weights, norms included, saved to the folder."""
+    """Return the `transformers` model with random float32 weights, norms included, saved to the folder."""
     torch.manual_seed(0)
     if isinstance(tiny.config, MuseGlimmerTextConfig):
         tiny.config._attn_implementation = "eager"

@@ -29,7 +29,7 @@ RECORDS, COLUMNS = 8, 2
 
 
 def spelled_out(name: str) -> str:
-    """A function of LLVM's text that does what an instruction does."""
+    """Return a function of LLVM's text that does what an instruction does."""
     lines = list[str]()
     if "tbl1" in name:
         parameters, result = "<16 x i8> %a, <16 x i8> %b", "<16 x i8>"
@@ -103,7 +103,7 @@ def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def by_eight(record: npt.NDArray[np.uint8], layout: Layout) -> npt.NDArray[np.uint8]:
-    """A record whose pairs of quads lie as 8 inputs × 8 rows: what is `isa.inputs` of. Trits and patterns stay."""
+    """Return a record whose pairs of quads lie as 8 inputs × 8 rows, as `isa.inputs` says. Trits and patterns stay."""
     starts = [(0, layout.low_bits), (layout.high_at, layout.high_bits), (layout.scale_at, 0)]
     parts = [record[layout.scale_at :]]
     for (start, width), (end, _) in reversed(list(pairwise(starts))):

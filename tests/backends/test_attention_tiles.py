@@ -22,7 +22,7 @@ FEATURES = {
 
 
 def loop_with_most_products(kind: str, cpu: str, width: int, vectors: int) -> list[str]:
-    """The instructions of a tile's inner loop."""
+    """Return the instructions of a tile's inner loop."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module()

@@ -91,7 +91,7 @@ def prepared_plain(*weights: StoredWeight) -> Projection:
 
 
 def assert_near(actual: Tensor, expected: Tensor, relative: float, scale: float | None = None) -> None:
-    """The largest error, relative to the largest value or to `scale`."""
+    """Check the largest error, relative to the largest value or to `scale`."""
     assert actual.shape == expected.shape
     error = (actual.double() - expected.double()).abs().max()
     assert error <= relative * (expected.double().abs().max() if scale is None else scale) + 1e-30

@@ -59,7 +59,7 @@ def make_qkv(heads: Heads, count: int, seed: int = 0) -> Tensor:
 def attend_in(
     sizes: list[int], heads: Heads, kv_type: str, row: int = 0, fill: int = 0, window: int | None = None
 ) -> Tensor:
-    """The outputs of as many tokens as there are in all, so many at a time."""
+    """Return the outputs of as many tokens as there are in all, so many at a time."""
     layer = make_layer(heads, 2, CAPACITY, kv_type, window=window, fill=fill)
     qkv, start, found = make_qkv(heads, sum(sizes)), 0, []
     for size in sizes:

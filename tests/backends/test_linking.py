@@ -15,7 +15,7 @@ COPY = np.dtype([("to", np.int64), ("source", np.int64), ("stride", np.int64), (
 
 @njit
 def copy_some(to, source, stride, count):  # type: ignore[no-untyped-def]
-    """A loop whose addresses code generation moves to where they are used: LLVM calls them `sunkaddr`."""
+    """Run a loop whose addresses code generation moves to where they are used: LLVM calls them `sunkaddr`."""
     for i in range(count):
         if load_i64(source + stride * i) != 7:
             store_i64(to + stride * i + 8, load_i64(source + stride * i + 16))

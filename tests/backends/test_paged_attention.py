@@ -34,7 +34,7 @@ ONE_BY_ONE = [1] * 40 + [240] + [1] * 30 + [LENGTH - 310]
 def make_layer(
     page_tokens: int = 64, *, seed: int | None = None, sinks: int = 0, window: int = 0, shift: int = 0
 ) -> LayerCache:
-    """One row, its pages in order or in any, among memory in which every number is another row's and not finite.
+    """Return one row, its pages in order or in any, among memory in which every number is another row's and not finite.
 
     A window of −n stands for chunks of n.
     """

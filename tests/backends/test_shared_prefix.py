@@ -98,7 +98,7 @@ def test_rows_that_share_pages_have_the_bits_that_each_has_alone(kv_type: str, r
 
 
 def make_keep_prefixes() -> Callable[..., None]:
-    """Each prefix of the step to `out`: the token after it, and its number of chunks."""
+    """Return a command that writes each prefix of the step to `out`: the token after it, and its chunks."""
 
     def keep_prefixes(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
         token, to = 0, args.out

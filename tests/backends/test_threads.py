@@ -34,7 +34,7 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linu
 
 
 def make_count() -> Callable[..., None]:
-    """Each thread adds to its share of the rows: row r gets r more, exactly once per run. All but thread 0 lag."""
+    """Return a command that adds r to row r, exactly once per run. All threads but thread 0 lag."""
 
     def count(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
         if thread != 0:

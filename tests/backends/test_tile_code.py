@@ -43,7 +43,7 @@ INSTRUCTIONS = {
 
 
 def loop_of(cpu: str, type_: str, planes: int, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The instructions of the innermost loop, which multiplies one record."""
+    """Return the instructions of the innermost loop, which multiplies one record."""
     triple, features = CPUS[cpu]
     monkeypatch.setattr(simd, "target_features", lambda: frozenset(features))
     monkeypatch.setattr(weight_streams, "prefers_one_stream", lambda: False)  # whatever this machine prefers
@@ -74,7 +74,7 @@ def assembly(text: str, triple: str, cpu: str) -> str:
 
 
 def innermost(text: str) -> list[str]:
-    """The shortest run of lines from a label to a jump back to it that has a float multiplication."""
+    """Return the shortest run of lines from a label to a jump back to it that has a float multiplication."""
     lines = [re.sub(r"\s+(//|#[^\d-]).*", "", line).strip() for line in text.splitlines()]
     places: dict[str, int] = {}
     loops = []

@@ -29,14 +29,14 @@ def lines(url: str = "http://127.0.0.1:8000", model: str = "smollm2", *, has_key
 
 
 def shell_words(line: str) -> tuple[dict[str, str], list[str]]:
-    """The environment and the command of a line."""
+    """Return the environment and the command of a line."""
     words = shlex.split(line)
     count = next(index for index, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
     return dict(word.split("=", 1) for word in words[:count]), words[count:]
 
 
 def codex_settings(command: list[str]) -> dict[str, Any]:
-    """The settings that Codex reads from its options, each a line of TOML."""
+    """Return the settings that Codex reads from its options, each a line of TOML."""
     assert (command[0], command[1::2]) == ("codex", ["-c", "-c", "-m"])
     assert command[2] == "model_provider=infer"
     return tomllib.loads(command[4])["model_providers"]["infer"]

@@ -50,7 +50,7 @@ def logits(path: Path) -> torch.Tensor:
 
 
 def assert_exported_alike(folder: Path, file: GGUFFile) -> None:
-    """The export has the keys and the tensors of the file, in its types and shapes."""
+    """Check that the export has the keys and the tensors of the file, in its types and shapes."""
     plan = network_plan(open_checkpoint(folder))
     keys = {key: TypedValue(file.value_types[key], value) for key, value in file.metadata.items()}
     assert {key: value for key, value in keys.items() if plan.values.get(key) != value} == {}

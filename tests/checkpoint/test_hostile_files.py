@@ -142,7 +142,7 @@ FAULTS: dict[str, tuple[Files, str]] = {
 
 
 def refused(call: Callable[[], Any]) -> ModelError:
-    """The error of a model that is refused: one line of bounded length, and the exit status of a bad model."""
+    """Return the error of a model that is refused: one line of bounded length, and the exit status of a bad model."""
     with pytest.raises(ModelError) as caught:
         call()
     message = str(caught.value)

@@ -32,7 +32,7 @@ def make_folder(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str
 
 
 def make_shards(folder: Path) -> dict[str, Tensor]:
-    """A folder of two shards, and what is in them."""
+    """Return a folder of two shards, and what is in them."""
     tensors = {"model.embed_tokens.weight": torch.randn(6, 4), "lm_head.weight": torch.randn(6, 4)}
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     folder.mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ def plain(shown: str) -> str:
 
 
 def parts(text: str) -> list[tuple[str, str]]:
-    """Each stretch of one style, with its SGR parameters."""
+    """Return each stretch of one style, with its SGR parameters."""
     found = re.findall(r"(?:\x1b\[0;?([\d;]*)m)?([^\x1b]*)", styled(text))
     return [(parameters, part) for parameters, part in found if part]
 

@@ -32,7 +32,7 @@ STARTS = {
 
 
 def shell(arguments: list[str], redirections: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    """The fake command in a shell of its own, which closes or fills its streams."""
+    """Run the fake command in a shell of its own, which closes or fills its streams."""
     command = ["bash", "-o", "pipefail", "-c", f'"$@" {redirections}', "bash", *FAKE, *arguments]
     return subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=60)
 

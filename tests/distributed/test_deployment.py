@@ -41,7 +41,7 @@ def server_flags(words: list[str]) -> list[str]:
 
 
 def instructions(name: str) -> list[str]:
-    """The arguments of a Dockerfile's instruction, lines joined."""
+    """Return the arguments of a Dockerfile's instruction, lines joined."""
     joined = DOCKERFILE.replace("\\\n", " ")
     return re.findall(rf"^{name} (.*)$", joined, re.MULTILINE)
 

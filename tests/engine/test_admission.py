@@ -175,7 +175,7 @@ ALL = [LOUD, LOUD, LOUD, QUIET]
 
 
 def make_shares() -> StepShares:
-    """A step takes a millisecond, and another for each sequence: 5 for all four, 2 for the quiet tenant alone."""
+    """Return shares of steps of 1 ms and 1 ms per sequence: 5 for all four, 2 for the quiet tenant alone."""
     costs = StepCosts()
     costs._costs = Costs(1e-3, 1e-3, 0.0, 0.0)
     return StepShares(costs, lambda tenant: 1.0)

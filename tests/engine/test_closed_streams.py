@@ -32,7 +32,7 @@ async def read_on(stream: AsyncStream) -> int:
 
 
 async def waiting_reader(stream: AsyncStream, may_step: threading.Event) -> asyncio.Task[int]:
-    """A task that has read all the pieces there are and waits for the step that does not end."""
+    """Return a task that has read all the pieces there are and waits for the step that does not end."""
     await anext(stream)
     may_step.clear()
     reader = asyncio.create_task(read_on(stream))

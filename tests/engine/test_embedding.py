@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 
 @torch.inference_mode()
 def states_of(llm: LLM, text: str) -> Tensor:
-    """All at once."""
+    """Return the vectors, all computed at once."""
     token_ids = llm.tokenizer.encode(text)
     cache = make_cache(llm.model, len(token_ids), step_tokens=len(token_ids))
     cache.reserve(0, len(token_ids))

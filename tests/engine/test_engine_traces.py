@@ -132,12 +132,12 @@ class Trace:
         self.runner.cache.check_integrity()
 
     def proceed(self) -> None:
-        """The readers take what there is, and have room again."""
+        """Let the readers take all that there is, so that they have room again."""
         for sequence in self.engine.sequences:
             self.engine.proceed(sequence)
 
     def follow_up(self) -> None:
-        """The next turn of a conversation, in the slot of the last."""
+        """Submit the next turn of a conversation, in the slot of the last."""
         for index, (lease, case, sequence) in enumerate(self.told):
             if sequence.has_ended and sequence.finish_reason != "abort":
                 del self.told[index]
@@ -188,7 +188,7 @@ class Trace:
             self.num_preempted += 1
 
     def fail(self) -> None:
-        """One of the next calls of the runner raises, before it does anything or after it."""
+        """Let one of the next calls of the runner raise, before it does anything or after it."""
         if self.draw.random() < 0.3:
             name, is_before = self.draw.choice(CALLS), self.draw.random() < 0.5
             real = getattr(self.runner, name)

@@ -57,7 +57,7 @@ def key(result: GenerationResult) -> tuple[Any, ...]:
 
 
 def watch_steps(llm: LLM) -> list[int]:
-    """The number of sequences of each step; its cache is checked after it."""
+    """Return the number of sequences of each step; its cache is checked after it."""
     host, num_of_step = llm._opened, list[int]()
     step = host.engine.step
 

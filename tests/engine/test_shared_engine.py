@@ -57,7 +57,7 @@ def submit(world: World, engine: Engine, case: Case, **options: object) -> Seque
 
 
 def run(engine: Engine) -> list[Sequence]:
-    """All to their ends, in the order in which they entered."""
+    """Run all to their ends. Return them in the order in which they entered."""
     entered = list[Sequence]()
     while engine.sequences:
         engine.step()

@@ -35,7 +35,7 @@ stops = st.lists(st.text(alphabet='abc é"', min_size=1, max_size=4), min_size=1
 
 
 def expected_of(world: World, token_ids: list[int], stop: list[str], include: bool) -> Outcome:
-    """The first token with which a stop string stands in what is decoded so far."""
+    """Return the first token with which a stop string stands in what is decoded so far."""
     decoder, text = codecs.getincrementaldecoder("utf-8")("replace"), ""
     for count, token_id in enumerate(token_ids, 1):
         text += decoder.decode(world.tokenizer.token_bytes[token_id], final=count == len(token_ids))

@@ -39,7 +39,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def random_case(draw: random.Random, number: int) -> Case:
-    """A third begin with the same page; a few are asked twice, with the same seed or another (n > 1)."""
+    """Return a case. A third begin with the same page; a few are asked twice, with the same seed or another (n > 1)."""
     prefix = b"abc abcab bca cb" * 2 if draw.random() < 0.3 else b""
     prompt = prefix + bytes(draw.choices(LETTERS, k=draw.choice((1, 5, 20, 70))))
     grammar = GRAMMARS[draw.choice(["free", "free", *GRAMMARS])]

@@ -56,7 +56,7 @@ def repeat(name: str, path: Path) -> None:
 
 
 def alone(name: str, seconds: str) -> int:
-    """In a process of its own. What it says is shown where it found something."""
+    """Fuzz in a process of its own. Its words are shown if it found something."""
     command = [sys.executable, str(Path(__file__).parent), name, seconds]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     found = done.stdout[-8000:] if done.returncode else ""

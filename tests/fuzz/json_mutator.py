@@ -28,7 +28,7 @@ class JsonMutator:
                 continue
 
     def mutate(self, content: bytes, seed: int) -> bytes | None:
-        """None where the content is no JSON."""
+        """Return the changed content, or None if it is no JSON."""
         draw = random.Random(seed)
         try:
             value = json.loads(content)
@@ -47,7 +47,7 @@ class JsonMutator:
             self._collect(each)
 
     def _changed(self, value: Any, draw: random.Random) -> Any:
-        """One step down while there is something below and the dice say so."""
+        """Return one step down while there is something below and the dice say so."""
         if not isinstance(value, dict | list) or not value or draw.random() < 0.1:
             return self._other(value, draw)
         changed = copy.copy(value)

@@ -35,7 +35,7 @@ class Target:
 
 
 def check(target: Target, content: bytes) -> None:
-    """Raises whatever is not our own error, and an AssertionError where the error's message is no short line."""
+    """Raise any error that is not our own, and AssertionError if the message of our own is no short line."""
     try:
         target.read(content)
     except InferError as error:
@@ -106,7 +106,7 @@ def _read_config(content: bytes) -> None:
 
 
 def _tokenizer_seeds() -> Iterable[bytes]:
-    """One of each part that the library knows, in a vocabulary of eight."""
+    """Return one of each part that the library knows, in a vocabulary of eight."""
     parts = json.loads(Path(__file__).with_name("tokenizer_parts.json").read_text(encoding="utf-8"))
     good = parts.pop("good")
     return _dumped(good, *(good | {part: other} for part, others in parts.items() for other in others))

@@ -34,7 +34,7 @@ def byte_level(pre: str = "qwen2") -> Tokenizer:
 
 
 def marked(*, has_prefix: bool) -> Tokenizer:
-    """A tokenizer in SentencePiece's form, as of Llama 2 with a prefix, or as of Gemma."""
+    """Return a tokenizer in SentencePiece's form, as of Llama 2 with a prefix, or as of Gemma."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     to_mark = normalizers.Replace(" ", "▁")

@@ -210,7 +210,7 @@ def test_parts_of_several_types_keep_them() -> None:
 
 
 def guarded(values: Tensor) -> Tensor:
-    """A copy that ends where a page begins that may not be touched."""
+    """Return a copy that ends where a page begins that may not be touched."""
     num_bytes = values.numel() * values.element_size()
     pages = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, pages + mmap.PAGESIZE)

@@ -107,7 +107,7 @@ def test_keys_are_in_the_order_of_the_logits() -> None:
 
 
 def drawn_params(generator: random.Random, vocab_size: int) -> SamplingParams:
-    """Each knob on in about a third of the rows."""
+    """Return parameters that have each knob on in about a third of the rows."""
 
     def maybe(value: Any, off: Any) -> Any:
         return value if generator.random() < 0.35 else off
@@ -359,7 +359,7 @@ def test_every_vocabulary_has_a_tiling_that_one_program_can_search(vocab_size: i
 
 
 def run_compiled(script: Path, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    """A program that does not inherit the interpreter."""
+    """Run a program that does not inherit the interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     command = script_command(script, *arguments)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -317,7 +317,7 @@ def test_without_pyopencl_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def pretend(platform: str, **facts: Any) -> Mock:
-    """A device of PoCL's, of another platform and with other facts."""
+    """Return a device of PoCL's, of another platform and with other facts."""
     real = devices.choose()
     usual = {name: getattr(real, name) for name in ("name", "available", "compiler_available", "profile")}
     usual |= {"endian_little": True, "type": cl.device_type.CPU}

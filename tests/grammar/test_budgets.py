@@ -61,7 +61,7 @@ def short_of_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def long_schema(count: int) -> dict[str, Any]:
-    """A schema of `count` places. At each of them some constants are excluded."""
+    """Return a schema of `count` places. At each of them some constants are excluded."""
     items = [{"not": {"enum": [index, "a", "b", "c", "d", "e"]}} for index in range(count)]
     return {"type": "array", "prefixItems": items, "minItems": count, "items": False}
 

@@ -41,7 +41,7 @@ def compiler(tokenizer: Tokenizer) -> Compiler:
 
 
 def orders_of(value: Any) -> Iterator[str]:
-    """The texts of a value with its outermost properties in every order."""
+    """Yield the texts of a value with its outermost properties in every order."""
     if isinstance(value, dict) and 1 < len(value) < 4:
         for names in (list(value), list(value)[::-1]):
             yield json.dumps({name: value[name] for name in names}, ensure_ascii=False)

@@ -39,7 +39,7 @@ def installed_model(name: str) -> Path:
 
 
 def asset(relative: str) -> Path:
-    """A file or folder that scripts/fetch_test_assets.py brings."""
+    """Return a file or folder that scripts/fetch_test_assets.py brings."""
     folder = Path(os.environ.get("INFER_TEST_ASSETS") or Path.home() / ".cache" / "infer-tests") / relative
     if not folder.exists():
         pytest.skip(f"{folder} is missing: make assets")

@@ -19,7 +19,7 @@ _LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention
 
 
 def make_oracle(checkpoint: Checkpoint) -> Any:
-    """A float32 `transformers` model with the checkpoint's weights."""
+    """Return a float32 `transformers` model with the checkpoint's weights."""
     settings = {name: value for name, value in checkpoint.config.items() if name != "model_type"}
     is_gemma = checkpoint.config["model_type"] == "gemma3_text"
     names = _GEMMA_NORMS if is_gemma else _LLAMA_NORMS

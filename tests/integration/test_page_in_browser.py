@@ -109,7 +109,7 @@ def page(browser: Browser, served: Served) -> Iterator[Page]:
 
 
 def keep_settings(page: Page, **values: Any) -> None:
-    """For the next time that the page is opened."""
+    """Keep settings for the next time that the page is opened."""
     page.run(f"localStorage.setItem('infer.settings', {json.dumps(json.dumps({'a': values}))})")
 
 
@@ -119,7 +119,7 @@ def ready(page: Page, served: Served, fragment: str = "") -> None:
 
 
 def ask(page: Page, text: str = QUESTION) -> str:
-    """The text of the answer."""
+    """Return the text of the answer."""
     count = page.run("document.querySelectorAll('.answer').length")
     page.run("document.getElementById('composer-text').focus()")
     page.type(text)
@@ -154,7 +154,7 @@ def choose(page: Page, preset: str) -> None:
 
 
 def press(page: Page, kind: str, name: str) -> None:
-    """An element of the settings."""
+    """Click an element of the settings."""
     found = (
         f"[...document.querySelectorAll('#settings {kind}')].find((e) => e.textContent.startsWith({json.dumps(name)}))"
     )

@@ -42,7 +42,7 @@ def test_smollm2_has_the_bits_of_one_rank(smollm2_path: Path) -> None:
 
 
 def check_commands(runner: Any) -> None:
-    """A recorded layer quantises what it writes and copies nothing: after its products ranks meet, no more."""
+    """Check that a recorded layer quantises its results and copies nothing: after its products ranks meet, no more."""
     commands = runner._captured._recording.commands
     labels = [command.label for command in commands if command.label.startswith("L0.")]
     assert [label.removeprefix("L0.") for label in labels if "matmul" not in label] == [

@@ -45,7 +45,7 @@ class Weather:
         self.asked: list[str] = []
 
     def get_weather(self, city: Literal["Paris", "Rome"]) -> str:
-        """The weather of a city.
+        """Return the weather of a city.
 
         Args:
             city: Its name.

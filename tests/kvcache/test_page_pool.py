@@ -118,7 +118,7 @@ class Model:
         self.remembered.append(list(self.token_ids[row]))
 
     def adopt(self, row: int) -> None:
-        """A text that a row has now, or that one had when it was remembered."""
+        """Adopt the pages of a text that a row has now, or had when it was remembered."""
         wanted = [*self.random.choice([*self.token_ids, *self.remembered]), 1]
         self.cache.truncate(row, 0)
         count = self.cache.adopt(row, wanted)

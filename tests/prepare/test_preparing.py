@@ -37,13 +37,13 @@ def all_required(count: int) -> dict[str, Any]:
 
 
 def much_that_is_shared(count: int) -> dict[str, Any]:
-    """In formats that are no JSON each property is read with all definitions."""
+    """Return a schema of which formats without JSON read each property with all definitions."""
     definitions = {name: {**TEXT, "pattern": "a" * 50} for name in names(count)}
     return {"$defs": definitions, "properties": {name: {"$ref": "#/$defs/p0"} for name in names(count)}}
 
 
 def many_faults(count: int) -> dict[str, Any]:
-    """Each word is looked for, and some are cut by trial."""
+    """Return a schema in which each word is looked for, and some are cut by trial."""
     faults = [{**TEXT, "pattern": "(?=x)"}, {"type": "array", "items": TEXT, "uniqueItems": True}]
     return {"properties": {name: faults[index % 2] for index, name in enumerate(names(count))}}
 

@@ -47,7 +47,7 @@ def keeping(folder: Path) -> Iterator[Served]:
 
 
 def turns_of(name: str) -> list[dict[str, Any]]:
-    """The requests of a recorded conversation, with few tokens to answer."""
+    """Return the requests of a recorded conversation, with few tokens to answer."""
     limit = "max_output_tokens" if name in ROUTES else "max_tokens"
     return [body | {limit: 4, "stream": False} for body in deepcopy(RECORDED[name])]
 
@@ -152,7 +152,7 @@ def test_a_later_system_message_is_a_reminder_of_the_user() -> None:
 
 
 def shown(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages that the template is given."""
+    """Return the messages that the template is given."""
     read = read_body(json.dumps({"max_tokens": 1} | body).encode(), MessagesBody, complete_messages)
     return messages_of(read.messages, read.system)
 

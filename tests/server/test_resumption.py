@@ -33,7 +33,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def ask(served: Served, path: str, body: dict[str, Any], sent: list[SentPart]) -> list[bytes]:
-    """The events of a stream, notes among them."""
+    """Return the events of a stream, notes among them."""
     content, packed = served.client.build_request("POST", path, json=body).content, pack(sent) if sent else b""
     headers = CALL | {"x-infer-sent": str(len(packed))}
     answer = served.client.post(path, content=packed + content, headers=headers)

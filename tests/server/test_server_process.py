@@ -157,7 +157,7 @@ def running(command: list[str]) -> Iterator[Process]:
 
 
 def until_running(process: Process, num_waiting: int) -> None:
-    """One answer runs, and so many wait."""
+    """Wait until one answer runs, and `num_waiting` wait."""
     while True:
         lines = process.get("/metrics").text.splitlines()
         if {"infer:num_requests_running 1.0", f"infer:num_requests_waiting {num_waiting:.1f}"} <= set(lines):
@@ -197,7 +197,7 @@ def test_what_runs_is_answered_and_what_waits_is_refused_when_it_drains(folder: 
 
 
 def with_sighup(handler: str, folder: Path) -> AbstractContextManager[Process]:
-    """The tests themselves may run where it is ignored."""
+    """Run a server with this handler of SIGHUP. The tests themselves may run where it is ignored."""
     return running(
         python_command(f"import signal; signal.signal(signal.SIGHUP, signal.{handler})\n{SERVER}", folder, 60.0, "")
     )

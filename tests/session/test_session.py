@@ -54,7 +54,7 @@ def make_model(folder: Path, *, num_layers: int = 2, context: int = CONTEXT, **t
 
 
 def check_fresh(llm: LLM, prompt: list[int], params: SamplingParams, result: GenerationResult) -> None:
-    """A model that has seen nothing else says the same."""
+    """Check that a model that has seen nothing else says the same."""
     fresh = llm.generate(prompt, params)
     assert (result.token_ids, result.text) == (fresh.token_ids, fresh.text)
     assert result.prompt_tokens == len(prompt)

@@ -42,7 +42,7 @@ def both(request: pytest.FixtureRequest, tmp_path: Path) -> Both:
 
 
 def check_cold(cold: LLM, prompt: Any, result: GenerationResult) -> None:
-    """A model that has seen nothing else says the same, with the same bits."""
+    """Check that a model that has seen nothing else says the same, with the same bits."""
     expected = cold.generate(prompt, PARAMS)
     assert expected.reused_tokens == 0
     assert (result.token_ids, result.logprobs) == (expected.token_ids, expected.logprobs)

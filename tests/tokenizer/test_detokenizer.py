@@ -18,7 +18,7 @@ ANY_BYTES = tuple(bytes([value]) for value in range(256))
 
 
 def make_byte_level_tokenizer() -> Tokenizer:
-    """A vocabulary of the 256 bytes, a word and a special token."""
+    """Return a vocabulary of the 256 bytes, a word and a special token."""
     alphabet = "".join(_gpt2_alphabet())
     vocabulary = {character: token_id for token_id, character in enumerate(alphabet)}
     vocabulary["Ġhello"] = 256

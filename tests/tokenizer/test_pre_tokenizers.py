@@ -132,7 +132,7 @@ def is_assigned(character: str) -> bool:
 
 
 def cut_by_patterns(patterns: Sequence[str], text: str) -> list[str]:
-    """With another engine: what a pattern matches is a piece, and so is what lies between."""
+    """Cut with another engine. Each match of a pattern is a piece, and so is the text between two matches."""
     pieces = [text] if text else []
     for pattern in patterns:
         compiled = compile_pattern(pattern)

@@ -14,7 +14,7 @@ STOPS = st.lists(st.text(alphabet="ab\n ", min_size=1, max_size=5), max_size=4)
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The match that completes first; of those that complete there, the longest."""
+    """Return the match that completes first; of those that complete there, the longest."""
     ends = [(end, stop) for end in range(len(text) + 1) for stop in stops if text[:end].endswith(stop)]
     if not ends:
         return text, None

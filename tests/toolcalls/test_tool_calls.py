@@ -88,7 +88,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def check_calls(result: GenerationResult, names: tuple[str, ...] = ("is_on", "now")) -> None:
-    """All but what was cut."""
+    """Check all calls but one that was cut."""
     schemas = {tool.name: tool.parameters for tool in read_tools(TOOLS)}
     whole = result.tool_calls if result.finish_reason != "length" else result.tool_calls[:-1]
     for call in whole:

@@ -300,7 +300,7 @@ def test_a_budget_closes_the_reasoning_after_exactly_so_many_tokens(
 
 
 def with_short_texts(schema: Any) -> Any:
-    """A random walk never writes the many characters that end a text without quotes."""
+    """Return a schema of short texts: a random walk never writes the many characters that end one without quotes."""
     if isinstance(schema, list):
         return [with_short_texts(each) for each in schema]
     if not isinstance(schema, dict):

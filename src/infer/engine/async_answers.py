@@ -57,7 +57,7 @@ class _Threads:
             is_awaited.clear()
 
     def close(self) -> None:
-        """Let each thread end after the work that it does."""
+        """Let each thread end after its current work."""
         self._is_closed = True
         if self._executor is not None:
             self._executor.shutdown(wait=False)
@@ -107,7 +107,7 @@ class AsyncAnswers:
         return AsyncStream(partial(self.prepare, prepare), self._open)
 
     def close(self) -> None:
-        """Let the threads end, each after the request that it prepares."""
+        """Let each thread end after the request that it prepares."""
         self._preparing.close()
         self._constraining.close()
 

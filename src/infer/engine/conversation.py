@@ -1,4 +1,4 @@
-"""How the messages of a request become a prompt, and what its answer is read and held by."""
+"""Messages become a prompt, and the format of the answer is found."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class TemplateProbes:
         self._found = SizedCache[TemplateFormats](MAX_TEMPLATE_BYTES)  # requests bring templates
 
     def of(self, chat_template: str | None, tool_format: str | None) -> TemplateFormats:
-        """Raises InvalidRequestError."""
+        """Return the conversation of a request. Raises InvalidRequestError."""
         tokenizer = self._tokenizer
 
         def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
@@ -56,7 +56,7 @@ class Conversation:
     variables: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequestError for tools that are none, or cannot be chosen so."""
+        """Raise InvalidRequestError if a tool is none, or if `tool_choice` does not fit the tools."""
         self.choice  # noqa: B018
 
     @cached_property
@@ -76,7 +76,7 @@ class Conversation:
             return self.probes.of(self.variables.get("chat_template"), self.options.tool_format)
 
     def encode(self, messages: Prompt) -> list[int]:
-        """The prompt's ids. Raises InvalidRequestError."""
+        """Return the prompt's ids. Raises InvalidRequestError."""
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
             raise InvalidRequestError(
                 f"a conversation must be a list of messages, got {messages!r:.60}: [{{'role': 'user', 'content': ...}}]"
@@ -99,7 +99,7 @@ class Conversation:
         return tuple(sorted((beginning, len(token_ids) - ending)))
 
     def shown(self, messages: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return messages and variables as the template takes them."""
+        """Return messages and variables in the form that the template takes."""
         if not self.tools and not _has_calls(messages):
             return messages, dict(self.variables)
         tools = {"tools": [tool.to_json() for tool in self.tools]} if self.tools else {}
@@ -108,7 +108,7 @@ class Conversation:
         return list(shown), {**self.variables, **tools}
 
     def answer_format(self, prompt_ids: Sequence[int]) -> AnswerFormat | None:
-        """Return the format of the answer to this prompt; None if it is plain text."""
+        """Return the format of the answer to this prompt, or None if it is plain text."""
         options = self.options
         source = self.tokenizer.template_source(self.variables.get("chat_template"), has_tools=bool(self.tools))
         reasoning = reasoning_of(source)

@@ -1,8 +1,7 @@
-"""The engine of a loaded model: all sequences, whoever asked for them, go through its steps.
+"""The engine of a loaded model. All sequences go through its steps, whoever asked for them.
 
-A step is planned (`Scheduler`) and run (`Runner`), which is `launch`; then each sequence accepts what was sampled for
-it and the cache keeps what was accepted, which is `collect`. A step serves sequences at different places: chunks of
-prompts, single tokens, drafts to verify, with a grammar or without.
+`launch` plans a step (`Scheduler`) and runs it (`Runner`). Then `collect` lets each sequence accept its sampled tokens,
+and the cache keeps these. One step may serve chunks of prompts, single tokens and drafts, with a grammar or without.
 """
 
 import time
@@ -57,9 +56,9 @@ class _Launched(NamedTuple):
 
 @final
 class Engine:
-    """For one thread, which is the loop's (`engine.loop`).
+    """The engine, for the loop's thread alone (`engine.loop`).
 
-    A step that raises leaves the engine midway: `recover` empties the cache, and sequences are computed again.
+    A step that raises leaves the engine midway. Then `recover` empties the cache, and all sequences are computed again.
     """
 
     def __init__(
@@ -71,9 +70,11 @@ class Engine:
         drafter: Drafter | None = None,
         prefixes: PrefixDisk | None = None,
     ) -> None:
-        """`max_steps` without a return to Python; None: as many as take a tenth of a second. `weights` of tenants.
+        """Make an engine without sequences.
 
-        `drafter` None looks up n-grams. `prefixes` keeps what prompts begin with on disk.
+        At most `max_steps` run without a return to Python; None allows as many as take a tenth of a second. `weights`
+        are those of tenants. Without a `drafter`, n-grams are looked up. `prefixes` keeps beginnings of prompts on
+        disk.
         """
         self.prefixes, self._prefix_ends = prefixes, PrefixEnds()
         self._queue, self._drafting = Queue(weights), Drafting(drafter)
@@ -97,14 +98,14 @@ class Engine:
 
     @property
     def _slots(self) -> Slots:
-        """Raises ClosedError after `close`."""
+        """The owners of slots. Raises ClosedError after `close`."""
         if (slots := self._open_slots) is None:
             raise closed()
         return slots
 
     @property
     def runner(self) -> Runner:
-        """Raises ClosedError after `close`."""
+        """The runner. Raises ClosedError after `close`."""
         return self._slots.runner
 
     @property
@@ -120,7 +121,7 @@ class Engine:
         return take_snapshot(self.runner, self._sequences, self.max_running, self.scheduler, self._queue)
 
     def submit(self, sequence: Sequence, lease: Lease | None = None) -> Sequence:
-        """Let a sequence take part in the steps until it is finished; with a lease, at its slot."""
+        """Let a sequence take part in the steps until it is finished. With a lease it uses the slot of the lease."""
         self._queue.join(sequence, lease)
         self._sequences[sequence] = None
         if self._loads_prefix(sequence):
@@ -161,20 +162,20 @@ class Engine:
             self._slots.waiting[sequence] = None
 
     def listen(self) -> None:
-        """Forget that somebody interrupted: the messages that came before are about to be read."""
+        """Forget earlier interrupts, because the messages behind them are about to be read."""
         self._interrupt.value = 0
 
     def interrupt(self) -> None:
-        """Let several steps without a return to Python end after the one under way. For any thread."""
+        """Let a multi-step end after the current step. For any thread."""
         self._interrupt.value = 1
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence: no later step is for it."""
+        """End a sequence. No later step computes it."""
         sequence.cancel()
         self._leaving[sequence] = None
 
     def pause(self, sequence: Sequence) -> None:
-        """Compute nothing of a sequence until `proceed`: others may have its slot."""
+        """Compute nothing of a sequence until `proceed`. Others may get its slot."""
         sequence.set_paused(is_paused=True)
         self._slots.waiting.pop(sequence, None)
 
@@ -186,8 +187,8 @@ class Engine:
     def change(self, lease: Lease, change: Callable[[int], _Found]) -> _Found:
         """Return `change(slot)` of the lease's slot. It must keep `lease.token_ids` correct.
 
-        It is called again if it runs out of pages and others can free theirs. An InferError that it raises is a
-        refusal: nothing was changed.
+        `change` is called again if it runs out of pages and others can free theirs. It may raise InferError to refuse:
+        then it must not have changed anything.
         """
         while True:
             while (slot := self._slots.hold(lease)) is None:
@@ -203,7 +204,7 @@ class Engine:
                 raise
 
     def trim(self) -> int:
-        """Free the memory of caches for which nobody waits, those of idle sessions included. Returns the bytes.
+        """Free the cache memory for which nobody waits, also that of idle sessions. Return the number of bytes.
 
         The next answer of such a session is computed from its beginning.
         """
@@ -212,7 +213,7 @@ class Engine:
         return self.runner.give_back_free()
 
     def close(self) -> None:
-        """End all sequences as cancelled, and free the cache. Again does nothing."""
+        """End all sequences as cancelled, and free the cache. A second call does nothing."""
         if self._open_slots is not None:
             self.abandon()
             self._open_slots = None
@@ -231,7 +232,7 @@ class Engine:
             group.clear()
 
     def recover(self) -> None:
-        """Empty the cache after a step that raised: all sequences are computed again, from their ids."""
+        """Empty the cache after a step that raised. All sequences are computed again from their ids."""
         self._filler.close()  # it may still fill a mask of a sequence
         self._slots.reset()
         for sequence in self._sequences:
@@ -243,13 +244,14 @@ class Engine:
     # A step
 
     def step(self) -> list[Sequence]:
-        """Run one step, or several without a return to Python. Return the sequences that took part, and those that have
-        ended: what it gave them is the end of their `pieces`.
+        """Run one step or a multi-step.
+
+        Return the sequences that took part or ended; their new `pieces` are the last.
         """
         return self.collect(self.launch())
 
     def launch(self) -> _Launched | None:
-        """Begin a step: who takes part, what is computed of each, and the forward. None if nobody wants anything."""
+        """Choose who takes part in a step, plan it, and run the forward. Return None if nobody wants anything."""
         self._drop_finished()
         self._admit()
         active = self._take_turns([each for each in self._slots.sequences if not each.is_paused])
@@ -261,7 +263,7 @@ class Engine:
         return self._run([sequence for sequence in active if not sequence.is_finished])
 
     def collect(self, launched: _Launched | None) -> list[Sequence]:
-        """End a step: each sequence accepts what was sampled for it, and the cache keeps what was accepted."""
+        """End a step: each sequence accepts its sampled tokens, and the cache keeps these."""
         if launched is not None:
             self._settle_all(launched)
         self._drop_finished()
@@ -270,7 +272,7 @@ class Engine:
         return found
 
     def _drop_finished(self) -> None:
-        """Let the sequences that are finished or cancelled leave. The next `collect` returns them."""
+        """Remove sequences that are finished or cancelled. The next `collect` returns them."""
         now, watched = time.perf_counter(), dict[Sequence, None]()
         if now - self._looked_at >= _LOOK_SECONDS:
             self._looked_at, watched = now, self._watched
@@ -287,7 +289,7 @@ class Engine:
         self._leaving.clear()
 
     def _admit(self) -> None:
-        """Let sequences that wait enter, in the queue's order, while there are slots and pages."""
+        """Let waiting sequences enter in the queue's order, while there are slots and pages."""
         for sequence in self._slots.admit(self.max_running):
             sequence.compress_prompt(must=self.runner.compresses_prompts)
             self._slot_params.write(sequence)
@@ -296,7 +298,7 @@ class Engine:
                 self._prefix_ends.look(sequence)
 
     def _take_turns(self, wanting: list[Sequence]) -> list[Sequence]:
-        """Return those of the sequences that the step is for."""
+        """Return the sequences that take part in the next step."""
         is_shared = len({each.request.tenant for each in wanting}) > 1
         chosen = self._shares.choose(
             StepPart(each.request.tenant, 1, each.num_computed) for each in wanting if is_shared
@@ -308,7 +310,7 @@ class Engine:
         return [each for each in wanting if each.request.tenant in chosen]
 
     def _force(self, sequence: Sequence) -> None:
-        """Accept the tokens that the grammar leaves no choice about."""
+        """Accept the tokens that are the only ones that the grammar allows."""
         forced, forcing = list[int](), sequence.force()
         while (token_id := sequence.attempt(partial(next, forcing, None), None)) is not None:
             if sequence.attempt(partial(sequence.accept, token_id, origin="forced"), None) is None:
@@ -357,7 +359,7 @@ class Engine:
             self.prefixes.notify()
 
     def _plan_what_fits(self, active: list[Sequence]) -> tuple[Plan, list[_Work]]:
-        """Plan, without sequences that fail meanwhile or get no pages."""
+        """Return a plan and its work, without sequences that failed meanwhile or got no pages."""
         slots, reserve = self._slots, self.runner.reserve
         while True:
             plan, works = self._plan(active)
@@ -392,7 +394,7 @@ class Engine:
         ]
 
     def _step_times(self, active: Items[Sequence]) -> StepTimes | None:
-        """How long steps of such sequences take, which drafts must be worth; None where nobody drafts."""
+        """Return the step times that drafts of these sequences have to save, or None if nobody drafts."""
         if not any(map(self._drafting.is_drafted, active)):
             return None
         num_constrained = sum(sequence.grammar is not None for sequence in active)
@@ -400,7 +402,10 @@ class Engine:
         return self.scheduler.costs.by_kind[StepKind(len(active), num_constrained, num_greedy)]
 
     def _rope_room(self, sequence: Sequence) -> int:
-        """How many tokens may follow with the same rope factors. If its length needs others, all is computed again."""
+        """Return how many tokens may follow with the same rope factors.
+
+        If a longer text needs others, empty the slot.
+        """
         length, runner = len(sequence.token_ids), self.runner
         if runner.choose_rope(sequence.slot, length):
             sequence.forget_computed()
@@ -432,7 +437,7 @@ class Engine:
                 self._slot_params.mark_stale(works[row].sequence)
 
     def _learn(self, plan: Plan, works: Items[_Work], num_steps: int, clock: Clock, held_up: float) -> None:
-        """Before the tokens are accepted."""
+        """Learn the costs of a step from its time, before its tokens are accepted."""
         times = self._step_times([work.sequence for work in works])
         if not all(sequence.pieces and len(chunk.token_ids) == chunk.num_logits for sequence, chunk in works):
             times = None
@@ -453,7 +458,7 @@ class Engine:
         self._drafting.observe(sequence)
 
     def _end_prompt(self, sequence: Sequence) -> None:
-        """Compress the prompt once all of it is computed and a token was sampled. The next token's time includes it."""
+        """Compress the prompt once it is computed and a token was sampled. The time counts with the next token."""
         if sequence.num_computed != sequence.num_prompt_tokens or not sequence.pieces:
             return
         started, runner, prompt = time.perf_counter(), self.runner, sequence.token_ids[: sequence.num_prompt_tokens]

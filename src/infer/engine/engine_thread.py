@@ -1,4 +1,4 @@
-"""The thread that steps the engine: messages, a step, a slice of a call, and again."""
+"""The thread that steps the engine. It takes messages, runs a step and a slice of a call, and begins again."""
 
 import threading
 import time
@@ -56,7 +56,7 @@ class Status:
 
 
 def serve(inbox: Inbox, status: Status) -> None:
-    """Take messages until one says that no others will come. The thread's whole life."""
+    """Run the thread's whole life: take messages until one says that no others will come."""
     with ExitStack() as held:
         _EngineThread(inbox, status, held).run()
 
@@ -64,7 +64,7 @@ def serve(inbox: Inbox, status: Status) -> None:
 @final
 class _EngineThread:
     def __init__(self, inbox: Inbox, status: Status, held: ExitStack) -> None:
-        """`held` ends with the thread."""
+        """Begin without an engine. `held` ends with the thread."""
         self._inbox, self._status, self._held = inbox, status, held
         self._engine: Engine | None = None
         self._readers: dict[Sequence, Mailbox] = {}  # of the sequences that are being answered
@@ -138,7 +138,7 @@ class _EngineThread:
         return self._engine
 
     def _own(self, engine: Engine | None, backend: Backend) -> None:
-        """Step this engine from now on. Torch has one thread on this one, for as long as it lives."""
+        """Step this engine from now on. Torch computes with one thread on this thread, for as long as it lives."""
         self._engine = engine
         self._held.enter_context(backend.threads())
         self._held.enter_context(torch.inference_mode())
@@ -195,7 +195,7 @@ class _EngineThread:
         return bool(sequences)
 
     def _deliver(self, sequences: Iterable[Sequence]) -> None:
-        """Put what is new of these sequences into their mailboxes, and call each event loop once."""
+        """Put the new pieces of these sequences into their mailboxes, and call each event loop once."""
         relays = set[Relay]()
         for sequence in sequences:
             mailbox = self._readers[sequence]
@@ -223,7 +223,10 @@ class _EngineThread:
                 self._open_engine.cancel(sequence)
 
     def _recover(self, engine: Engine, error: Exception) -> None:
-        """Compute all sequences again from their ids after a step that failed; the second time in a row, end them."""
+        """Compute all sequences again from their ids after a step that failed.
+
+        After a second such step in a row, end them.
+        """
         self._num_faults += 1
         try:
             if self._num_faults == 1:
@@ -254,7 +257,7 @@ class _EngineThread:
     # Ends
 
     def _fail(self, error: BaseException) -> None:
-        """End all sequences, and take no others: what was raised is no single sequence's fault."""
+        """End all sequences and take no others, because the error is not the fault of a single sequence."""
         status, why = self._status, f"the engine has failed: {type(error).__name__}: {error}"
         why = self._why_failed = " ".join(why.split()).rstrip(":")[:200]
         status.failure = error

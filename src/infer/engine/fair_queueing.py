@@ -104,14 +104,14 @@ class Tenants:
         return self._accounts
 
     def come(self, tenant: str) -> None:
-        """One more sequence of a tenant."""
+        """Add a sequence of a tenant."""
         if not self._num_active.get(tenant):
             least = self._least_active()
             self._accounts[tenant] = max(self._accounts.get(tenant, least), least)
         self._num_active[tenant] = self._num_active.get(tenant, 0) + 1
 
     def go(self, tenant: str) -> None:
-        """One less. Without any, an account below the others' is forgotten: it would begin where they are."""
+        """Remove a sequence of a tenant. If it was the last, an account below all others is forgotten."""
         self._num_active[tenant] -= 1
         if not self._num_active[tenant]:
             del self._num_active[tenant]
@@ -128,7 +128,7 @@ class Tenants:
         )
 
     def charge(self, tenant: str, work: int) -> None:
-        """A sequence enters with so much work, or leaves with so much less (below 0) than it entered with."""
+        """Charge a tenant for `work`. Below 0 it is a refund, for work that a sequence entered with and did not use."""
         if tenant in self._accounts:
             self._accounts[tenant] += work / self.weight(tenant)
 
@@ -136,7 +136,7 @@ class Tenants:
         return self._weights.get(tenant, 1.0)
 
     def giver(self, one: Waiting, size: float, running: Sequence[Running], num_given: int = 0) -> Running | None:
-        """Return who gives its slot and pages to one whose tenant has nothing running.
+        """Return the sequence that gives its slot and pages to one whose tenant has nothing running.
 
         Its tenant keeps at least the `size` that the one takes. `num_given` are the tokens that all sequences gave so
         far: nobody gives before they are worth what the last preemption wasted.
@@ -153,11 +153,11 @@ class Tenants:
         return max(able, key=lambda each: (-each.priority, held[each.tenant], each.number), default=None)
 
     def gave(self, giver: Running, num_given: int) -> None:
-        """Count a slot that changed hands, when all sequences together had given so many tokens."""
+        """Count a slot that changed hands when all sequences together had given `num_given` tokens."""
         self._gives_after = num_given + _WORTH * giver.num_tokens
 
     def is_owed(self, tenant: str, others: Iterable[str]) -> bool:
-        """Return whether a tenant has had no more work than any of these."""
+        """Return True if a tenant has had no more work than any of these."""
         return all(self._accounts[tenant] <= self._accounts[other] for other in others)
 
     def has_idle(self, running: Iterable[str]) -> bool:
@@ -170,8 +170,9 @@ class Tenants:
 
 @final
 class KeptSlots:
-    """The slots that tenants got from others, free for a moment after each request: whoever asks short questions one
-    after the other takes a slot from a long answer once, and not for each question.
+    """The slots that tenants got from others. Each stays free for a moment after a request.
+
+    So a tenant with many short questions takes a slot from a long answer once, and not for each question.
     """
 
     def __init__(self) -> None:
@@ -211,7 +212,7 @@ def holdings(running: Iterable[Running], weight: Callable[[str], float]) -> dict
 
 
 def victim(running: Sequence[Running], weight: Callable[[str], float] = lambda tenant: 1.0) -> Running | None:
-    """Return who gives its slot and pages up; None of one or none.
+    """Return the sequence that gives its slot and pages up, or None if there is at most one.
 
     Only tenants that have their share or more give, if there are any: first the lowest priority, then the tenant that
     has the most, then the youngest. One that came back and has given few tokens gives only if there is no other. The

@@ -1,4 +1,7 @@
-"""The grammars' masks of a step: filled at once, by another thread while it runs, or between two steps of several."""
+"""The grammars' masks of a step.
+
+They are filled before it, by a thread while it runs, or between steps of a multi-step.
+"""
 
 import math
 import time
@@ -25,8 +28,9 @@ HAND_OVER_SECONDS = 300e-6  # what a mask that another thread fills costs beside
 
 @final
 class MaskFiller:
-    """For the steps of an engine, one after the other. Where all cores compute and masks take less time than to wake a
-    thread, they are filled at once.
+    """Fills the masks of an engine's steps, one step after the other.
+
+    If all cores compute, and masks take less time than waking a thread, they are filled before the step.
     """
 
     def __init__(self, backend: ops.Backend) -> None:
@@ -36,7 +40,7 @@ class MaskFiller:
         self._filling: _Filling | None = None  # the last one
 
     def start(self, works: Works) -> Masks | None:
-        """Begin with the masks of the chunks whose sequences have a grammar; None where there are none."""
+        """Begin to fill the masks of chunks whose sequences have a grammar. Return None if there are none."""
         filling = self._filling
         if filling is None or not filling.fits(works):
             if not any(_needs_mask(sequence, chunk) for sequence, chunk in works):
@@ -62,7 +66,7 @@ class MaskFiller:
         return self.backend.computes_on_host and seconds < HAND_OVER_SECONDS
 
     def run(self, fill: Callable[[], None], num_logits: int) -> Future[None] | None:
-        """None where it is done; else the other thread's promise."""
+        """Fill the masks now and return None, or return the other thread's promise."""
         if self.backend.computes_on_host and self._seconds_per_line * num_logits < HAND_OVER_SECONDS:
             self._measure(fill, num_logits)
             return None
@@ -93,7 +97,10 @@ class _Job(NamedTuple):
     drafts: Items[int]
 
     def advance(self, token_id: int, is_last: bool) -> bool:
-        """False also where the grammar raises: a ConstraintError it raises again when the token is accepted."""
+        """Move past a token.
+
+        Return False if the row ends. A ConstraintError is raised again when the token is accepted.
+        """
         return self.sequence.attempt(partial(self._try_advance, token_id, is_last), False)
 
     def _try_advance(self, token_id: int, is_last: bool) -> bool:

@@ -1,4 +1,4 @@
-"""A loaded model and how it begins an answer: what `LLM` and its sessions share."""
+"""A loaded model and the way in which it begins an answer. `LLM` and its sessions share it."""
 
 import hashlib
 import logging
@@ -44,7 +44,10 @@ log = logging.getLogger("infer.server")
 @final
 @dataclass(frozen=True)
 class HostSettings:
-    """`weights` tells them from others; `sampling_defaults` and `heads` are the model's own."""
+    """Settings of a loaded model.
+
+    `weights` is their fingerprint. `sampling_defaults` and `heads` are the model's own.
+    """
 
     weights: str
     cache: CacheSettings
@@ -62,8 +65,9 @@ class Host:
     def __init__(
         self, loop: Loop, model: Transformer, tokenizer: Tokenizer, settings: HostSettings, ranks: Ranks | None = None
     ) -> None:
-        """Give an engine to the loop, which loaded the model. `ranks` are the other processes of a model that is shared
-        out. They load their shares.
+        """Give an engine to the loop, which loaded the model.
+
+        `ranks` are the other processes of a model that several processes share. They load their shares.
         """
         self.loop, self.tokenizer, self.settings, self._ranks = loop, tokenizer, settings, ranks
         self._open_model: Transformer | None = model
@@ -117,7 +121,7 @@ class Host:
 
     @property
     def model(self) -> Transformer:
-        """Raises ClosedError after `close`."""
+        """The network. Raises ClosedError after `close`."""
         if (model := self._open_model) is None:
             raise closed()
         return model
@@ -135,14 +139,14 @@ class Host:
 
     @property
     def runner(self) -> Runner:
-        """Raises ClosedError after `close`, and InvalidRequestError for an encoder."""
+        """The runner. Raises ClosedError after `close`, and InvalidRequestError for an encoder."""
         if (runner := self._open_runner) is None:
             raise InvalidRequestError(self._refusal) if self.reads_whole_texts else closed()
         return runner
 
     @property
     def engine(self) -> Engine:
-        """Raises InvalidRequestError for an encoder."""
+        """The engine. Raises InvalidRequestError for an encoder."""
         self.check_generates()
         assert self.engine_if_any is not None
         return self.engine_if_any
@@ -153,7 +157,7 @@ class Host:
             raise InvalidRequestError(self._refusal)
 
     def text_encoder(self) -> TextEncoder:
-        """For the loop's thread, of an encoder. Made when it is first asked for."""
+        """Return the computation of an encoder, made on first use. For the loop's thread."""
         if self._text_encoder is None:
             self._text_encoder = TextEncoder(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
         return self._text_encoder
@@ -177,11 +181,11 @@ class Host:
 
     @property
     def num_threads(self) -> int:
-        """With which a forward computes."""
+        """Number of threads of a forward."""
         return self.model.backend.num_threads()
 
     def warn_of_template(self, stacklevel: int) -> None:
-        """If no conversation can be rendered by the model's own chat template; plain text needs none."""
+        """Warn if the model's own chat template can render no conversation. Plain text needs no template."""
         if self.tokenizer.chat_template is None:
             return
         try:
@@ -216,7 +220,7 @@ class Host:
         lease: Lease | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> Stream:
-        """An answer at a slot of its own, or at that of a lease."""
+        """Return a stream of an answer, at a slot of its own or at that of a lease."""
         mailbox = Mailbox(shows_prefill=on_prefill is not None)
         return Stream(OpenAnswer(self.loop, sequence, mailbox, lease, on_end), on_prefill)
 

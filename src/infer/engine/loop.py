@@ -50,7 +50,7 @@ _Found = TypeVar("_Found")
 
 @final
 class Loop:
-    """For any thread, but not for one of a forked child: there every call raises ClosedError."""
+    """The loop, for any thread of this process. In a forked child every call raises ClosedError."""
 
     def __init__(self) -> None:
         """Start the thread. It has no engine before `own`."""
@@ -106,12 +106,12 @@ class Loop:
         return not self.is_current and os.getpid() == self._process
 
     def check_process(self) -> None:
-        """Raises ClosedError in a forked child."""
+        """Raise ClosedError in a forked child."""
         if os.getpid() != self._process:
             raise ClosedError("the model belongs to the process that loaded it, not to its fork: load it again here")
 
     def check_open(self) -> None:
-        """Raises ClosedError in a forked child, at the end of the program, and after `close`."""
+        """Raise ClosedError in a forked child, at the end of the program, and after `close`."""
         self.check_process()
         main = threading.main_thread()
         if get_ident() == main.ident and not main.is_alive():  # as functions of `atexit` see it
@@ -120,7 +120,7 @@ class Loop:
             raise closed()
 
     def check_answer(self, sequence: Sequence) -> None:
-        """Raises EngineFailedError if the engine's failure ended a sequence."""
+        """Raise EngineFailedError if the engine's failure ended a sequence."""
         if self.failure is not None and sequence.finish_reason == "error":
             raise EngineFailedError(sequence.error or "the engine has failed") from self.failure
 
@@ -142,7 +142,7 @@ class Loop:
         self._send(Drop(backlog))
 
     def cancel(self, sequence: Sequence, mailbox: Mailbox) -> None:
-        """End a sequence with the step under way; several steps in one end early. Never blocks and never raises.
+        """End a sequence with the current step. A multi-step ends early. Never blocks and never raises.
 
         A sequence that was not submitted ends, too, and can no longer be.
         """
@@ -175,8 +175,9 @@ class Loop:
         return self.call(once(function, *arguments)).get()
 
     def load(self, load: Callable[[OnProgress], _Found], on_progress: OnProgress | None) -> _Found:
-        """Return `load(show)`, called on the loop's thread. Where an exception interrupts the wait, such as Ctrl-C, it
-        ends when it next calls `show`, which calls `on_progress`.
+        """Return `load(show)`, called on the loop's thread. `show` calls `on_progress`.
+
+        If an exception such as Ctrl-C interrupts the wait, the load ends when it calls `show` next.
         """
         is_left = threading.Event()
 
@@ -194,14 +195,14 @@ class Loop:
     # Its end
 
     def drain(self, timeout_seconds: float | None = None) -> bool:
-        """Refuse what is submitted from now on, and wait until all sequences have ended; False if they have not."""
+        """Refuse new sequences, and wait until all others have ended. Return False at the timeout."""
         self._status.refusal = self._status.refusal or _drained
         reply = Reply[None]()
         self._send(Drain(reply))
         return reply.wait(timeout_seconds)
 
     def close(self) -> None:
-        """End all sequences as cancelled, free the engine, and end the thread. Again does nothing.
+        """End all sequences as cancelled, free the engine, and end the thread. A second call does nothing.
 
         Prefixes of prompts that are being stored are waited for, but not for long.
         """
@@ -231,9 +232,7 @@ class Loop:
             refuse_all(self._inbox)
 
     def _is_urgent(self, message: Message, engine: Engine) -> bool:
-        """Return whether a message ends several steps without a return to Python. A sequence that finds no slot does
-        not: it would wait all the same.
-        """
+        """Return True if a message must end a multi-step. A sequence that finds no slot need not: it waits anyway."""
         match message:
             case Submit():
                 return self.num_sequences < engine.max_running
@@ -247,7 +246,7 @@ def _drained() -> InferError:
 
 
 def _close_all() -> None:
-    """Let no thread be torn down while it computes, or frees a model whose loop was dropped."""
+    """Close all loops, so that no thread is torn down while it computes or frees a model."""
     for loop in list(_living):
         loop.close()
     for thread in list(_threads):

@@ -22,7 +22,7 @@ GIVE_WAY = True  # what work yields where it holds nothing that the work of othe
 
 @final
 class Reply(Generic[_Found]):
-    """The result of a call. For any thread; `cancel` is for its caller."""
+    """The result of a call, for any thread. `cancel` is for the caller alone."""
 
     def __init__(self, relay: Relay | None = None) -> None:
         """`relay` is that of the event loop whose task waits for the result."""
@@ -45,7 +45,7 @@ class Reply(Generic[_Found]):
         return self.found
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until the call is done; False at the timeout."""
+        """Wait until the call is done. Return False at the timeout."""
         return self._waiters.wait(lambda: self.is_done, timeout_seconds)
 
     async def wait_as_task(self) -> None:
@@ -70,9 +70,9 @@ class Reply(Generic[_Found]):
 
 @final
 class Backlog:
-    """Sequences of one caller that enter one by one, as those before them end: the next is there before the next step.
+    """Sequences of one caller. When one ends, the next enters before the next step.
 
-    The caller appends to `waiting`, and sends a `Refill` after it.
+    The caller appends to `waiting`, and then sends a `Refill`.
     """
 
     def __init__(self, most_running: int) -> None:
@@ -87,7 +87,7 @@ class Backlog:
 
 
 class Own(NamedTuple):
-    """The engine whose steps the thread runs from now on, None for an encoder, and the backend that computes."""
+    """The engine that the thread steps from now on, or None for an encoder, and the backend that computes."""
 
     engine: Engine | None
     backend: Backend
@@ -155,7 +155,7 @@ def once(function: Callable[..., _Found], *arguments: Any) -> Work[_Found]:
 
 
 def end(sequence: Sequence, mailbox: Mailbox) -> None:
-    """End a sequence that never entered, and let its reader know. Again does nothing."""
+    """End a sequence that never entered, and tell its reader. A second call does nothing."""
     if sequence.has_ended:
         return
     sequence.end()

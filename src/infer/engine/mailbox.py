@@ -23,13 +23,13 @@ class Waiters:
     """Threads, and tasks of one event loop, that wait for something to arrive."""
 
     def __init__(self, relay: "Relay | None" = None) -> None:
-        """`relay` is that of the event loop, if tasks are to wait."""
+        """Begin without waiters. `relay` is that of the event loop, if tasks may wait."""
         self.relay = relay
         self._gates = deque[LockType]()
         self._tasks = set[asyncio.Future[None]]()
 
     def wait(self, is_due: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
-        """Return True as soon as `is_due()` holds, which is looked at after each `notify`; False at the timeout."""
+        """Wait until `is_due()` is True. It is asked after each `notify`. Return False at the timeout."""
         ends_at = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not is_due():
             gate = allocate_lock()
@@ -41,7 +41,7 @@ class Waiters:
         return True
 
     async def wait_as_task(self, is_due: Callable[[], bool]) -> None:
-        """Return as soon as `is_due()` holds. For any number of tasks of the relay's event loop."""
+        """Wait until `is_due()` is True. For any number of tasks of the relay's event loop."""
         assert self.relay is not None
         while not is_due():
             future = self.relay.event_loop.create_future()
@@ -69,7 +69,7 @@ class Waiters:
                 self.relay.call()
 
     def wake_tasks(self) -> None:
-        """For the event loop of the relay."""
+        """Wake the tasks. For the event loop of the relay."""
         for future in self._tasks:
             if not future.done():
                 future.set_result(None)
@@ -77,7 +77,7 @@ class Waiters:
 
 @final
 class Relay:
-    """Wakes the tasks of one event loop, which is called once for all that arrived in a step."""
+    """Wakes the tasks of one event loop. The loop is called once for everything that arrived in a step."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self.event_loop = event_loop
@@ -85,11 +85,11 @@ class Relay:
         self._is_called = False
 
     def note(self, waiters: Waiters) -> None:
-        """Wake these with the next call."""
+        """Add waiters that the next `call` wakes."""
         self._arrived.append(waiters)
 
     def call(self) -> None:
-        """Raises RuntimeError if the event loop is closed."""
+        """Call the event loop to wake the tasks. Raises RuntimeError if it is closed."""
         if self._arrived and (not self._is_called or self.event_loop.is_closed()):  # closed before it woke anybody
             self._is_called = True
             try:
@@ -106,14 +106,14 @@ class Relay:
 
 @final
 class Mailbox:
-    """One answer's pieces: `num_put` have come, `num_taken` its reader has got.
+    """One answer's pieces. `num_put` of them have come, and the reader has taken `num_taken`.
 
-    `only_end`: nobody reads the pieces as they come, so the reader is woken at the end alone, and nothing pauses.
-    `num_prefilled` counts the tokens of the prompt that are computed, for a reader that shows them.
+    With `only_end` nobody reads the pieces as they come. Then the reader is woken at the end alone, and the answer
+    never pauses. `num_prefilled` is the number of computed tokens of the prompt, for a reader that shows them.
     """
 
     def __init__(self, waiters: Waiters | None = None, *, only_end: bool = False, shows_prefill: bool = False) -> None:
-        """`waiters` may be those of several mailboxes with the same reader."""
+        """Begin empty. `waiters` may be shared by several mailboxes with the same reader."""
         self.only_end = only_end
         self.num_put = self.num_taken = self.num_prefilled = 0
         self.has_ended = self.is_closed = self.is_paused = False
@@ -134,7 +134,7 @@ class Mailbox:
     # For the loop's thread
 
     def put(self, pieces: Sequence[Piece], num_prefilled: int, *, has_ended: bool) -> None:
-        """Store what a step gave, and wake whoever waits for it."""
+        """Store the pieces of a step, and wake everybody who waits for them."""
         self._unread.extend(pieces)
         self.num_put += len(pieces)
         has_news = bool(pieces) and not self.only_end
@@ -146,7 +146,7 @@ class Mailbox:
             self._waiters.notify()
 
     def pause_if_full(self) -> bool:
-        """Return whether the answer must pause: its reader lags behind by `MAX_UNREAD` pieces."""
+        """Return True if the answer must pause, because its reader is `MAX_UNREAD` pieces behind."""
         if self.only_end or len(self._unread) < MAX_UNREAD:
             return False
         self.is_paused = True
@@ -157,7 +157,7 @@ class Mailbox:
     # For the reader
 
     def take(self, most: int | None = None) -> list[Piece]:
-        """Return up to `most` pieces that have come; none after `close`."""
+        """Return up to `most` pieces that have come. There are none after `close`."""
         found, unread = list[Piece](), self._unread
         while unread and not self.is_closed and (most is None or len(found) < most):
             found.append(unread.popleft())
@@ -166,7 +166,7 @@ class Mailbox:
         return found
 
     def skip_to_end(self) -> None:
-        """Wait for the whole answer from now on: it pauses no more."""
+        """Wait for the whole answer from now on. It does not pause any more."""
         self.only_end, self.is_paused = True, False
         self.on_room()
 

@@ -1,6 +1,6 @@
-"""The settings of `LLM` and its calls: what each may be, and what other engines' names are called here. No torch.
+"""The settings of `LLM` and its calls: allowed values, and the names that other engines use. No torch.
 
-All are checked before a file is opened; whether a model can have them is checked before it is loaded.
+All are checked before a file is opened. Before a model is loaded, it is checked that the model can have them.
 """
 
 import difflib
@@ -82,7 +82,7 @@ class UnknownSettingError(InvalidRequestError, TypeError):
 
 
 def checks_settings(init: Callable[P, None]) -> Callable[P, None]:
-    """A constructor whose keywords are checked before anything else is done."""
+    """Return a constructor that checks its keywords before it does anything else."""
     names = tuple(signature(init).parameters)[1:]
 
     @wraps(init)
@@ -97,7 +97,7 @@ def checks_settings(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError for a value that no model can be loaded with."""
+    """Raise InvalidRequestError for a value that no model can be loaded with."""
     for name, value in settings.items():
         if name in _CHOICES and (not isinstance(value, str) or value not in _CHOICES[name]):
             raise InvalidRequestError(f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r:.80}")

@@ -9,9 +9,9 @@ from typing import final
 
 @final
 class Lease:
-    """`token_ids` are those that the slot's cache holds; none while an answer uses it.
+    """A slot that a session keeps. `token_ids` are the ids in the slot, and none while an answer uses it.
 
-    The engine takes the slot away where others need it: then it is None, and nothing is held.
+    If others need the slot, the engine takes it away. Then `slot` is None, and nothing is held.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Lease:
 @final
 @dataclass(slots=True)
 class Place:
-    """Counts of one sequence, which its engine's queue keeps."""
+    """The counts that an engine's queue keeps of one sequence."""
 
     number: int = 0  # in the order of submission
     submitted_at: float = 0.0  # by time.perf_counter
@@ -39,5 +39,5 @@ class Place:
 
 
 def common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many ids both begin with."""
+    """Return the number of ids with which both begin."""
     return sum(1 for _ in takewhile(bool, map(eq, left, right)))

@@ -56,10 +56,10 @@ class PrefixCounts:
 
 @final
 class PrefixDisk:
-    """`begin` and `notify` are for the engine's thread, the others for any."""
+    """Loads and stores pages. `begin` and `notify` are for the engine's thread, the other methods for any."""
 
     def __init__(self, store: PrefixStore, cache: PagedCache, run: Callable[..., Any]) -> None:
-        """`run(function, *arguments)` returns what the function returns on the engine's thread.
+        """Start the thread. `run(function, *arguments)` returns what the function returns on the engine's thread.
 
         It raises ClosedError once there is no such thread, which ends this one. The engine sets `seconds_to_compute`:
         how long tokens from a position on take, or None before that is known.
@@ -201,7 +201,7 @@ class PrefixDisk:
         return None
 
     def _put(self, load: _Load, contents: Sequence[tuple[PageName, memoryview]]) -> None:
-        """On the engine's thread: copy pages into the cache, and call `on_end` if they are the last."""
+        """Copy pages into the cache, and call `on_end` if they are the last. For the engine's thread."""
         for name, content in contents:
             if not (load.is_wanted() and self._exchange.put(name, content)):
                 load.names.clear()
@@ -242,7 +242,7 @@ class PrefixDisk:
                 return
 
     def _copies(self, names: Sequence[PageName]) -> list[tuple[PageName, bytes]]:
-        """On the engine's thread: return the contents of the pages that are still in memory."""
+        """Return the contents of the pages that are still in memory. For the engine's thread."""
         copies = [(name, self._exchange.copy(name)) for name in names]
         return [(name, content) for name, content in copies if content is not None]
 

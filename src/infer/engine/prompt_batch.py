@@ -101,7 +101,7 @@ class _Batch:
         self._asked = list[_Asked]()
 
     def fill(self) -> bool:
-        """Take as many sequences as there is room for. False if none is left."""
+        """Take as many sequences as there is room for. Return False if none is left."""
         while len(self._asked) < 2 * self._backlog.most_running:
             if (following := next(self._sequences, None)) is None:
                 break

@@ -1,4 +1,4 @@
-"""Prompts, and their ids: text, ids or messages, cut on the left on request.
+"""Prompts and their ids. A prompt is text, ids or messages, and is cut on the left on request.
 
 A prompt that is far too long is refused before it is tokenized.
 """
@@ -28,7 +28,10 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 class PromptIds(NamedTuple):
-    """`truncated_tokens` more stood on the left. `messages` are those that are left, of a conversation."""
+    """The ids of a prompt, without `truncated_tokens` on the left.
+
+    `messages` are those that remain of a conversation.
+    """
 
     token_ids: list[int]
     truncated_tokens: int = 0
@@ -36,9 +39,10 @@ class PromptIds(NamedTuple):
 
 
 def prompt_ids(prompt: Any, tokenizer: Tokenizer, max_seq_len: int | None, *, add_special: bool = True) -> list[int]:
-    """Raises InvalidRequestError for what is no prompt, ContextLengthError for a text that cannot fit.
+    """Return the ids of a prompt of text or ids.
 
-    `max_seq_len` None takes texts of any length. `add_special` puts BOS before a text, where the model wants one.
+    If `max_seq_len` is None, a text may have any length. `add_special` puts BOS before a text if the model wants one.
+    Raises InvalidRequestError for anything else, and ContextLengthError for a text that cannot fit.
     """
     if isinstance(prompt, str):
         if max_seq_len is not None:
@@ -97,7 +101,7 @@ def is_conversation(prompt: Any) -> bool:
 
 
 def system_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages of the system with which a conversation begins."""
+    """Return the system messages with which a conversation begins."""
     return list(takewhile(lambda message: message.get("role") in _SYSTEM_ROLES, messages))
 
 
@@ -118,10 +122,11 @@ def fitted(
     params: SamplingParams,
     overflow: Overflow,
 ) -> PromptIds:
-    """The ids of a prompt, of which `overflow="truncate_left"` keeps what leaves room for the answer: of text or ids
-    the last tokens, after BOS where the prompt begins with it; of messages the last turns, after the system message.
+    """Return the ids of a prompt. `overflow="truncate_left"` cuts it so that there is room for the answer.
 
-    The answer's room is max_new_tokens (512 without a limit), half of the context at most.
+    Of text or ids the last tokens are kept, after BOS if the prompt begins with it. Of messages the last turns are
+    kept, after the system message. The answer's room is max_new_tokens (512 without a limit), but at most half of the
+    context.
     """
     token_ids = encode(prompt)
     messages: list[Any] = list(prompt) if is_conversation(prompt) else []
@@ -139,7 +144,10 @@ def fitted(
 def _last_turns(
     messages: Sequence[Any], encode: Callable[[Prompt], list[int]], num_tokens: int, most: int
 ) -> PromptIds:
-    """System messages stay; the oldest turns, each from a user's message to the next, are left out."""
+    """Return the messages without the oldest turns.
+
+    A turn goes from a user's message to the next. System messages stay.
+    """
     head = system_messages(messages)
     num_system = len(head)
     starts = [index for index in range(num_system, len(messages)) if messages[index].get("role") == "user"]

@@ -1,4 +1,4 @@
-"""The sequences of an engine as those see them who share it: who enters next, what a tenant pays, who gives way."""
+"""The order of sequences in an engine: who enters next, how much a tenant pays, and who gives way."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,7 +27,7 @@ from infer.engine.sequence import Sequence
 @final
 class Queue:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        """`weights` of tenants' shares; 1 for those that are not named."""
+        """Begin with the `weights` of tenants. A tenant that is not named has the weight 1."""
         self.tenants = Tenants(weights)
         self.lengths, self._kept = AnswerLengths(EXPECTED_ANSWER), KeptSlots()
         self._numbers, self._entries = count(1), count(1)
@@ -55,14 +55,14 @@ class Queue:
         self.reused_tokens += sequence.num_reused
 
     def next_of(self, waiting: Iterable[Sequence]) -> Sequence:
-        """Return which of one or more sequences enters next."""
+        """Return the sequence that enters next, of one or more."""
         by_number = {sequence.place.number: sequence for sequence in waiting}
         return by_number[self.tenants.first(map(self._waiting, waiting)).number]
 
     def passing(
         self, waiting: Collection[Sequence], running: Items[Sequence], blocked: Items[Sequence]
     ) -> Collection[Sequence]:
-        """Return those that may enter before the blocked ones, which wait for pages."""
+        """Return the sequences that may enter before the blocked ones, which wait for pages."""
         if not blocked:
             return waiting
         before = [self._blocked(each) for each in blocked]
@@ -73,7 +73,7 @@ class Queue:
         return [each for each in idle if each not in blocked and self.tenants.is_owed(each.request.tenant, tenants)]
 
     def pass_by(self, sequence: Sequence, blocked: Items[Sequence]) -> None:
-        """A sequence enters before these."""
+        """Count a sequence that enters before these."""
         work = self._waiting(sequence).work
         for each in blocked:
             each.place.passed += work
@@ -88,7 +88,7 @@ class Queue:
     def giver_for(
         self, sequence: Sequence, running: Items[Sequence], size: Callable[[Sequence], float]
     ) -> Sequence | None:
-        """Return who gives its slot and pages to a sequence that waits, if anybody does."""
+        """Return the sequence that gives its slot and pages to a waiting one, or None."""
         by_number = {each.place.number: each for each in running}
         found = self.tenants.giver(
             self._waiting(sequence),
@@ -109,7 +109,7 @@ class Queue:
 
     @property
     def _num_given(self) -> int:
-        """Tokens that all sequences gave since the engine began."""
+        """Number of tokens of all sequences since the engine began."""
         return self._num_ended_tokens + sum(len(each.pieces) for each in self._entered)
 
     def expected_room(self, sequence: Sequence) -> int:
@@ -128,7 +128,7 @@ class Queue:
             self.tenants.charge(tenant, place.paid)
 
     def victim_of(self, running: Items[Sequence], size: Callable[[Sequence], float]) -> Sequence | None:
-        """Return who of those that run gives its slot up; None of one or none."""
+        """Return the running sequence that gives its slot up, or None if at most one runs."""
         by_number = {sequence.place.number: sequence for sequence in running}
         found = victim([self._running(sequence, size(sequence)) for sequence in running], self.tenants.weight)
         return None if found is None else by_number[found.number]

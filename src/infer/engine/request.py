@@ -1,4 +1,4 @@
-"""A request: what a user asked, checked and immutable."""
+"""A user's request, checked and immutable."""
 
 import secrets
 import threading
@@ -21,7 +21,7 @@ from infer.toolcalls.answer_format import AnswerFormat
 @final
 @dataclass(frozen=True)
 class Request:
-    """Ids from `vocab_size` on are never sampled. `num_draft_tokens` 0 is without drafts."""
+    """A checked request. Ids from `vocab_size` on are never sampled. `num_draft_tokens` is 0 without drafts."""
 
     tokenizer: Tokenizer
     prompt_token_ids: tuple[int, ...]
@@ -108,7 +108,7 @@ def check_prompt(limits: Limits, token_ids: Sequence[int], *, room: int) -> list
 
 
 def check_ids(source: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raises InvalidRequestError for what is no id of the vocabulary."""
+    """Raise InvalidRequestError for anything that is not an id of the vocabulary."""
     for token_id in token_ids:
         if type(token_id) is not int and (isinstance(token_id, bool) or not isinstance(token_id, SupportsIndex)):
             message = f"{source}: token ids must be whole numbers, got {token_id!r:.60}"

@@ -1,4 +1,4 @@
-"""`RequestMaker`: the one way from what a caller asks to a request.
+"""`RequestMaker`: the one way from a caller's ask to a request.
 
 `LLM`, `AsyncLLM`, sessions and the server each make an `Ask`. Nothing here touches the engine, so a request can be made
 on any thread.
@@ -80,7 +80,7 @@ class ReadPrompt(NamedTuple):
 
 @final
 class RequestMaker:
-    """For any thread."""
+    """Makes requests of one model. For any thread."""
 
     def __init__(
         self,
@@ -91,7 +91,10 @@ class RequestMaker:
         checkpoint_tokens: int = 0,
         refusal: str | None = None,
     ) -> None:
-        """`checkpoint_tokens` is that of the runner. `refusal` says why the model answers no request."""
+        """Begin with the model's limits.
+
+        `checkpoint_tokens` is that of the runner. `refusal` says why no request is answered.
+        """
         self._refusal = refusal
         self._least_with_checkpoints = RECENT_PAGES * checkpoint_tokens  # a step leaves all states of shorter prompts
         self.limits, self._tokenizer, self._sampling_defaults = limits, tokenizer, sampling_defaults
@@ -206,7 +209,7 @@ class RequestMaker:
         return ReadPrompt(ids, params, conversation, checkpoints)
 
     def complete(self, prompt: ReadPrompt, params: SamplingParams, options: RequestOptions) -> Request:
-        """Raises InvalidRequestError for parameters, tools or a grammar that cannot be served."""
+        """Return the request. Raises InvalidRequestError for parameters, tools or a grammar that cannot be served."""
         ids, _, conversation, checkpoints = prompt
         answer_format = None if conversation is None else conversation.answer_format(ids.token_ids)
         grammar = grammar_of(params)
@@ -235,7 +238,7 @@ class RequestMaker:
         )
 
     def _warn(self, category: type[RequestWarning], messages: Iterable[str]) -> None:
-        """Warn of each once."""
+        """Warn of each text once."""
         for message in messages:
             if not self.warns or message in self._warned:
                 continue
@@ -267,7 +270,7 @@ class RequestMaker:
         return form, make
 
     def _within_budget(self, form: AnswerFormat, make: Callable[[], Constraint]) -> Callable[[], Constraint]:
-        """Return what closes the reasoning when its budget is used up."""
+        """Return the constraint, or one that also closes the reasoning when its budget is used up."""
         budget = self._budget(form)
         return make if budget is None else lambda: BudgetConstraint(make(), budget)
 

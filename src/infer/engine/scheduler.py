@@ -41,7 +41,7 @@ class Demand(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """For each demand how many pending tokens and drafts are computed, in `num_steps` steps without a return."""
+    """The number of pending tokens and drafts to compute for each demand, in `num_steps` steps without a return."""
 
     num_tokens: list[int]
     num_drafts: list[int]
@@ -77,9 +77,11 @@ class Scheduler:
         prompt_seconds: float = inf,
         page_tokens: int = STATE_TOKENS,
     ) -> None:
-        """`max_logits` are those of one step. `max_steps` without a return None: as many as `MAX_SECONDS` allow, 64 at
-        most. `prompt_seconds` are those of a step with prompts while nobody streams, `gap_seconds` while others do.
-        Checkpoints are at the borders of pages of `page_tokens` tokens.
+        """Begin without knowledge of costs.
+
+        A step has at most `max_logits` logits. At most `max_steps` run without a return; None allows as many as take
+        `MAX_SECONDS`, but 64 at most. A step with prompts takes `prompt_seconds` while nobody streams, and
+        `gap_seconds` while others do. Checkpoints are at the borders of pages of `page_tokens` tokens.
         """
         self._page_tokens = page_tokens
         self._max_logits, self._max_steps, self._prompt_seconds = max_logits, max_steps, prompt_seconds
@@ -205,13 +207,13 @@ class Scheduler:
         return seconds - self.costs.predict(others)
 
     def _stream_seconds(self) -> float:
-        """For which a step with prompts is planned while others stream."""
+        """Return the seconds that are planned for a step with prompts while others stream."""
         return max(min(LEAST_GAP_SECONDS, self.gap_seconds), self.gap_seconds * self.costs.low_ratio)
 
     def _shares(
         self, demands: Sequence[Demand], prefilling: Sequence[int], num_tokens: int, seconds: float
     ) -> list[tuple[int, int]]:
-        """(demand, tokens) of a step that has room for so many and takes so long: some may come twice."""
+        """Yield pairs (demand, tokens) that fill a step of this room and these seconds. A demand may come twice."""
         costs = self.costs.costs
         if seconds < inf and not (costs.per_token or costs.per_context):
             num_tokens, seconds = min(num_tokens, FIRST_PROMPT_TOKENS), inf
@@ -249,7 +251,7 @@ class Scheduler:
         return end - start
 
     def _fitting(self, demand: Demand, num_pending: int, num_tokens: int, seconds: float) -> int:
-        """How many tokens of a prompt are so few and take no longer."""
+        """Return how many tokens of a prompt fit this room and these seconds."""
         most = min(num_pending, num_tokens)
         return most if seconds == inf else min(most, self.costs.tokens_in(seconds, demand.num_computed))
 

@@ -1,7 +1,7 @@
-"""A sequence: a request being answered. It owns its token ids, and it alone changes its state.
+"""A sequence: a request that is being answered. It owns its token ids, and it alone changes its state.
 
-All that follows from the ids (text, grammar, drafts) can be made again from them, so a sequence that was preempted,
-interrupted or cut goes on as if nothing had happened.
+Text, grammar and drafts follow from the ids, and can be made again from them. So a sequence that was preempted,
+interrupted or cut continues as if nothing had happened.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,8 +33,10 @@ Found = TypeVar("Found")
 
 @final
 class Sequence:
-    """`token_ids` are the prompt's and, after them, the answer's: the only list of them. The first `num_computed` are
-    in the cache, at `slot`; the others are pending. A token counts as accepted when its piece is in `pieces`.
+    """A request that is being answered.
+
+    `token_ids` are the ids of the prompt, followed by those of the answer. This is the only list of them. The cache
+    holds the first `num_computed` at `slot`; the others are pending. A token is accepted once its piece is in `pieces`.
     """
 
     def __init__(self, request: Request) -> None:
@@ -79,7 +81,7 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """How many tokens may follow."""
+        """Number of tokens that may follow."""
         return self._text.limit - len(self.pieces)
 
     @property
@@ -101,13 +103,13 @@ class Sequence:
 
     @property
     def num_schedulable(self) -> int:
-        """Pending tokens that the next steps may compute: while the prompt is yet to be compressed, only its own."""
+        """Number of pending tokens that the next steps may compute: only the prompt's, before it is compressed."""
         return self.num_prompt_tokens - self.num_computed if self.must_end_prompt else self.num_pending
 
     # How it ends
 
     def cancel(self) -> None:
-        """End it before its next token. For any thread: the engine sees it when it next looks."""
+        """End the sequence before its next token. For any thread; the engine notices when it looks next."""
         self._is_cancelled = True
 
     def poll_cancel(self, now: float) -> None:
@@ -126,7 +128,7 @@ class Sequence:
         self.error = message
 
     def attempt(self, call: Callable[[], Found], otherwise: Found) -> Found:
-        """Return what the call gives, or `otherwise` if it raises, which ends this sequence and not its neighbours."""
+        """Return the result of the call. If it raises, end this sequence alone and return `otherwise`."""
         try:
             return call()
         except Exception as error:  # a fault that is not known yet: the others' answers are right all the same
@@ -156,13 +158,13 @@ class Sequence:
         self.is_paused = is_paused
 
     def compress_prompt(self, *, must: bool) -> None:
-        """Note whether the prompt is yet to be compressed, once it is complete."""
+        """Set whether the prompt must be compressed once it is complete."""
         self.must_end_prompt = must
 
     def enter(self, slot: int, num_computed: int, num_dropped: int = 0, num_matched: int = 0) -> None:
-        """Take a slot, whose cache holds the first `num_computed` tokens and has dropped some of its lease's.
+        """Take a slot. The cache holds the first `num_computed` tokens there, and dropped `num_dropped` of its lease.
 
-        If others began with `num_matched` tokens, more than could be reused, a state is to be left after these.
+        If earlier prompts began with `num_matched` tokens, and fewer could be reused, a state is left after these.
         """
         self.slot, self.num_computed = slot, num_computed
         self.checkpoints = self.request.checkpoints
@@ -174,11 +176,11 @@ class Sequence:
             self.num_reused = min(num_computed, self.num_prompt_tokens)
 
     def leave(self) -> None:
-        """Drop the state that only further tokens need: the sequence has ended, or waits for a slot."""
+        """Drop the state that only further tokens need, because the sequence has ended or waits for a slot."""
         self.slot, self._drafts = NO_SLOT, ()
 
     def end(self) -> None:
-        """Leave the engine for good, as cancelled if it is not finished."""
+        """Leave the engine for good. A sequence that is not finished counts as cancelled."""
         self.abort()
         self.leave()
         self.has_ended = True
@@ -189,32 +191,36 @@ class Sequence:
         return 0 if self.num_in_memory is None else max(0, self.num_reused - self.num_in_memory)
 
     def restart(self) -> None:
-        """Nothing of it is computed any more, and a step may have been left midway: all is made again from its ids."""
+        """Make the state again from the ids. Nothing is computed any more, and a step may have been left midway."""
         self.leave()
         self.num_computed = 0
         if not self.is_finished or self._text.num_tokens != len(self.pieces):
             self.attempt(partial(self._replay, len(self.pieces)), None)
 
     def forget_computed(self) -> None:
-        """Its slot was emptied."""
+        """Note that the slot was emptied."""
         self.num_computed = 0
 
     def keep(self, num_tokens: int) -> None:
-        """End as if the answer had been cut after so many tokens, if it has more or is unfinished."""
+        """End as if the answer had been cut after `num_tokens` tokens, if it has more or is unfinished."""
         if num_tokens < len(self.pieces):
             self._replay(num_tokens)
         self.abort()
 
     def resume(self, token_ids: Items[int], logprobs: Items[TokenLogprob]) -> None:
-        """Take these as sampled, those of its prefix first, and their log-probabilities where they are known. Before it
-        is submitted.
+        """Take these tokens as sampled, before the sequence is submitted. They begin with those of its prefix.
+
+        `logprobs` are the log-probabilities of the first ones, as far as they are known.
         """
         known = chain(logprobs[len(self.pieces) :], repeat(None))
         for token_id, logprob in zip(token_ids[len(self.pieces) :], known, strict=False):
             self.accept(token_id, logprob)
 
     def _begin_with(self, token_ids: Items[int]) -> None:
-        """Raises InvalidRequestError where the answer ends with these, or the grammar does not allow them."""
+        """Accept the answer's given first tokens.
+
+        Raises InvalidRequestError if the answer ends with one of them, or the grammar does not allow it.
+        """
         for index, token_id in enumerate(token_ids):
             self.accept(token_id, origin="given")
             if self.grammar is not None and self.grammar.constraint.num_accepted != index + 1:
@@ -247,9 +253,9 @@ class Sequence:
     # Before a step
 
     def force(self) -> Iterator[int]:
-        """The tokens that the grammar leaves no choice about; each must be accepted before the next is asked for.
+        """Yield the tokens that are the only ones that the grammar allows. Each must be accepted before the next.
 
-        None where log-probabilities are asked for: they need the logits before each token.
+        There are none if log-probabilities are requested, because these need the logits before each token.
         """
         if self.params.logprobs is not None or self.must_end_prompt:
             return
@@ -285,29 +291,27 @@ class Sequence:
         )
 
     def schedule(self, num_tokens: int, num_drafts: int) -> Chunk:
-        """Its share of a step: so many pending tokens and, where those are all, of its drafts."""
+        """Return its share of a step: `num_tokens` pending tokens and, if those are all, `num_drafts` drafts."""
         taken = self.token_ids[self.num_computed : self.num_computed + num_tokens]
         if not 0 < len(taken) == self.num_pending:
             return Chunk(self.slot, taken, has_logits=False)
         return Chunk(self.slot, [*taken, *self._drafts[:num_drafts]] if num_drafts else taken, num_drafts)
 
     def fill(self, masks: Items[Mask], drafts: Items[int]) -> None:
-        """A mask for what follows now and one for what follows each draft, as far as the grammar allows them. For any
-        thread.
-        """
+        """Fill a mask for the next token, and one after each draft that the grammar allows. For any thread."""
         assert self.grammar is not None
         self.stats.masks_filled += self.grammar.fill(masks, drafts)
 
     # After it
 
     def prefilled(self, count: int, seconds: float) -> None:
-        """A step computed so many pending tokens and sampled nothing."""
+        """Record a step that computed `count` pending tokens and sampled nothing."""
         self.num_computed += count
         self.timer.waited(seconds)
         self.stats.prefill_steps += count > 0
 
     def accept_all(self, sampled: SampledTokens, num_drafts: int) -> None:
-        """Until it is finished. The first `num_drafts` of them were guessed before."""
+        """Accept sampled tokens until the sequence is finished. The first `num_drafts` of them were drafts."""
         logprobs = iter(sampled.logprobs)
         for index, token_id in enumerate(sampled.token_ids):
             self.accept(token_id, next(logprobs, None), "draft" if index < num_drafts else "sampled")
@@ -315,7 +319,7 @@ class Sequence:
                 return
 
     def accept(self, token_id: int, logprob: TokenLogprob | None = None, origin: Origin = "sampled") -> Piece | None:
-        """Append a token and return its piece; None for the code of a failed sample, which ends the sequence."""
+        """Append a token and return its piece. The code of a failed sample ends the sequence, and returns None."""
         if self.has_fault:
             return None
         if token_id < 0:

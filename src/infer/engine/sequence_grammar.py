@@ -11,7 +11,10 @@ from infer.grammar.constraint import Constraint, Mask
 
 @final
 class SequenceGrammar:
-    """A step may move the constraint past tokens before the sequence accepts them, and takes back what it does not."""
+    """The grammar of a sequence.
+
+    A step may move the constraint past tokens before the sequence accepts them. It takes back those not accepted.
+    """
 
     def __init__(self, make_constraint: Callable[[], Constraint]) -> None:
         self._make = make_constraint
@@ -29,7 +32,7 @@ class SequenceGrammar:
         return self._complete_at == num_tokens
 
     def replay(self, token_ids: Items[int]) -> None:
-        """Begin again with these tokens, of which it has seen more."""
+        """Go back to these tokens, which are the first of those that the grammar has seen."""
         self.constraint = self._make()
         self.constraint.accept(token_ids)
         self._num_followed = self.constraint.num_accepted
@@ -38,7 +41,9 @@ class SequenceGrammar:
         self.error = None
 
     def follow(self, token_id: int, num_tokens: int) -> bool:
-        """Move past the answer's token of this number, unless it has moved already; whether it is complete there.
+        """Move past the answer's token of this number, unless that was done.
+
+        Return True if the grammar is complete there.
 
         Raises ConstraintError.
         """
@@ -64,7 +69,7 @@ class SequenceGrammar:
         return drafts[:count]
 
     def fill(self, masks: Items[Mask], drafts: Items[int]) -> int:
-        """A mask for what follows now and one for what follows each draft, as far as it allows them: how many."""
+        """Fill a mask for the next token, and one after each allowed draft. Return the number of masks."""
         num_filled, num_accepted, self.error = 0, 0, None
         try:
             for index, mask in enumerate(masks):

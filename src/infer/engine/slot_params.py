@@ -1,4 +1,4 @@
-"""How the tokens of each slot are sampled: its parameters as columns, and its tokens' history where they count."""
+"""The sampling parameters of each slot as columns, and the history of its tokens if parameters need it."""
 
 from collections.abc import Sequence as Items
 from typing import final
@@ -11,7 +11,7 @@ from infer.sampling.history import History
 
 @final
 class SlotParams:
-    """For the engine alone. Both are made when a sequence first needs them."""
+    """Columns and history, for the engine alone. Both are made when a sequence first needs them."""
 
     def __init__(self, runner: Runner) -> None:
         self._num_slots, self._device = runner.num_slots, runner.model.device
@@ -33,7 +33,7 @@ class SlotParams:
             self._begin_history(self.history, sequence)
 
     def select(self, sequences: Items[Sequence]) -> SamplingColumns:
-        """The columns, for a step of these."""
+        """Return the columns for a step of these sequences."""
         assert self._columns is not None
         self._columns.select([sequence.slot for sequence in sequences])
         return self._columns
@@ -44,7 +44,7 @@ class SlotParams:
             self.history.extend(sequence.slot, token_ids)
 
     def mark_stale(self, sequence: Sequence) -> None:
-        """Tokens that a step sampled of it are dropped: `renew` makes its history again once others are accepted."""
+        """Note that sampled tokens of a sequence were dropped. `renew` then makes its history again."""
         self._stale.append(sequence)
 
     def renew(self) -> None:
@@ -54,7 +54,7 @@ class SlotParams:
         self._stale.clear()
 
     def clear(self) -> None:
-        """Give the memory up."""
+        """Free the memory."""
         self._columns = self.history = None
         self._stale.clear()
 

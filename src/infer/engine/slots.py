@@ -1,4 +1,4 @@
-"""Slots of the runner: which sequence or lease has which."""
+"""The slots of the runner, and the sequence or lease that has each of them."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -20,10 +20,10 @@ _OUR_FAULT = "a fault of infer: ask again, and it begins with an empty one"
 
 @final
 class Slots:
-    """For the engine alone. `waiting` are the sequences that want a slot.
+    """The owners of slots, for the engine alone. `waiting` are the sequences that want a slot.
 
-    Short of slots or pages, it takes them from idle leases first (the least recently used first), then from sequences
-    that pause, then from those that run (`Queue.victim_of`).
+    If slots or pages are short, idle leases lose theirs first, beginning with the least recently used one. Then
+    sequences that pause lose theirs, and then running sequences (`Queue.victim_of`).
     """
 
     def __init__(self, runner: Runner, queue: Queue, release: Callable[[int], None]) -> None:
@@ -40,9 +40,12 @@ class Slots:
         return self._sequence_by_slot.values()
 
     def admit(self, max_running: int) -> Iterator[Sequence]:
-        """Give slots to sequences that wait, and yield each that got one. If slots are short, only those enter to whom
-        others give theirs; if pages are, those that may pass. A prompt whose beginning another sequence is reading
-        waits for that, and finds it in the cache."""
+        """Give slots to waiting sequences, and yield each sequence that got one.
+
+        If slots are short, a sequence enters only if another one gives its slot up. If pages are short, only those
+        enter that may pass the others. If another sequence is reading the beginning of a prompt, the prompt waits, and
+        finds that beginning in the cache.
+        """
         if not self.waiting:
             return
         running, blocked = [each for each in self.sequences if not each.is_paused], list[Sequence]()
@@ -76,7 +79,7 @@ class Slots:
             running = [each for each in running if each not in givers] + [sequence]
 
     def _is_being_read(self, sequence: Sequence, running: Items[Sequence]) -> bool:
-        """Return whether one that runs is about to compute the next tokens of what a prompt begins with."""
+        """Return True if a running sequence is about to compute the next tokens that this prompt begins with."""
         if sequence.place.lease is not None or not self.runner.shares_prefixes:
             return False
         token_ids, salt = sequence.token_ids, sequence.request.salt
@@ -93,8 +96,10 @@ class Slots:
         return False
 
     def enter(self, sequence: Sequence) -> bool:
-        """Give it a slot, with what is stored there of its first tokens; False if there is none. `_givers` has
-        checked that there are pages."""
+        """Give a sequence a slot, with the stored part of its first tokens. Return False if no slot is free.
+
+        `_givers` has checked that there are pages.
+        """
         lease, runner = sequence.place.lease, self.runner
         slot = self._free_slot() if lease is None else self.hold(lease)
         if slot is None:
@@ -120,7 +125,7 @@ class Slots:
         return True
 
     def _givers(self, sequence: Sequence, running: Items[Sequence], max_running: int) -> list[Sequence] | None:
-        """Return those that must be preempted so that a sequence may enter: mostly none. None if it has to wait."""
+        """Return the sequences to preempt so that a sequence may enter, mostly none. Return None if it has to wait."""
         found = list[Sequence]()
 
         def size(each: Sequence) -> float:
@@ -141,8 +146,10 @@ class Slots:
         return max(1 / max_running, *shares)
 
     def _has_pages_for(self, sequence: Sequence, givers: Items[Sequence]) -> bool:
-        """Return whether the pages are enough for a sequence and for all that run, if the givers give theirs up. A
-        sequence that is alone may always try."""
+        """Return True if there are enough pages for a sequence and all running ones, after the givers gave theirs up.
+
+        A sequence that is alone may always try.
+        """
         if self._is_full and not givers and any(not each.is_paused for each in self.sequences):
             return False
         if len(self._sequence_by_slot) <= len(givers):
@@ -192,7 +199,7 @@ class Slots:
             self.waiting[sequence] = None
 
     def preempt_one(self) -> bool:
-        """Preempt one of those that run; False if there is none."""
+        """Preempt one of the running sequences. Return False if there is none."""
         running = list(self.sequences)
         if running:
             self._preempt_for_pages(self._victim() or running[0])
@@ -206,7 +213,7 @@ class Slots:
         self.preempt(sequence)
 
     def hold(self, lease: Lease) -> int | None:
-        """The lease's slot; an empty one where it has none. None where all are in use."""
+        """Return the slot of a lease, an empty one if it had none, or None if all slots are in use."""
         if lease.slot is None and (slot := self._free_slot()) is not None:
             lease.slot = slot
             self._lease_by_slot[slot] = lease
@@ -214,8 +221,9 @@ class Slots:
         return lease.slot
 
     def reclaim(self, but: Lease | None = None) -> bool:
-        """Empty a slot for which nobody waits: a lease's, or that of a sequence whose caller has paused, which is
-        preempted. False if there is none.
+        """Empty a slot for which nobody waits: that of a lease, or of a paused sequence, which is preempted.
+
+        Return False if there is no such slot.
         """
         used = {*self._sequence_by_slot, *self._lease_by_slot}
         for slot, length in enumerate(self.runner.lengths):
@@ -236,8 +244,10 @@ class Slots:
         return bool(paused)
 
     def with_pages(self, sequence: Sequence, change: Callable[[], None]) -> bool:
-        """Run `change`, which may run out of pages. While it does, take pages from those for whom nobody waits, then
-        from one that runs. False if that was this one, or if it fails, being alone.
+        """Run `change`. Each time it runs out of pages, free some and run it again.
+
+        The pages come from slots for which nobody waits, then from a running sequence. Return False if this sequence
+        was preempted, or if it is alone and still has too few pages.
         """
         while sequence.has_slot:
             try:
@@ -254,7 +264,7 @@ class Slots:
         return False
 
     def reset(self) -> None:
-        """All slots are empty, and nobody has one."""
+        """Empty all slots, and take them from their owners."""
         self.runner.reset()
         for lease in list(self._lease_by_slot.values()):
             lease.lose()
@@ -264,7 +274,10 @@ class Slots:
         self._sequence_by_slot.clear()
 
     def _free_slot(self) -> int | None:
-        """An empty one: the first that nobody has, or that of the lease used longest ago."""
+        """Return an empty slot: the first that nobody has, or that of the least recently used lease.
+
+        None if all are used.
+        """
         while True:
             for slot in range(self.runner.num_slots):
                 if slot not in self._sequence_by_slot and slot not in self._lease_by_slot:

@@ -16,7 +16,7 @@ from infer.runner.runner import Runner
 @final
 @dataclass(frozen=True)
 class SequenceState:
-    """`slot` None: it waits. `num_computed` of its `num_tokens` are in the cache."""
+    """A sequence. It waits if `slot` is None. `num_computed` of its `num_tokens` are in the cache."""
 
     number: int
     tenant: str
@@ -58,7 +58,7 @@ class PoolState:
 @final
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """`costs` in seconds; `predicted_over_measured` are the 10th, 50th and 90th percentile of the last steps."""
+    """An engine. `costs` are in seconds; `predicted_over_measured` has percentiles 10, 50 and 90 of the last steps."""
 
     sequences: tuple[SequenceState, ...]
     num_slots: int
@@ -81,14 +81,14 @@ class EngineSnapshot:
         return tuple(each for each in self.sequences if each.slot is None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists, dicts, numbers and strings."""
+        """Return plain lists, dicts, numbers and strings."""
         return asdict(self) | {"costs": self.costs._asdict()}
 
 
 def take_snapshot(
     runner: Runner, sequences: Iterable[Sequence], max_running: int, scheduler: Scheduler, queue: Queue
 ) -> EngineSnapshot:
-    """For the engine, between two steps."""
+    """Return a snapshot. For the engine, between two steps."""
     now, ratios = time.perf_counter(), scheduler.costs.ratios
     states = tuple(SequenceState.of(sequence, now) for sequence in sequences)
     pools = zip(runner.pool_pages, runner.free_pages, strict=True)

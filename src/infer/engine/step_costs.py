@@ -1,4 +1,4 @@
-"""How long steps take: learnt from every step, whatever it is for, and asked before the next is planned.
+"""The time that a step takes: learnt from every step, and predicted before the next one is planned.
 
     seconds = base + a · sequences + b · further tokens + c · Σ tokens × positions before them
 
@@ -63,7 +63,7 @@ class StepKind(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """In seconds."""
+    """The four costs, in seconds."""
 
     base: float
     per_sequence: float
@@ -72,7 +72,7 @@ class Costs(NamedTuple):
 
 
 class _Sums:
-    """Over the last steps of a kind."""
+    """Sums over the last steps of a kind."""
 
     def __init__(self) -> None:
         self.products, self.targets = [0.0] * 16, [0.0] * 4  # of features by features, and of features by 1
@@ -104,7 +104,7 @@ class StepCosts:
 
     @property
     def ratios(self) -> Sequence[float]:
-        """Predicted over measured, of the last steps."""
+        """Predicted time divided by measured time, of the last steps."""
         return self._ratios
 
     @property
@@ -113,7 +113,7 @@ class StepCosts:
         return min(1.0, percentile(self._ratios, 2.0)) if len(self._ratios) >= _ENOUGH_RATIOS else _USUAL_LOW_RATIO
 
     def predict(self, work: StepWork) -> float:
-        """Seconds; 0 as long as no step was seen."""
+        """Return the seconds of a step with this work. They are 0 before the first step."""
         return exp(self._pace) * _sum(self.costs, work.features)
 
     def predict_further(self, num_tokens: int, context: int) -> float:
@@ -121,7 +121,7 @@ class StepCosts:
         return exp(self._pace) * (self.costs.per_token * num_tokens + self.costs.per_context * context / _CONTEXT)
 
     def tokens_in(self, seconds: float, start: int) -> int:
-        """How many further tokens of a chunk that begins after `start` positions take so long."""
+        """Return how many further tokens of a chunk that begins after `start` positions take these seconds."""
         scale = exp(-self._pace) if self.is_known else 0.0
         once, more = self.costs.per_token + self.costs.per_context * start / _CONTEXT, self.costs.per_context / _CONTEXT
         budget = seconds * scale
@@ -131,7 +131,7 @@ class StepCosts:
         return int(2 * budget / (once + sqrt(once * once + 2 * more * budget)))
 
     def learn(self, work: StepWork, seconds: float) -> None:
-        """A step took so long; of a multi-step, the mean of its steps."""
+        """Learn that a step took these seconds. For a multi-step, this is the mean of its steps."""
         if not (seconds > 0 and isfinite(seconds)):
             return
         predicted = self.predict(work)
@@ -151,7 +151,7 @@ class StepCosts:
             self._pace += _PACE_GAIN * max(-_MAX_CHANGE, min(error, _MAX_CHANGE))
 
     def _solve(self) -> Costs:
-        """Least squares with no cost below 0: the most negative one is set to 0, until none is left."""
+        """Return the least squares without a negative cost. The most negative one is set to 0 until none is left."""
         used = [0, 1, 2, 3]
         products = [one + other for one, other in zip(self._single.products, self._further.products, strict=True)]
         targets = [one + other for one, other in zip(self._single.targets, self._further.targets, strict=True)]

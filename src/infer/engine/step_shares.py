@@ -33,7 +33,7 @@ class StepPart(NamedTuple):
 @final
 class StepShares:
     def __init__(self, costs: StepCosts, weight: Callable[[str], float]) -> None:
-        """`weight` returns that of a tenant."""
+        """Begin without debts. `weight` returns the weight of a tenant."""
         self._costs, self._weight = costs, weight
         self._owed: dict[str, float] = {}  # seconds, of the tenants that have something to compute
         self._last: dict[str, float] = {}  # seconds, of one step, when each last took part
@@ -41,7 +41,7 @@ class StepShares:
 
     @property
     def most_steps(self) -> int | None:
-        """How many steps the chosen tenants may run before the others run again; None: as many as they want."""
+        """Number of steps that the chosen tenants may run before the others run again. None: as many as they want."""
         return self._most_steps
 
     @property

@@ -20,10 +20,10 @@ _NOT_COPIED = "a stream cannot be copied or pickled: it is an answer under way"
 
 @final
 class OpenAnswer:
-    """An answer under way, for whoever reads it and whoever may end it. Nothing is computed before `begin`.
+    """An answer that is being computed. One side reads it, and others may end it. Nothing is computed before `begin`.
 
-    When it has ended, it is cut to the pieces that its reader took, and `on_end` is called: by the first who sees the
-    end, and again by each who looks later, so it must bear that.
+    When it has ended, it is cut to the pieces that its reader took, and `on_end` is called. `on_end` may be called
+    several times, by everybody who sees the end.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class OpenAnswer:
             self.cancel()
 
     def take(self, most: int | None) -> list[Piece] | None:
-        """Return up to `most` pieces that have come, none at the end of the answer, or None if there may be more."""
+        """Return up to `most` pieces that have come: an empty list at the end of the answer, None if more may come."""
         self.poll_cancel()
         has_ended = self.mailbox.has_ended  # before the pieces are looked at: after it no more come
         found = self.mailbox.take(most)
         return found if found or has_ended or self.mailbox.is_closed else None
 
     def close(self) -> None:
-        """Cancel, and wait until the sequence has ended. On the loop's own thread, or in a fork, do not wait."""
+        """Cancel, and wait until the sequence has ended. On the loop's own thread and in a fork, do not wait."""
         self.cancel()
         if self.loop.can_be_awaited:
             self.mailbox.wait_for_end()
@@ -89,7 +89,7 @@ class OpenAnswer:
         self.settle()
 
     def settle(self) -> None:
-        """Cut the answer, which has ended, to what was taken of it."""
+        """Cut an ended answer to the pieces that were taken."""
         with self._changing:
             self.sequence.keep(self.mailbox.num_taken)
             self._on_end()
@@ -257,7 +257,7 @@ class AsyncStream(AsyncIterator[Piece]):
     """
 
     def __init__(self, prepare: Prepare, open_answer: Callable[[Sequence], OpenAnswer]) -> None:
-        """`prepare` makes the sequence; `open_answer` is called on the event loop that reads it."""
+        """Begin with `prepare`, which makes the sequence. `open_answer` is called on the event loop that reads it."""
         self._prepare, self._open = prepare, open_answer
         self._answer: OpenAnswer | None = None
         self._is_read = self._is_cancelled = False

@@ -1,4 +1,4 @@
-"""The text of an answer, token by token, and what ends it: an end id, a stop string, a complete grammar, its length."""
+"""The text of an answer, token by token. It ends by an end id, a stop string, a complete grammar or its length."""
 
 from typing import final
 
@@ -10,14 +10,14 @@ from infer.toolcalls.parsed import Parsed, Parser
 
 @final
 class TextOutput:
-    """A function of the tokens pushed: pushed again, they give the same pieces and the same end.
+    """The text of the tokens that were pushed. The same tokens always give the same pieces and the same end.
 
-    `limit` tokens end the answer, by the context's length or by what was asked. With a parser, reasoning and tool calls
-    are told from the text, in which alone stop strings are looked for.
+    The answer ends after `limit` tokens: by the context's length, or by the request. A parser separates reasoning and
+    tool calls from the text. Stop strings are looked for in the text alone.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, room: int, parser: Parser | None = None) -> None:
-        """`room`: how many tokens the context holds after the prompt."""
+        """Begin an answer. The context has room for `room` tokens after the prompt."""
         self._params = params
         self.stop_ids = frozenset(params.stop_token_ids or ()) | (
             frozenset() if params.ignore_eos else tokenizer.eos_token_ids

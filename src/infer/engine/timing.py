@@ -1,4 +1,4 @@
-"""When an answer's tokens were computed and handed over, in seconds."""
+"""The times at which an answer's tokens were computed and handed over, in seconds."""
 
 import time
 from typing import final
@@ -9,7 +9,7 @@ from infer.outputs import GenerationTiming
 
 @final
 class AnswerTimer:
-    """Collects what `GenerationTiming` reports of one answer."""
+    """Collects the times of one answer that `GenerationTiming` reports."""
 
     def __init__(self) -> None:
         self.began: float | None = None  # when somebody began to wait for the tokens, by time.perf_counter
@@ -19,23 +19,23 @@ class AnswerTimer:
         self._decode_times_s, self._sampling_times_s = list[float](), list[float]()
 
     def begin(self) -> None:
-        """From the first call on, somebody waits for the tokens."""
+        """Note the time from which somebody waits for the tokens, at the first call."""
         if self.began is None:
             self.began = time.perf_counter()
 
     def arrived(self) -> None:
-        """One more token, forced or sampled."""
+        """Note the arrival of a token, forced or sampled."""
         self.arrivals.append(time.perf_counter())
 
     def waited(self, seconds: float) -> None:
-        """Time that gave no token: it counts with the next forward."""
+        """Add time that gave no token. It counts with the next forward."""
         self._waited += seconds
 
     def stepped(self, num_accepted: int, clock: Clock) -> None:
-        """A step, or several without a return to Python, of whose sampled tokens the first so many were accepted.
+        """Add the times of a step or a multi-step, of whose sampled tokens the first `num_accepted` were accepted.
 
-        The first of all tokens ends the prefill. What Python did before a forward and after the last sampling counts
-        with the next forward; steps whose tokens were dropped count nowhere.
+        The first of all tokens ends the prefill. Python's time before a forward and after the last sampling counts with
+        the next forward. Steps whose tokens were dropped count nowhere.
         """
         before = clock.started
         for end in clock.ends[:num_accepted]:
@@ -49,7 +49,10 @@ class AnswerTimer:
         self._waited += clock.ended - before
 
     def keep(self, num_tokens: int) -> None:
-        """Forget what came after the first so many tokens. Forced tokens have no step times: too many may be kept."""
+        """Forget the times after the first `num_tokens` tokens.
+
+        Forced tokens have no step times, so some may be kept.
+        """
         del self.arrivals[num_tokens:]
         del self._decode_times_s[max(0, num_tokens - 1) :]
         del self._sampling_times_s[max(0, num_tokens - 1) :]

@@ -1,4 +1,4 @@
-"""The logits of a text, and how one token of an answer was sampled from them, stage by stage."""
+"""The logits of a text, and each stage by which a token of an answer was sampled from them."""
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ from infer.sampling.trace import sample_trace
 def logits_of(
     host: Host, token_ids: Sequence[int], last: int | None
 ) -> Generator[None, None, Float[Tensor, "tokens vocab"]]:
-    """Return the float32 logits after every token, or after the last few. Work for the loop."""
+    """Return the float32 logits after every token, or after the last few, as work for the loop."""
     num_logits = len(token_ids) if last is None else min(last, len(token_ids))
     first, found = len(token_ids) - max(1, num_logits), list[Tensor]()
     for logits in logits_beside(host, token_ids, first):
@@ -38,9 +38,11 @@ def logits_of(
 
 
 def logits_beside(host: Host, token_ids: Sequence[int], first: int) -> Iterator[Float[Tensor, "tokens vocab"] | None]:
-    """Yield the float32 logits after each token from index `first` on, at most 64 of them at a time: computed at a slot
-    of the engine, a chunk at each `next`. None after a chunk before `first`, and while tokens are computed again, as
-    others took the slot. Each time that they do, that goes twice as fast, so there is progress whatever they do.
+    """Yield the float32 logits after each token from index `first` on, at most 64 of them at a time.
+
+    They are computed at a slot of the engine, a chunk at each `next`. It yields None after a chunk before `first`. If
+    others take the slot, tokens are computed again, and it yields None meanwhile. Each time, twice as many tokens are
+    computed at once, so there is always progress.
     """
     runner, lease = host.runner, Lease()
     num_done = num_held = num_losses = 0  # tokens that gave their logits; tokens at the slot; how often it was taken
@@ -73,7 +75,7 @@ def logits_beside(host: Host, token_ids: Sequence[int], first: int) -> Iterator[
 def score_prompt(
     host: Host, token_ids: Sequence[int], num_top: int
 ) -> Generator[None, None, list[TokenLogprob | None]]:
-    """Return how likely each token is after those before it, by the raw logits; None for the first. For the loop."""
+    """Return the log-probability of each token by the raw logits, and None for the first, as work for the loop."""
     found: list[TokenLogprob | None] = [None]
     for logits in logits_beside(host, token_ids, 0):
         yield
@@ -120,7 +122,7 @@ def trace_token(host: Host, ask: Ask, step: int, num_candidates: int) -> SampleT
 
 
 def check_traceable(host: Host) -> None:
-    """Raises InvalidRequestError where the cache keeps a part of a prompt."""
+    """Raise InvalidRequestError if the cache keeps only a part of a prompt."""
     if host.settings.cache.keeps_whole_prompts:
         raise InvalidRequestError(
             "a trace needs the whole prompt, and snapkv keeps a part of it: load the model without it"
@@ -137,9 +139,9 @@ def trace_answer(
     num_candidates: int,
     is_given: bool = False,
 ) -> Generator[None, None, list[SampleTrace]]:
-    """Return how each token of an answer was sampled, from the one of step `first` to `last`, by default the last one.
+    """Return the trace of each token of an answer, from step `first` to `last`, which is the last one by default.
 
-    Where it `is_given`, tokens may be others than the sampler's. Work for the loop, a token at a time.
+    If the answer `is_given`, its tokens may differ from those of the sampler. It is work for the loop, token by token.
     """
     num_prompt_tokens = len(request.prompt_token_ids)
     context, place = [*request.prompt_token_ids, *answer[:last]], num_prompt_tokens + first - 1
@@ -170,7 +172,7 @@ class _Masks:
     """The masks of a request's grammar, token by token."""
 
     def __init__(self, host: Host, request: Request, before: Sequence[int]) -> None:
-        """Raises InvalidRequestError where the grammar does not allow the tokens `before`."""
+        """Begin after the tokens `before`. Raises InvalidRequestError if the grammar does not allow them."""
         self._constraint = None if request.make_constraint is None else request.make_constraint()
         self._has_ended = False
         self._words, self._device = num_mask_words(host.requests.limits.vocab_size), host.model.device
@@ -178,7 +180,10 @@ class _Masks:
             raise InvalidRequestError(f"the grammar does not allow token {before[count]}, number {count} of the answer")
 
     def next(self, token_id: int) -> Int[Tensor, "words"] | None:
-        """At the next place, where this token stands. All ones after what the grammar ends with, or does not allow."""
+        """Return the mask before this token, and move past it.
+
+        After the grammar's end, or a token it forbids, all bits are 1.
+        """
         if self._constraint is None:
             return None
         mask = np.full(self._words, -1, np.int32)

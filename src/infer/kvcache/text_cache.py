@@ -43,7 +43,7 @@ class TextCache:
         kv_type: str,
         backend: ops.Backend,
     ) -> None:
-        """Raises InvalidRequestError for a type that heads of this size cannot have."""
+        """Make an empty cache. Raises InvalidRequestError for a type that heads of this size cannot have."""
         (heads, dim), *others = {(each.num_kv_heads, each.head_dim) for each in attention}
         assert not others
         check_kv_type(kv_type, dim)

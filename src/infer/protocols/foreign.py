@@ -24,7 +24,7 @@ class Foreign(NamedTuple):
     becomes: Callable[[Any], dict[str, Any]] | None = None  # our fields for its value
 
     def is_neutral(self, value: Any) -> bool:
-        """True if the value asks for nothing. 1.0 is 1, but true is not 1."""
+        """Return True if the value asks for nothing. 1.0 is 1, but true is not 1."""
         return self.is_hint or any(
             value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral
         )

@@ -25,7 +25,7 @@ class HiddenStates:
     """Computes hidden states over a cache of its own, which forgets nothing. For one thread at a time."""
 
     def __init__(self, model: Transformer, kv_type: str, *, capture: bool) -> None:
-        """Raises InvalidRequestError if the memory does not hold one more full context."""
+        """Make a cache. Raises InvalidRequestError if the memory does not hold one more full context."""
         settings, capacity = CacheSettings(kv_type=kv_type), model.max_seq_len
         page_tokens = settings.page_tokens
         shared = num_pages(min(capacity, MAX_SHARED_TOKENS), page_tokens)

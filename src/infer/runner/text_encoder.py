@@ -25,7 +25,7 @@ class TextEncoder:
     """Computes hidden states of texts. For one thread at a time."""
 
     def __init__(self, model: Transformer, kv_type: str, *, capture: bool) -> None:
-        """Raises InvalidRequestError for a type of keys that the model's heads cannot have."""
+        """Make the cache. Raises InvalidRequestError for a type of keys that the model's heads cannot have."""
         self._model = model
         kv_type = "f32" if kv_type == "auto" else kv_type
         self._cache = TextCache(

@@ -87,7 +87,7 @@ def shared_prefix(num_clients: int, prefix_tokens: int, new_tokens: int, seed: i
 
 
 def long_prompt(prompt_tokens: int, seed: int) -> list[Ask]:
-    """Return a long prompt alone, then four streams, another long prompt a second later, and a short one 200 ms later."""
+    """Return a long prompt alone, then four streams, a long prompt a second later, and a short one 200 ms after it."""
     asks = [Ask(make_prompt(prompt_tokens, seed), 16, role="long alone")]
     for stream in range(4):
         asks.append(Ask(make_prompt(64, seed + 1 + stream), 4000, after=0, role="stream", is_background=True))

@@ -1,10 +1,14 @@
-"""Steps of several rows, for tests that make each row's step by itself."""
+"""Steps of several rows as one, and the logits of a text in one step."""
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from infer.kvcache.cache_settings import CacheSettings
+from infer.model.transformer import Transformer
 from infer.operands.step import Step
+from infer.runner.caches import make_cache
 
 
 def join(steps: Sequence[Step]) -> Step:
@@ -18,3 +22,11 @@ def join(steps: Sequence[Step]) -> Step:
         rows=torch.cat([each.rows for each in steps]),
         logit_indices=torch.cat([each.logit_indices + start for each, start in zip(steps, offsets, strict=False)]),
     )
+
+
+@torch.inference_mode()
+def logits_of(model: Transformer, token_ids: Sequence[int], settings: CacheSettings | None = None) -> Tensor:
+    """Return the logits after each token, with a cache of their own."""
+    cache = make_cache(model, len(token_ids), settings=settings)
+    cache.reserve(0, len(token_ids))
+    return model.forward(Step.of(token_ids, logit_indices=range(len(token_ids))), cache).clone()

@@ -15,8 +15,7 @@ from infer.checkpoint.lazy_weights import LazyWeights, read_weight
 from infer.gguf_export.plan import network_plan
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
-from infer.operands.step import Step
-from infer.runner.caches import make_cache
+from steps import logits_of
 from tiny import DELTA_NETS, LONGROPE, TINY, Tiny, make_tiny
 
 # What llama.cpp's files have no word for: another activation, some settings of yarn, an order of their own of layers
@@ -40,13 +39,11 @@ CONVERTED = [tiny for tiny in [*TINY, LONGROPE] if tiny.name not in _NOT_IN_GGUF
 def logits(path: Path) -> torch.Tensor:
     checkpoint = open_checkpoint(path)
     token_ids = torch.randint(3, 96, (100,), generator=torch.Generator().manual_seed(0)).tolist()
-    with ops.using("reference"), torch.inference_mode():
+    with ops.using("reference"):
         architecture = make_architecture(checkpoint.config)
         weights, device = LazyWeights(checkpoint.tensors), torch.device("cpu")
         model = load_transformer(architecture, weights, backend=ops.backend_of(device), dtype=torch.float32)
-        cache = make_cache(model, 100)
-        cache.reserve(0, 100)
-        return model.forward(Step.of(token_ids, logit_indices=range(100)), cache)
+        return logits_of(model, token_ids)
 
 
 def assert_exported_alike(folder: Path, file: GGUFFile) -> None:

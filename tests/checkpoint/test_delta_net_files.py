@@ -1,4 +1,4 @@
-"""Files of Qwen3-Next and Qwen3.5: fused projections, drafting layers, multimodal models, metadata that cannot be."""
+"""Files of Qwen3-Next and Qwen3.5: fused projections, drafting layers, metadata that cannot be."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,6 @@ import torch
 from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from converted import convert
 from infer.checkpoint import Checkpoint, open_checkpoint
@@ -147,23 +146,6 @@ def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
         more = {"block_count": 5, "nextn_predict_layers": 1, **settings}
         drafting = write_gguf(tmp_path / f"drafting-{len(settings)}.gguf", plain, add, **more)
         assert_same(values_of(open_checkpoint(drafting)), values_of(open_checkpoint(plain)))
-
-
-def test_the_text_of_a_multimodal_model_is_that_of_transformers(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    text = next(tiny for tiny in DELTA_NETS if tiny.name == "qwen3_5").config.to_dict()
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
-    config = Qwen3_5Config(text_config=text, vision_config=vision, image_token_id=90)
-    oracle = Qwen3_5ForConditionalGeneration._from_config(config).float()
-    oracle.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    assert any(name.startswith("model.visual.") for name in stored)
-    assert "model.language_model.layers.0.linear_attn.A_log" in stored
-    values = values_of(open_checkpoint(tmp_path))
-    net = oracle.model.language_model.layers[0].linear_attn
-    assert torch.equal(values[f"{AT}.decay"], net.A_log.detach())
-    assert torch.equal(values[f"{AT}.taps"], net.conv1d.weight.detach()[:, 0])
-    assert torch.equal(values["lm_head.weight"], oracle.lm_head.weight.detach())
 
 
 def test_stacks_of_experts_are_those_of_single_ones(tmp_path: Path) -> None:

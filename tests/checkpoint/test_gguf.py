@@ -13,14 +13,11 @@ import torch
 from gguf_files import (
     HEAD_DIM,
     HEADS,
-    HIDDEN,
-    INTERMEDIATE,
     KV_HEADS,
     ONE,
     Q4_0,
     TWO,
     U32,
-    VOCAB,
     key_value,
     permuted,
     random_tensors,
@@ -229,40 +226,6 @@ def test_a_llamas_q_and_k_come_out_in_the_order_of_hugging_face(tmp_path: Path, 
             assert np.array_equal(weight.data.numpy(), expected)
         bias = weights[f"model.layers.0.self_attn.{name}_proj.bias"]
         assert np.array_equal(bias.data.numpy(), original[f"blk.0.attn_{name}.bias"])
-
-
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
-def test_other_families_q_and_k_and_norms_come_out_as_stored(tmp_path: Path, architecture: str) -> None:
-    original = random_tensors(architecture)
-    weights = LazyWeights(open_checkpoint(write_model(tmp_path / "m.gguf", architecture)).tensors)
-    for ours, stored in {
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "attention_norm": "attn_norm",
-        "mlp_norm": "ffn_norm", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    }.items():  # fmt: skip
-        weight = weights[f"model.layers.0.{ours}.weight"]
-        assert np.array_equal(weight.data.numpy(), original[f"blk.0.{stored}.weight"])
-
-
-def test_the_config_has_hugging_faces_names(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf"))
-    assert checkpoint.path == tmp_path / "m.gguf"
-    assert checkpoint.metadata["general.architecture"] == "llama"
-    assert checkpoint.generation_config == {}
-    assert checkpoint.config == {
-        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 1,
-        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
-        "intermediate_size": INTERMEDIATE, "rms_norm_eps": 1e-5, "rope_theta": 50_000.0,
-        "max_position_embeddings": 128, "tie_word_embeddings": True, "attention_bias": False,
-        "attention_output_bias": False, "mlp_bias": False, "attention_multiplier": 0.25, "sliding_window": None,
-    }  # fmt: skip
-
-
-def test_an_output_matrix_unties_the_embeddings(tmp_path: Path) -> None:
-    tensors = random_tensors("llama")
-    tensors["output.weight"] = tensors["token_embd.weight"] + 1
-    checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf", tensors=tensors))
-    assert checkpoint.config["tie_word_embeddings"] is False
-    assert np.array_equal(LazyWeights(checkpoint.tensors)["lm_head.weight"].data.numpy(), tensors["output.weight"])
 
 
 def test_rope_factors_and_scaling_reach_the_config_and_not_the_weights(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from infer.errors import ModelFormatError
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.model.transformer import Transformer
-from infer.operands.step import Step
 from infer.operands.weights import UnreadWeight
 from infer.quantization.ggml_blocks import dequantize
-from infer.runner.caches import make_cache
+from steps import logits_of
 from tiny import TINY, make_tiny
 
 CPU = torch.device("cpu")
@@ -58,10 +57,7 @@ def test_mxfp4_folders_give_the_logits_of_transformers(dtype: torch.dtype | None
     token_ids = torch.randint(3, 96, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.inference_mode():
         expected = oracle(torch.tensor([token_ids])).logits[0]
-        model = load(tmp_path, dtype)
-        cache = make_cache(model, LENGTH)
-        cache.reserve(0, LENGTH)
-        logits = model.forward(Step.of(token_ids, logit_indices=range(LENGTH)), cache)
+    logits = logits_of(load(tmp_path, dtype), token_ids)
     # The cache is f16 and activations of stored matrices have 16 bits, if nothing asks for floats.
     assert (logits - expected).abs().max() <= (1e-4 if dtype is torch.float32 else 2e-2)
     assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.95

@@ -24,11 +24,10 @@ from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
-from infer.operands.step import Step
 from infer.operands.weights import FileWeight, UnreadWeight
 from infer.quantization.ggml_blocks import dequantize
-from infer.runner.caches import make_cache
 from quantised_folders import METHODS, Method, by_name, is_quantised, save, set_config, write_quantised
+from steps import logits_of
 from tiny import GATED, TINY, Tiny, make_tiny
 
 CPU = torch.device("cpu")
@@ -46,16 +45,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, make_tiny(Tiny("llama_wide", WIDE), folder)
 
 
-def logits_of(folder: Path, token_ids: list[int], dtype: torch.dtype | None = None) -> Tensor:
+def logits_of_folder(folder: Path, token_ids: list[int], dtype: torch.dtype | None = None) -> Tensor:
     """Return the logits of our kernels with a cache in float32. dtype: None keeps the matrices as they are loaded."""
     checkpoint = open_checkpoint(folder)
     architecture = make_architecture(checkpoint.config)
     weights, backend = LazyWeights(checkpoint.tensors), ops.backend_of(CPU)
     model = load_transformer(architecture, weights, backend=backend, dtype=dtype)
-    cache = make_cache(model, len(token_ids), settings=CacheSettings(kv_type="f32"))
-    cache.reserve(0, len(token_ids))
-    with torch.inference_mode():
-        return model.forward(Step.of(token_ids, logit_indices=range(len(token_ids))), cache).clone()
+    return logits_of(model, token_ids, CacheSettings(kv_type="f32"))
 
 
 def values_of(weight: FileWeight, first: int, last: int) -> Tensor:
@@ -100,7 +96,7 @@ def test_a_quantised_folder_gives_the_logits_of_transformers_with_its_numbers(
     meant, oracle = write(method, llama[0], tmp_path), llama[1]
     token_ids = torch.randint(3, 96, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     held = {name: rounded(method, name, values) for name, values in meant.items()}
-    found = logits_of(tmp_path, token_ids)
+    found = logits_of_folder(tmp_path, token_ids)
     with torch.inference_mode():
         for numbers, tolerance in ((meant, 1e-3 if method.is_exact else 5e-3), (held, 1e-3)):
             for name, values in numbers.items():
@@ -122,7 +118,7 @@ def test_families_with_fused_matrices_and_experts_know_nothing_of_the_format(
     save(tmp_path / "floats", {name: rounded(chosen, name, values) for name, values in meant.items()})
     assert "F32" in {info.type for info in open_checkpoint(tmp_path / "floats").tensors.values()}
     token_ids = torch.randint(3, 96, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
-    found, expected = (logits_of(tmp_path / each, token_ids, torch.float32) for each in ("quantised", "floats"))
+    found, expected = (logits_of_folder(tmp_path / each, token_ids, torch.float32) for each in ("quantised", "floats"))
     assert (found - expected).abs().max() <= 1e-5
 
 

@@ -99,36 +99,6 @@ def test_vectors_come_out_as_float32(tmp_path: Path) -> None:
     assert torch.equal(weights["model.layers.0.self_attn.q_proj.bias"].data, bias.float())
 
 
-def test_gemmas_norms_come_out_with_the_one_that_they_mean_added(tmp_path: Path) -> None:
-    norms = ["model.norm", "model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm"]
-    norms += [
-        f"model.layers.0.{name}" for name in ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm")
-    ]
-    stored = ["model.norm", "model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm"]
-    stored += [f"model.layers.0.{name}_layernorm" for name in ("input", "post_attention")]
-    stored += [f"model.layers.0.{name}_layernorm" for name in ("pre_feedforward", "post_feedforward")]
-    tensors = {f"{name}.weight": torch.randn(4).bfloat16() for name in stored}
-    weights = LazyWeights(open_checkpoint(make_folder(tmp_path, tensors, {"model_type": "gemma3_text"})).tensors)
-    assert weights.keys() == {f"{name}.weight" for name in norms}
-    for ours, theirs in zip(norms, stored, strict=True):
-        assert torch.equal(weights[f"{ours}.weight"].data, 1.0 + tensors[f"{theirs}.weight"].float())
-
-
-def test_the_text_part_of_a_multimodal_folder_is_a_model(tmp_path: Path) -> None:
-    tensors = {
-        "language_model.model.norm.weight": torch.zeros(4),
-        "vision_tower.positions": torch.zeros(2, dtype=torch.int64),
-        "vision_tower.kernel": torch.zeros(1, 1, 1, 2, 2),
-    }
-    text = {"model_type": "gemma3_text", "hidden_size": 4}
-    config = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "tie_word_embeddings": True}
-    checkpoint = open_checkpoint(make_folder(tmp_path, tensors, config))
-    assert checkpoint.config == text | {"tie_word_embeddings": True}
-    assert {name: weight.data.tolist() for name, weight in LazyWeights(checkpoint.tensors).items()} == {
-        "model.norm.weight": [1.0] * 4
-    }
-
-
 def test_both_configs_are_handed_on_as_they_are(tmp_path: Path) -> None:
     config = {"model_type": "qwen3", "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
     folder = make_folder(tmp_path, {"lm_head.weight": torch.ones(2, 2)}, config)

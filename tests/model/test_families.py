@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from extent import IS_WHOLE
 from infer import ops
 from infer.backends.cpu.capture.forward import CapturedForward
 from infer.checkpoint import open_checkpoint
@@ -91,11 +92,10 @@ def chunked_logits(model: Transformer, token_ids: Sequence[int], chunk: int) -> 
 
 
 def chunk_cases() -> Iterator[Any]:
-    """Every size for a model of each family, two for each setting; the others are slow."""
+    """Every size for a model of each family, two for each setting."""
     for tiny in TINY:
-        for chunk in (LENGTH, 1, 7, 16, 64):
-            is_slow = tiny not in ONE_EACH and chunk not in (LENGTH, 7)
-            yield pytest.param(tiny, chunk, id=f"{tiny.name}-{chunk}", marks=[pytest.mark.slow] if is_slow else [])
+        for chunk in (LENGTH, 1, 7, 16, 64) if IS_WHOLE or tiny in ONE_EACH else (LENGTH, 7):
+            yield pytest.param(tiny, chunk, id=f"{tiny.name}-{chunk}")
 
 
 @pytest.mark.parametrize(("pair", "chunk"), list(chunk_cases()), indirect=["pair"])

@@ -1,31 +1,13 @@
 """Configs as they are published: both dialects, what they leave out, and the line that says what cannot be run."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
-    SiglipVisionConfig,
-)
 
-from infer import ops
-from infer.checkpoint import open_checkpoint
-from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families import make_architecture
-from infer.model.load import load_transformer
 from infer.operands.architecture import Architecture, Norms
 from infer.operands.mixers import GatedDeltaNet, LongRope
-from infer.operands.step import Step
-from infer.runner.caches import make_cache
-from test_families import load
 from tiny import GEMMA4
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
@@ -240,54 +222,6 @@ def test_ropes_that_change_at_different_lengths_are_refused() -> None:
     settings = {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": 8, "num_key_value_heads": 2}
     with pytest.raises(UnsupportedModelError, match=r"several lengths.*\[32, 64\]"):
         make("gemma3_text", rope_parameters=by_kind, **settings)
-
-
-def test_the_text_of_a_multimodal_gemma_3_is_that_of_transformers(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    text = Gemma3TextConfig(
-        head_dim=16, num_key_value_heads=2, sliding_window=8, sliding_window_pattern=2, pad_token_id=0, **SIZES
-    )
-    vision = SiglipVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-    )
-    config = Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=90, boi_token_index=91
-    )
-    oracle = Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager").float().eval()
-    oracle.save_pretrained(tmp_path)
-    assert "vision_config" in json.loads((tmp_path / "config.json").read_text())
-    token_ids = torch.randint(3, 90, (50,)).tolist()
-    checkpoint = open_checkpoint(tmp_path)
-    with torch.inference_mode():
-        architecture = make_architecture(checkpoint.config)
-        weights, device = LazyWeights(checkpoint.tensors), torch.device("cpu")
-        model = load_transformer(architecture, weights, backend=ops.backend_of(device), dtype=torch.float32)
-        cache = make_cache(model, 50)
-        cache.reserve(0, 50)
-        logits = model.forward(Step.of(token_ids, logit_indices=range(50)), cache)
-        expected = oracle(torch.tensor([token_ids])).logits[0]
-    assert (logits - expected).abs().max() <= 1e-4
-
-
-@pytest.mark.parametrize("name", ["gemma4_per_layer", "gemma4_moe"])
-def test_the_text_of_a_multimodal_gemma_4_is_that_of_transformers(name: str, tmp_path: Path) -> None:
-    text = next(tiny for tiny in GEMMA4 if tiny.name == name).config.to_dict()
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"num_key_value_heads": 2, "head_dim": 16}
-    ids = {"image_token_id": 90, "boi_token_id": 91, "eoi_token_id": 92, "audio_token_id": 93}
-    torch.manual_seed(0)
-    config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None, **ids)
-    oracle = Gemma4ForConditionalGeneration._from_config(config, attn_implementation="eager").float().eval()
-    oracle.save_pretrained(tmp_path)
-    oracle.model.language_model.config.output_hidden_states = True  # `tiny.make_tiny` says why
-    token_ids = torch.randint(3, 90, (50,)).tolist()
-    with torch.inference_mode():
-        model = load(tmp_path)
-        cache = make_cache(model, 50)
-        cache.reserve(0, 50)
-        logits = model.forward(Step.of(token_ids, logit_indices=range(50)), cache)
-        expected = oracle(torch.tensor([token_ids])).logits[0]
-    assert (logits - expected).abs().max() <= 4e-4
 
 
 def test_layers_of_one_kind_have_the_same_heads_in_gemma_4() -> None:

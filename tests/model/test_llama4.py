@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from byte_tokenizer import write_byte_tokenizer
 from converted import convert
@@ -91,23 +90,6 @@ def test_explain_names_chunks_and_weighted_inputs(tmp_path: Path, capsys: pytest
     assert "chunks of 23 tokens, " in said
     assert "1 of 6 chosen by sigmoid of chosen, weighted inputs of experts" in said
     assert "beyond the windows)" in said
-
-
-@torch.inference_mode()
-def test_the_text_of_a_multimodal_llama_4_is_that_of_transformers(tmp_path: Path) -> None:
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "image_size": 28}
-    torch.manual_seed(0)
-    config = Llama4Config(text_config=CONFIG, vision_config=vision, image_token_index=90)
-    oracle = Llama4ForConditionalGeneration._from_config(config, attn_implementation="eager").float().eval()
-    oracle.save_pretrained(tmp_path)
-    token_ids = torch.randint(3, 90, (100,)).tolist()
-    model = load(tmp_path)
-    cache = make_cache(model, 100)
-    cache.reserve(0, 100)
-    logits = model.forward(Step.of(token_ids, logit_indices=range(100)), cache)
-    expected = oracle.language_model(torch.tensor([token_ids])).logits[0]
-    assert (logits - expected).abs().max() <= 1e-4
 
 
 def architecture_of_file(tmp_path: Path, settings: dict[str, int]) -> Architecture:

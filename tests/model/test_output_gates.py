@@ -22,40 +22,31 @@ from infer.operands.step import Chunk, Step
 from infer.operands.weights import Heads
 from infer.runner.runner import Runner
 from layer_caches import make_layer
-from tiny import GATED, MINISTRAL3, make_tiny
+from tiny import GATED, MINISTRAL3, Tiny, make_tiny
 
 CPU = torch.device("cpu")
 
 
-def test_devices_without_kernels_refuse_output_gates_in_a_line(tmp_path: Path) -> None:
-    make_tiny(GATED[0], tmp_path)
+@pytest.mark.parametrize(
+    ("tiny", "part", "told"),
+    [
+        (GATED[0], "output gates", ", q and k norms (head), output gates, "),
+        (MINISTRAL3[0], "scaled queries", ", queries that grow every 16 tokens"),
+    ],
+)
+def test_devices_without_kernels_refuse_a_part_and_explain_names_it(
+    tiny: Tiny, part: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny(tiny, tmp_path)
+    write_byte_tokenizer(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     architecture = make_architecture(checkpoint.config)
-    with pytest.raises(UnsupportedModelError, match=r"^device cuda has no kernels for output gates: use device cpu$"):
+    with pytest.raises(UnsupportedModelError, match=f"^device cuda has no kernels for {part}: use device cpu$"):
         load_transformer(architecture, LazyWeights(checkpoint.tensors), backend=CudaBackend(CPU))
-    with pytest.raises(UnsupportedModelError, match=r"^device opencl has no kernels for output gates: use device cpu$"):
+    with pytest.raises(UnsupportedModelError, match=f"^device opencl has no kernels for {part}: use device cpu$"):
         check_only_dense(architecture.layers, "opencl")
-
-
-def test_devices_without_kernels_refuse_scaled_queries_in_a_line() -> None:
-    layers = make_architecture(MINISTRAL3[0].config.to_dict()).layers
-    for device in ("cuda", "opencl"):
-        with pytest.raises(UnsupportedModelError, match=rf"^device {device} has no kernels for scaled queries: use"):
-            check_only_dense(layers, device)
-
-
-def test_explain_names_scaled_queries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_tiny(MINISTRAL3[0], tmp_path)
-    write_byte_tokenizer(tmp_path)
     assert main(["explain", str(tmp_path)]) == 0
-    assert ", queries that grow every 16 tokens" in capsys.readouterr().out
-
-
-def test_explain_names_output_gates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_tiny(GATED[0], tmp_path)
-    write_byte_tokenizer(tmp_path)
-    assert main(["explain", str(tmp_path)]) == 0
-    assert ", q and k norms (head), output gates, " in capsys.readouterr().out
+    assert told in capsys.readouterr().out
 
 
 def test_weights_of_attention_do_not_depend_on_gates() -> None:

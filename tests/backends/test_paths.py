@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from extent import IS_WHOLE, usual_or_all
+from extent import IS_WHOLE
 from infer import LLM
 from infer.sampling_params import SamplingParams
 from path_cases import (
@@ -18,7 +18,6 @@ from path_cases import (
     DRAFTS,
     WINDOW,
     Case,
-    Drafts,
     Outcome,
     Place,
     Way,
@@ -30,18 +29,15 @@ from path_cases import (
     run_batch,
 )
 
-EVERY = usual_or_all(3, 1)
 CHUNKS = (1, 7, 64, 512)
 CHAINS = (1, 8, 64)
 NUM_ROWS = 5
 
-# Every sampler, every grammar and every length of a prompt in each.
-QUARTERS = [[case for i, case in enumerate(CASES) if (i + i // 8) % 4 == quarter] for quarter in range(4)]
 PRODUCT = [Way(*values) for values in product(DRAFTS, CHUNKS, CHAINS)]
 # Every pair of drafts, chunk and chain: each draft with each chunk, the chains in turn.
 PAIRWISE = [Way(drafts, CHUNKS[j], CHAINS[(i + j) % 3]) for i, drafts in enumerate(DRAFTS) for j in range(4)]
-# Each draft with each chain, the chunks in turn; then what is not captured, or not even cached.
-COVERING = [Way(drafts, CHUNKS[(i + j) % 4], CHAINS[j]) for i, drafts in enumerate(DRAFTS) for j in range(3)]
+WAYS = PRODUCT if IS_WHOLE else PAIRWISE
+# What is not captured, or not even cached.
 SLOWER = [Way(drafts, chunk, capture=False) for drafts, chunk in zip(DRAFTS, CHUNKS * 2, strict=False)]
 SLOWER += [Way(drafts, chunk, capture=False, cached=False) for drafts, chunk in (("none", 512), ("half", 7))]
 
@@ -89,9 +85,9 @@ def test_the_cases_end_in_every_way_and_fill_the_window(expected: dict[str, Outc
     assert sum(outcome.logprobs is not None for outcome in outcomes) == 8
 
 
-@pytest.mark.parametrize("way", COVERING, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_what_is_said_does_not_depend_on_the_way(world: World, expected: dict[str, Outcome], way: Way) -> None:
-    start = COVERING.index(way)
+    start = WAYS.index(way)
     check(alone(world, CASES[start % 10 :: 10], way, expected), expected, way)
     check(together(world, CASES[start % 4 :: 4], way, expected), expected, way)
 
@@ -102,21 +98,6 @@ def test_what_is_said_does_not_depend_on_capture_or_cache(world: World, expected
     check(alone(world, CASES[start::20], way, expected), expected, way)
     if way.cached:
         check(together(world, CASES[start::12], way, expected), expected, way)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drafts", DRAFTS)
-def test_what_is_said_does_not_depend_on_any_of_all_ways(
-    world: World, expected: dict[str, Outcome], drafts: Drafts
-) -> None:
-    """A twelfth of the cases alone and another in company, in turns; of what is not captured a ninth. With
-    INFER_TESTS=all it is a quarter, which meets every chunk and every chain, and a third."""
-    for index, way in enumerate(way for way in (PRODUCT if IS_WHOLE else PAIRWISE) if way.drafts == drafts):
-        some, others = (QUARTERS[quarter % 4][index % EVERY :: EVERY] for quarter in (index, index + 2))
-        check(alone(world, some, way, expected), expected, way)
-        check(together(world, others, way, expected), expected, way)
-    for index, way in enumerate((way for way in SLOWER if way.drafts == drafts), DRAFTS.index(drafts)):
-        check(together(world, CASES[index % (3 * EVERY) :: 3 * EVERY], way, expected), expected, way)
 
 
 # What was said before, in the same context

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,8 +21,10 @@ from infer import LLM
 from infer.cli import main
 from infer.distributed.replicas import Replicas
 from infer.distributed.shelf import Shelf, ShelfSettings, ShelfWork
+from infer.distributed.shelf_waits import wait_seconds
 from infer.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel
 from infer.distributed.unloading import Resident, models_to_unload
+from infer.distributed.wishes import Wishes
 from infer.errors import InferError
 from infer.server.http_errors import ApiError
 from shapes import SOURCE
@@ -194,11 +196,45 @@ def test_a_request_that_waits_too_long_is_told_when_its_model_will_be_ready_and_
         assert "b" in FakeReplicas.running, "nobody waits for it, but somebody was told to come back"
         with pytest.raises(ApiError):
             await answer(shelf, "a")
+        await asyncio.sleep(0.3)
         assert await answer(shelf, "b") == "b"
         assert FakeReplicas.loaded.count("b") == 1
         assert await answer(shelf, "a") == "a", "b has been used: nobody else is expected"
 
+    monkeypatch.setattr("infer.distributed.shelved_model._START_SECONDS", 0.1)
+    monkeypatch.setattr("infer.distributed.shelved_model._ANSWER_SECONDS", 0.1)
     on_shelf(check, longest_wait=0.2)
+
+
+def test_a_model_is_kept_for_each_client_that_was_told_to_return_and_each_keeps_its_place() -> None:
+    wishes = Wishes()
+    wishes.add(1.0, now=10.0, seconds=5.0)
+    wishes.add(2.0, now=11.0, seconds=100.0)
+    assert (wishes.since(12.0), wishes.seconds_left(12.0)) == (1.0, 109.0)
+    assert wishes.take(14.0) == 14.0, "a new client: nobody is due"
+    assert wishes.take(15.0) == 1.0
+    assert (wishes.since(16.0), wishes.take(17.0)) == (2.0, 17.0)
+    assert wishes.take(11.0 + 60.0) == 2.0, "no client is told a longer time than a minute"
+    assert (wishes.seconds_left(80.0), wishes.since(80.0)) == (0.0, float("inf"))
+    wishes.add(3.0, now=80.0, seconds=5.0)
+    assert wishes.since(95.0) == float("inf"), "it is late, and nobody waits for it any more"
+
+
+def test_a_wait_counts_the_loads_before_it_and_the_models_that_are_kept() -> None:
+    with ExitStack() as stack:
+        models = dict[str, ShelvedModel]()
+        for name, phase, load_seconds in (("a", "ready", 2.0), ("b", "unloaded", 3.0), ("c", "unloaded", 4.0)):
+            own = stack.enter_context(socket.socket())
+            models[name] = model = ShelvedModel(ModelSource(name, name), own, lambda: None)
+            model.phase, model._load_seconds, model.plan = phase, load_seconds, ModelPlan(SIZES[name])
+        everything = models["c"], models.values(), {"b"}
+        assert wait_seconds(*everything, budget=9) == 4.0 + 3.0
+        models["a"].wishes.add(0.0, time.monotonic(), 20.0)
+        assert wait_seconds(*everything, budget=9) == 4.0 + 3.0, "c has room beside a"
+        assert wait_seconds(*everything, budget=8) == pytest.approx(4.0 + 3.0 + 30.0, abs=1.0)
+        models["a"].wishes.clear()
+        models["a"].must_go, models["a"].num_requests = True, 1
+        assert wait_seconds(*everything, budget=8) == 4.0 + 3.0 + models["a"].busy_seconds
 
 
 def test_a_load_that_is_late_is_told_to_take_longer() -> None:

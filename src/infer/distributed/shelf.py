@@ -16,14 +16,15 @@ from typing import Any, NamedTuple, final
 
 from infer.distributed.replicas import Replicas
 from infer.distributed.shelf_tasks import refusal
+from infer.distributed.shelf_waits import wait_seconds
 from infer.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel
 from infer.distributed.unloading import models_to_unload
+from infer.distributed.wishes import SLACK_SECONDS
 from infer.errors import InferError
 from infer.server.door import retry_headers
 from infer.server.http_errors import ApiError
 from infer.server.routes.served_models import known_name
 
-_SLACK_SECONDS = 10.0  # after the time that a client was told: until then its model is kept
 _LOOK_SECONDS = 1.0  # between two looks for models
 _NO_RETRY = {"x-should-retry": "false"}
 
@@ -227,7 +228,8 @@ class Shelf:
             message = f"{self.settings.most_waiting} requests wait for models already: that is the limit of a key"
             headers = retry_headers(self._wait_seconds(model))
             raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
-        ticket = _Ticket(model, tenant, time.monotonic(), asyncio.get_running_loop().create_future())
+        arrived_at = model.wishes.take(time.monotonic())  # a client that returns keeps its place
+        ticket = _Ticket(model, tenant, arrived_at, asyncio.get_running_loop().create_future())
         self._waiting.append(ticket)
         self._pump()
         is_admitted = False
@@ -253,21 +255,15 @@ class Shelf:
     def _told_to_retry(self, ticket: _Ticket) -> ApiError:
         """Return the refusal of a request that has waited too long. Its model is loaded nevertheless."""
         model, seconds = ticket.model, self._wait_seconds(ticket.model)
-        model.wanted_since = min(model.wanted_since, ticket.arrived_at)
-        model.wanted_until = time.monotonic() + seconds + _SLACK_SECONDS
-        asyncio.get_running_loop().call_later(seconds + _SLACK_SECONDS, self._pump)
+        model.wishes.add(ticket.arrived_at, time.monotonic(), seconds)
+        asyncio.get_running_loop().call_later(seconds + SLACK_SECONDS, self._pump)
         state = "is loading" if model.phase == "loading" else "waits for room: other models are answering"
         return ApiError(503, f"the model {model.name!r:.80} {state}", code="loading", headers=retry_headers(seconds))
 
     def _wait_seconds(self, model: ShelvedModel) -> float:
         """Return the expected seconds until the model is ready."""
-        if model.phase == "loading":
-            return model.load_seconds
-        ahead = {each.model.name: each.model for each in self._waiting if not each.model.is_in_memory}
-        loading = [each for each in self.models.values() if each.phase == "loading"]
-        before = sum(each.load_seconds for name, each in ahead.items() if name != model.name)
-        leaving = max((each.busy_seconds for each in self.models.values() if each.must_go), default=0.0)
-        return model.load_seconds + before + leaving + sum(each.load_seconds for each in loading)
+        waiting = {each.model.name for each in self._waiting}
+        return wait_seconds(model, self.models.values(), waiting, self.settings.budget)
 
     async def _know(self, model: ShelvedModel) -> None:
         """Read the model's headers, unless it is in memory, or they were read and its files are the same.
@@ -313,7 +309,8 @@ class Shelf:
 
     def _first_wanted(self) -> tuple[float, str] | None:
         """Return the model without a process that has been wanted for the longest time, and since when."""
-        since = {model.name: model.wanted_since for model in self.models.values() if model.is_wanted}
+        now = time.monotonic()
+        since = {model.name: model.wishes.since(now) for model in self.models.values() if model.is_wanted}
         for ticket in self._waiting:
             since[ticket.model.name] = min(since.get(ticket.model.name, math.inf), ticket.arrived_at)
         found = [(at, name) for name, at in since.items() if self.models[name].phase == "unloaded"]
@@ -335,7 +332,6 @@ class Shelf:
         if not ticket.admitted.done():
             assert ticket.model.replicas is not None
             ticket.model.num_requests += 1
-            ticket.model.forget_wish()
             ticket.admitted.set_result(ticket.model.replicas)
 
     def _refuse(self, ticket: _Ticket, failure: Exception) -> None:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, final
 
 from infer.distributed.replicas import Replicas
 from infer.distributed.unloading import Resident
+from infer.distributed.wishes import Wishes
 from infer.errors import InferError
 
 log = logging.getLogger("infer.server")
@@ -52,8 +53,7 @@ class ShelvedModel:
         self.num_requests = 0  # that are being answered
         self.used_at = -math.inf  # end of its last answer
         self.idle_seconds: float | None = None  # after which it is unloaded; None: as the server's setting says
-        # Of a client that was told when to retry: the model is loaded meanwhile, and kept until then.
-        self.wanted_since, self.wanted_until = math.inf, -math.inf
+        self.wishes = Wishes()
         self._began_at, self._load_seconds = 0.0, 0.0
         self._answer_seconds = _ANSWER_SECONDS
 
@@ -85,10 +85,7 @@ class ShelvedModel:
     @property
     def is_wanted(self) -> bool:
         """True while a client is expected that was told when to retry."""
-        return time.monotonic() < self.wanted_until
-
-    def forget_wish(self) -> None:
-        self.wanted_since, self.wanted_until = math.inf, -math.inf
+        return self.wishes.seconds_left(time.monotonic()) > 0
 
     @property
     def load_seconds(self) -> float:
@@ -142,7 +139,7 @@ class ShelvedModel:
     def fail(self, failure: Exception) -> None:
         log.error("%s", failure)
         self.phase, self.failure, self.replicas = "failed", failure, None
-        self.forget_wish()
+        self.wishes.clear()
 
     def _follow(self, replicas: Replicas) -> None:
         if replicas.failure is not None:

@@ -1,11 +1,18 @@
-"""Steps of several rows as one, and the logits of a text in one step."""
+"""Steps of several rows as one, and the network of a file with its logits."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from infer import ops
+from infer.checkpoint import open_checkpoint
+from infer.checkpoint.lazy_weights import LazyWeights
 from infer.kvcache.cache_settings import CacheSettings
+from infer.model.families import make_architecture
+from infer.model.load import load_transformer
 from infer.model.transformer import Transformer
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
@@ -22,6 +29,13 @@ def join(steps: Sequence[Step]) -> Step:
         rows=torch.cat([each.rows for each in steps]),
         logit_indices=torch.cat([each.logit_indices + start for each, start in zip(steps, offsets, strict=False)]),
     )
+
+
+def load_network(path: Path, **options: Any) -> Transformer:
+    """Return the network of a folder or a file, without its tokenizer. `options` are those of `load_transformer`."""
+    checkpoint = open_checkpoint(path)
+    made = {"backend": ops.backend_of(torch.device("cpu"))} | options
+    return load_transformer(make_architecture(checkpoint.config), LazyWeights(checkpoint.tensors), **made)
 
 
 @torch.inference_mode()

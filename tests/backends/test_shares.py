@@ -12,18 +12,14 @@ from torch import Tensor
 
 from extent import IS_WHOLE
 from infer import ops
-from infer.checkpoint import open_checkpoint
-from infer.checkpoint.lazy_weights import LazyWeights
 from infer.kvcache.cache_settings import CacheSettings
-from infer.model.families import make_architecture
-from infer.model.load import load_transformer
 from infer.model.sharding import head_starts, kv_heads_of, part_ranges, row_starts
 from infer.model.transformer import Transformer
 from infer.operands.group import Group
 from infer.operands.mixers import Attention
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
-from steps import join
+from steps import join, load_network
 from tiny import GATED, LAGUNA, MINISTRAL3, ONE_EACH, TINY, Tiny, make_tiny
 
 LENGTH = 40
@@ -66,14 +62,7 @@ def in_ranks(size: int, run: Callable[[Group], Tensor]) -> list[Tensor]:
 
 
 def load(folder: Path, group: Group | None = None, weights: str = "auto") -> Transformer:
-    checkpoint = open_checkpoint(folder)
-    return load_transformer(
-        make_architecture(checkpoint.config),
-        LazyWeights(checkpoint.tensors),
-        backend=ops.backend_of(torch.device("cpu")),
-        keep_floats_as=weights,
-        group=group,
-    )
+    return load_network(folder, keep_floats_as=weights, group=group)
 
 
 def logits_of(model: Transformer, settings: CacheSettings | None = None) -> Tensor:

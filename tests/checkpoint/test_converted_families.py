@@ -11,11 +11,9 @@ from converted import convert
 from infer import ops
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.gguf import GGUFFile, TypedValue, read_gguf
-from infer.checkpoint.lazy_weights import LazyWeights, read_weight
+from infer.checkpoint.lazy_weights import read_weight
 from infer.gguf_export.plan import network_plan
-from infer.model.families import make_architecture
-from infer.model.load import load_transformer
-from steps import logits_of
+from steps import load_network, logits_of
 from tiny import DELTA_NETS, LONGROPE, TINY, Tiny, make_tiny
 
 # What llama.cpp's files have no word for: another activation, some settings of yarn, an order of their own of layers
@@ -37,13 +35,9 @@ CONVERTED = [tiny for tiny in [*TINY, LONGROPE] if tiny.name not in _NOT_IN_GGUF
 
 
 def logits(path: Path) -> torch.Tensor:
-    checkpoint = open_checkpoint(path)
     token_ids = torch.randint(3, 96, (100,), generator=torch.Generator().manual_seed(0)).tolist()
     with ops.using("reference"):
-        architecture = make_architecture(checkpoint.config)
-        weights, device = LazyWeights(checkpoint.tensors), torch.device("cpu")
-        model = load_transformer(architecture, weights, backend=ops.backend_of(device), dtype=torch.float32)
-        return logits_of(model, token_ids)
+        return logits_of(load_network(path, dtype=torch.float32), token_ids)
 
 
 def assert_exported_alike(folder: Path, file: GGUFFile) -> None:

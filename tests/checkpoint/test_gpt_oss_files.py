@@ -8,16 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from infer import ops
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import ModelFormatError
-from infer.model.families import make_architecture
-from infer.model.load import load_transformer
-from infer.model.transformer import Transformer
 from infer.operands.weights import UnreadWeight
 from infer.quantization.ggml_blocks import dequantize
-from steps import logits_of
+from steps import load_network, logits_of
 from tiny import TINY, make_tiny
 
 CPU = torch.device("cpu")
@@ -44,20 +40,13 @@ def make_quantized(folder: Path) -> Any:
     return model
 
 
-def load(folder: Path, dtype: torch.dtype | None = None) -> Transformer:
-    checkpoint = open_checkpoint(folder)
-    weights = LazyWeights(checkpoint.tensors)
-    architecture = make_architecture(checkpoint.config)
-    return load_transformer(architecture, weights, backend=ops.backend_of(CPU), dtype=dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, None], ids=["floats", "as stored"])
 def test_mxfp4_folders_give_the_logits_of_transformers(dtype: torch.dtype | None, tmp_path: Path) -> None:
     oracle = make_quantized(tmp_path)
     token_ids = torch.randint(3, 96, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.inference_mode():
         expected = oracle(torch.tensor([token_ids])).logits[0]
-    logits = logits_of(load(tmp_path, dtype), token_ids)
+    logits = logits_of(load_network(tmp_path, dtype=dtype), token_ids)
     # The cache is f16 and activations of stored matrices have 16 bits, if nothing asks for floats.
     assert (logits - expected).abs().max() <= (1e-4 if dtype is torch.float32 else 2e-2)
     assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.95

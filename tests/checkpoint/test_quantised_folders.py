@@ -16,18 +16,15 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from byte_tokenizer import write_byte_tokenizer
-from infer import ops
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.cli import main
 from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
 from infer.kvcache.cache_settings import CacheSettings
-from infer.model.families import make_architecture
-from infer.model.load import load_transformer
 from infer.operands.weights import FileWeight, UnreadWeight
 from infer.quantization.ggml_blocks import dequantize
 from quantised_folders import METHODS, Method, by_name, is_quantised, save, set_config, write_quantised
-from steps import logits_of
+from steps import load_network, logits_of
 from tiny import GATED, TINY, Tiny, make_tiny
 
 CPU = torch.device("cpu")
@@ -47,11 +44,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def logits_of_folder(folder: Path, token_ids: list[int], dtype: torch.dtype | None = None) -> Tensor:
     """Return the logits of our kernels with a cache in float32. dtype: None keeps the matrices as they are loaded."""
-    checkpoint = open_checkpoint(folder)
-    architecture = make_architecture(checkpoint.config)
-    weights, backend = LazyWeights(checkpoint.tensors), ops.backend_of(CPU)
-    model = load_transformer(architecture, weights, backend=backend, dtype=dtype)
-    return logits_of(model, token_ids, CacheSettings(kv_type="f32"))
+    return logits_of(load_network(folder, dtype=dtype), token_ids, CacheSettings(kv_type="f32"))
 
 
 def values_of(weight: FileWeight, first: int, last: int) -> Tensor:

@@ -27,6 +27,7 @@ from infer.operands.step import Step
 from infer.operands.weights import FileWeight, StoredWeight
 from infer.runner.caches import make_cache
 from infer.tensor_parallel.ranks import start_ranks
+from steps import load_network
 from tiny import TINY, make_tiny
 
 COUNT = 4
@@ -89,26 +90,20 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def load(folder: Path) -> Transformer:
-    checkpoint = open_checkpoint(folder)
-    weights = LazyWeights(checkpoint.tensors)
-    return load_transformer(make_architecture(checkpoint.config), weights, backend=ops.backend_of(CPU))
-
-
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     make_folder(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.7.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"missing model\.layers\.1\.mlp\.experts\.7\.up_proj\.weight"):
-        load(tmp_path)
+        load_network(tmp_path)
 
 
 def test_more_chosen_experts_than_there_are_are_refused(tmp_path: Path) -> None:
     config = make_folder(tmp_path)
     write_config(tmp_path, config | {"num_experts_per_tok": 21})
     with pytest.raises(ModelError, match=r"num_experts_per_tok must be at most .*20, got 21"):
-        load(tmp_path)
+        load_network(tmp_path)
 
 
 def test_stacked_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
@@ -118,7 +113,7 @@ def test_stacked_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
     for wrong, problem in ((tensors[name][0], "experts, rows and columns"), (tensors[name][:4], "missing .*experts.4")):
         save_file(tensors | {name: wrong.contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
         with pytest.raises(ModelError, match=problem):
-            load(tmp_path)
+            load_network(tmp_path)
 
 
 def test_stacks_of_too_many_experts_are_refused_before_they_are_split(tmp_path: Path) -> None:
@@ -127,7 +122,7 @@ def test_stacks_of_too_many_experts_are_refused_before_they_are_split(tmp_path: 
     tensors["model.layers.0.block_sparse_moe.output_linear.weight"] = torch.zeros(4097, 1, 1)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match="expected at most 4096 experts, got 4097"):
-        load(tmp_path)
+        load_network(tmp_path)
 
 
 def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
@@ -136,11 +131,11 @@ def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    assert len(load(tmp_path).layers) == 3
+    assert len(load_network(tmp_path).layers) == 3
     tensors["model.layers.4.eh_proj.weight"] = torch.zeros(64, 128)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"unexpected 'model\.layers\.4\.eh_proj\.weight"):
-        load(tmp_path)
+        load_network(tmp_path)
 
 
 def test_what_needs_a_part_is_refused_by_its_name() -> None:

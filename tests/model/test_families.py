@@ -11,15 +11,11 @@ from torch import Tensor
 from extent import IS_WHOLE
 from infer import ops
 from infer.backends.cpu.capture.forward import CapturedForward
-from infer.checkpoint import open_checkpoint
-from infer.checkpoint.lazy_weights import LazyWeights
 from infer.kvcache.paged import PagedCache
-from infer.model.families import make_architecture
-from infer.model.load import load_transformer
 from infer.model.transformer import Transformer
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
-from steps import join
+from steps import join, load_network
 from tiny import ONE_EACH, TINY, Tiny, make_tiny
 
 LENGTH = 100  # fills the windows several times over
@@ -47,13 +43,7 @@ def pair(
 
 
 def load(folder: Path) -> Transformer:
-    checkpoint = open_checkpoint(folder)
-    return load_transformer(
-        make_architecture(checkpoint.config),
-        LazyWeights(checkpoint.tensors),
-        backend=ops.backend_of(torch.device("cpu")),
-        dtype=torch.float32,
-    )
+    return load_network(folder, dtype=torch.float32)
 
 
 def tolerance_of(oracle: Any) -> float:

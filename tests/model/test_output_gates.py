@@ -22,6 +22,7 @@ from infer.operands.step import Chunk, Step
 from infer.operands.weights import Heads
 from infer.runner.runner import Runner
 from layer_caches import make_layer
+from steps import load_network
 from tiny import GATED, MINISTRAL3, Tiny, make_tiny
 
 CPU = torch.device("cpu")
@@ -64,9 +65,7 @@ def test_weights_of_attention_do_not_depend_on_gates() -> None:
 @torch.inference_mode()
 def test_a_prompt_that_snapkv_cuts_is_the_same_in_chunks_of_any_size(tmp_path: Path) -> None:
     make_tiny(GATED[0], tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    weights, architecture = LazyWeights(checkpoint.tensors), make_architecture(checkpoint.config)
-    model = load_transformer(architecture, weights, backend=ops.backend_of(CPU))
+    model = load_network(tmp_path)
     settings = CacheSettings(page_tokens=16, eviction_policy="snapkv", eviction_window=48, protected_prefix=3)
     prompt = torch.randint(3, 96, (120,), generator=torch.manual_seed(0)).tolist()
     found = []

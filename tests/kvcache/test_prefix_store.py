@@ -106,6 +106,17 @@ def test_the_budget_holds_for_all_models_and_the_pages_used_longest_ago_go_first
     assert num_bytes_in(tmp_path) <= 2 * ON_DISK
 
 
+def test_a_new_model_s_first_page_is_stored_when_the_budget_is_full(tmp_path: Path) -> None:
+    most = 4 * ON_DISK
+    ours = open_in(tmp_path, most)
+    for number in range(4):
+        ours.write(name_of(number), content_of(name_of(number)))
+    theirs = open_in(tmp_path, most, fingerprint="theirs")
+    assert theirs.write(name_of(9), content_of(name_of(9)))
+    assert name_of(9) in theirs
+    assert num_bytes_in(tmp_path) <= most
+
+
 def test_what_cannot_be_written_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_in(tmp_path)
     full = SimpleNamespace(f_bavail=100, f_frsize=4096)

@@ -116,17 +116,17 @@ class PrefixStore:
             return False
         digest = self._digest(name, content)
         try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
             with self._locked():
                 if name in self:
                     return False
                 total = self._total()
                 if total is None or total + num_bytes > self._max_bytes:
                     total = self._shrink(num_bytes, int(self._max_bytes * _ROOM))
-                disk = os.statvfs(self._folder)
+                disk = os.statvfs(self._root)
                 if disk.f_bavail * disk.f_frsize < num_bytes + _SPARE_BYTES:
                     raise PrefixStoreError(f"the disk of {self._root} has less than 1 GB free")
                 self._account(total + num_bytes)
+                self._folder.mkdir(mode=0o700, exist_ok=True)
                 self._write(self._folder / str(name), digest, content)
                 return True
         except OSError as error:

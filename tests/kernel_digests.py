@@ -88,6 +88,14 @@ def products(type_: str, precision: ops.Precision) -> Iterator[Tensor]:
         yield ops.norm_project(numbers(rng, num_tokens, COLUMNS), None, weight).floats
 
 
+def prompt(type_: str, precision: ops.Precision) -> Iterator[Tensor]:
+    """Products of enough rows and tokens for strips of unpacked weights, three of them, and a panel after them."""
+    rng = np.random.default_rng(11)
+    columns = 264 if type_ in FLOATS else 1280
+    weight = ops.prepare(Projection((sized(rng, type_, 9 * 16, columns),)), CPU, precision)
+    yield ops.norm_project(numbers(rng, 9 * 16 + 5, columns), None, weight).floats
+
+
 def embedding(type_: str) -> Iterator[Tensor]:
     weight = ops.prepare(Projection((make_weight(np.random.default_rng(2), type_),)), CPU)
     yield ops.embed(weight.parts[0], torch.tensor([0, 50, 7, 16]), 1.0)
@@ -242,6 +250,8 @@ def cases() -> Iterator[tuple[str, Iterator[Tensor]]]:
         yield f"{type_} exact", products(type_, "exact")
         if type_ not in FLOATS:
             yield f"{type_} fast", products(type_, "fast")
+            yield f"{type_} fast prompt", prompt(type_, "fast")
+        yield f"{type_} exact prompt", prompt(type_, "exact")
         yield f"{type_} embed", embedding(type_)
     for kv_type in ("f32", "f16", "bf16", "q8", "q4"):
         yield f"attend {kv_type}", attention(kv_type)

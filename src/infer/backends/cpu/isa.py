@@ -77,6 +77,13 @@ class InstructionSet:
         wide = list(_MATRICES[:form])
         return wide + [shape for shape in shapes if shape.columns < wide[-1].columns]
 
+    def unpacks_strips(self, layout: Layout, form: int) -> bool:
+        """Return True if a prompt's weights are unpacked once for many tiles: if each tile would spend long on it."""
+        if self.may_use_matrices(layout):
+            return False
+        widest = self.shapes(layout, form, 2)[0]
+        return _STEP_WEIGHT * layout.unpacking_steps >= widest.columns * max(1, form % WORDS)
+
     def may_use_matrices(self, layout: Layout) -> bool:
         return self.has_matrices and not layout.is_float
 
@@ -84,6 +91,7 @@ class InstructionSet:
 # The largest weight, by planes. Two products of 63 fit 16 bits, but words are faster than two planes.
 _LARGEST_AS_BYTES = {1: 63, 2: 31}
 _MATRICES = Shape(2, 16, 13, on_matrices=True), Shape(2, 8, 5, on_matrices=True)  # from so many tokens on faster
+_STEP_WEIGHT = 4  # of an instruction that unpacks, in instructions that multiply: measured, docs/dev/log.md
 _FEW = _tiles(2, 4, 2, 1) + _tiles(1, 4, 1)
 _MANY, _SIX = _tiles(2, 8) + _FEW, _tiles(2, 6) + _FEW
 _TWO, _THREE, _FOUR = _tiles(1, 2, 1), _tiles(1, 3, 2, 1), _tiles(1, 4, 2, 1)

@@ -167,13 +167,27 @@ class Layout:
         return not self.has_minimum
 
     @property
+    def unpacking_steps(self) -> int:
+        """Rough number of vector instructions that unpack 64 values, or the 16 of a float type's input."""
+        if self.is_float:
+            return {"F32": 0, "F16": 1, "BF16": 1}.get(self.type, 5)
+        return (
+            (self.low_bits < 8)
+            + 2 * (self.high_bits > 0)
+            + (self.codes != ())
+            + 3 * (self.grid != "" or self.has_trits)
+        )
+
+    @property
     def largest(self) -> int:
         """Largest multiplied value. Multiplied values are never negative."""
         return max(self.codes) + self.offset if self.codes else (1 << (self.low_bits + self.high_bits)) - 1
 
     @property
     def unpacked_bytes(self) -> int:
-        """Size of a record as `matrix_tiles` takes it."""
+        """Size of a record as `unpacking` writes it."""
+        if self.is_float:
+            return 4 * UNIT * LANES
         return QUADS_BYTES + 4 * LANES * (self.parts + self.minima)
 
     def num_records(self, in_features: int) -> int:

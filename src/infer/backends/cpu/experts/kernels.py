@@ -22,8 +22,8 @@ from infer.backends.cpu.activations import inverse_rms, keep_row, quantize_row
 from infer.backends.cpu.isa import BY_NAME
 from infer.backends.cpu.layouts import LANES, LAYOUTS
 from infer.backends.cpu.math_functions import exp, exp_scalar, sigmoid
-from infer.backends.cpu.matmul.matmul import BUFFER_BYTES, fewest_on_matrices, make_unit
-from infer.backends.cpu.matmul.matrix_tiles import SCRATCH_BYTES, make_configure, release
+from infer.backends.cpu.matmul.matmul import fewest_on_matrices, make_unit, stack_sizes
+from infer.backends.cpu.matmul.matrix_tiles import make_configure, release
 from infer.backends.cpu.simd import load_scalar_f32, load_upto, splat_f32, store_scalar_f32, store_upto
 from infer.backends.cpu.threads.work_stealing import begin_units, take_units
 
@@ -183,14 +183,14 @@ def _make_expert(type_: str, planes: int, isa: str) -> Any:
     record_bytes, fewest = layout.activation_bytes(form), fewest_on_matrices(layout, form, instructions)
 
     @njit(inline="always")
-    def multiply(args, state, thread, unit, expert, buffer, scratch):
+    def multiply(args, state, thread, unit, expert, buffers, scratch):
         start, count = args.starts[expert], args.counts[expert]
         activations = args.activations + start * args.num_records * record_bytes
         unpacked = args.unpacked + thread * args.unpacked_bytes
         if has_matrices:
             configure(count >= fewest, scratch)
         multiply_unit(
-            args, state, unit, 0, count, count, activations, unpacked, buffer, scratch,
+            args, state, unit, 0, count, count, activations, unpacked, buffers, scratch,
             expert * args.expert_bytes, start, expert * args.expert_rows,
         )  # fmt: skip
         if has_matrices:
@@ -206,18 +206,20 @@ def make_multiply(type_: str, planes: int, isa: str, order: str) -> Callable[...
     over the experts.
     """
     multiply, is_narrow = _make_expert(type_, planes, isa), order == "narrow"
+    layout, instructions = LAYOUTS[type_], BY_NAME[isa]
+    buffer_size, scratch_size = stack_sizes(layout, instructions.form(layout, planes), instructions)
 
     def multiply_experts(args, state, thread, num_threads):
         per_expert = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
         num_units = per_expert if is_narrow else per_expert * args.num_active[0]
-        buffer, scratch = simd.stack(BUFFER_BYTES), simd.stack(SCRATCH_BYTES)
+        buffers, scratch = simd.stack(buffer_size), simd.stack(scratch_size)
         begin_units(state, thread)
         unit, end = take_units(state, thread, num_threads, num_units)
         while unit < end:
             first = 0 if is_narrow else unit // per_expert
             last = args.num_active[0] if is_narrow else first + 1
             for index in range(first, last):
-                multiply(args, state, thread, unit % per_expert, args.active[index], buffer, scratch)
+                multiply(args, state, thread, unit % per_expert, args.active[index], buffers, scratch)
             unit += 1
             if unit == end:
                 unit, end = take_units(state, thread, num_threads, num_units)

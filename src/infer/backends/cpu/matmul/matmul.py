@@ -1,9 +1,10 @@
 """Projections: every tile of a thread's rows × every panel of tokens. Each result is passed to an epilogue.
 
 A unit is one or two groups of 16 rows (with their partners from `up` if gate and up are computed together). A thread
-takes units (`work_stealing`). For each panel of 16 tokens, it computes the unit's tiles into a buffer on its stack.
-Then it calls the epilogue through its address: store, add to the residual, or gate (and quantise for the next
-projection). So the inner loop is compiled once per type of weights, whatever follows it.
+takes units (`work_stealing`). For each panel of 16 tokens, or for several if their weights are unpacked once
+(`strips`), it computes the unit's tiles into buffers on its stack. Then it calls the epilogue of each panel through its
+address: store, add to the residual, or gate (and quantise for the next projection). So the inner loop is compiled once
+per type of weights, whatever follows it.
 """
 
 from collections.abc import Callable
@@ -19,12 +20,13 @@ from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
 from infer.backends.cpu.math_functions import GATED, sigmoid, softcapped
 from infer.backends.cpu.matmul.matrix_tiles import SCRATCH_BYTES, make_configure, make_matrix_tile, release
 from infer.backends.cpu.matmul.panels import TILE_BYTES, make_multiply_panel
+from infer.backends.cpu.matmul.strips import PANELS, make_multiply_strips, scratch_bytes
 from infer.backends.cpu.simd import load_f32, load_i64, load_upto, store_f32, store_upto
 from infer.backends.cpu.threads import atomics
 from infer.backends.cpu.threads.work_stealing import begin_units, take_units
 from infer.backends.cpu.weights.unpacking import make_unpack
 
-_FEWEST_UNPACKED = 2 * PANEL  # tokens for which weights are unpacked before all of them
+_FEWEST_UNPACKED = 2 * PANEL  # tokens for which weights are unpacked once
 # In front of it: first token, number of tokens, number of groups, first row that is written, tokens in all, first bias.
 _HEADER = 64
 BUFFER_BYTES = _HEADER + 4 * TILE_BYTES
@@ -72,7 +74,7 @@ def _make_matrices(layout: Layout, form: int, isa: InstructionSet) -> tuple[Any,
     def unpack_unit(args, shift, unit, groups, num_tiles, unpacked):
         for index in range(num_tiles):
             to = unpacked + index * args.num_records * record_bytes
-            unpack(_tile_weights(args, shift, unit, groups, index), args.num_records, to)
+            unpack(_tile_weights(args, shift, unit, groups, index), 0, args.num_records, to)
 
     @njit(inline="always")
     def compute(args, num_tiles, unpacked, panel, stride, out, scratch):
@@ -83,6 +85,20 @@ def _make_matrices(layout: Layout, form: int, isa: InstructionSet) -> tuple[Any,
             matrix_tile(first, first + size, panel, stride, records, to, TILE_BYTES, scratch)
 
     return unpack_unit, compute
+
+
+def _make_strips(layout: Layout, form: int, isa: InstructionSet) -> Any:
+    """Return a function that multiplies full panels with a unit's tiles, whose number is even."""
+    multiply = make_multiply_strips(layout, form, isa, BUFFER_BYTES)
+
+    @njit(inline="always")
+    def compute(args, shift, unit, groups, num_tiles, panels, num_panels, out, scratch):
+        for index in range(0, num_tiles, 2):
+            first = _tile_weights(args, shift, unit, groups, index)
+            second = _tile_weights(args, shift, unit, groups, index + 1)
+            multiply(first, second, panels, args.num_records, num_panels, out + index * TILE_BYTES, scratch)
+
+    return compute
 
 
 @njit(inline="always")
@@ -96,46 +112,77 @@ def _scale_rows(args, shift, unit, groups, num_tiles, width, buffer):
             store_f32(at, load_f32(at) * scales)
 
 
+def _make_finish(layout: Layout) -> Any:
+    """Return a function that passes a panel's results to the epilogue."""
+    has_row_scales = layout.row_scale_bytes > 0
+
+    @njit(inline="always")
+    def finish(args, state, unit, groups, num_tiles, panel, width, num_tokens, buffer, shift, first_slot, first_bias):
+        if has_row_scales:
+            _scale_rows(args, shift, unit, groups, num_tiles, width, buffer)
+        simd.store_i64(buffer, panel)
+        simd.store_i64(buffer + 8, width)
+        simd.store_i64(buffer + 16, groups)
+        simd.store_i64(buffer + 24, first_slot)
+        simd.store_i64(buffer + 32, num_tokens)
+        simd.store_i64(buffer + 40, first_bias)
+        row = unit * args.groups_per_unit * LANES
+        atomics.call_command(args.epilogue, args.epilogue_arguments, simd.address_of(state), buffer, row)
+
+    return finish
+
+
 def make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
     """Return a function that multiplies a unit with the panels of the tokens [first, end) of `num_tokens` tokens.
 
     For an expert, `shift` is where its weights begin, in bytes, `first_slot` its first row of what the epilogue writes,
-    and `first_bias` its first bias. Otherwise they are 0.
+    and `first_bias` its first bias. Otherwise they are 0. `buffers` and `scratch` have the sizes of `stack_sizes`.
     """
     record_bytes, has_matrices = layout.activation_bytes(form), isa.may_use_matrices(layout)
-    compute, has_row_scales = _make_panel(layout, form, isa), layout.row_scale_bytes > 0
+    compute, finish = _make_panel(layout, form, isa), _make_finish(layout)
+    has_strips = isa.unpacks_strips(layout, form)
+    batch = PANEL * (PANELS if has_strips else 1)
     if has_matrices:
         unpack_unit, compute_matrices = _make_matrices(layout, form, isa)
+    if has_strips:
+        compute_strips = _make_strips(layout, form, isa)
 
     @njit(inline="always")
     def multiply_unit(
-        args, state, unit, first, end, num_tokens, activations, unpacked, buffer, scratch, shift, first_slot, first_bias
-    ):
-        simd.store_i64(buffer + 24, first_slot)
-        simd.store_i64(buffer + 32, num_tokens)
-        simd.store_i64(buffer + 40, first_bias)
+        args, state, unit, first, end, num_tokens, activations, unpacked, buffers, scratch,
+        shift, first_slot, first_bias,
+    ):  # fmt: skip
         groups = min(args.groups_per_unit, args.num_groups - unit * args.groups_per_unit)
         num_tiles = groups * (1 if args.second_weights == 0 else 2)
         even_tiles = num_tiles if num_tiles % 2 == 0 and end - first >= _FEWEST_UNPACKED else 0
-        if has_matrices:
+        if has_matrices:  # a constant: what follows is not compiled elsewhere
             unpack_unit(args, shift, unit, groups, even_tiles, unpacked)
+        num_done = 0
         for panel in range(first, end, PANEL):
-            width = min(PANEL, num_tokens - panel)
+            index = (panel - first) % batch // PANEL
+            width, buffer = min(PANEL, num_tokens - panel), buffers + index * BUFFER_BYTES
             at, stride = activations + panel * args.num_records * record_bytes, width * record_bytes
+            if has_strips and index == 0:
+                num_done = min(batch, end - panel) // PANEL
+                num_done = num_done if even_tiles > 0 and num_done * PANEL >= _FEWEST_UNPACKED else 0
+                compute_strips(args, shift, unit, groups, even_tiles, at, num_done, buffer + _HEADER, scratch)
             on_matrices = even_tiles if has_matrices and width == PANEL else 0
-            if has_matrices:  # a constant: what follows is not compiled elsewhere
+            if has_matrices:
                 compute_matrices(args, on_matrices, unpacked, at, stride, buffer + _HEADER, scratch)
-            if on_matrices == 0:
+            if on_matrices == 0 and not (has_strips and index < num_done):
                 compute(args, shift, unit, groups, num_tiles, at, width, buffer + _HEADER, scratch)
-            if has_row_scales:
-                _scale_rows(args, shift, unit, groups, num_tiles, width, buffer)
-            simd.store_i64(buffer, panel)
-            simd.store_i64(buffer + 8, width)
-            simd.store_i64(buffer + 16, groups)
-            row = unit * args.groups_per_unit * LANES
-            atomics.call_command(args.epilogue, args.epilogue_arguments, simd.address_of(state), buffer, row)
+            finish(
+                args, state, unit, groups, num_tiles, panel, width, num_tokens, buffer, shift, first_slot, first_bias
+            )
 
     return multiply_unit
+
+
+def stack_sizes(layout: Layout, form: int, isa: InstructionSet) -> tuple[int, int]:
+    """Return the bytes of a unit's buffers and of its scratch."""
+    if isa.unpacks_strips(layout, form):
+        return PANELS * BUFFER_BYTES, scratch_bytes(layout)
+    return BUFFER_BYTES, SCRATCH_BYTES
 
 
 def fewest_on_matrices(layout: Layout, form: int, isa: InstructionSet) -> int:
@@ -150,12 +197,13 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
     form, has_matrices = instructions.form(layout, planes), instructions.may_use_matrices(layout)
     multiply_unit, configure = make_unit(layout, form, instructions), make_configure(layout)
     fewest = fewest_on_matrices(layout, form, instructions)
+    buffer_size, scratch_size = stack_sizes(layout, form, instructions)
 
     def matmul(args, state, thread, num_threads):
         num_tokens = state.num_logits if args.of_logits else state.num_tokens
         activations = args.activations + (thread * args.private_bytes if num_tokens == 1 else 0)
         num_units = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
-        buffer, scratch = simd.stack(BUFFER_BYTES), simd.stack(SCRATCH_BYTES)
+        buffers, scratch = simd.stack(buffer_size), simd.stack(scratch_size)
         unpacked = args.unpacked + thread * args.unpacked_bytes
         if has_matrices:
             configure(num_tokens >= fewest, scratch)
@@ -165,7 +213,7 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
             unit, end = take_units(state, thread, num_threads, num_units)
             while unit < end:
                 multiply_unit(
-                    args, state, unit, first, last, num_tokens, activations, unpacked, buffer, scratch, 0, 0, 0
+                    args, state, unit, first, last, num_tokens, activations, unpacked, buffers, scratch, 0, 0, 0
                 )
                 unit += 1
                 if unit == end:

@@ -25,7 +25,7 @@ from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, QUADS_B
 from infer.backends.cpu.matmul.activation_record import ActivationRecord
 from infer.backends.cpu.matmul.vector_tiles import add_record
 from infer.backends.cpu.simd import F32X16, I8, I32X16, I64, Value, address, constant, load, operation, store
-from infer.backends.cpu.weights.unpacking import Emitter, PackedRecords, alternate
+from infer.backends.cpu.weights.unpacking import Emitter, PackedRecords, UnpackedRecords, alternate
 
 GROUPS = 2
 _ROWS = 16  # of a matrix register
@@ -174,7 +174,8 @@ class MatrixTile:
         b = self.b
         sums, inputs = self.sums_at(index), b.add(self.activations, b.mul(index, self.stride))
         activations = ActivationRecord(b, self.layout, self.planes, range(self.tokens), inputs)
-        vectors = [self.scales(group, index) for group in range(GROUPS)]
+        unpacked = UnpackedRecords(b, self.layout)
+        vectors = [unpacked.scales(self.unpacked(group, index)) for group in range(GROUPS)]
 
         def one(token: int, group: int) -> None:
             dots = [self.dot(sums, part, group, token) for part in range(self.parts)]
@@ -182,14 +183,6 @@ class MatrixTile:
             b.store(add_record(activations, token, b.load(slot), dots, *vectors[group]), slot)
 
         return [partial(one, token, group) for token in range(self.tokens) for group in range(GROUPS)]
-
-    def scales(self, group: int, index: Value) -> tuple[list[Value], list[Value]]:
-        b, at = self.b, simd.offset(self.b, self.unpacked(group, index), QUADS_BYTES)
-        vectors = [
-            load(b, simd.offset(b, at, _VECTOR_BYTES * which), F32X16, 64)
-            for which in range(self.parts + self.layout.minima)
-        ]
-        return vectors[: self.parts], vectors[self.parts :]
 
     def dot(self, sums: Value, part: int, group: int, token: int) -> Value:
         """Return 256 × the high plane's sum + the low plane's, or the single plane's sum."""

@@ -41,7 +41,7 @@ def make_multiply_panel(layout: Layout, form: int, isa: InstructionSet, num_grou
             with cgutils.for_range(b, turns) as turn, cgutils.for_range(b, count) as loop:
                 token = b.add(done, b.mul(loop.index, columns))
                 at = b.add(activations, b.mul(token, record_bytes))
-                to = b.add(b.mul(token, constant(I64, COLUMN_BYTES)), b.mul(turn.index, constant(I64, TILE_BYTES)))
+                to = place_of(b, turn.index, token)
                 weights = [first, second] if shape.groups == 2 else [b.add(first, b.mul(turn.index, group_bytes))]
                 operands = Operands(weights, at, b.mul(width, record_bytes), num_records)
                 emit_tile(b, layout, form, isa, shape, operands, b.add(out, to), scratch)
@@ -63,6 +63,16 @@ def emit_tile(
         sums = emit_float_tile(b, layout, shape.columns, operands)
     else:
         sums = emit_block_tile(b, layout, form, isa, shape.columns, operands)
+    store_sums(b, sums, out)
+
+
+def place_of(b: Builder, group: Value, token: Value) -> Value:
+    """Return the offset of a token's results in a panel's."""
+    return b.add(simd.multiply(b, token, COLUMN_BYTES), simd.multiply(b, group, TILE_BYTES))
+
+
+def store_sums(b: Builder, sums: list[list[Value]], out: Value) -> None:
+    """Store a tile's sums, by group and column."""
     for group, totals in enumerate(sums):
         for column, total in enumerate(totals):
             simd.store_f32(b, simd.offset(b, out, TILE_BYTES * group + COLUMN_BYTES * column), total)

@@ -15,24 +15,29 @@ planes, A = 256 hi + lo.
 An activation record, one per block and token: [hi × 32] scale f32, scale × ΣA f32 [lo × 32] −ΣA of each half i32
 """
 
-from collections.abc import Iterator
+from functools import reduce
 from typing import NamedTuple
 
-from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 from numba.core import cgutils
 
 from infer.backends.cpu import simd
 from infer.backends.cpu.isa import InstructionSet
-from infer.backends.cpu.layouts import LANES, SCALE_AT, UNIT, Layout
-from infer.backends.cpu.matmul.activation_record import ActivationRecord
+from infer.backends.cpu.layouts import LAYOUTS, SCALE_AT, UNIT, Layout
+from infer.backends.cpu.matmul.activation_record import ActivationRecord, Dots
 from infer.backends.cpu.matmul.arithmetic import arithmetic_of
 from infer.backends.cpu.prefetch import prefetch
-from infer.backends.cpu.simd import F32, F32X16, I8, I16X16, I32, I32X16, I64, Value, constant, load
-from infer.backends.cpu.weights.unpacking import PackedRecords
+from infer.backends.cpu.simd import F32, F32X16, I32, I64, Value, constant, load
+from infer.backends.cpu.weights.float_records import float_scale, floats_of
+from infer.backends.cpu.weights.unpacking import PackedRecords, UnpackedRecords
 from infer.backends.cpu.weights.weight_streams import FAR, bytes_ahead
 
-_I8X32 = ir.VectorType(I8, 2 * LANES)
+Chain = list[list[Value]]  # a variable for the sum of each group and column
+
+
+def num_chains(layout: Layout) -> int:
+    """Return the number of chains that are added for a sum: floats have one of even and one of odd inputs."""
+    return 2 if layout.is_float else 1
 
 
 class Operands(NamedTuple):
@@ -47,13 +52,18 @@ class Operands(NamedTuple):
     num_records: Value
 
 
+def _zeros(b: Builder, columns: int, operands: Operands) -> Chain:
+    zero = constant(F32X16, 0.0)
+    return [[cgutils.alloca_once_value(b, zero) for _ in range(columns)] for _ in operands.weights]
+
+
 def emit_block_tile(
     b: Builder, layout: Layout, form: int, isa: InstructionSet, columns: int, operands: Operands
 ) -> list[list[Value]]:
     """Emit a tile of a block type, and return the sums of each group and column."""
     weights, activations, stride, num_records = operands
     records, arithmetic, per_super = PackedRecords(b, layout, isa), arithmetic_of(isa), layout.records_per_super
-    sums = [[cgutils.alloca_once_value(b, constant(F32X16, 0.0)) for _ in range(columns)] for _ in weights]
+    sums = _zeros(b, columns, operands)
     with cgutils.for_range(b, b.sdiv(num_records, constant(I64, per_super))) as outer:
         past = b.mul(outer.index, constant(I64, layout.super_bytes))
         bases = [b.add(where, past) for where in weights]
@@ -67,10 +77,35 @@ def emit_block_tile(
                 records.prefetch(record, bytes_ahead(len(weights), columns))
             dots = arithmetic.dots(inputs, [records.quads(record) for record in places])
             scales = [records.scales(record, *of_super) for record, of_super in zip(places, supers, strict=True)]
-            for group, of_group in enumerate(scales):
-                for column, slot in enumerate(sums[group]):
-                    b.store(add_record(inputs, column, b.load(slot), dots[group][column], *of_group), slot)
+            _add_records(inputs, sums, dots, scales)
     return [[b.load(slot) for slot in of_group] for of_group in sums]
+
+
+def emit_unpacked_tile(
+    b: Builder, layout: Layout, form: int, isa: InstructionSet, operands: Operands, sums: list[Chain]
+) -> None:
+    """Emit a tile of unpacked weights, which continues the chains of its sums."""
+    if layout.is_float:
+        _emit_float_records(b, LAYOUTS["F32"], operands, sums)
+        return
+    weights, activations, stride, num_records = operands
+    records, arithmetic, (chain,) = UnpackedRecords(b, layout), arithmetic_of(isa), sums
+    with cgutils.for_range(b, num_records) as loop:
+        at = b.add(activations, b.mul(loop.index, stride))
+        inputs = ActivationRecord(b, layout, form, range(len(chain[0])), at)
+        past = simd.multiply(b, loop.index, layout.unpacked_bytes)
+        places = [b.add(where, past) for where in weights]
+        dots = arithmetic.dots(inputs, [records.quads(place) for place in places])
+        _add_records(inputs, chain, dots, [records.scales(place) for place in places])
+
+
+def _add_records(
+    activations: ActivationRecord, sums: Chain, dots: Dots, scales: list[tuple[list[Value], list[Value]]]
+) -> None:
+    b = activations.b
+    for slots, of_group, dots_of_group in zip(sums, scales, dots, strict=True):
+        for column, slot in enumerate(slots):
+            b.store(add_record(activations, column, b.load(slot), dots_of_group[column], *of_group), slot)
 
 
 def add_record(
@@ -103,57 +138,47 @@ def emit_float_tile(b: Builder, layout: Layout, columns: int, operands: Operands
     Even and odd inputs form one chain each, added at the end. A number with a scale is multiplied by it before it is
     multiplied with activations, so the sums are those of a matrix of such products in F32.
     """
+    sums = [_zeros(b, columns, operands) for _ in range(num_chains(layout))]
+    _emit_float_records(b, layout, operands, sums)
+    return total_of(b, sums)
+
+
+def total_of(b: Builder, sums: list[Chain]) -> list[list[Value]]:
+    """Return the sums of each group and column, over their chains."""
+    return [
+        [reduce(b.fadd, [b.load(slot) for slot in slots]) for slots in zip(*of_group, strict=True)]
+        for of_group in zip(*sums, strict=True)
+    ]
+
+
+def _emit_float_records(b: Builder, layout: Layout, operands: Operands, sums: list[Chain]) -> None:
+    """Emit the loop over a tile's records, which continues the chains of even and of odd inputs."""
     weights, activations, stride, num_records = operands
-    zero, per_super = constant(F32X16, 0.0), layout.records_per_super
-    sums = [[[cgutils.alloca_once_value(b, zero) for _ in range(columns)] for _ in weights] for _ in range(2)]
+    per_super = layout.records_per_super
 
     def add_inputs(places: list[Value], index: Value, scales: list[Value]) -> None:
         inputs = b.add(activations, b.mul(index, stride))
-        numbers = zip(*[_floats_of(b, layout, place) for place in places], strict=True)
+        numbers = zip(*[floats_of(b, layout, place) for place in places], strict=True)
         for i, values in enumerate(numbers):
             scaled = [b.fmul(*pair) for pair in zip(values, scales, strict=True)] if scales else values
-            for column in range(columns):
+            chain = sums[i % len(sums)]
+            for column in range(len(chain[0])):
                 x = simd.splat(b, load(b, simd.offset(b, inputs, 4 * (UNIT * column + i)), F32, 4))
-                for group, weight in enumerate(scaled):
-                    total = sums[i % 2][group][column]
-                    b.store(simd.fma(b, weight, x, b.load(total)), total)
+                for weight, of_group in zip(scaled, chain, strict=True):
+                    b.store(simd.fma(b, weight, x, b.load(of_group[column])), of_group[column])
 
     if per_super == 1:
         with cgutils.for_range(b, num_records) as loop:
             past = b.mul(loop.index, constant(I64, layout.record_bytes))
             add_inputs([b.add(where, past) for where in weights], loop.index, [])
-    else:
-        with cgutils.for_range(b, b.sdiv(num_records, constant(I64, per_super))) as outer:
-            past = b.mul(outer.index, constant(I64, layout.super_bytes))
-            bases, first = [b.add(where, past) for where in weights], b.mul(outer.index, constant(I64, per_super))
-            by_half = constant(F32X16, simd.E4M3_BY_HALF)
-            scales = [b.fmul(load(b, base, F32X16, 16), by_half) for base in bases]
-            with cgutils.for_range(b, constant(I64, per_super)) as inner:
-                within = simd.offset(b, b.mul(inner.index, constant(I64, layout.record_bytes)), layout.super_header)
-                places = [b.add(base, within) for base in bases]
-                for place in places:
-                    prefetch(b, simd.offset(b, place, FAR), layout.record_bytes)
-                add_inputs(places, b.add(first, inner.index), scales)
-    return [
-        [b.fadd(b.load(even), b.load(odd)) for even, odd in zip(*chains, strict=True)]
-        for chains in zip(*sums, strict=True)
-    ]
-
-
-def _floats_of(b: Builder, layout: Layout, record: Value) -> Iterator[Value]:
-    """Yield the numbers of 16 rows for each input, loaded when they are used. E4M3's lack `simd.E4M3_BY_HALF`."""
-    size = layout.record_bytes // UNIT
-    if layout.type == "F8_E4M3":
-        for at in range(0, layout.record_bytes, 2 * size):
-            halves = simd.half_of_e4m3(b, load(b, simd.offset(b, record, at), _I8X32, 32))
-            for first in (0, LANES):
-                lanes = ir.Constant(I32X16, list(range(first, first + LANES)))
-                yield simd.widen_f16(b, b.shuffle_vector(halves, halves, lanes))
         return
-    for at in range(0, layout.record_bytes, size):
-        where = simd.offset(b, record, at)
-        if layout.type == "F32":
-            yield load(b, where, F32X16, 16)
-        else:
-            bits = load(b, where, I16X16, 16)
-            yield simd.widen_f16(b, bits) if layout.type == "F16" else simd.widen_bf16(b, bits)
+    with cgutils.for_range(b, b.sdiv(num_records, constant(I64, per_super))) as outer:
+        past = b.mul(outer.index, constant(I64, layout.super_bytes))
+        bases, first = [b.add(where, past) for where in weights], b.mul(outer.index, constant(I64, per_super))
+        scales = [float_scale(b, base) for base in bases]
+        with cgutils.for_range(b, constant(I64, per_super)) as inner:
+            within = simd.offset(b, b.mul(inner.index, constant(I64, layout.record_bytes)), layout.super_header)
+            places = [b.add(base, within) for base in bases]
+            for place in places:
+                prefetch(b, simd.offset(b, place, FAR), layout.record_bytes)
+            add_inputs(places, b.add(first, inner.index), scales)

@@ -1,4 +1,4 @@
-"""Stack of a thread that runs a table: kernels keep scratch there, 40 KB at most, and Python calls them."""
+"""Stack of a thread that runs a table: kernels keep scratch there, 80 KB at most, and Python calls them."""
 
 import ctypes
 import sys

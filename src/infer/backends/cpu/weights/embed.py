@@ -53,7 +53,7 @@ def make_embed(type_: str, inputs: int) -> Callable[..., None]:
         make_unpack(layout, replace(BY_NAME["portable"], inputs=inputs)),
         make_read_unpacked(layout, is_paired=inputs == 8),
     )
-    per_super, super_bytes, record_bytes = layout.records_per_super, layout.super_bytes, layout.unpacked_bytes
+    per_super, record_bytes = layout.records_per_super, layout.unpacked_bytes
     buffer_bytes, has_row_scales = per_super * record_bytes, layout.row_scale_bytes > 0
 
     def embed(args, state, thread, num_threads):
@@ -64,7 +64,7 @@ def make_embed(type_: str, inputs: int) -> Callable[..., None]:
             if has_row_scales:
                 row_scale = load_scalar_f32(group + args.group_bytes - 4 * (LANES - lane))
             for first in range(0, args.in_features, BLOCK * per_super):
-                unpack(group + first // (BLOCK * per_super) * super_bytes, per_super, buffer)
+                unpack(group, first // BLOCK, per_super, buffer)
                 for i in range(BLOCK * per_super):
                     value = read(buffer + i // BLOCK * record_bytes, lane, i % BLOCK)
                     store_scalar_f32(out + 4 * (first + i), value * row_scale * args.scale)

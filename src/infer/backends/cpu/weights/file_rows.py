@@ -91,7 +91,7 @@ def _make_store_piece(type_: str) -> Any:
         packed, unpacked = stack(packed_bytes), stack(unpacked_bytes)
         for lane in range(count):
             pack(piece + lane * block_bytes, packed, lane)
-        unpack(packed, num_records, unpacked)
+        unpack(packed, 0, num_records, unpacked)
         for lane in range(count):
             for i in range(BLOCK * num_records):
                 value = read(unpacked + i // BLOCK * record_bytes, lane, i % BLOCK)

@@ -1,8 +1,10 @@
 """A packed weight's records of a block type: read by a tile, or unpacked in memory.
 
-An unpacked record has one signed byte per value, less its offset, and its scales and minima as floats:
+An unpacked record has one byte per value, with or without its offset, and its scales and minima as floats:
 
     8 quads × 64 bytes | f32 × 16 rows for each scale, then for each minimum
+
+Unpacked, a record of floats is a record of F32.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ from infer.backends.cpu.layouts import LANES, QUADS_BYTES, Layout
 from infer.backends.cpu.matmul.arithmetic import Quads, arithmetic_of
 from infer.backends.cpu.prefetch import prefetch
 from infer.backends.cpu.simd import F32X16, I8, I8X64, I32X16, I64, Value, address, constant, load, operation, store
+from infer.backends.cpu.weights.float_records import unpack_floats
 from infer.backends.cpu.weights.low_codes import LowCodes, Record, make_low_codes, nibbles
 from infer.backends.cpu.weights.weight_streams import FAR
 
@@ -149,9 +152,9 @@ class PackedRecords:
         base = b.add(weights, b.mul(b.sdiv(index, per_super), constant(I64, layout.super_bytes)))
         return self.record(base, b.srem(index, per_super))
 
-    def unpack(self, weights: Value, index: Value, to: Value) -> list[Emitter]:
+    def unpack(self, weights: Value, index: Value, to: Value, *, keeps_offset: bool = False) -> list[Emitter]:
         b, record = self.b, self.place(weights, index)
-        low = self.low_codes(record)
+        low, offset = self.low_codes(record), 0 if keeps_offset else self.offset
 
         def begin() -> None:
             self.prefetch(record, FAR)
@@ -159,7 +162,7 @@ class PackedRecords:
 
         def quad(index: int) -> None:
             values = b.bitcast(self.quad(low, record, index), I8X64)
-            store(b, simd.offset(b, to, 64 * index), b.sub(values, constant(I8X64, self.offset)), 64)
+            store(b, simd.offset(b, to, 64 * index), b.sub(values, constant(I8X64, offset)), 64)
 
         def scales() -> None:
             found, minima = self.scales(record, *self.super_scales(record.base))
@@ -169,15 +172,36 @@ class PackedRecords:
         return [begin, *(partial(quad, index) for index in range(8)), scales]
 
 
-def make_unpack(layout: Layout, isa: InstructionSet) -> Any:
-    """Return unpack(weights, num_records, out): it unpacks a group's records for `matrix_tiles` and `embed`."""
+class UnpackedRecords:
+    def __init__(self, b: Builder, layout: Layout) -> None:
+        self.b, self.layout = b, layout
 
-    @operation(types.void, *(address,) * 3)
-    def unpack(b: Builder, weights: Value, num_records: Value, out: Value) -> None:
+    def quads(self, record: Value) -> Quads:
+        return lambda quad: load(self.b, simd.offset(self.b, record, 64 * quad), I32X16, 64)
+
+    def scales(self, record: Value) -> tuple[list[Value], list[Value]]:
+        """Return the record's scales and minima, as `PackedRecords.scales` does."""
+        b, layout = self.b, self.layout
+        at = [simd.offset(b, record, QUADS_BYTES + 4 * LANES * which) for which in range(layout.parts + layout.minima)]
+        vectors = [load(b, where, F32X16, 64) for where in at]
+        return vectors[: layout.parts], vectors[layout.parts :]
+
+
+def make_unpack(layout: Layout, isa: InstructionSet, *, keeps_offset: bool = False) -> Any:
+    """Return unpack(weights, first, count, out): it unpacks some of a group's records.
+
+    `matrix_tiles` and `embed` take values without their offset, and `strips` with it.
+    """
+
+    @operation(types.void, *(address,) * 4)
+    def unpack(b: Builder, weights: Value, first: Value, count: Value, out: Value) -> None:
         records = PackedRecords(b, layout, isa)
-        with cgutils.for_range(b, num_records) as loop:
-            to = b.add(out, b.mul(loop.index, constant(I64, layout.unpacked_bytes)))
-            alternate(records.unpack(weights, loop.index, to))
+        with cgutils.for_range(b, count) as loop:
+            index, to = b.add(first, loop.index), b.add(out, simd.multiply(b, loop.index, layout.unpacked_bytes))
+            if layout.is_float:
+                unpack_floats(b, layout, records.place(weights, index), to)
+            else:
+                alternate(records.unpack(weights, index, to, keeps_offset=keeps_offset))
 
     return unpack
 

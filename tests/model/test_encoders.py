@@ -1,6 +1,7 @@
 """Encoders against `transformers` on tiny random weights: every family, long texts, many texts, pairs."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +158,18 @@ def test_poisoned_memory_is_never_read(name: str, tmp_path: Path) -> None:
 
 
 def test_the_names_of_published_files_load(tmp_path: Path) -> None:
-    """Nomic's own files have fused projections and older names; some of BERT's have a prefix and gamma and beta."""
-    for name, rename in (("nomic", _published_nomic), ("bert", _published_bert)):
+    """Nomic's own files have fused projections and older names; some of BERT's have a prefix and gamma and beta.
+
+    DistilBERT and ELECTRA have a prefix, and heads that guess words.
+    """
+    of_distilbert = partial(_with_guesses, prefix="distilbert", heads=("vocab_transform", "vocab_projector"))
+    of_electra = partial(_with_guesses, prefix="electra", heads=("discriminator_predictions", "generator_lm_head"))
+    for name, rename in (
+        ("nomic", _published_nomic),
+        ("bert", _published_bert),
+        ("distilbert", of_distilbert),
+        ("electra", of_electra),
+    ):
         folder = tmp_path / name
         make_encoder(BY_NAME[name], folder)
         ids = some_ids(50)
@@ -191,6 +202,12 @@ def _published_bert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         own = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
         found[f"bert.{own}"] = tensor
     return found
+
+
+def _with_guesses(tensors: dict[str, Tensor], prefix: str, heads: tuple[str, ...]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()} | {
+        f"{head}.weight": torch.zeros(300, 96) for head in heads
+    }
 
 
 def test_a_class_without_a_mask_needs_no_setting(tmp_path: Path) -> None:

@@ -31,6 +31,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Switch off Hypothesis' deadline, which asserts a time, before a file imports Hypothesis."""
+    if "hypothesis" in module_path.read_text(encoding="utf-8"):
+        from hypothesis import settings
+
+        profile = settings.get_profile(settings.get_current_profile_name())
+        settings.register_profile("no deadline", profile, deadline=None)
+        settings.load_profile("no deadline")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests are slow come first: a long one that came last would keep the other workers waiting."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from jaxtyping import Float, TypeCheckError
@@ -189,6 +190,7 @@ def test_no_test_asserts_a_time() -> None:
             if isinstance(node, ast.Assert) and re.search(r"perf_counter|monotonic\(|time\.time\(", ast.unparse(node)):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert found == []
+    assert hypothesis.settings().deadline is None
 
 
 def test_files_name_no_registry_and_no_path_of_this_machine() -> None:

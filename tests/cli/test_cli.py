@@ -370,8 +370,9 @@ def test_the_model_is_loaded_as_the_options_say(
     for module in ("subcommands", "chat_loop"):
         monkeypatch.setattr(f"infer.cli.{module}.check_options", lambda options, params: None)
     prompt = ["-p", "a"] if command == "generate" else []
+    is_chat = command == "chat"
     assert main([command, "-q", *prompt]) == 0
-    assert loaded_with == {
+    assert loaded_with == ({"prefix_disk": 0} if is_chat else {}) | {
         "model": "smollm2", "device": "cpu", "dtype": "auto", "weights": "auto", "precision": "exact", "capture": True,
         "max_seq_len": None, "threads": None, "chat_template": None, "allow_special": False,
         "kv_type": "auto", "eviction_policy": "none", "eviction_window": 1024, "protected_prefix": 4,
@@ -384,9 +385,9 @@ def test_the_model_is_loaded_as_the_options_say(
     options += ["--chat-template", str(template), "--allow-special"]
     options += ["--kv-type", "q8", "--eviction-policy", "snapkv", "--eviction-window", "512", "--protected-prefix", "2"]
     options += ["--memory-threshold-mb", "7", "--reuse-prefixes", "--grammar-backend", "xgrammar"]
-    options += ["--tensor-parallel", "2", "--state-memory", "900"]
+    options += ["--tensor-parallel", "2", "--state-memory", "900", *(["--prefix-disk", "2GB"] if is_chat else [])]
     assert main([command, "-q", *prompt, *options, "--max-seq-len", "99", "--dtype", "float16"]) == 0
-    assert loaded_with == {
+    assert loaded_with == ({"prefix_disk": 2 * 10**9} if is_chat else {}) | {
         "model": "m", "device": "cpu", "dtype": "float16", "weights": "q8", "precision": "fast", "capture": False,
         "max_seq_len": 99, "threads": 3, "chat_template": "{{ messages }}", "allow_special": True,
         "kv_type": "q8", "eviction_policy": "snapkv", "eviction_window": 512, "protected_prefix": 2,

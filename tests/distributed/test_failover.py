@@ -35,6 +35,8 @@ STREAM, JSON = ([(b"content-type", kind)] for kind in (b"text/event-stream; char
 class Life:
     """A replica that answers with this head and body, a list of events or bytes, and then dies or not."""
 
+    load_seconds = 0.0
+
     def __init__(self, status: int, body: list[bytes] | bytes, *, dies: bool = False) -> None:
         self.status, self.content, self.dies = status, body, dies
 

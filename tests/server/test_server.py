@@ -201,12 +201,27 @@ def test_a_body_that_is_too_large_is_refused_counted_or_announced(served: Served
             assert (refused.status_code, error_of(refused)["code"]) == (413, "body_too_large")
 
 
+CURLS = ["application/x-www-form-urlencoded", ""]
+
+
 @pytest.mark.parametrize(
-    "sent", ["text/plain", "application/x-www-form-urlencoded", "", "application/json; charset=utf-16"]
+    ("sent", "by_page"),
+    [
+        *((sent, {}) for sent in ("text/plain", "application/json; charset=utf-16")),
+        *((sent, {"origin": "null"}) for sent in ("text/plain", *CURLS)),
+        *((sent, {"sec-fetch-site": "cross-site"}) for sent in CURLS),
+    ],
 )
-def test_a_body_of_another_type_is_refused(served: Served, sent: str) -> None:
-    refused = served.client.post(PATH, content=b'{"prompt": "hello"}', headers={"content-type": sent})
+def test_a_body_of_another_type_is_refused(served: Served, sent: str, by_page: dict[str, str]) -> None:
+    headers = {"content-type": sent, **by_page}
+    refused = served.client.post(PATH, content=b'{"prompt": "hello"}', headers=headers)
     assert (refused.status_code, error_of(refused)["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("sent", CURLS)
+def test_a_program_may_leave_the_type_to_curl(served: Served, sent: str) -> None:
+    answer = served.client.post(PATH, content=b'{"prompt": "hello"}', headers={"content-type": sent})
+    assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("sent", ["Application/JSON;charset=UTF-8", 'application/json; charset="utf-8"; x=1'])

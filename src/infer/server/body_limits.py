@@ -10,6 +10,8 @@ from infer.server.server_settings import ServerSettings
 _DRAINED = 8  # bodies: what is dropped of one that is too large, so that its sender sees the answer
 _MOST_DIGITS = 20  # of a Content-Length: one that has more is over every limit
 _CHARSETS = {"utf-8", "utf8", "us-ascii", "ascii"}
+_CURLS = {"", "application/x-www-form-urlencoded"}
+_OF_BROWSERS = ("origin", "sec-fetch-site")  # a page can leave out neither
 _CLOSE = {"Connection": "close"}
 
 
@@ -26,8 +28,13 @@ async def receive_body(request: Request, settings: ServerSettings) -> bytes:
 
 
 def _check_type(request: Request) -> None:
-    """Raise ApiError 415 unless the type is JSON. A page of another origin can send other types without a preflight."""
+    """Raise ApiError 415 unless the type is JSON, or one that curl sends by itself.
+
+    A page of another origin can send curl's types without a preflight. But a browser names the page's origin.
+    """
     sent = request.headers.get("content-type", "")
+    if sent in _CURLS and not any(name in request.headers for name in _OF_BROWSERS):
+        return
     kind, *parameters = (part.strip().lower() for part in sent.split(";"))
     charsets = {part.partition("=")[2].strip('"') for part in parameters if part.startswith("charset=")}
     if kind != "application/json" or charsets - _CHARSETS:

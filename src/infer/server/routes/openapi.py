@@ -23,7 +23,7 @@ _STATUSES = {
     404: "There is no such route, or another model is asked for.",
     408: "The body did not come in time.",
     413: "The body is too large.",
-    415: "The body is not application/json.",
+    415: "The body is not application/json, and a page or another program than curl has sent it.",
     429: "More is asked than can be served soon: Retry-After says when to ask again.",
     431: "The headers are too large.",
     500: "The server failed.",

@@ -174,6 +174,7 @@ def test_a_replica_is_told_who_asks_and_not_the_key_nor_what_is_of_the_client_s_
     assert found == {
         b"x-session-id": b"s", b"accept": b"*/*", b"host": b"engine", b"connection": b"close", b"content-length": b"2",
         b"x-request-id": b"req-1", b"x-infer-id": b"req-1", b"x-infer-key-name": b"ann", b"x-infer-sent": b"0",
+        b"x-infer-load-seconds": b"0.000000",
     }  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def loop_of(cpu: str, type_: str, planes: int, shape: Shape, monkeypatch: pytest
     """Return the instructions of the innermost loop, which multiplies one record."""
     triple, features = CPUS[cpu]
     monkeypatch.setattr(simd, "target_features", lambda: frozenset(features))
-    monkeypatch.setattr(weight_streams, "prefers_one_stream", lambda: False)  # whatever this machine prefers
+    monkeypatch.setattr(weight_streams, "prefers_near", lambda: False)  # whatever this machine prefers
     layout, isa = LAYOUTS[type_], set_of(cpu)
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * (shape.groups + 4)), "tile")

@@ -18,20 +18,22 @@ from infer.backends.cpu.weights import weight_streams
 def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     def choose(one: bool) -> None:
         monkeypatch.setattr(isa_module, "prefers_one_stream", lambda: one)
-        monkeypatch.setattr(weight_streams, "prefers_one_stream", lambda: one)
+        monkeypatch.setattr(weight_streams, "prefers_near", lambda: one)
 
     return choose
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("znver4", True), ("znver2", True), ("haswell", False), ("apple-m1", False)]
+    ("name", "one", "near"),
+    [("znver4", True, True), ("znver1", True, True), ("znver5", True, False), ("haswell", False, False)],
 )
-def test_the_maker_decides(name: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_core_decides(name: str, one: bool, near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llvm, "get_host_cpu_name", lambda: name)
-    assert weight_streams.prefers_one_stream.__wrapped__() is expected
+    assert weight_streams.prefers_one_stream.__wrapped__() is one
+    assert weight_streams.prefers_near.__wrapped__() is near
 
 
-def test_little_is_asked_for_where_one_stream_is_read(prefer: Callable[[bool], None]) -> None:
+def test_a_single_tokens_stream_is_prefetched_nearby_if_the_core_prefers_it(prefer: Callable[[bool], None]) -> None:
     prefer(True)
     near = weight_streams.bytes_ahead(1, 1)
     assert near < weight_streams.FAR

@@ -1,8 +1,9 @@
 """Order in which weights are read from memory. It depends on a core's maker, not on the instruction set, and changes no
 bit.
 
-A stream is a group of 16 rows, record by record. Zen's prefetchers follow one stream from page to page, and other
-prefetches delay them; they handle two streams badly. Other cores' prefetchers stop at each page's end: docs/dev/log.md.
+A stream is a group of 16 rows, record by record. Zen's prefetchers follow one stream from page to page, and handle two
+streams badly. Up to Zen 4 other prefetches delay them. Zen 5's are too late for tiles that consume records quickly, and
+those of other cores stop at each page's end: docs/dev/log.md.
 """
 
 from functools import cache
@@ -14,8 +15,13 @@ _NEAR, FAR = 512, 16384
 @cache
 def prefers_one_stream() -> bool:
     """Return True if this machine reads a single token's weights faster group by group, for any compilation target."""
-    name: str = import_module("llvmlite.binding").get_host_cpu_name()
-    return name.startswith("znver")
+    return _core_name().startswith("znver")
+
+
+@cache
+def prefers_near() -> bool:
+    """Return True if a far prefetch of one stream delays the core's own prefetches: Zen 1 to Zen 4."""
+    return _core_name() in {f"znver{generation}" for generation in range(1, 5)}
 
 
 def bytes_ahead(groups: int, columns: int) -> int:
@@ -23,4 +29,9 @@ def bytes_ahead(groups: int, columns: int) -> int:
 
     Tiles of many tokens wait for products, not for memory.
     """
-    return _NEAR if groups == columns == 1 and prefers_one_stream() else FAR
+    return _NEAR if groups == columns == 1 and prefers_near() else FAR
+
+
+def _core_name() -> str:
+    name: str = import_module("llvmlite.binding").get_host_cpu_name()
+    return name

@@ -8,8 +8,8 @@ from infer.catalog.model_facts import ModelFacts
 from infer.catalog.model_tasks import tasks_of
 from infer.catalog.models_at_hand import weights_name
 from infer.checkpoint import open_checkpoint, resolve
+from infer.checkpoint.file_versions import FileVersion, file_versions
 from infer.checkpoint.generation_config import defaults_of
-from infer.errors import ModelError
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import weights_by_type
 from infer.tokenizer.infill import find_marks
@@ -18,22 +18,10 @@ from infer.toolcalls.template_formats import reasoning_of
 
 _MOST_MODELS = 256  # whose facts are kept
 
-FileVersion = tuple[str, int, int]  # name, size, and time of the last change in nanoseconds
-
 
 def read_facts(model: str) -> ModelFacts:
     """Return the facts about a model, the value of `--model`. Raises the errors of opening it."""
-    path = resolve(model)
-    return _facts(path, _versions(path))
-
-
-def _versions(path: Path) -> tuple[FileVersion, ...]:
-    """Return the versions of a model's file, or of the files in its folder."""
-    try:
-        files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
-        return tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    return _facts(resolve(model), file_versions(model))
 
 
 @lru_cache(_MOST_MODELS)

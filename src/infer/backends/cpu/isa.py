@@ -65,7 +65,7 @@ class InstructionSet:
 
         A tile of one group processes two groups in turn.
         """
-        shapes = list(self.words if form > WORDS else (self.floats, self.fast, self.exact)[form])
+        shapes = list(self._tiles_of(form))
         if groups == 1:
             return [shape for shape in shapes if shape.groups == 1]
         both = {shape.columns for shape in shapes if shape.groups == 2}
@@ -81,8 +81,11 @@ class InstructionSet:
         """Return True if a prompt's weights are unpacked once for many tiles: if each tile would spend long on it."""
         if self.may_use_matrices(layout):
             return False
-        widest = self.shapes(layout, form, 2)[0]
+        widest = self._tiles_of(form)[0]
         return _STEP_WEIGHT * layout.unpacking_steps >= widest.columns * max(1, form % WORDS)
+
+    def _tiles_of(self, form: int) -> tuple[Shape, ...]:
+        return self.words if form > WORDS else (self.floats, self.fast, self.exact)[form]
 
     def may_use_matrices(self, layout: Layout) -> bool:
         return self.has_matrices and not layout.is_float

@@ -90,6 +90,7 @@ class Engine:
         self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps, page_tokens=page_tokens)
         self._shares = StepShares(self.scheduler.costs, self._queue.tenants.weight)
         if prefixes is not None:
+            prefixes.is_busy = lambda: bool(self._sequences)
             prefixes.seconds_to_compute = self._seconds_to_compute
         self._resting: list[Sequence] = []  # that sit a step out
         self._slot_params = SlotParams(runner)
@@ -267,6 +268,8 @@ class Engine:
         if launched is not None:
             self._settle_all(launched)
         self._drop_finished()
+        if self.prefixes is not None:
+            self.prefixes.notify()
         found = list(self._taking_part)
         self._taking_part.clear()
         return found
@@ -355,8 +358,6 @@ class Engine:
                 self.runner.remember(sequence.slot, sequence.token_ids, sequence.request.salt)
             if sequence.must_end_prompt:
                 self._end_prompt(sequence)
-        if self.prefixes is not None:
-            self.prefixes.notify()
 
     def _plan_what_fits(self, active: list[Sequence]) -> tuple[Plan, list[_Work]]:
         """Return a plan and its work, without sequences that failed meanwhile or got no pages."""

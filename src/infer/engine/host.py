@@ -12,7 +12,7 @@ from typing import Any, TypeVar, final
 from infer.engine.async_answers import AsyncAnswers
 from infer.engine.engine import Engine
 from infer.engine.loop import Loop
-from infer.engine.loop_messages import once
+from infer.engine.loop_messages import Reply, once
 from infer.engine.mailbox import Mailbox
 from infer.engine.place import Lease
 from infer.engine.prefix_disk import PrefixDisk
@@ -104,12 +104,12 @@ class Host:
             return None
         loop = weakref.ref(self.loop)  # so that a loop that nobody else holds ends
 
-        def run(function: Callable[..., Any], *arguments: Any) -> Any:
+        def call(function: Callable[..., Any], *arguments: Any) -> Reply[Any]:
             if (open_loop := loop()) is None:
                 raise closed()
-            return open_loop.run(function, *arguments)
+            return open_loop.call(once(function, *arguments))
 
-        return PrefixDisk(store, runner.cache, run)
+        return PrefixDisk(store, runner.cache, call)
 
     def close(self) -> None:
         """End all answers, and free the caches and the weights. A second call does nothing."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final, runtime_checkable
 
 from infer.errors import ClosedError
 from infer.kvcache.page_exchange import PageExchange
@@ -23,9 +23,18 @@ from infer.system.thread_start import start_thread
 
 _SLICE_BYTES = 16 << 20  # copied between two steps: some 5 ms
 _REST_SECONDS = 60  # after pages could not be written
+_REST_FACTOR = 100  # after a page was stored beside answers, for so many times as long: they lose a hundredth at most
 _FLUSH_SECONDS = 2  # for what is not written yet when the model is closed
 
 log = logging.getLogger("infer.server")
+
+
+@runtime_checkable
+class Pending(Protocol):
+    """A call on the engine's thread."""
+
+    def get(self) -> Any:
+        """Wait for the call, and return its result."""
 
 
 @dataclass(eq=False)
@@ -38,8 +47,10 @@ class _Load:
     on_end: Callable[[int | None], None]
     names: deque[PageName] = field(default_factory=deque)  # that are not loaded yet
     has_begun: bool = False
+    copying: Pending | None = None  # the last pages that were read
     num_loaded: int = 0  # pages
     seconds: float = 0.0  # for which they were read from disk
+    is_over: bool = False  # `on_end` was called
 
 
 @final
@@ -58,19 +69,22 @@ class PrefixCounts:
 class PrefixDisk:
     """Loads and stores pages. `begin` and `notify` are for the engine's thread, the other methods for any."""
 
-    def __init__(self, store: PrefixStore, cache: PagedCache, run: Callable[..., Any]) -> None:
-        """Start the thread. `run(function, *arguments)` returns what the function returns on the engine's thread.
+    def __init__(self, store: PrefixStore, cache: PagedCache, call: Callable[..., Pending]) -> None:
+        """Start the thread. `call(function, *arguments)` calls a function on the engine's thread.
 
-        It raises ClosedError once there is no such thread, which ends this one. The engine sets `seconds_to_compute`:
-        how long tokens from a position on take, or None before that is known.
+        It raises ClosedError once there is no such thread, which ends this one. The engine sets `is_busy`, which is
+        True while answers are computed, and `seconds_to_compute`: how long tokens from a position on take, or None
+        before that is known.
         """
-        self._store, self._exchange, self._run_there = store, PageExchange(cache), run
+        self._store, self._exchange, self._call = store, PageExchange(cache), call
         self._page_tokens = cache.settings.page_tokens
         self._loads = deque[_Load]()
         self._changed = threading.Condition()
         self._is_closed = self._is_idle = False
         self._rests_until = 0.0
         self._problems = set[str]()  # that were told
+        self._rest_seconds = 0.0  # before the next page is stored beside answers
+        self.is_busy: Callable[[], bool] = lambda: False
         self.seconds_to_compute: Callable[[int, int], float | None] = lambda num_tokens, start: None
         self.counts = PrefixCounts()
         if store.problem is not None:
@@ -142,26 +156,33 @@ class PrefixDisk:
         self.close()
         with suppress(ClosedError):
             while self._loads:  # nobody waits for ever
-                self._run_there(self._loads.popleft().on_end, None)
+                self._call(self._loads.popleft().on_end, None).get()
 
     def _wait(self) -> bool:
-        """Wait for something to do. Return False at the end."""
+        """Wait for something to do, and rest beside answers. Return False at the end."""
         with self._changed:
-            self._is_idle = not self._has_work()
+            self._is_idle = not (self._loads or self._exchange.new_pages)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_closed or self._has_work())
+            self._changed.wait_for(lambda: self._is_closed or self._loads or not self.is_busy(), self._rest_seconds)
+            self._rest_seconds = 0.0
+            self._changed.wait_for(lambda: self._is_closed or self._loads or self._exchange.new_pages)
             return not self._is_closed
 
-    def _has_work(self) -> bool:
-        return bool(self._loads or self._exchange.new_pages)
-
     def _load_some(self, load: _Load) -> bool:
-        """Load some pages of a prompt. Return True when there are no more to load."""
+        """Load some pages of a prompt, and copy them while the next ones are read. Return True after the last."""
         if not load.has_begun:
             load.has_begun = True
             load.names = self._find(load.keys)
-        self._run_there(self._put, load, self._read_some(load))
-        return not load.names
+        contents = self._read_some(load)
+        if load.copying is not None:
+            load.copying.get()
+        if load.is_over:
+            return True
+        is_last = not load.names
+        load.copying = self._call(self._put, load, contents, is_last)
+        if is_last:
+            load.copying.get()
+        return is_last
 
     def _find(self, keys: Sequence[bytes]) -> deque[PageName]:
         """Return the stored pages that a prompt with these keys lacks in memory."""
@@ -171,7 +192,7 @@ class PrefixDisk:
                 if name in self._store:
                     self._store.touch(name, depth)
                     stored.add(name)
-        return deque(self._run_there(self._exchange.missing, keys, stored) if stored else ())
+        return deque(self._call(self._exchange.missing, keys, stored).get() if stored else ())
 
     def _names(self, key: bytes) -> list[PageName]:
         return [PageName(group, key) for group in range(self._exchange.num_groups)]
@@ -200,19 +221,20 @@ class PrefixDisk:
             self._tell(f"{self._store.folder} cannot be read ({error.strerror})")
         return None
 
-    def _put(self, load: _Load, contents: Sequence[tuple[PageName, memoryview]]) -> None:
-        """Copy pages into the cache, and call `on_end` if they are the last. For the engine's thread."""
+    def _put(self, load: _Load, contents: Sequence[tuple[PageName, memoryview]], is_last: bool) -> None:
+        """Copy pages into the cache, and call `on_end` after the last. For the engine's thread."""
         for name, content in contents:
             if not (load.is_wanted() and self._exchange.put(name, content)):
-                load.names.clear()
+                is_last = True
                 break
             load.num_loaded += 1
+            self.counts.pages_loaded += 1
             self.counts.bytes_loaded += len(content)
-        self.counts.pages_loaded += len(contents)
-        if load.names and self._is_slow(load):
+        if not is_last and self._is_slow(load):
             self._tell(f"{self._store.folder} is read more slowly than prompts are computed")
-            load.names.clear()
-        if not load.names:
+            is_last = True
+        if is_last:
+            load.is_over = True
             load.on_end(load.num_in_memory if load.num_loaded else None)
 
     def _is_slow(self, load: _Load) -> bool:
@@ -222,16 +244,17 @@ class PrefixDisk:
         return seconds is not None and load.seconds > seconds
 
     def _store_some(self) -> None:
-        """Store some of the new pages."""
+        """Store some of the new pages, and beside answers those of 64 tokens only."""
+        began, most_bytes = time.perf_counter(), 1 if self.is_busy() else _SLICE_BYTES
         new_pages, wanted, num_bytes = self._exchange.new_pages, list[PageName](), 0
         if time.monotonic() < self._rests_until or self._store.problem is not None:
             new_pages.clear()
-        while new_pages and num_bytes < _SLICE_BYTES:
+        while new_pages and num_bytes < most_bytes:
             for name in self._names(new_pages.popleft()):
                 if name not in self._store:
                     wanted.append(name)
                     num_bytes += self._exchange.page_bytes(name.group)
-        for name, content in self._run_there(self._copies, wanted) if wanted else ():
+        for name, content in self._call(self._copies, wanted).get() if wanted else ():
             try:
                 if self._store.write(name, content):
                     self.counts.pages_stored += 1
@@ -240,6 +263,8 @@ class PrefixDisk:
                 self._rests_until = time.monotonic() + _REST_SECONDS
                 self._tell(str(error))
                 return
+        if wanted:
+            self._rest_seconds = _REST_FACTOR * (time.perf_counter() - began)
 
     def _copies(self, names: Sequence[PageName]) -> list[tuple[PageName, bytes]]:
         """Return the contents of the pages that are still in memory. For the engine's thread."""

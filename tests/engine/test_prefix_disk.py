@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from infer import LLM, SamplingParams
-from infer.cli.model_loading import prefix_bytes
+from infer.cli.model_loading import bytes_for_prefixes
 from infer.cli.server_options import ServeOptions
 from infer.cli.subcommands import infer as commands
 from infer.engine.prefix_ends import prefix_end
@@ -236,12 +236,12 @@ def test_a_server_keeps_prefixes_unless_it_has_keys(
     arguments: list[str], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("INFER_PREFIX_DISK")
-    assert prefix_bytes(parsed(arguments)) == expected
+    assert bytes_for_prefixes(parsed(arguments)) == expected
 
 
 def test_keys_and_prefixes_on_disk_are_refused_together() -> None:
     with pytest.raises(InvalidRequestError, match="--prefix-disk keeps what all users' prompts say"):
-        prefix_bytes(parsed(["--api-key-file", "F", "--prefix-disk", "1GB"]))
+        bytes_for_prefixes(parsed(["--api-key-file", "F", "--prefix-disk", "1GB"]))
 
 
 def parsed(arguments: list[str]) -> ServeOptions:

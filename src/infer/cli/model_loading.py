@@ -52,10 +52,10 @@ def served_arguments(options: ServeOptions | DeployOptions) -> dict[str, Any]:
     """
     reuse_prefixes = options.eviction_policy == "none"
     own = {"reuse_prefixes": reuse_prefixes, "pool_pages": options.pool_pages}
-    return load_arguments(options) | own | {"prefix_disk": prefix_bytes(options)}
+    return load_arguments(options) | own | {"prefix_disk": bytes_for_prefixes(options)}
 
 
-def prefix_bytes(options: LoadOptions | ServeOptions | DeployOptions) -> int:
+def bytes_for_prefixes(options: LoadOptions | ServeOptions | DeployOptions) -> int:
     """Return the bytes of files for prefixes of prompts. Users with keys share no folder, so they have none.
 
     Raises InvalidRequestError if such files are asked for with keys.
@@ -76,7 +76,7 @@ def load_arguments(options: LoadOptions | ServeOptions | DeployOptions) -> dict[
     if isinstance(options, RerankerOption):
         same["reranker"] = options.reranker
     if isinstance(options, ChatOptions):
-        same["prefix_disk"] = prefix_bytes(options)
+        same["prefix_disk"] = bytes_for_prefixes(options)
     return same | cache_values(options) | {"capture": not options.no_capture}
 
 

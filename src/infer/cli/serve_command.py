@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import final
 
 import infer
-from infer.cli.model_loading import prefix_bytes
+from infer.cli.model_loading import bytes_for_prefixes
 from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.distributed.front import run_replicas
 from infer.distributed.replica import await_turn
@@ -101,7 +101,7 @@ def make_settings(options: ServeOptions | DeployOptions) -> ServerSettings:
     """
     if isinstance(options, ServeOptions):
         _check_tls(options.tls_cert, options.tls_key)
-        prefix_bytes(options)
+        bytes_for_prefixes(options)
     names = {field.name for field in fields(ServerSettings)}
     given = {name: value for name, value in vars(options).items() if name in names}
     if options.port is None:

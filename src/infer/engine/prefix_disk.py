@@ -1,7 +1,8 @@
 """Prefixes of prompts on disk: loaded before a prompt enters, and stored behind the answers.
 
 One thread reads and writes the files. It reaches the cache by calls to the engine's thread, each of which copies a few
-pages between two steps. What cannot be read is computed, and what cannot be written is not kept: no answer fails.
+pages between two steps. Pages that cannot be read are computed, and pages that cannot be written are not kept. So no
+answer fails.
 """
 
 import logging
@@ -244,7 +245,7 @@ class PrefixDisk:
         return seconds is not None and load.seconds > seconds
 
     def _store_some(self) -> None:
-        """Store some of the new pages, and beside answers those of 64 tokens only."""
+        """Store some of the new pages. While answers are computed, store one page of each group, and rest after it."""
         began, most_bytes = time.perf_counter(), 1 if self.is_busy() else _SLICE_BYTES
         new_pages, wanted, num_bytes = self._exchange.new_pages, list[PageName](), 0
         if time.monotonic() < self._rests_until or self._store.problem is not None:

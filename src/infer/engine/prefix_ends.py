@@ -18,6 +18,7 @@ _LEAST_TOKENS = 256  # of a prompt that is looked at, and half of that read agai
 _NUM_PROMPTS = 32  # with which a prompt is compared
 _SKIPPED, _COMPARED = 32, 16  # tokens after the difference: at most so many differ, then so many are searched for
 _MOST_SHIFTED = 256  # tokens that are missing or new before they are equal again
+_MOST_SHIFTS = 4  # that are tried: a text that repeats itself has hundreds
 _MOST_TOLD = 16  # places
 
 log = logging.getLogger("infer.server")
@@ -68,7 +69,7 @@ def prefix_end(earlier: _Ids, prompt: _Ids) -> PrefixEnd | None:
     if min(len(rest), len(places)) < _COMPARED:
         return None
     windows = np.lib.stride_tricks.sliding_window_view(places, _COMPARED)
-    equal = np.flatnonzero((windows == rest[:_COMPARED]).all(axis=1))
+    equal = np.flatnonzero((windows == rest[:_COMPARED]).all(axis=1))[:_MOST_SHIFTS]
     num_again = max((_common(rest, prompt[position + int(shift) :]) for shift in equal), default=0)
     return PrefixEnd(position, num_again) if num_again >= _LEAST_TOKENS // 2 else None
 
@@ -76,5 +77,6 @@ def prefix_end(earlier: _Ids, prompt: _Ids) -> PrefixEnd | None:
 def _common(left: _Ids, right: _Ids) -> int:
     """Return how many ids both begin with."""
     count = min(len(left), len(right))
-    unequal = np.flatnonzero(left[:count] != right[:count])
-    return int(unequal[0]) if len(unequal) else count
+    unequal = left[:count] != right[:count]
+    first = int(unequal.argmax()) if count else 0
+    return first if count and unequal[first] else count

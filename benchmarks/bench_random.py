@@ -3,15 +3,16 @@
     python benchmarks/bench_random.py CONFIG.json                       four layers in Q4_K, one thread and all cores
     python benchmarks/bench_random.py CONFIG.json --layers 8 --type Q8_0 --precision fast
 
-CONFIG.json is a model's config in Hugging Face's form. Medians over rounds, per layer: a prompt of 512 tokens, and one
-token after it. `gigabytes_per_second` is what a decode step reads of the weights (of experts, those that the token
-chooses) per second.
+CONFIG.json is a model's config in Hugging Face's form. Medians over rounds, per layer: a prompt of 512 tokens, one
+token after it, and 2, 4 or 8 tokens after it, as of drafts or of several sequences. `gigabytes_per_second` is what a
+decode step reads of the weights (of experts, those that the token chooses) per second.
 """
 
 import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -27,7 +28,7 @@ from infer.operands.step import Step
 from infer.runner.caches import make_cache
 from random_weights import random_layers
 
-PROMPT, CONTEXT = 512, 1024
+PROMPT, CONTEXT, FEW = 512, 1024, (2, 4, 8)
 
 
 def load(config: Path, num_layers: int, type_: str, precision: ops.Precision) -> Transformer:
@@ -47,9 +48,12 @@ def measure(model: Transformer, num_threads: int, rounds: int) -> dict[str, floa
     prompt = median(seconds(lambda: captured.run(Step.of(token_ids[:PROMPT]))) for _ in range(3))
     steps = [Step.of([token_ids[at]], at) for at in range(PROMPT, PROMPT + rounds)]
     token = median(seconds(lambda step=step: captured.run(step)) for step in steps)  # type: ignore[misc]
-    return {
+    times = {"decode": token}
+    for count in FEW:
+        step = Step.of(token_ids[:count], PROMPT)
+        times[f"step_of_{count}"] = median(seconds(partial(captured.run, step)) for _ in range(rounds))
+    return {f"{name}_ms_per_layer": 1e3 * time / len(model.layers) for name, time in times.items()} | {
         "prompt_ms_per_token_and_layer": 1e3 * prompt / PROMPT / len(model.layers),
-        "decode_ms_per_layer": 1e3 * token / len(model.layers),
         "gigabytes_per_second": sum(weight_bytes_by_kind(model).values()) / token / 1e9,
     }
 

@@ -109,6 +109,24 @@ def test_each_part_of_a_run_runs_once_whatever_the_number_of_threads() -> None:
     many.close()
 
 
+@needs_linux
+def test_thread_0_computes_on_its_own_node_and_the_caller_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed, pinned = os.sched_getaffinity(0), list[object]()
+    cpu, pin = max(allowed), os.sched_setaffinity
+    monkeypatch.setattr(
+        pool, "node_of_thread", lambda thread, num_threads: {cpu} if (thread, num_threads) == (2, 4) else None
+    )
+    two, counter = ThreadPool(2, rank=1, num_ranks=2), Counter()
+    monkeypatch.setattr(pool, "keep_on_node", lambda thread, num_threads: None)  # of the worker
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cpus: pinned.append(cpus) or pin(thread, cpus))
+    counter.run(two, 1)
+    counter.run(two, 2)
+    two.close()
+    assert pinned == [{cpu}, allowed] * 2
+    assert counter.is_right()
+    assert os.sched_getaffinity(0) == allowed
+
+
 def test_an_idle_pool_uses_no_processor_time() -> None:
     three = ThreadPool(3)
     Counter().run(three, 3)

@@ -10,7 +10,7 @@ import pytest
 from infer.model.sharding import head_starts, kv_heads_of
 from infer.operands.mixers import Attention
 from infer.system import nodes
-from infer.system.nodes import cpus_by_node, cpus_of_rank, cpus_of_thread, keep_on_node
+from infer.system.nodes import cpus_by_node, cpus_of_rank, cpus_of_thread, keep_on_node, visit
 
 
 def tree(root: Path, *cpu_lists: str) -> Path:
@@ -84,3 +84,23 @@ def test_only_a_machine_of_several_nodes_binds_a_thread(monkeypatch: pytest.Monk
         monkeypatch.setattr(nodes, "cpus_by_node", lambda root, lists=lists: lists)
         keep_on_node(1, 2)
         assert calls == bound
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hardware: affinities are Linux's")
+def test_a_visitor_returns_to_all_its_processors_even_after_an_error() -> None:
+    allowed = os.sched_getaffinity(0)
+    cpu = min(allowed)
+    found = list[set[int]]()
+
+    def fail() -> None:
+        with visit({cpu, -1}):  # -1: a processor that the process has lost
+            found.append(os.sched_getaffinity(0))
+            raise ValueError("work failed")
+
+    with pytest.raises(ValueError, match="work failed"):
+        fail()
+    assert found == [{cpu}]
+    assert os.sched_getaffinity(0) == allowed
+    with visit({-1}):
+        assert os.sched_getaffinity(0) == allowed
+    assert os.sched_getaffinity(0) == allowed

@@ -5,8 +5,8 @@
 
 import os
 import sys
-from collections.abc import Set
-from contextlib import suppress
+from collections.abc import Iterator, Set
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -58,10 +58,25 @@ def cpus_of_rank(rank: int, num_ranks: int, num_threads: int, allowed: Set[int],
     return first if all(other == first for other in others) else None
 
 
+def node_of_thread(thread: int, num_threads: int) -> Set[int] | None:
+    """Return the processors of a thread's node, of those that the calling thread may use. None if there is one node."""
+    return cpus_of_thread(thread, num_threads, os.sched_getaffinity(0)) if sys.platform == "linux" else None
+
+
 def keep_on_node(thread: int, num_threads: int) -> None:
     """Pin the calling thread to the processors of its node, if there are several nodes."""
-    if sys.platform == "linux":
-        _keep_on(cpus_of_thread(thread, num_threads, os.sched_getaffinity(0)))
+    _keep_on(node_of_thread(thread, num_threads))
+
+
+@contextmanager
+def visit(cpus: Set[int]) -> Iterator[None]:
+    """Pin the calling thread to those of the processors that it may use. Afterwards it runs wherever it did before."""
+    allowed: Set[int] = os.sched_getaffinity(0) if sys.platform == "linux" else set()
+    _keep_on(allowed & cpus or None)
+    try:
+        yield
+    finally:
+        _keep_on(allowed or None)
 
 
 def keep_rank_on_node(rank: int, num_ranks: int, num_threads: int) -> None:

@@ -9,14 +9,15 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import NamedTuple, final
 
 from infer.backends.cpu.compile import kernel_cache
-from infer.backends.cpu.layouts import WORDS, Layout
-from infer.backends.cpu.weights.weight_streams import prefers_one_stream
+from infer.backends.cpu.layouts import PANEL, WORDS, Layout
+from infer.backends.cpu.weights.weight_streams import most_by_one_stream
 from infer.errors import InvalidRequestError
 
 _FILE = "target-features"
@@ -31,6 +32,7 @@ class Shape(NamedTuple):
     columns: int
     fewest: int
     on_matrices: bool = False
+    widest: int = PANEL  # tokens of a panel, beyond which the tile is not used
 
 
 def _tiles(groups: int, *columns: int) -> tuple[Shape, ...]:
@@ -39,6 +41,20 @@ def _tiles(groups: int, *columns: int) -> tuple[Shape, ...]:
     A tile of more than two tokens is faster than two smaller ones even if it lacks one token.
     """
     return tuple(Shape(groups, count, count - (count > 2)) for count in columns)
+
+
+def _of_two_groups(shapes: Sequence[Shape], most_by_one: int) -> Iterator[Shape]:
+    """Yield the tiles for two groups of rows, in order. Tiles of at most `most_by_one` tokens take one group at a time.
+
+    In a panel of many tokens, the widest tile takes two groups all the same.
+    """
+    both = {shape.columns for shape in shapes if shape.groups == 2}
+    for shape in shapes:
+        is_few = shape.columns <= most_by_one
+        if shape.groups == 2 and is_few:
+            yield shape._replace(groups=1, widest=2 * shape.columns if shape is shapes[0] else PANEL)
+        if (shape.groups == 2 and (not is_few or shape is shapes[0])) or shape.columns not in both:
+            yield shape
 
 
 @final
@@ -68,10 +84,7 @@ class InstructionSet:
         shapes = list(self._tiles_of(form))
         if groups == 1:
             return [shape for shape in shapes if shape.groups == 1]
-        both = {shape.columns for shape in shapes if shape.groups == 2}
-        if prefers_one_stream():
-            both -= {1}  # of a single token a group is a stream
-        shapes = [shape for shape in shapes if (shape.groups == 2) == (shape.columns in both)]
+        shapes = list(_of_two_groups(shapes, most_by_one_stream(is_float=layout.is_float)))
         if not self.may_use_matrices(layout) or layout.parts > 1:  # two scales a record cost twice the stores
             return shapes
         wide = list(_MATRICES[:form])

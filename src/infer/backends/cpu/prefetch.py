@@ -3,6 +3,7 @@
 A core's own prefetcher stops at the end of each page, and starts again with each head: docs/dev/log.md.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -23,6 +24,31 @@ def prefetch(b: Builder, where: Value, num_bytes: int) -> None:
     for line in range(0, num_bytes, _LINE):
         pointer = b.inttoptr(simd.offset(b, where, line), I8.as_pointer())
         simd.call(b, "prefetch.p0", ir.VoidType(), pointer, *hints)
+
+
+@final
+class Ahead:
+    """The distance from a tile's records to those that it reads so many bytes later.
+
+    A tile of two streams reads two neighbouring groups, then the next two. So a stream passes over the other one's
+    group when its own ends.
+    """
+
+    def __init__(self, b: Builder, streams: Sequence[Value], num_bytes: int) -> None:
+        """Emit what is the same for all records. `streams` are the addresses of one group or of two neighbours."""
+        self._b, self._near, self._border = b, constant(I64, num_bytes), None
+        if len(streams) == 2:
+            self._group_bytes = b.sub(streams[1], streams[0])
+            passed = b.mul(b.udiv(self._near, self._group_bytes), self._group_bytes)
+            self._border = b.sub(streams[1], b.sub(self._near, passed))
+            self._near = b.add(self._near, passed)
+
+    def of(self, record: Value) -> Value:
+        """Emit the distance of the first stream's record, which is that of the other stream's too."""
+        if self._border is None:
+            return self._near
+        is_near = self._b.icmp_unsigned("<", record, self._border)
+        return self._b.select(is_near, self._near, self._b.add(self._near, self._group_bytes))
 
 
 @final

@@ -24,8 +24,10 @@ from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, QUADS_BYTES, Layout
 from infer.backends.cpu.matmul.activation_record import ActivationRecord
 from infer.backends.cpu.matmul.vector_tiles import add_record
+from infer.backends.cpu.prefetch import Ahead
 from infer.backends.cpu.simd import F32X16, I8, I32X16, I64, Value, address, constant, load, operation, store
 from infer.backends.cpu.weights.unpacking import Emitter, PackedRecords, UnpackedRecords, alternate
+from infer.backends.cpu.weights.weight_streams import FAR
 
 GROUPS = 2
 _ROWS = 16  # of a matrix register
@@ -110,6 +112,7 @@ class MatrixTile:
         self.place_bytes = _PLACE_BYTES - (_SUMS_BYTES if tokens == _ROWS else 0)
         self.num_registers = tokens * planes // _ROWS  # of activations
         self.records = None if is_unpacked else PackedRecords(b, layout, isa)
+        self.ahead = Ahead(b, self.weights, FAR)  # of packed weights
         self.sums = [
             [cgutils.alloca_once_value(b, constant(F32X16, 0.0)) for _ in range(tokens)] for _ in range(GROUPS)
         ]
@@ -130,7 +133,11 @@ class MatrixTile:
     def unpack(self, index: Value) -> list[Emitter]:
         if self.records is None:
             return []
-        emitters = [self.records.unpack(self.weights[g], index, self.unpacked(g, index)) for g in range(GROUPS)]
+        records = [self.records.place(weights, index) for weights in self.weights]
+        distance = self.ahead.of(records[0].where)
+        emitters = [
+            self.records.unpack(record, distance, self.unpacked(group, index)) for group, record in enumerate(records)
+        ]
         return [emitter for both in zip(*emitters, strict=True) for emitter in both]
 
     def multiply(self, index: Value) -> list[Emitter]:

@@ -37,6 +37,8 @@ def make_multiply_panel(layout: Layout, form: int, isa: InstructionSet, num_grou
         for shape in shapes:
             columns, left = constant(I64, shape.columns), b.sub(width, done)
             count = b.sdiv(b.add(left, constant(I64, shape.columns - shape.fewest)), columns)
+            if shape.widest < PANEL:
+                count = b.select(b.icmp_signed("<=", width, constant(I64, shape.widest)), count, constant(I64, 0))
             turns = constant(I64, num_groups // shape.groups)
             with cgutils.for_range(b, turns) as turn, cgutils.for_range(b, count) as loop:
                 token = b.add(done, b.mul(loop.index, columns))

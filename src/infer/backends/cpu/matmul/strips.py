@@ -4,7 +4,7 @@ The tiles of all panels are multiplied with a strip before the next strip is unp
 its sums, which are stored between strips. So a row's sum is one chain over its records, as without strips.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from llvmlite.ir import IRBuilder as Builder
@@ -62,7 +62,7 @@ def make_multiply_strips(layout: Layout, form: int, isa: InstructionSet, panel_b
 def _make_multiply_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
     """Return multiply(strip, activations, num_records, out, second_chain, is_first, is_last), for a full panel."""
     record_bytes, group_bytes = layout.activation_bytes(form), _RECORDS * layout.unpacked_bytes
-    shapes = list(_cover(isa.shapes(layout, form, _GROUPS)))
+    shapes = list(_cover(shape for shape in isa.shapes(layout, form, _GROUPS) if shape.widest == PANEL))
 
     @operation(types.void, *(address,) * 5, types.boolean, types.boolean)
     def multiply_panel(
@@ -93,7 +93,7 @@ def _make_multiply_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
     return multiply_panel
 
 
-def _cover(shapes: list[Shape]) -> Iterator[tuple[Shape, int, int]]:
+def _cover(shapes: Iterable[Shape]) -> Iterator[tuple[Shape, int, int]]:
     """Yield the shapes of a full panel's tiles, with the first token and the number of tiles."""
     done = 0
     for shape in shapes:

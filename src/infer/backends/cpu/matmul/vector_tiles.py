@@ -26,7 +26,7 @@ from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import LAYOUTS, SCALE_AT, UNIT, Layout
 from infer.backends.cpu.matmul.activation_record import ActivationRecord, Dots
 from infer.backends.cpu.matmul.arithmetic import arithmetic_of
-from infer.backends.cpu.prefetch import prefetch
+from infer.backends.cpu.prefetch import Ahead, prefetch
 from infer.backends.cpu.simd import F32, F32X16, I32, I64, Value, constant, load
 from infer.backends.cpu.weights.float_records import float_scale, floats_of
 from infer.backends.cpu.weights.unpacking import PackedRecords, UnpackedRecords
@@ -63,7 +63,7 @@ def emit_block_tile(
     """Emit a tile of a block type, and return the sums of each group and column."""
     weights, activations, stride, num_records = operands
     records, arithmetic, per_super = PackedRecords(b, layout, isa), arithmetic_of(isa), layout.records_per_super
-    sums = _zeros(b, columns, operands)
+    sums, ahead = _zeros(b, columns, operands), Ahead(b, weights, bytes_ahead(len(weights), columns))
     with cgutils.for_range(b, b.sdiv(num_records, constant(I64, per_super))) as outer:
         past = b.mul(outer.index, constant(I64, layout.super_bytes))
         bases = [b.add(where, past) for where in weights]
@@ -73,8 +73,9 @@ def emit_block_tile(
             at = b.add(activations, b.mul(b.add(first, inner.index), stride))
             inputs = ActivationRecord(b, layout, form, range(columns), at)
             places = [records.record(base, inner.index) for base in bases]
+            distance = ahead.of(places[0].where)
             for record in places:
-                records.prefetch(record, bytes_ahead(len(weights), columns))
+                prefetch(b, b.add(record.where, distance), layout.record_bytes)
             dots = arithmetic.dots(inputs, [records.quads(record) for record in places])
             scales = [records.scales(record, *of_super) for record, of_super in zip(places, supers, strict=True)]
             _add_records(inputs, sums, dots, scales)
@@ -172,6 +173,7 @@ def _emit_float_records(b: Builder, layout: Layout, operands: Operands, sums: li
             past = b.mul(loop.index, constant(I64, layout.record_bytes))
             add_inputs([b.add(where, past) for where in weights], loop.index, [])
         return
+    ahead = Ahead(b, weights, FAR)
     with cgutils.for_range(b, b.sdiv(num_records, constant(I64, per_super))) as outer:
         past = b.mul(outer.index, constant(I64, layout.super_bytes))
         bases, first = [b.add(where, past) for where in weights], b.mul(outer.index, constant(I64, per_super))
@@ -179,6 +181,7 @@ def _emit_float_records(b: Builder, layout: Layout, operands: Operands, sums: li
         with cgutils.for_range(b, constant(I64, per_super)) as inner:
             within = simd.offset(b, b.mul(inner.index, constant(I64, layout.record_bytes)), layout.super_header)
             places = [b.add(base, within) for base in bases]
+            distance = ahead.of(places[0])
             for place in places:
-                prefetch(b, simd.offset(b, place, FAR), layout.record_bytes)
+                prefetch(b, b.add(place, distance), layout.record_bytes)
             add_inputs(places, b.add(first, inner.index), scales)

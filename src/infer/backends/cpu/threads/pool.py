@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -28,7 +29,7 @@ from infer.backends.cpu.threads.stack_size import check_stack
 from infer.backends.cpu.threads.thread_records import FLAG, JOB, MAX_THREADS, TABLE
 from infer.errors import InferError
 from infer.system.cores import default_num_threads
-from infer.system.nodes import keep_on_node
+from infer.system.nodes import keep_on_node, node_of_thread, visit
 from infer.system.thread_start import start_thread
 
 _SPINS_AFTER_RUN = 3000  # pauses, 40 to 100 µs
@@ -62,6 +63,7 @@ class ThreadPool:
         """
         self.num_threads = min(num_threads, MAX_THREADS)
         self._rank, self._num_ranks = rank, num_ranks
+        self._node = node_of_thread(self._place_of(0), num_ranks * self.num_threads)
         self._job = fields_of(aligned(1, JOB))
         self._job_at = ctypes.addressof(self._job)
         self._job.dispatch = compiled_address(".threads.worker_loop:dispatch", TABLE)
@@ -95,8 +97,9 @@ class ThreadPool:
         if choice.num_threads > 1:
             self._start_workers()
         fields.has_run = 0
-        while not fields.has_run:  # a signal ends the wait for the turn
-            self._run(self._job_at, last[2], table.address, choice.num_threads)
+        with nullcontext() if self._node is None else visit(self._node):
+            while not fields.has_run:  # a signal ends the wait for the turn
+                self._run(self._job_at, last[2], table.address, choice.num_threads)
         taken = (fields.ended - fields.began) / 1e9
         self.run_seconds += taken
         if num_threads is None and self.num_threads > 1:
@@ -162,8 +165,12 @@ class ThreadPool:
             )
             raise InferError(self._failure) from None
 
+    def _place_of(self, thread: int) -> int:
+        """Return the place of a thread among those of all ranks."""
+        return self._rank * self.num_threads + thread
+
     def _work(self, thread: int) -> None:
-        keep_on_node(self._rank * self.num_threads + thread, self._num_ranks * self.num_threads)
+        keep_on_node(self._place_of(thread), self._num_ranks * self.num_threads)
         self._serve(self._job_at, self._job_at, thread, _SPINS_AFTER_RUN)
 
 

@@ -47,10 +47,6 @@ class PackedRecords:
     def low_codes(self, record: Record) -> LowCodes:
         return make_low_codes(self.b, self.layout, self.arithmetic, record)
 
-    def prefetch(self, record: Record, ahead: int) -> None:
-        """Prefetch the record that is `ahead` bytes after this one."""
-        prefetch(self.b, simd.offset(self.b, record.where, ahead), self.layout.record_bytes)
-
     def quad(self, low: LowCodes, record: Record, quad: int) -> Value:
         """Return 64 stored values as bytes."""
         b, layout, bits = self.b, self.layout, self.layout.low_bits
@@ -152,12 +148,13 @@ class PackedRecords:
         base = b.add(weights, b.mul(b.sdiv(index, per_super), constant(I64, layout.super_bytes)))
         return self.record(base, b.srem(index, per_super))
 
-    def unpack(self, weights: Value, index: Value, to: Value, *, keeps_offset: bool = False) -> list[Emitter]:
-        b, record = self.b, self.place(weights, index)
+    def unpack(self, record: Record, ahead: Value, to: Value, *, keeps_offset: bool = False) -> list[Emitter]:
+        """Return what unpacks a record, and prefetches what is so many bytes ahead of it."""
+        b = self.b
         low, offset = self.low_codes(record), 0 if keeps_offset else self.offset
 
         def begin() -> None:
-            self.prefetch(record, FAR)
+            prefetch(b, b.add(record.where, ahead), self.layout.record_bytes)
             low.load()
 
         def quad(index: int) -> None:
@@ -197,11 +194,12 @@ def make_unpack(layout: Layout, isa: InstructionSet, *, keeps_offset: bool = Fal
     def unpack(b: Builder, weights: Value, first: Value, count: Value, out: Value) -> None:
         records = PackedRecords(b, layout, isa)
         with cgutils.for_range(b, count) as loop:
-            index, to = b.add(first, loop.index), b.add(out, simd.multiply(b, loop.index, layout.unpacked_bytes))
+            record = records.place(weights, b.add(first, loop.index))
+            to = b.add(out, simd.multiply(b, loop.index, layout.unpacked_bytes))
             if layout.is_float:
-                unpack_floats(b, layout, records.place(weights, index), to)
+                unpack_floats(b, layout, record, to)
             else:
-                alternate(records.unpack(weights, index, to, keeps_offset=keeps_offset))
+                alternate(records.unpack(record, constant(I64, FAR), to, keeps_offset=keeps_offset))
 
     return unpack
 

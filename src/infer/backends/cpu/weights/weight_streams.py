@@ -13,9 +13,14 @@ _NEAR, FAR = 512, 16384
 
 
 @cache
-def prefers_one_stream() -> bool:
-    """Return True if this machine reads a single token's weights faster group by group, for any compilation target."""
-    return _core_name().startswith("znver")
+def most_by_one_stream(*, is_float: bool) -> int:
+    """Return up to how many tokens weights are read faster group by group, for any compilation target.
+
+    Zen reads one stream faster than two. With more tokens, two groups that share activations are faster.
+    """
+    if not _core_name().startswith("znver"):
+        return 0
+    return 1 if is_float or prefers_near() else 4
 
 
 @cache

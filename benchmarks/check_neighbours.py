@@ -1,8 +1,9 @@
 """Check what is left of one client's stream while another client misbehaves, in each of many ways.
 
 The quiet client streams an answer alone and beside each misdeed in turn. The table has the ratio of its tokens per
-second, its first token and its largest gap. Both clients have keys, so each is a tenant. docs/serving.md promises
-that they share the machine. Ends with 1 if a stream fails, or falls below the bounds.
+second, its first token and its largest gap. Both clients have keys, so each is a tenant.
+docs/explanation/overload.md promises that they share the machine.
+Ends with 1 if a stream fails, or falls below the bounds.
 
     python benchmarks/check_neighbours.py --rounds 3 --report benchmarks/reports/neighbours.json
 """

@@ -17,17 +17,16 @@ from infer.sampling_params import ALIASES, PARAMETERS, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "infer"
+DOCS = ROOT / "docs" / "reference"
 _COUNT = re.compile(r"(?P<name>[A-Z_]+): Final = (?P<value>[^#\n]+?)(?:  # (?P<words>.*))?")
 
 
 def written() -> dict[Path, str]:
     """Return the whole text of each file that has a written part."""
     parts = {
-        ROOT / "docs" / "semantics.md": [
-            ("names of SamplingParams", _names(SamplingParams)),
-            ("names of RequestOptions", _names(RequestOptions)),
-        ],
-        ROOT / "docs" / "serving.md": [("limits", _limits())],
+        DOCS / "sampling.md": [("names of SamplingParams", _names(SamplingParams))],
+        DOCS / "request-options.md": [("names of RequestOptions", _names(RequestOptions))],
+        DOCS / "defaults.md": [("limits", _limits())],
     }
     found = {path: _with_parts(path.read_text(encoding="utf-8"), each) for path, each in parts.items()}
     for path, name, lines in (

@@ -269,7 +269,7 @@ class GenerationResult:
     prompt_tokens: int
     generated_tokens: int
     timing: GenerationTiming
-    stop_reason: str | int | None = None  # a stop string or id, or "max_new_tokens", "grammar", …: docs/semantics.md
+    stop_reason: str | int | None = None  # a stop string or id, or a reason: docs/reference/stops.md
     seed: int | None = None  # the seed that gives these tokens again
     logprobs: list[TokenLogprob] | None = None  # one per generated token, if requested
     grammar_complete: bool | None = None  # None without a grammar

@@ -2,7 +2,7 @@
 
 A field of `SamplingParams` or of `RequestOptions` is declared once, with `parameter`. Its checks are made from the
 declaration, and so are the fields of bodies, the options of the command line, the controls of the page and the table
-in `docs/semantics.md`. This module imports neither torch nor msgspec.
+in `docs/reference`. This module imports neither torch nor msgspec.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Limits and defaults of requests: each number once. `docs/serving.md` has them as a table."""
+"""Limits and defaults of requests: each number once. `docs/reference/defaults.md` has them as a table."""
 
 from typing import Final
 

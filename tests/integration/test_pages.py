@@ -20,7 +20,8 @@ from infer.llm import LLM
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = [ROOT / "docs" / "tutorial.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "command-line.md", *TUTORIALS]
+COMMANDS = [ROOT / "docs" / "command-line.md", ROOT / "docs" / "how-to" / "model-files.md"]
+PAGES = [ROOT / "README.md", *COMMANDS, *TUTORIALS]
 MEASURED = re.compile(r"[\d,]+(?:\.\d+)? (?:ms|s|tokens/sec|rows/s|tok/s)\b")
 BLOCK = re.compile(
     r"(?:as `(?P<file>[\w.-]+)`[^\n]*:\n\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE

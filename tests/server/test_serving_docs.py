@@ -1,4 +1,4 @@
-"""docs/serving.md has every flag, route, metric, setting and field of the log that the server has, and no other.
+"""The pages of docs/server have every flag, route, metric and setting that the server has, and no other.
 
 A row that is missing is printed as it should be.
 """
@@ -21,7 +21,8 @@ from infer.server.server_settings import ServerSettings
 from served import Served
 
 ROOT = Path(__file__).parents[2]
-DOCS = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "docs" / "server").glob("*.md"))
+DOCS = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def rows(beginning: str) -> set[str]:
@@ -47,7 +48,7 @@ def test_every_flag_is_told_as_its_help_tells_it() -> None:
 
 
 def test_the_lines_for_other_programs_are_those_that_the_server_prints() -> None:
-    told = DOCS.partition("## Clients")[2].partition("## ")[0]
+    told = (ROOT / "docs" / "how-to" / "clients.md").read_text(encoding="utf-8")
     for program, line in client_lines("http://127.0.0.1:8000", "smollm2", has_keys=False):
         assert f"| {program} | `{line}` |" in told, program
 
@@ -93,6 +94,6 @@ def test_every_setting_is_a_flag_or_told_with_its_value() -> None:
     by_other_names = {"model", "aliases", "api_keys"}
     set_by_itself = {"is_child", "model_path"}
     flags = {option.name for option in infer.commands["serve"].params} | by_other_names | set_by_itself
-    table = DOCS.partition("What has no flag:")[2].partition("## ")[0]
+    table = (ROOT / "docs" / "server" / "flags.md").read_text(encoding="utf-8").partition("## What has no flag")[2]
     told = dict(re.findall(r"^\| `([a-z_]+)` \| ([^|]*) \|", table, re.MULTILINE))
     assert told == {field.name: str(field.default) for field in fields(ServerSettings) if field.name not in flags}

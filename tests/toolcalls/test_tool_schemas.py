@@ -226,7 +226,7 @@ def test_a_call_that_was_cut_can_be_sent_back(llm: LLM, form: str) -> None:
 
 
 def test_the_documentation_names_every_tool_format() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "semantics.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "tools.md").read_text()
     assert [name for name in FORMATS if f"`{name}`" not in text] == []
 
 

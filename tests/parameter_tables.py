@@ -1,4 +1,4 @@
-"""Tables of the docs and TypedDicts of keywords, which are written from the declarations of parameters.
+"""Tables of the docs and TypedDicts of keywords, which are written from the declarations of parameters and options.
 
 As a program it writes them.
 """
@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+import click
+from click.core import UNSET
+
 import infer.engine.request_options as request_options
 import infer.sampling_params as sampling_params
+from infer.cli.command_options import PrefixOption, ServedOptions
+from infer.cli.server_options import ClientOptions, LimitOptions, ModelsOptions, ProcessOptions, SchedulingOptions
+from infer.cli.subcommands import infer as command_line
 from infer.engine.request_options import OPTIONS, RequestOptions
 from infer.protocols.foreign import FOREIGN
 from infer.sampling_params import ALIASES, PARAMETERS, SamplingParams
@@ -18,6 +24,14 @@ from infer.sampling_params import ALIASES, PARAMETERS, SamplingParams
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "infer"
 DOCS = ROOT / "docs" / "reference"
+FLAGS: dict[str, tuple[type, ...]] = {
+    "flags for the choice of models": (ModelsOptions,),
+    "flags for clients": (ClientOptions,),
+    "flags for processes": (ProcessOptions,),
+    "flags for steps and waiting": (SchedulingOptions,),
+    "flags for limits": (LimitOptions,),
+    "flags for the model": (ServedOptions, PrefixOption),
+}
 _COUNT = re.compile(r"(?P<name>[A-Z_]+): Final = (?P<value>[^#\n]+?)(?:  # (?P<words>.*))?")
 
 
@@ -27,6 +41,7 @@ def written() -> dict[Path, str]:
         DOCS / "sampling.md": [("names of SamplingParams", _names(SamplingParams))],
         DOCS / "request-options.md": [("names of RequestOptions", _names(RequestOptions))],
         DOCS / "defaults.md": [("limits", _limits())],
+        ROOT / "docs" / "server" / "flags.md": [(name, _flags(kinds)) for name, kinds in FLAGS.items()],
     }
     found = {path: _with_parts(path.read_text(encoding="utf-8"), each) for path, each in parts.items()}
     for path, name, lines in (
@@ -92,6 +107,24 @@ def _names(cls: type) -> str:
 
 def _code(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _flags(kinds: tuple[type, ...]) -> str:
+    """Return the table of those flags of `infer serve` that these classes declare."""
+    names = {field.name for kind in kinds for field in fields(kind)}
+    options = [option for option in command_line.commands["serve"].params if isinstance(option, click.Option)]
+    rows = [row_of_flag(each) for each in options if not each.hidden and each.name in names]
+    return "\n".join(["| flag | default | |", "|---|---|---|", *rows]) + "\n"
+
+
+def row_of_flag(option: click.Option) -> str:
+    names = ", ".join(f"`{name}`" for name in sorted(option.opts, key=len, reverse=True))
+    described, _, default = (option.help or "").partition("  [default: ")
+    if default:
+        default = default.removesuffix("]")
+    elif option.default not in (UNSET, None, False):
+        default = str(option.default)
+    return f"| {names} | {default} | {described} |".replace("  ", " ")
 
 
 def _limits() -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import click
-from click.core import UNSET
 
 from infer.cli.serve_command import client_lines
 from infer.cli.subcommands import infer
@@ -18,6 +17,7 @@ from infer.distributed.shelf import Shelf
 from infer.distributed.shelf_front import ShelfFront
 from infer.server.app import ROUTES
 from infer.server.server_settings import ServerSettings
+from parameter_tables import row_of_flag
 from served import Served
 
 ROOT = Path(__file__).parents[2]
@@ -27,16 +27,6 @@ DOCS = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 def rows(beginning: str) -> set[str]:
     return {line for line in DOCS.splitlines() if line.startswith(f"| `{beginning}")}
-
-
-def row_of_flag(option: click.Option) -> str:
-    names = ", ".join(f"`{name}`" for name in sorted(option.opts, key=len, reverse=True))
-    told, _, default = (option.help or "").partition("  [default: ")
-    if default:
-        default = default.removesuffix("]")
-    elif option.default not in (UNSET, None, False):
-        default = str(option.default)
-    return f"| {names} | {default} | {told} |".replace("  ", " ")
 
 
 def test_every_flag_is_told_as_its_help_tells_it() -> None:

@@ -664,7 +664,7 @@ class LLM:
             from 0 to 1, unless the files of a cross-encoder say that its logits are the scores.
 
         Raises:
-            InvalidRequestError: An argument breaks a rule, a document does not fit, or the model is no reranker.
+            InvalidRequestError: An argument breaks a rule, a document does not fit, or the model is not a reranker.
             ClosedError: The model is closed.
             ModelError: The model's states are not finite.
 
@@ -689,7 +689,7 @@ class LLM:
             One `Classification` per text.
 
         Raises:
-            InvalidRequestError: An argument breaks a rule, a text does not fit, or the model is no classifier.
+            InvalidRequestError: An argument breaks a rule, a text does not fit, or the model is not a classifier.
             ClosedError: The model is closed.
             ModelError: The model's states are not finite.
 

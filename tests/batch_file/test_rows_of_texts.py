@@ -65,9 +65,9 @@ def test_an_embedder_ranks_by_its_vectors(embedder: LLM) -> None:
 
 
 def test_what_a_model_cannot_compute_is_the_line_s_error(embedder: LLM, judge: LLM, labeller: LLM) -> None:
-    assert "no reranker" in answered(labeller, "/v1/rerank", query="a", documents=["b"])["error"]["message"]
+    assert "not a reranker" in answered(labeller, "/v1/rerank", query="a", documents=["b"])["error"]["message"]
     assert "not trained for embeddings" in answered(judge, "/v1/embeddings", input="a")["error"]["message"]
     assert answered(judge, "/v1/embeddings", input="a", pooling="last")["error"] is None
     assert "the context holds" in answered(embedder, "/v1/embeddings", input="x" * 999)["error"]["message"]
-    assert "no classifier" in answered(judge, "/v1/classify", input="a")["error"]["message"]
+    assert "not a classifier" in answered(judge, "/v1/classify", input="a")["error"]["message"]
     assert "documents is missing" in answered(judge, "/v1/rerank", query="a")["error"]["message"]

@@ -441,7 +441,7 @@ def test_loading_shows_a_bar_on_a_terminal_alone(
         (["chat", "--device", "cuda:x"], "'cuda:x' is not one of"),
         (
             ["generate", "--backend", "vulkan"],
-            "'vulkan' is not one of 'auto', .*: Vulkan is not built",
+            "'vulkan' is not one of 'auto', .*: Vulkan is not supported",
         ),
         (["generate", "--precision", "vague"], "--precision.*'vague' is not one of"),
         (["chat", "--weights", "q3"], "--weights.*'q3' is not one of"),

@@ -161,7 +161,7 @@ def test_what_cannot_be_classified_is_one_line(llm: LLM, texts: Any, message: st
 
 
 def test_a_model_without_labels_says_what_it_lacks(embedder: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match=r"this model is no classifier: its files have no weight of labels"):
+    with pytest.raises(InvalidRequestError, match=r"this model is not a classifier: its files have no weight of"):
         embedder.classify(["a"])
 
 

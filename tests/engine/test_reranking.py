@@ -104,7 +104,7 @@ def test_the_beginning_of_all_prompts_is_read_once(llm: LLM, monkeypatch: pytest
 
 def test_a_copy_under_another_name_is_a_reranker_if_asked(tmp_path: Path, llm: LLM) -> None:
     make_reranker_model(tmp_path / "judge")
-    with LLM(tmp_path / "judge") as other, pytest.raises(InvalidRequestError, match="this model is no reranker"):
+    with LLM(tmp_path / "judge") as other, pytest.raises(InvalidRequestError, match="this model is not a reranker"):
         other.rerank(QUERY, DOCUMENTS)
     with LLM(tmp_path / "judge", reranker="qwen3", kv_type="f32") as other:
         assert other.rerank(QUERY, DOCUMENTS) == llm.rerank(QUERY, DOCUMENTS)

@@ -84,5 +84,5 @@ def test_lists_vectors_and_refusals_have_its_shapes(client: Any) -> None:
     assert client.generate("smollm2", "", keep_alive=0).done_reason == "unload"
     with pytest.raises(ollama.ResponseError, match="leave the image out"):
         client.chat("smollm2", [{"role": "user", "content": "x", "images": [b"png"]}])
-    with pytest.raises(ollama.ResponseError, match="no name of the hub"):
+    with pytest.raises(ollama.ResponseError, match="not a name on the hub"):
         list(client.pull("llama3.2", stream=True))

@@ -102,7 +102,7 @@ def test_a_model_is_downloaded_with_progress_can_be_stopped_and_is_chosen_at_its
     )
     page.until("document.getElementById('pull-dialog').open")
     pull(page, "nothing")
-    page.until(f"{said}.includes('is no name of the hub')")
+    page.until(f"{said}.includes('is not a name on the hub')")
     pull(page, NAME)
     page.until(f"{said}.startsWith('2.0 of 8.0 MB, ')")
     assert page.run("document.getElementById('pull-share').value") == 0.25

@@ -378,7 +378,7 @@ def test_routes_that_are_got_have_other_paths_too(served: Served) -> None:
     ("method", "path", "hint"),
     [
         ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
-        ("POST", "/api/blobs/sha256:1", "of Ollama's API, GET /docs lists what there is"),
+        ("POST", "/api/blobs/sha256:1", "only a part of Ollama's API is served, GET /docs lists the routes"),
         ("POST", "/v1/embedding", "did you mean /v1/embeddings?"),
         ("GET", "/xyzzy", "GET /docs lists the routes"),
     ],

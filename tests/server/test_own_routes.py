@@ -269,7 +269,7 @@ def test_a_branch_has_the_bits_of_its_answer_up_to_the_other_token(served: Serve
         ("trace", {"prompt": "a", "answer_token_ids": [97], "position": 1}, "position", "below 1"),
         ("trace", {"prompt": "a", "answer_token_ids": [97] * 300}, "num_tokens", "at most 256 tokens"),
         ("trace", {"prompt": "a", "answer_token_ids": [97] * 400}, "num_tokens", "at most 256 tokens"),
-        ("trace", {"prompt": "a", "answer_token_ids": [97] * 400, "num_tokens": 1}, "answer_token_ids", "exceed 400"),
+        ("trace", {"prompt": "a", "answer_token_ids": [97] * 400, "num_tokens": 1}, "answer_token_ids", "at most 400"),
         ("trace", {"prompt": "a", "answer_token_ids": [97, 9999]}, "answer_token_ids[1]", "from 0 to"),
         ("trace", {"prompt": "a", "answer_token_ids": [98, 97], "position": 1, "regex": "a+"}, "answer_token_ids",
          "the grammar does not allow token 98"),

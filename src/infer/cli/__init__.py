@@ -1,7 +1,7 @@
 """The `infer` command: text on stdout, everything else on stderr, one line per error.
 
 Exit status: 0, 1 our failure or the machine's, 2 bad input, 3 a bad model, 130 Ctrl-C, 141 closed pipe, 143 SIGTERM.
-Help and version answer without loading torch: heavy modules are loaded by the commands that need them.
+Help and version load no torch: each command loads the heavy modules that it needs.
 """
 
 import errno
@@ -47,12 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if invocation.verbose:
             traceback.print_exc()
-        hint = "" if invocation.verbose else " (-v shows where)"
+        hint = "" if invocation.verbose else " (-v shows a traceback)"
         status = _fail(_refusal(error) or f"our own failure, {type(error).__name__}: {error}{hint}", 1)
         if isinstance(error, OSError) and error.filename == STDOUT:
             silence_stdout()
     ignore_signals()
-    gc.unfreeze()  # what `keeping_garbage` kept: native modules report what is never given back
+    gc.unfreeze()  # objects that `keeping_garbage` kept: native modules report objects that are never freed
     return status
 
 
@@ -74,16 +74,16 @@ def _message(error: Exception) -> str:
 
 
 def _refusal(error: Exception) -> str | None:
-    """Return a message if the machine refused memory, files, threads or room on stdout's disk, else None."""
+    """Return a message if the machine refused memory, files, threads or space on stdout's disk, else None."""
     number = error.errno if isinstance(error, OSError) else None
     text = str(error) if isinstance(error, ImportError | RuntimeError) else ""
     if isinstance(error, MemoryError) or number == errno.ENOMEM or any(sign in text for sign in _NO_MEMORY):
         return "out of memory: a smaller model, a shorter --max-seq-len or a smaller --dtype may fit"
     if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"too many open files: this process may have {limit} (ulimit -n raises it)"
+        return f"too many open files: this process may open {limit} (raise the limit with ulimit -n)"
     if "can't start new thread" in text:
-        return "no more threads: the system refuses another one (fewer --threads, or a higher ulimit -u or -v)"
+        return "the system refuses to start another thread: use fewer --threads, or raise ulimit -u or -v"
     if isinstance(error, OSError) and error.filename is not None and number in _NO_ROOM:
         return f"{error.filename}: {error.strerror}"
     return f"{STDOUT}: {error.strerror}" if isinstance(error, OSError) and error.filename == STDOUT else None

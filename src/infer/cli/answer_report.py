@@ -10,7 +10,7 @@ from infer.sampling_params import CONSTRAINTS, SamplingParams
 
 
 def cut_lines(results: Sequence[GenerationResult]) -> Iterator[str]:
-    """Yield a line for each cut of prompts or answers, with the option that prevents it."""
+    """Yield a line for each truncated prompt or answer, with the option that prevents it."""
     lost = sum(result.truncated_tokens for result in results)
     if lost:
         yield f"the prompt lost its first {lost} tokens (--overflow)"

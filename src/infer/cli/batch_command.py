@@ -1,6 +1,6 @@
 """`infer batch`: answer a file of rows into a file of lines, with a progress bar.
 
-If it runs again, it continues where it ended.
+When the same command runs again, it continues where it stopped.
 """
 
 import sys
@@ -27,7 +27,7 @@ from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar, write_noti
 
 _REDRAW_SECONDS, _NOTICE_SECONDS = 0.2, 30.0
 
-Load = Callable[[], Any]  # the `LLM` that the options ask for
+Load = Callable[[], Any]  # returns the `LLM` that the options describe
 
 
 @final
@@ -42,7 +42,7 @@ class Progress:
         self._seconds = _REDRAW_SECONDS if self._is_bar else _NOTICE_SECONDS
 
     def timed(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Yield the rows. The clock starts with the first row that is requested, when the model is loaded."""
+        """Yield the rows. The clock starts when the first row is requested, after the model is loaded."""
         self._started = time.monotonic()
         yield from rows
 
@@ -73,7 +73,7 @@ class Progress:
 
 
 def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load, load_arguments: Mapping[str, Any]) -> int:
-    """Answer the rows and return the exit status: that of a signal, 1 if a row failed, else 0."""
+    """Answer the rows and return the exit status: that of a signal, 1 if a row failed, or 0."""
     source, quiet = options.source, options.quiet
     ids = _ids_of(source)
     settings = BatchSettings(options.model, options.seed or 0, options.batch_size, values, RequestOptions())
@@ -82,7 +82,7 @@ def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load, load
         todo = ids - output.finished
         num_failed, progress = output.num_failed, Progress(len(todo), shown=not quiet)
         if output.finished and not quiet:
-            note(f"{len(ids & output.finished)} of {len(ids)} rows have their line already")
+            note(f"{len(ids & output.finished)} of {len(ids)} rows are already answered")
 
         def write(line: Line) -> None:
             output.write(line.text)
@@ -115,7 +115,7 @@ def _answer_here(load: Load, rows: Iterator[Row], settings: BatchSettings, *, ca
 
 def _rows(path: Path) -> Iterator[Row]:
     if path.exists() and not path.is_file():
-        raise InvalidRequestError(f"the input {path} must be a regular file: it is read twice")
+        raise InvalidRequestError(f"the input {path} must be a regular file, because it is read twice")
     try:
         with path.open(encoding="utf-8") as file:
             yield from read_rows(file)
@@ -126,8 +126,9 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _ids_of(path: Path) -> set[str]:
-    """Return the ids of all rows. Raises InvalidRequestError if two rows have one id, because their lines would look
-    alike.
+    """Return the ids of all rows.
+
+    Raises InvalidRequestError if two rows have one id, because their lines could not be distinguished.
     """
     ids = set[str]()
     for row in _rows(path):
@@ -135,19 +136,19 @@ def _ids_of(path: Path) -> set[str]:
             raise InvalidRequestError(f"the input {path} has two rows with the id {row.id!r:.60}: ids must differ")
         ids.add(row.id)
     if not ids:
-        raise InvalidRequestError(f"the input {path} holds no row")
+        raise InvalidRequestError(f"the input {path} has no row")
     return ids
 
 
 def _check_seed(path: Path, output: OutputFile, settings: BatchSettings) -> None:
-    """Raise InvalidRequestError if the output has answers of another `--seed`."""
+    """Raise InvalidRequestError if the output has answers with another `--seed`."""
     if not output.seeds or "seed" in settings.values:
         return
     for row in _rows(path):
         seed = output.seeds.get(row.id)
         if seed is not None and "seed" not in row.values and seed != seed_of(settings.seed, row.id):
             raise InvalidRequestError(
-                f"{output.path} holds answers of another --seed than {settings.seed}: give the same seed, "
+                f"{output.path} has answers with another --seed than {settings.seed}: give the same seed, "
                 "name another output, or remove it"
             )
 
@@ -155,8 +156,8 @@ def _check_seed(path: Path, output: OutputFile, settings: BatchSettings) -> None
 def _summary(progress: Progress, total: int, num_failed_before: int) -> str:
     num_failed = num_failed_before + progress.num_failed
     if progress.num_done < total:
-        return f"stopped: {progress.num_done} of {total} rows are answered; the same command goes on with the others"
-    failed = f", {num_failed} of all failed: --retry-errors answers them again" if num_failed else ""
+        return f"stopped: {progress.num_done} of {total} rows are answered; the same command answers the others"
+    failed = f", {num_failed} of all failed: answer them again with --retry-errors" if num_failed else ""
     return f"{total} rows answered, {progress.rate:.1f} rows/s{failed}" if total else f"nothing is left to do{failed}"
 
 

@@ -26,7 +26,7 @@ def run_bench(options: BenchOptions) -> None:
     name, backend = options.model, device_backend(options.device)
     if not backend.computes_on_host:
         raise InvalidRequestError(
-            f"bench measures the host's memory, and {options.device} has its own: use --device cpu"
+            f"bench measures the host's memory, but {options.device} has its own memory: use --device cpu"
         )
     with Spinner(f"loading {name}") as spinner:
         llm = LLM(
@@ -43,7 +43,8 @@ def run_bench(options: BenchOptions) -> None:
     setting = {key: getattr(options, key) for key in ("model", "device", "dtype", "weights", "precision")}
     setting["instruction_set"] = backend.instruction_set()
     writer = TextWriter(sys.stdout)
-    if not (options.profile or options.as_json):  # at once: whoever reads one line and leaves ends the measuring
+    # Before measuring: a reader that closes the pipe after one line ends it here.
+    if not (options.profile or options.as_json):
         writer.write(model_line(setting, backend.num_threads()) + "\n")
     with Spinner(f"profiling {name}" if options.profile else f"measuring {name}") as spinner:
         measured = profile(llm, workload, spinner.progress) if options.profile else None
@@ -78,11 +79,11 @@ def speed_lines(speed: Speed) -> Iterator[str]:
         ("TTFT", f"{1e3 * speed.ttft_s:.1f} ms", ""),
         ("decode", f"{speed.decode_tokens_per_second:.1f} tok/s", f"{workload.new_tokens} tokens at {workload.depth}"),
         ("between tokens", f"{1e3 * speed.inter_token_p50_s:.2f} ms", milliseconds),
-        ("reads", f"{speed.achieved_bandwidth / 1e9:.1f} GB/s", f"{num_bytes} a token"),
+        ("reads", f"{speed.achieved_bandwidth / 1e9:.1f} GB/s", f"{num_bytes} per token"),
         (
             "bandwidth",
             f"{speed.read_bandwidth / 1e9:.1f} GB/s",
-            f"measured in between; {speed.bandwidth_share:.1%} used",
+            f"measured between the runs; {speed.bandwidth_share:.1%} used",
         ),
         ("peak resident", f"{speed.peak_resident_bytes / 1e6:.0f} MB", ""),
     ]
@@ -95,11 +96,11 @@ def _row(name: str, value: str, remark: str) -> str:
 
 def profile_lines(found: Profile, width: int) -> Iterator[str]:
     """Yield a table with one bar per operation, and rows of columns for the layers."""
-    each = "a token" if found.num_tokens == 1 else f"a token, {1e3 * found.seconds * found.num_tokens:.1f} ms in all"
+    each = "per token" + (f", {1e3 * found.seconds * found.num_tokens:.1f} ms in all" if found.num_tokens > 1 else "")
     where = f"of {found.num_tokens}" if found.num_tokens > 1 else f"at {found.context}"
     yield f"{found.name} {where}: {1e6 * found.seconds:.1f} µs {each}, {found.num_calls} commands"
     if found.num_tokens == 1:
-        yield f"  the limit is {found.read_bandwidth / 1e9:.1f} GB/s, read by as many threads before and after"
+        yield f"  the limit is {found.read_bandwidth / 1e9:.1f} GB/s, measured with as many threads before and after"
     reads = found.num_tokens == 1
     rates = f"{'MB':>8}{'GB/s':>8}{'of limit':>10}" if reads else f"{'MFLOP':>8}{'GFLOP/s':>8}"
     yield f"  {'operation':<10}{'calls':>6}{'µs/token':>10}{'share':>8}{rates}"
@@ -119,9 +120,9 @@ def profile_lines(found: Profile, width: int) -> Iterator[str]:
 
 
 def _rate(operation: StepOperation, found: Profile) -> str:
-    """Return the number of bytes that are read, their rate, and the share of the limit.
+    """Return the number of bytes that an operation reads, their rate, and its share of the limit.
 
-    In a prefill, many tokens share each read. Its numbers are floating-point operations and their rate.
+    In a prefill, many tokens share each read, so it returns the number of floating-point operations and their rate.
     """
     reads = found.num_tokens == 1
     amount = operation.num_bytes if reads else operation.num_flops

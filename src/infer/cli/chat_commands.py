@@ -27,18 +27,21 @@ from infer.sampling_params import SamplingParams
 from infer.toolcalls.tools import read_tools
 
 TURNS_AFTER_LOAD = 2
-SHORT = 160  # columns of a message that is shown as a reminder
+SHORT = 160  # columns of a message that is shown to remind the user
 KEYS = [
-    ('\\ or """', 'several lines: \\ at a line\'s end, or """ before and after; so is what you paste'),
-    ("//", "begins a message with /"),
-    ("Tab, Ctrl-R", "complete a command, search what was typed before"),
+    ('\\ or """', 'a message of several lines: \\ at a line\'s end, or """ around it, or paste it'),
+    ("//", "begin a message with /"),
+    ("Tab, Ctrl-R", "complete a command, search earlier messages"),
     ("Ctrl-C, Ctrl-D", "stop an answer, leave"),
 ]
 
 
 @dataclass(frozen=True)
 class Question:
-    """The messages that a command asks the model. `params` replace the session's; `remark` is shown first."""
+    """The messages with which a command asks the model.
+
+    `params` replace the session's parameters; `remark` is shown before the answer.
+    """
 
     messages: Messages
     remark: str = ""
@@ -47,7 +50,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Edit:
-    """A question that is to be asked in other words, after the messages before it."""
+    """A question that the user can rephrase. It is asked after the messages before it."""
 
     before: Messages
     text: str
@@ -74,7 +77,7 @@ Told = str | Question | Edit | Table | Rows
 class ChatCommand:
     """A command: its usage, its meaning, the function that runs it, and its other names.
 
-    `complete` returns the arguments that the typed beginning may become.
+    `complete` returns the arguments that a typed beginning can be completed to.
     """
 
     usage: str
@@ -91,7 +94,7 @@ class Leave(Exception):  # noqa: N818
 def is_command(message: str) -> bool:
     """Return True for a single line that begins with one slash.
 
-    Two slashes begin a message, and so does a slash in a pasted block.
+    Two slashes begin an ordinary message, and so does a slash in a pasted block.
     """
     return message.startswith("/") and not message.startswith("//") and "\n" not in message
 
@@ -107,7 +110,7 @@ def completions(line: str) -> list[str]:
 
 
 def run_command(session: ChatSession, line: str) -> Told:
-    """Run a slash command, and return what it shows or asks.
+    """Run a slash command, and return its output or its question to the model.
 
     Raises InvalidRequestError for a command that is unknown or fails.
     """
@@ -116,7 +119,7 @@ def run_command(session: ChatSession, line: str) -> Told:
     if command is None:
         near = difflib.get_close_matches(typed, BY_NAME, n=1)
         raise InvalidRequestError(
-            f"no command {typed}: " + (f"did you mean {near[0]}?" if near else "/help lists them")
+            f"there is no command {typed}: " + (f"did you mean {near[0]}?" if near else "/help lists them")
         )
     return command.run(session, argument.strip())
 
@@ -173,7 +176,7 @@ def _set(session: ChatSession, argument: str) -> str | Rows:
 
 def _model(session: ChatSession, argument: str) -> str:
     if not argument:
-        return "\n".join([f"  {session.name}; at hand are:", *(f"  {name}" for name in complete_model(""))])
+        return "\n".join([f"  {session.name}; available models:", *(f"  {name}" for name in complete_model(""))])
     session.switch_model(argument)
     return f"({session.name}, context {session.model.max_seq_len} tokens)"
 
@@ -184,21 +187,21 @@ def _tools(session: ChatSession, argument: str) -> str:
     elif argument:
         session.tools = _tools_in(_path(argument, "/tools"))
     names = [tool["function"]["name"] for tool in session.tools]
-    return f"(the model may call {', '.join(names)})" if names else "(no tools; /tools FILE.json gives some)"
+    return f"(the model may call {', '.join(names)})" if names else "(no tools; /tools FILE.json adds tools)"
 
 
 def _tools_in(path: Path) -> list[dict[str, Any]]:
-    """Return the schemas in a file, in the form of OpenAI's requests. Raises InvalidRequestError."""
+    """Return the schemas in a file, in the format of OpenAI's requests. Raises InvalidRequestError."""
     text = read_text(path, "the file of tools", MAX_GRAMMAR_BYTES)
     try:
         return [tool.as_given() for tool in read_tools(json.loads(text))]
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{path} must hold a JSON list of functions: {error}") from error
+        raise InvalidRequestError(f"{path} must contain a JSON list of functions: {error}") from error
 
 
 def _result(session: ChatSession, argument: str) -> str | Question:
     if not argument:
-        raise InvalidRequestError("/result needs a text: what the call gave; a message goes on without")
+        raise InvalidRequestError("/result needs a text, the result of the call; a message continues without it")
     session.add_result(argument)
     return calls_shown(session) if session.open_calls() else Question(session.messages)
 
@@ -206,7 +209,7 @@ def _result(session: ChatSession, argument: str) -> str | Question:
 def calls_shown(session: ChatSession) -> str:
     """Return the calls that wait for results, one line per call."""
     lines = [shortened(f"call {_call(each)}", SHORT) for each in session.open_calls()]
-    return "\n".join([*lines, "(/result TEXT answers the first, a message goes on without)"] if lines else [])
+    return "\n".join([*lines, "(/result TEXT answers the first call, a message continues without)"] if lines else [])
 
 
 def _reasoning(session: ChatSession, argument: str) -> str:
@@ -247,7 +250,7 @@ def _stats(session: ChatSession, argument: str) -> str:
         [
             f"  answers {statistics.answers}, {statistics.generated_tokens} tokens, {statistics.seconds:.1f} s",
             f"  context {used}, seed of the last answer {last.seed}",
-            f"  last prompt {last.prompt_tokens} tokens, {last.reused_tokens} of them from before{from_disk}",
+            f"  last prompt {last.prompt_tokens} tokens, {last.reused_tokens} of them reused{from_disk}",
             f"  last answer {last.generated_tokens} tokens, first token after {1000 * last.timing.ttft_s:.0f} ms, "
             f"{rate_text(last.timing)}, ended by {last.finish_reason}",
         ]
@@ -259,7 +262,7 @@ def _quit(session: ChatSession, argument: str) -> str:
 
 
 def _shown(message: dict[str, Any]) -> str:
-    """Return a message as it appeared when it was typed or answered."""
+    """Return a message as it was shown when it was typed or answered."""
     sign = {"user": "> ", "assistant": ""}.get(message["role"], f"[{message['role']}] ")
     calls = [f"call {_call(each)}" for each in message.get("tool_calls", [])]
     return "\n".join([sign + message["content"]] * bool(message["content"] or not calls) + calls)
@@ -289,24 +292,24 @@ COMMANDS = (
     ChatCommand("/help", "this list", _help, ("/?",)),
     ChatCommand("/regenerate [SEED]", "answer the last question again, with another seed or this one", _regenerate,
             ("/retry",)),
-    ChatCommand("/edit [TEXT]", "ask the last question in other words: in $EDITOR, at the prompt, or these", _edit),
+    ChatCommand("/edit [TEXT]", "rephrase the last question: as TEXT, in $EDITOR, or at the prompt", _edit),
     ChatCommand("/undo", "forget the last question and its answer", _undo),
     ChatCommand("/reset", "forget the conversation, keep the system message", _reset, ("/clear", "/new")),
     ChatCommand("/history", "show the conversation", _history),
-    ChatCommand("/system TEXT", "set the system message; none removes it", _system, complete=complete_system),
-    ChatCommand("/set NAME VALUE", "change a sampling parameter, as in /set temperature 0.7; /set lists", _set,
+    ChatCommand("/system TEXT", "set the system message; /system none removes it", _system, complete=complete_system),
+    ChatCommand("/set NAME VALUE", "change a sampling parameter, as in /set temperature 0.7; /set lists all", _set,
             complete=complete_parameter),
-    ChatCommand("/model NAME", "go on with another model; /model lists those at hand", _model, complete=complete_model),
-    ChatCommand("/tools FILE.json", "functions that the model may call, as OpenAI's; off takes them away", _tools,
+    ChatCommand("/model NAME", "continue with another model; /model lists them", _model, complete=complete_model),
+    ChatCommand("/tools FILE.json", "let the model call functions, in OpenAI's format; /tools off removes them", _tools,
             complete=complete_json),
-    ChatCommand("/result TEXT", "answer a call: nothing is run", _result),
-    ChatCommand("/reasoning", "show what the model thought before the last answer", _reasoning),
-    ChatCommand("/trace [N]", "how the N-th token of the last answer was chosen", _trace),
-    ChatCommand("/link", "a permalink of the last answer, for infer replay and the server's page", _link),
-    ChatCommand("/save FILE", "write the conversation and the model's cache; FILE.json: the messages only", _save,
+    ChatCommand("/result TEXT", "give the result of a call, because nothing is run", _result),
+    ChatCommand("/reasoning", "show the reasoning before the last answer", _reasoning),
+    ChatCommand("/trace [N]", "show how the N-th token of the last answer was chosen", _trace),
+    ChatCommand("/link", "show a permalink of the last answer, for infer replay and the server's page", _link),
+    ChatCommand("/save FILE", "save the conversation and the model's cache; FILE.json: only the messages", _save,
             complete=complete_file),
-    ChatCommand("/load FILE", "go on with a saved conversation", _load, complete=complete_saved_chat),
-    ChatCommand("/stats", "tokens and times", _stats),
-    ChatCommand("/quit", "leave, as Ctrl-D does", _quit, ("/exit", "/bye", "/q")),
+    ChatCommand("/load FILE", "continue a saved conversation", _load, complete=complete_saved_chat),
+    ChatCommand("/stats", "show tokens and times", _stats),
+    ChatCommand("/quit", "leave the chat, like Ctrl-D", _quit, ("/exit", "/bye", "/q")),
 )  # fmt: skip
 BY_NAME = {name: command for command in COMMANDS for name in (command.usage.split()[0], *command.aliases)}

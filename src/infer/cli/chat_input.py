@@ -1,7 +1,7 @@
-"""Messages that are typed at a terminal or come from a pipe.
+"""Messages that are typed at a terminal or read from a pipe.
 
 A backslash at a line's end continues the message on the next line. A line that begins with three double quotes opens a
-block that three more close. Text that is pasted at a terminal is one message, however many lines it has.
+block that three more end. Text that is pasted at a terminal is one message, however many lines it has.
 """
 
 import errno
@@ -20,7 +20,7 @@ import click
 from infer.cli.terminal import has_cursor, note
 
 BLOCK = '"""'
-PASTE_SECONDS = 0.05  # in which no one types a line
+PASTE_SECONDS = 0.05  # lines that arrive within this time were pasted, because nobody types so fast
 LEAVE_HINT = "(Ctrl-C again, Ctrl-D or /quit leaves)"
 
 
@@ -31,9 +31,9 @@ class ChatInput(Protocol):
     is_interactive: bool
 
     def read(self, begin: str = "") -> str | None:
-        """Return the next message, or None at the end. An editor has `begin` as the beginning of the message.
+        """Return the next message, or None at the end. An editor shows `begin` as its beginning.
 
-        At a terminal, Ctrl-C drops what was typed. A second Ctrl-C, when nothing is typed, is the end.
+        At a terminal, Ctrl-C discards the typed text. If nothing is typed, a second Ctrl-C ends the input.
         """
 
 
@@ -102,7 +102,7 @@ def _has_editor() -> bool:
 class PlainInput:
     """Reads lines from stdin without an editor.
 
-    A signal that arrives just before a wait for input ends the wait, because it is also written to the pipe `wake`.
+    A signal that arrives just before a wait for input also ends that wait, because it is written to the pipe `wake`.
     """
 
     def __init__(self, wake: int) -> None:
@@ -155,7 +155,7 @@ class PlainInput:
         try:
             return line.decode()
         except UnicodeDecodeError as error:
-            raise click.UsageError(f"stdin is not UTF-8: byte {error.start} of a line is wrong") from error
+            raise click.UsageError(f"stdin is not UTF-8: byte {error.start} of a line is invalid") from error
 
     def _is_ready(self, seconds: float | None) -> bool:
         """Return True if there is input within the time. After a signal, return False early."""
@@ -163,20 +163,20 @@ class PlainInput:
             return True
         try:
             ready, _, _ = select.select([sys.stdin, self._wake], [], [], seconds)
-        except (OSError, ValueError):  # no descriptor: a stream of a caller's own
+        except (OSError, ValueError):  # no descriptor: the caller replaced the stream
             return True
         if self._wake in ready:
             os.read(self._wake, 4096)
         return sys.stdin in ready
 
     def _take(self) -> None:
-        """Add the input that is there to the unread bytes."""
+        """Append the available input to the unread bytes."""
         try:
             taken = os.read(sys.stdin.fileno(), 65536)
         except ValueError:
             taken, self._is_at_end = sys.stdin.read().encode(), True
         except OSError as error:
-            if error.errno != errno.EIO:  # else the terminal has gone
+            if error.errno != errno.EIO:  # EIO: the terminal is gone
                 raise click.UsageError(f"stdin cannot be read: {error.strerror}") from error
             taken = b""
         self._unread += taken

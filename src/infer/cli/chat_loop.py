@@ -54,12 +54,12 @@ def run_chat(options: ChatOptions, given: Mapping[str, Any], load: Callable[[Cha
         if model.architecture.reads_whole_texts:
             model.close()
             raise InvalidRequestError(
-                f"the model {name} is an encoder, which generates nothing: use infer embed, rerank or classify"
+                f"the model {name} is an encoder and generates no text: use infer embed, rerank or classify"
             )
         if not model.can_chat:
             model.close()
             raise InvalidRequestError(
-                f"the model {name} has no chat template: continue plain text with infer generate, or take an instruct "
+                f"the model {name} has no chat template: use infer generate for plain text, or an instruct "
                 "version of the model"
             )
         return Opened(model, merge_params(model_defaults(model, vars(own)), given, is_chat=True, quiet=quiet))
@@ -112,16 +112,16 @@ def _asked(session: ChatSession, message: str, typed: ChatInput) -> str | Questi
     if not isinstance(asked, Edit):
         return asked
     text = _edited(asked.text, typed)
-    return Question([*asked.before, {"role": "user", "content": text}]) if text else "(nothing is asked)"
+    return Question([*asked.before, {"role": "user", "content": text}]) if text else "(no question)"
 
 
 def _edited(text: str, typed: ChatInput) -> str:
-    """Return the text from the user's editor or from the prompt, or "" if the user gave none.
+    """Return the text from the user's editor or from the prompt, or "" if the user entered nothing.
 
     Raises InvalidRequestError.
     """
     if not typed.is_interactive:
-        raise InvalidRequestError("/edit needs the new text where there is no terminal: /edit TEXT")
+        raise InvalidRequestError("/edit needs a text if there is no terminal: /edit TEXT")
     if not (os.environ.get("VISUAL") or os.environ.get("EDITOR")):
         return (typed.read(text) or "").strip()
     try:
@@ -168,7 +168,7 @@ def _answer(session: ChatSession, asked: Question, *, interactive: bool, quiet: 
             writer.end_line()
             if cancellation.signal_number == signal.SIGTERM:
                 raise Terminated
-    if cancellation.signal_number == signal.SIGTERM:  # it came after the last look
+    if cancellation.signal_number == signal.SIGTERM:  # it arrived after the last check
         raise Terminated
     if cancellation.signal_number is not None and not interactive:
         raise KeyboardInterrupt

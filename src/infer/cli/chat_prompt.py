@@ -1,6 +1,6 @@
 """The prompt of a chat at a terminal, by prompt_toolkit: editing, completion, pasting and a history.
 
-The history is a file that later chats read, with one line of JSON per message, which only its owner can read.
+The history is a file that later chats read, with one line of JSON per message. Only its owner can read it.
 """
 
 import json
@@ -84,7 +84,7 @@ class ChatPrompt:
         return self._text.endswith("\\") and not self._is_pasted and not is_open_block(self._text)
 
     def _paste(self, event: KeyPressEvent) -> None:
-        """Insert a pasted text. In one of several lines, marks have no meaning."""
+        """Insert a pasted text. If it has several lines, marks have no meaning in it."""
         pasted = event.data.replace("\r\n", "\n").replace("\r", "\n")
         self._is_pasted |= "\n" in pasted
         event.current_buffer.insert_text(pasted)
@@ -115,9 +115,9 @@ class TypedHistory(History):
             self._path = None
 
     def report_trouble(self) -> None:
-        """Print why the last message could not be kept, once."""
+        """Print once why the last message could not be saved."""
         if self._trouble:
-            note(f"{self._trouble} ({VARIABLE} names another file, or none)")
+            note(f"{self._trouble} ({VARIABLE} sets another file, or no file)")
             self._trouble = ""
 
 
@@ -133,33 +133,33 @@ class _Completer(Completer):
 
 
 def _continue_line(event: KeyPressEvent) -> None:
-    """Replace the backslash at the end by a new line."""
+    """Replace the backslash at the end with a line break."""
     event.current_buffer.cursor_position = len(event.current_buffer.text)
     event.current_buffer.delete_before_cursor()
     event.current_buffer.newline(copy_margin=False)
 
 
 def _ask_found(event: KeyPressEvent) -> None:
-    """End a search of the history, and ask the message that it found."""
+    """End a search of the history, and submit the message that it found."""
     accept_search()
     event.app.current_buffer.validate_and_handle()
 
 
 def history_path() -> Path | None:
-    """Return $INFER_HISTORY, else a file in the folder for programs' state.
+    """Return $INFER_HISTORY, or by default a file in the folder for programs' state.
 
-    Return None if the variable is empty, which means to keep nothing, or if the home folder is unknown.
+    Return None if the variable is empty, which disables the history, or if the home folder is unknown.
     """
     named, state = os.environ.get(VARIABLE), os.environ.get("XDG_STATE_HOME")
     if named == "":
         return None
-    with suppress(RuntimeError):  # whose home is not known
+    with suppress(RuntimeError):  # the home folder is unknown
         return Path(named or Path(state or "~/.local/state") / "infer" / "history").expanduser()
     return None
 
 
 def read_history(path: Path) -> list[str]:
-    """Return the last messages, oldest first. Other lines are left out; a file that cannot be read has no messages."""
+    """Return the last messages, oldest first. Other lines are skipped; an unreadable file has no messages."""
     try:
         lines = path.read_bytes().splitlines()
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """A conversation with a model: its messages, its parameters, its file.
 
-The messages are what the user sees and changes. The model's session computes only what it has not computed before. A
-turn that fails, or that Ctrl-C stops before its first word, leaves the conversation unchanged.
+The messages are the ones that the user sees and changes. The model's session computes only their uncached part. A turn
+that fails, or that Ctrl-C stops before its first word, leaves the conversation unchanged.
 """
 
 import json
@@ -25,7 +25,8 @@ MAX_FILE_BYTES = 64 << 20
 ROLES = ("system", "user", "assistant", "tool")
 OFF = ("none", "off", "null")
 Messages = list[dict[str, Any]]
-_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # of a message in a file
+# The fields of a message in a file.
+_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Answered(NamedTuple):
 
     messages: Messages
     prompt_ids: list[int]
-    params: SamplingParams  # with its seed
+    params: SamplingParams  # with the seed of the answer
     tools: list[dict[str, Any]]
     result: GenerationResult
 
@@ -80,9 +81,9 @@ class ChatSession:
         self.params = params
         self.statistics = Statistics()
         self.last: Answered | None = None
-        self.tools: list[dict[str, Any]] = []  # what the model may call; nothing is ever run
+        self.tools: list[dict[str, Any]] = []  # functions that the model may call; none is ever run
         self._open_model = open_model
-        self._set: dict[str, Any] = {}  # the parameters that another model keeps
+        self._set: dict[str, Any] = {}  # the parameters that /set changed; another model keeps them
         self.messages: Messages = []
         self.set_system(system or "")
 
@@ -102,7 +103,7 @@ class ChatSession:
         return bool(asked)
 
     def set_parameter(self, name: str, text: str) -> None:
-        """Change one of `params`, from JSON or plain text. If it raises InvalidRequestError, nothing has changed."""
+        """Change one of `params`, from JSON or plain text. If it raises InvalidRequestError, nothing was changed."""
         field_name = ALIASES.get(name.replace("-", "_"), name.replace("-", "_"))
         if field_name not in PARAMETER_NAMES:
             raise InvalidRequestError(unknown_parameter(name))
@@ -118,9 +119,9 @@ class ChatSession:
         self._set[field_name] = value
 
     def switch_model(self, name: str) -> None:
-        """Continue with another model. Parameters that were set stay.
+        """Continue with another model. Changed parameters stay.
 
-        If it raises InferError, nothing has changed.
+        If it raises InferError, nothing was changed.
         """
         if self._open_model is None:
             raise InvalidRequestError("the model of this conversation cannot be changed")
@@ -152,7 +153,7 @@ class ChatSession:
         on_prefill: Callable[[int, int], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> GenerationResult:
-        """Answer these messages, which become the conversation. The text goes to `on_text` while it is generated.
+        """Answer these messages, which become the conversation. The text is passed to `on_text` while it is generated.
 
         An answer that is cancelled after its first word is kept up to that point.
         """
@@ -194,11 +195,10 @@ class ChatSession:
         return self.model.sample_trace(last.messages, last.params, step=step, prompt_ids=last.prompt_ids, tools=tools)
 
     def permalink(self) -> Permalink:
-        """Return the permalink of the last answer. Its prompt is ids if the tokenizer encodes the conversation
-        differently.
+        """Return the permalink of the last answer.
 
-        Raises InvalidRequestError for an answer that was stopped, and for a request that no route of the server
-        accepts.
+        Its prompt is ids if the tokenizer encodes the conversation differently. Raises InvalidRequestError for an
+        answer that was stopped, and for a request that no route of the server accepts.
         """
         last = self.last_answer()
         if last.result.finish_reason == "abort":
@@ -227,13 +227,13 @@ class ChatSession:
     def save(self, path: Path) -> None:
         """Write the conversation, its parameters and the model's cache. A JSON file has no cache.
 
-        After a failure, the path holds the old file or the new one, never a part of one.
+        After a failure, the path has the old file or the new one, never a part of one.
         """
         record = self._record(self.messages)
         if not path.parent.is_dir():
             raise InvalidRequestError(f"{path} cannot be written: there is no folder {path.parent}")
         if path.is_dir():
-            raise InvalidRequestError(f"{path} cannot be written: it is a folder, name a file in it")
+            raise InvalidRequestError(f"{path} cannot be written: it is a folder: name a file in it")
         if not is_json_name(path):
             self.memory.save(path, note=record)
             return
@@ -247,14 +247,14 @@ class ChatSession:
     def load(self, path: Path) -> None:
         """Replace the conversation with a saved one.
 
-        If it raises InvalidRequestError, nothing has changed except the model's cache.
+        If it raises InvalidRequestError, nothing was changed except the model's cache.
         """
         if _holds_json(path):
             record = _read_json(path)
-        else:  # one that was saved from Python has no note
+        else:  # a session that was saved from Python has no note
             record = self.memory.load(path) or self._record(self.memory.messages)
         if record.get("format") != FORMAT or record.get("version") != 1:
-            raise InvalidRequestError(f"{path} is no conversation saved by /save")
+            raise InvalidRequestError(f"{path} is not a conversation saved by /save")
         messages, params = record.get("messages"), record.get("params")
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise InvalidRequestError(f"{path}: messages must be a list of role ({', '.join(ROLES)}) and content")
@@ -281,7 +281,7 @@ def is_json_name(path: Path) -> bool:
 
 
 def is_saved_chat(path: Path) -> bool:
-    """Return True if a file's name and first bytes are those of a saved chat."""
+    """Return True if a file's name and first bytes look like a saved chat."""
     try:
         return path.is_file() and (is_json_name(path) or not _holds_json(path))
     except InvalidRequestError:
@@ -333,7 +333,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         status = path.stat()
         is_ours = stat.S_ISREG(status.st_mode) and status.st_size <= MAX_FILE_BYTES
         content = path.read_bytes() if is_ours else b""
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+    except (OSError, ValueError) as error:  # ValueError: the name has a zero byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise InvalidRequestError(f"{path} cannot be read: {reason}") from error
     try:
@@ -341,5 +341,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
-        raise InvalidRequestError(f"{path} is no conversation saved by /save")
+        raise InvalidRequestError(f"{path} is not a conversation saved by /save")
     return record

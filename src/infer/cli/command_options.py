@@ -38,7 +38,7 @@ FILE = click.Path(path_type=Path)
 _CACHE = CacheSettings()
 
 
-class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click alone
+class ByteSize(click.ParamType):  # type: ignore[type-arg]  # only new versions of click are generic
     """A number of bytes, such as 800MB or 1.5GiB."""
 
     name = "size"
@@ -46,7 +46,7 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic in new ver
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         num_bytes = parse_size(str(value))
         if num_bytes is None:
-            self.fail(f"{value!r:.40} is no size: write a number and a unit, such as 800MB or 12GB", param, ctx)
+            self.fail(f"{value!r:.40} is not a size: write a number and a unit, such as 800MB or 12GB", param, ctx)
         return num_bytes
 
 
@@ -56,7 +56,7 @@ def _read_file(context: click.Context, parameter: click.Parameter, path: Path | 
 
 
 def _read_schema(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Return the schema. A value that begins with a brace is the schema itself, any other names a file."""
+    """Return the schema. A value that begins with a brace is the schema itself; any other value names a file."""
     if value is None or value.lstrip().startswith("{"):
         return value
     return _read_file(context, parameter, Path(value))
@@ -78,12 +78,12 @@ class ModelArgument:
 class ManyPromptsOptions:
     prompts_file: Path | None = option(
         metavar="FILE",
-        help="Many prompts at once: one a line, or JSON lines where the name ends in .jsonl, each a string or an "
-             "object of prompt and its own sampling parameters; - is stdin. Answers come in their order, an empty "
-             "line between them, or one JSON object a line with --json.")
+        help="Answer many prompts: one per line, or JSON lines if the name ends in .jsonl, each a string or an object "
+             "of prompt and its own sampling parameters; - is stdin. Answers are in the order of the prompts, with an "
+             "empty line between them, or one JSON object per line with --json.")
     batch_size: int = option(type=click.IntRange(1, MAX_STEP_LOGITS), default=8,
-                             help="With --prompts-file: how many are answered at a time.")
-    overflow: Overflow = option(default="error", help="truncate_left: a prompt that is too long loses its beginning.")
+                             help="With --prompts-file: number of prompts answered together.")
+    overflow: Overflow = option(default="error", help="For a prompt that is too long: refuse it, or cut its beginning.")
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ class ConstraintOptions:
 
     json_schema: str | None = option(
         metavar="FILE", callback=_read_schema,
-        help="The answer must be JSON that this schema describes: a file, or the schema itself, {…}.")
+        help="The answer must be JSON of this schema: a file, or the schema itself, {…}.")
     regex: str | None = option(metavar="PATTERN", help="The answer must match this pattern as a whole.")
     grammar: str | None = option(type=FILE, metavar="FILE", callback=_read_file,
                                  help="The answer must follow this grammar in Lark's notation.")
     choice: tuple[str, ...] | None = option(metavar="TEXT", callback=_or_none,
-                                            help="The answer must be one of these. Repeatable, or --choice yes no.")
+                                            help="The answer must be one of these. Repeatable, or as --choice yes no.")
 
 
 @dataclass(frozen=True)
@@ -109,27 +109,27 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class PathOptions:
-    """Options that change how fast an answer is generated, but never its tokens."""
+    """Options that change the speed of an answer, but never its tokens."""
 
     speculation: Speculation | None = option(
-        help="Verify guesses several at a time: faster where the text repeats, with the same tokens.")
+        help="Draft several tokens and verify them in one step: faster if the text repeats, with the same tokens.")
     num_draft_tokens: int = option(
         "--num-draft-tokens", "--draft-tokens", default=NUM_DRAFT_TOKENS, type=click.IntRange(1, MAX_DRAFT_TOKENS),
-        help="With --speculation: guesses in one step, at most.")
+        help="With --speculation: at most this many drafted tokens per step.")
     prefill_chunk: int = option(type=click.IntRange(1, MAX_STEP_TOKENS), default=MAX_STEP_TOKENS,
-                                help="Tokens of a prompt in one step.")
-    stats: bool = option(help="Which path ran, and what it did, on stderr.")
+                                help="At most this many prompt tokens per step.")
+    stats: bool = option(help="Print on stderr which path ran and what it did.")
 
 
 @dataclass(frozen=True)
 class NumberOptions:
     """Options for threads and for number formats."""
 
-    threads: int | None = option(type=AT_LEAST_1, help="Threads to compute with.  [default: all cores]")
+    threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
     precision: PrecisionName = option(default="exact",
-                                      help="Of activations beside quantised weights, on a CPU: 16 bits or 8.")
-    weights: WeightsType = option(default="auto", help="Quantise float weights at load; auto: as the file stores them.")
-    dtype: DtypeName = option(default="auto", help="Dequantise at load; auto: as the file stores it.")
+                                      help="Bits of activations with quantised weights on a CPU: 16, or 8 (fast).")
+    weights: WeightsType = option(default="auto", help="Quantise float weights at load; auto keeps the file's format.")
+    dtype: DtypeName = option(default="auto", help="Dequantise weights at load; auto keeps the file's format.")
 
 
 @dataclass(frozen=True)
@@ -145,35 +145,35 @@ class WeightOptions(ModelOption, NumberOptions):
 
 @dataclass(frozen=True)
 class EvictionOptions:
-    """Options for how keys and values are stored, and which of them are evicted: fields of `CacheSettings`."""
+    """Options for the format of keys and values, and for their eviction: fields of `CacheSettings`."""
 
     kv_type: KVType = option(default=_CACHE.kv_type,
-                             help="How keys and values are stored; auto: as suits the device and the weights.")
+                             help="Format of stored keys and values; auto chooses by the device and the weights.")
     eviction_policy: EvictionPolicy = option(
         default=_CACHE.eviction_policy,
-        help="What is forgotten of a long text; sliding: all but its first and last tokens; snapkv: of the prompt "
-             "what its end does not look at, then as sliding.")
+        help="Tokens of a long text to forget. sliding: all but its first and last tokens; snapkv: those of the prompt "
+             "that its end does not attend to, then as sliding.")
     eviction_window: int = option(default=_CACHE.eviction_window,
-                                  help="With a policy: tokens that are kept, the protected ones among them.")
+                                  help="With a policy: number of tokens to keep, including the protected ones.")
     protected_prefix: int = option(default=_CACHE.protected_prefix,
-                                   help="With a policy: first tokens that are never forgotten.")
+                                   help="With a policy: number of first tokens that are never forgotten.")
     memory_threshold_mb: int | None = option(
-        metavar="MB", help="With a policy: forget only once the system has less memory than this available.")
+        metavar="MB", help="With a policy: forget tokens only if the system has less available memory.")
     state_memory_mb: int | None = option(
         "--state-memory-mb", "--state-memory", metavar="MB",
-        help="For states of recurrent layers, running and to go on from.  [default: as the slots need]")
+        help="Memory for states of recurrent layers, current and stored.  [default: enough for the slots]")
 
 
 @dataclass(frozen=True)
 class CacheOptions(EvictionOptions):
-    reuse_prefixes: bool = option(help="What prompts begin with in common is read once; not with a policy.")
+    reuse_prefixes: bool = option(help="Read the common beginning of prompts once; not with a policy.")
 
 
 @dataclass(frozen=True)
 class PrefixOption:
     prefix_disk: int | None = option(
         type=ByteSize(), metavar="SIZE", envvar="INFER_PREFIX_DISK",
-        help="Of files that keep what prompts begin with, to be found after a restart; 0: none are kept.  "
+        help="Size of the files that keep beginnings of prompts for use after a restart; 0 keeps none.  "
              "[default: 8GB, 0 with --api-key-file]")
 
 
@@ -184,20 +184,20 @@ class DeviceOption:
 
 @dataclass(frozen=True)
 class RunningOptions(DeviceOption):
-    """Options for how a model runs, and for what is reported beside the text."""
+    """Options for how a model runs, and for the reports next to the text."""
 
     max_seq_len: int | None = option(
-        help="Prompt and answer together, in tokens.  [default: the model's own, at most 8192]")
+        help="Context: tokens of prompt and answer together.  [default: the model's own, at most 8192]")
     grammar_backend: GrammarBackend = option(default="llguidance",
-                                             help="What holds an answer to a schema, a pattern or a grammar.")
+                                             help="Library that enforces a schema, a pattern or a grammar.")
     tensor_parallel: int = option(type=AT_LEAST_1, default=1,
-                                  help="Processes that share the model out, each with --threads: the same tokens.")
-    no_capture: bool = option(help="Run each operation by itself: slower, with the same tokens.")
+                                  help="Number of processes that divide the model, each with --threads; same tokens.")
+    no_capture: bool = option(help="Run each operation separately: slower, with the same tokens.")
     chat_template: str | None = option(type=FILE, metavar="FILE", callback=_read_file,
                                        help="A Jinja template for conversations, in place of the model's own.")
-    allow_special: bool = option(help="Control tokens written in a message are control; otherwise they are text.")
-    quiet: bool = option("-q", "--quiet", help="Nothing but the text.")
-    verbose: bool = option("-v", "--verbose", help="Counts, seed and reason; a traceback with an error.")
+    allow_special: bool = option(help="Read control tokens in a message as control tokens, not as text.")
+    quiet: bool = option("-q", "--quiet", help="Print only the text.")
+    verbose: bool = option("-v", "--verbose", help="Print counts, seed and finish reason; a traceback with an error.")
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class LoadOptions(WeightOptions, CacheOptions, RunningOptions):
 @dataclass(frozen=True)
 class RerankerOption:
     reranker: RerankerName = option(
-        default="auto", help="qwen3: the model is a copy of Qwen3-Reranker; auto: as its files and its name say.")
+        default="auto", help="Kind of reranker; qwen3: a copy of Qwen3-Reranker; auto: by the model's files and name.")
 
 
 @dataclass(frozen=True)
@@ -220,21 +220,21 @@ class ServedOptions(NumberOptions, EvictionOptions, RunningOptions, RerankerOpti
 class GenerateOptions(PromptOptions, ManyPromptsOptions, ConstraintOptions, SamplingOptions, PathOptions, LoadOptions):
     decorators: ClassVar[Decorators] = (logprobs_options,)
     logprobs: int | None
-    as_json: bool = option("--json", help="JSON on stdout instead of text: one object an answer.")
+    as_json: bool = option("--json", help="Print JSON instead of text: one object per answer.")
     as_lines: bool = option(
         "--json-lines",
-        help="One JSON object a token as it comes, then the result; of many prompts each result as it ends.")
-    permalink: bool = option(help="On stderr a link to this answer, for infer replay and the server's page.")
+        help="Print one JSON object per token, then the result; with many prompts, only results, as they end.")
+    permalink: bool = option(help="Print on stderr a link to this answer, for infer replay and the server's page.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(SamplingOptions, LoadOptions, RerankerOption):
     source: Path = argument(metavar="IN.jsonl")
     output: Path = argument(metavar="OUT.jsonl")
-    workers: int = option(type=AT_LEAST_1, default=1, help="Processes, each with the model.")
+    workers: int = option(type=AT_LEAST_1, default=1, help="Number of processes, each with the model.")
     batch_size: int = option(type=click.IntRange(1, MAX_STEP_LOGITS), default=16,
-                             help="Rows that a process answers at a time.")
-    retry_errors: bool = option(help="Answer rows again whose line is an error.")
+                             help="Number of rows that each process answers together.")
+    retry_errors: bool = option(help="Answer again the rows whose line is an error.")
     seed: int | None
 
 
@@ -244,10 +244,10 @@ class EmbedOptions(LoadOptions):
     output: Path | None = option("-o", "--output", type=FILE, metavar="OUT",
                                  help="A .npy file for all vectors, or JSON lines.  [default: JSON lines on stdout]")
     prompt_name: str | None = option(metavar="NAME",
-                                     help="A prompt of the model's files that stands before each text, such as query.")
-    pooling: Pooling | None = option(help="How states become a vector.  [default: the model's own]")
-    dimensions: int | None = option(type=AT_LEAST_1, help="Number of first dimensions that are kept.")
-    no_normalize: bool = option(help="Vectors of any length, not of length 1.")
+                                     help="Name of a prompt in the model's files, such as query, for each text.")
+    pooling: Pooling | None = option(help="How to make one vector of a text's states.  [default: the model's own]")
+    dimensions: int | None = option(type=AT_LEAST_1, help="Number of first dimensions to keep.")
+    no_normalize: bool = option(help="Do not scale vectors to length 1.")
     truncate: bool = option(help="Cut texts that do not fit the context.")
 
 
@@ -255,17 +255,17 @@ class EmbedOptions(LoadOptions):
 class RerankOptions(LoadOptions, RerankerOption):
     query: str = argument(metavar="QUERY")
     source: Path = argument(metavar="[FILE]", default="-", type=FILE)
-    top_n: int | None = option("-n", "--top-n", type=AT_LEAST_1, help="Documents that are shown.  [default: all]")
+    top_n: int | None = option("-n", "--top-n", type=AT_LEAST_1, help="Number of documents to show.  [default: all]")
     instruction: str | None = option(metavar="TEXT", help="The task, in a sentence.  [default: the model's own]")
     truncate: bool = option(help="Cut documents that do not fit the context.")
-    as_json: bool = option("--json", help="One JSON object per document, with its place in FILE.")
+    as_json: bool = option("--json", help="Print one JSON object per document, with its place in FILE.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyOptions(LoadOptions):
     source: Path = argument(metavar="[FILE]", default="-", type=FILE)
     output: Path | None = option("-o", "--output", type=FILE, metavar="OUT",
-                                 help="A file of JSON lines.  [default: stdout]")
+                                 help="Output: a file of JSON lines.  [default: stdout]")
     truncate: bool = option(help="Cut texts that do not fit the context.")
 
 
@@ -274,9 +274,9 @@ class QualityOptions(ModelArgument, LoadOptions):
     """The options of a command that lets models predict a text."""
 
     text: Path = option("-f", "--text", default="-", type=FILE, metavar="FILE", show_default=False,
-                        help="The text.  [default: stdin]")
-    context: int = option(type=click.IntRange(4), default=512, help="Tokens of a window; its second half is predicted.")
-    as_json: bool = option("--json", help="One JSON object on stdout instead of a table.")
+                        help="The text to predict.   [default: stdin]")
+    context: int = option(type=click.IntRange(4), default=512, help="Tokens of a window; the second half is predicted.")
+    as_json: bool = option("--json", help="Print one JSON object instead of a table.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,8 +287,8 @@ class PerplexityOptions(QualityOptions):
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(QualityOptions):
     reference: str = argument()
-    html: Path | None = option(type=FILE, metavar="FILE", help="Also a page with the divergence over the text, and the "
-                               "errors of the weights by layer.")
+    html: Path | None = option(type=FILE, metavar="FILE",
+                               help="Also write a page: the divergence over the text, the weights' errors by layer.")
 
 
 @dataclass(frozen=True)
@@ -296,22 +296,22 @@ class ImatrixOptions:
     model: str = argument()
     texts: tuple[Path, ...] = argument(metavar="[TEXT]...", type=FILE)
     output: Path = option("-o", "--output", type=FILE, metavar="OUT", required=True,
-                          help="The importance matrix: a .gguf file, or a .dat file in llama.cpp's older format.")
+                          help="Write the matrix to a .gguf file, or to a .dat file in llama.cpp's older format.")
     in_files: tuple[Path, ...] = option("--in-file", type=FILE, metavar="FILE",
-                                        help="An earlier importance matrix, which is added. Repeatable.")
+                                        help="An earlier importance matrix to add. Repeatable.")
     chunk_size: int = option("-c", "--chunk-size", type=AT_LEAST_1, default=512,
-                             help="Tokens of a chunk, each of which begins anew.")
-    parse_special: bool = option(help="Control tokens written in the texts are control; otherwise they are text.")
+                             help="Tokens of a chunk; each chunk begins with an empty context.")
+    parse_special: bool = option(help="Read control tokens in the texts as control tokens, not as text.")
     force: bool = option(help="Replace OUT if it exists.")
-    threads: int | None = option(type=AT_LEAST_1, help="Threads to compute with.  [default: all cores]")
-    quiet: bool = option("-q", "--quiet", help="No progress.")
-    verbose: bool = option("-v", "--verbose", help="A traceback with an error.")
+    threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
+    quiet: bool = option("-q", "--quiet", help="Print no progress.")
+    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(ModelArgument, SamplingOptions, LoadOptions, PrefixOption):
-    system: str | None = option(metavar="TEXT", help="A system message to begin with.")
-    plain: bool = option(help="Answers without styles for their Markdown.")
+    system: str | None = option(metavar="TEXT", help="System message before the conversation.")
+    plain: bool = option(help="Show answers without styles for their Markdown.")
     no_generation_config: bool
 
 
@@ -323,26 +323,26 @@ class ReplayOptions(LoadOptions):
 @dataclass(frozen=True)
 class TraceOptions(PromptOptions, LoadOptions):
     decorators: ClassVar[Decorators] = (sampling_options(has_length=False),)
-    step: int = option(type=AT_LEAST_1, default=1, help="Which token; 1 follows the prompt.")
-    num_candidates: int = option(type=click.IntRange(1, 50), default=10, help="Tokens to show.")
-    as_json: bool = option("--json", help="One JSON object on stdout instead of a table.")
+    step: int = option(type=AT_LEAST_1, default=1, help="Number of the token to trace; 1 follows the prompt.")
+    num_candidates: int = option(type=click.IntRange(1, 50), default=10, help="Number of tokens to show.")
+    as_json: bool = option("--json", help="Print one JSON object instead of a table.")
 
 
 @dataclass(frozen=True)
 class InspectionOptions:
     """The options of a command that reports on a model without generating."""
 
-    as_json: bool = option("--json", help="One JSON object on stdout instead of a table.")
-    verbose: bool = option("-v", "--verbose", help="A traceback with an error.")
+    as_json: bool = option("--json", help="Print one JSON object instead of a table.")
+    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
 @dataclass(frozen=True)
 class BenchOptions(ModelArgument, WeightOptions, CacheOptions, DeviceOption, InspectionOptions):
     prompt_tokens: int = option("-p", "--prompt-tokens", type=AT_LEAST_1, default=512, help="Tokens to prefill.")
     num_tokens: int = option("-n", "--num-tokens", type=AT_LEAST_1, default=128, help="Tokens to decode.")
-    context: int | None = option(type=AT_LEAST_1, help="Tokens before the decoded ones.  [default: as --prompt-tokens]")
-    repeats: int = option(type=AT_LEAST_1, default=3, help="Measured runs, after a warm-up.")
-    profile: bool = option(help="The time of each operation and layer instead, as a table and bars.")
+    context: int | None = option(type=AT_LEAST_1, help="Tokens before the decoded ones.  [default: --prompt-tokens]")
+    repeats: int = option(type=AT_LEAST_1, default=3, help="Number of measured runs, after a warm-up.")
+    profile: bool = option(help="Show the time of each operation and layer instead, as a table and bars.")
 
 
 @dataclass(frozen=True)
@@ -357,7 +357,7 @@ class ExplainOptions(NamedModel, InspectionOptions):
 
 @dataclass(frozen=True)
 class DoctorOptions(NamedModel, InspectionOptions):
-    html: Path | None = option(type=FILE, metavar="FILE", help="Also a page with the sizes and values by layer.")
+    html: Path | None = option(type=FILE, metavar="FILE", help="Also write a page with the sizes and values by layer.")
 
 
 @dataclass(frozen=True)
@@ -366,36 +366,36 @@ class QuantizeOptions:
     output: Path = argument(metavar="OUT.gguf", type=FILE)
     type: str = option("-t", "--type", default="Q4_K_M", metavar="TYPE",
                        help="F32, F16, BF16, Q8_0, Q6_K, Q5_K_M, Q4_K_M, Q4_0, IQ4_XS, Q3_K_M, Q2_K and others; "
-                            "another word lists all.")
+                            "any other word lists all.")
     tensor_type: tuple[str, ...] = option(
-        metavar="PATTERN=TYPE", help="Type of tensors whose names have this pattern: ffn_down=Q6_K. Repeatable.")
+        metavar="PATTERN=TYPE", help="Type of tensors whose names match, as in ffn_down=Q6_K. Repeatable.")
     output_tensor_type: str | None = option(metavar="TYPE", help="Type of the output matrix.")
     token_embedding_type: str | None = option(metavar="TYPE", help="Type of the token embedding.")
-    pure: bool = option(help="The same type for all matrices, without the mixture of --type.")
+    pure: bool = option(help="Use one type for all matrices, not the mixture of --type.")
     imatrix: Path | None = option(type=FILE, metavar="FILE",
                                   help="An importance matrix, from infer imatrix or llama.cpp.")
-    requantize: bool = option(help="Quantise tensors again that are quantised already: more is lost.")
+    requantize: bool = option(help="Also quantise tensors that are already quantised: more precision is lost.")
     dry_run: bool = option(help="Show the sizes and types without writing the file.")
     force: bool = option("-f", "--force", help="Replace the output if it exists.")
-    threads: int | None = option(type=AT_LEAST_1, help="Threads to compute with.  [default: all cores]")
-    quiet: bool = option("-q", "--quiet", help="No output.")
-    verbose: bool = option("-v", "--verbose", help="A traceback with an error.")
+    threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
+    quiet: bool = option("-q", "--quiet", help="Print nothing.")
+    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
 @dataclass(frozen=True)
 class EstimateOptions(NamedModel, CacheOptions, NumberOptions, InspectionOptions):
     max_seq_len: int | None = option(type=AT_LEAST_1, help="Tokens of a row.  [default: the model's own, at most 8192]")
-    batch: int = option(type=AT_LEAST_1, default=1, help="Rows of the cache.")
+    batch: int = option(type=AT_LEAST_1, default=1, help="Number of rows in the cache.")
     pool_pages: int | None = option(type=AT_LEAST_1,
-                                    help="Pages of 64 tokens that the rows share.  [default: all rows full]")
+                                    help="Pages of 64 tokens that the rows share.  [default: enough for full rows]")
     device: Literal["cpu", "cuda"] = option(default="cpu")
 
 
 @dataclass(frozen=True)
 class CompileOptions(NamedModel):
-    is_all: bool = option("--all", help="For every kv type and precision, not just the usual ones.")
-    quiet: bool = option("-q", "--quiet", help="No progress.")
-    verbose: bool = option("-v", "--verbose", help="A traceback with an error.")
+    is_all: bool = option("--all", help="Compile for every kv type and precision, not only the usual ones.")
+    quiet: bool = option("-q", "--quiet", help="Print no progress.")
+    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
 @dataclass(frozen=True)
@@ -403,13 +403,13 @@ class HubModelOptions:
     """The options of a command about a model in the hub's local cache."""
 
     model: str = argument(metavar="ORG/REPO[:Q4_K_M]")
-    quiet: bool = option("-q", "--quiet", help="No progress.")
-    verbose: bool = option("-v", "--verbose", help="A traceback with an error.")
+    quiet: bool = option("-q", "--quiet", help="Print no progress.")
+    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
 @dataclass(frozen=True)
 class ModelsOptions:
-    as_json: bool = option("--json", help="One JSON array on stdout instead of a table.")
-    supported: bool = option("--supported", help="The families of models that load, and on what each was proven.")
-    verbose: bool = option("-v", "--verbose", help="What --device may name besides; a traceback with an error.")
+    as_json: bool = option("--json", help="Print one JSON array instead of a table.")
+    supported: bool = option("--supported", help="List the families of models that load, with a tested model each.")
+    verbose: bool = option("-v", "--verbose", help="Also list the names for --device; a traceback with an error.")
 # fmt: on

@@ -1,4 +1,4 @@
-"""`infer compare --html`: where the predictions of two models differ, and where their weights do, as a page."""
+"""`infer compare --html`: a page that shows where the predictions and the weights of two models differ."""
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
@@ -27,12 +27,12 @@ def comparison_page(
         facts(rows),
         section(
             "Divergence by position",
-            "The mean Kullback-Leibler divergence of the tokens at a position of their window, in nats.",
+            "The mean Kullback-Leibler divergence of the tokens at each position of a window, in nats.",
             tall_chart(Bars("mean KL", _means(found.kl_by_position), positions)),
         ),
         section(
             "Divergence by window",
-            "The mean of each part of the text, from beginning to end. Text of another kind stands out.",
+            "The mean of each part of the text, from beginning to end. A part of another kind is easy to see.",
             tall_chart(Bars("mean KL", _means(found.kl_by_window), windows)),
         ),
     ]

@@ -30,7 +30,7 @@ def run_compile(model: str, *, is_all: bool) -> None:
     before = backend.kernel_store(outlines)
     assert before is not None
     if not before.missing:
-        click.echo(f"{model}: all {before.num_kernels} CPU kernels are there, in {before.folder}")
+        click.echo(f"{model}: all {before.num_kernels} CPU kernels are already in {before.folder}")
         return
     _check_kept(before)
     started = time.monotonic()
@@ -43,4 +43,4 @@ def run_compile(model: str, *, is_all: bool) -> None:
 
 def _check_kept(store: ops.KernelStore | None) -> None:
     if store is not None and store.trouble is not None:
-        raise InferError(f"the kernels cannot be kept: {store.trouble}; set INFER_CACHE to a folder of your own")
+        raise InferError(f"the kernels cannot be stored: {store.trouble}; set INFER_CACHE to a folder of your own")

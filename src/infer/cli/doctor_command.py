@@ -1,4 +1,4 @@
-"""`infer doctor`: the faults of a model's files, one line each, or one JSON object."""
+"""`infer doctor`: report the faults of a model's files, one line each, or as one JSON object."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from infer.cli.page_file import write_page
 from infer.cli.signals import exit_on_signal
 from infer.cli.terminal import Spinner, TextWriter
 
-_MAX_LINES = 20  # of one kind
+_MAX_LINES = 20  # shown per kind of finding
 
 
 def run_doctor(model: str, *, as_json: bool, html: Path | None = None) -> int:
@@ -27,7 +27,7 @@ def run_doctor(model: str, *, as_json: bool, html: Path | None = None) -> int:
 
 
 def lines(found: Diagnosis) -> Iterator[str]:
-    """Yield a line per finding, at most twenty of one kind, and then the tensors to quantise again."""
+    """Yield one line per finding, at most twenty of one kind, and then the tensors to quantise again."""
     if not found.findings:
         yield f"no faults found in {found.num_tensors:,} tensors and {found.num_tokens:,} tokens"
         return

@@ -10,8 +10,8 @@ from infer.cli.layer_charts import by_kind_and_layer, labels_of
 from infer.web_ui.report_page import Bars, ChartRow, chart_rows, facts, page, remarks, section, tall_chart
 
 _EXPLANATION = (
-    "One bar per layer. The largest value is in multiples of the root mean square: a bar that is far above its "
-    "neighbours is an outlier, which costs the other values of its block their precision. Orange: a finding."
+    "One bar per layer. The largest value is divided by the root mean square: a bar far above its neighbours is an "
+    "outlier, which costs the other values of its block precision. Orange: a finding."
 )
 
 
@@ -61,7 +61,7 @@ def _sizes(kinds: Sequence[dict[int, list[TensorSummary]]]) -> Bars:
 
 
 def _row(kind: str, by_layer: dict[int, list[TensorSummary]], bad: set[str]) -> ChartRow:
-    """Return the charts of a kind. `bad` has the files' names of tensors with findings."""
+    """Return the charts of a kind. `bad` has the names of tensors with findings, as the files name them."""
     layers = sorted(by_layer)
     labels, groups = labels_of(layers), [by_layer[layer] for layer in layers]
     marked = {index for index, group in enumerate(groups) if any(each.info.name in bad for each in group)}

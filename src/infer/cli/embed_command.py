@@ -18,7 +18,7 @@ from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.vector_options import VectorOptions
 from infer.errors import InvalidRequestError
 
-_TEXTS_PER_CALL = 64  # between two steps of the bar
+_TEXTS_PER_CALL = 64  # per update of the progress bar
 
 
 def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions) -> None:
@@ -32,7 +32,7 @@ def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions)
     )
     host, found = model._opened, list[Any]()
     if not (options.quiet or host.settings.heads.embedder or options.pooling):
-        note("the model was not trained for embeddings: the mean of its states is taken")
+        note("the model was not trained for embeddings: the vectors are means of its states")
     with exit_on_signal(), Spinner("embedding", shown=not options.quiet) as spinner:
         ids = texts_to_embed(host, [each.text for each in texts], asked)
         for start in range(0, len(texts), _TEXTS_PER_CALL):
@@ -50,7 +50,7 @@ def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions)
 
 
 def write_lines(texts: Sequence[GivenText], found: Iterable[dict[str, Any]], output: Path | None) -> None:
-    """Write one JSON line per text, with its place and id, to a file, or to stdout."""
+    """Write one JSON line per text, with its place and id, to a file or to stdout."""
     records = (
         {"index": index} | ({} if each.id is None else {"id": each.id}) | own
         for index, (each, own) in enumerate(zip(texts, found, strict=True))

@@ -1,4 +1,4 @@
-"""`infer estimate`: the memory of a model and its cache, and if it fits here, as lines or as one JSON object."""
+"""`infer estimate`: report the memory of a model and its cache, and if it fits here, as lines or as one JSON object."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ def run_estimate(options: EstimateOptions) -> None:
     rest = 0 if available is None else available - found.process
     most = max(own, num_tokens)
     kv_type, generates = kv_type_of(architecture, load, cache), not architecture.reads_whole_texts
-    on_host = load.device == "cpu"  # only the host's memory is measured
+    on_host = load.device == "cpu"  # only the host's memory can be measured
     report = {
         "model": options.model,
         "max_seq_len": num_tokens,
@@ -68,7 +68,7 @@ def run_estimate(options: EstimateOptions) -> None:
 def _free_on_gpu() -> int | None:
     """Return the free memory of the first GPU in bytes, or None if there is no GPU.
 
-    A command about a model's size need not refuse a machine without one.
+    The size of a model can be estimated on a machine without a GPU.
     """
     import torch
 
@@ -89,17 +89,17 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     if report["is_encoder"]:
         remarks["cache"] = f"two layers of a text of {report['max_seq_len']:,} tokens, {report['kv_type']}"
     if report["device"] == "cuda":
-        del remarks["process"]  # it lies in the host's memory
+        del remarks["process"]  # it is in the host's memory, not in the GPU's
     for name, remark in remarks.items():
         key = "weight_bytes" if name == "weights" else f"{name}_bytes"
         yield f"{name:<10}{report[key] / 1e6:>12,.1f} MB   {remark}"
     yield f"{'total':<10}{report['total_bytes'] / 1e6:>12,.1f} MB"
     if report["tokens_per_second"] is not None:
-        remark = f"predicted for one answer: memory is read at {report['read_bandwidth'] / 1e9:.1f} GB/s"
+        remark = f"predicted for one answer, with memory read at {report['read_bandwidth'] / 1e9:.1f} GB/s"
         yield f"{'speed':<10}{report['tokens_per_second']:>12,.1f} tok/s   {remark}"
     if report["available_bytes"] is None:
         return
     verdict = "it fits" if report["fits"] else "it does not fit"
     most = report["largest_context"]
-    longest = f"up to {most:,} tokens would" if most > 1 else "no context would: take a smaller quantisation"
+    longest = f"up to {most:,} tokens would" if most > 1 else "no context would fit: use a smaller quantisation"
     yield f"{'available':<10}{report['available_bytes'] / 1e6:>12,.1f} MB   {verdict}; {longest}"

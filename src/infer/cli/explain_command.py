@@ -30,8 +30,9 @@ _FLAGS |= {"has_v_norm": "norm of values", "are_values_keys": "keys as values", 
 _FLAGS |= {"per_layer_input": "per-layer inputs"}
 _FLAGS |= {"are_gates_of_heads": "one gate per head", "norms_of_sum": "norms of sums", "norms_are_centred": "LayerNorm"}
 _FLAGS |= {"norms_have_bias": "norms with bias", "norms_skip_mixer": "no norm before attention"}
-_WITHOUT = {"is_causal": "no mask", "is_gated": "no gate in the mlp"}  # said where the value is False
-_IN_FILES = ("is_decay_log", "are_heads_tiled", "are_parts_apart")  # how a file stores a layer, which computes the same
+_WITHOUT = {"is_causal": "no mask", "is_gated": "no gate in the mlp"}  # named if the value is False
+# Differences in a file's layout, which do not change the computation.
+_IN_FILES = ("is_decay_log", "are_heads_tiled", "are_parts_apart")
 _MAX_ENDS = 8
 
 
@@ -65,13 +66,13 @@ def lines(found: Explanation) -> Iterator[str]:
 
 def _use(found: Explanation) -> str:
     uses = " and ".join(found.uses)
-    return f"an encoder: it {uses}, and generates nothing" if found.is_encoder else uses
+    return f"an encoder: it {uses}, and generates no text" if found.is_encoder else uses
 
 
 def _answers(found: Explanation) -> Iterator[tuple[str, str]]:
-    """Yield the rows about answers, of a model that generates."""
+    """Yield the rows about the answers of a model that generates."""
     tokenizer = found.tokenizer
-    yield "template", ", ".join(tokenizer.templates) or "none: no conversations"
+    yield "template", ", ".join(tokenizer.templates) or "none: no chat"
     yield "ends", ", ".join(f"{text} ({token_id})" for token_id, text in list(tokenizer.ends.items())[:_MAX_ENDS])
     yield "sampling", ", ".join(f"{name} {value}" for name, value in found.sampling_defaults.items()) or "no defaults"
 
@@ -108,7 +109,7 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
         if name in _IN_FILES:
             continue
         plain = _FLAGS.get(name, name.removeprefix("has_").replace("_", " "))
-        if name == "shared_from":  # layer 0 is one, too
+        if name == "shared_from":  # 0 is a valid layer
             if value is not None:
                 yield f"keys and values of layer {value}"
         elif name in _WITHOUT:
@@ -128,7 +129,7 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
             yield f"{value['num_chosen']:,} of {value['num_experts']:,} chosen by {value['scores'].replace('_', ' ')}"
             if value["weighs_inputs"]:
                 yield "weighted inputs of experts"
-        elif value is None or value == 0:  # False too
+        elif value is None or value == 0:  # False, too
             if not is_common:
                 yield plain.removeprefix("no ") if plain.startswith("no ") else f"no {plain}"
         else:

@@ -24,7 +24,7 @@ command = partial(click.command, cls=TolerantCommand)
 @command()
 @takes_options(ExplainOptions)
 def explain(context: click.Context, options: ExplainOptions) -> None:
-    """Say what a model is: its layers, tokenizer, defaults and memory, from its headers alone."""
+    """Describe a model from its headers: its layers, tokenizer, defaults and memory."""
     from infer.cli.explain_command import run_explain
 
     run_explain(options.model, as_json=options.as_json)
@@ -33,9 +33,9 @@ def explain(context: click.Context, options: ExplainOptions) -> None:
 @command()
 @takes_options(DoctorOptions)
 def doctor(context: click.Context, options: DoctorOptions) -> int:
-    """Look for faults in a model's files: its tokenizer and chat template, and the values of all tensors.
+    """Search a model's files for faults: the tokenizer, the chat template, and the values of all tensors.
 
-    Exit status 0: no faults, 1: there are some, 2 or 3: it cannot be read.
+    Exit status: 0 without faults, 1 with faults, 2 or 3 if the files cannot be read.
     """
     from infer.cli.doctor_command import run_doctor
     from infer.cli.page_file import check_page
@@ -49,7 +49,7 @@ def doctor(context: click.Context, options: DoctorOptions) -> int:
 def quantize(context: click.Context, options: QuantizeOptions) -> None:
     """Write a MODEL as a GGUF file of another type, with llama.cpp's mixture of types.
 
-    Memory holds a few rows at a time. OUT.gguf appears when it is whole.
+    Only a few rows are in memory at a time. OUT.gguf appears when it is complete.
     """
     from infer.cli.quantize_command import run_quantize
 
@@ -59,7 +59,7 @@ def quantize(context: click.Context, options: QuantizeOptions) -> None:
 @command()
 @takes_options(EstimateOptions)
 def estimate(context: click.Context, options: EstimateOptions) -> None:
-    """Say what a model and its cache take in memory, whether they fit here, and how fast it will be, from headers."""
+    """Estimate from headers how much memory a model and its cache need, whether they fit here, and the speed."""
     from infer.cli.estimate_command import run_estimate
 
     run_estimate(options)
@@ -68,7 +68,7 @@ def estimate(context: click.Context, options: EstimateOptions) -> None:
 @command(name="compile")
 @takes_options(CompileOptions)
 def compile_kernels(context: click.Context, options: CompileOptions) -> None:
-    """Compile the CPU kernels that a model needs, so that its first use does not: for images and Dockerfiles."""
+    """Compile the CPU kernels that a model needs, so that its first use is fast: for images and Dockerfiles."""
     with exit_on_signal():
         from infer.cli.compile_command import run_compile
 
@@ -78,7 +78,7 @@ def compile_kernels(context: click.Context, options: CompileOptions) -> None:
 @command()
 @takes_options(ModelsOptions)
 def models(context: click.Context, options: ModelsOptions) -> None:
-    """List the models at hand: installed packages, the hub's local cache, and the folder $INFER_MODELS."""
+    """List the models on this machine: installed packages, the hub's local cache, and the folder $INFER_MODELS."""
     from infer.cli.models_command import run_models, run_supported
 
     if options.supported:
@@ -90,7 +90,7 @@ def models(context: click.Context, options: ModelsOptions) -> None:
 @command()
 @takes_options(HubModelOptions)
 def pull(context: click.Context, options: HubModelOptions) -> None:
-    """Download a model from the Hugging Face hub, or what is missing of it, into the hub's local cache."""
+    """Download a model, or its missing files, from the Hugging Face hub into the hub's local cache."""
     from infer.cli.models_command import run_pull
 
     run_pull(options.model)
@@ -117,7 +117,7 @@ def ps(context: click.Context, options: RunningServerOptions) -> None:
 @command()
 @takes_options(StopOptions)
 def stop(context: click.Context, options: StopOptions) -> None:
-    """Unload a MODEL of a running server of several models, after its last answer."""
+    """Unload a MODEL of a running server of several models, after its current answers have ended."""
     from infer.cli.server_commands import run_stop
 
     run_stop(options)

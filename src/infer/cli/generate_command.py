@@ -55,7 +55,7 @@ def answer_many(
 ) -> int:
     """Answer all prompts and return the exit status.
 
-    Answers are written when all have ended, including those that a signal cut short. As JSON lines, each answer is
+    Answers are written when all have ended, including those that a signal stopped. As JSON lines, each answer is
     written with its index when it ends.
     """
     writer, started = TextWriter(sys.stdout), time.perf_counter()

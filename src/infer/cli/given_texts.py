@@ -24,7 +24,7 @@ def read_texts(path: Path) -> list[GivenText]:
     text = read_text(path, "the texts", MAX_PROMPTS_BYTES).removeprefix("\ufeff")
     lines = text.removesuffix("\n").split("\n") if text else []
     if not lines:
-        raise InvalidRequestError(f"the texts {path} are empty: give one per line")
+        raise InvalidRequestError(f"the file {path} has no texts: write one per line")
     if path.suffix == ".jsonl":
         return [_json_text(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
     return [GivenText(line.removesuffix("\r")) for line in lines]

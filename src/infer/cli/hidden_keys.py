@@ -1,6 +1,6 @@
 """Hide the keys that are typed at a terminal while an answer is written, so that they do not appear in its text.
 
-The next prompt reads what was typed. The terminal is restored on every exit, and while Ctrl-Z has stopped the process.
+The next prompt reads the typed keys. The terminal is restored on every exit, and while Ctrl-Z has stopped the process.
 """
 
 import os
@@ -14,12 +14,12 @@ from typing import Any
 
 from infer.cli.signals import handling
 
-_LOCAL_FLAGS = 3  # their place in what termios gives
+_LOCAL_FLAGS = 3  # index of the local flags in the list that termios returns
 
 
 @contextmanager
 def keys_hidden() -> Iterator[None]:
-    """Stop the echo of stdin's terminal within the context, even that of Ctrl-C as ^C."""
+    """Switch off the echo of stdin's terminal within the context, even that of Ctrl-C as ^C."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     hidden = [*before]
@@ -44,7 +44,7 @@ def keys_hidden() -> Iterator[None]:
 
 
 def _set(descriptor: int, attributes: list[Any]) -> None:
-    """Set the terminal's attributes, unless another process has the terminal: then setting them would stop this one."""
+    """Set the terminal's attributes, unless another process owns the terminal, because then it would stop this one."""
     with suppress(OSError, termios.error):
         if os.tcgetpgrp(descriptor) == os.getpgrp():
             termios.tcsetattr(descriptor, termios.TCSADRAIN, attributes)

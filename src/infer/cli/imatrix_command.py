@@ -18,9 +18,9 @@ def run_imatrix(options: ImatrixOptions) -> None:
     Raises InvalidRequestError if there is nothing to add up, or the file exists or cannot be written.
     """
     if not (options.texts or options.in_files):
-        raise InvalidRequestError("there are no texts: name files after the model, or - for stdin")
+        raise InvalidRequestError("no texts are given: name files after the model, or - for stdin")
     if options.output.exists() and not options.force:
-        raise InvalidRequestError(f"{options.output} exists: give another -o, or --force to replace it")
+        raise InvalidRequestError(f"{options.output} exists: name another file with -o, or give --force to replace it")
     if not options.output.parent.is_dir():
         raise InvalidRequestError(f"{options.output} cannot be written: {options.output.parent} is not a folder")
     with exit_on_signal():

@@ -10,7 +10,7 @@ _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 
 
 def by_kind_and_layer(items: Mapping[str, Item]) -> dict[str, dict[int, list[Item]]]:
-    """Return the items of layers by kind and then by layer, which our names of tensors tell.
+    """Return the items of layers by kind and then by layer, according to the names of tensors.
 
     All experts of a layer are of one kind.
     """

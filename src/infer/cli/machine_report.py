@@ -1,4 +1,4 @@
-"""`infer --version -v`: the machine and its software, for reports of faults or of speeds."""
+"""`infer --version -v`: describe the machine and its software, for reports of faults or speeds."""
 
 import os
 import platform

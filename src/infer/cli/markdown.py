@@ -1,6 +1,6 @@
 """Markdown at a terminal: styled while it arrives, with every character kept.
 
-Marks (`**`, `#`, fences) stay, but dim, so that text copied from the terminal is what the model wrote. Nothing is
+Marks (`**`, `#`, fences) are shown dimly, so that text copied from the terminal equals the model's text. Nothing is
 overwritten, so nothing flickers. A mark is held back until the next character decides its meaning.
 """
 
@@ -20,16 +20,16 @@ class MarkdownStyle:
     """Adds styles to a text. The text may arrive in any pieces: the output depends on the text only."""
 
     def __init__(self) -> None:
-        self._shown: tuple[int, ...] = ()  # the style of what was given out last
-        self._fence = ""  # the marks that opened the block of code that we are in
+        self._shown: tuple[int, ...] = ()  # the style of the last output
+        self._fence = ""  # the marks that opened the current code block
         self._begin_line()
 
     def _begin_line(self) -> None:
-        self._head: str | None = ""  # what the line begins with, until that says what the line is
+        self._head: str | None = ""  # the beginning of the line, until its kind is known
         self._style: set[int] = set()
-        self._code = ""  # the marks that opened the code that we are in
-        self._run = ""  # marks whose meaning the next character decides
-        self._before = " "  # the character before these
+        self._code = ""  # the marks that opened the current inline code
+        self._run = ""  # held marks, whose meaning the next character decides
+        self._before = " "  # the character before the held marks
         self._is_table, self._is_fence = False, False
 
     def feed(self, text: str) -> Iterator[str]:
@@ -98,7 +98,7 @@ class MarkdownStyle:
     def _end_run(self, following: str) -> Iterator[str]:
         """Yield the marks that were held back.
 
-        The characters beside them decide if they open or close a style, or are plain text.
+        The characters before and after the marks decide if they open or close a style, or are plain text.
         """
         run, self._run = self._run, ""
         if not run:

@@ -1,4 +1,4 @@
-"""The model that a command runs: the named one, the only one at hand, or one that a person chooses.
+"""The model that a command runs: the named one, the only one on this machine, or one that a person chooses.
 
 A question is asked only if stdin, stdout and stderr are terminals.
 """
@@ -59,7 +59,7 @@ def choose_model(context: click.Context, options: Options) -> Options:
 def choose_models(context: click.Context, options: ServeOptions) -> ServeOptions:
     """Return the options of a server with all named models in `models`.
 
-    If none is named and no folder, the person at the terminal chooses, as with `choose_model`.
+    If neither a model nor a folder is named, the person at the terminal chooses, as with `choose_model`.
     """
     models = (*options.named, *options.models)
     if not (models or options.models_dir or options.load_on_demand or options.pinned):
@@ -79,7 +79,7 @@ def _chosen_or_default(context: click.Context, default: str) -> str:
 
 
 def _chosen(default: str, command: str, *, has_default: bool) -> str:
-    """Return the model that a person chooses for a command. Only a server is offered encoders."""
+    """Return the model that a person chooses for a command. Only a server offers encoders."""
     from infer.catalog.hub_models import HubProbe
     from infer.catalog.models_at_hand import models_at_hand
 
@@ -91,7 +91,7 @@ def _chosen(default: str, command: str, *, has_default: bool) -> str:
     at_hand = [_offer_at_hand(model.name, model.num_bytes, Path(model.path)) for model in found[:_MOST_LISTED]]
     offers = [*at_hand, *_offers_of_hub(probe, {offer.name for offer in at_hand})]
     if not offers:
-        raise _no_model(default, "no model is at hand, and the hub cannot be reached")
+        raise _no_model(default, "no model is on this machine, and the hub cannot be reached")
     name = _ask(offers, has_default=bool(at_hand))
     note(f"Next time: infer {command} {shlex.quote(name)}")
     return name
@@ -105,7 +105,7 @@ def _offer_at_hand(name: str, num_bytes: int, path: Path) -> ModelOffer:
     try:
         checkpoint = open_checkpoint(path)
         found = forecast(make_architecture(checkpoint.config), checkpoint.tensors)
-    except (InferError, KeyError):  # a package that is not put together yet, or a network that we do not run
+    except (InferError, KeyError):  # an incomplete package, or an unsupported network
         return ModelOffer(name, num_bytes, None, None, "at hand")
     return ModelOffer(name, num_bytes, found.memory_bytes, found.tokens_per_second, "at hand")
 
@@ -122,7 +122,7 @@ def _offers_of_hub(probe: Any, at_hand: set[str]) -> Iterator[ModelOffer]:
 
 
 def _ask(offers: Sequence[ModelOffer], *, has_default: bool) -> str:
-    """Return the name of the offer with the typed number, or any other name that is typed."""
+    """Return the name of the offer whose number is typed, or any other name that is typed."""
     click.echo("\n".join(offer_lines(offers)), err=True)
     question = f"number or name{' [1]' if has_default else ''}: "
     while True:
@@ -144,7 +144,7 @@ def _ask(offers: Sequence[ModelOffer], *, has_default: bool) -> str:
 
 
 def offer_lines(offers: Sequence[ModelOffer]) -> Iterator[str]:
-    """Return the lines of the table from which a model is chosen."""
+    """Return the lines of the table of models to choose from."""
     rows = [("", "model", "on disk", "in memory", "predicted", "")]
     rows += [_row(number, offer) for number, offer in enumerate(offers, 1)]
     return columns_of_rows(rows, "><>>><")
@@ -166,6 +166,6 @@ def _no_model(default: str, reason: str) -> InvalidRequestError:
     installed = INSTALLED_MODELS.get(default)
     install = "" if installed is None else f", or install it: {installed.install}"
     return InvalidRequestError(
-        f"{reason}, and the default, {default}, is not installed: name a model with -m (a folder, a .gguf file, "
+        f"{reason}, and the default model {default} is not installed: name a model with -m (a folder, a .gguf file, "
         f"org/repo:Q4_K_M on the hub){install}"
     )

@@ -56,22 +56,22 @@ def served_arguments(options: ServeOptions | DeployOptions) -> dict[str, Any]:
 
 
 def bytes_for_prefixes(options: LoadOptions | ServeOptions | DeployOptions) -> int:
-    """Return the bytes of files for prefixes of prompts. Users with keys share no folder, so they have none.
+    """Return the bytes of files for prefixes of prompts. It is 0 with keys, because users with keys share no folder.
 
-    Raises InvalidRequestError if such files are asked for with keys.
+    Raises InvalidRequestError if such files are requested together with keys.
     """
     if not isinstance(options, PrefixOption):
         return 0
     given, has_keys = options.prefix_disk, isinstance(options, ServeOptions) and options.api_key_file is not None
     if has_keys and given:
         raise InvalidRequestError(
-            "--prefix-disk keeps what all users' prompts say in one folder: leave it out, or --api-key-file"
+            "--prefix-disk stores the prompts of all users in one folder: leave out --prefix-disk or --api-key-file"
         )
     return 0 if has_keys else DEFAULT_PREFIX_BYTES if given is None else given
 
 
 def load_arguments(options: LoadOptions | ServeOptions | DeployOptions) -> dict[str, Any]:
-    """Return the arguments of `LLM` that the options give."""
+    """Return the arguments of `LLM` that the options set."""
     same = {name: getattr(options, name) for name in _SAME_NAMES}
     if isinstance(options, RerankerOption):
         same["reranker"] = options.reranker

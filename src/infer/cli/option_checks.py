@@ -55,7 +55,7 @@ def check_loading(options: _Loading) -> CacheSettings:
 
 
 def check_constraints(context: click.Context) -> None:
-    """Raise UsageError for two constraints, with the names under which they were given."""
+    """Raise UsageError if two constraints are given, with the names under which they were given."""
     given = [f"--{name.replace('_', '-')}" for name in CONSTRAINTS if context.params.get(name) is not None]
     if len(given) > 1:
         raise click.UsageError(f"{' and '.join(given)} are both given: give one")

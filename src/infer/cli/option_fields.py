@@ -2,7 +2,7 @@
 
 `takes_options` adds the options of a class and of its bases to a command, and calls the command with an instance. The
 type of a field decides if its option is a flag, a choice, a path or a number, and if it may be repeated. A class may
-also name decorators in `decorators`: these add options that are read by other means.
+also have a field `decorators`, which add options that are read in another way.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ class Invocation:
 
 
 def apply_options(options: Sequence[Callable[[Function], Function]], function: Function) -> Function:
-    """Decorate a function with options, of which help shows the first one first."""
+    """Decorate a function with options, in the order in which help shows them."""
     for decorate in reversed(options):
         function = decorate(function)
     return function

@@ -12,9 +12,9 @@ import click
 
 from infer.errors import InvalidRequestError
 
-MAX_GRAMMAR_BYTES = 1 << 20  # of a schema, a grammar or a template
+MAX_GRAMMAR_BYTES = 1 << 20  # the largest schema, grammar or template
 MAX_PROMPT_BYTES = 16 << 20
-MAX_PROMPTS_BYTES = 256 << 20  # of a file of many
+MAX_PROMPTS_BYTES = 256 << 20  # the largest file of many prompts
 _STDIN = "infer.stdin"
 _BLOCK = 1 << 20
 
@@ -42,7 +42,7 @@ def read_text(path: Path, what: str, limit: int = MAX_PROMPT_BYTES) -> str:
 
 def read_stdin(what: str, limit: int) -> str:
     """Return all of stdin. Raises InvalidRequestError unless it is UTF-8 text of at most `limit` bytes."""
-    if sys.stdin is None:  # closed before we began
+    if sys.stdin is None:  # closed before the process began
         return ""
     try:
         content = sys.stdin.buffer.read(limit + 1)
@@ -57,7 +57,7 @@ def _decode(content: bytes, what: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"{what} is not UTF-8: byte {error.start} is wrong") from error
+        raise InvalidRequestError(f"{what} is not UTF-8: byte {error.start} is invalid") from error
 
 
 def _read_checked(descriptor: int, what: str, limit: int) -> bytes:
@@ -75,16 +75,16 @@ def _read_checked(descriptor: int, what: str, limit: int) -> bytes:
 
 
 def _first_bytes(descriptor: int, what: str, limit: int) -> bytes:
-    """Return the first bytes of a pipe, or none if they are still to be written.
+    """Return the first bytes of a pipe, or none if no bytes have been written yet.
 
-    Raises InvalidRequestError if nobody writes to the pipe: opened without waiting, it is at its end immediately.
+    Raises InvalidRequestError if no process writes to the pipe: opened without waiting, such a pipe is at its end.
     """
     try:
         first = os.read(descriptor, min(limit + 1, _BLOCK))
     except BlockingIOError:
         return b""
     if not first:
-        raise InvalidRequestError(f"{what} cannot be read: it is a pipe that nobody writes to")
+        raise InvalidRequestError(f"{what} cannot be read: it is a pipe without a writer")
     return first
 
 
@@ -106,7 +106,7 @@ def _take_stdin(what: str) -> None:
     if context is None:
         return
     if _STDIN in context.meta:
-        raise InvalidRequestError(f"{context.meta[_STDIN]} and {what} are both stdin (-): put one into a file")
+        raise InvalidRequestError(f"{context.meta[_STDIN]} and {what} are both stdin (-): put one of them into a file")
     context.meta[_STDIN] = what
 
 
@@ -116,4 +116,4 @@ def is_stdin_taken() -> bool:
 
 
 def _too_long(what: str, limit: int) -> str:
-    return f"{what} is too long: {limit >> 20} MiB at most"
+    return f"{what} is too long: it must have at most {limit >> 20} MiB"

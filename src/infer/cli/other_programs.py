@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-ALIASES = {  # taken where the command has the option that they stand for
+ALIASES = {  # accepted if the command has the option that they mean
     "--max-tokens": "--max-new-tokens",
     "--num-tokens": "--max-new-tokens",
     "--num-predict": "--max-new-tokens",
@@ -24,13 +24,13 @@ ALIASES = {  # taken where the command has the option that they stand for
     "--num-threads": "--threads",
 }
 REPLACED = {  # flags without effect
-    "--zero-copy": "--zero-copy is always so where a device has the host's memory: nothing is copied",
-    "--gpu-attn": "--gpu-attn is not needed: attention runs where the model does (--device)",
+    "--zero-copy": "--zero-copy is always on if a device has the host's memory: nothing is copied",
+    "--gpu-attn": "--gpu-attn is not needed: attention runs on the model's device (--device)",
 }
 _CHAT, _GENERATE = 'infer chat, or infer generate "TEXT"', 'infer generate "TEXT"'
 _DOWNLOAD = "infer pull org/repo:Q4_K_M"
 _LIST, _SHOW, _SPEED, _REMOVE = "infer list", "infer explain MODEL", "infer bench", "infer rm org/repo:Q4_K_M"
-INSTEAD = {  # what other programs call their commands → what to type here
+INSTEAD = {  # commands of other programs → what to type here
     "run": _CHAT, "repl": _CHAT, "talk": _CHAT, "cli": _CHAT, "start": _CHAT, "interactive": _CHAT,
     "complete": _GENERATE, "completion": _GENERATE, "prompt": _GENERATE, "ask": _GENERATE, "gen": _GENERATE,
     "predict": _GENERATE, "answer": _GENERATE,
@@ -52,7 +52,7 @@ INSTEAD = {  # what other programs call their commands → what to type here
 
 
 def what_to_type(word: str, commands: Collection[str]) -> str:
-    """Return the message for a first word that is not a command."""
+    """Return the message for an unknown first word."""
     if word.lower() in INSTEAD:
         return f"no such command {word!r}; instead: {INSTEAD[word.lower()]}"
     near = difflib.get_close_matches(word.lower(), commands, n=1)
@@ -61,13 +61,13 @@ def what_to_type(word: str, commands: Collection[str]) -> str:
     from infer.checkpoint.find import INSTALLED_MODELS
 
     if word in INSTALLED_MODELS or "/" in word or word.lower().endswith(".gguf"):
-        return f"no such command {word!r:.200}; a model is named so: infer chat {word:.200}"
+        return f"no such command {word!r:.200}; to name a model: infer chat {word:.200}"
     if " " in word:
-        return f"no such command {word!r:.60}; a prompt is given so: {_GENERATE}"
+        return f"no such command {word!r:.60}; to give a prompt: {_GENERATE}"
     near = difflib.get_close_matches(word.lower(), INSTEAD, n=1)
     if near:
         return f"no such command {word!r}; instead: {INSTEAD[near[0]]}"
-    return f"no such command {word!r:.200}: known are {', '.join(sorted(commands))}"
+    return f"no such command {word!r:.200}: the commands are {', '.join(sorted(commands))}"
 
 
 class TolerantCommand(click.Command):
@@ -109,16 +109,16 @@ def _spelled(arguments: Sequence[str], known: Collection[str]) -> Iterable[str]:
             yield argument
 
 
-class Device(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click alone
+class Device(click.ParamType):  # type: ignore[type-arg]  # only new versions of click are generic
     """auto, cpu, cuda, cuda:N, opencl or opencl:NAME. The error for another name lists the known kinds."""
 
     name = "device"
     _ELSEWHERE: Mapping[str, str] = {
-        "vulkan": "Vulkan is not built",
-        "metal": "Metal is not built",
-        "mps": "Metal is not built",
+        "vulkan": "Vulkan is not supported",
+        "metal": "Metal is not supported",
+        "mps": "Metal is not supported",
         "gpu": "a GPU is named cuda",
-        "rocm": "ROCm is not built",
+        "rocm": "ROCm is not supported",
     }
 
     def get_metavar(self, *arguments: Any, **named: Any) -> str:

@@ -7,14 +7,14 @@ from infer.system.atomic import replacing
 
 
 def check_page(path: Path | None) -> None:
-    """Raise InvalidRequestError, before anything is computed, if there can be no page of this name."""
+    """Raise InvalidRequestError, before anything is computed, if a page cannot have this name."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         problem = "it is a folder" if path.is_dir() else f"{path.parent} is not a folder"
         raise InvalidRequestError(f"the page {path} cannot be written: {problem}")
 
 
 def write_page(path: Path, content: str) -> None:
-    """Write a page, in place of any file of this name. Raises InvalidRequestError if it cannot be written."""
+    """Write a page, replacing any file of this name. Raises InvalidRequestError if it cannot be written."""
     try:
         with replacing(path, 0o666) as file:
             file.write(content.encode())

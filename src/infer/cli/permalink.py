@@ -1,7 +1,7 @@
-"""A permalink: a request to the server with its seed, and the values that show if an answer to it is the same.
+"""A permalink: a request to the server with its seed, and the values that show if another answer to it is the same.
 
-It is `http://host/#r=` and base64url of JSON, as the server's page reads and writes it. The part after `#` is sent to
-no host.
+It is `http://host/#r=` and base64url of JSON, as the server's page reads and writes it. Browsers send the part after
+`#` to no host.
 """
 
 import base64
@@ -23,7 +23,7 @@ from infer.sampling_params import PARAMETERS, SamplingParams
 
 Route = Literal["/v1/chat/completions", "/v1/completions"]
 VERSION = 1
-HOST = "http://127.0.0.1:8000/"  # where `infer serve` is unless told otherwise
+HOST = "http://127.0.0.1:8000/"  # the default address of `infer serve`
 
 
 @final
@@ -53,16 +53,16 @@ def read_permalink(text: str) -> Permalink:
     """Return the permalink in a whole URL, or in the part after its `#`. Raises InvalidRequestError."""
     fragment = re.fullmatch(r"(?:.*#)?r=([^=]+)=*", "".join(text.split()))
     if fragment is None:
-        raise InvalidRequestError(f"no permalink: it must end in #r=…, got {text.strip()!r:.80}")
+        raise InvalidRequestError(f"a permalink must end in #r=…, got {text.strip()!r:.80}")
     encoded = fragment[1]
     try:
         found = json.loads(base64.b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True))
     except (binascii.Error, ValueError, RecursionError):
-        raise InvalidRequestError("the permalink is damaged: what is after r= must be base64url of JSON") from None
+        raise InvalidRequestError("the permalink is damaged: the part after r= must be base64url of JSON") from None
     if not isinstance(found, dict) or found.get("v") != VERSION:
         version = found.get("v") if isinstance(found, dict) else None
         raise InvalidRequestError(
-            f"the permalink's v must be {VERSION}, got {version!r:.40}: a newer infer may know it"
+            f"the permalink's v must be {VERSION}, got {version!r:.40}: a newer version of infer may read it"
         )
     if found.get("route") not in get_args(Route):
         raise InvalidRequestError(f"the permalink's route must be {' or '.join(get_args(Route))}, "
@@ -82,8 +82,8 @@ def sha256_of(text: str) -> str:
 def body_of(prompt: Prompt, params: SamplingParams, model: str) -> dict[str, Any]:
     """Return the route's body for this answer, without its seed.
 
-    Numbers are always in it, since another server's model may have defaults of its own; what is off is left out.
-    Raises InvalidRequestError for parameters that no route accepts.
+    Numbers are always included, because another server's model may have other defaults. Values that are off are left
+    out. Raises InvalidRequestError for parameters that no route accepts.
     """
     is_chat = not isinstance(prompt, str) and any(isinstance(each, Mapping) for each in prompt)
     body: dict[str, Any] = {"model": Path(model).name if Path(model).exists() else model}
@@ -97,10 +97,10 @@ def body_of(prompt: Prompt, params: SamplingParams, model: str) -> dict[str, Any
 
 
 def _written(name: str, value: Any) -> Any:
-    """Return a parameter's value as JSON."""
+    """Return a parameter's value in JSON."""
     match PARAMETERS[name].kind:
         case Texts() if name == "stop" and len(value) > MAX_STOPS:
-            raise InvalidRequestError(f"a permalink holds {MAX_STOPS} stop strings at most, got {len(value)}")
+            raise InvalidRequestError(f"stop must have at most {MAX_STOPS} strings in a permalink, got {len(value)}")
         case Texts():
             return list(value)
         case TokenIds():
@@ -109,13 +109,13 @@ def _written(name: str, value: Any) -> Any:
             for token_id, bias in value.items():
                 if not abs(bias) <= MAX_BIAS:
                     rule = f"from -{MAX_BIAS} to {MAX_BIAS}"
-                    raise InvalidRequestError(f"a permalink holds logit_bias {rule}, got {token_id}={bias:g}")
+                    raise InvalidRequestError(f"logit_bias must be {rule} in a permalink, got {token_id}={bias:g}")
             return {str(token_id): bias for token_id, bias in value.items()}
     return PARAMETERS[name].none[-1] if value is None else value
 
 
 def signed(seed: int | None) -> int | None:
-    """Return the seed as the routes take it: a signed integer of 64 bits."""
+    """Return the seed as the routes accept it: a signed integer of 64 bits."""
     return seed if seed is None or seed < 2**63 else seed - 2**64
 
 
@@ -124,6 +124,6 @@ def _schema(params: SamplingParams) -> dict[str, Any]:
         return {}
     schema = json.loads(str(params.json_schema))
     if not isinstance(schema, dict):
-        raise InvalidRequestError(f"a permalink holds a json_schema that is an object, got {params.json_schema!r:.80}")
-    named = {"name": "answer", "schema": schema, "strict": True}  # a schema that is not strict says so itself
+        raise InvalidRequestError(f"json_schema must be an object in a permalink, got {params.json_schema!r:.80}")
+    named = {"name": "answer", "schema": schema, "strict": True}  # a schema that is not strict has its own mark
     return {"response_format": {"type": "json_schema", "json_schema": named}}

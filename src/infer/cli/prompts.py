@@ -1,4 +1,4 @@
-"""The prompts that a command answers: one, from an option, a pipe or the terminal, or a file of many."""
+"""The prompts that a command answers: one from an option, a pipe or the terminal, or many from a file."""
 
 import fcntl
 import json
@@ -21,20 +21,20 @@ from infer.errors import InvalidRequestError
 from infer.sampling_params import ALIASES
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, ids, or messages for the chat template
-HINT_SECONDS = 2.0  # of silence, after which a message says that stdin is read
+HINT_SECONDS = 2.0  # without input, after which a message says that stdin is read
 
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """The options for one prompt. `chat` and `system` also apply to a file of many."""
+    """The options for one prompt. `chat` and `system` also apply to a file of many prompts."""
 
     words: tuple[str, ...] = argument(metavar="[PROMPT]")
     prompt: str | None = option(
-        "-p", "--prompt", metavar="TEXT", help="The prompt; unlike PROMPT it leaves stdin unread."
+        "-p", "--prompt", metavar="TEXT", help="The prompt. Unlike with PROMPT, stdin is not read."
     )
     prompt_file: Path | None = option(metavar="FILE", help="Read the prompt from a file; - is stdin.")
     chat: bool = option(help="Send the prompt as a user's message, in the model's chat template.")
-    system: str | None = option(metavar="TEXT", help="With --chat: a system message before it.")
+    system: str | None = option(metavar="TEXT", help="With --chat: system message before the prompt.")
 
 
 class FilePrompt(NamedTuple):
@@ -46,7 +46,7 @@ class FilePrompt(NamedTuple):
 
 
 def one_prompt(options: PromptOptions, *, prompts_file: Path | None = None, quiet: bool) -> Prompt:
-    """Return the prompt from the argument, the option or the file that gives it, else from stdin or the terminal.
+    """Return the prompt from its argument, option or file, else from stdin or the terminal.
 
     Text from a pipe is appended to a PROMPT after an empty line. With --prompt, stdin is not read, for scripts whose
     stdin is something else.
@@ -58,7 +58,7 @@ def one_prompt(options: PromptOptions, *, prompts_file: Path | None = None, quie
         raise click.UsageError(f"{' and '.join(given)} are both given: give one")
     if len(options.words) > 1:
         count = len(options.words)
-        raise click.UsageError(f"the prompt must be one argument, got {count}: put it in quotes (a model is -m)")
+        raise click.UsageError(f"the prompt must be one argument, got {count}: put it in quotes (-m names a model)")
     if options.system is not None and not options.chat:
         raise click.UsageError("--system needs --chat")
     return "" if prompts_file is not None else _framed(_prompt_text(options, quiet=quiet), options)
@@ -94,7 +94,7 @@ def many_prompts(path: Path, options: PromptOptions) -> list[FilePrompt]:
         text, values = _json_line(line, where) if path.suffix == ".jsonl" else (line, {})
         asked.append(FilePrompt(where, _framed(text, options), values))
     if not asked:
-        raise InvalidRequestError(f"the prompts file {path} holds no prompt")
+        raise InvalidRequestError(f"the prompts file {path} has no prompt: write one per line")
     return asked
 
 
@@ -121,7 +121,7 @@ def _json_line(line: str, where: str) -> tuple[str, dict[str, Any]]:
 def _piped_text(*, is_needed: bool, quiet: bool) -> str | None:
     """Return all of stdin without its last line break, or None for a terminal.
 
-    If there is a prompt already, only a pipe or a file is read: a socket that a parent left open would never end.
+    With a prompt, only a pipe or a file is also read: a socket that a parent left open would never end.
     """
     descriptor = _descriptor()
     if descriptor is None or is_stdin_taken():
@@ -132,12 +132,12 @@ def _piped_text(*, is_needed: bool, quiet: bool) -> str | None:
     if not (is_needed or stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return ""
     if stat.S_ISFIFO(mode) and not quiet and not select.select([descriptor], [], [], HINT_SECONDS)[0]:
-        print("infer: reading the prompt from stdin, a pipe (< /dev/null leaves it out)", file=sys.stderr)
+        print("infer: reading the prompt from stdin, a pipe (add < /dev/null to ignore it)", file=sys.stderr)
     return read_stdin("the text on stdin", MAX_PROMPT_BYTES).removesuffix("\n").removesuffix("\r")
 
 
 def _asked_text() -> str:
-    """Return one line from the terminal, or "" at its end."""
+    """Return one line from the terminal, or "" at the end of input."""
     print("prompt: ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:
@@ -146,13 +146,13 @@ def _asked_text() -> str:
 
 
 def _warn_of_unread_stdin(*, quiet: bool) -> None:
-    """Warn if text waits in a pipe: to ignore it silently would look as if it had been read."""
+    """Warn if a pipe has unread text: otherwise it would seem to be read."""
     descriptor = _descriptor()
     if quiet or descriptor is None or not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         return
     (waiting,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
     if waiting:
-        print('infer: stdin is not read beside --prompt: as in "… | infer generate TEXT" it is', file=sys.stderr)
+        print('infer: stdin is not read with --prompt; use "… | infer generate TEXT" to read it', file=sys.stderr)
 
 
 def _descriptor() -> int | None:

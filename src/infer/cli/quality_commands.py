@@ -33,7 +33,7 @@ def run_perplexity(model: "infer.LLM", text: str, options: PerplexityOptions) ->
 
 
 def run_compare(reference: "infer.LLM", model: "infer.LLM", text: str, options: CompareOptions) -> None:
-    """Write how far a model is from a reference."""
+    """Write how far a model's predictions are from those of a reference."""
     with exit_on_signal(), Spinner("comparing", shown=not options.quiet) as spinner:
         found = measure_divergence(reference, model, text, options.context, spinner.progress)
     rows = list(_rows(found))
@@ -46,7 +46,7 @@ def run_compare(reference: "infer.LLM", model: "infer.LLM", text: str, options: 
 
 
 def reference_options(context: click.Context, options: CompareOptions) -> CompareOptions:
-    """Return the options of the reference: those of its files, where the other model has its own.
+    """Return the options of the reference, which are those of its files unless the command line gives them for both.
 
     Raises InvalidRequestError if the two models are the same.
     """

@@ -1,4 +1,4 @@
-"""`infer quantize`: a model as a GGUF file of another type, with a bar while it is written and the sizes at the end."""
+"""`infer quantize`: write a model as a GGUF file of another type, with a progress bar, and report the sizes."""
 
 import re
 import sys
@@ -26,7 +26,7 @@ from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.quantisers import QUANTISED_TYPES
 from infer.system.cores import check_num_threads, default_num_threads
 
-_MIXTURES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "MXFP4": "MXFP4_MOE"}  # for short
+_MIXTURES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "MXFP4": "MXFP4_MOE"}  # short names
 
 
 def run_quantize(options: QuantizeOptions) -> None:
@@ -37,7 +37,7 @@ def run_quantize(options: QuantizeOptions) -> None:
     _check_output(options.output, path, force=options.force or options.dry_run)
     model = open_quantisable(path)
     if request.importance and not any(tensor.name in request.importance for tensor in model.tensors):
-        raise InvalidRequestError(f"{options.imatrix} has no tensor of {path.name}: make it with this model")
+        raise InvalidRequestError(f"{options.imatrix} has no tensor of {path.name}: make it with infer imatrix")
     types = choose_types(model, request)
     if not options.dry_run:
         _write(options, model, request, types, threads)
@@ -48,9 +48,9 @@ def run_quantize(options: QuantizeOptions) -> None:
 
 
 def open_quantisable(path: Path) -> QuantisableModel:
-    """Return the metadata and the tensors of a GGUF file, or of a folder as a GGUF file has them.
+    """Return the metadata and the tensors of a GGUF file, or of a folder in the form of a GGUF file.
 
-    Raises ModelError if the files cannot be read, or GGUF has no form for the model.
+    Raises ModelError if the files cannot be read, or if GGUF has no form for the model.
     """
     if not path.is_dir():
         return model_of_gguf(read_whole_gguf(path))
@@ -79,7 +79,7 @@ def _pattern(text: str) -> tuple[str, str]:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise InvalidRequestError(f"--tensor-type {text}: {pattern!r} is no regular expression: {error}") from error
+        raise InvalidRequestError(f"--tensor-type {text}: {pattern!r} is not a regular expression: {error}") from error
     found = _type(f"--tensor-type {text}", name)
     if not (equals and pattern) or found is None:
         raise InvalidRequestError(f"--tensor-type must be PATTERN=TYPE, such as ffn_down=Q6_K, got {text!r}")
@@ -99,7 +99,7 @@ def _check_output(output: Path, source: Path, *, force: bool) -> None:
     if output.is_dir():
         raise InvalidRequestError(f"the output {output} is a folder: name a file in it")
     if output.samefile(source):
-        raise InvalidRequestError(f"the output {output} is the model itself: name another file")
+        raise InvalidRequestError(f"the output {output} is the input: name another file")
     if not force:
         raise InvalidRequestError(f"the output {output} exists: name another file, or give --force to replace it")
 

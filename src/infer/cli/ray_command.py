@@ -1,4 +1,4 @@
-"""`infer ray deploy`: run the application of `distributed.ray_serve` on the present Ray cluster, or start one here."""
+"""`infer ray deploy`: run the application of `distributed.ray_serve` on the current Ray cluster, or start one here."""
 
 import os
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def run_deploy(options: DeployOptions, load: Mapping[str, Any]) -> int:
         port = _free_port(settings) if is_own else settings.port
         serve.start(http_options={"host": settings.host, "port": port})
         serve.run(application(asked), name=_NAME, route_prefix="/")
-        write_notice(f"{url_of(settings, port)}/v1: {most} replicas of {settings.model} at most")
+        write_notice(f"{url_of(settings, port)}/v1: at most {most} replicas of {settings.model}")
         if is_own:
             with cancel_on_signal() as cancellation:  # in place of Ray's handlers
                 cancellation.event.wait()
@@ -56,12 +56,13 @@ def _free_port(settings: ServerSettings) -> int:
 
 
 def _join(num_cpus: int) -> bool:
-    """Join the present cluster, or start one on this machine only, which ends with this process.
+    """Join the current cluster, or start one on this machine only, which ends with this process.
 
-    Return True if a cluster was started. Raises InvalidRequestError if there is none at $RAY_ADDRESS.
+    Return True if a cluster was started. Raises InvalidRequestError if there is no cluster at $RAY_ADDRESS.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it asks another host
-    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # 5 are too few for Python on a busy machine
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # they would be sent to another host
+    # The default of 5 s is too short on a busy machine.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     try:
         ray.init("auto", log_to_driver=False)
     except ConnectionError as error:

@@ -47,16 +47,16 @@ def _naming_the_body() -> Iterator[None]:
 
 
 def model_of(link: Permalink, otherwise: str, *, quiet: bool) -> str:
-    """Return the link's own model if it is at hand, else `otherwise`.
+    """Return the link's own model if it is on this machine, else `otherwise`.
 
-    A link never causes a download, nor opens any other file.
+    A link never starts a download and never opens any other file.
     """
     name = link.body.get("model", otherwise)
     if any(model.name == name for model in models_at_hand()):
         return str(name)
     if not quiet:
         print(
-            f"the permalink's model {name!r:.80} is not at hand: {otherwise} answers (-m names another)",
+            f"the permalink's model {name!r:.80} is not on this machine: {otherwise} answers (-m names another model)",
             file=sys.stderr,
         )
     return otherwise
@@ -104,7 +104,7 @@ def _asked(llm: "infer.LLM", body: ChatBody | CompletionBody) -> Asked:
             asked = ask_completion(body, defaults)
     count = len(asked.prompts) * asked.num_choices if asked.is_answered else 0
     if count != 1:
-        raise InvalidRequestError(f"the permalink's body must ask for one answer, it asks for {count}")
+        raise InvalidRequestError(f"the permalink's body must ask for one answer, got {count}")
     return asked
 
 
@@ -117,5 +117,5 @@ def _verdict(llm: "infer.LLM", link: Permalink, asked: Asked, *, has_same_text: 
     else:
         lines.append(f"the answer is {'the same' if has_same_text else 'another one'}")
     if link.body.get("seed") is None and not asked.params[0].is_greedy:
-        lines.append("the permalink has no seed: each answer to it is another one")
+        lines.append("the permalink has no seed, so each answer is different")
     return lines

@@ -1,4 +1,4 @@
-"""`infer rerank`: documents by their relevance to a query."""
+"""`infer rerank`: sort documents by their relevance to a query."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from infer.errors import TruncationWarning
 
 
 def run_rerank(model: "infer.LLM", texts: list[GivenText], options: RerankOptions) -> None:
-    """Write the documents by their relevance, each with its score and its place, or as one JSON line each."""
+    """Write the documents by their relevance, each with its score and its place, or as JSON lines."""
     documents, writer = [each.text for each in texts], TextWriter(sys.stdout)
     with exit_on_signal(), Spinner("ranking", shown=not options.quiet), noting_cuts(options.quiet):
         found = model.rerank(options.query, documents, options.top_n, options.instruction, truncate=options.truncate)
@@ -28,7 +28,7 @@ def run_rerank(model: "infer.LLM", texts: list[GivenText], options: RerankOption
 
 @contextmanager
 def noting_cuts(is_quiet: bool) -> Iterator[None]:
-    """Return a context after which a note on stderr says that texts were cut."""
+    """Return a context that prints a note on stderr at its end if texts were truncated."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", TruncationWarning)
         yield

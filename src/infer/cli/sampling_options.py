@@ -1,4 +1,4 @@
-"""Sampling options, each with the name of its field in `SamplingParams`, and the parameters that they give.
+"""Sampling options, each with the name of its field in `SamplingParams`, and the parameters that they set.
 
 The order of precedence is: the command line, a `--preset`, the model's own values, neutral values.
 """
@@ -29,9 +29,7 @@ _FILTERS = tuple(name for name, declared in PARAMETERS.items() if declared.is_fi
 _PRESET_HELP = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in PRESETS["seed"].items())
 _NOT_HERE = (*CONSTRAINTS, "logprobs", "logprobs_mode")  # options of other groups
 _LENGTHS = ("max_new_tokens", "min_new_tokens")
-_OFF_BY_NAME = {
-    name: PARAMETERS[name].none[0] for name in ("top_k", "repetition_window")
-}  # numbers that stand for None
+_OFF_BY_NAME = {name: PARAMETERS[name].none[0] for name in ("top_k", "repetition_window")}  # the numbers that mean None
 
 
 def sampling_options(*, has_length: bool) -> Callable[[Function], Function]:
@@ -44,7 +42,7 @@ def sampling_options(*, has_length: bool) -> Callable[[Function], Function]:
         *(_option(name) for name in names),
         click.option("--preset", type=click.Choice(list(PRESETS)), help=f"seed: {_PRESET_HELP}."),
         click.option("--no-generation-config", is_flag=True,
-                     help="Ignore the sampling values that the model or its card brings."),
+                     help="Ignore the sampling values of the model's files and of its card."),
     ]  # fmt: skip
     return lambda function: apply_options(options, function)
 
@@ -76,7 +74,7 @@ def _option(name: str, before: str = "") -> Callable[[Function], Function]:
 
 
 def _default_of(name: str) -> str:
-    """Return the end of an option's help: the value that holds without the option."""
+    """Return the end of an option's help: the value that applies without the option."""
     match name:
         case "logprobs":
             return ""

@@ -29,15 +29,16 @@ from infer.system.cores import default_num_threads
 from infer.system.status_line import write_notice
 
 Load = Callable[[OnProgress], "infer.LLM"]
-_NO_LIMIT = 1 << 60  # bytes
+_NO_LIMIT = 1 << 60  # bytes: the parent process checks the limit
 OLLAMA_PORT = 11434
-NO_KEY, KEY = "none", "YOUR_KEY"  # clients want a key even from a server that takes none
-_AGENT_PROMPT, _AGENT_CONTEXT = "10,000 to 25,000", 32_768  # tokens that agents for programming send, and need
+NO_KEY, KEY = "none", "YOUR_KEY"  # clients need a key even if the server needs none
+# Tokens that coding agents send, and the context that they need.
+_AGENT_PROMPT, _AGENT_CONTEXT = "10,000 to 25,000", 32_768
 
 
 @final
 class _Lines(logging.Handler):
-    """Writes whole lines to stdout. A reader that has gone away does not stop the server."""
+    """Writes whole lines to stdout. A reader that has closed the pipe does not stop the server."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError, ValueError):
@@ -55,15 +56,15 @@ def run_serve(options: ServeOptions, load: Load) -> int:
         if not await_turn():
             return 0
         own = replace(settings, api_keys={}, cors_origins=(), tls_cert=None, tls_key=None, is_child=True)
-        own = replace(own, max_body_bytes=_NO_LIMIT)  # its parent has one
+        own = replace(own, max_body_bytes=_NO_LIMIT)  # its parent has checked the limit
         listener = socket.socket(fileno=options.listen_fd)
         announce: OnReady = partial(_announce_first, listener, settings)
-        if options.served_as is not None:  # one of several models: who has the clients tells of them
+        if options.served_as is not None:  # one of several models: the process with the clients reports it
             own, announce = replace(own, model=options.served_as, aliases=()), lambda state: None
         return run_server(ServerState(own), listener, partial(_load, load), announce)
     listener = bind(settings)
     port = listener.getsockname()[1]
-    write_notice(f"loading {options.model}; {url_of(settings, port)} answers meanwhile")
+    write_notice(f"loading {options.model}; {url_of(settings, port)} already answers")
     if options.isolate or options.replicas > 1:
         commands = _commands(options.model, options.replicas, port, has_threads=options.threads is not None)
         return run_replicas(ServerState(settings), listener, commands)
@@ -72,7 +73,7 @@ def run_serve(options: ServeOptions, load: Load) -> int:
 
 def begin_logs(options: ServeOptions) -> None:
     """Write the server's log to stderr, and its access log to stdout unless the options say otherwise."""
-    warnings.simplefilter("ignore", RequestWarning)  # they repeat what a request has
+    warnings.simplefilter("ignore", RequestWarning)  # they repeat what a request reports
     logging.getLogger("infer.server").addHandler(logging.StreamHandler())
     if options.verbose:
         logging.getLogger("infer.server").setLevel(logging.DEBUG)
@@ -84,9 +85,9 @@ def begin_logs(options: ServeOptions) -> None:
 
 
 def _commands(model: str, num_replicas: int, port: int, *, has_threads: bool) -> list[list[str]]:
-    """Return the command of each replica, which names the model, so that a replica does not ask for one.
+    """Return the command of each replica. It names the model, so that a replica does not ask for one.
 
-    Each replica has its share of the threads, unless their number is given.
+    Each replica gets its share of the threads, unless their number is given.
     """
     command = [sys.executable, "-m", "infer", *sys.argv[1:], "--model", model, "--port", str(port)]
     if num_replicas > 1 and not has_threads:
@@ -121,7 +122,7 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
         raise InvalidRequestError("--tls-cert and --tls-key belong together: give both")
     for path in (certificate, key):
         if not path.is_file():
-            raise InvalidRequestError(f"{path} is no file")
+            raise InvalidRequestError(f"{path} is not a file")
     check_certificate(certificate, key)
 
 
@@ -135,14 +136,14 @@ def _load(load: Load, on_progress: OnProgress) -> "infer.AsyncLLM":
 
 
 def _announce_first(listener: socket.socket, settings: ServerSettings, state: ServerState) -> None:
-    """Announce the server once: the first replica that is ready leaves a mark in the folder of all sockets."""
+    """Announce the server once: the first replica that is ready leaves a mark in the folder of the sockets."""
     with suppress(FileExistsError):
         (Path(listener.getsockname()).parent / "announced").touch(exist_ok=False)
         _announce(settings, settings.port, state)
 
 
 def _announce(settings: ServerSettings, port: int, state: ServerState) -> None:
-    """Announce the server. `settings` are those that clients meet, even if a child process has the model."""
+    """Announce the server. `settings` are those that clients see, even if a child process has the model."""
     llm, url = state.llm().llm, url_of(settings, port)
     for line in _lines(llm, settings, url):
         write_notice(line)
@@ -156,19 +157,19 @@ def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str
     keys = f"{len(settings.api_keys)} keys" if settings.api_keys else "no key needed"
     yield f"url      {url}/v1 ({keys})"
     yield f"model    {settings.model}: {llm!r}"
-    yield f"slots    {settings.slots}; {settings.max_queue} may wait, {settings.max_ttft:g} s for a first token"
+    yield f"slots    {settings.slots}; {settings.max_queue} may wait, at most {settings.max_ttft:g} s for a first token"
     if not llm.architecture.reads_whole_texts:
         yield f"memory   {sum(llm._opened.runner.pool_pages):,} pages of 64 tokens of keys and values"
         if (prefixes := llm._opened.engine.prefixes) is not None:
             yield f"prefixes {prefixes.folder}, at most {llm._opened.settings.prefix_bytes / 1e9:g} GB (--prefix-disk)"
     yield f"limits   body {settings.max_body_bytes:,} bytes, {settings.max_connections:,} connections"
-    yield f"ends     with SIGTERM or Ctrl-C: answers have {settings.drain_seconds:g} s, a second one ends at once"
+    yield f"ends     with SIGTERM or Ctrl-C: answers have {settings.drain_seconds:g} s; a second one ends it now"
 
 
 def _welcome(settings: ServerSettings, url: str, context: int) -> Iterator[str]:
-    """Yield the page's URL and the lines for other programs, for a person at a terminal."""
+    """Yield the page's URL and a line per client program, for a person at a terminal."""
     yield ""
-    yield f"open {page_url(url)} in a browser, or paste one of these:"
+    yield f"open {page_url(url)} in a browser, or run one of these:"
     for program, line in client_lines(url, settings.model, has_keys=bool(settings.api_keys)):
         yield f"  {program:<12}{line}"
     if context < _AGENT_CONTEXT:
@@ -176,16 +177,17 @@ def _welcome(settings: ServerSettings, url: str, context: int) -> Iterator[str]:
 
 
 def page_url(url: str) -> str:
-    """Return the URL for a browser on this machine. A server that listens on all addresses is reached over the
-    loopback.
+    """Return the URL for a browser on this machine.
+
+    A server that listens on all addresses is reached over the loopback address.
     """
     return url.replace("://0.0.0.0:", "://127.0.0.1:", 1).replace("://[::]:", "://[::1]:", 1)
 
 
 def client_lines(url: str, model: str, *, has_keys: bool) -> Iterator[tuple[str, str]]:
-    """Yield a program's name and its line for each program. `url` has no path.
+    """Yield the name and the line of each client program. `url` has no path.
 
-    Claude Code, Codex and Open WebUI are commands for a shell; Continue's line belongs in its config.yaml.
+    Claude Code, Codex and Open WebUI are shell commands; Continue's line belongs in its config.yaml.
     """
     key = KEY if has_keys else NO_KEY
     base, name = page_url(url), shlex.quote(model)

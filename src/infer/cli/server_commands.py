@@ -12,7 +12,7 @@ from infer.cli.server_options import RunningServerOptions, StopOptions
 from infer.cli.terminal import columns_of_rows
 from infer.errors import InferError, InvalidRequestError
 
-_SECONDS = 600.0  # a model is unloaded after its last answer
+_SECONDS = 600.0  # a model is unloaded only after its answers have ended
 
 
 def run_ps(options: RunningServerOptions) -> None:
@@ -30,7 +30,7 @@ def run_stop(options: StopOptions) -> None:
 
 
 def _row(model: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
-    status = model.get("status", {"value": "loaded"})  # a server of one model has no other
+    status = model.get("status", {"value": "loaded"})  # a server of one model gives no status
     share = f" {100 * status['progress']:.0f} %" if "progress" in status else ""
     told = f"{status['value']}{share}{', pinned' if model.get('is_pinned') else ''}"
     memory = f"{model['memory_bytes'] / 1e6:,.0f} MB" if "memory_bytes" in model else ""
@@ -53,7 +53,7 @@ def _ask(options: RunningServerOptions, path: str, body: Any = None) -> Any:
         with urllib.request.urlopen(urllib.request.Request(url, content, headers), timeout=_SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        raise InvalidRequestError(f"{options.url} refuses: {_message(error)}") from error
+        raise InvalidRequestError(f"{options.url} refused the request: {_message(error)}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise InferError(f"no server answers at {options.url} ({reason}): start infer serve, or give --url") from error

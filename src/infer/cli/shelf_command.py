@@ -1,4 +1,4 @@
-"""`infer serve` with several models: each has a process of its own, loaded on demand within one memory budget."""
+"""`infer serve` with several models: each has its own process, which is loaded on demand within one memory budget."""
 
 import logging
 import sys
@@ -33,7 +33,7 @@ def run_models(options: ServeOptions) -> int:
     """Run a server of several models and return its exit status."""
     _check(options)
     begin_logs(options)
-    logging.getLogger("infer.server").setLevel(logging.INFO)  # models that come and go
+    logging.getLogger("infer.server").setLevel(logging.INFO)  # it logs models that are loaded and unloaded
     sources = _sources(options)
     settings = make_settings(options)
     if sources:
@@ -64,25 +64,25 @@ def _check(options: ServeOptions) -> None:
     }
     for name, is_given in alone.items():
         if is_given:
-            raise InvalidRequestError(f"{name} is for a server of one model: leave it out, or name one model only")
+            raise InvalidRequestError(f"{name} is only for a server of one model: leave it out, or name one model")
     if options.served_names and len(options.served_names) != len(options.models):
         raise InvalidRequestError(
-            f"--served-model-name names each of several models, in their order: {len(options.models)} are served, and "
-            f"{len(options.served_names)} names are given"
+            f"--served-model-name must be given once per model, in their order, got {len(options.served_names)} names "
+            f"for {len(options.models)} models"
         )
     if options.models_dir is not None and not options.models_dir.is_dir():
-        raise InvalidRequestError(f"--models-dir: {options.models_dir} is no folder")
+        raise InvalidRequestError(f"--models-dir: {options.models_dir} is not a folder")
 
 
 def _sources(options: ServeOptions) -> list[ModelSource]:
-    """Return the models of `--model`, and the pinned ones. Raises InvalidRequestError for two of one name."""
+    """Return the models of `--model`, and the pinned ones. Raises InvalidRequestError if two have the same name."""
     names = options.served_names or [_name_of(path) for path in options.models]
     sources = [
         ModelSource(name, path, name in options.pinned) for name, path in zip(names, options.models, strict=True)
     ]
     if twice := {source.name for source in sources if [each.name for each in sources].count(source.name) > 1}:
         raise InvalidRequestError(
-            f"two models have the name {min(twice)!r}: give each its own, with one --served-model-name per model"
+            f"two models have the name {min(twice)!r}: name each with its own --served-model-name"
         )
     known = {source.name for source in sources}
     for name in options.pinned:
@@ -94,13 +94,13 @@ def _sources(options: ServeOptions) -> list[ModelSource]:
 
 
 def _name_of(model: str) -> str:
-    """Return what clients call a model: its name, or that of its file or folder."""
+    """Return the name of a model for clients: its own name, or that of its file or folder."""
     path = Path(model).expanduser()
     return (path.stem if path.suffix == ".gguf" else path.resolve().name) if path.exists() else model
 
 
 def _find(options: ServeOptions) -> list[ModelSource]:
-    """Return the models that are loaded on demand and are at hand now."""
+    """Return the models that are loaded on demand and are on this machine now."""
     found = folder_models(options.models_dir) if options.models_dir is not None else ()
     at_hand = names_at_hand() if options.load_on_demand else ()
     return [ModelSource(name.removesuffix(".gguf"), path) for name, path in (*found, *at_hand)]
@@ -111,7 +111,7 @@ def _budget(options: ServeOptions) -> int:
     if options.memory is not None:
         return options.memory
     if available is None:
-        raise InvalidRequestError("the memory of this machine is unknown: say with --memory what models may take")
+        raise InvalidRequestError("the memory of this machine is unknown: set the memory for all models with --memory")
     return int(_BUDGET_SHARE * available)
 
 
@@ -120,7 +120,7 @@ def _version(source: ModelSource) -> Hashable:
 
 
 def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_bytes: int) -> ModelPlan:
-    """Return the plan of a model, with the options that make its process keep to it."""
+    """Return the plan of a model, with the options that make its process follow the plan."""
     threads = options.threads or default_num_threads()
     found = plan_served(
         source.path,
@@ -138,12 +138,12 @@ def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_byt
 
 
 def _takes(options: ServeOptions, tasks: Sequence[str]) -> Sequence[str]:
-    """Return the tasks that a model takes by its files, and by the options for all models."""
+    """Return the tasks that a model can do, according to its files and to the options for all models."""
     by_options = {"embed": options.allow_embeddings, "rerank": options.reranker != "auto"}
     return [*tasks, *(name for name, is_true in by_options.items() if is_true and name not in tasks)]
 
 
 def _command(options: ServeOptions, port: int, source: ModelSource, plan: ModelPlan) -> Sequence[str]:
-    """Return the command of a model's process: this one's, with its own model last."""
+    """Return the command of a model's process: the command of this process, with the model last."""
     command = [sys.executable, "-m", "infer", *sys.argv[1:], *plan.options, "--port", str(port)]
     return [*command, "--model", source.path, "--served-as", source.name, "--listen-fd"]

@@ -22,7 +22,7 @@ class Terminated(BaseException):
 
 @dataclass
 class Cancellation:
-    """A cancellation that the first SIGINT or SIGTERM sets. The second signal raises."""
+    """A request to stop, which the first SIGINT or SIGTERM makes. The second signal raises."""
 
     event: threading.Event = field(default_factory=threading.Event)
     signal_number: int | None = None
@@ -42,7 +42,7 @@ class Cancellation:
 def cancel_on_signal() -> Iterator[Cancellation]:
     """Let Ctrl-C and SIGTERM within the context stop the generation after its current step.
 
-    The text up to there is kept.
+    The text up to that step is kept.
     """
     cancellation = Cancellation()
     with handling(dict.fromkeys(_ENDING, cancellation.on_signal)):
@@ -53,7 +53,7 @@ def cancel_on_signal() -> Iterator[Cancellation]:
 def exit_on_signal() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM within the context end the process immediately.
 
-    An import that is cut short would leave half a module.
+    Otherwise an interrupted import would leave an incomplete module.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -67,7 +67,7 @@ def exit_on_signal() -> Iterator[None]:
 
 @contextmanager
 def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Handle these signals within the context, except those that the process was started with ignored."""
+    """Handle these signals within the context, except signals that the process inherited as ignored."""
     previous = {number: signal.getsignal(number) for number in handlers}
     for number, handler in handlers.items():
         if previous[number] is not signal.SIG_IGN:
@@ -81,10 +81,10 @@ def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
 
 @contextmanager
 def keeping_garbage() -> Iterator[None]:
-    """Disable garbage collection within the context, and keep what was made for as long as the command runs.
+    """Disable garbage collection within the context, and keep its objects for as long as the command runs.
 
-    Torch and a vocabulary have half a million objects. To look through them costs 0.15 s while they load, and 50 ms
-    each time in an answer.
+    Torch and a vocabulary have half a million objects. To search them costs 0.15 s while they load, and 50 ms each time
+    in an answer.
     """
     gc.disable()
     try:
@@ -103,6 +103,6 @@ def raise_on_sigterm() -> None:
 
 
 def ignore_signals() -> None:
-    """Ignore signals in the last moments, when nothing is left to stop and a traceback could only disturb."""
+    """Ignore signals in the last moments, when nothing is left to stop and a traceback would only disturb."""
     for number in _ENDING:
         signal.signal(number, signal.SIG_IGN)

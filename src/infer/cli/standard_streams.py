@@ -1,7 +1,7 @@
 """The standard streams of a command, and the end of its process.
 
-A missing stream becomes /dev/null, so that no file that is opened later takes its place. Text that stderr refuses is
-lost, because this cannot be reported. Text that stdout refuses is an OSError with the file name "stdout".
+A missing stream becomes /dev/null, so that no file that is opened later takes its descriptor. Text that stderr refuses
+is lost, because this cannot be reported. If stdout refuses text, an OSError with the file name "stdout" is raised.
 """
 
 import atexit
@@ -48,22 +48,22 @@ def prepare_streams() -> None:
 
 
 def raise_if_reader_has_gone() -> None:
-    """Raise BrokenPipeError if stdout is a pipe that nobody reads any more.
+    """Raise BrokenPipeError if stdout is a pipe whose reader has gone.
 
-    This is known before anything is written to it.
+    This can be detected before anything is written.
     """
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         is_gone = any(events & select.POLLERR for _, events in poll.poll(0))
-    except (OSError, ValueError):  # no descriptor: a stream of a caller's own
+    except (OSError, ValueError):  # no descriptor: the caller replaced the stream
         return
     if is_gone:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE), STDOUT)
 
 
 def silence_stdout() -> None:
-    """Discard what is still buffered after the reader has gone, so that the exit is quiet."""
+    """Discard the buffered text after the reader has gone, so that the exit prints no error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, sys.stdout.fileno())
@@ -91,7 +91,7 @@ def _open_nothing(descriptor: int, name: str, flags: int) -> None:
     nowhere = os.open(os.devnull, flags)
     try:
         os.fstat(descriptor)
-    except OSError:  # still free: what is opened later must not be written to as if it were the stream
+    except OSError:  # still free: a file that is opened later must not take the stream's place
         os.dup2(nowhere, descriptor)
         os.close(nowhere)
         nowhere = descriptor
@@ -99,9 +99,9 @@ def _open_nothing(descriptor: int, name: str, flags: int) -> None:
 
 
 def _prepared(stream: TextIO, descriptor: int) -> TextIO:
-    """Return a stream that shows a question mark for each character that the terminal lacks.
+    """Return a stream that writes a question mark for each character that the terminal does not have.
 
-    Such a character must not end an answer.
+    Such a character must not stop an answer.
     """
     if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != descriptor:
         return stream

@@ -1,6 +1,6 @@
 """The commands. Every sampling option has the name of its field in `SamplingParams`.
 
-A value on the command line takes precedence over one from the model, and that over the default shown in the help.
+The command line takes precedence over the model's values, and these over the defaults shown in the help.
 """
 
 from dataclasses import replace
@@ -55,7 +55,7 @@ class Commands(click.Group):
 def _show_version(*, with_machine: bool) -> None:
     """Print the version, and with `with_machine` also the machine.
 
-    The package's version is read only on demand, because that takes a fifth of the time of --help.
+    The package's version is read only here, because that takes a fifth of the time of --help.
     """
     if not with_machine:
         click.echo(f"infer {package.__version__}")
@@ -88,14 +88,12 @@ def infer(context: click.Context, /, is_version: bool, verbose: bool) -> None:
 @infer.command()
 @takes_options(GenerateOptions)
 def generate(context: click.Context, options: GenerateOptions) -> int:
-    """Continue a PROMPT, or a text on stdin. The text goes to stdout as it comes, times to stderr."""
+    """Continue a PROMPT, or a text on stdin. The text goes to stdout while it is generated, the times to stderr."""
     check_constraints(context)
     if options.logprobs is not None and not (options.as_json or options.as_lines):
         raise click.UsageError("--logprobs needs --json or --json-lines")
     if options.permalink and (options.prompts_file is not None or options.overflow != "error"):
-        raise click.UsageError(
-            "--permalink is of one prompt, and of the whole of it: leave out --prompts-file, --overflow"
-        )
+        raise click.UsageError("--permalink needs one whole prompt: leave out --prompts-file and --overflow")
     given, neutral = given_values(context, context.params), neutral_values(is_chat=options.chat)
     params = SamplingParams.from_mapping({**neutral, **given})
     check_options(options, [params])
@@ -123,8 +121,9 @@ def generate(context: click.Context, options: GenerateOptions) -> int:
 def batch(context: click.Context, options: BatchOptions) -> int:
     """Answer a file of rows, {"id": …, "prompt": …} or OpenAI's batch format, into a file of lines.
 
-    Lines come as answers end. Run again after it was stopped or killed, it answers what has no line yet. A row without
-    a seed has one made of --seed and its id: the same row gets the same line, however often and with how many workers.
+    Each line is written when its answer ends. If the command was stopped or killed, run it again: it answers the rows
+    that have no line. A row without a seed gets one made from --seed and its id, so the same row always gets the same
+    line, with any number of workers.
     """
     given = {name: value for name, value in given_values(context, context.params).items() if name != "seed"}
     check_options(options, [SamplingParams.from_mapping(given)])
@@ -195,7 +194,7 @@ def perplexity(context: click.Context, options: PerplexityOptions) -> None:
 def compare(context: click.Context, options: CompareOptions) -> None:
     """Measure how far the predictions of a MODEL are from those of a REFERENCE, over a text.
 
-    Without MODEL, the reference itself with the options given. The reference has no options but its files' own.
+    Without MODEL, it is the reference with the given options. The options do not apply to the reference itself.
     """
     options = take_named(context, options)
     if not (options.named or is_given(context, "model")):
@@ -217,7 +216,7 @@ def compare(context: click.Context, options: CompareOptions) -> None:
 def imatrix(context: click.Context, options: ImatrixOptions) -> None:
     """Collect the importance matrix of a MODEL over texts, for quantisation, as llama.cpp does.
 
-    Without texts, the matrices of --in-file are added up. Ctrl-C writes nothing.
+    Without texts, it adds the matrices of --in-file. Ctrl-C writes nothing.
     """
     from infer.cli.imatrix_command import run_imatrix
 
@@ -227,9 +226,9 @@ def imatrix(context: click.Context, options: ImatrixOptions) -> None:
 @infer.command()
 @takes_options(ChatOptions)
 def chat(context: click.Context, options: ChatOptions) -> int:
-    """Talk to a MODEL. /help lists the commands; lines may also come from a pipe.
+    """Talk to a MODEL. /help lists the commands; messages may also come from a pipe.
 
-    Without a model a terminal shows the choice; elsewhere the default answers.
+    Without a MODEL, a terminal shows the models to choose from; otherwise the default answers.
     """
     options = choose_model(context, options)
     from infer.cli.chat_loop import run_chat
@@ -240,9 +239,10 @@ def chat(context: click.Context, options: ChatOptions) -> int:
 @infer.command()
 @takes_options(ReplayOptions)
 def replay(context: click.Context, options: ReplayOptions) -> int:
-    """Answer a PERMALINK again: of generate --permalink, /link in a chat, or the server's page; - is stdin.
+    """Answer a PERMALINK again, from generate --permalink, /link in a chat, or the server's page; - is stdin.
 
-    Exit status 0: the answer is the same, 1: it is another one. Without -m its own model answers, if it is at hand.
+    Exit status: 0 if the answer is the same, 1 if it differs. Without -m the link's own model answers, if it is on this
+    machine.
     """
     from infer.cli.option_files import read_text
     from infer.cli.permalink import read_permalink
@@ -262,10 +262,10 @@ def replay(context: click.Context, options: ReplayOptions) -> int:
 @infer.command()
 @takes_options(ServeOptions)
 def serve(context: click.Context, options: ServeOptions) -> int:
-    """Serve one MODEL or several over HTTP, as OpenAI's API. SIGTERM and Ctrl-C drain: a second one ends at once.
+    """Serve one MODEL or several over HTTP, with OpenAI's API. SIGTERM and Ctrl-C drain; a second one ends it now.
 
-    Without a model a terminal shows the choice; elsewhere the default is served. Several models share the memory of
-    --memory: each is loaded for its first request, if it was not loaded at the start.
+    Without a MODEL, a terminal shows the models to choose from; otherwise the default is served. Several models share
+    the memory of --memory: each is loaded at the start or for its first request.
     """
     options = choose_models(context, options)
     is_shelf = options.listen_fd is None and serves_several(options)
@@ -280,15 +280,15 @@ def serve(context: click.Context, options: ServeOptions) -> int:
 
 @infer.group(name="ray", cls=click.Group)
 def ray_group() -> None:
-    """Several replicas on one machine or many, placed and watched by Ray."""
+    """Run several replicas on one machine or many, placed and watched by Ray."""
 
 
 @ray_group.command(cls=TolerantCommand)
 @takes_options(DeployOptions)
 def deploy(context: click.Context, options: DeployOptions) -> int:
-    """Serve a MODEL as a Ray Serve application, on the cluster of $RAY_ADDRESS, or the one that runs here.
+    """Serve a MODEL as a Ray Serve application, on the cluster of $RAY_ADDRESS or on the running one here.
 
-    Where none runs, one of this machine alone is started, and ends with Ctrl-C or SIGTERM.
+    If no cluster runs, one is started on this machine only. It ends with Ctrl-C or SIGTERM.
     """
     options = take_named(context, options)
     check_options(options, [])
@@ -301,7 +301,7 @@ def deploy(context: click.Context, options: DeployOptions) -> int:
 @infer.command()
 @takes_options(TraceOptions)
 def sample_trace(context: click.Context, options: TraceOptions) -> None:
-    """Show how one token is sampled: the candidates after each stage, and the probability that it removed."""
+    """Show how one token is sampled: the candidates after each stage, and the probability that the stage removed."""
     given = given_values(context, context.params)
     check_options(options, [SamplingParams.from_mapping({**neutral_values(is_chat=options.chat), **given})])
     from infer.cli.trace_command import run_trace

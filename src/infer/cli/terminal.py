@@ -1,4 +1,4 @@
-"""Output of the command line: streaming text, notes, tables, bars and a spinner, of which pipes get no signs."""
+"""Output of the command line: streaming text, notes, tables, bars and a spinner. Pipes get no bars or spinners."""
 
 import itertools
 import os
@@ -16,7 +16,7 @@ from infer.cli.wrapping import WordWrap
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
 
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-# Control characters that a model wrote are shown, not obeyed: they could move the cursor or set the title.
+# Control characters that a model wrote are made visible, not sent: they could move the cursor or set the title.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _VISIBLE |= dict.fromkeys(range(128, 160), 65533)
 
@@ -36,7 +36,7 @@ class TextStream(Protocol):
 class TextWriter:
     """Writes text as it is generated, and flushes each piece.
 
-    With `wrap`, a word that does not fit moves to the next line as a whole.
+    With `wrap`, a word that does not fit moves to the next line completely.
     """
 
     def __init__(self, stream: TextStream, wrap: WordWrap | None = None, style: MarkdownStyle | None = None) -> None:
@@ -64,8 +64,8 @@ class TextWriter:
 class PrefillLine:
     """A sign on stderr until the first word of an answer: it shows the share of a long prompt that has been read.
 
-    In a chat it is dim, appears with the question, and counts the tokens of reasoning. It disappears without a trace.
-    If stderr is not a terminal, there is none.
+    In a chat it is dim, appears with the question, and counts the tokens of reasoning. At the end it is erased. If
+    stderr is not a terminal, nothing is shown.
     """
 
     def __init__(self, *, shown: bool, is_chat: bool = False) -> None:
@@ -97,9 +97,9 @@ class PrefillLine:
 
 @final
 class Spinner:
-    """A sign of life on stderr while something slow runs, with a bar when its progress is known.
+    """A sign on stderr that something slow is running, with a bar when its progress is known.
 
-    If stderr is not a terminal, there is none.
+    If stderr is not a terminal, nothing is shown.
     """
 
     def __init__(self, message: str, *, shown: bool = True) -> None:
@@ -120,7 +120,7 @@ class Spinner:
     def progress(self, done: int, total: int) -> None:
         """Set the progress.
 
-        Raises BrokenPipeError if nobody reads stdout any more, because the rest would be useless.
+        Raises BrokenPipeError if stdout's reader has gone, because the rest of the work would be useless.
         """
         raise_if_reader_has_gone()
         self._detail = f" {progress_bar(done, total)}"
@@ -153,7 +153,7 @@ def has_cursor(stream: TextStream) -> bool:
 
 
 def note(text: str) -> None:
-    """Write text that is not the model's to stderr. On a terminal, it is dim and wrapped at words."""
+    """Write text that the model did not generate to stderr. On a terminal, it is dim and wrapped at words."""
     if not text:
         return
     if sys.stderr.isatty():

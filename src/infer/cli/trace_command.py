@@ -18,14 +18,14 @@ from infer.cli.wrapping import display_width, shortened
 from infer.outputs import SampleTrace, TraceCandidate
 from infer.sampling_params import PARAMETERS, SamplingParams
 
-LABEL_WIDTH = 18  # of a token's text
+LABEL_WIDTH = 18  # columns of a token's text
 BLUE, ORANGE = 25, 166  # of xterm's 256 colours: bars under the numbers, and those of the chosen token
 DROPPED = "×"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of the table. On a terminal, `share` is the part of its width that is shaded."""
+    """A number of the table. On a terminal, `share` of its width is shaded."""
 
     text: str
     share: float = 0.0
@@ -130,7 +130,7 @@ def _styled(cell: Cell, width: int, *, left: bool = False) -> str:
 
 
 def _fitting(widths: Sequence[int], room: int | None) -> list[list[int]]:
-    """Return the columns in as few groups as fit beside the labels."""
+    """Divide the columns into as few groups as fit next to the labels, and return them."""
     groups: list[list[int]] = [[]]
     used = 0
     for index, width in enumerate(widths):

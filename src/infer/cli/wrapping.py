@@ -1,6 +1,6 @@
 """Wrap a text that arrives in pieces, so that words move to the next line as a whole.
 
-The output depends on the text only, not on its pieces. The model's own line breaks stay. Code between fences and lines
+The output depends on the text only, not on its pieces. The model's own line breaks stay. Code between fences and rows
 of tables are not wrapped.
 """
 
@@ -10,31 +10,31 @@ from collections.abc import Callable, Iterable
 from typing import final
 
 FENCES = ("```", "~~~")
-UNBROKEN = "\xa0\u202f"  # spaces that hold words together
-MIN_WIDTH = 8  # columns; in fewer nothing is wrapped
+UNBROKEN = "\xa0\u202f"  # spaces at which no line may break
+MIN_WIDTH = 8  # columns; a narrower terminal wraps nothing
 TAB = 8
 _STYLE = re.compile(r"\x1b\[[\d;]*m")
-_JOINER = "\u200d"  # makes one sign of the two beside it
+_JOINER = "\u200d"  # joins the characters before and after it to one sign
 
 
 @final
 class WordWrap:
-    """Wraps text. `width` returns the terminal's columns, and is called for every word, because a window may change."""
+    """Wraps text. `width` returns the terminal's columns, and is called for every word: the window may change."""
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._width = width
-        self._column = 0  # after what was given out
-        self._spaces = ""  # between that and the word
-        self._word = ""  # held until it is whole
-        self._is_held = False  # the word is: the first one of a line need not wait
-        self._line = ""  # how the model's line begins, without spaces
+        self._column = 0  # after the last output
+        self._spaces = ""  # between the last output and the word
+        self._word = ""  # held back until it is complete
+        self._is_held = False  # False for the first word of a line, which need not wait
+        self._line = ""  # the beginning of the model's line, without spaces
         self._in_code = False
         self._previous = ""
 
     def feed(self, text: Iterable[str]) -> str:
         """Return the part of the text so far that can be shown, with line breaks so that no word is cut.
 
-        Between its characters, the text may have escape sequences that set a style.
+        The text may have escape sequences that set a style between its characters.
         """
         return "".join(map(self._take, text))
 
@@ -58,7 +58,7 @@ class WordWrap:
             return shown
         columns = display_width(character)
         if not self._word and not self._spaces and (columns == 0 or previous == _JOINER):
-            return character  # part of the sign before it
+            return character  # it is part of the previous sign
         if columns == 2:
             return self._end_word() + self._add(character) + self._end_word()
         return self._add(character)
@@ -87,7 +87,8 @@ class WordWrap:
     def _show(self, text: str) -> str:
         shown, self._spaces = self._spaces + text, ""
         column = _column_after(self._column, shown)
-        self._column = column if column <= self._width() else display_width(text)  # the terminal cuts what is longer
+        # The terminal itself breaks a longer word.
+        self._column = column if column <= self._width() else display_width(text)
         return shown
 
     def _end_word(self) -> str:
@@ -120,7 +121,7 @@ def shortened(text: str, width: int) -> str:
 def display_width(text: str) -> int:
     """Return the number of terminal columns of a text.
 
-    Wide East Asian characters take two; combining and invisible characters and styles take none.
+    Wide East Asian characters have two columns; combining and invisible characters and styles have none.
     """
     return sum(map(_columns, _STYLE.sub("", text) if "\x1b" in text else text))
 

@@ -28,7 +28,7 @@ def classifier_of(host: Host) -> Classifier:
     """Return the classifier of a model. Raises InvalidRequestError if it is none."""
     if (found := host.settings.heads.classifier) is None:
         raise InvalidRequestError(
-            "this model is no classifier: its files have no weight of labels, such as the score.weight of a "
+            "this model is not a classifier: its files have no weight of labels, such as the score.weight of a "
             "Qwen3ForSequenceClassification or the classifier.weight of a BertForSequenceClassification. Load a "
             "classifier"
         )

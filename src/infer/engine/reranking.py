@@ -21,8 +21,8 @@ def reranker_of(host: Host) -> Reranker:
     """Return the reranker of a model. Raises InvalidRequestError if it is none."""
     if host.settings.heads.reranker is None:
         raise InvalidRequestError(
-            "this model is no reranker and was not made for embeddings, as far as its files say: load a reranker, or "
-            "pass reranker='qwen3' for a copy of Qwen3-Reranker"
+            "this model is not a reranker and was not made for embeddings, as far as its files say: load a reranker, "
+            "or pass reranker='qwen3' for a copy of Qwen3-Reranker"
         )
     return host.settings.heads.reranker
 

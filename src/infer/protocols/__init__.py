@@ -1,1 +1,1 @@
-"""The bodies that other programs send: read once, for the server, `infer batch`, `infer replay` and the router."""
+"""The bodies that other programs send, as the server, `infer batch`, `infer replay` and the router read them."""

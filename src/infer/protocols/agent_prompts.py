@@ -1,6 +1,6 @@
 """Move or drop the parts of a coding agent's prompt that change with each request, so that prefixes are reused.
 
-Claude Code begins its system prompt with a billing line, whose `cch=` differs in each request. It ends the system
+Claude Code begins its system prompt with a billing line, in which `cch=` differs for each request. It ends the system
 prompt and each tool result with the number of tokens left in its context.
 """
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 
 AgentPrompts = Literal["adapt", "keep"]
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*")
-_MOST_BUDGET = 200  # characters of a budget reminder with its frame
+_MOST_BUDGET = 200  # the longest budget reminder with its frame, in characters
 _BUDGET = re.compile(
     r"(?:<system-reminder>\s{0,4})?(?P<budget><total_tokens>[^<>\n]{1,60}</total_tokens>)(?:\s{0,4}</system-reminder>)?"
 )
@@ -17,8 +17,9 @@ _BUDGET = re.compile(
 
 @final
 class TokenBudgets:
-    """The budget reminders of one prompt. They are removed from the ends of its texts; the newest goes behind all
-    messages.
+    """The budget reminders of one prompt, which are removed from the ends of its texts.
+
+    The newest one is appended after all messages.
     """
 
     def __init__(self, prompts: AgentPrompts) -> None:
@@ -48,5 +49,5 @@ class TokenBudgets:
 
 
 def is_billing(text: str, prompts: AgentPrompts) -> bool:
-    """Return True for a system block that is only the billing line and is to be dropped."""
+    """Return True for a system block that is only the billing line and must be dropped."""
     return prompts == "adapt" and _BILLING.fullmatch(text.strip()) is not None

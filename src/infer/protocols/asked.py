@@ -26,8 +26,8 @@ from infer.sampling_params import SamplingParams
 class Asked:
     """The prompts of a body and their parameters. `params` has one entry per choice of a prompt.
 
-    `variables` are those of the template; `prompt_name` is the body's field. Unless `is_answered`, prompts are only
-    checked.
+    `variables` are the template's; `prompt_name` is the name of the body's field. If `is_answered` is false, prompts
+    are only checked.
     """
 
     prompts: Sequence[Any]
@@ -43,7 +43,7 @@ class Asked:
 
 
 def ask_chat(body: ChatBody, defaults: Mapping[str, Any], template: str | None = None) -> Asked:
-    """Return what the body asks for, over the model's own `defaults` and for its chat template. Raises BodyError."""
+    """Return the request of a body, with the model's own `defaults`, for its chat template. Raises BodyError."""
     params = make_params(chat_values(body), defaults, seeds_of(body.seed, body.n or 1), "messages")
     variables = conversation_variables(body, template)
     options = conversation_options(body, body.reasoning_effort)
@@ -52,10 +52,10 @@ def ask_chat(body: ChatBody, defaults: Mapping[str, Any], template: str | None =
 
 
 def ask_completion(body: CompletionBody | InfillBody, defaults: Mapping[str, Any]) -> Asked:
-    """Return what the body asks for, over the model's own `defaults`. Raises BodyError."""
+    """Return the request of a body, with the model's own `defaults`. Raises BodyError."""
     prompts, num_choices = prompts_of("" if body.prompt is None else body.prompt), body.n or 1
     if len(prompts) * num_choices > MAX_ANSWERS:
-        message = f"prompts times n must be at most {MAX_ANSWERS}, got {len(prompts)} times {num_choices}: ask twice"
+        message = f"prompts times n must be at most {MAX_ANSWERS}, got {len(prompts)} times {num_choices}: split it"
         raise refuse(message, "prompt")
     values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | completion_values(body)
     params = make_params(values, defaults, seeds_of(body.seed, num_choices), "prompt")
@@ -78,7 +78,7 @@ def completion_values(body: CompletionBody | InfillBody) -> dict[str, Any]:
 
 
 def refuse_unless_neutral(body: CompletingBody, neutral: Mapping[str, tuple[object, ...]]) -> None:
-    """Raise BodyError for a field that makes no sense here, unless its value asks for nothing."""
+    """Raise BodyError for a field that has no meaning here, unless its value is neutral."""
     for name, values in neutral.items():
         if (value := getattr(body, name, None)) is not None and value not in values:
             raise refuse(f"{name} must not be {shown(value)} here: leave it out", name, "unsupported_value")

@@ -1,4 +1,4 @@
-"""The bodies of requests as Structs. Null means absent, and unknown keys follow the rule of `unknown_fields`."""
+"""The bodies of requests as Structs. Null means absent; `unknown_fields` has the rules for unknown keys."""
 
 import re
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from infer.protocols.response_items import (
 from infer.protocols.unknown_fields import Parameters, ToolKeys
 from infer.request_limits import MAX_BUDGET, MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS, MAX_TOOLS
 
-TokenLimit = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]  # of an answer's tokens: -1 is the end of the context, 0 none
+TokenLimit = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]  # number of an answer's tokens; -1: to the end of the context
 _Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 _Budget = Annotated[int, Meta(ge=0, le=MAX_BUDGET)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(Parameters, kw_only=True):
-    """The fields of all bodies: the model's name, and the user, which is not used."""
+    """The fields of all bodies: the model's name, and the user, which is ignored."""
 
     model: str | None = None
     user: str | None = None
@@ -101,7 +101,7 @@ class ToolMessage(_Message, tag="tool", kw_only=True):
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 
 
-# What an answer is held to
+# Constraints on the answer
 
 
 class _Format(Parameters, tag_field="type"):
@@ -184,7 +184,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
 
 
-# What is generated
+# Parameters of an answer
 
 
 @final
@@ -276,7 +276,7 @@ class ResponseStreamOptions(Parameters):
 
 @declares("conversations")
 class ResponseBody(GeneratingBody, kw_only=True):
-    """A request for a response. Nothing is stored, whatever `store` says.
+    """A request for a response. Nothing is stored, even with `store`.
 
     Except for log-probabilities, `include` asks for items that no answer has.
     """

@@ -1,4 +1,4 @@
-"""The parts of an answer in OpenAI's words: its message, its finish reason, and the deltas of a stream."""
+"""The parts of an answer in OpenAI's format: its message, its finish reason, and the deltas of a stream."""
 
 import json
 from collections.abc import Iterable
@@ -8,11 +8,11 @@ from infer.outputs import GenerationResult, ReasoningDelta, ToolCall, ToolCallDe
 
 Json = dict[str, Any]
 Delta = ReasoningDelta | ToolCallDelta
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "length"}  # aborted: its time was over
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "length"}  # aborted: its timeout expired
 
 
 def finish_reason_of(result: GenerationResult) -> str:
-    """Return the finish reason in OpenAI's words."""
+    """Return OpenAI's name of the finish reason."""
     reason = FINISH_REASONS[result.finish_reason]
     return "tool_calls" if reason == "stop" and result.tool_calls else reason
 

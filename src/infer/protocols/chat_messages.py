@@ -1,7 +1,7 @@
-"""Convert conversations of other programs to messages and tools that are read here, and these to a template's.
+"""Convert conversations of other programs to messages and tools that this server reads, and these to a template's.
 
-Clients send back the answers of any server, and their users cannot change them. So a history is never refused, except
-for an image or a file in the user's last message, which the answer would need.
+Clients send back the answers of any server, and their users cannot change these answers. So an earlier message is never
+refused, except for an image or a file in the user's last message, which the answer would need.
 """
 
 import json
@@ -38,7 +38,7 @@ def complete_chat(given: Any, reading: Reading) -> Any:
 
 
 def complete_each(messages: list[Any], reading: Reading, complete: Callable[..., dict[str, Any]]) -> list[Any]:
-    """Return the messages as `complete` makes them. The user's last message is given with `is_last`."""
+    """Return the messages that `complete` makes. For the user's last message, it is called with `is_last`."""
     last = last_user(messages)
     return [
         complete(each, f"messages[{index}]", reading, is_last=index == last) if isinstance(each, dict) else each
@@ -68,16 +68,16 @@ def own_tools(
         for tool in expand(given, path):
             kind = tool.get("type") if isinstance(tool, dict) else None
             if isinstance(kind, str) and kind != own_kind:
-                reading.warn(f"{path} was left out: tools of type {kind!r:.40} are not run here")
+                reading.warn(f"{path} was left out: tools of type {kind!r:.40} cannot be run here")
             else:
                 found.append(tool)
     return found
 
 
 def text_parts(parts: list[Any], path: str, reading: Reading, text_type: str, *, is_last: bool) -> list[Any]:
-    """Return the parts with this type for texts, and with a placeholder for each part without text.
+    """Return the parts with this type for texts, and with a placeholder for each part that has no text.
 
-    Raises BodyError for a part without text if `is_last`.
+    Raises BodyError for a part that has no text if `is_last`.
     """
     found = list[Any]()
     for index, part in enumerate(parts):
@@ -96,10 +96,10 @@ def text_parts(parts: list[Any], path: str, reading: Reading, text_type: str, *,
 
 
 def placeholder(kind: str, path: str, reading: Reading, *, is_refused: bool) -> str:
-    """Return the text that replaces a part without text, and warn about it. Raises BodyError if `is_refused`."""
+    """Return the text that replaces a part that has no text, and warn about it. Raises BodyError if `is_refused`."""
     word = next((each for each in _WORDS if each in kind), "part")
     if is_refused:
-        raise refuse(f"{path} is of type {kind!r:.40}: the model reads only text, so leave the {word} out", path)
+        raise refuse(f"{path} is of type {kind!r:.40}: the model reads only text, leave the {word} out", path)
     reading.warn(f"{path} is of type {kind!r:.40} and was replaced by [{word}]: the model reads only text")
     return f"[{word}]"
 
@@ -117,12 +117,12 @@ def past_arguments(given: Any, path: str, reading: Reading) -> str:
 
 def _message(message: dict[str, Any], path: str, reading: Reading, *, is_last: bool) -> dict[str, Any]:
     found = dict(message)
-    if found.get("role") == "function":  # OpenAI's, before tools
+    if found.get("role") == "function":  # OpenAI's format before tools
         found["role"] = "tool"
     if isinstance(content := found.get("content"), list):
         found["content"] = text_parts(content, f"{path}.content", reading, "text", is_last=is_last)
     calls = found.get("tool_calls")
-    if isinstance(call := found.get("function_call"), dict) and not calls:  # OpenAI's, before tools
+    if isinstance(call := found.get("function_call"), dict) and not calls:  # OpenAI's format before tools
         calls = [{"function": call}]
     if isinstance(calls, list):
         found["tool_calls"] = [
@@ -145,7 +145,7 @@ def _call(call: dict[str, Any], path: str, reading: Reading) -> dict[str, Any]:
 
 
 def _with_type(tool: Any) -> Any:
-    """Return a tool of a chat with the type that some clients leave out."""
+    """Return a tool of a chat with its type, which some clients leave out."""
     return {"type": "function", **tool} if isinstance(tool, dict) and "function" in tool else tool
 
 
@@ -189,7 +189,7 @@ def call_of_message(call_id: str, name: str, arguments: str | dict[str, Any]) ->
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a content. The texts of parts are joined; no content is an empty text."""
+    """Return the text of a content. The texts of parts are joined; without a content, the text is empty."""
     if not isinstance(content, list):
         return content or ""
     return "".join(part.refusal if isinstance(part, OutputRefusal) else part.text for part in content)

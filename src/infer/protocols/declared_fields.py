@@ -1,4 +1,4 @@
-"""The fields of bodies that are made from the declarations of parameters and options."""
+"""Fields of bodies, made from the declarations of parameters and options."""
 
 import math
 from collections.abc import Callable
@@ -31,7 +31,7 @@ DECLARED: dict[str, Parameter] = {**PARAMETERS, **OPTIONS}
 def declares(*bodies: Bodies) -> Callable[[type[_Body]], type[_Body]]:
     """Return a decorator that adds the fields of all parameters and options that are declared for these bodies.
 
-    Each field may be null, which counts as absent.
+    Each field may be null, which means absent.
     """
 
     def extend(cls: type[_Body]) -> type[_Body]:
@@ -50,7 +50,7 @@ def declares(*bodies: Bodies) -> Callable[[type[_Body]], type[_Body]]:
 
 
 def values_of(body: msgspec.Struct, declared: dict[str, Parameter]) -> dict[str, Any]:
-    """Return the values that a body gives, by the declared names. Null counts as absent."""
+    """Return the values that a body gives, by their declared names. Null means absent."""
     given = {name: getattr(body, each.body_name or name, None) for name, each in declared.items() if each.bodies}
     return {name: value for name, value in given.items() if value is not None}
 

@@ -1,7 +1,7 @@
-"""Parameters of other servers that this server lacks: accepted if they ask for nothing, renamed, or refused.
+"""Parameters of other servers that this server does not have: accepted if they are neutral, renamed, or refused.
 
-A hint changes no token, whatever its value. Any other name that is not listed here and not similar to ours is ignored
-with a warning (`unknown_fields`).
+A hint changes no token, whatever its value. Any other name that is neither listed here nor similar to a known one is
+ignored with a warning (`unknown_fields`).
 """
 
 from collections.abc import Callable, Mapping
@@ -14,17 +14,17 @@ from infer.sampling_params import PARAMETERS
 
 
 class Foreign(NamedTuple):
-    """A parameter of another server. `fix` says what to do instead. A null value counts as absent."""
+    """A parameter of another server. `fix` says what to do instead. A null value means absent."""
 
     fix: str = ""
-    neutral: tuple[Any, ...] = ()  # values that ask for nothing
-    is_hint: bool = False  # any value asks for nothing that would be false here
-    warning: str = ""  # why it is ignored: any value is taken, and the answer says so
-    same_as: tuple[str, ...] = ()  # our names for the same; the first one that the body has is meant
-    becomes: Callable[[Any], dict[str, Any]] | None = None  # our fields for its value
+    neutral: tuple[Any, ...] = ()  # values that change nothing
+    is_hint: bool = False  # every value is accepted, because none changes the answer
+    warning: str = ""  # why it is ignored: every value is accepted, with this warning
+    same_as: tuple[str, ...] = ()  # our names of the parameter; the first one that the body has is used
+    becomes: Callable[[Any], dict[str, Any]] | None = None  # returns our fields for its value
 
     def is_neutral(self, value: Any) -> bool:
-        """Return True if the value asks for nothing. 1.0 is 1, but true is not 1."""
+        """Return True if the value changes nothing. 1.0 equals 1, but true does not."""
         return self.is_hint or any(
             value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral
         )
@@ -50,7 +50,7 @@ def _structured(given: Any) -> dict[str, Any]:
             case "regex" | "choice" if value is not None:
                 found[name] = value
             case "grammar" | "structural_tag" if value is not None:
-                found[f"structured_outputs.{name}"] = value  # no field of ours: refused
+                found[f"structured_outputs.{name}"] = value  # not one of our fields, so it is refused
     return found
 
 
@@ -75,9 +75,9 @@ def _reasoning(given: Any) -> dict[str, Any]:
 
 
 _TEXT_ONLY = "only text is served: leave it out"
-_NOT_STORED = "answers are not kept: send the earlier messages"
-_OTHER_ROUTE = "it is not built for this route: use /v1/chat/completions"
-_NO_SAMPLER = "this sampler is not built: leave it out"
+_NOT_STORED = "answers are not stored: send the earlier messages"
+_OTHER_ROUTE = "it is not supported on this route: use /v1/chat/completions"
+_NO_SAMPLER = "this sampler is not supported: leave it out"
 _SCHEMA_FIX = 'use response_format: {"type": "json_schema", "json_schema": {"name": …, "schema": …}}'
 _LENGTHS = ("max_tokens", "max_output_tokens")
 _HINT = Foreign(is_hint=True)
@@ -98,11 +98,11 @@ FOREIGN: Mapping[str, Foreign] = {
                 "guided_decoding_backend",
                 "spaces_between_special_tokens",
             ),
-            # Ollama's settings of a model that is loaded, and of samplers that are off.
+            # Ollama's settings of a loaded model, and settings of samplers that are off.
             *("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "use_mmap", "use_mlock", "f16_kv"),
             *("num_keep", "vocab_only", "logits_all", "embedding_only", "penalize_newline", "draft_num_predict"),
             *("mirostat_tau", "mirostat_eta"),
-            # llama.cpp's: of its cache, of its answers' form, and of samplers that are off.
+            # llama.cpp's settings of its cache and of its answers' format, and settings of samplers that are off.
             *("n_keep", "n_discard", "n_indent", "t_max_prompt_ms", "timings_per_token", "response_fields"),
             *("min_keep", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
             *("xtc_threshold", "dynatemp_exponent"),
@@ -110,10 +110,10 @@ FOREIGN: Mapping[str, Foreign] = {
         _HINT,
     ),
     # OpenAI's.
-    "audio": _HINT,  # only of answers whose modalities have audio
-    "background": Foreign("answers are not kept: leave it out and read the stream", (False,)),
-    "best_of": Foreign("ask for n answers with logprobs and choose yourself", (0, 1)),
-    "context_management": Foreign("nothing is compacted: leave it out", ([], {})),
+    "audio": _HINT,  # it matters only if `modalities` has audio
+    "background": Foreign("answers are not stored: leave it out and read the stream", (False,)),
+    "best_of": Foreign("request n answers with logprobs, and choose one", (0, 1)),
+    "context_management": Foreign("contexts are not compacted: leave it out", ([], {})),
     "conversation": Foreign(_NOT_STORED),
     "echo": Foreign("use /v1/completions", (False,)),
     "function_call": Foreign("use tool_choice", ("none", "auto")),
@@ -124,17 +124,17 @@ FOREIGN: Mapping[str, Foreign] = {
     "max_tokens": Foreign("use max_output_tokens", same_as=_LENGTHS),
     "messages": Foreign("use prompt here, or send it to /v1/chat/completions"),
     "modalities": Foreign(_TEXT_ONLY, (["text"],)),
-    "moderation": Foreign(warning="nothing is moderated"),
+    "moderation": Foreign(warning="there is no moderation"),
     "previous_response_id": Foreign(_NOT_STORED),
     "prompt": Foreign("use messages here, or send it to /v1/completions"),
     "suffix": Foreign("use /v1/completions", ("",)),
     "system": Foreign("use a message with role system", ("",)),
-    "web_search_options": Foreign(warning="nothing is searched"),
-    "lora": Foreign("adapters are not built: leave it out", ([],)),
+    "web_search_options": Foreign(warning="there is no web search"),
+    "lora": Foreign("adapters are not supported: leave it out", ([],)),
     "samplers": Foreign(warning="the order of the samplers is fixed"),
     "t_max_predict_ms": Foreign(warning="answers have no time limit here"),
-    "num_ctx": Foreign(warning="the context is set with --max-seq-len when the server starts"),
-    # Other names for what is here; a parameter declares those that mean the same.
+    "num_ctx": Foreign(warning="the context is set with --max-seq-len at the server's start"),
+    # Other names of parameters that exist here; a parameter declares its own other names.
     **{
         other: Foreign(f"use {name}", same_as=_LENGTHS if name == "max_tokens" else (name,))
         for own, declared in {**PARAMETERS, **OPTIONS}.items()
@@ -152,21 +152,21 @@ FOREIGN: Mapping[str, Foreign] = {
     "structured_outputs": Foreign("use response_format, regex, choice or grammar", becomes=_structured),
     "thinking": Foreign("use reasoning_effort, or thinking_token_budget", becomes=_thinking),
     # Parameters of other routes here, which would change the answer.
-    "chat_template_kwargs": Foreign("it belongs to messages", ({},)),
+    "chat_template_kwargs": Foreign("it needs messages", ({},)),
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), Foreign(_OTHER_ROUTE, (0,))),
     **dict.fromkeys(("logit_bias", "response_format"), Foreign(_OTHER_ROUTE, ({}, {"type": "text"}))),
-    "n": Foreign("ask several times", (1,)),
+    "n": Foreign("send several requests", (1,)),
     "stop": Foreign(_OTHER_ROUTE, ([], "")),
     "tools": Foreign(_OTHER_ROUTE, ([],)),
     "tool_choice": Foreign(_OTHER_ROUTE, ("none", "auto")),
     "top_logprobs": Foreign("use logprobs, the number of alternatives", (0,)),
-    # Samplers and outputs that are not built.
+    # Samplers and outputs that are not supported.
     **dict.fromkeys(("dry_multiplier", "xtc_probability", "top_a", "dynatemp_range"), Foreign(_NO_SAMPLER, (0,))),
     **dict.fromkeys(("mirostat", "mirostat_mode", "no_repeat_ngram_size"), Foreign(_NO_SAMPLER, (0,))),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "smoothing_factor"), Foreign(_NO_SAMPLER, (0,))),
     **dict.fromkeys(("typical_p", "typical", "tfs", "tfs_z"), Foreign(_NO_SAMPLER, (1,))),
     "bad_words": Foreign("use logit_bias", ([],)),
-    "extra_body": Foreign("put its fields beside the others: it is a keyword of the Python client", ({},)),
+    "extra_body": Foreign("put its fields into the body itself, as the Python client does", ({},)),
     "guided_grammar": Foreign("use grammar, in Lark's syntax", ("",)),
     "guided_whitespace_pattern": Foreign("use regex"),
     "include_reasoning": Foreign('use reasoning_format: "none", or leave it out', (True,)),

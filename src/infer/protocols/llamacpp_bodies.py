@@ -1,4 +1,4 @@
-"""The bodies of llama.cpp's own routes: those of `/v1/completions`, with llama.cpp's names and its forms of values."""
+"""The bodies of llama.cpp's own routes: those of `/v1/completions`, with llama.cpp's names and formats."""
 
 from typing import Any, final
 
@@ -9,7 +9,7 @@ from infer.protocols.refusals import refuse
 from infer.protocols.unknown_fields import Reading
 
 _NEW_NAMES = {"n_predict": "max_tokens", "n_probs": "logprobs", "return_tokens": "return_token_ids", "n_cmpl": "n"}
-_BANNED = -100.0  # the least bias of a body, for a token whose bias is false
+_BANNED = -100.0  # the smallest bias of a body, for a token whose bias is false
 
 
 @final
@@ -37,7 +37,7 @@ class InfillBody(CompletingBody, kw_only=True):
 
 
 def complete_llamacpp(given: Any, reading: Reading) -> Any:
-    """Return a body of llama.cpp's with the names and the forms of values of `/v1/completions`.
+    """Return a body of llama.cpp with the names and the formats of values of `/v1/completions`.
 
     Without `n_predict`, an answer is as long as the context allows. Raises BodyError for a grammar in GBNF.
     """
@@ -54,7 +54,7 @@ def complete_llamacpp(given: Any, reading: Reading) -> Any:
         found["logit_bias"] = _bias_by_id(bias)
     if isinstance(grammar := found.get("grammar"), str) and (not grammar or "::=" in grammar):
         if grammar:
-            message = "grammar is in GBNF, which is not read here: write it in Lark's syntax, or give json_schema"
+            message = "grammar must be in Lark's syntax, got GBNF: rewrite it, or use json_schema"
             raise refuse(message, "grammar")
         del found["grammar"]
     return found

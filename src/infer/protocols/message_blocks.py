@@ -57,7 +57,7 @@ class MessageTurn(Struct, kw_only=True):
 
 @final
 class MessagesTool(ToolKeys, kw_only=True):
-    """A tool. With `strict`, a schema that cannot be built is refused; without it, the part is left out."""
+    """A tool. With `strict`, a schema that no grammar can enforce is refused; without it, that part is left out."""
 
     name: str
     input_schema: dict[str, Any]

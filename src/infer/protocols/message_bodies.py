@@ -10,7 +10,7 @@ from infer.protocols.unknown_fields import Parameters
 from infer.request_limits import MAX_STOPS, MAX_TOKENS
 
 _FOREIGN = {
-    "thread": Foreign("answers are not kept: send all messages"),
+    "thread": Foreign("answers are not stored: send all messages"),
     "container": Foreign("no code is run here: leave it out"),
     "mcp_servers": Foreign("no tools are run here: leave it out", ([],)),
     "context_management": Foreign(is_hint=True),
@@ -51,7 +51,7 @@ class OutputConfig(_Part, kw_only=True):
 
 
 class PromptBody(_Part, kw_only=True):
-    """The fields of both routes."""
+    """The fields that both routes have."""
 
     foreign = _FOREIGN
 
@@ -67,15 +67,16 @@ class PromptBody(_Part, kw_only=True):
 
 @final
 class CountTokensBody(PromptBody, kw_only=True):
-    """The prompt to count. The fields of an answer's request are accepted, because clients send them too."""
+    """The prompt to count. The fields of a request for an answer are accepted, because clients send them too."""
 
     foreign = _FOREIGN | dict.fromkeys(_OF_ANSWERS, Foreign(is_hint=True))
 
 
 @final
 class MessagesBody(PromptBody, kw_only=True):
-    """A request for an answer. `seed` is not in Anthropic's API. The default of `max_tokens` is the rest of the
-    context.
+    """A request for an answer.
+
+    `seed` is not in Anthropic's API. Without `max_tokens`, an answer may fill the context.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None

@@ -24,7 +24,7 @@ def complete_messages(given: Any, reading: Reading) -> Any:
     if isinstance(turns := given.get("messages"), list):
         given["messages"] = complete_each(turns, reading, _turn)
     if isinstance(tools := given.get("tools"), list):
-        given["tools"] = own_tools(tools, reading, "custom")  # the other kinds are tools that Anthropic runs
+        given["tools"] = own_tools(tools, reading, "custom")  # Anthropic itself runs tools of the other kinds
     return given
 
 
@@ -52,7 +52,7 @@ def _blocks(given: list[Any], path: str, reading: Reading, *, is_refused: bool) 
 
 
 def _block(block: dict[str, Any], kind: str, path: str, reading: Reading, *, is_refused: bool) -> dict[str, Any] | None:
-    """Return the block in a known kind, or None if it is left out. Raises BodyError."""
+    """Return the block in a known kind, or None if it must be left out. Raises BodyError."""
     match kind:
         case "text" if block.get("text") is None and "text" in block:
             return {**block, "text": ""}
@@ -61,7 +61,7 @@ def _block(block: dict[str, Any], kind: str, path: str, reading: Reading, *, is_
         case "tool_result":
             return _result(block, path, reading)
         case "thinking" if not isinstance(block.get("thinking"), str):
-            reading.warn(f"{path} was left out: its thinking is not readable")
+            reading.warn(f"{path} was left out: its thinking cannot be read")
             return None
         case "redacted_thinking":
             reading.warn(f"{path} was left out: its thinking is encrypted for another provider")
@@ -82,7 +82,7 @@ def _result(block: dict[str, Any], path: str, reading: Reading) -> dict[str, Any
     elif isinstance(content, dict):
         content = msgspec.json.encode(content).decode()
     if not content and block.get("is_error") is True:
-        content = "[error]"  # the flag is all that the tool said
+        content = "[error]"  # the tool returned nothing but the error flag
     return {**block, "content": content}
 
 
@@ -92,7 +92,7 @@ def _input(given: Any, path: str, reading: Reading) -> Any:
 
 
 def _readable(block: dict[str, Any], kind: str) -> str | None:
-    """Return the text of a document or a search result that is plain text."""
+    """Return the text of a document or a search result if it is plain text, else None."""
     match kind, block.get("source"):
         case "document", {"type": "text", "data": str(text)}:
             return _titled(block, text)
@@ -104,7 +104,7 @@ def _readable(block: dict[str, Any], kind: str) -> str | None:
 
 
 def _joined(content: Any) -> str | None:
-    """Return the joined texts of a list of text blocks, or None if it has another kind of block."""
+    """Return the joined texts of a list of text blocks, or None if a block is of another kind."""
     match content:
         case str():
             return content

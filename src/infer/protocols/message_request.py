@@ -30,13 +30,13 @@ from infer.protocols.message_bodies import MessagesBody, PromptBody
 from infer.protocols.params import make_params, refusal, seeds_of, stops_of
 from infer.toolcalls.template_formats import reasoning_of
 
-_EFFORTS = {"max": "xhigh"}  # OpenAI's name, which templates know
+_EFFORTS = {"max": "xhigh"}  # templates use OpenAI's name
 
 
 def ask_message(
     body: MessagesBody, defaults: Mapping[str, Any], template: str | None, agent_prompts: AgentPrompts
 ) -> Asked:
-    """Return what the body asks for, over the model's own `defaults` and for its chat template. Raises BodyError."""
+    """Return the request of a body, with the model's own `defaults`, for its chat template. Raises BodyError."""
     params = make_params(sampling_of(body), defaults, seeds_of(body.seed, 1), "messages")
     return replace(ask_prompt(body, template, agent_prompts), params=params)
 
@@ -50,7 +50,7 @@ def ask_prompt(body: PromptBody, template: str | None, agent_prompts: AgentPromp
 def options_of(body: PromptBody, template: str | None) -> RequestOptions:
     """Return the options of a body. Raises BodyError.
 
-    A thinking budget is a maximum, so it is left out for a template without reasoning.
+    A thinking budget is an upper limit, so it is ignored if the template has no reasoning.
     """
     budget = budget_of(body.thinking) if reasoning_of(template or "") is not None else None
     try:
@@ -60,7 +60,7 @@ def options_of(body: PromptBody, template: str | None) -> RequestOptions:
 
 
 def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str | None) -> dict[str, Any]:
-    """Return the template's variables. If the last turn is the assistant's, it is continued."""
+    """Return the template's variables. If the assistant has the last turn, that turn is continued."""
     found: dict[str, Any] = {"continue_final_message": True} if messages[-1]["role"] == "assistant" else {}
     effort = None if body.output_config is None else body.output_config.effort
     if effort is not None and (reasoning := reasoning_of(template or "")) is not None:
@@ -79,7 +79,7 @@ def sampling_of(body: MessagesBody) -> dict[str, Any]:
 
 
 def tool_fields(tools: MessagesTools | None, choice: Choice | None) -> dict[str, Any]:
-    """Return the tools and the choice as fields of RequestOptions."""
+    """Return the tools and the tool choice as fields of RequestOptions."""
     found: dict[str, Any] = {}
     if tools:
         found["tools"] = [_tool(each) for each in tools]
@@ -115,8 +115,8 @@ def messages_of(
 ) -> list[dict[str, Any]]:
     """Return messages for chat templates: the system prompt first, each tool result as its own message.
 
-    Consecutive texts of one role become one message. Many templates accept a system message only in the first place. So
-    a later one becomes a text of the user, in the frame that Claude Code uses for its reminders.
+    Consecutive texts of one role become one message. Many templates accept a system message only as the first one. So
+    a later system message becomes a text of the user, in the tags that Claude Code uses for its reminders.
     """
     budgets = TokenBudgets(prompts)
     found = list[dict[str, Any]]()

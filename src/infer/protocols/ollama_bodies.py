@@ -1,6 +1,6 @@
 """The bodies of Ollama's API. `ollama_request` converts them to the bodies of OpenAI's routes.
 
-Messages, tools and options stay as they were sent: the bodies of OpenAI's routes say what may be in them.
+Messages, tools and options stay as they were sent; the bodies of OpenAI's routes define their fields.
 """
 
 from typing import Annotated, Any, final
@@ -17,7 +17,7 @@ _FOREIGN = {
     "name": Foreign(same_as=("model",)),
     **dict.fromkeys(("shift", "insecure", "verbose", "width", "height", "steps", "user"), _HINT),
 }
-_WHOLE_PROMPT = "templates are the server's, in Jinja: send the whole prompt with raw: true"
+_WHOLE_PROMPT = "only the server's own template is used: send the whole prompt with raw: true"
 
 
 class _OllamaBody(Parameters, kw_only=True):
@@ -30,10 +30,10 @@ class AnsweringBody(_OllamaBody, kw_only=True):
     """The fields of both routes that generate.
 
     `keep_alive` is for a server of several models. `seed` and `num_predict` are not in Ollama's API, but clients send
-    them: they count if `options` have none.
+    them: they are used if `options` do not set them.
     """
 
-    stream: bool | None = None  # true unless given
+    stream: bool | None = None  # the default is true
     format: str | dict[str, Any] | None = None
     think: bool | str | None = None
     options: dict[str, Any] | None = None
@@ -55,14 +55,14 @@ class OllamaChatBody(AnsweringBody, kw_only=True):
 
 @final
 class OllamaGenerateBody(AnsweringBody, kw_only=True):
-    """A prompt: a user's message, or a text to continue if it is `raw`, has a `suffix` or the model has no template.
+    """A prompt: a user's message, or a text to continue if it is `raw`, has a `suffix`, or if there is no template.
 
     Without a prompt, the model is only loaded, or unloaded if `keep_alive` is 0.
     """
 
     foreign = _FOREIGN | {
         "images": Foreign("the model reads only text: leave the images out", ([],)),
-        "context": Foreign("answers are not kept: send the earlier messages to /api/chat", ([],)),
+        "context": Foreign("answers are not stored: send the earlier messages to /api/chat", ([],)),
         "template": Foreign(_WHOLE_PROMPT, ("",)),
     }
 
@@ -75,7 +75,7 @@ class OllamaGenerateBody(AnsweringBody, kw_only=True):
 class _EmbeddingBody(_OllamaBody, kw_only=True):
     options: dict[str, Any] | None = None  # no option changes a vector
     keep_alive: float | str | None = None
-    truncate: bool | None = None  # true unless given
+    truncate: bool | None = None  # the default is true
 
 
 @final
@@ -88,7 +88,7 @@ class OllamaEmbedBody(_EmbeddingBody, kw_only=True):
 
 @final
 class OllamaEmbeddingsBody(_EmbeddingBody, kw_only=True):
-    """A text to convert to a vector, in the older form."""
+    """A text to convert to a vector, in the older format."""
 
     prompt: str
 
@@ -97,4 +97,4 @@ class OllamaEmbeddingsBody(_EmbeddingBody, kw_only=True):
 class OllamaModelBody(_OllamaBody, kw_only=True):
     """A model by its name."""
 
-    stream: bool | None = None  # true unless given
+    stream: bool | None = None  # the default is true

@@ -20,21 +20,21 @@ _NEW_NAMES = {"thinking": "reasoning_content", "tool_name": "name"}
 
 
 def chat_of(body: OllamaChatBody, reading: Reading) -> ChatBody:
-    """Return the body as one of /v1/chat/completions. Raises BodyError."""
+    """Return the body as a body of /v1/chat/completions. Raises BodyError."""
     return _chat([_message(each) for each in body.messages or ()], body.tools, body, reading)
 
 
 def generation_of(body: OllamaGenerateBody, reading: Reading, *, can_chat: bool) -> ChatBody | CompletionBody:
-    """Return the body as one of /v1/chat/completions, or of /v1/completions for a text to continue.
+    """Return the body as a body of /v1/chat/completions, or of /v1/completions if a text is continued.
 
-    `can_chat` is true for a model with a chat template. Raises BodyError.
+    `can_chat` is true if the model has a chat template. Raises BodyError.
     """
     prompt = body.prompt or ""
     if can_chat and not (body.raw or body.suffix):
         messages = [{"role": "system", "content": body.system}] if body.system else []
         return _chat([*messages, {"role": "user", "content": prompt}], None, body, reading)
     if body.system:
-        raise refuse("system belongs to a chat template, which is not used here: write it into prompt", "system")
+        raise refuse("system needs a chat template, which is not used here: put the text into prompt", "system")
     given = _sampling(body) | {"prompt": prompt, "suffix": body.suffix}
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
@@ -42,7 +42,7 @@ def generation_of(body: OllamaGenerateBody, reading: Reading, *, can_chat: bool)
 
 
 def embeddings_of(body: OllamaEmbedBody) -> EmbeddingsBody:
-    """Return the body as one of /v1/embeddings."""
+    """Return the body as a body of /v1/embeddings."""
     return EmbeddingsBody(
         model=body.model,
         input=body.input,
@@ -53,7 +53,7 @@ def embeddings_of(body: OllamaEmbedBody) -> EmbeddingsBody:
 
 
 def seconds_of(keep_alive: float | str | None) -> float | None:
-    """Return the seconds of a `keep_alive`: a number, or Go's notation such as "5m"; below 0 it is infinite.
+    """Return a `keep_alive` in seconds. It is a number, or Go's notation such as "5m"; below 0 it is infinite.
 
     Raises BodyError.
     """
@@ -65,7 +65,7 @@ def seconds_of(keep_alive: float | str | None) -> float | None:
         if not parts and text.replace(".", "", 1).isdecimal():
             parts = [(text, "s")]
         elif not parts or "".join(map("".join, parts)) != text:
-            message = f'keep_alive must be seconds, or a duration such as "5m", got {shown(keep_alive)}'
+            message = f'keep_alive must be a number of seconds, or a duration such as "5m", got {shown(keep_alive)}'
             raise refuse(message, "keep_alive")
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
         keep_alive = -seconds if keep_alive.strip().startswith("-") else seconds
@@ -89,14 +89,14 @@ def _chat(messages: list[Any], tools: list[Any] | None, body: AnsweringBody, rea
 def _sampling(body: AnsweringBody) -> dict[str, Any]:
     """Return the options of a body, with its seed and its format, as fields of an OpenAI body.
 
-    An answer is as long as the context allows, unless an option says otherwise.
+    An answer is as long as the context allows unless an option limits it.
     """
     found = {name: value for name, value in (body.options or {}).items() if value is not None}
-    if found.get("seed") in (None, -1):  # -1 is a random one
+    if found.get("seed") in (None, -1):  # -1 means a random seed
         found["seed"] = body.seed
     if not found.keys() & _LENGTHS:
         found["num_predict"] = -1 if body.num_predict is None else body.num_predict
-    if found.get("num_predict") == -2:  # until the context is full
+    if found.get("num_predict") == -2:  # -2: until the context is full
         found["num_predict"] = -1
     if body.truncate:
         found["overflow"] = "truncate_left"
@@ -108,7 +108,7 @@ def _sampling(body: AnsweringBody) -> dict[str, Any]:
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in OpenAI's form. An image becomes a part without a text, which `complete_chat` treats."""
+    """Return a message in OpenAI's format. An image becomes a part without text, which `complete_chat` replaces."""
     found = {_NEW_NAMES.get(name, name): value for name, value in given.items() if name != "images"}
     if images := given.get("images"):
         parts = [{"type": "image"} for _ in images] if isinstance(images, list) else [{"type": "image"}]

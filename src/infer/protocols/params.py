@@ -32,7 +32,7 @@ from infer.sampling_params import (
 )
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-# The fields of a body for the parameters and options that have another name in it; of /v1/responses, if it differs.
+# Names of a body's fields for parameters and options with another name there; for /v1/responses if they differ.
 _BODY_NAMES = {name: declared.body_name for name, declared in DECLARED.items() if declared.body_name}
 _SCHEMA_NAMES = {"json_schema": "response_format.json_schema.schema"}
 _NAMES_OF_RESPONSES = {"max_new_tokens": "max_output_tokens"}
@@ -58,7 +58,7 @@ def sampling_values(body: GeneratingBody) -> dict[str, Any]:
 
 
 def token_limit(given: int) -> int | None:
-    """Return the maximum number of tokens of an answer, at least 1. -1 gives None: up to the end of the context."""
+    """Return the limit of an answer's tokens, at least 1. -1 gives None, which is the end of the context."""
     return None if given < 0 else max(given, 1)
 
 
@@ -68,7 +68,7 @@ def stops_of(given: str | Sequence[str]) -> list[str]:
 
 
 def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
-    """Return the constraint that a format puts on an answer, as a field of SamplingParams; {} if there is none."""
+    """Return the constraint of a format as a field of SamplingParams, or {} if there is none."""
     match asked:
         case JsonObjectFormat(schema=schema):
             return {"json_schema": {"type": "object"} if schema is None else schema}
@@ -86,7 +86,7 @@ def _schema(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
 def make_params(
     values: Mapping[str, Any], defaults: Mapping[str, Any], seeds: Sequence[int], prompt_name: str
 ) -> list[SamplingParams]:
-    """Return one SamplingParams per seed, over the model's own defaults. Raises BodyError.
+    """Return one SamplingParams per seed, with the model's own defaults. Raises BodyError.
 
     If `prompt_name` is "prompt", the defaults for texts apply, else the defaults for chats.
     """
@@ -98,12 +98,12 @@ def make_params(
 
 
 def make_options(body: GeneratingBody) -> RequestOptions:
-    """Return the options that the body names."""
+    """Return the options that the body sets."""
     return RequestOptions(**values_of(body, OPTIONS))
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return the seed of a row or a choice: 64 bits of a hash, the same in every process."""
+    """Return the seed of a row or a choice: 64 bits of a hash, which is the same in every process."""
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little")
 
 
@@ -120,16 +120,16 @@ def seeds_of(seed: int | None, num_choices: int) -> list[int]:
 def template_variables(
     given: Mapping[str, Any] | None, add_generation_prompt: bool | None, continue_final_message: bool | None
 ) -> dict[str, Any]:
-    """Return the template's variables, with both flags if they were given.
+    """Return the template's variables, with both flags if they are given.
 
     Raises BodyError if a name is reserved or is a sampling parameter, so that it cannot be a template's variable.
     """
     for name in given or {}:
         param = f"chat_template_kwargs.{name}"
         if name in _NOT_FOR_TEMPLATES:
-            raise refuse(f"{param} cannot be given: leave it out", param)
+            raise refuse(f"{param} must not be given: leave it out", param)
         if name in PARAMETER_NAMES or name in ALIASES:
-            raise refuse(f"{param} says how an answer is sampled: give it beside chat_template_kwargs", param)
+            raise refuse(f"{param} is a sampling parameter: move it out of chat_template_kwargs", param)
     own = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}
 
@@ -170,7 +170,7 @@ def prompts_of(prompt: str | Sequence[Any], name: str = "prompt") -> list[Any]:
 
 
 def _no_prompt(name: str, path: str, value: object) -> BodyError:
-    message = f"{name} must be a text, token ids, or a list of texts or of token ids: {path} is {shown(value)}"
+    message = f"{name} must be a text, token ids, or a list of texts or of token ids, got {shown(value)} at {path}"
     return refuse(message, path, "invalid_type")
 
 

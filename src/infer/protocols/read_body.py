@@ -1,4 +1,4 @@
-"""Read the bytes of a body as its Struct: tolerant of what other programs send, exact about broken rules."""
+"""Read the bytes of a body as its Struct: tolerant of other programs' formats, exact about broken rules."""
 
 import re
 from collections.abc import Callable
@@ -24,19 +24,19 @@ def read_body(
 ) -> _Body:
     """Return the body as a `kind`. Raises BodyError.
 
-    Before that, `complete` converts what other programs send to what is read here.
+    Before that, `complete` converts other programs' formats to known ones.
     """
     try:
         given = msgspec.json.decode(content)
     except RecursionError:
-        raise refuse("the body is nested too deep", None, "invalid_json") from None
+        raise refuse("the body is nested too deeply", None, "invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise refuse(f"the body is not JSON: {_why_not_json(content, error)}", None, "invalid_json") from None
     return body_from(given, kind, complete, reading or Reading())
 
 
 def body_from(given: Any, kind: type[_Body], complete: Complete, reading: Reading) -> _Body:
-    """Return a body that is JSON already. Raises BodyError."""
+    """Return the body of parsed JSON. Raises BodyError."""
     given = settle(complete(given, reading), kind, reading)
     try:
         return msgspec.convert(given, kind)
@@ -45,14 +45,14 @@ def body_from(given: Any, kind: type[_Body], complete: Complete, reading: Readin
 
 
 def _why_not_json(content: bytes, error: Exception) -> str:
-    """Return the place of the fault in the body's text, or msgspec's message if the text is valid."""
+    """Return where the text of the body is wrong, or msgspec's message if the text is valid."""
     try:
         content.decode()
     except UnicodeDecodeError as fault:
         return f"byte {fault.start} (0x{content[fault.start]:02x}) is not UTF-8"
     for found in _ESCAPE.finditer(content):
         if half := found["half"]:
-            return f"{half.decode()} at byte {found.start()} is half of a surrogate pair, such as a cut emoji"
+            return f"{half.decode()} at byte {found.start()} is half of a surrogate pair, for example of an emoji"
     return str(error)
 
 
@@ -67,7 +67,7 @@ def _refusal(message: str, given: Any, reading: Reading) -> BodyError:
         path = f"{path}.{field}" if path else field
         return refuse(f"{path} is missing: it is required", path, "missing_required_parameter")
     code = "invalid_type" if ", got `" in problem else "invalid_value"
-    if path.endswith("[...]"):  # of a value inside an object msgspec tells no name
+    if path.endswith("[...]"):  # msgspec does not name the key of a value inside an object
         path, found = path.removesuffix("[...]"), ""
     else:
         found = f", got {shown(_value_at(given, path))}"

@@ -11,7 +11,7 @@ from infer.protocols.unknown_fields import Reading
 
 _SEPARATOR = "__"  # between a namespace and a tool's name
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
-# Kinds of calls with the field of their arguments, and the name of a tool that has none.
+# Kinds of calls, with the field of their arguments and the name of a tool without a name.
 _CALLS = {
     "function_call": ("arguments", ""),
     "custom_tool_call": ("input", "custom_tool"),
@@ -46,12 +46,12 @@ def complete_response(given: Any, reading: Reading) -> Any:
     if isinstance(include := given.get("include"), list):
         for each in include:
             if isinstance(each, str) and each not in _INCLUDED:
-                reading.warn(f"include: {each!r:.60} was ignored: no answer has it")
+                reading.warn(f"include: {each!r:.60} was ignored: answers do not have it")
     return given
 
 
 def name_in(namespace: Any, name: Any) -> Any:
-    """Return the name under which the model calls a namespace's tool."""
+    """Return the name by which the model calls a tool of a namespace."""
     return f"{namespace}{_SEPARATOR}{name}" if isinstance(namespace, str) and namespace else name
 
 
@@ -65,7 +65,7 @@ def _is_answer(item: Any) -> bool:
 
 
 def _items(item: Any, path: str, reading: Reading, *, is_last: bool) -> list[Any]:
-    """Return the items that replace one item: none if the model can read nothing in it. Raises BodyError."""
+    """Return the items that replace one item, or none if it has nothing that a model can read. Raises BodyError."""
     if not isinstance(item, dict):
         return [item]
     kind = item.get("type", "message")
@@ -82,7 +82,7 @@ def _items(item: Any, path: str, reading: Reading, *, is_last: bool) -> list[Any
             output = _output(item.get("output"), f"{path}.output", reading)
             return [{"type": "function_call_output", "call_id": _id_of(item), "output": output}]
         case str():
-            reading.warn(f"{path} was left out: items of type {kind!r:.40} are not known here")
+            reading.warn(f"{path} was left out: items of type {kind!r:.40} are unknown")
             return []
     return [item]
 
@@ -142,12 +142,12 @@ def _reasoning(item: dict[str, Any], path: str, reading: Reading) -> list[Any]:
 
 
 def _functions(tool: Any, path: str, reading: Reading) -> list[Any]:
-    """Return the functions of a namespace, each with a name made of both, or the tool itself."""
+    """Return the functions of a namespace, each named by both, or the tool itself."""
     match tool:
         case {"type": "namespace", "name": str(namespace), "tools": [*inner]}:
             found = [each for each in inner if isinstance(each, dict) and each.get("type") == "function"]
             if len(found) < len(inner):
-                reading.warn(f"{path}: the tools of {namespace!r:.60} that are no functions were left out")
+                reading.warn(f"{path}: tools of {namespace!r:.60} that are not functions were left out")
             return [{**each, "name": name_in(namespace, each.get("name")), "namespace": namespace} for each in found]
         case {"type": "function"}:
             return [{name: value for name, value in tool.items() if name != "namespace"}]

@@ -1,4 +1,4 @@
-"""The items of `/v1/responses` (messages, calls, results and reasoning) and its tools. Chats share two structs."""
+"""The items of `/v1/responses` (messages, calls, results and reasoning), and its tools. Chats use two Structs."""
 
 from typing import Annotated, Any, Literal, final
 
@@ -19,7 +19,7 @@ class InputText(_Part, tag="input_text"):
 
 @final
 class OutputText(_Part, tag="output_text", kw_only=True):
-    """A text of an answer. A client can send it back as it is."""
+    """A text of an answer. A client can send it back unchanged."""
 
     text: str
     annotations: list[Any] | None = None
@@ -71,7 +71,7 @@ InputItem = InputMessage | CallItem | ResultItem | ReasoningItem
 
 
 class Function(ToolKeys, kw_only=True):
-    """A function. With `strict`, a schema that cannot be built is refused; without it, the part is left out."""
+    """A function. With `strict`, a schema that no grammar can enforce is refused; without it, that part is left out."""
 
     name: str
     description: str | None = None
@@ -81,9 +81,9 @@ class Function(ToolKeys, kw_only=True):
 
 @final
 class ResponseTool(Function, kw_only=True, tag_field="type", tag="function"):
-    """A function. With `strict`, a schema that cannot be built is refused; without it, the part is left out.
+    """A function. With `strict`, a schema that no grammar can enforce is refused; without it, that part is left out.
 
-    A `namespace` precedes the names of its tools. A call of such a tool is answered with namespace and name separated.
+    A `namespace` is put before the names of its tools. In the answer, namespace and name of a call are separate.
     """
 
     namespace: str | None = None
@@ -110,7 +110,7 @@ ResponseToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedNa
 
 @final
 class ReasoningSettings(Parameters):
-    """Hints about reasoning. Nothing is summarised."""
+    """Hints about reasoning. Reasoning is not summarised."""
 
     effort: str | None = None
     summary: str | None = None

@@ -16,12 +16,12 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 def ask_response(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -> Asked:
-    """Return what the body asks for, over the model's own `defaults` and for its chat template. Raises BodyError."""
+    """Return the request of a body, with the model's own `defaults`, for its chat template. Raises BodyError."""
     values, has_logprobs = sampling_values(body), _LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
         raise refuse(f'top_logprobs needs include: ["{_LOGPROBS}"]', "top_logprobs")
     if body.max_output_tokens is None and "max_new_tokens" not in defaults:
-        values["max_new_tokens"] = None  # OpenAI's default; to Codex a cut answer is a failed turn
+        values["max_new_tokens"] = None  # OpenAI's default; Codex treats a cut answer as a failed turn
     if has_logprobs:
         values["logprobs"] = body.top_logprobs or 0
     if body.text is not None:
@@ -38,7 +38,7 @@ def ask_response(body: ResponseBody, defaults: Mapping[str, Any], template: str 
 def messages_of(body: ResponseBody) -> list[dict[str, Any]]:
     """Return messages for chat templates: the instructions first, then one message per turn.
 
-    Clients send several consecutive items for one turn of the user or the assistant, or for the system prompt. Many
+    Clients send several consecutive items for one turn of the user or the assistant, or for the system prompt. But many
     templates require turns that alternate.
     """
     given: Sequence[InputItem] = (

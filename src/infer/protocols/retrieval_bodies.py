@@ -26,7 +26,7 @@ class EmbeddingsBody(Body, kw_only=True):
     input: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_TEXTS)]
     encoding_format: Encoding | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    pooling: Pooling | None = None  # the model's own unless given, else the mean
+    pooling: Pooling | None = None  # the default is the model's own, else the mean
     prompt_name: str | None = None
     normalize: bool | None = None
     truncate: bool | None = None
@@ -60,7 +60,7 @@ class RerankBody(Body, kw_only=True):
 
 @final
 class ClassifyBody(Body, kw_only=True):
-    """vLLM's fields. A pair of texts is a list of two."""
+    """vLLM's fields. A pair of texts is a list of two texts."""
 
     input: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_TEXTS)]
     truncate: bool | None = None
@@ -71,7 +71,7 @@ _Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 @final
 class ScoreBody(Body, kw_only=True):
-    """vLLM's fields: one text and several, or as many as on the other side."""
+    """vLLM's fields: one text and several, or the same number of texts on both sides."""
 
     foreign: ClassVar[Mapping[str, Foreign]] = {
         "queries": Foreign(same_as=("text_1",)),
@@ -85,7 +85,7 @@ class ScoreBody(Body, kw_only=True):
 
 
 def vector_options(body: EmbeddingsBody) -> VectorOptions:
-    """Return the options that a body names."""
+    """Return the options that a body sets."""
     return VectorOptions(
         body.pooling,
         body.prompt_name,
@@ -132,7 +132,7 @@ def pairs_of_body(body: ScoreBody) -> list[tuple[str, str]]:
 
 
 def written(vector: Any, encoding: Encoding | None) -> str | list[float]:
-    """Return a vector, an array of float32, as a body holds it."""
+    """Return a vector, an array of float32, in the format of a body."""
     if encoding == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     found: list[float] = vector.tolist()

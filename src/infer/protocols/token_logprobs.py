@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 import infer
 from infer.outputs import FinishReason, TokenLogprob
 
-LEAST_LOGPROB = -9999.0  # of what is impossible: JSON has no infinity
+LEAST_LOGPROB = -9999.0  # of an impossible token: JSON has no infinity
 Entry = dict[str, Any]
 
 
@@ -29,13 +29,13 @@ class Spelling(NamedTuple):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
 
     def entry(self, token_id: int, logprob: float) -> Entry:
-        """Return a token's entry. The joined `bytes` of an answer's tokens are its text; a control token has none."""
+        """Return a token's entry. The `bytes` of an answer's tokens, joined, are its text; a control token has none."""
         spelt = None if token_id in self.control_ids else list(self.token_bytes[token_id])
         return {"token": self.text(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelt}
 
 
 def without_end(logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> Sequence[TokenLogprob]:
-    """Return the log-probabilities without that of the token that ends the answer, which is no part of it."""
+    """Return the log-probabilities without the token that ends the answer, which is not a part of its text."""
     return logprobs[:-1] if finish_reason == "eos" else logprobs
 
 
@@ -50,7 +50,7 @@ def chat_entries(logprobs: Iterable[TokenLogprob], spelling: Spelling) -> list[E
 def completion_columns(logprobs: Iterable[TokenLogprob | None], spelling: Spelling) -> dict[str, list[Any]]:
     """Return `logprobs` of a completion, without `text_offset`.
 
-    A None stands for a token that is not scored; its text is None as well.
+    None means a token that is not scored; its text is None as well.
     """
     columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
     for each in logprobs:
@@ -63,7 +63,7 @@ def completion_columns(logprobs: Iterable[TokenLogprob | None], spelling: Spelli
 def _by_text(each: TokenLogprob, spelling: Spelling) -> dict[str, float]:
     """Return the log-probabilities of the alternatives and the token itself, by text.
 
-    If several have the same text, the likeliest counts.
+    If several tokens have the same text, the likeliest one is returned.
     """
     found = dict[str, float]()
     for token_id, logprob in sorted({*each.top, (each.token_id, each.logprob)}, key=lambda pair: -pair[1]):

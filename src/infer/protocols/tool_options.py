@@ -25,7 +25,7 @@ def conversation_options(
 
 
 def option_values(body: ConversationBody | ResponseBody, effort: str | None) -> dict[str, Any]:
-    """Return the fields of RequestOptions that a body names. Raises BodyError."""
+    """Return the fields of RequestOptions that a body sets. Raises BodyError."""
     given = {
         "tools": plain(body.tools) or None,
         "tool_choice": plain(body.tool_choice),
@@ -47,14 +47,14 @@ def budget_of(budget: int | None, effort: str | None) -> int | None:
         return budget
     if budget:
         name = "thinking_token_budget"
-        raise refuse(f"{name} is {budget} and the effort of reasoning none: give one", name)
+        raise refuse(f"{name} is {budget}, but the effort of reasoning is none: give only one", name)
     return 0
 
 
 def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]:
     """Return the template's variables for an effort, which is a hint.
 
-    A template without reasoning gets none, unless the effort is "none".
+    A template without reasoning has no such variable, unless the effort is "none".
     """
     reasoning = reasoning_of(template or "")
     if effort is None or (effort != "none" and reasoning is None):

@@ -18,8 +18,9 @@ from infer.protocols.refusals import BodyError, refuse, shown
 from infer.request_limits import MAX_WARNINGS
 
 UnknownFields = Literal["warn", "refuse", "ignore"]
-Step = str | int  # of a path
-_NEAR = 0.82  # of difflib's ratio: "temprature" is near to "temperature", "top_n" is not near to "top_k"
+Step = str | int  # a step of a path: a key or an index
+# Smallest difflib ratio of similar names: "temprature" is similar to "temperature", "top_n" not to "top_k".
+_NEAR = 0.82
 
 
 class Parameters(Struct, kw_only=True):
@@ -29,13 +30,13 @@ class Parameters(Struct, kw_only=True):
 
     @classmethod
     def note_on(cls, given: Mapping[str, Any]) -> str | None:
-        """Return a warning about a value that is accepted nevertheless, or None."""
+        """Return a warning about a value that is nevertheless accepted, or None."""
 
 
 class ToolKeys(Struct, kw_only=True):
     """An object of a tool. Unknown keys are ignored, with a warning if a key is misplaced or similar to a known one."""
 
-    misplaced: ClassVar[Mapping[str, str]] = {}  # keys that belong elsewhere, and where
+    misplaced: ClassVar[Mapping[str, str]] = {}  # keys that belong elsewhere, and the place where they belong
 
 
 @final
@@ -45,7 +46,7 @@ class Reading:
 
     policy: UnknownFields = "warn"
     warnings: list[str] = field(default_factory=list)
-    given_names: dict[str, str] = field(default_factory=dict)  # of fields that were given by another server's name
+    given_names: dict[str, str] = field(default_factory=dict)  # names of another server, by our name of the field
 
     def warn(self, message: str) -> None:
         if self.policy != "ignore" and message not in self.warnings and len(self.warnings) < MAX_WARNINGS:
@@ -55,8 +56,8 @@ class Reading:
 def settle(given: Any, kind: type[Struct], reading: Reading) -> Any:
     """Return the body with only the keys of `kind`, and whole floats as integers if integers are expected.
 
-    Raises BodyError for a misspelled key, for a string that is none of those allowed, and for a parameter that would
-    change the answer but is not built.
+    Raises BodyError for a misspelled key, for a string that is not one of the allowed ones, and for a parameter that
+    would change the answer but is not supported.
     """
     return _settled(given, tuple(flat(type_info(kind))), [], reading)
 
@@ -76,7 +77,7 @@ def _plain(name: str) -> str:
     return name.replace("_", "").replace("-", "").lower()
 
 
-# Types, as msgspec describes them
+# The types that msgspec describes
 
 type_info = cache(inspect.type_info)
 
@@ -92,7 +93,7 @@ def flat(found: inspect.Type) -> Iterator[inspect.Type]:
         yield found
 
 
-# What is done with each value
+# The rules for each value
 
 
 def _settled(given: Any, types: tuple[inspect.Type, ...], steps: list[Step], reading: Reading) -> Any:
@@ -196,7 +197,7 @@ def _unbuilt(foreign: Foreign, value: Any, place: list[Step]) -> BodyError:
     path = path_of(place)
     if foreign.neutral:
         return refuse(f"{path} must not be {shown(value)}: {foreign.fix}", path, "unsupported_value")
-    return refuse(f"{path} is not known here: {foreign.fix}", path, "unsupported_parameter")
+    return refuse(f"{path} is not supported here: {foreign.fix}", path, "unsupported_parameter")
 
 
 def _add(found: dict[str, Any], meant: Mapping[str, Any], path: str) -> None:
@@ -205,7 +206,7 @@ def _add(found: dict[str, Any], meant: Mapping[str, Any], path: str) -> None:
         if isinstance(there, dict) and isinstance(value, dict):
             value = there | value
         elif there is not None and there != value:
-            raise refuse(f"{path} and {name} are the same parameter, with two values: give one", path)
+            raise refuse(f"{path} and {name} are the same parameter with two values: give only one", path)
         found[name] = value
 
 

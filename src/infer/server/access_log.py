@@ -1,7 +1,8 @@
-"""The first layer of the app: every request has a `Call`, whose ids its answer has, and which is logged and counted.
+"""The first layer of the app: it gives every request a `Call`, sets the ids of its answer, and logs and counts it.
 
-Every request has an id of the server's own. A valid id from the client is echoed, and logged beside it. The log has one
-JSON line per request, at its end, with OpenTelemetry's names. It never has the text of a prompt or an answer.
+Every request has an id that the server makes. A valid id from the client is returned, and logged next to the server's
+id. The log has one JSON line per request, written at its end, with OpenTelemetry's names. It never contains the text of
+a prompt or an answer.
 """
 
 import json
@@ -85,7 +86,7 @@ def _as_header(warnings: Sequence[str]) -> str:
 def _be_handed(call: Call, headers: Headers) -> None:
     """Set the call's fields from the headers of the process that clients talk to.
 
-    Its own request, a readiness probe, has no id.
+    A readiness probe, which that process sends for itself, has no id.
     """
     call.key_name = headers.get(KEY_NAME_HEADER.decode(), "")
     if call_id := headers.get(ID_HEADER.decode()):

@@ -1,6 +1,6 @@
 """Structs that the answers of several routes share. Encoder and openapi.json read the same Structs.
 
-A Struct of an answer that only one route gives is beside the handler of that route.
+The Struct of an answer that only one route gives is defined next to that route's handler.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,9 +51,9 @@ class ErrorFields(Struct):
 
 
 class ErrorAnswer(Struct, kw_only=True):
-    """An error, as every route answers with it. `type` is in the errors of Anthropic's routes.
+    """The error format of every route. `type` is set only in the errors of Anthropic's routes.
 
-    On Ollama's routes the error is its message, and the code is beside it.
+    On Ollama's routes `error` is only the message, and `code` is next to it.
     """
 
     type: Literal["error"] | UnsetType = UNSET
@@ -62,7 +62,7 @@ class ErrorAnswer(Struct, kw_only=True):
 
 
 class PromptTokensDetails(Struct):
-    """Tokens of prompts that were not read again. `disk_tokens` of these were loaded from disk, if any were."""
+    """Tokens of prompts that were not read again. `disk_tokens` of them were loaded from disk, if any were."""
 
     cached_tokens: Count
     disk_tokens: Count | UnsetType = UNSET
@@ -125,7 +125,7 @@ class HeadedAnswer(Answer):
 
 def usage_of(results: Sequence[GenerationResult], num_choices: int) -> Usage:
     """Return the usage. A prompt counts once, however many choices it has."""
-    firsts = results[::num_choices]  # of each prompt: the one that read it
+    firsts = results[::num_choices]  # the choice of each prompt that read it
     num_prompt_tokens = sum(result.prompt_tokens for result in firsts)
     num_completion = sum(result.generated_tokens for result in results)
     proposed = sum(result.stats.drafts_proposed for result in results)

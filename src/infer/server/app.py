@@ -56,7 +56,7 @@ def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
     routed = Starlette(routes=routes, exception_handlers={HTTPException: refuse})
     routed.router.redirect_slashes = False
     app = guarded(routed, settings, table)
-    if settings.cors_origins:  # pages of these origins may call, and never with a browser's credentials
+    if settings.cors_origins:  # pages of these origins may call, but never with a browser's credentials
         app = CORSMiddleware(app, settings.cors_origins, ["GET", "POST"], ["*"], expose_headers=_ANSWER_HEADERS)
     return with_calls(app, state)
 

@@ -1,4 +1,4 @@
-"""Ask the model, for a client that may disconnect and in the name of its key."""
+"""Ask the model on behalf of a key, for a client that may disconnect."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -15,7 +15,7 @@ from infer.server.endpoint import ClientGoneError
 from infer.server.http_errors import ENGINE_FAILED, ApiError
 from infer.server.server_state import ServerState
 
-_BYTES_PER_TOKEN = 3  # before a prompt is tokenised
+_BYTES_PER_TOKEN = 3  # an estimate, for prompts that are not tokenised yet
 _Found = TypeVar("_Found")
 
 
@@ -26,7 +26,7 @@ def check_result(result: GenerationResult, state: ServerState) -> None:
         code, headers = ENGINE_FAILED if has_engine_failed else None, {"x-should-retry": "false"}
         raise ApiError(500, result.error or "the answer failed", code=code, headers=headers)
     if result.finish_reason == "abort" and result.stop_reason != "timeout":
-        state.llm()  # raises where the server is shutting down
+        state.llm()  # raises if the server is shutting down
         raise ApiError(500, "the answer was cancelled")
 
 
@@ -74,12 +74,12 @@ def text_tokens(value: Any) -> int:
 async def enter(request: Request, state: ServerState, arrival: Arrival) -> None:
     """Count the request at the door until it is answered. Raises ApiError 429."""
     call = call_of(request)
-    if not call.sent and call.entry is None:  # a client whose stream is continued has waited already
+    if not call.sent and call.entry is None:  # the client of a continued stream has already waited
         call.entry = state.door.enter(arrival._replace(tenant=call.key_name), await request.body(), state.look)
 
 
 def of_tenant(options: RequestOptions, key_name: str) -> RequestOptions:
-    """Return the options with the key as tenant, so that keys share neither their turns nor cached prefixes."""
+    """Return the options with the key as tenant, so that each key has its own turns and its own cached prefixes."""
     if not key_name:
         return options
     return replace(options, tenant=key_name, cache_salt=f"{key_name}\0{options.cache_salt}")

@@ -68,8 +68,8 @@ def read_keys(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "they are not UTF-8"
-        raise InvalidRequestError(f"the keys {path} cannot be read: {reason}") from error
+        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8"
+        raise InvalidRequestError(f"the file {path} of API keys cannot be read: {reason}") from error
     names = dict[str, str]()
     for number, line in enumerate(lines, 1):
         match line.partition("#")[0].split():
@@ -80,9 +80,9 @@ def read_keys(path: Path) -> dict[str, str]:
             case [name, key]:
                 names[key] = name
             case _:
-                raise InvalidRequestError(f"{path}, line {number}: a line is a key, or a name and a key")
+                raise InvalidRequestError(f"{path}, line {number}: a line must be a key, or a name and a key")
     if not names:
-        raise InvalidRequestError(f"the file {path} holds no key")
+        raise InvalidRequestError(f"the file {path} contains no key: write one key per line")
     return names
 
 
@@ -91,7 +91,7 @@ def _key_name(headers: Headers, name_by_digest: Mapping[bytes, str]) -> str:
     digest = _digest(_key_of(headers))
     found = [name for known, name in name_by_digest.items() if hmac.compare_digest(known, digest)]
     if not found:
-        message, challenge = "a valid API key is needed: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
+        message, challenge = "a valid API key is needed: send Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
         raise ApiError(401, message, code="invalid_api_key", headers=challenge)
     return found[0]
 
@@ -108,7 +108,7 @@ def _digest(key: str) -> bytes:
 
 
 def _allowed_hosts(settings: ServerSettings) -> set[str] | None:
-    """Return the names that are served beside local ones, or None if every name is served."""
+    """Return the names that are served in addition to local ones, or None if every name is served."""
     allowed = {_plain(name) for name in (settings.host, *settings.allowed_hosts)}
     if settings.api_keys or settings.is_child or "*" in allowed or not _is_loopback(settings.host):
         return None

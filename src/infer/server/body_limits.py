@@ -7,11 +7,12 @@ from starlette.requests import Request
 from infer.server.http_errors import ApiError
 from infer.server.server_settings import ServerSettings
 
-_DRAINED = 8  # bodies: what is dropped of one that is too large, so that its sender sees the answer
-_MOST_DIGITS = 20  # of a Content-Length: one that has more is over every limit
+# A larger body is read and dropped up to this multiple of the limit, so that its sender sees the answer.
+_DRAINED = 8
+_MOST_DIGITS = 20  # of a Content-Length: a number with more digits exceeds every limit
 _CHARSETS = {"utf-8", "utf8", "us-ascii", "ascii"}
 _CURLS = {"", "application/x-www-form-urlencoded"}
-_OF_BROWSERS = ("origin", "sec-fetch-site")  # a page can leave out neither
+_OF_BROWSERS = ("origin", "sec-fetch-site")  # a browser's page cannot leave out either of them
 _CLOSE = {"Connection": "close"}
 
 
@@ -23,14 +24,14 @@ async def receive_body(request: Request, settings: ServerSettings) -> bytes:
         async with asyncio.timeout(settings.body_seconds):
             return await _count(request, settings.max_body_bytes)
     except TimeoutError:
-        message = f"the body did not come within {settings.body_seconds:g} s"
+        message = f"the body did not arrive within {settings.body_seconds:g} s"
         raise ApiError(408, message, code="timeout", headers=_CLOSE) from None
 
 
 def _check_type(request: Request) -> None:
     """Raise ApiError 415 unless the type is JSON, or one that curl sends by itself.
 
-    A page of another origin can send curl's types without a preflight. But a browser names the page's origin.
+    A page of another origin can send curl's types without a preflight. But the browser then names the page's origin.
     """
     sent = request.headers.get("content-type", "")
     if sent in _CURLS and not any(name in request.headers for name in _OF_BROWSERS):
@@ -38,8 +39,8 @@ def _check_type(request: Request) -> None:
     kind, *parameters = (part.strip().lower() for part in sent.split(";"))
     charsets = {part.partition("=")[2].strip('"') for part in parameters if part.startswith("charset=")}
     if kind != "application/json" or charsets - _CHARSETS:
-        told = f"got {sent!r:.60}" if sent else "there is none"
-        message = f"Content-Type must be application/json, in UTF-8, {told}"
+        given = f"got {sent!r:.60}" if sent else "got none"
+        message = f"Content-Type must be application/json, in UTF-8, {given}"
         raise ApiError(415, message, code="unsupported_media_type")
 
 
@@ -61,4 +62,4 @@ async def _count(request: Request, most: int) -> bytes:
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body may have {most} bytes", code="body_too_large", headers=_CLOSE)
+    return ApiError(413, f"the body must have at most {most} bytes", code="body_too_large", headers=_CLOSE)

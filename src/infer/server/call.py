@@ -15,11 +15,12 @@ from infer.server.resumption import SentPart
 
 _KEY = "infer.call"
 NO_ROUTE = "none"
-# Of a request that comes from the process that clients talk to: who asks, the call's id and time, how many bytes
-# before the body are what was sent of its stream, and for how many seconds it waited for its model to be loaded.
+# Headers of a request from the process that clients talk to: the name of the client's key, the call's id and its time,
+# the number of bytes before the body that describe the part of the stream already sent, and the seconds that the
+# request waited for its model to be loaded.
 KEY_NAME_HEADER, ID_HEADER = b"x-infer-key-name", b"x-infer-id"
 CREATED_HEADER, SENT_HEADER, LOAD_HEADER = b"x-infer-created", b"x-infer-sent", b"x-infer-load-seconds"
-FINGERPRINT_HEADER = b"x-infer-fingerprint"  # of an answer to that process: the model's, which no other model continues
+FINGERPRINT_HEADER = b"x-infer-fingerprint"  # in an answer to that process: only the same model may continue it
 
 
 @final
@@ -30,31 +31,31 @@ class Call:
     id: str
     client_id: str | None  # the `x-request-id` that was sent
     method: str
-    route: str = NO_ROUTE  # the path as it stands in the table of routes
+    route: str = NO_ROUTE  # the path in the table of routes
     received_at: float = field(default_factory=time.perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
-    load_seconds: float = 0.0  # for which it waited for its model, before `received_at`
-    key_name: str = ""  # of the API key
-    operation: str = ""  # such as "chat"; "" asks the model nothing
-    model: str = ""  # the name that it is asked under
-    status: int = 0  # 0: the client went away before its headers
+    load_seconds: float = 0.0  # waited for the model, before `received_at`
+    key_name: str = ""  # name of the API key
+    operation: str = ""  # such as "chat"; "" for a request that does not use the model
+    model: str = ""  # the name that the client used
+    status: int = 0  # 0: the client disconnected before the answer's headers
     error_code: str = ""
-    phase: str = "received"  # what it is about
-    left_in: str = ""  # the phase in which the client went away
-    warnings: list[str] = field(default_factory=list)  # about its body: the answer shows them
+    phase: str = "received"  # what is done for it now
+    left_in: str = ""  # the phase in which the client disconnected
+    warnings: list[str] = field(default_factory=list)  # about the request's body; the answer contains them
     streams: list[Any] = field(default_factory=list)  # `engine.stream.AsyncStream`
-    result_by_stream: dict[Any, GenerationResult] = field(default_factory=dict)  # of those that were answered
-    is_forwarded: bool = False  # to the engine's process, which counts and logs it
-    is_probe: bool = False  # a question of the process that clients talk to: neither counted nor logged
-    is_noted: bool = False  # its stream notes its parts, for who may have to ask again
-    notes: list[bytes] = field(default_factory=list)  # of parts whose events come next
-    num_sent_bytes: int = 0  # before its body
-    sent: Sequence[SentPart] = ()  # of its stream, by a process that died
-    entry: Entry | None = None  # at the door
+    result_by_stream: dict[Any, GenerationResult] = field(default_factory=dict)  # only of streams that have ended
+    is_forwarded: bool = False  # sent on to the engine's process, which counts and logs it
+    is_probe: bool = False  # sent by the process that clients talk to: neither counted nor logged
+    is_noted: bool = False  # its stream has notes, with which another process can continue it
+    notes: list[bytes] = field(default_factory=list)  # notes of the parts whose events are sent next
+    num_sent_bytes: int = 0  # bytes before the body that describe `sent`
+    sent: Sequence[SentPart] = ()  # parts of the stream, sent by a process that died
+    entry: Entry | None = None  # the place that the door gave it
 
     @property
     def seconds(self) -> float:
-        """Seconds since the server received the request, with those for which it waited for its model."""
+        """Seconds since the server received the request, including its wait for the model to be loaded."""
         return self.load_seconds + time.perf_counter() - self.received_at
 
     @property
@@ -68,11 +69,11 @@ class Call:
 
     @cached_property
     def results(self) -> list[GenerationResult]:
-        """The results of the answers, also of cancelled ones. To be asked for when the call has ended."""
+        """The results of the answers, including cancelled ones. Read it only after the call has ended."""
         return [self.result_by_stream.get(each) or each.sequence.result() for each in self.streams]
 
     def add(self, stream: Any) -> None:
-        """Note one more answer, which is in the queue now."""
+        """Note one more answer, which is now in the queue."""
         self.streams.append(stream)
         self.phase = "answering"
         if self.entry is not None:

@@ -1,7 +1,7 @@
 """The answers to a body: n per prompt, accepted before the headers are sent, and read while they are generated.
 
-A choice's index is its prompt's index times n, plus its own. The first choice of a prompt reads the prompt. The others
-begin after its first piece, and find the prompt in the cache.
+A choice's index is its prompt's index times n, plus its number among the prompt's choices. The first choice of a prompt
+reads the prompt. The others begin after its first piece, and find the prompt in the cache.
 """
 
 import asyncio
@@ -119,8 +119,8 @@ class Choices:
     async def _read_all(self) -> AsyncGenerator[tuple[int, list[Piece]], None]:
         """Yield the pieces of each choice, and an empty list at its end.
 
-        The parts that the client already has come first, divided as they were sent. The other choices of a prompt begin
-        when its first choice has given something.
+        The parts that the client already has are yielded first, divided as they were sent. The other choices of a
+        prompt begin after its first choice has given something.
         """
         sent, size = self._call.sent, self._size
         for part in sent:
@@ -151,7 +151,7 @@ class Choices:
             await asyncio.gather(*reading, return_exceptions=True)
 
     def _noted(self, index: int, pieces: list[Piece]) -> tuple[int, list[Piece]]:
-        """Return the part, after it was noted if another process may have to continue the stream."""
+        """Return the part. Note it first if another process may have to continue the stream."""
         if self._call.is_noted:
             self._call.notes.append(note_of(index, pieces))
         return index, pieces
@@ -216,7 +216,7 @@ async def accept(request: Request, state: ServerState, asked: Asked) -> Choices:
     await enter(request, state, _arrival(asked, llm.host.model.max_seq_len))
     call.phase = "preparing"
     options = of_tenant(asked.options, call.key_name)
-    if call.sent:  # its client has waited already
+    if call.sent:  # its client has already waited
         options = replace(options, priority=MAX_PRIORITY)
 
     async def prepare() -> Choices:
@@ -236,7 +236,7 @@ def _arrival(asked: Asked, context: int) -> Arrival:
     """Return the request's size. A prompt counts at most as many tokens as the context has."""
     of_tools = text_tokens(asked.options.tools)
     num_tokens = sum(min(context, of_tools + text_tokens(prompt)) for prompt in asked.prompts)
-    if not asked.is_answered:  # prompts are read, and need no slot
+    if not asked.is_answered:  # prompts are only read, which needs no slot
         return Arrival("", num_prompt_tokens=num_tokens, num_answer_tokens=0)
     return Arrival("", len(asked.prompts), asked.num_choices, num_tokens, asked.params[0].max_new_tokens)
 

@@ -1,6 +1,6 @@
-"""One connection: arriving bytes are counted and timed before they are a request, and refused in OpenAI's format.
+"""One connection: count and time arriving bytes before they form a request, and refuse them in OpenAI's format.
 
-uvicorn limits neither headers nor the time that they take. If it cannot parse a request, it answers in plain text.
+uvicorn limits neither the size of headers nor the time that they take, and answers broken requests in plain text.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from infer.server.http_errors import ApiError
 from infer.server.server_settings import ServerSettings
 
 _KEY = "infer.connection"
-_LINGER_SECONDS = 1.0  # what still arrives after a refusal is dropped: closed at once, the client might not see it
+_LINGER_SECONDS = 1.0  # bytes that arrive after a refusal are dropped; an immediate close could hide the answer
 _UNKNOWN_METHOD = "_OTHER"  # OpenTelemetry's name
 _FIELD_BYTES = 4  # ": " and the end of the line
 
@@ -30,15 +30,15 @@ class Connection(HttpToolsProtocol):
         super().__init__(**arguments)
         self._settings, self._on_refusal = settings, on_refusal
         self._is_in_head, self._is_refused = True, False
-        self._has_heard = False  # a byte
+        self._has_heard = False  # at least one byte has arrived
         self._is_surplus = False  # more connections than allowed were open when this one was made
-        self._num_head_bytes = 0  # of fields that are complete
-        self._num_fed_bytes = 0  # since the head began, in reads that did not complete it
-        self._has_completed = False  # a request, in the current read
+        self._num_head_bytes = 0  # bytes of the complete fields
+        self._num_fed_bytes = 0  # bytes since the head began, in reads that did not complete it
+        self._has_completed = False  # the current read has completed a request
         self._head_timer: asyncio.TimerHandle | None = None
         self._unsent_since: float | None = None
 
-    # What arrives
+    # Arriving bytes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -107,13 +107,13 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not (self._is_in_head or self._is_answering):
-            self._time_head()  # after the rest of a body that nobody reads
+            self._time_head()  # after the rest of a body that is not read
 
-    # What is refused
+    # Refusals
 
     def send_400_response(self, msg: str) -> None:
         """Answer 400 to bytes that the parser cannot read."""
-        self._refuse(ApiError(400, "this is no HTTP request", code="bad_request"))
+        self._refuse(ApiError(400, "the bytes are not an HTTP request", code="bad_request"))
 
     def _refusal_of_head(self) -> ApiError | None:
         settings = self._settings
@@ -121,10 +121,10 @@ class Connection(HttpToolsProtocol):
             return self._too_large()
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
-            return ApiError(400, f"a request has one Host header, got {num_hosts}", code="bad_request")
+            return ApiError(400, f"a request must have one Host header, got {num_hosts}", code="bad_request")
         self._is_surplus = self._is_surplus and self._are_too_many
         if self._is_surplus and not self.url.startswith(b"/health"):
-            message = f"{settings.max_connections} connections are open: try again"
+            message = f"{settings.max_connections} connections are open, the most that are allowed: try again"
             return ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"})
         return None
 
@@ -141,10 +141,10 @@ class Connection(HttpToolsProtocol):
             if self._is_in_head or self.pipeline or self.cycle.response_started:
                 self.transport.close()
                 return
-            self.cycle.disconnected = True  # for the app its client has gone away
+            self.cycle.disconnected = True  # tells the app that the client has disconnected
             self.cycle.message_event.set()
         call = Call(new_id(), None, _UNKNOWN_METHOD, status=error.status, error_code=error.code or "")
-        if self._has_heard and not self._is_answering:  # the app counts its own; a browser opens some to have them
+        if self._has_heard and not self._is_answering:  # the app counts its answers; browsers open spare connections
             self._on_refusal(call)
         headers = {"Content-Type": "application/json", "Content-Length": len(error.body), "Connection": "close"}
         headers["x-request-id"] = call.id
@@ -165,7 +165,7 @@ class Connection(HttpToolsProtocol):
 
     def _too_large(self) -> ApiError:
         settings = self._settings
-        message = f"the head of a request may have {settings.max_header_bytes} bytes in {settings.max_headers} fields"
+        message = f"the headers must have at most {settings.max_header_bytes} bytes and {settings.max_headers} fields"
         return ApiError(431, message, code="headers_too_large")
 
     def _time_head(self) -> None:
@@ -176,17 +176,17 @@ class Connection(HttpToolsProtocol):
     def _be_late(self) -> None:
         self._head_timer = None
         if self._is_answering:
-            self._time_head()  # reading may be paused until the answers before it have ended
+            self._time_head()  # reading may be paused until earlier answers have ended
             return
         seconds = self._settings.header_seconds
-        self._refuse(ApiError(408, f"the head of the request did not come within {seconds:g} s", code="timeout"))
+        self._refuse(ApiError(408, f"the headers did not arrive within {seconds:g} s", code="timeout"))
 
     def _end_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    # What is sent
+    # Sent bytes
 
     @property
     def is_stalled(self) -> bool:

@@ -1,7 +1,7 @@
 """The door: refuse a request that would wait too long, before any work is done for it, and say when to retry.
 
-Every tenant has its own door. The sequences of other tenants count as far as they delay this tenant. Sequences are
-counted, not requests, because a body may ask for many.
+Every tenant has its own door. The sequences of other tenants count as far as they delay this tenant. The door counts
+sequences, not requests, because one body may ask for many.
 """
 
 import math
@@ -19,12 +19,12 @@ from infer.server.wait_forecast import Forecast, RemainingWork, WaitRatio
 from infer.server.waiting_line import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, WaitingLine
 
 _JITTER = 0.05
-_SEEN_SECONDS = 0.02  # in which the engine is not looked at again
+_SEEN_SECONDS = 0.02  # for which a look at the engine is used again
 _LOOK_SHARE = 0.05  # of the event loop's time, for looking at the engine
 # Shares of the longest wait that is allowed:
-_AIMED = 0.8  # a client that comes back when it was told is to find this wait
-_LATE = 1.2  # up to this wait it is accepted, so that small errors of the prediction refuse nobody twice
-_EARLY = 0.5  # up to this wait all are accepted, also before clients that are in the line: the engine must not idle
+_AIMED = 0.8  # the wait that a client should find when it retries at the time it was told
+_LATE = 1.2  # such a client is accepted up to this wait, so that a small prediction error does not refuse it twice
+_EARLY = 0.5  # up to this wait all are accepted, even before clients in the line, so that the engine is never idle
 
 
 class Arrival(NamedTuple):
@@ -48,9 +48,9 @@ def retry_headers(seconds: float) -> dict[str, str]:
 
 @final
 class Entry:
-    """An accepted request. Its sequences count until the engine knows about them.
+    """An accepted request. Its sequences count until the engine has them.
 
-    `predicted` is the number of seconds until its first token, by the engine's costs.
+    `predicted` is the number of seconds until its first token, according to the engine's cost model.
     """
 
     def __init__(self, door: "Door", arrival: Arrival, predicted: float) -> None:
@@ -87,7 +87,7 @@ class Entry:
 class Door:
     """Admission of requests, for the event loop only.
 
-    `look` returns the load of the engine, without requests that the engine does not know yet.
+    `look` returns the load of the engine, without requests that the engine does not have yet.
     """
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic) -> None:
@@ -95,7 +95,7 @@ class Door:
         self.lengths, self.wait_ratio = AnswerLengths(), WaitRatio()
         self._clock = clock
         self._entries = set[Entry]()
-        self._submitted: list[RemainingWork] = []  # since the engine was looked at
+        self._submitted: list[RemainingWork] = []  # submitted since the last look at the engine
         self._seen: Forecast | None = None
         self._seen_until = -math.inf
         self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
@@ -127,7 +127,7 @@ class Door:
         most = self.settings.slots + self.settings.max_queue
         if arrival.num_sequences > most:
             given = f"{arrival.num_prompts} times {arrival.num_choices}"
-            raise refuse(f"prompts times n must be at most {most} here, got {given}: ask several times", "n")
+            raise refuse(f"prompts times n must be at most {most} here, got {given}: split the request", "n")
         forecast = self.forecast(look)
         ahead = forecast.seconds_ahead(arrival.tenant, arrival.num_prompt_tokens)
         if forecast.count:
@@ -167,10 +167,10 @@ class Door:
             place.due = now + seconds
         else:
             line.append(body, self._seconds_of(arrival, forecast), now + seconds)
-        told = f"the first token would come after {with_line:.0f} s, {settings.max_ttft:g} s are allowed"
+        reason = f"the first token would arrive after {with_line:.0f} s, at most {settings.max_ttft:g} s are allowed"
         if is_full:
-            told = f"{num_waiting} answers of yours wait already, {settings.max_queue} may"
-        raise ApiError(429, f"the server is busy: {told}", code="rate_limit_exceeded", headers=retry_headers(seconds))
+            reason = f"{num_waiting} of your answers already wait, at most {settings.max_queue} may wait"
+        raise ApiError(429, f"the server is busy: {reason}", code="rate_limit_exceeded", headers=retry_headers(seconds))
 
     def _seconds_of(self, arrival: Arrival, forecast: Forecast) -> float:
         """Return the number of seconds by which the request delays the tenant's next requests."""

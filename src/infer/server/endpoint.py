@@ -1,4 +1,4 @@
-"""A route: its handler, and how the handler is called. Every exception is answered in OpenAI's error format."""
+"""A route: its handler, and how it is called. Every exception is answered in OpenAI's error format."""
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,19 +22,19 @@ from infer.server.server_state import ServerState
 
 log = logging.getLogger("infer.server")
 JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
-Handler = Callable[..., Awaitable[Response]]  # of the request, the state and, if the route has one, the body
+Handler = Callable[..., Awaitable[Response]]  # arguments: the request, the state and, if the route has one, the body
 
 
 class ApiRoute(NamedTuple):
     """A route of the server. The routing table and openapi.json are derived from it.
 
-    `path` is in Starlette's notation. The body of a request is read as a `body`, after `complete` has converted what
-    other programs send. Warnings about it are kept in the call, and the answer shows them. `answer` is a type that
-    msgspec describes, or the media type of another answer. If the route `streams`, it can answer with events, too: with
-    server-sent ones, or with lines of JSON if its `stream_type` is `LINES`.
-    `parameters` are those of the query, in OpenAPI's notation. If `is_open`, no key is needed. `operation` is the task
-    of the model, in OpenTelemetry's words; the handler of such a request asks the door (`asking.enter`). `shape`
-    converts an exception to the error that a client receives.
+    `path` is in Starlette's notation. The body of a request is read as a `body`, after `complete` has converted the
+    fields that other programs send. Warnings about the body are kept in the call, and the answer contains them.
+    `answer` is a type that msgspec describes, or the media type of any other answer. A route that `streams` can also
+    answer with events: server-sent ones, or lines of JSON if its `stream_type` is `LINES`. `parameters` describe the
+    query, in OpenAPI's notation. If `is_open`, no key is needed. `operation` is the model's task, in
+    OpenTelemetry's words; the handler of such a request asks the door (`asking.enter`). `shape` converts an exception
+    to the error that a client receives.
     """
 
     method: str
@@ -56,7 +56,7 @@ get, post = partial(ApiRoute, "GET"), partial(ApiRoute, "POST")
 
 
 class ClientGoneError(Exception):
-    """The client has disconnected, so nobody is left to answer."""
+    """The client has disconnected, so no answer is needed."""
 
 
 @final

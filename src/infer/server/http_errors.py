@@ -1,4 +1,4 @@
-"""Errors of the server in OpenAI's format: on every route, for every status, and in streams."""
+"""Errors of the server in OpenAI's format, on every route, for every status, and in streams."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ from infer.errors import (
 from infer.protocols.refusals import BodyError
 
 _TYPE_BY_STATUS = {429: "rate_limit_error"}
-ENGINE_FAILED = "engine_failed"  # the code of an error that is the engine's: another process can answer
+ENGINE_FAILED = "engine_failed"  # the code of an error of the engine: another process can answer instead
 _NO_RETRY = {"x-should-retry": "false"}
 
 
@@ -68,4 +68,4 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(500, str(error), code=ENGINE_FAILED, headers=_NO_RETRY)
         case InferError():
             return ApiError(500, str(error), headers=_NO_RETRY)
-    return ApiError(500, "the server failed to answer: its log says why", code="internal_error", headers=_NO_RETRY)
+    return ApiError(500, "the server failed to answer: see its log", code="internal_error", headers=_NO_RETRY)

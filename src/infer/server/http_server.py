@@ -16,7 +16,7 @@ from infer.server.connection import Connection
 from infer.server.endpoint import ApiRoute
 from infer.server.server_state import ServerState
 
-_TICK_SECONDS = 1.0  # at most: a process that nobody asks should hardly wake
+_TICK_SECONDS = 1.0  # the longest tick: an idle process should rarely wake
 
 
 @final
@@ -51,7 +51,7 @@ class HttpServer(uvicorn.Server):
     async def main_loop(self) -> None:
         self.listening.set()
         while not self.should_exit:
-            await self.on_tick(0)  # the date of answers
+            await self.on_tick(0)  # sets the date that answers have
             for connection in list(self.server_state.connections):
                 if isinstance(connection, Connection):
                     connection.check_reader()

@@ -19,7 +19,7 @@ _SHOWN = ("seed", "temperature", "top_k", "top_p", "min_p", "presence_penalty", 
 
 
 class LlamaProbability(Struct):
-    """A token with its log-probability, and those of the likeliest ones."""
+    """A token with its log-probability, and the likeliest tokens with theirs."""
 
     id: Count
     token: str
@@ -56,7 +56,7 @@ class LlamaPart(Answer, kw_only=True):
 
 
 class LlamaCompletion(LlamaPart, kw_only=True):
-    """An answer, or the last event of a stream, whose content is the part that no event before has."""
+    """An answer, or the last event of a stream. Its content is the text that no earlier event had."""
 
     model: str
     generation_settings: Json
@@ -70,7 +70,7 @@ class LlamaCompletion(LlamaPart, kw_only=True):
 
 
 class LlamaAsked(NamedTuple):
-    """Facts about a request: its model, the ids of its prompts, its parameters, and the length of the context."""
+    """Facts about a request: its model, the ids of its prompts, its parameters, and the context length."""
 
     model: str
     prompt_ids: Sequence[Sequence[int]]
@@ -81,7 +81,7 @@ class LlamaAsked(NamedTuple):
 
 
 def failure_of_llamacpp(error: ApiError) -> bytes:
-    """Return the event with which a stream of llama.cpp's fails. None follows it."""
+    """Return the last event of a llama.cpp stream that fails."""
     return event(error.body)
 
 

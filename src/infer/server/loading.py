@@ -33,7 +33,7 @@ async def load_model(state: ServerState, load: Load) -> None:
             if find_spec("llguidance") is not None:
                 trial_lane("llguidance").start()
             llm = load(count)
-            log.debug("fingerprint %s", llm.host.system_fingerprint)  # which takes some time to find
+            log.debug("fingerprint %s", llm.host.system_fingerprint)  # computed now, because it takes some time
         except Exception as error:
             if not isinstance(error, InferError):
                 log.exception("the model cannot be loaded")

@@ -26,7 +26,8 @@ _ITS_NAMES = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "stop": "stop_sequences",
 }
-_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}  # then clients send all messages
+# A client that receives this sends all messages.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 EndReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 _STOP_REASONS: dict[str, EndReason] = {
     "eos": "end_turn",
@@ -42,7 +43,7 @@ class MessageText(Struct, tag_field="type", tag="text"):
 
 
 class MessageThinking(Struct, tag_field="type", tag="thinking"):
-    """A block of reasoning. Nothing is signed: a block that a client sends back is read as it is."""
+    """A block of reasoning. It has no signature: a block that a client sends back is accepted as it is."""
 
     thinking: str
     signature: str
@@ -117,8 +118,8 @@ class MessageShape(ReplyFormat):
         self, head: AnswerHead, stops: frozenset[str], warnings: Sequence[str], num_prompt_tokens: int
     ) -> None:
         self._head, self._stops, self._warnings, self._num_prompt_tokens = head, stops, warnings, num_prompt_tokens
-        self._index = -1  # of the open block
-        self._open: str | None = None  # what it is
+        self._index = -1  # index of the open block
+        self._open: str | None = None  # kind of the open block
 
     def whole(self, results: Sequence[GenerationResult]) -> AnthropicMessage:
         (result,) = results

@@ -1,7 +1,7 @@
-"""Counters and histograms under vLLM's names after `infer:`, of requests when they end, and of steps from the engine's
-log.
+"""Counters and histograms, named as vLLM's after the prefix `infer:`.
 
-`prometheus_client` takes 0.08 s to import, so functions import it: the server listens before.
+Requests are counted when they end; steps are counted from the engine's log. `prometheus_client` takes 0.08 s to import,
+so functions import it: the server listens before.
 """
 
 import platform
@@ -30,8 +30,8 @@ _SLOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 class Tally:
     """A histogram of many values: those of each token and of each step.
 
-    `prometheus_client.Histogram` takes a lock and some 8 µs per value, where this takes 0.1 µs. An answer of 8,000
-    tokens would stop the event loop for 60 ms.
+    `prometheus_client.Histogram` takes a lock and about 8 µs per value; this class takes 0.1 µs. With the former, an
+    answer of 8,000 tokens would stop the event loop for 60 ms.
     """
 
     def __init__(self, name: str, help: str, bounds: Sequence[int | float], label: str = "") -> None:
@@ -81,25 +81,25 @@ class Metrics:
         count = partial(Counter, registry=self._http)
         self._requests = count("infer:http_requests_total", "Requests by route and status.", ["path", "status"])
         self._refusals = count("infer:refusals_total", "Requests refused, by the error's code.", ["reason"])
-        self._disconnects = count("infer:disconnects_total", "Clients that went away, by phase.", ["phase"])
+        self._disconnects = count("infer:disconnects_total", "Clients that disconnected, by phase.", ["phase"])
         gaps = partial(Histogram, buckets=_GAPS)
-        self._lag = gaps("infer:event_loop_lag_seconds", "How late the loop was, seconds.", registry=self._http)
+        self._lag = gaps("infer:event_loop_lag_seconds", "Delay of the event loop, seconds.", registry=self._http)
         count, gaps = partial(Counter, registry=self._engine), partial(gaps, registry=self._engine)
         waits, counts, latencies = (
             partial(Histogram, buckets=buckets, registry=self._engine) for buckets in (_WAITS, _COUNTS, _LATENCIES)
         )
-        self._successes = count("infer:request_success_total", "Answers by how they ended.", ["finished_reason"])
-        self._failures = count("infer:row_failures_total", "Answers that failed, by why.", ["code"])
+        self._successes = count("infer:request_success_total", "Answers by finish reason.", ["finished_reason"])
+        self._failures = count("infer:row_failures_total", "Answers that failed, by the error's code.", ["code"])
         self._prompt_tokens = count("infer:prompt_tokens_total", "Tokens of prompts.")
-        self._queried = count("infer:prefix_cache_queries_total", "Tokens of prompts looked for in the cache.")
+        self._queried = count("infer:prefix_cache_queries_total", "Tokens of prompts searched in the cache.")
         self._hits = count("infer:prefix_cache_hits_total", "Tokens of prompts found in the cache.")
-        self._disk_hits = count("infer:prefix_disk_hits_total", "Tokens of prompts loaded from disk, among these.")
+        self._disk_hits = count("infer:prefix_disk_hits_total", "Tokens of prompts found in the cache on disk.")
         self._answer_tokens = count("infer:generation_tokens_total", "Tokens generated.")
-        self._drafted = count("infer:spec_decode_num_draft_tokens_total", "Tokens guessed.")
-        self._accepted = count("infer:spec_decode_num_accepted_tokens_total", "Tokens guessed right.")
+        self._drafted = count("infer:spec_decode_num_draft_tokens_total", "Drafted tokens.")
+        self._accepted = count("infer:spec_decode_num_accepted_tokens_total", "Drafted tokens that were accepted.")
         self._first = waits("infer:time_to_first_token_seconds", "From request to first token, seconds.")
         self._gaps = Tally("infer:inter_token_latency_seconds", "Between two tokens, seconds.", _GAPS)
-        self._per_token = gaps("infer:request_time_per_output_token_seconds", "Mean of an answer, seconds.")
+        self._per_token = gaps("infer:request_time_per_output_token_seconds", "Mean of an answer's tokens, seconds.")
         self._latency = latencies("infer:e2e_request_latency_seconds", "From request to end, seconds.")
         self._queue = waits("infer:request_queue_time_seconds", "Waiting for a slot, seconds.")
         self._prefill = waits("infer:request_prefill_time_seconds", "From slot to first token, seconds.")
@@ -107,7 +107,7 @@ class Metrics:
         self._handover = gaps("infer:handover_seconds", "From the last token to the answer's end, seconds.")
         self._prompt_length = counts("infer:request_prompt_tokens", "Tokens of a prompt.")
         self._answer_length = counts("infer:request_generation_tokens", "Tokens of an answer.")
-        self._most_tokens = counts("infer:request_params_max_tokens", "Tokens that an answer may have.")
+        self._most_tokens = counts("infer:request_params_max_tokens", "Limit of an answer's tokens.")
         self._choices = partial(counts, buckets=_COUNTS[:8])("infer:request_params_n", "Answers of a request.")
         self._step_seconds = Tally("infer:step_seconds", "A step of the engine, seconds.", _GAPS, "kind")
         self._step_tokens = Tally("infer:iteration_tokens", "Tokens of a step.", _COUNTS)
@@ -122,9 +122,9 @@ class Metrics:
         return _text_of([*self._engine.collect(), *self._http.collect(), *current])
 
     def merged(self, texts: Iterable[tuple[str, Mapping[str, str]]]) -> str:
-        """Return the metrics of other processes and those of HTTP in this one, with each family's samples together.
+        """Return the metrics of other processes and this process' metrics of HTTP, as one text.
 
-        Each text's samples get its labels.
+        Samples of one family are next to each other. Each text's samples get its labels.
         """
         from prometheus_client import Metric
         from prometheus_client.parser import text_string_to_metric_families
@@ -204,10 +204,10 @@ def _engine_families(now: Any) -> Iterator[Any]:
 
     pages = sum(pool.num_pages for pool in now.pools)
     free = sum(pool.num_free for pool in now.pools)
-    used, preempted = 1 - free / max(pages, 1), "Answers that gave their pages up and were computed again."
+    used, preempted = 1 - free / max(pages, 1), "Answers whose pages were freed and computed again."
     yield GaugeMetricFamily("infer:num_requests_running", "Answers that have a slot.", len(now.running))
     yield GaugeMetricFamily("infer:num_requests_waiting", "Answers that wait for a slot.", len(now.waiting))
-    yield GaugeMetricFamily("infer:kv_cache_usage_perc", "Share of the cache's pages in use, 1 is all.", used)
+    yield GaugeMetricFamily("infer:kv_cache_usage_perc", "Share of the cache's pages in use, from 0 to 1.", used)
     yield GaugeMetricFamily("infer:max_num_requests_running", "Slots.", now.max_running)
     yield CounterMetricFamily("infer:num_preemptions_total", preempted, now.num_preemptions)
 
@@ -216,7 +216,7 @@ def _settings_families(host: Any) -> Iterator[Any]:
     """Yield the families of an `engine.host.Host`."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    yield GaugeMetricFamily("infer:threads", "Threads to compute with.", host.num_threads)
+    yield GaugeMetricFamily("infer:threads", "Threads that compute.", host.num_threads)
     if host.engine_if_any is None:
         return
     prefixes = host.engine_if_any.prefixes

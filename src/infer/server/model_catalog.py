@@ -1,7 +1,7 @@
 """Models on this machine and on the hub, for routes that describe and download them.
 
 The modules that read headers load numpy and tokenizers. They are imported when a route first needs them, so that the
-port answers before.
+port answers before that.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def fetch(repository: str, report: Report) -> Path:
 
 
 def is_fetched(repository: str) -> bool | None:
-    """Return True if the local cache of the hub has the model, and None if this cannot be a name on the hub."""
+    """Return True if the local cache of the hub has the model, or None if this cannot be a name on the hub."""
     hub = import_module("infer.checkpoint.hub")
     name = hub.parse_hub_name(repository)
     return None if name is None else hub.find_cached(name) is not None

@@ -61,7 +61,7 @@ class OllamaGeneration(OllamaAnswer, kw_only=True):
 
 
 class OllamaError(ApiError):
-    """An error in Ollama's format: its message. The code beside it is ours."""
+    """An error in Ollama's format, which is only a message. The code next to it is an addition of `infer`."""
 
     @classmethod
     def of(cls, error: ApiError) -> Self:
@@ -77,7 +77,7 @@ def ollama_error(error: Exception) -> ApiError:
 
 
 def failure_line(error: ApiError) -> bytes:
-    """Return the line with which a stream fails."""
+    """Return the last line of a stream that fails."""
     return line(OllamaError.of(error).body)
 
 
@@ -94,7 +94,7 @@ def nanoseconds(seconds: float) -> int:
 class OllamaShape(ReplyFormat):
     """The answer as a message of a chat, or as the text of a generation.
 
-    All lines but the last have a part of the text or of the reasoning. Calls are whole, in a line of their own. With a
+    Every line except the last has a part of the text or of the reasoning. A call is whole, in a line of its own. With a
     `spelling`, the answer has log-probabilities.
     """
 

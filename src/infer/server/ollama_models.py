@@ -9,8 +9,8 @@ from infer.sampling_params import PARAMETERS
 from infer.server.answer_types import Count, Json
 from infer.server.ollama_events import time_text
 
-_FILLS_IN = "{# .Suffix #}"  # a comment: Continue looks for this word before it asks for text between two texts
-FOREVER = "9999-12-31T23:59:59Z"  # of a model that is not unloaded for its idle time
+_FILLS_IN = "{# .Suffix #}"  # a comment: Continue searches for this word to learn if the model can fill in text
+FOREVER = "9999-12-31T23:59:59Z"  # the end of a model that is never unloaded for being idle
 
 
 class OllamaDetails(Struct):
@@ -23,7 +23,7 @@ class OllamaDetails(Struct):
 
 
 class OllamaModel(Struct):
-    """A model of a list. The last three fields are those of a loaded model; none has memory of a GPU."""
+    """A model of a list. The last three fields belong to a loaded model; no model has memory of a GPU."""
 
     name: str
     model: str
@@ -54,7 +54,7 @@ class ShownModel(Struct):
 
 
 class LoadedModel(NamedTuple):
-    """Facts about a loaded model: its memory in bytes, tokens of its context, and when it is unloaded if idle."""
+    """Facts about a loaded model: its memory in bytes, the tokens of its context, and when it is unloaded if idle."""
 
     num_bytes: int
     context: int | None

@@ -1,12 +1,12 @@
-"""The paths that clients use, matched to the table of routes, and the message for a path that no route has."""
+"""The paths that clients use, matched to the table of routes, and the message for a path without a route."""
 
 import difflib
 import re
 from collections.abc import Iterable
 
-# The first word of other servers' paths, and what to use here.
+# What to use instead, by the first word of the paths of other servers.
 _ELSEWHERE = {
-    "api": "of Ollama's API, GET /docs lists what there is",
+    "api": "only a part of Ollama's API is served, GET /docs lists the routes",
     "slots": "use /v1/engine/events",
     "version": "use /props",
     "ping": "use /health",
@@ -22,14 +22,14 @@ _ELSEWHERE = {
 def known_path(path: str, patterns: Iterable[re.Pattern[str]]) -> str:
     """Return the path of a route that this path means, or the path itself.
 
-    Paths may be without /v1, with /openai before them, or with a slash at their end, because many base URLs cause them.
+    A path may lack /v1, begin with /openai, or end with a slash, because clients combine it with many base URLs.
     """
-    path = path.replace("\n", "%0A")  # `$` of a route's pattern stands before a newline, too
+    path = path.replace("\n", "%0A")  # `$` in a route's pattern also matches before a newline
     return next((each for each in _candidates(path) if any(known.match(each) for known in patterns)), path)
 
 
 def no_route(method: str, path: str, known: Iterable[str]) -> str:
-    """Return the message for a path that no route has: the nearest path, or what to use instead."""
+    """Return the message for a path without a route. It names the nearest path, or what to use instead."""
     steps = [each for each in path.split("/") if each and each != "v1"]
     message = f"there is no {method} {path:.200} here"
     if steps and (instead := _ELSEWHERE.get(steps[0])):

@@ -1,4 +1,4 @@
-"""The process of a server: it binds its port before anything heavy is loaded, and ends when a supervisor asks.
+"""The process of a server: it binds its port before it loads anything large, and ends when a supervisor asks.
 
 uvicorn reads and writes HTTP, but its signal handlers are not used. The first SIGTERM, SIGINT or SIGHUP drains the
 server; the second ends it immediately.
@@ -24,8 +24,8 @@ from infer.server.server_state import ServerState
 from infer.server.watchdog import start_watchdog
 
 _BACKLOG = 2048
-_POLL_SECONDS = 0.05  # while it drains
-_LAST_SECONDS = 1.0  # for the errors that end what did not end in time
+_POLL_SECONDS = 0.05  # between two checks while the server drains
+_LAST_SECONDS = 1.0  # to send the errors that end late answers
 OnReady = Callable[[ServerState], None]
 
 
@@ -36,8 +36,8 @@ def bind(settings: ServerSettings) -> socket.socket:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
     except OSError as error:
         where = f"{settings.host}:{settings.port}"
-        raise InvalidRequestError(f"{where} cannot be listened at: {error.strerror}") from error
-    # Connections inherit it. asyncio sets it only where the protocol is named; without it a small write waits 40 ms.
+        raise InvalidRequestError(f"cannot listen at {where}: {error.strerror}") from error
+    # Connections inherit it. asyncio sets it only for a named protocol; without it a small write waits 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -46,13 +46,14 @@ def check_certificate(cert: Path, key: Path) -> None:
     """Raise InvalidRequestError unless the certificate and the key can be read and belong together."""
 
     def refuse_passphrase() -> str:
-        raise InvalidRequestError(f"the key {key} is encrypted: write it without a passphrase (openssl pkey -in FILE)")
+        raise InvalidRequestError(f"the key {key} is encrypted: remove its passphrase (openssl pkey -in FILE)")
 
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, refuse_passphrase)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise InvalidRequestError(f"the key {key} is not that of the certificate {cert}: give its own") from error
+            message = f"the key {key} does not belong to the certificate {cert}: give the certificate's own key"
+            raise InvalidRequestError(message) from error
         raise InvalidRequestError(f"{cert} and {key} must be a certificate and its key in PEM: {error}") from error
     except OSError as error:
         raise InvalidRequestError(f"{cert} or {key} cannot be read: {error.strerror}") from error
@@ -76,9 +77,10 @@ async def run_process(
 
 
 class Life(NamedTuple):
-    """The work of a process. `load` returns when the state is ready or has failed, and `watch` when it has failed.
+    """The functions that a process runs.
 
-    `on_drain` is called when a signal begins the drain.
+    `load` returns when the state is ready or has failed, and `watch` when it has failed. `on_drain` is called when a
+    signal begins the drain.
     """
 
     load: Callable[[], Coroutine[Any, Any, None]]
@@ -116,7 +118,7 @@ class _Process:
         """Note signals and, in a child process, the end of its parent."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 loop.add_signal_handler(number, self._note, number)
         if self._state.settings.is_child:
             loop.add_reader(0, self._end_with_parent)
@@ -127,7 +129,7 @@ class _Process:
 
     def _note(self, number: int) -> None:
         if number == signal.SIGHUP and self._signals:
-            return  # a terminal that closes sends several
+            return  # a closing terminal sends several signals
         self._signals.append(number)
         self._signalled.set()
 

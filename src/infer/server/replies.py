@@ -22,11 +22,11 @@ from infer.server.server_state import ServerState
 from infer.server.sse import DONE, EventStream, event, failure_events
 
 _Answer = TypeVar("_Answer", bound=Answer)
-Scores = Sequence[TokenLogprob | None]  # of a prompt's tokens
+Scores = Sequence[TokenLogprob | None]  # one entry per token of a prompt
 
 
 class StreamUsage(NamedTuple):
-    """The chunks of a stream that hold the usage: an additional last one, or each chunk."""
+    """The chunks of a stream that contain the usage: an additional last one, or every chunk."""
 
     is_last: bool = False
     is_in_each: bool = False
@@ -48,7 +48,7 @@ Chunk = Answer | Json  # a dict is an event whose `type` is also its name
 
 
 class ReplyFormat(ABC):
-    """The format of an answer and of its stream of this media type. `last` ends a stream."""
+    """The format of an answer and of its stream, which has this media type. `last` ends a stream."""
 
     last, media_type = DONE, EVENTS
 
@@ -68,11 +68,11 @@ class ReplyFormat(ABC):
         return ()
 
     def event(self, chunk: Chunk) -> bytes:
-        """Return a chunk as the stream has it."""
+        """Return the bytes of a chunk in the stream."""
         return event(msgspec.json.encode(chunk), chunk["type"] if isinstance(chunk, dict) else "")
 
     def fail(self, error: ApiError) -> bytes:
-        """Return the events with which a stream fails."""
+        """Return the last events of a stream that fails."""
         return failure_events(error)
 
 

@@ -105,7 +105,7 @@ class ResponseAnswer(Answer, kw_only=True, tag_field="object", tag="response"):
 
 @final
 class ResponseItems:
-    """The objects of an answer. Its items are the reasoning, a message with one text, and calls, if it has them."""
+    """The objects of an answer. Its items are the reasoning, one message with one text, and calls, if they exist."""
 
     def __init__(self, head: AnswerHead, body: ResponseBody, params: SamplingParams, spelling: Spelling) -> None:
         self._number = head.id.removeprefix("resp_")
@@ -168,7 +168,7 @@ class ResponseItems:
     def logprobs(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> list[Json]:
         entries = chat_entries(without_end(logprobs, finish_reason), self._spelling)
         for entry in (each for outer in entries for each in (outer, *outer["top_logprobs"])):
-            entry["bytes"] = entry["bytes"] or []  # here they may not be null
+            entry["bytes"] = entry["bytes"] or []  # the Responses API allows no null here
         return entries
 
 
@@ -183,9 +183,9 @@ class ResponseShape(ReplyFormat):
 
     def __init__(self, items: ResponseItems, call: Call) -> None:
         self._items, self._call, self._number = items, call, 0
-        self._index = -1  # of the open item
+        self._index = -1  # index of the open item
         self._open: OutputItem | None = None
-        self._written = ""  # of its text, or arguments
+        self._written = ""  # the part of its text or arguments that was sent
         self._logprobs: list[Json] = []
 
     def whole(self, results: Sequence[GenerationResult]) -> ResponseAnswer:

@@ -16,8 +16,8 @@ class ServerSettings:
     """Settings of a server. Times are in seconds unless a name says otherwise.
 
     `model` is the name that clients see; `aliases` are further names. `model_path` is the value of `--model`.
-    If `cors_origins` is empty, no page of another origin may call. `max_queue` limits the answers of one key that wait
-    for a slot.
+    If `cors_origins` is empty, no page of another origin may call. `max_queue` is the number of answers of one key that
+    may wait for a slot.
     """
 
     model: str = "smollm2"
@@ -28,12 +28,12 @@ class ServerSettings:
     port: int = 8000
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    api_keys: Mapping[str, str] = field(default_factory=dict)  # key → its name, which logs and tenants have
+    api_keys: Mapping[str, str] = field(default_factory=dict)  # key → its name, for the log and as the tenant
     cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # names beside local ones, without keys on a loopback address; "*": all
+    allowed_hosts: tuple[str, ...] = ()  # more than local names, on a loopback address without keys; "*": all
     max_queue: int = 512
-    step_ms: float = 1000 * GAP_SECONDS  # of 98 in 100 steps with prompts, while answers are streamed
-    max_ttft: float = 30.0  # seconds of work ahead of a request: with more it is refused
+    step_ms: float = 1000 * GAP_SECONDS  # limit of 98 in 100 steps that read prompts while answers are streamed
+    max_ttft: float = 30.0  # seconds: a request with more work ahead of it is refused
     max_body_bytes: int = 2 * 2**20
     body_seconds: float = 30.0
     max_header_bytes: int = 16 * 2**10
@@ -41,13 +41,13 @@ class ServerSettings:
     header_seconds: float = 10.0
     max_connections: int = 1024
     keep_alive_seconds: int = 75
-    max_unsent_bytes: int = 2**20  # to a slow reader, before its answer is ended
-    reader_seconds: float = 60.0  # in which a slow reader must take some of them
-    comment_seconds: float = 10.0  # of silence in a stream, before a comment keeps it open
+    max_unsent_bytes: int = 2**20  # an answer with more unsent bytes is ended
+    reader_seconds: float = 60.0  # within which a slow reader must take some of these bytes
+    comment_seconds: float = 10.0  # of silence in a stream, after which a comment keeps it open
     drain_seconds: float = 30.0
-    watchdog_seconds: float = 120.0  # for a step
+    watchdog_seconds: float = 120.0  # limit of one step
     allow_pull: bool = False  # clients may download models
-    allow_embeddings: bool = False  # of a model that is not made for them
-    unknown_fields: UnknownFields = "warn"  # of a body, unless they misspell one of ours or would change the answer
-    agent_prompts: AgentPrompts = "adapt"  # drop and move what changes in each of a coding agent's prompts
-    is_child: bool = False  # of a process that has the clients: `distributed.front`
+    allow_embeddings: bool = False  # also from a model that was not made for them
+    unknown_fields: UnknownFields = "warn"  # of a body; misspelt fields, and some that matter, are always refused
+    agent_prompts: AgentPrompts = "adapt"  # drop or move the parts that change in every prompt of a coding agent
+    is_child: bool = False  # a child of the process that talks to clients, `distributed.front`

@@ -23,7 +23,7 @@ from infer.server.server_settings import ServerSettings
 from infer.server.turns import Turns
 from infer.server.wait_forecast import Forecast, RemainingWork
 
-# What may change while requests are served: its type, and the most that it may be.
+# Settings that may change while requests are served, with their type and their largest value.
 CHANGEABLE: dict[str, tuple[Any, float]] = {
     "slots": (int, MAX_STEP_LOGITS),
     "step_ms": (int | float, math.inf),
@@ -31,7 +31,7 @@ CHANGEABLE: dict[str, tuple[Any, float]] = {
     "max_ttft": (int | float, math.inf),
 }
 Phase = Literal["loading", "ready", "draining", "failed"]
-_SNAPSHOT_SECONDS = 0.1  # in which nobody looks again
+_SNAPSHOT_SECONDS = 0.1  # for which a snapshot is used again
 
 
 @final
@@ -61,12 +61,12 @@ class ServerState:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.phase: Phase = "loading"
-        self.progress = 0.0  # of loading
-        self.failure: Exception | None = None  # why it is in phase "failed"
+        self.progress = 0.0  # of loading, from 0 to 1
+        self.failure: Exception | None = None  # the reason for phase "failed"
         self.started_at = time.time()
         self.has_failed = asyncio.Event()
-        self.ticked_at: float | None = None  # the event loop; None while it is not asked to
-        self.calls = set[Call]()  # under way
+        self.ticked_at: float | None = None  # last tick of the event loop; None while ticks are not expected
+        self.calls = set[Call]()  # requests that have not ended
         self.door, self.turns, self.snapshots = Door(settings), Turns(), Snapshots()
         self._llm: infer.AsyncLLM | None = None
 
@@ -96,7 +96,7 @@ class ServerState:
     def look(self) -> Forecast:
         """Return the load of the engine. Raises ApiError 503 unless requests are served."""
         engine, lengths = self.llm().host.engine_if_any, self.door.lengths
-        if engine is None:  # an encoder takes calls one after the other
+        if engine is None:  # an encoder runs one call at a time
             return Forecast(StepCosts(), self.settings.slots)
         runner = engine.runner
 
@@ -117,7 +117,7 @@ class ServerState:
     def become_ready(self, llm: "infer.AsyncLLM") -> None:
         """Serve this model unless the server is shutting down."""
         self._llm = llm
-        llm.host.requests.warns = False  # answers hold their own warnings
+        llm.host.requests.warns = False  # answers contain their own warnings
         self._apply_limits()
         if self.phase == "loading":
             self.phase = "ready"
@@ -131,7 +131,7 @@ class ServerState:
                 )
             kind, most = CHANGEABLE[name]
             if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= most:
-                raise InvalidRequestError(f"{name} must be a number above 0, {most:g} at most, got {value!r:.60}")
+                raise InvalidRequestError(f"{name} must be a number above 0 and at most {most:g}, got {value!r:.60}")
         self.settings = self.door.settings = replace(self.settings, **limits)
         self._apply_limits()
 
@@ -146,7 +146,7 @@ class ServerState:
             call.cancel_waiting()
 
     def fail(self, failure: Exception) -> None:
-        """Mark the server as failed: from now on every request is refused."""
+        """Mark the server as failed. From now on every request is refused."""
         self.phase, self.failure = "failed", failure
         self.has_failed.set()
 
@@ -160,7 +160,7 @@ class ServerState:
         return any(call.operation or call.is_forwarded for call in self.calls)
 
     def tick(self, lag_seconds: float) -> None:
-        """Check the engine, and count how late the event loop was. This is called regularly."""
+        """Check the engine, and count how late the event loop was. Must be called regularly."""
         self.ticked_at = time.monotonic()
         self.metrics.count_lag(max(0.0, lag_seconds))
         if self._llm is None:

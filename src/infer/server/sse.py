@@ -1,7 +1,7 @@
-"""Streams, as server-sent events or as lines of JSON: the one writer of both.
+"""Streams, as server-sent events or as lines of JSON: the only writer of both.
 
-A failure after the headers ends a stream with an event, never with what looks like a normal end. Such failures are
-those of the model, a reader that reads nothing, and the server's shutdown. If a client disconnects, the iterator is
+A failure after the headers ends a stream with an event that clients cannot mistake for a normal end. The causes are a
+failure of the model, a reader that reads nothing, and the server's shutdown. If a client disconnects, the iterator is
 closed. It must then release what it reads (an `AsyncStream` does).
 """
 
@@ -31,14 +31,14 @@ def event(body: bytes, name: str = "") -> bytes:
     """Return one line of JSON as an event. `name` is for APIs that name their events.
 
     Some clients end a line at every character that Unicode calls a line's end (httpx's `iter_lines`, `str.splitlines`).
-    Three of these may stand in JSON as they are, so they are escaped.
+    Three of these characters are legal in JSON, so they are escaped.
     """
     data = b"data: " + line(body) + b"\n"
     return data if not name else b"event: " + name.encode() + b"\n" + data
 
 
 def line(body: bytes) -> bytes:
-    """Return one line of JSON with its end. `event` says which characters are escaped, and why."""
+    """Return one line of JSON with its end. See `event` for the characters that are escaped."""
     for line_end, escaped in _LINE_ENDS.items():
         if line_end in body:
             body = body.replace(line_end, escaped)
@@ -46,7 +46,7 @@ def line(body: bytes) -> bytes:
 
 
 def failure_events(error: ApiError) -> bytes:
-    """Return the events with which OpenAI's streams fail."""
+    """Return the last events of an OpenAI stream that fails."""
     return event(error.body) + DONE
 
 
@@ -54,7 +54,7 @@ def failure_events(error: ApiError) -> bytes:
 class EventStream(Response):
     """A response that streams `events`: whole events, including `DONE` if the API has it.
 
-    `fail` returns the last bytes of a stream that fails. Lines of JSON have no comments.
+    `fail` returns the last bytes of a stream that fails. Streams of JSON lines have no comments.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": noted, "more_body": True})
                 if is_stalled(request.scope):
                     await self._events.aclose()
-                    raise ApiError(408, "the answer was ended: its reader took too little of it", code="slow_reader")
+                    raise ApiError(408, "the answer was ended because its reader was too slow", code="slow_reader")
             last = b""
         except Exception as error:
             call = call_of(request)

@@ -1,6 +1,6 @@
 """Turns for the routes that count tokens: one piece of work at a time per tenant, and a few in total.
 
-A text of 2 MB takes a second of a core. One client's texts must not occupy the threads that prepare all requests.
+A text of 2 MB takes one core for a second. One client's texts must not occupy the threads that prepare all requests.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ class Turns:
         self._waiting = deque[tuple[str, asyncio.Future[None]]]()
 
     async def run(self, tenant: str, work: Callable[[], _Found]) -> _Found:
-        """Return the result of `work`, which runs on a thread. Raises ApiError 429 if too much of the tenant's work
-        waits.
+        """Return the result of `work`, which runs on a thread.
 
-        If the caller is cancelled, its turn ends when the thread has finished.
+        If the caller is cancelled, its turn ends when the thread has finished. Raises ApiError 429 if too much work of
+        the tenant is waiting.
         """
         await self._enter(tenant)
 
@@ -44,7 +44,7 @@ class Turns:
 
     async def _enter(self, tenant: str) -> None:
         if Counter(name for name, _ in self._waiting)[tenant] >= self._most_waiting:
-            message = f"the server is busy: {self._most_waiting} texts wait already to be tokenised: ask again later"
+            message = f"the server is busy: {self._most_waiting} of your texts already wait, try again later"
             raise ApiError(429, message, code="rate_limit_exceeded", headers=retry_headers(_RETRY_SECONDS))
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((tenant, turn))
@@ -54,7 +54,7 @@ class Turns:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._waiting = deque(each for each in self._waiting if each[1] is not turn)
-            else:  # it was given in the same moment
+            else:  # the turn was given at the same moment
                 self._end(tenant)
             raise
 
@@ -67,7 +67,7 @@ class Turns:
                 turn.set_result(None)
 
     def _leave(self, tenant: str, done: "asyncio.Future[_Found]") -> None:
-        done.cancelled() or done.exception()  # nobody else may ask for it
+        done.cancelled() or done.exception()  # mark the error as retrieved, because the caller may be gone
         self._end(tenant)
 
     def _end(self, tenant: str) -> None:

@@ -1,8 +1,8 @@
 """Forecast how long a tenant's next request would wait, from the engine's sequences and from its cost model.
 
 Tenants share the computation (`engine.fair_queueing.Tenants`). While a tenant gets the work that is ahead of a request,
-every other tenant gets as much, or all that it asks for. So one tenant's flood does not lengthen another's wait without
-bound. Weights of tenants are left out, because a server has none.
+every other tenant gets the same amount, or all that it needs if that is less. So the requests of one tenant cannot
+lengthen the wait of another without bound. Weights of tenants are ignored, because a server has none.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,8 +13,8 @@ from typing import NamedTuple, final
 from infer.engine.scheduler import STREAM_SECONDS
 from infer.engine.step_costs import StepCosts, StepWork, context_of
 
-_LEAST_SECONDS = 1.0  # of a prediction: chance has a large share in shorter waits
-_STEP = 1.01  # by which one request changes the ratio
+_LEAST_SECONDS = 1.0  # the shortest prediction to learn from: shorter waits are mostly chance
+_STEP = 1.01  # factor by which one request changes the ratio
 _LEAST, _MOST = 0.5, 3.0
 
 
@@ -23,9 +23,9 @@ class RemainingWork(NamedTuple):
 
     tenant: str
     has_slot: bool
-    num_pending: int  # of its prompt
-    num_computed: int  # positions before these
-    num_answer: float  # expected
+    num_pending: int  # unread tokens of its prompt
+    num_computed: int  # positions before the unread ones
+    num_answer: float  # expected tokens of its answer
 
 
 class _Work(NamedTuple):
@@ -67,9 +67,9 @@ class Forecast:
     ) -> None:
         self._costs, self._max_slots, self._fitting, self._reading_tokens = costs, num_slots, fitting, reading_tokens
         self._loads: dict[str, _Load] = {}
-        self._reading: list[tuple[int, float]] = []  # tokens and seconds of the prompts that are being read
+        self._reading: list[tuple[int, float]] = []  # tokens and seconds of each prompt that is being read
         self._count = 0
-        self._num_pending, self._num_answer, self._num_tokens = 0, 0.0, 0.0  # of all sequences together
+        self._num_pending, self._num_answer, self._num_tokens = 0, 0.0, 0.0  # sums over all sequences
         self._known_token_seconds: float | None = None
 
     def copy(self) -> "Forecast":
@@ -124,18 +124,18 @@ class Forecast:
             return 0.0
         num_tenants = len(self._loads) + (tenant not in self._loads)
         share = max(1.0, num_slots / num_tenants, float(num_slots - (self._count - own.count)))
-        num_before = ceil(own.count + 1 - share)  # of its own that must end first
+        num_before = ceil(own.count + 1 - share)  # sequences of this tenant that must end first
         if num_before > 0:
             return self.shared_seconds(tenant, self._seconds_until(own, num_before, share))
         num_free = max(0, num_slots - sum(len(load.running) for load in self._loads.values()))
         others = (load for name, load in self._loads.items() if name != tenant)
         if own.count == 0 and any(min(load.count, len(load.running) + num_free) > 1 for load in others):
-            return 0.0  # a tenant above its share gives a slot up, also one that it is only about to get
+            return 0.0  # a tenant above its share loses a slot, even one that it is only about to get
         running = self._all_seconds(work for load in self._loads.values() for work in load.running)
         return len(running) * min(running, default=0.0)
 
     def _seconds_until(self, load: _Load, num_ended: int, share: float) -> float:
-        """Return the seconds until `num_ended` sequences of a tenant have ended, if it has the engine to itself.
+        """Return the seconds until `num_ended` sequences of a tenant have ended, if no other tenant uses the engine.
 
         All running sequences are computed at the same speed. Sequences that still run at the end count as half done.
         """
@@ -189,7 +189,7 @@ class Forecast:
         """Number of answers that are computed together while the engine is busy.
 
         Each step computes one token of each answer, and reads some tokens of prompts. If prompts are read slowly,
-        answers end as fast as prompts bring new ones, before the slots are full.
+        answers end as fast as new prompts are read, before the slots are full.
         """
         if self._reading_tokens is None or not self._num_pending or not self._num_answer:
             return self.num_slots
@@ -212,8 +212,8 @@ class Forecast:
 class WaitRatio:
     """The ratio of measured to predicted waits for a first token, learnt from the accepted requests.
 
-    The forecast knows the time of steps. It knows neither the time between two steps nor later arrivals. The ratio
-    stays near the median of the last requests, so a few outliers change little.
+    The forecast knows the time of steps. It knows neither the time between two steps nor requests that arrive later.
+    The ratio stays near the median of the last requests, so a few outliers change little.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The line of one tenant's refused clients. Each is told to retry when the clients before it have been served.
+"""The line of one tenant's refused clients. Each is told to retry after the clients before it have been served.
 
 The time to retry is at most a minute, because OpenAI's clients ignore longer times. A client that would wait longer
 keeps its place in the line when it retries. A client is recognised by its body.
@@ -14,8 +14,8 @@ from typing import final
 MAX_RETRY_SECONDS = 60.0
 MIN_RETRY_SECONDS = 0.5
 _EARLY_SECONDS = 0.1  # clocks differ, and milliseconds are rounded
-_LATE_SECONDS = 10.0  # after its time a place is forgotten
-_LOOK_SECONDS = 1.0  # between two looks for places to forget
+_LATE_SECONDS = 10.0  # a place is forgotten so long after its client's time to retry
+_LOOK_SECONDS = 1.0  # between two searches for places to forget
 _MOST = 4096
 
 
@@ -23,14 +23,14 @@ _MOST = 4096
 @dataclass(eq=False)
 class WaitingPlace:
     digest: bytes  # of the request's body
-    service: float  # seconds that the request occupies the engine
-    due: float  # when its client comes back
+    service: float  # seconds for which the request occupies the engine
+    due: float  # time at which its client retries
 
 
 @final
 class WaitingLine:
     def __init__(self) -> None:
-        self._places: dict[WaitingPlace, None] = {}  # in order
+        self._places: dict[WaitingPlace, None] = {}  # in the order of the line
         self._by_digest: defaultdict[bytes, list[WaitingPlace]] = defaultdict(list)
         self._seconds = 0.0  # the work of all places
         self._looked_at = -inf

@@ -1,4 +1,4 @@
-"""The watchdog: if a step or the event loop hangs, it writes all stacks and ends the process for a supervisor."""
+"""The watchdog: if a step or the event loop hangs, write all stacks and end the process for a supervisor."""
 
 import faulthandler
 import os
@@ -8,8 +8,8 @@ from typing import final
 
 from infer.server.server_state import ServerState
 
-STATUS = 3  # of the process
-_NUM_CHECKS = 8  # in the time that a step has
+STATUS = 3  # exit status of the process
+_NUM_CHECKS = 8  # checks within the time limit of a step
 
 
 def start_watchdog(state: ServerState) -> None:

@@ -1,1 +1,1 @@
-"""Many turns over one cache: its messages and ids, what the cache holds of them, and its file."""
+"""Many turns over one cache: their messages and ids, the cached part of them, and the session's file."""

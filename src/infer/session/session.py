@@ -1,10 +1,10 @@
 """`Session`: many turns over one cache. Each turn computes only its new tokens.
 
 A session has two lists of ids: those of the conversation, and those whose keys and values are in the cache. A turn
-keeps the prefix that its prompt and the cache share. So an answer is the one that a fresh model gives for the same ids.
+keeps the prefix that its prompt and the cache share. So an answer equals the answer of a fresh model for the same ids.
 
-The exception of a signal may be raised between any two lines. The conversation is replaced whole, only the loop of the
-engine changes the cache, and a call has ended as soon as its `finally` begins. So the next call works.
+A signal may raise its exception between any two lines. The conversation is replaced as a whole, only the engine's loop
+changes the cache, and a call has ended as soon as its `finally` begins. So the next call works after any exception.
 """
 
 import copy
@@ -59,7 +59,7 @@ def _exclusively(
 
 @final
 class Session:
-    """A conversation whose read tokens stay in the cache. `LLM.session` makes it.
+    """A conversation whose computed tokens stay in the cache. `LLM.session` creates it.
 
     A session gives one answer at a time: while a stream is open, every other call raises InvalidRequestError. A turn
     that fails, or is stopped before its first word, leaves the conversation as it was. `close()`, the end of `with`,
@@ -76,7 +76,7 @@ class Session:
         self._opened_host: Host | None = host
         self._transcript = transcript
         self._cache = SessionCache(host)
-        self._entering = threading.RLock()  # held for moments; the handler of a signal may acquire it again
+        self._entering = threading.RLock()  # held briefly; a signal's handler may acquire it again
         self._caller: object | None = None  # the call, or the stream's answer, that uses the session
         self._last: OpenAnswer | None = None
         self._is_closed = False
@@ -145,10 +145,10 @@ class Session:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> GenerationResult:
-        """Return the answer to a further message. Both become messages of the session.
+        """Return the answer to another message. Both become messages of the session.
 
-        If the template writes past messages in another form than the cached ids, all tokens after the first difference
-        are computed again.
+        If the template writes past messages in a form that differs from the cached ids, all tokens after the first
+        difference are computed again.
 
         Args:
             message: A message. A text is a message of the user.
@@ -184,7 +184,7 @@ class Session:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> Stream:
-        """Return a stream of the answer that `send` returns whole, with the arguments of `send`.
+        """Return a stream of the answer that `send` would return, with the arguments of `send`.
 
         If the stream is closed early, the session keeps the pieces that were read as its answer.
 
@@ -238,7 +238,7 @@ class Session:
     ) -> GenerationResult:
         """Continue from the current ids without a template, with the arguments of `send`.
 
-        The answer is added to `token_ids`, but to no message.
+        The answer is added to `token_ids`, but not to a message.
 
         Examples:
             >>> session = llm.session()
@@ -297,7 +297,7 @@ class Session:
         """
         length = len(self._transcript.token_ids)
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= length:
-            raise InvalidRequestError(f"rewind takes from 0 to the session's {length} tokens, got {count!r:.80}")
+            raise InvalidRequestError(f"rewind takes from 0 to {length} tokens, all of the session, got {count!r:.80}")
         transcript = self._transcript.shortened(length - count)
         self._cache.keep_common(transcript.token_ids)
         self._transcript = transcript
@@ -358,7 +358,7 @@ class Session:
             The note of `save`.
 
         Raises:
-            InvalidRequestError: The file is damaged or of another model. Nothing is changed.
+            InvalidRequestError: The file is damaged or belongs to another model. Nothing is changed.
             ClosedError: The session or the model is closed.
 
         Examples:
@@ -389,12 +389,12 @@ class Session:
         return note
 
     def _respell(self, rendered: list[int]) -> list[int]:
-        """Return rendered messages in the spelling of the conversation's ids, which the cache holds."""
+        """Return rendered messages in the spelling of the conversation's ids, which are in the cache."""
         tokenizer = self._host.tokenizer
         return keep_spelling(self._transcript.token_ids, rendered, tokenizer.token_bytes, tokenizer.special_token_ids)
 
     def _enter(self, caller: object) -> None:
-        """Claim the session for the caller. Raises InvalidRequestError if another has it, and ClosedError."""
+        """Claim the session for the caller. Raises InvalidRequestError if another caller has it, and ClosedError."""
         self._end_left()
         with self._entering:
             if self._is_closed or not self._host.loop.is_open:
@@ -405,12 +405,12 @@ class Session:
             self._caller = caller
 
     def _end_left(self) -> None:
-        """Settle an answer whose stream was dropped, or left by an exception."""
+        """Settle an answer whose stream was dropped, or that an exception ended."""
         if self._last is not None and self._last.is_closed:
             self._last.close()
 
     def _end_if_closed(self) -> None:
-        """Free the cache if the session is closed. Each caller that leaves and `close` call it; the later one frees."""
+        """Free the cache if the session is closed. `close` and the end of each call use this; the later one frees."""
         if self._is_closed:
             self._cache.give_back()
             self._opened_host = None
@@ -418,7 +418,7 @@ class Session:
     def _begin(
         self, next_messages: Callable[[Transcript], Messages | None], ask: Ask, on_prefill: OnPrefill | None
     ) -> Stream:
-        """Answer the messages that `next_messages` makes of the conversation, or continue its ids if there are none."""
+        """Answer the messages that `next_messages` makes from the conversation; without it, continue the ids."""
         caller = object()
         try:
             self._enter(caller)
@@ -447,7 +447,7 @@ class Session:
         return _Answer(Answering(requests.complete(prompt, prompt.params, ask.options)), messages)
 
     def _settle(self, answer: "_Answer") -> None:
-        """Add an answer that has ended to the conversation, and release the session. A second call does nothing."""
+        """Add a finished answer to the conversation, and release the session. A second call does nothing."""
         transcript = self._transcript
         try:
             if self._caller is answer:
@@ -492,7 +492,7 @@ def _run(stream: Stream, on_token: OnToken | None) -> GenerationResult:
 @final
 @dataclass(frozen=True, eq=False)
 class _Answer:
-    """An active answer and the messages that it answers, or None if it continues from the ids."""
+    """An active answer and the messages that it answers, or None if it continues the ids."""
 
     sequence: Answering
     messages: Messages | None

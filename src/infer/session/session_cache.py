@@ -1,6 +1,6 @@
 """The cache of a session: a leased slot, and the ids whose keys and values are stored there.
 
-The engine may take the slot, or lose its content. Then `token_ids` is empty, and the prompt is computed again.
+The engine may take the slot away, or lose its content. Then `token_ids` is empty, and the prompt is computed again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ from infer.engine.text_states import step_tokens
 from infer.errors import InferError, OutOfPagesError, closed
 
 Tensors = Callable[[], Iterator[tuple[str, Tensor]]]
-_SLICE_BYTES = 16 << 20  # copied between two steps: some 5 ms
+_SLICE_BYTES = 16 << 20  # copied between two steps, which takes about 5 ms
 
 
 class _TakenAwayError(InferError):
-    """Raised while a slot is copied that the engine took away."""
+    """Raised if the engine takes away a slot while it is copied."""
 
 
 @final
@@ -57,12 +57,12 @@ class SessionCache:
     def keep_common(self, token_ids: Sequence[int]) -> int:
         """Keep the prefix that the slot shares with these ids, and return its length.
 
-        It is 0 if the cache has evicted tokens that the next token must see.
+        The length is 0 if the cache has evicted tokens that the next token must attend to.
         """
         return self._host.change(self.lease, partial(self._keep_common, token_ids))
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Make the slot contain exactly these ids. Missing ones are computed, one chunk between two steps."""
+        """Make the slot contain exactly these ids. Missing ids are computed, one chunk between two steps."""
         self._host.loop.call(self._extending(token_ids)).get()
 
     def _extending(self, token_ids: Sequence[int]) -> Work[None]:
@@ -99,14 +99,15 @@ class SessionCache:
     def export(self, token_ids: Sequence[int], write: Callable[[int, Tensors], None]) -> None:
         """Call `write(number, tensors)` with the keys and values of the first `number` of these ids.
 
-        Steps continue meanwhile. If the engine takes the slot before everything is written, `write` is called again
-        with 0. Each call of `tensors` copies again.
+        Steps continue meanwhile. If the engine takes the slot away before everything is written, `write` is called
+        again with 0. Each call of `tensors` copies again.
         """
         lease = self.lease
 
         def keep(slot: int) -> Sequence[int]:
             self._keep_common(token_ids, slot)
-            if self._host.runner.choose_rope(slot, len(lease.token_ids)):  # a load chooses the factors by the length
+            # A load chooses the rope factors by the length.
+            if self._host.runner.choose_rope(slot, len(lease.token_ids)):
                 lease.token_ids = []
             return lease.token_ids
 
@@ -117,13 +118,13 @@ class SessionCache:
         return write(0, lambda: iter(()))
 
     def _copies(self, held: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield copies of the slot's tensors, a part between two steps. Raises _TakenAwayError."""
+        """Yield copies of the slot's tensors, one part between two steps. Raises _TakenAwayError."""
         lease, cache = self.lease, self._host.runner.cache
         rows: Iterator[tuple[str, Tensor]] | None = None
 
         def copy_some(slot: int) -> list[tuple[str, Tensor]]:
             nonlocal rows
-            if lease.token_ids is not held:  # the engine replaces them when it takes the slot
+            if lease.token_ids is not held:  # the engine replaces the list when it takes the slot away
                 raise _TakenAwayError
             if rows is None:
                 rows = cache.export_row(slot)

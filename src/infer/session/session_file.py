@@ -1,8 +1,8 @@
 """A saved session: a safetensors file with the ids, their cached keys and values, and the messages.
 
-The header's metadata name the format, its version and the fingerprint of the model. The tensors are, in this order,
-`token_ids`, those of the cache, `record` (JSON), and `digests`: one line for the header and one for each tensor before
-it. A file is used only if all digests match.
+The header's metadata name the format, its version and the fingerprint of the model. The tensors are, in this order:
+`token_ids`, the cache's tensors, `record` (JSON), and `digests`, which has one line for the header and one for each
+earlier tensor. A file is used only if all digests match.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ from infer.system.json_file import parse_json
 
 FORMAT, VERSION = "infer-session", "2"
 DIGEST_BYTES = 32
-MAX_OTHER_BYTES = 256 << 20  # of all tensors except those of the cache
+MAX_OTHER_BYTES = 256 << 20  # limit of all tensors except the cache's
 _CACHE = "cache."
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Content of a session file. `tensors` are the cache's, by its own names."""
+    """Content of a session file. `tensors` are the cache's, by the cache's names."""
 
     token_ids: list[int]
     record: dict[str, Any]
@@ -71,13 +71,15 @@ def write_session(
 
 
 def read_session(path: Path, fingerprint: Mapping[str, str], max_cache_bytes: int) -> Saved:
-    """Return a saved session. Raises InvalidRequestError if the file is damaged, or of another model or version, or has
-    more than `max_cache_bytes` of a cache.
+    """Return a saved session.
+
+    Raises InvalidRequestError if the file is damaged, belongs to another model or version, or has more than
+    `max_cache_bytes` of a cache.
     """
     try:
         return _read(path, fingerprint, max_cache_bytes)
     except ModelFormatError as error:
-        raise InvalidRequestError(f"{path} is not a whole saved session: {error.field}: {error.problem}") from error
+        raise InvalidRequestError(f"{path} is not a complete saved session: {error.field}: {error.problem}") from error
     except ModelError as error:
         raise InvalidRequestError(f"the session cannot be loaded: {error}") from error
 
@@ -107,7 +109,7 @@ def _check_sizes(path: Path, blocks: Sequence[TensorInfo], max_cache_bytes: int)
     cache_bytes = sum(block.num_bytes for block in blocks if block.name.startswith(_CACHE))
     other_bytes = sum(block.num_bytes for block in blocks) - cache_bytes
     if cache_bytes > max_cache_bytes:
-        problem = f"expected at most {max_cache_bytes} bytes, which a context of this length takes, got {cache_bytes}"
+        problem = f"expected at most {max_cache_bytes} bytes, the size for this context length, got {cache_bytes}"
         raise ModelFormatError(path, "cache", problem)
     if other_bytes > MAX_OTHER_BYTES:
         raise ModelFormatError(path, "record", f"expected at most {MAX_OTHER_BYTES} bytes, got {other_bytes}")
@@ -131,13 +133,13 @@ def _check_fingerprint(path: Path, metadata: Mapping[str, Any], fingerprint: Map
     saved = parse_json(path, str(metadata.get("fingerprint")).encode())
     names = sorted(name for name in {*saved, *fingerprint} if saved.get(name) != fingerprint.get(name))
     if names:
-        raise ModelFormatError(path, "model", f"it was saved with another {', '.join(names)}")
+        raise ModelFormatError(path, "model", f"was saved with another {', '.join(names)}")
 
 
 def _interpret(path: Path, tensors: Mapping[str, Tensor]) -> Saved:
     ids, record = tensors.get("token_ids"), tensors.get("record")
     if ids is None or record is None or ids.dtype != torch.int64 or ids.dim() != 1 or record.dtype != torch.uint8:
-        raise ModelFormatError(path, "token_ids", "or the record are missing or of another type")
+        raise ModelFormatError(path, "token_ids", "or the record is missing, or has another type")
     return Saved(
         ids.tolist(),
         parse_json(path, record.numpy().tobytes()),

@@ -1,4 +1,4 @@
-"""Two spellings of one conversation: its own ids, and those that the template and the tokenizer make."""
+"""Two spellings of one conversation: its own ids, and the ids that the template and the tokenizer make."""
 
 from collections.abc import Collection, Sequence
 
@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 def keep_spelling(
     kept: Sequence[int], rendered: Sequence[int], token_bytes: Sequence[bytes], control_ids: Collection[int]
 ) -> list[int]:
-    """Return `rendered`, spelt as `kept` for as long as both are the same bytes and the same control tokens.
+    """Return `rendered` with the spelling of `kept`, as long as both have the same bytes and the same control tokens.
 
-    A model's own answer may be spelt otherwise than the tokenizer would spell it. If the two differ, the spelling
-    changes at the last common border between tokens.
+    A model may spell its own answer differently from the tokenizer. If the two texts differ, the spelling changes at
+    the last common border between tokens.
     """
     num_kept, num_rendered = 0, 0
     while num_kept < len(kept) and num_rendered < len(rendered):
@@ -29,7 +29,7 @@ def _next_border(
     token_bytes: Sequence[bytes],
     control_ids: Collection[int],
 ) -> tuple[int, int] | None:
-    """Return where both spellings have written the same text since their starts; None if they write different texts."""
+    """Return where both spellings have written the same text since their starts; None if their texts differ."""
     written, ends = [b"", b""], list(starts)  # bytes that only one spelling has written so far
     while True:
         shorter = 0 if len(written[0]) <= len(written[1]) else 1

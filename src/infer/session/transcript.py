@@ -1,4 +1,4 @@
-"""The conversation of a session: ids, messages, and the ends of its turns. Every change makes a new value."""
+"""The conversation of a session: ids, messages, and the ends of its turns. Every change creates a new value."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -12,7 +12,7 @@ from infer.errors import InvalidRequestError
 @final
 @dataclass(frozen=True)
 class Turn:
-    """End of a turn: the numbers of messages and tokens at that point."""
+    """End of a turn: the number of messages and of tokens at that point."""
 
     num_messages: int
     num_tokens: int
@@ -21,13 +21,13 @@ class Turn:
 @final
 @dataclass(frozen=True)
 class Transcript:
-    """A conversation. Ids after the last turn belong to no message. `template` has variables of the chat template."""
+    """A conversation. Ids after the last turn belong to no message. `template` has the chat template's variables."""
 
     token_ids: list[int] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     template: dict[str, Any] = field(default_factory=dict)
-    num_given: int = 0  # messages before the first turn: no rewinding forgets them
+    num_given: int = 0  # messages before the first turn, which `rewind` never forgets
 
     @property
     def num_raw_tokens(self) -> int:
@@ -35,7 +35,7 @@ class Transcript:
         return len(self.token_ids) - (self.turns[-1].num_tokens if self.turns else 0)
 
     def asked(self, message: str | Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the messages and a further one; a text is of the user. Raises InvalidRequestError after raw tokens."""
+        """Return the messages and another one; a text is the user's. Raises InvalidRequestError after raw tokens."""
         if num_raw := self.num_raw_tokens:
             raise InvalidRequestError(
                 f"the last {num_raw} tokens belong to no message and would be forgotten: call rewind({num_raw}), or "
@@ -44,7 +44,7 @@ class Transcript:
         return [*self.messages, {"role": "user", "content": message} if isinstance(message, str) else copied(message)]
 
     def with_tokens(self, token_ids: list[int]) -> Self:
-        """Return the conversation with other ids. From the first difference on they belong to no message."""
+        """Return the conversation with other ids. From the first difference on, they belong to no message."""
         num_same = common_length(self.token_ids, token_ids)
         return replace(self.shortened(num_same) if num_same < len(self.token_ids) else self, token_ids=token_ids)
 
@@ -55,7 +55,7 @@ class Transcript:
         return replace(self, token_ids=self.token_ids[:length], messages=self.messages[:num_messages], turns=turns)
 
     def answered(self, token_ids: list[int], messages: list[dict[str, Any]]) -> Self:
-        """Return the conversation after a turn with these ids and messages. Earlier ones may differ."""
+        """Return the conversation after a turn with these ids and messages. Earlier ids may differ."""
         num_same = common_length(self.token_ids, token_ids)
 
         def is_kept(num_messages: int) -> bool:

@@ -40,17 +40,17 @@ class TraceBody(OneAnswerBody, kw_only=True):
     """A request for a trace.
 
     `answer_token_ids` is an existing answer, of which `num_tokens` tokens are traced from `position` on. It may differ
-    from what the sampler gives.
+    from the tokens that the sampler would choose.
     """
 
-    num_candidates: Annotated[int, Meta(ge=1, le=MAX_CANDIDATES)] | None = None  # 10 unless given
+    num_candidates: Annotated[int, Meta(ge=1, le=MAX_CANDIDATES)] | None = None  # the default is 10
     answer_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
-    position: Annotated[int, Meta(ge=0)] | None = None  # 0 unless given
-    num_tokens: Annotated[int, Meta(ge=1, le=MAX_TRACED)] | None = None  # all unless given
+    position: Annotated[int, Meta(ge=0)] | None = None  # the default is 0
+    num_tokens: Annotated[int, Meta(ge=1, le=MAX_TRACED)] | None = None  # the default is all
 
 
 class TracedToken(Struct):
-    """The record of how one token was sampled. Its text may be a part of a character, so its bytes are given, too."""
+    """The record of how one token was sampled. Its text may be a part of a character, so it has its bytes, too."""
 
     stages: Sequence[TraceStage]
     candidates: Sequence[TraceCandidate]
@@ -62,7 +62,7 @@ class TracedToken(Struct):
 
 
 class Trace(Answer, kw_only=True, tag_field="object", tag="trace"):
-    """The trace of an answer. The fields from `text` to `usage` are there if the answer was generated."""
+    """The trace of an answer. The fields from `text` to `usage` exist only if the answer was generated."""
 
     model: str
     prompt_token_ids: list[Count]
@@ -82,7 +82,7 @@ async def trace(request: Request, state: ServerState, body: TraceBody) -> Respon
     llm, given = state.llm(), body.answer_token_ids
     answer_any_model(request, state, body.model)
     if body.stream:
-        raise refuse("stream must not be true: a trace is answered whole", "stream", "unsupported_value")
+        raise refuse("stream must not be true: a trace is not streamed", "stream", "unsupported_value")
     asked = ask_one(body, llm.llm.sampling_defaults, llm.llm.tokenizer.chat_template)
     part = _part_of(body)
     choices = await accept(request, state, asked if given is None else replace(asked, is_answered=False))
@@ -125,7 +125,7 @@ def _part_of(body: TraceBody) -> dict[str, Any]:
         raise refuse(f"position must be below {length}, the length of answer_token_ids, got {position}", "position")
     last = min(position + (body.num_tokens or length), length)
     if last - position > MAX_TRACED:
-        raise refuse(f"at most {MAX_TRACED} tokens are traced at once: give num_tokens", "num_tokens")
+        raise refuse(f"at most {MAX_TRACED} tokens can be traced: give num_tokens", "num_tokens")
     return {"first": position + 1, "last": last, "is_given": True}
 
 
@@ -136,7 +136,7 @@ def _check_answer(answer: Sequence[int], num_prompt_tokens: int, vocab_size: int
             param = f"answer_token_ids[{index}]"
             raise refuse(f"{param} must be an id from 0 to {vocab_size - 1}, got {token_id}", param)
     if num_prompt_tokens + len(answer) > max_seq_len:
-        message = f"the prompt's {num_prompt_tokens} tokens and the answer's {len(answer)} exceed {max_seq_len}"
+        message = f"prompt and answer must have at most {max_seq_len} tokens, got {num_prompt_tokens} and {len(answer)}"
         raise refuse(message, "answer_token_ids", "context_length_exceeded")
 
 

@@ -56,5 +56,5 @@ ROUTES = [
         "messages",
         streams=True,
     ),
-    _post("/v1/messages/count_tokens", count_tokens, "Count its tokens", CountTokensBody, InputTokens),
+    _post("/v1/messages/count_tokens", count_tokens, "Count a conversation's tokens", CountTokensBody, InputTokens),
 ]

@@ -39,7 +39,7 @@ from infer.server.server_state import ServerState
 
 @final
 class BranchBody(OneAnswerBody, kw_only=True):
-    """The answer's tokens, the number of those that stay, and the next token. Without `token_id`, that is sampled."""
+    """The answer's tokens, the number of tokens to keep, and the next token, which is sampled if `token_id` is None."""
 
     answer_token_ids: list[TokenId]
     position: Annotated[int, Meta(ge=0)]

@@ -174,5 +174,5 @@ async def list_chats(request: Request, state: ServerState) -> Response:
 _of_chat = partial(post, complete=complete_chat)
 ROUTES = [
     _of_chat("/v1/chat/completions", chat, "Answer a conversation", ChatBody, ChatCompletion, "chat", streams=True),
-    get("/v1/chat/completions", list_chats, "The stored chats: none", answer=StoredChats),
+    get("/v1/chat/completions", list_chats, "List the stored chats: none", answer=StoredChats),
 ]

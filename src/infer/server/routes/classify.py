@@ -23,7 +23,7 @@ async def classify(request: Request, state: ServerState, body: ClassifyBody) -> 
     check_model(request, state, body.model)
     texts, classifier = texts_or_pairs_of(body.input), llm.host.settings.heads.classifier
     if classifier is None:
-        raise refuse("this model is no classifier: serve one", "model", "unsupported_model")
+        raise refuse("this model is not a classifier: serve a classifier", "model", "unsupported_model")
     await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
     try:
         values, ids = await while_connected(request, llm.compute_labels(texts, truncate=bool(body.truncate)))

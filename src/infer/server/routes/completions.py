@@ -56,27 +56,27 @@ async def complete(request: Request, state: ServerState, body: CompletionBody) -
 
 
 async def ask_to_complete(request: Request, state: ServerState, body: CompletionBody) -> Asked:
-    """Return what the body asks for, with the marks of its model around a text with a suffix. Raises ApiError."""
+    """Return what the body asks for. A prompt with a suffix gets the marks of its model. Raises ApiError."""
     asked = ask_completion(body, state.llm().llm.sampling_defaults)
     return await _filling_in(request, state, body, asked) if body.suffix else asked
 
 
 async def _filling_in(request: Request, state: ServerState, body: CompletionBody, asked: Asked) -> Asked:
-    """Return the prompts with `suffix` behind the text that is to be written.
+    """Return the prompts with `suffix` after the text that is to be written.
 
     If the model cannot fill in text, warn and continue the prompts. Raises ApiError.
     """
     tokenizer, after = state.llm().llm.tokenizer, body.suffix or ""
     if tokenizer.infill_marks is None:
-        told = "suffix: this model has no tokens to fill in text; the prompt is continued"
+        problem = "suffix: this model has no tokens to fill in text; the prompt is continued"
         if state.settings.unknown_fields == "refuse":
-            raise refuse(f"{told}: leave it out", "suffix")
-        Reading(state.settings.unknown_fields, call_of(request).warnings).warn(told)
+            raise refuse(f"{problem}: leave it out", "suffix")
+        Reading(state.settings.unknown_fields, call_of(request).warnings).warn(problem)
         return asked
     if body.echo:
-        raise refuse("echo cannot be given with suffix: leave it out", "echo")
+        raise refuse("echo must not be given with suffix: leave out echo", "echo")
     if any(not isinstance(each, str) for each in asked.prompts):
-        raise refuse("suffix needs prompts that are texts: token ids have its place already", "prompt")
+        raise refuse("with suffix, prompts must be texts, got token ids: put the suffix into the ids", "prompt")
     prompts = await prepared(
         request, state, lambda: [tokenizer.encode_infill(each, after) for each in asked.prompts], "suffix"
     )
@@ -84,7 +84,7 @@ async def _filling_in(request: Request, state: ServerState, body: CompletionBody
 
 
 def between(asked: Asked, prompts: Sequence[Sequence[int]], tokenizer: "infer.Tokenizer") -> Asked:
-    """Return what is asked with prompts of encoded texts in place of its own. It ends at the marks' ends, too."""
+    """Return the request with the encoded texts as its prompts. The answer also ends at the marks' end tokens."""
     ends = () if tokenizer.infill_marks is None else tokenizer.infill_marks.ends
     params = [replace(each, stop_token_ids=[*(each.stop_token_ids or ()), *ends]) for each in asked.params]
     return replace(asked, prompts=prompts, params=params)
@@ -117,7 +117,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(HeadedAnswer, tag_field="object", tag="text_completion"):
-    """The answer, or a chunk of it: the usage and the reasons that choices have ended come with the last chunks."""
+    """The answer, or a chunk of it. The last chunks have the usage and the reasons why choices ended."""
 
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
@@ -126,8 +126,8 @@ class Completion(HeadedAnswer, tag_field="object", tag="text_completion"):
 class Prompt(NamedTuple):
     given: Any
     ids: Sequence[int]
-    echoed: Scores  # where it is echoed with log-probabilities
-    scored: Scores  # where `prompt_logprobs` asks for them
+    echoed: Scores  # set if the prompt is echoed with log-probabilities
+    scored: Scores  # set if `prompt_logprobs` asks for them
 
 
 @final
@@ -161,7 +161,7 @@ class CompletionShape(ReplyFormat):
         return Completion(*self._head, choices, usage, infer=facts)
 
     def opening(self) -> list[Completion]:
-        """Return one chunk per choice if something of its prompt is to be sent, else none."""
+        """Return one chunk per choice if a part of its prompt is to be sent, else none."""
         if not (self._body.echo or self._body.return_token_ids or self._body.prompt_logprobs is not None):
             return []
         return [self._chunk(self._begun(index)) for index in range(len(self._openings) * self._num_choices)]
@@ -207,7 +207,7 @@ class CompletionShape(ReplyFormat):
         columns = completion_columns(prompt.echoed, self._spelling)
         columns["tokens"][0] = self._spelling.text(prompt.ids[0])
         offsets = _Offsets(self._tokenizer, 0, skips_special=False)
-        before = [0] if adds_bos else []  # it is no part of the text
+        before = [0] if adds_bos else []  # BOS is not a part of the text
         return CompletionLogprobs(**columns, text_offset=before + offsets.of(prompt.ids[len(before) :]))
 
     def _columns(

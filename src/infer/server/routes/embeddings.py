@@ -44,7 +44,7 @@ async def embed(
     check_model(request, state, body.model)
     host, texts, options = llm.host, texts_of(body.input), vector_options(body)
     if not (state.settings.allow_embeddings or host.settings.heads.embedder):
-        message = "this model was not trained for embeddings: start the server with --embeddings to have them anyway"
+        message = "this model was not trained for embeddings: start the server with --embeddings to use it anyway"
         raise refuse(message, "model", "unsupported_model")
     await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
 
@@ -52,7 +52,7 @@ async def embed(
         vectors, ids = await llm.compute_vectors(texts, options)
         call.warnings += [ids.warning] if ids.warning else []
         answer = partial(make_answer, vectors.numpy(), ids.num_tokens)
-        # Vectors become text in a thread: 2,048 of them take the loop's time.
+        # Vectors are encoded in a thread, because 2,048 of them would stop the event loop.
         return await host.answers.prepare(lambda check: msgspec.json.encode(with_warnings(answer(), call)))
 
     try:

@@ -16,12 +16,12 @@ from infer.server.endpoint import get
 from infer.server.server_state import ServerState
 from infer.server.sse import EventStream, event
 
-_SECONDS, _LEAST, _MOST = 0.25, 0.1, 10.0  # a drain is seen at the next snapshot
+_SECONDS, _LEAST, _MOST = 0.25, 0.1, 10.0  # the next snapshot shows a drain
 OTHERS = "(other)"
 
 
 async def engine_events(request: Request, state: ServerState) -> Response:
-    """Send a snapshot every `interval` seconds (0.25 unless given) if something has changed."""
+    """Send a snapshot every `interval` seconds (default 0.25) if something has changed."""
     seconds = interval_of(request)
     state.llm()
     events = _snapshots(state, call_of(request).key_name, seconds)
@@ -69,7 +69,7 @@ ROUTES = [
     get(
         "/v1/engine/events",
         engine_events,
-        "Snapshots of the engine's work",
+        "Stream snapshots of the engine's work",
         answer="text/event-stream",
         parameters=[_INTERVAL],
     )

@@ -11,7 +11,7 @@ from infer.server.endpoint import get
 from infer.server.replies import json_response
 from infer.server.server_state import ServerState
 
-_STUCK = 4  # times sooner than the watchdog ends the process, its health is bad
+_STUCK = 4  # /health is bad after 1/4 of the time after which the watchdog ends the process
 
 
 class Health(Struct):
@@ -29,7 +29,7 @@ async def health(request: Request, state: ServerState) -> Response:
 async def ready(request: Request, state: ServerState) -> Response:
     """Answer 503 while the model is loading, while the server drains, and if the engine hangs or has failed.
 
-    A busy server is ready: the door refuses requests that are too much, with the time to retry.
+    A busy server is ready: the door refuses excess requests, with the time to retry.
     """
     is_ready = state.phase == "ready" and not _is_hung(state)
     return json_response(_report(state), status=200 if is_ready else 503)

@@ -50,8 +50,8 @@ async def infill(request: Request, state: ServerState, body: InfillBody) -> Resp
 def _settled(request: Request, body: _Body) -> _Body:
     """Return the body with a seed in place of -1, and with one token in place of none.
 
-    A body that asks for no token has its prompt read into the cache. The seed follows from the request's id, so that
-    another process continues the answer with the same one.
+    A body that asks for no token has its prompt read into the cache. The seed is derived from the request's id, so that
+    another process continues the answer with the same seed.
     """
     seed = seed_of(0, call_of(request).id) >> (64 - SEED_BITS) if body.seed == -1 else body.seed
     return replace_fields(body, seed=seed, max_tokens=body.max_tokens or 1)

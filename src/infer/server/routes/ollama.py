@@ -38,12 +38,12 @@ from infer.server.routes.ollama_pull import OllamaStatus, pull
 from infer.server.routes.served_models import answer_any_model, check_model
 from infer.server.server_state import ServerState
 
-API_VERSION = "0.13.0"  # of Ollama, whose API this is: clients compare it with what they need
+API_VERSION = "0.13.0"  # of the Ollama whose API this is; clients compare it with the version that they need
 _ONE_ANSWER: dict[str, tuple[object, ...]] = dict.fromkeys(("prompt_logprobs", "return_token_ids", "echo"), ())
 _ONE_ANSWER["n"] = (1,)
 _REFUSALS = {
-    "/api/copy": "models are not copied: give a name with --served-model-name when the server starts",
-    "/api/create": "models are not made here: use infer quantize, and serve the file",
+    "/api/copy": "models are not copied: give a name with --served-model-name at the server's start",
+    "/api/create": "models are not created here: use infer quantize, and serve the file",
     "/api/delete": "models are not deleted over HTTP: delete the file, or use the hub's own tool for its cache",
     "/api/push": "models are not uploaded here: use the hub's own tool",
 }
@@ -92,7 +92,7 @@ def _reading(request: Request, state: ServerState) -> Reading:
 
 
 def _without_prompt(request: Request, body: AnsweringBody, *, is_chat: bool) -> Response:
-    """Return the answer to a request that only loads or unloads the model, which always stays loaded here."""
+    """Return the answer to a request that only loads or unloads the model. The model always stays loaded here."""
     shape = OllamaShape(call_of(request), None, is_chat=is_chat)
     return json_response(shape.without_prompt(is_unloaded=seconds_of(body.keep_alive) == 0))
 
@@ -163,7 +163,7 @@ async def show(request: Request, state: ServerState, body: OllamaModelBody) -> R
 def shown_response(name: str, facts: ModelFacts | None, context: int | None) -> Response:
     """Return the answer of /api/show. Raises ApiError 404 if the headers cannot be read."""
     if facts is None:
-        raise ApiError(404, f"the headers of {name!r:.80} cannot be read: infer explain says why", code="model_failed")
+        raise ApiError(404, f"the headers of {name!r:.80} cannot be read: infer explain shows why", code="model_failed")
     return json_response(shown(name, facts, context))
 
 
@@ -179,10 +179,10 @@ ROUTES = [
     _answering("/api/generate", generate, "Answer a prompt", OllamaGenerateBody, OllamaGeneration, "text_completion"),
     _post("/api/embed", embed_texts, "Convert texts to vectors", OllamaEmbedBody, OllamaVectors, "embeddings"),
     _post("/api/embeddings", embed_text, "Convert a text", OllamaEmbeddingsBody, OllamaVector, "embeddings"),
-    _get("/api/version", version, "The version of Ollama's API", answer=OllamaVersion),
+    _get("/api/version", version, "Show the version of Ollama's API", answer=OllamaVersion),
     _get("/api/tags", tags, "The models", answer=OllamaModels),
-    _get("/api/ps", running, "The loaded models", answer=OllamaModels),
-    _post("/api/show", show, "The headers of a model", OllamaModelBody, ShownModel),
+    _get("/api/ps", running, "List the loaded models", answer=OllamaModels),
+    _post("/api/show", show, "Show the headers of a model", OllamaModelBody, ShownModel),
     _answering("/api/pull", pull, "Download a model from the hub", OllamaModelBody, OllamaStatus),
     _post("/api/copy", refuse_change, "Refused", OllamaModelBody, OllamaStatus),
     _post("/api/create", refuse_change, "Refused", OllamaModelBody, OllamaStatus),

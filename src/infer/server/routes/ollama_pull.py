@@ -29,7 +29,7 @@ _HOSTS = ("https://", "hf.co/", "huggingface.co/")
 
 
 class OllamaStatus(Struct, kw_only=True):
-    """The state of a change of models. A download has its bytes; `digest` is the model's name."""
+    """The state of a download or another change of models. A download has its bytes; `digest` is the model's name."""
 
     status: str
     digest: str | UnsetType = UNSET
@@ -45,9 +45,9 @@ async def pull(request: Request, state: ServerState, body: OllamaModelBody) -> R
 
 
 async def pull_unless(request: Request, state: ServerState, body: OllamaModelBody, known: Collection[str]) -> Response:
-    """Download a model, unless it is known or at hand.
+    """Download a model, unless it is already served or on this machine.
 
-    A download whose client disconnects is ended, and the next one of the same model resumes it. Raises ApiError 403 if
+    If the client disconnects, the download ends, and the next download of this model resumes it. Raises ApiError 403 if
     clients may not download.
     """
     name = await asyncio.to_thread(_name_to_fetch, known_name(body.model, known) or "", known)
@@ -61,7 +61,7 @@ async def pull_unless(request: Request, state: ServerState, body: OllamaModelBod
 
 
 def _name_to_fetch(model: str, known: Collection[str]) -> str | None:
-    """Return the name of a model on the hub, or None for one that is at hand. Raises BodyError for any other name."""
+    """Return the name of a model on the hub, or None if it is on this machine. Raises BodyError for any other name."""
     plain = model
     for host in _HOSTS:
         plain = plain.removeprefix(host)
@@ -69,7 +69,7 @@ def _name_to_fetch(model: str, known: Collection[str]) -> str | None:
     if model in known or is_at_hand(plain):
         return None
     if (has_files := is_fetched(plain)) is None:
-        message = f"{model!r:.80} is no name of the hub: write org/repository, or org/repository:Q4_K_M for a GGUF file"
+        message = f"{model!r:.80} is not a name on the hub: write org/repo, or org/repo:Q4_K_M for a GGUF file"
         raise refuse(message, "model")
     return None if has_files else plain
 

@@ -17,7 +17,7 @@ from infer.request_limits import NUM_TOKENS_OF_COMPLETIONS
 from infer.server.answer_types import Json, usage_of
 from infer.server.routes.tokens import TokenId
 
-# Fields of the completions that make no sense here, with the values that ask for nothing.
+# Fields of the completions that have no meaning here, with their neutral values.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "prompt_logprobs": (),

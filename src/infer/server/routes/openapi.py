@@ -20,11 +20,11 @@ from infer.server.server_state import ServerState
 _STATUSES = {
     400: "The request breaks a rule, which the message names.",
     401: "The key is missing or wrong.",
-    404: "There is no such route, or another model is asked for.",
-    408: "The body did not come in time.",
+    404: "The route does not exist, or another model is requested.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is not application/json, and a page or another program than curl has sent it.",
-    429: "More is asked than can be served soon: Retry-After says when to ask again.",
+    415: "The body is not application/json, and was sent by a page or a program other than curl.",
+    429: "The server is busy: retry after the time in Retry-After.",
     431: "The headers are too large.",
     500: "The server failed.",
     503: "The model is loading, or the server is shutting down.",
@@ -38,7 +38,7 @@ _STREAMS: dict[str, Json] = {  # a string here, objects in OpenAPI 3.2
     LINES: {"description": "Lines: each is a JSON object."},
 }
 
-# Fields that a Struct leaves open, and a handler reads.
+# Fields whose type a Struct leaves open, and a handler checks.
 _IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _LISTS = [{"type": "array", "items": each, "minItems": 1} for each in (_TEXT, _IDS)]
 _TEXTS: Json = {"anyOf": [_TEXT, _IDS, *_LISTS]}

@@ -10,7 +10,7 @@ _NOT_SHARED = frozenset({"model", "user", "stream", "stream_options", "n", "prom
 
 
 def page_parameters() -> dict[str, Any]:
-    """Return the sliders, the headings of a trace's stages, and the fields that `/v1/trace` and `/v1/branch` share."""
+    """Return the sliders, the headings of a trace's stages, and the fields that `/v1/trace` and `/v1/branch` have."""
     return {
         "numbers": [_slider(name) for name, declared in PARAMETERS.items() if declared.slider is not None],
         "headings": {name: declared.stage for name, declared in PARAMETERS.items() if declared.stage},

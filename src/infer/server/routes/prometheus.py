@@ -21,4 +21,4 @@ def metrics_response(text: str) -> Response:
     return Response(text, headers={"Content-Type": _TYPE})
 
 
-ROUTES = [get("/metrics", read_metrics, "What was counted, for Prometheus", answer="text/plain")]
+ROUTES = [get("/metrics", read_metrics, "List the metrics, for Prometheus", answer="text/plain")]

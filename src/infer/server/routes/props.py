@@ -15,11 +15,12 @@ from infer.server.replies import json_response
 from infer.server.server_state import ServerState
 
 _NEUTRAL = SamplingParams()
-_SHOWN = ("temperature", *(name for name, declared in PARAMETERS.items() if declared.is_filter))  # with any value
+# Parameters that are shown even if their value is neutral.
+_SHOWN = ("temperature", *(name for name, declared in PARAMETERS.items() if declared.is_filter))
 
 
 class DefaultSampling(Struct):
-    """The values of sampling parameters that differ from neutral ones, for conversations and for texts."""
+    """The sampling parameters whose default is not neutral, for conversations and for texts."""
 
     chat: dict[str, Any]
     text: dict[str, Any]
@@ -74,4 +75,4 @@ def _differing(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-ROUTES = [get("/props", props, "The model, and how it is sampled by default", answer=Props)]
+ROUTES = [get("/props", props, "Show the model and its default sampling", answer=Props)]

@@ -1,6 +1,7 @@
 """`/v1/rerank` and `/v1/score`: how relevant documents are to a query.
 
-A reranker reads both. A model for embeddings gives the cosine of their vectors, as vLLM does.
+A reranker reads the query and a document together. With a model for embeddings, the score is the cosine of their
+vectors, as in vLLM.
 """
 
 from collections.abc import Sequence
@@ -63,7 +64,7 @@ async def _scored(
     heads = llm.host.settings.heads
     if not (heads.reranker or heads.embedder or may_compare):
         message = (
-            "this model is no reranker and was not made for embeddings: serve one that is, or start the server with "
+            "this model is not a reranker and was not made for embeddings: serve a reranker, or start the server with "
             "--reranker for a copy of a reranker"
         )
         raise refuse(message, "model", "unsupported_model")

@@ -45,5 +45,11 @@ async def count_input_tokens(request: Request, state: ServerState, body: Respons
 _post = partial(post, complete=complete_response)
 ROUTES = [
     _post("/v1/responses", respond, "Answer a conversation", ResponseBody, ResponseAnswer, "chat", streams=True),
-    _post("/v1/responses/input_tokens", count_input_tokens, "Count its tokens", ResponseBody, ResponseInputTokens),
+    _post(
+        "/v1/responses/input_tokens",
+        count_input_tokens,
+        "Count a conversation's tokens",
+        ResponseBody,
+        ResponseInputTokens,
+    ),
 ]

@@ -18,7 +18,7 @@ StatusValue = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 
 class ModelStatus(Struct, omit_defaults=True):
-    """The state of a model of a server of several. `progress` is the loaded share of a model that is loading."""
+    """The state of a model, if the server has several. `progress` is the loaded share of a model that is loading."""
 
     value: StatusValue
     progress: float | None = None
@@ -26,9 +26,9 @@ class ModelStatus(Struct, omit_defaults=True):
 
 
 class ServedModel(Struct, kw_only=True):
-    """A name of a model. The length of the context is known when the model's headers were read.
+    """A name of a model. The context length is known after the model's headers were read.
 
-    A server of several models shows their state, their tasks, and the memory that each takes or would take.
+    A server of several models shows their state, their tasks, and the memory that each uses or would use.
     """
 
     id: str
@@ -46,7 +46,7 @@ class ServedModel(Struct, kw_only=True):
 
 
 class ServedModels(Struct, tag_field="object", tag="list"):
-    """The models. A server of several says if its clients may download others."""
+    """The models. A server of several models also shows if clients may download others."""
 
     data: list[ServedModel]
     allow_pull: bool | UnsetType = UNSET
@@ -70,7 +70,7 @@ def check_model(request: Request, state: ServerState, name: str | None) -> None:
     name = known_name(name, names)
     if name is not None and name not in names:
         served = " or ".join(map(repr, names))
-        message = f"the model {name!r:.80} is not served here: {served} is"
+        message = f"the model {name!r:.80} is not served here: name {served}"
         raise ApiError(404, message, "invalid_request_error", param="model", code="model_not_found")
     call_of(request).model = name or names[0]
 
@@ -100,7 +100,7 @@ def _model(state: ServerState, name: str) -> ServedModel:
 
 
 def served_model(state: ServerState, name: str, *, root: str, context: int | None) -> ServedModel:
-    """Return the entry of a model with a context of so many tokens, if they are known. `root` is its first name."""
+    """Return the entry of a model. `context` is its length in tokens, if known. `root` is the model's first name."""
     length = UNSET if context is None else context
     return ServedModel(
         id=name,
@@ -115,6 +115,6 @@ def served_model(state: ServerState, name: str, *, root: str, context: int | Non
 
 
 ROUTES = [
-    get("/v1/models", list_models, "The served models, under each of their names", answer=ServedModels),
-    get("/v1/models/{id:path}", get_model, "A served model by a name", answer=ServedModel),
+    get("/v1/models", list_models, "List the served models, under each of their names", answer=ServedModels),
+    get("/v1/models/{id:path}", get_model, "Show a served model", answer=ServedModel),
 ]

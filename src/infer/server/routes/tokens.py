@@ -1,8 +1,8 @@
 """`/tokenize`, `/detokenize` and `/apply-template`, in the formats of llama.cpp and vLLM.
 
-A body with `content` is in llama.cpp's format, and so is its answer. A body with `prompt` or `messages` is in vLLM's.
-If both have a field, its name shows the format: `add_special` and `with_pieces`, `add_special_tokens` and
-`return_token_strs`.
+A body with `content` is in llama.cpp's format, and so is its answer. A body with `prompt` or `messages` is in vLLM's
+format. Fields of both have different names: `add_special` and `with_pieces` in llama.cpp's format,
+`add_special_tokens` and `return_token_strs` in vLLM's.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class _TemplateBody(Body, kw_only=True):
     def shown(self, llm: "infer.AsyncLLM", messages: Sequence[Message]) -> tuple[list[Any], dict[str, Any]]:
         """Return the messages and variables that the template of a chat completion receives.
 
-        Raises the errors of what the template refuses.
+        Raises the template's errors.
         """
         given, options = messages_of(messages), RequestOptions(tools=plain(self.tools))
         conversation = llm.host.requests.conversation(given, options, self.variables)
@@ -68,12 +68,12 @@ class TokenizeBody(_TemplateBody, kw_only=True):
     """One of `content`, `prompt` and `messages`, with the fields that belong to it."""
 
     content: str | None = None
-    add_special: bool | None = None  # false unless given
-    parse_special: bool | None = None  # true unless given
+    add_special: bool | None = None  # the default is false
+    parse_special: bool | None = None  # the default is true
     with_pieces: bool | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    add_special_tokens: bool | None = None  # true unless given
+    add_special_tokens: bool | None = None  # the default is true
     return_token_strs: bool | None = None
 
 
@@ -88,14 +88,14 @@ class ApplyTemplateBody(_TemplateBody, kw_only=True):
 
 
 class TokenPiece(Struct):
-    """A token and its text. A piece that is not valid UTF-8 by itself is given as its bytes."""
+    """A token and its text. If the text is not valid UTF-8 by itself, the piece is its bytes."""
 
     id: Count
     piece: str | Bytes
 
 
 class Tokens(Answer, kw_only=True):
-    """The ids of a text or a conversation, with their texts if these were requested.
+    """The ids of a text or a conversation, with the text of each id if requested.
 
     An answer in llama.cpp's format has only `tokens`. An answer in vLLM's format has the counts, too.
     """
@@ -174,7 +174,7 @@ async def apply_template(request: Request, state: ServerState, body: ApplyTempla
 async def prepared(request: Request, state: ServerState, prepare: Callable[[], _Found], param: str) -> _Found:
     """Return the result of `prepare`, which runs on a thread in the tenant's turn.
 
-    Raises ApiError 429 if too much of the tenant's work waits, and 400 that names `param` if the library refuses it.
+    Raises ApiError 429 if too much work of the tenant is waiting, and 400 that names `param` if the library refuses it.
     """
     state.check_ready()
     try:
@@ -196,7 +196,7 @@ async def count_prompt(request: Request, state: ServerState, asked: Asked) -> in
 
 
 def _kind_of(body: TokenizeBody) -> str:
-    """Return the field to tokenise. Raises ApiError unless there is exactly one, with only its own fields."""
+    """Return the field to tokenise. Raises ApiError unless exactly one is given, with only its own fields."""
     kinds = [name for name in _FIELDS if getattr(body, name) is not None]
     if len(kinds) != 1:
         code = "invalid_value" if kinds else "missing_required_parameter"

@@ -1,4 +1,4 @@
-"""Serve the page at `/`: the files of `web_ui`, and the declared parameters. They need no key and ask no other host."""
+"""Serve the page at `/`: the files of `web_ui`, and the declared parameters. No key is needed, and no other host."""
 
 from functools import cache
 
@@ -37,6 +37,6 @@ async def page(request: Request, state: ServerState) -> Response:
 
 
 ROUTES = [
-    get("/", page, "A page to talk with the model", answer="text/html", is_open=True),
-    get("/page/{name}", page, "The files of the page", answer="text/javascript", is_open=True),
+    get("/", page, "Show a page to talk with the model", answer="text/html", is_open=True),
+    get("/page/{name}", page, "Serve the files of the page", answer="text/javascript", is_open=True),
 ]

@@ -261,7 +261,7 @@ def unknown_parameter(name: str, kind: str = "sampling parameter", others: Seque
     near = get_close_matches(name, [*PARAMETER_NAMES, *ALIASES, *others], n=1)
     if near:
         return f"unknown {kind} {name!r}: did you mean {ALIASES.get(near[0], near[0])}?"
-    return f"unknown {kind} {name!r}: known are {', '.join((*others, *PARAMETER_NAMES))}"
+    return f"unknown {kind} {name!r}: use one of {', '.join((*others, *PARAMETER_NAMES))}"
 
 
 def values_from(mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,8 +168,8 @@ compilation.close()
 @pytest.mark.parametrize(
     ("missing", "trouble", "said"),
     [
-        ([], None, "all 9 CPU kernels are there, in /kept"),
-        ([], "/kept cannot be written", "all 9 CPU kernels are there, in /kept"),
+        ([], None, "all 9 CPU kernels are already in /kept"),
+        ([], "/kept cannot be written", "all 9 CPU kernels are already in /kept"),
         (["add"], None, "1 of 9 CPU kernels compiled for avx2 in 0 s, in /kept"),
         (["add"], "/kept cannot be written", "cannot be kept: /kept cannot be written; set INFER_CACHE"),
     ],

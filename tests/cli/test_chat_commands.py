@@ -138,12 +138,12 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": 
 
 def test_calls_wait_for_results_and_nothing_is_run(session: ChatSession, tmp_path: Path) -> None:
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
-    assert run_command(session, "/tools") == "(no tools; /tools FILE.json gives some)"
+    assert run_command(session, "/tools") == "(no tools; /tools FILE.json adds tools)"
     with pytest.raises(InvalidRequestError, match="no call that waits"):
         run_command(session, "/result 3")
     assert run_command(session, f"/tools {tmp_path}/tools.json") == "(the model may call add, mul)"
     ask(session, "one")
-    shown = ['call add {"a": 1}', 'call mul {"a": 1}', "(/result TEXT answers the first, a message goes on without)"]
+    shown = ['call add {"a": 1}', 'call mul {"a": 1}', "(/result TEXT answers the first call, a message continues without)"]
     assert calls_shown(session) == "\n".join(shown)
     assert run_command(session, "/history") == "\n".join(["> one", *shown[:2]])
     with pytest.raises(InvalidRequestError, match="/result needs a text"):
@@ -160,7 +160,7 @@ def test_calls_wait_for_results_and_nothing_is_run(session: ChatSession, tmp_pat
     run_command(session, f"/save {tmp_path}/talk.json")
     messages, tools = session.messages, session.tools
     run_command(session, "/reset")
-    assert run_command(session, "/tools off") == "(no tools; /tools FILE.json gives some)"
+    assert run_command(session, "/tools off") == "(no tools; /tools FILE.json adds tools)"
     run_command(session, f"/load {tmp_path}/talk.json")
     assert (session.messages, session.tools) == (messages, tools)
 
@@ -168,7 +168,7 @@ def test_calls_wait_for_results_and_nothing_is_run(session: ChatSession, tmp_pat
 @pytest.mark.parametrize("content", ["", "{}", '"add"', "[1]", '[{"type": "function", "function": {"name": "a b"}}]'])
 def test_a_file_that_holds_no_tools_is_named(session: ChatSession, tmp_path: Path, content: str) -> None:
     (tmp_path / "tools.json").write_text(content)
-    with pytest.raises(InvalidRequestError, match=r"tools\.json must hold a JSON list of functions"):
+    with pytest.raises(InvalidRequestError, match=r"tools\.json must contain a JSON list of functions"):
         run_command(session, f"/tools {tmp_path}/tools.json")
     with pytest.raises(InvalidRequestError, match="cannot be read"):
         run_command(session, f"/tools {tmp_path}/none")

@@ -261,7 +261,7 @@ def test_what_is_no_utf8_is_told_in_every_locale(locale: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUTF8"} | {"LC_ALL": locale}
     done = subprocess.run(CHAT, input=b"caf\xff\n", capture_output=True, timeout=60, check=False, env=environment)
     assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr.startswith(b"infer: stdin is not UTF-8: byte 3 of a line is wrong")
+    assert done.stderr.startswith(b"infer: stdin is not UTF-8: byte 3 of a line is invalid")
 
 
 # What was typed before
@@ -294,7 +294,7 @@ def test_a_history_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     with terminal(CHAT, columns=300, INFER_HISTORY=str(tmp_path)) as screen:
         screen.prompt()
         screen.type(b"one\r")
-        screen.until(f"infer: {tmp_path} cannot be written: Is a directory (INFER_HISTORY names another file, or none)")
+        screen.until(f"infer: {tmp_path} cannot be written: Is a directory (INFER_HISTORY sets another file, or no file)")
         screen.until("echo: 1 one")
         screen.leave()
         assert screen.shown.count("cannot be written") == 1
@@ -312,7 +312,7 @@ def test_tab_completes_commands_and_files(tmp_path: Path) -> None:
         screen.type(CTRL_C)
         screen.until("leaves)")
         screen.type(f"/load {tmp_path}/two wo\t\r".encode())
-        screen.until("no conversation saved by /save")
+        screen.until("not a conversation saved by /save")
         screen.leave()
 
 
@@ -383,7 +383,7 @@ def test_without_a_terminal_the_new_words_are_given() -> None:
     text = "one\n/edit\n/edit two\n/regenerate 5\n"
     done = subprocess.run(CHAT, input=text, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "echo: 1 one \necho: 1 two \necho: 1 two \n"
-    assert "infer: /edit needs the new text where there is no terminal: /edit TEXT\n" in done.stderr
+    assert "infer: /edit needs a text if there is no terminal: /edit TEXT\n" in done.stderr
 
 
 # Signals

@@ -670,5 +670,5 @@ def test_a_chat_with_a_model_that_has_no_template_ends_before_the_first_question
     with pytest.raises(InvalidRequestError, match="no chat template"):
         subcommands.infer.main(["chat"], standalone_mode=False)
     monkeypatch.setattr(FakeModel, "architecture", SimpleNamespace(reads_whole_texts=True))
-    with pytest.raises(InvalidRequestError, match="is an encoder, which generates nothing: use infer embed"):
+    with pytest.raises(InvalidRequestError, match="is an encoder and generates no text: use infer embed"):
         subcommands.infer.main(["chat"], standalone_mode=False)

@@ -94,7 +94,7 @@ def test_devices_folders_and_endless_files_are_refused(
         "/dev/zero": "it must be a regular file, a pipe or - for stdin",
         "/dev/null": "it must be a regular file, a pipe or - for stdin",
         str(tmp_path): "it is a folder",
-        str(fifo): "it is a pipe that nobody writes to",
+        str(fifo): "it is a pipe without a writer",
         str(sparse): "is too long",
         f"{tmp_path}/none": "No such file",
     }.items():
@@ -121,7 +121,7 @@ def test_a_shells_pipe_is_a_file(num_words: int) -> None:
 def test_two_options_cannot_both_read_stdin() -> None:
     done = run_fake("generate", "--grammar", "-", "--prompt-file", "-", text='start: "a"')
     assert done.returncode == 2
-    assert "are both stdin (-): put one into a file" in done.stderr
+    assert "are both stdin (-): put one of them into a file" in done.stderr
 
 
 # Names of other programs
@@ -140,14 +140,14 @@ def test_commands_of_other_programs_are_answered_with_ours(word: str, capsys: Ca
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("smollm2", "a model is named so: infer chat smollm2"),
+        ("smollm2", "to name a model: infer chat smollm2"),
         ("org/repo:Q4_K_M", "infer chat org/repo:Q4_K_M"),
         ("./a.gguf", "infer chat ./a.gguf"),
-        ("Once upon a time", 'a prompt is given so: infer generate "TEXT"'),
+        ("Once upon a time", 'to give a prompt: infer generate "TEXT"'),
         ("Generate", "did you mean 'generate'?"),
         ("chatt", "did you mean 'chat'?"),
         ("pulll", "did you mean 'pull'?"),
-        ("xyzzy", "known are batch, bench, chat"),
+        ("xyzzy", "use one of batch, bench, chat"),
     ],
 )
 def test_a_first_word_that_is_no_command_says_what_to_type(word: str, message: str, capsys: Capture) -> None:
@@ -186,8 +186,8 @@ def test_the_command_lines_of_document_003_run(fake: FakeModel, capsys: Capture,
         assert capsys.readouterr().err == ""
     assert main(["generate", "-p", "a", "--zero-copy", "--gpu-attn"]) == 0
     told = capsys.readouterr().err
-    assert "infer: --zero-copy is always so where a device has the host's memory: nothing is copied" in told
-    assert "infer: --gpu-attn is not needed: attention runs where the model does (--device)" in told
+    assert "infer: --zero-copy is always on if a device has the host's memory: nothing is copied" in told
+    assert "infer: --gpu-attn is not needed: attention runs on the model's device (--device)" in told
     assert main(["generate", "-q", "-p", "a", "--zero-copy"]) == 0
     assert capsys.readouterr().err == ""
 

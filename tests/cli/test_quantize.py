@@ -90,7 +90,7 @@ def test_outputs_are_only_replaced_on_demand_and_never_the_model(model: Path, tm
     assert main(["quantize", str(output), str(output), "-t", "F16", "--force"]) == 2
     out, err = capsys.readouterr()
     assert "Q8_0" in out
-    assert "is the model itself" in err
+    assert "is the input" in err
     assert main(["quantize", str(output), str(tmp_path / "again.gguf"), "-t", "Q4_0"]) == 3
     assert "is Q8_0 already" in capsys.readouterr().err
     assert main(["quantize", str(output), str(tmp_path / "again.gguf"), "-t", "Q4_0", "--requantize"]) == 0
@@ -102,7 +102,7 @@ def test_outputs_are_only_replaced_on_demand_and_never_the_model(model: Path, tm
         (["-t", "Q4_X"], 2, "--type must be one of F32, F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S,"),
         (["--tensor-type", "ffn=Q4_X"], 2, "--tensor-type ffn=Q4_X: the type must be one of F32, F16"),
         (["--tensor-type", "Q4_0"], 2, "--tensor-type must be PATTERN=TYPE, such as ffn_down=Q6_K, got 'Q4_0'"),
-        (["--tensor-type", "[=Q4_0"], 2, "'[' is no regular expression"),
+        (["--tensor-type", "[=Q4_0"], 2, "'[' is not a regular expression"),
         (["-t", "IQ2_XS"], 2, "needs an importance matrix, which is not given"),
     ],
 )

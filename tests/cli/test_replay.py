@@ -70,7 +70,7 @@ def test_an_answer_over_http_is_replayed_to_the_byte(
     assert (status, out) == (0, text if text.endswith("\n") else text + "\n")
     assert "the fingerprint is the same\nthe answer is the same" in told
     assert (
-        "'tiny' is not at hand: smollm2 answers"
+        "'tiny' is not on this machine: smollm2 answers"
         in replayed(capsys, link_of({**asked, "body": body | {"model": "tiny"}}))[2]
     )
 
@@ -111,7 +111,7 @@ def test_another_answer_is_told_by_its_hash_and_another_model_by_its_fingerprint
         ({"v": 1, "route": CHAT, "body": {}, "sha256": 5}, "sha256 must be a string, got 5"),
         ({"v": 1, "route": CHAT, "body": {}}, "messages is missing: it is required"),
         ({"v": 1, "route": CHAT, "body": {"messages": MESSAGES, "temprature": 1}}, "did you mean temperature?"),
-        ({"v": 1, "route": CHAT, "body": {"messages": MESSAGES, "n": 2}}, "must ask for one answer, it asks for 2"),
+        ({"v": 1, "route": CHAT, "body": {"messages": MESSAGES, "n": 2}}, "must ask for one answer, got 2"),
         ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "max_tokens": 0}}, "it asks for 0"),
         ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "echo": True}}, "echo must not be true"),
         ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "regex": "a["}}, "regex"),
@@ -171,9 +171,9 @@ def test_a_body_means_the_parameters_that_it_was_made_of(given: dict[str, Any], 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"stop": ["a"] * 65}, "64 stop strings at most, got 65"),
-        ({"logit_bias": {1: float("inf")}}, "logit_bias from -100 to 100, got 1=inf"),
-        ({"json_schema": "true"}, "json_schema that is an object, got 'true'"),
+        ({"stop": ["a"] * 65}, "stop must have at most 64 strings"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias must be from -100 to 100 in a permalink, got 1=inf"),
+        ({"json_schema": "true"}, "json_schema must be an object in a permalink, got 'true'"),
     ],
 )
 def test_what_no_route_takes_is_refused(given: dict[str, Any], told: str) -> None:
@@ -183,4 +183,4 @@ def test_what_no_route_takes_is_refused(given: dict[str, Any], told: str) -> Non
 
 def test_links_need_one_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "-p", "a", "--permalink", "--overflow", "truncate_left"]) == 2
-    assert "leave out --prompts-file, --overflow" in capsys.readouterr().err
+    assert "leave out --prompts-file and --overflow" in capsys.readouterr().err

@@ -71,7 +71,7 @@ def test_lines_have_their_labels(labeller: LLM, use: list[LLM], tmp_path: Path, 
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
-        ("t.txt", "", [], "are empty: give one per line"),
+        ("t.txt", "", [], "has no texts: write one per line"),
         ("t.jsonl", '{"text": 5}', [], 'line 1 must be a string or an object with "text"'),
         ("t.jsonl", '"a"\n{', [], "line 2 is not JSON"),
         ("t.txt", "a\n" * 70 + "x" * 999, [], "text 70: the text has 1000 tokens"),

@@ -166,7 +166,7 @@ end_process(7)
         (MemoryError(), "out of memory: "),
         (OSError(12, "Cannot allocate memory"), "out of memory: "),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory: "),
-        (OSError(24, "Too many open files", "x.py"), "too many open files: this process may have "),
+        (OSError(24, "Too many open files", "x.py"), "too many open files: this process may open "),
         (RuntimeError("can't start new thread"), "no more threads: "),
         (OSError(28, "No space left on device", "talk.json"), "talk.json: No space left on device"),
     ],

@@ -166,7 +166,7 @@ def test_a_step_beyond_the_answer_names_its_end(llm: LLM) -> None:
     params = SamplingParams(temperature=0, logit_bias={END: math.inf})
     assert llm.sample_trace("a", params).token_id == END
     with pytest.raises(
-        InvalidRequestError, match=rf"step must be at most 1, where the answer ends \(eos, {END}\), got 2"
+        InvalidRequestError, match=rf"step must be at most 1, the end of the answer \(eos, {END}\), got 2"
     ):
         llm.sample_trace("a", params, step=2)
     with pytest.raises(InvalidRequestError, match=r"step must be a whole number in \[1, 400\], got 0"):

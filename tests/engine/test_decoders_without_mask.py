@@ -68,7 +68,7 @@ def test_a_text_has_the_same_bits_in_every_call(gemma: tuple[LLM, Any, Any, Path
 
 
 def test_what_generates_is_refused_in_one_line(gemma: tuple[LLM, Any, Any, Path]) -> None:
-    with pytest.raises(InvalidRequestError, match="gemma3_text is an encoder, which generates nothing: use embed"):
+    with pytest.raises(InvalidRequestError, match="gemma3_text is an encoder and generates no text: use embed"):
         gemma[0].generate("x")
     with serving(gemma[0]) as served:
         answer = served.client.post("/v1/embeddings", json={"input": TEXTS[0]}).json()

@@ -167,7 +167,7 @@ def test_long_texts_are_cut_before_their_end_token(llm: LLM) -> None:
     ("texts", "options", "message"),
     [
         (["a"], {"prompt_name": "passage"}, "prompt_name must be one of 'query', 'document', got 'passage'"),
-        ([[1]], {"prompt_name": "query"}, "text 0: prompt_name is for texts"),
+        ([[1]], {"prompt_name": "query"}, "text 0: prompt_name needs texts"),
         (["a"], {"dimensions": 65}, "dimensions must be a whole number in .1, 64., got 65"),
         (["a"], {"dimensions": 0}, "dimensions must be a whole number in .1, 64., got 0"),
         (["a", "x" * CONTEXT], {}, f"text 1: the text has {CONTEXT + 1} tokens and the context holds {CONTEXT}"),

@@ -154,7 +154,7 @@ def test_a_server_ranks_scores_and_labels(ranker: LLM) -> None:
         found = served.client.post("/v1/classify", json=asked).json()["data"]
         assert [each["probs"][0] for each in found] == pytest.approx(expected, abs=1e-12)
         refused = served.client.post("/v1/completions", json={"model": "ranker", "prompt": "x"})
-        assert "bert is an encoder, which generates nothing: use rerank()" in refused.text
+        assert "bert is an encoder and generates no text: use rerank()" in refused.text
 
 
 @pytest.mark.parametrize("name", ["xlm-roberta", "modernbert"])

@@ -74,7 +74,7 @@ def test_a_text_has_the_same_bits_in_every_call(bert: tuple[LLM, Any, Any]) -> N
     ],
 )
 def test_what_generates_is_refused_in_one_line(bert: tuple[LLM, Any, Any], call: Callable[[LLM], Any]) -> None:
-    with pytest.raises(InvalidRequestError, match="bert is an encoder, which generates nothing: use embed"):
+    with pytest.raises(InvalidRequestError, match="bert is an encoder and generates no text: use embed"):
         call(bert[0])
 
 
@@ -113,7 +113,7 @@ def test_a_server_embeds_and_refuses_to_chat(bert: tuple[LLM, Any, Any]) -> None
         ):
             refused = served.client.post(path, json={"model": "bert", **body})
             assert refused.status_code == 400, path
-            assert "is an encoder, which generates nothing" in refused.text, path
+            assert "is an encoder and generates no text" in refused.text, path
         for path in ("/health", "/metrics", "/props", "/v1/models"):
             assert served.client.get(path).status_code == 200, path
 

@@ -267,7 +267,7 @@ def test_a_drained_loop_finishes_what_it_has_and_takes_nothing_else(world: World
     asked = [place.submit(LONG) for _ in range(3)]
     place.may_step.clear()
     assert not place.loop.drain(0.01)
-    with pytest.raises(InferError, match="takes no more requests: it is shutting down"):
+    with pytest.raises(InferError, match="accepts no more requests: it is shutting down"):
         place.submit(SHORT)
     place.may_step.set()
     assert place.loop.drain()

@@ -214,7 +214,7 @@ def test_of_several_threads_that_read_a_stream_each_piece_goes_to_one_and_others
                 refused.append(error)
 
     in_threads([read] * 4)
-    assert all("one thread reads at a time" in str(error) for error in refused)
+    assert all("only one thread may read it at a time" in str(error) for error in refused)
     assert sorted(piece.token_id for piece in pieces) == sorted(by_definition(world, LONG).token_ids)
     assert Outcome.of(stream.result) == by_definition(world, LONG)
 

@@ -84,7 +84,7 @@ def test_an_unknown_name_says_what_was_meant(name: str, meant: str) -> None:
 
 
 def test_a_name_near_to_none_lists_all() -> None:
-    with pytest.raises(InvalidRequestError, match="known are temperature, top_k"):
+    with pytest.raises(InvalidRequestError, match="use one of temperature, top_k"):
         SamplingParams(zzzzzz=1)  # type: ignore[call-arg]
 
 

@@ -193,7 +193,7 @@ def test_a_disk_that_is_slower_than_the_model_is_left(
             monkeypatch.setattr(prefixes, "seconds_to_compute", lambda num_tokens, start, found=seconds: found)
             result = llm.generate(PROMPT, GREEDY)
         assert (result.token_ids, result.disk_tokens) == (plain, num_loaded)
-        assert ("read more slowly than prompts are computed" in caplog.text) == (seconds == 0.0)
+        assert ("takes longer than computing prompts" in caplog.text) == (seconds == 0.0)
         caplog.clear()
 
 
@@ -240,7 +240,7 @@ def test_a_server_keeps_prefixes_unless_it_has_keys(
 
 
 def test_keys_and_prefixes_on_disk_are_refused_together() -> None:
-    with pytest.raises(InvalidRequestError, match="--prefix-disk keeps what all users' prompts say"):
+    with pytest.raises(InvalidRequestError, match="--prefix-disk stores the prompts of all users"):
         bytes_for_prefixes(parsed(["--api-key-file", "F", "--prefix-disk", "1GB"]))
 
 

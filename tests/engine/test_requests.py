@@ -157,7 +157,7 @@ def test_a_long_conversation_loses_its_oldest_turns_and_keeps_its_system_message
     whole, kept = len(llm.tokenizer.encode_chat(messages)), len(llm.tokenizer.encode_chat(fitting[0]))
     assert (result.prompt_tokens, result.truncated_tokens) == (kept, whole - kept)
     assert llm.generate(messages, GREEDY, overflow="truncate_left").token_ids == result.token_ids
-    with pytest.raises(ContextLengthError, match="the last turn alone has"):
+    with pytest.raises(ContextLengthError, match="the last turn has"):
         llm.chat([system, {"role": "user", "content": "x" * CONTEXT}], GREEDY, overflow="truncate_left")
 
 
@@ -272,7 +272,7 @@ REFUSED = {
     "LLM(folder, n_threads=5)": "did you mean threads",
     "LLM(folder, max_model_len=5)": "did you mean max_seq_len",
     "LLM(folder, weigths='q8')": "did you mean weights",
-    "LLM(folder, temperature=1)": "no setting of LLM: give it to generate",
+    "LLM(folder, temperature=1)": "not a setting of LLM: pass it to generate",
     "LLM(folder, trust_remote_code=True)": "never run",
     "LLM(folder, max_seq_len='5')": "max_seq_len must be a whole number from 2, got '5'",
     "LLM(folder, max_seq_len=256.0)": "max_seq_len must be a whole number",

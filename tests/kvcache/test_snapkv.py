@@ -145,5 +145,5 @@ def test_what_cannot_be_asked(folder: Path, llm: LLM) -> None:
         make_llm(folder, eviction_window=35)
     with pytest.raises(InvalidRequestError, match="only eviction_policy sliding allows more"):
         make_llm(folder, max_seq_len=1000)
-    with pytest.raises(InvalidRequestError, match="snapkv keeps a part of it"):
+    with pytest.raises(InvalidRequestError, match="snapkv keeps only a part"):
         llm.sample_trace(make_ids(4), PLAIN)

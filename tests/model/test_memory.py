@@ -353,7 +353,7 @@ def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsy
     assert "it fits" in capsys.readouterr().out
     monkeypatch.setattr("infer.cli.estimate_command.available_memory_bytes", lambda: 100_000_000)
     assert main(["estimate"]) == 0
-    assert "it does not fit; no context would: take a smaller quantisation" in capsys.readouterr().out
+    assert "it does not fit; no context would fit: use a smaller quantisation" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_files_that_do_not_fit_are_left_out_the_first_ones_first(served: Served)
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("completion", {"prompt": "a", "grammar": "root ::= 'a'"}, "Lark's syntax, or give json_schema"),
+        ("completion", {"prompt": "a", "grammar": "root ::= 'a'"}, "Lark's syntax, got GBNF: rewrite it"),
         ("completion", {"prompt": "a", "logit_bias": [["a", 1]]}, "logit_bias[0] must be a token id"),
         ("completion", {"prompt": "a", "n_predict": "x"}, "n_predict is read as max_tokens: expected `int"),
         ("completion", {"prompt": "a", "dry_multiplier": 0.8}, "dry_multiplier must not be 0.8"),

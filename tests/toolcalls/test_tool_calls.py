@@ -237,9 +237,9 @@ def test_async_answers_are_the_same(llm: LLM) -> None:
 
 
 def test_tools_belong_to_conversations(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="tools belongs to a conversation"):
+    with pytest.raises(InvalidRequestError, match="tools needs a conversation"):
         llm.generate("Once", options=RequestOptions(tools=TOOLS))
-    with pytest.raises(InvalidRequestError, match="tools belongs to a conversation"):
+    with pytest.raises(InvalidRequestError, match="tools needs a conversation"):
         llm.session().generate(tools=TOOLS)
     with pytest.raises(InvalidRequestError, match="tool_format must be"):
         llm.chat(ASKED, tools=TOOLS, tool_format="x")

@@ -115,9 +115,9 @@ class PathOptions:
         help="Draft several tokens and verify them in one step: faster if the text repeats, with the same tokens.")
     num_draft_tokens: int = option(
         "--num-draft-tokens", "--draft-tokens", default=NUM_DRAFT_TOKENS, type=click.IntRange(1, MAX_DRAFT_TOKENS),
-        help="With --speculation: at most this many drafted tokens per step.")
+        help="With --speculation: limit of drafted tokens per step.")
     prefill_chunk: int = option(type=click.IntRange(1, MAX_STEP_TOKENS), default=MAX_STEP_TOKENS,
-                                help="At most this many prompt tokens per step.")
+                                help="Limit of prompt tokens per step.")
     stats: bool = option(help="Print on stderr which path ran and what it did.")
 
 

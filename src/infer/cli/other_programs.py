@@ -67,7 +67,7 @@ def what_to_type(word: str, commands: Collection[str]) -> str:
     near = difflib.get_close_matches(word.lower(), INSTEAD, n=1)
     if near:
         return f"no such command {word!r}; instead: {INSTEAD[near[0]]}"
-    return f"no such command {word!r:.200}: the commands are {', '.join(sorted(commands))}"
+    return f"no such command {word!r:.200}: use one of {', '.join(sorted(commands))}"
 
 
 class TolerantCommand(click.Command):

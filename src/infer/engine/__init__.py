@@ -1,1 +1,1 @@
-"""Requests being answered: the engine and its steps, sequences, slots, masks, streams."""
+"""The requests that are being answered: the engine and its steps, sequences, slots, masks and streams."""

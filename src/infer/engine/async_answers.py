@@ -18,17 +18,17 @@ from infer.outputs import GenerationResult
 
 Check = Callable[[], None]
 NUM_PREPARING = 4
-NUM_CONSTRAINING = 16  # most of them wait
+NUM_CONSTRAINING = 16  # threads, most of which only wait
 _Found = TypeVar("_Found")
 
 
 class _NotAwaitedError(Exception):
-    """Raised in a thread that prepares a request for which nobody waits any more."""
+    """Raised in a thread that prepares a request after its caller has gone."""
 
 
 @final
 class _Threads:
-    """A few threads for work that would keep an event loop waiting. They start when they are needed."""
+    """A few threads for work that would block an event loop. They start when they are needed."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name
@@ -36,7 +36,7 @@ class _Threads:
         self._is_closed = False
 
     async def run(self, work: Callable[[Check], _Found]) -> _Found:
-        """Run `work(check)` away from the event loop. Cancelled, it ends when it next calls `check`.
+        """Run `work(check)` outside the event loop. If it is cancelled, it ends at its next call of `check`.
 
         Raises ClosedError after `close`.
         """
@@ -70,7 +70,8 @@ class AsyncAnswers:
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
-        self._relays = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, Relay]()  # while they have answers
+        # Each loop's relay, while it has answers.
+        self._relays = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, Relay]()
         self._preparing = _Threads(NUM_PREPARING, "infer-prepare")
         self._constraining = _Threads(NUM_CONSTRAINING, "infer-constrain")
 
@@ -80,14 +81,16 @@ class AsyncAnswers:
         return await self._preparing.run(work)
 
     async def constrain(self, work: Callable[[Check], _Found]) -> _Found:
-        """Do the same for a request with a grammar or tools, which waits for the process that tries them: no other
-        request waits behind it.
+        """Do the same for a request with a grammar or tools.
+
+        It may wait for the process that tries grammars, so it has its own threads, and no other request waits behind
+        it.
         """
         self.loop.check_open()
         return await self._constraining.run(work)
 
     async def call(self, work: Work[_Found]) -> _Found:
-        """Return the result of work on the loop's thread, as `Loop.call`. Cancelled, it ends at its next `yield`."""
+        """Return the result of work on the loop's thread, as `Loop.call`. If cancelled, it ends at its next `yield`."""
         reply = self.loop.call(work, self.relay())
         await reply.wait_as_task()
         return reply.found
@@ -97,11 +100,11 @@ class AsyncAnswers:
         return await self.call(once(function, *arguments))
 
     async def answer(self, sequence: Sequence) -> GenerationResult:
-        """Return the whole answer. The event loop is called at its end alone."""
+        """Return the whole answer. The event loop is called only at its end."""
         return await AsyncStream.of(self._open(sequence)).result()
 
     def stream(self, prepare: Callable[[Check], Sequence] | Sequence) -> AsyncStream:
-        """Return a stream of a sequence, or of one that is prepared on a thread when the stream is first read."""
+        """Return a stream of a sequence. A sequence may also be prepared on a thread when the stream is first read."""
         if isinstance(prepare, Sequence):
             return AsyncStream.of(self._open(prepare))
         return AsyncStream(partial(self.prepare, prepare), self._open)

@@ -1,6 +1,6 @@
-"""Classifiers: the labels of texts, and of pairs of texts, from a state of each text, or from the mean of its states.
+"""Classifiers: the labels of texts and of pairs of texts, from one state of each text or from the mean of its states.
 
-The values of a text are computed like an embedding. So their bits depend on the text alone.
+The values of a text are computed like an embedding, so their bits depend only on the text.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ TextOrPair = Prompt | list[str] | tuple[str, ...]  # a pair has two texts
 
 
 def classifier_of(host: Host) -> Classifier:
-    """Return the classifier of a model. Raises InvalidRequestError if it is none."""
+    """Return the classifier of a model. Raises InvalidRequestError if the model is not a classifier."""
     if (found := host.settings.heads.classifier) is None:
         raise InvalidRequestError(
             "this model is not a classifier: its files have no weight of labels, such as the score.weight of a "
@@ -40,8 +40,8 @@ def texts_to_classify(
 ) -> TextIds:
     """Return the ids of texts and of pairs of texts. `check` is called before each, and may raise.
 
-    Raises InvalidRequestError for what is neither, and ContextLengthError for a text that does not fit the context.
-    With `truncate`, it is cut at its end.
+    Raises InvalidRequestError for any other value, and ContextLengthError for a text that does not fit the context.
+    With `truncate`, the text is cut at its end instead.
     """
     classifier, found, second_starts, num_cut = classifier_of(host), list[list[int]](), list[int](), 0
     host.check_has_states()
@@ -80,7 +80,7 @@ def _is_pair(text: Any) -> bool:
 
 
 def _without_padding(ids: list[int], pad_id: int | None) -> list[int]:
-    """Return the ids up to the last one that is not padding, as `transformers` pools them; at least one."""
+    """Return the ids up to the last one that is not padding, but at least one, as `transformers` pools them."""
     count = len(ids)
     while count > 1 and ids[count - 1] == pad_id:
         count -= 1
@@ -88,7 +88,7 @@ def _without_padding(ids: list[int], pad_id: int | None) -> list[int]:
 
 
 def classify(host: Host, texts: TextIds) -> Work[list[list[float]]]:
-    """Return the value of each label per text, in the order of the labels. Work for the loop, a step at a time."""
+    """Return the value of each label per text, in the order of the labels. It is work for the loop, step by step."""
     classifier = classifier_of(host)
     states = yield from pool(host, texts, classifier.pooling)
     return (yield from of_each(states, lambda state: _scaled(classifier, classifier.head.of(state))))
@@ -105,7 +105,7 @@ def _scaled(classifier: Classifier, logits: torch.Tensor) -> list[float]:
 
 
 def classifications(host: Host, values: Sequence[Sequence[float]]) -> list[Classification]:
-    """Return the labels of each text, the most probable first. At ties, the first label leads."""
+    """Return the labels of each text, the most probable first. If two are equal, the first label comes first."""
     labels = classifier_of(host).labels
     orders = [sorted(range(len(labels)), key=lambda index: -each[index]) for each in values]
     return [

@@ -1,4 +1,4 @@
-"""Messages become a prompt, and the format of the answer is found."""
+"""Make a prompt of messages, and find the format of the answer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +19,17 @@ from infer.toolcalls.tools import Tool, ToolChoice, read_tool_choice, read_tools
 
 MAX_TEMPLATE_BYTES = 8 << 20
 _LEAST_BYTES, _BYTES_PER_CHARACTER = 1_000, 4
-_END_LENGTH = 32  # ids in which a prompt may open the reasoning
+_END_LENGTH = 32  # last ids of a prompt that are searched for an opened reasoning
 
 
 @final
 class TemplateProbes:
-    """Results of probing each template of a tokenizer. For any thread."""
+    """Results of probing each chat template of a tokenizer. For any thread."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._found = SizedCache[TemplateFormats](MAX_TEMPLATE_BYTES)  # requests bring templates
+        # A cache, because requests may have their own templates.
+        self._found = SizedCache[TemplateFormats](MAX_TEMPLATE_BYTES)
 
     def of(self, chat_template: str | None, tool_format: str | None) -> TemplateFormats:
         """Return the conversation of a request. Raises InvalidRequestError."""
@@ -56,7 +57,7 @@ class Conversation:
     variables: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequestError if a tool is none, or if `tool_choice` does not fit the tools."""
+        """Raise InvalidRequestError if a tool is not valid, or if `tool_choice` does not fit the tools."""
         self.choice  # noqa: B018
 
     @cached_property
@@ -87,9 +88,9 @@ class Conversation:
     def checkpoints(self, messages: Sequence[Message], token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the two positions, ascending, up to which later prompts will probably be equal to this one.
 
-        Other conversations share the tools and the messages of the system. The next turn shares all but the generation
-        prompt. Both are found in the ids of a conversation that has the same system messages and an empty question. If
-        the template refuses that conversation, there are none.
+        Other conversations share the tools and the system messages. The next turn shares everything except the
+        generation prompt. Both positions are found by rendering a conversation with the same system messages and an
+        empty question. If the template refuses that conversation, there are no such positions.
         """
         try:
             other = self.encode([*system_messages(messages), {"role": "user", "content": ""}])
@@ -99,7 +100,7 @@ class Conversation:
         return tuple(sorted((beginning, len(token_ids) - ending)))
 
     def shown(self, messages: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return messages and variables in the form that the template takes."""
+        """Return messages and variables in the form that the template expects."""
         if not self.tools and not _has_calls(messages):
             return messages, dict(self.variables)
         tools = {"tools": [tool.to_json() for tool in self.tools]} if self.tools else {}
@@ -115,14 +116,14 @@ class Conversation:
         forms = [form for form in (reasoning, self.formats.calls if self.tools else None) if form is not None]
         if not forms:
             if options.reasoning_budget:
-                message = "reasoning_budget: the chat template knows no reasoning: leave it out"
+                message = "reasoning_budget: the chat template has no reasoning: leave it out"
                 raise InvalidRequestError(message, param="reasoning_budget")
             return None
         is_open = reasoning is not None and self._ends_with(prompt_ids, reasoning.opening)
         if reasoning is not None and reasoning.body and not is_open:
             ends = (reasoning.start + reasoning.role, reasoning.closing)
             if not any(self._ends_with(prompt_ids, end) for end in ends):
-                return None  # the prompt ends in the text of a message, which the answer continues
+                return None  # the prompt ends within a message, which the answer continues
         ids = self.tokenizer.special_ids_in([text for form in forms for text in literals_of(form)])
         marks = marks_of(ids)
         calls = None

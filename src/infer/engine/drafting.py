@@ -14,15 +14,15 @@ from infer.speculation.policy import DraftPolicy, StepTimes
 
 @final
 class Drafting:
-    """For the engine alone. A fault of the drafter ends the sequence that it drafts for, and no other."""
+    """For the engine only. A fault of the drafter ends only the sequence for which it drafts."""
 
     def __init__(self, drafter: Drafter | None = None) -> None:
         self._drafter: Drafter = NgramDrafter() if drafter is None else drafter
-        self._policies: dict[Sequence, DraftPolicy] = {}  # of sequences that have entered, until they end
-        self._begun = set[int]()  # slots that the drafter knows
+        self._policies: dict[Sequence, DraftPolicy] = {}  # of active sequences
+        self._begun = set[int]()  # slots for which the drafter has begun
 
     def enter(self, sequence: Sequence) -> None:
-        """Begin to draft for a sequence that has got its slot, if its request asks for drafts."""
+        """Begin to draft for a sequence that has got its slot, if its request wants drafts."""
         if not sequence.request.num_draft_tokens:
             return
         if sequence not in self._policies:
@@ -34,15 +34,15 @@ class Drafting:
         return sequence.slot in self._begun
 
     def steps_to_draft(self, sequence: Sequence, times: StepTimes | None) -> int:
-        """Return the number of steps without drafts, after which the drafter is asked again."""
+        """Return the number of steps without drafts before the drafter is called again."""
         if times is None or not self.is_drafted(sequence):
             return MAX_STEPS
         return self._policies[sequence].tokens_between(times)
 
     def propose(self, active: Iterable[Sequence], rooms: Iterable[int], most: int, times: StepTimes) -> None:
-        """Give each sequence its drafts for the next step: as many as pay off at the measured step times.
+        """Give each sequence its drafts for the next step. Their number is the one that pays off at the measured times.
 
-        Each has `most` at most, and no more than its room.
+        Each sequence gets at most `most` drafts, and never more than its room.
         """
         counts: dict[Sequence, int] = {}
         for sequence, room in zip(active, rooms, strict=True):
@@ -62,7 +62,7 @@ class Drafting:
         return min(self._policies[sequence].num_draft_tokens(times, confidence, sequence.num_pending), limit)
 
     def _proposed(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Items[int]]:
-        """Return the drafts of all sequences, made in one batch. If that raises, make those of each sequence alone."""
+        """Return the drafts of all sequences, made in one batch. If that raises, draft for each sequence separately."""
         if not counts:
             return {}
         propose, found = self._drafter.propose, dict[int, Items[int]]()
@@ -75,7 +75,7 @@ class Drafting:
         return {sequence: found.get(sequence.slot, ()) for sequence in counts}
 
     def observe(self, sequence: Sequence) -> None:
-        """Let the drafter take in the tokens that a sequence accepted. Its policy learns from those not forced."""
+        """Show the drafter the tokens that a sequence accepted. The policy learns from those that were not forced."""
         if self.is_drafted(sequence) and not sequence.is_finished:
             sequence.attempt(partial(self._observe, sequence), None)
 
@@ -86,13 +86,13 @@ class Drafting:
                 policy.observe(*guess)
 
     def release(self, slot: int) -> None:
-        """Free what the drafter knows of a slot that a sequence loses."""
+        """Free the drafter's state of a slot that a sequence loses."""
         if slot in self._begun:
             self._begun.remove(slot)
             self._drafter.release(slot)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the policy of a sequence that has ended."""
+        """Drop the policy of a finished sequence."""
         self._policies.pop(sequence, None)
 
     def clear(self) -> None:

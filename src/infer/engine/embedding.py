@@ -1,7 +1,7 @@
 """Texts as vectors: the hidden states of their tokens after the last norm, pooled.
 
-They are computed between the engine's steps, over a cache of their own, in steps as short as the engine's while it has
-work. A text's vector has the same bits whatever its neighbours and its steps are.
+They are computed between the engine's steps, over a cache of their own. While the engine has work, their steps are as
+short as the engine's. A text's vector has the same bits, whatever its neighbours and its steps are.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def texts_to_embed(
             if isinstance(text, str):
                 text = before + text
             elif options.prompt_name is not None:
-                raise InvalidRequestError("prompt_name is for texts, got ids or messages: leave it out")
+                raise InvalidRequestError("prompt_name needs texts, got ids or messages: leave it out")
             ids, is_cut = ids_within(host, text, truncate=options.truncate)
             num_cut += is_cut
             found.append(check_prompt(host.requests.limits, ids, room=0))
@@ -55,12 +55,12 @@ def texts_to_embed(
 
 
 def embedder_of(host: Host) -> Embedder:
-    """Return the way in which a model makes vectors: the mean if its files do not say."""
+    """Return how the model makes vectors. The default is the mean, if the model's files have no setting."""
     return host.settings.heads.embedder or Embedder(host.model.architecture.hidden_size)
 
 
 def _num_prompt_tokens(host: Host, before: str) -> int:
-    """Return the number of a prompt's tokens, without a special one at the end, as sentence-transformers does."""
+    """Return the number of a prompt's tokens, without a special token at its end, like sentence-transformers."""
     ids = host.tokenizer.encode(before) if before else []
     return len(ids[:-1] if ids and ids[-1] in host.tokenizer.special_token_ids else ids)
 
@@ -68,7 +68,7 @@ def _num_prompt_tokens(host: Host, before: str) -> int:
 def ids_within(host: Host, text: Prompt, *, truncate: bool) -> tuple[list[int], bool]:
     """Return the ids of a text, and True if they were cut to the context.
 
-    The tokens with which the tokenizer ends each text stay at the end. Raises ContextLengthError without `truncate`.
+    The tokens that the tokenizer adds after each text stay at the end. Raises ContextLengthError without `truncate`.
     """
     most = host.requests.limits.max_seq_len
     if not truncate and isinstance(text, str) and (least := host.tokenizer.least_num_tokens(text)) > most:
@@ -89,9 +89,9 @@ def too_long(count: str, most: int) -> ContextLengthError:
 
 
 def embed(host: Host, texts: TextIds, options: VectorOptions) -> Work[Float[Tensor, "texts size"]]:
-    """Return one float32 vector per text. Work for the loop, a step at a time.
+    """Return one float32 vector per text. It is work for the loop, step by step.
 
-    The layers of the model's files come after the pooling. Then vectors are cut to `dimensions`, and normalised.
+    After pooling, the vectors pass the layers in the model's files. Then they are cut to `dimensions` and normalised.
     """
     embedder = embedder_of(host)
     pooled = yield from pool(host, texts, options.pooling or embedder.pooling)
@@ -103,15 +103,15 @@ def embed(host: Host, texts: TextIds, options: VectorOptions) -> Work[Float[Tens
 
 
 def pool(host: Host, texts: TextIds, pooling: Pooling) -> Work[Float[Tensor, "texts hidden"]]:
-    """Return the pooled states of each text in float64. Work for the loop, a step at a time, which gives way to other
-    calls after each batch of texts.
+    """Return the pooled states of each text in float64.
 
-    The last token is the only one that has seen the whole text. Raises ModelError for states that are not finite.
+    It is work for the loop, step by step, and lets other calls run after each batch of texts. The last token is the
+    only one that attends to the whole text. Raises ModelError for states that are not finite.
     """
     size = host.model.architecture.hidden_size
     pooled = PooledStates(pooling, len(texts.token_ids), size, texts.num_skipped)
 
-    yield GIVE_WAY  # the batch under way has the cache for itself
+    yield GIVE_WAY  # before this, the running batch needs the whole cache
     for step in text_states(host, texts, only_last=pooling == "last"):
         for text, states in step.found:
             pooled.add(text, states.cpu())
@@ -122,7 +122,7 @@ def pool(host: Host, texts: TextIds, pooling: Pooling) -> Work[Float[Tensor, "te
 
 
 def of_each(states: Float[Tensor, "texts hidden"], call: Callable[[Tensor], _Found]) -> Work[list[_Found]]:
-    """Return what `call` makes of each state. A head may have many values, so other calls go on after each."""
+    """Return the result of `call` for each state. A head may be slow, so other calls may run after each state."""
     found = list[_Found]()
     for state in states:
         found.append(call(state))
@@ -131,10 +131,10 @@ def of_each(states: Float[Tensor, "texts hidden"], call: Callable[[Tensor], _Fou
 
 
 def _check_finite(vectors: Float[Tensor, "texts size"]) -> None:
-    """Raise ModelError for states that are no numbers, from which no vector, score or label follows."""
+    """Raise ModelError for states that are not finite, because they give no vector, score or label."""
     broken = (~vectors.isfinite().all(1)).nonzero().flatten().tolist()
     if broken:
         raise ModelError(
-            f"text {broken[0]}: the model's states are not finite: its weights are broken, or its keys and values do "
-            "not fit the cache: take a fresh copy, or kv_type f32"
+            f"text {broken[0]}: the model's states are not finite: its weights are damaged, or its keys and values do "
+            "not fit the cache: download it again, or use kv_type f32"
         )

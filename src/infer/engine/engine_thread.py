@@ -1,4 +1,4 @@
-"""The thread that steps the engine. It takes messages, runs a step and a slice of a call, and begins again."""
+"""The thread that steps the engine. In a loop, it takes messages, and runs a step and a part of a call."""
 
 import threading
 import time
@@ -33,7 +33,7 @@ from infer.engine.sequence import Sequence
 from infer.errors import EngineFailedError, InferError, closed
 from infer.ops import Backend
 
-_POLL_SECONDS = 0.1  # while all answers pause: one may time out or be cancelled by its event
+_POLL_SECONDS = 0.1  # between checks while all answers pause, because one may time out or be cancelled by its event
 
 
 class Heartbeat(NamedTuple):
@@ -48,15 +48,15 @@ class Status:
     """State of the thread that other threads read."""
 
     def __init__(self) -> None:
-        self.num_sequences = 0  # that are being answered
+        self.num_sequences = 0  # that are active
         self.heartbeat = Heartbeat(time.monotonic(), is_stepping=False)
-        self.refusal: Callable[[], InferError] | None = None  # of what is submitted
-        self.failure: BaseException | None = None  # what the engine raised, which ended it for good
+        self.refusal: Callable[[], InferError] | None = None  # the error for every new sequence
+        self.failure: BaseException | None = None  # the exception that ended the engine for good
         self.is_over = False  # the thread takes no more messages
 
 
 def serve(inbox: Inbox, status: Status) -> None:
-    """Run the thread's whole life: take messages until one says that no others will come."""
+    """Run the thread until a message says that no others will arrive."""
     with ExitStack() as held:
         _EngineThread(inbox, status, held).run()
 
@@ -64,15 +64,15 @@ def serve(inbox: Inbox, status: Status) -> None:
 @final
 class _EngineThread:
     def __init__(self, inbox: Inbox, status: Status, held: ExitStack) -> None:
-        """Begin without an engine. `held` ends with the thread."""
+        """Begin without an engine. `held` is closed at the thread's end."""
         self._inbox, self._status, self._held = inbox, status, held
         self._engine: Engine | None = None
-        self._readers: dict[Sequence, Mailbox] = {}  # of the sequences that are being answered
-        self._backlogs: dict[Sequence, Backlog] = {}  # of the sequences that came from one
-        self._calls = deque[EngineCall]()  # that have not begun
-        self._begun_calls = deque[EngineCall]()  # the first of them goes on when no other is to begin
+        self._readers: dict[Sequence, Mailbox] = {}  # of the active sequences
+        self._backlogs: dict[Sequence, Backlog] = {}  # of the active sequences that came from a backlog
+        self._calls = deque[EngineCall]()  # calls that have not begun
+        self._begun_calls = deque[EngineCall]()  # the first one continues when no other call must begin
         self._draining = list[Reply[None]]()
-        self._num_faults = 0  # of steps, one after the other
+        self._num_faults = 0  # consecutive failed steps
         self._why_failed = ""
         self._is_closed = False
 
@@ -80,7 +80,7 @@ class _EngineThread:
         try:
             while not self._is_closed:
                 try:
-                    if not (self._calls or self._begun_calls):  # which a fault left behind
+                    if not (self._calls or self._begun_calls):  # calls that a fault left behind
                         self._take(self._inbox.get())
                     self._run_until_idle()
                 except BaseException as error:  # a fault of this module
@@ -89,10 +89,10 @@ class _EngineThread:
             self._finish()
 
     def _run_until_idle(self) -> None:
-        """Run steps and calls until there are none left."""
+        """Run steps and calls until none are left."""
         while not self._is_closed and (self._readers or self._calls or self._begun_calls):
             if self._engine is not None:
-                self._engine.listen()  # before the inbox is looked at: what comes from now on interrupts the step
+                self._engine.listen()  # before the inbox is read: messages that arrive later interrupt the step
             while not self._inbox.empty():
                 self._take(self._inbox.get())
             has_stepped = self._step()
@@ -138,7 +138,7 @@ class _EngineThread:
         return self._engine
 
     def _own(self, engine: Engine | None, backend: Backend) -> None:
-        """Step this engine from now on. Torch computes with one thread on this thread, for as long as it lives."""
+        """Step this engine from now on. On this thread, torch always computes with one thread."""
         self._engine = engine
         self._held.enter_context(backend.threads())
         self._held.enter_context(torch.inference_mode())
@@ -178,7 +178,7 @@ class _EngineThread:
     # Steps
 
     def _step(self) -> bool:
-        """Run a step, if there is one to run."""
+        """Run a step if there is work."""
         engine, status = self._engine, self._status
         if engine is None or not self._readers or self._is_closed:
             return False
@@ -217,7 +217,7 @@ class _EngineThread:
         self._count()
 
     def _cancel_unread(self) -> None:
-        """End the answers that nobody reads any more: their event loop is closed."""
+        """End the answers whose event loop is closed, because nothing can read them."""
         for sequence, mailbox in self._readers.items():
             if mailbox.relay is not None and mailbox.relay.event_loop.is_closed():
                 self._open_engine.cancel(sequence)
@@ -236,7 +236,7 @@ class _EngineThread:
         return self._fail(error)
 
     def _advance(self, call: EngineCall) -> None:
-        """Run the next slice of a call."""
+        """Run the next part of a call."""
         try:
             if call.reply.is_cancelled:
                 call.work.close()
@@ -257,7 +257,7 @@ class _EngineThread:
     # Ends
 
     def _fail(self, error: BaseException) -> None:
-        """End all sequences and take no others, because the error is not the fault of a single sequence."""
+        """End all sequences and accept no others, because the error is not the fault of a single sequence."""
         status, why = self._status, f"the engine has failed: {type(error).__name__}: {error}"
         why = self._why_failed = " ".join(why.split()).rstrip(":")[:200]
         status.failure = error
@@ -286,7 +286,7 @@ class _EngineThread:
         self._deliver(ended)
 
     def _finish(self) -> None:
-        """Leave nobody waiting, and free the engine."""
+        """Wake all waiting threads, and free the engine."""
         self._end_all()
         if self._engine is not None:
             self._engine.close()

@@ -1,6 +1,6 @@
 """The grammars' masks of a step.
 
-They are filled before it, by a thread while it runs, or between steps of a multi-step.
+They are filled before the step, by a thread during the step, or between the steps of a multi-step.
 """
 
 import math
@@ -22,22 +22,22 @@ from infer.grammar.constraint import Mask
 from infer.operands.step import Chunk, Masks, StepEnd, TokenIds
 from infer.sampling.masks import num_mask_words
 
-Works = Items[tuple[Sequence, Chunk]]  # what a step computes of each sequence
-HAND_OVER_SECONDS = 300e-6  # what a mask that another thread fills costs besides
+Works = Items[tuple[Sequence, Chunk]]  # the part of a step that belongs to each sequence
+HAND_OVER_SECONDS = 300e-6  # extra time of a mask that another thread fills
 
 
 @final
 class MaskFiller:
     """Fills the masks of an engine's steps, one step after the other.
 
-    If all cores compute, and masks take less time than waking a thread, they are filled before the step.
+    If all cores compute, and filling masks takes less time than waking a thread, they are filled before the step.
     """
 
     def __init__(self, backend: ops.Backend) -> None:
         self.backend = backend
         self._executor: ThreadPoolExecutor | None = None
-        self._seconds_per_line = math.inf  # as last measured
-        self._filling: _Filling | None = None  # the last one
+        self._seconds_per_line = math.inf  # the last measurement
+        self._filling: _Filling | None = None  # the last step's
 
     def start(self, works: Works) -> Masks | None:
         """Begin to fill the masks of chunks whose sequences have a grammar. Return None if there are none."""
@@ -51,22 +51,23 @@ class MaskFiller:
 
     @property
     def num_counted(self) -> Mapping[int, int]:
-        """Number of tokens that count, per row whose grammar ended, forced a token or failed in the last multi-step.
-        The other rows continue while such rows are fewer than half.
+        """Number of valid tokens per row whose grammar ended, forced a token or failed in the last multi-step.
+
+        The other rows continue as long as fewer than half of the rows are such rows.
         """
         return {} if self._filling is None else self._filling.num_counted
 
     def held_up(self, ends: Items[StepEnd]) -> float:
-        """Return for how many seconds the last steps waited for masks, or for grammars between them."""
+        """Return the seconds for which the last steps waited for masks, or for grammars between them."""
         return 0.0 if self._filling is None else self._filling.held_up(ends)
 
     def learn(self, num_logits: int, seconds: float) -> bool:
-        """Store how long filling so many rows took, and return True if it is quick enough to fill without a thread."""
+        """Store how long it took to fill `num_logits` rows, and return True if that needs no other thread."""
         self._seconds_per_line = seconds / num_logits
         return self.backend.computes_on_host and seconds < HAND_OVER_SECONDS
 
     def run(self, fill: Callable[[], None], num_logits: int) -> Future[None] | None:
-        """Fill the masks now and return None, or return the other thread's promise."""
+        """Fill the masks now and return None, or let the other thread fill them and return its future."""
         if self.backend.computes_on_host and self._seconds_per_line * num_logits < HAND_OVER_SECONDS:
             self._measure(fill, num_logits)
             return None
@@ -74,7 +75,7 @@ class MaskFiller:
             self._executor = ThreadPoolExecutor(1, "infer-masks", self.backend.forbid_forwards)
         try:
             return self._executor.submit(self._measure, fill, num_logits)
-        except RuntimeError:  # the main thread has ended its code, after which no executor starts anything
+        except RuntimeError:  # the main thread has ended, after which executors accept no work
             self._measure(fill, num_logits)
             return None
 
@@ -89,7 +90,7 @@ class MaskFiller:
 
 
 class _Job(NamedTuple):
-    """The masks of one step of a sequence that has a grammar."""
+    """The masks of a sequence with a grammar in one step."""
 
     row: int
     sequence: Sequence
@@ -99,7 +100,7 @@ class _Job(NamedTuple):
     def advance(self, token_id: int, is_last: bool) -> bool:
         """Move past a token.
 
-        Return False if the row ends. A ConstraintError is raised again when the token is accepted.
+        Return False if the row ends. A ConstraintError is raised later, when the token is accepted.
         """
         return self.sequence.attempt(partial(self._try_advance, token_id, is_last), False)
 
@@ -128,14 +129,14 @@ class _Filling:
             for row, ((sequence, chunk), end) in enumerate(zip(works, ends, strict=True))
             if _needs_mask(sequence, chunk)
         ]
-        self.num_counted: dict[int, int] = {}  # in a multi-step, tokens of rows whose grammar wants a step of its own
+        self.num_counted: dict[int, int] = {}  # in a multi-step: valid tokens of the rows that ended
         self._promise: Future[None] | None = None
-        self._is_apart = False  # in a multi-step, another thread fills the lines
-        self._filled_at = list[float]()  # of each step, if another thread fills the lines
-        self._seconds_between = 0.0  # steps, in which their grammars advanced
+        self._is_apart = False  # in a multi-step: True if another thread fills the lines
+        self._filled_at = list[float]()  # when another thread had filled the lines of each step
+        self._seconds_between = 0.0  # seconds between steps, for advancing grammars
 
     def fits(self, works: Works) -> bool:
-        """Return True if this filling also serves the step: the same sequences, which continue token by token."""
+        """Return True if these masks can also serve this step: the same sequences, each with its next token."""
         is_done = self._promise is None or self._promise.done()
         is_same = self._has_one_each and self._sequences == [sequence for sequence, _ in works]
         return is_same and is_done and all(chunk.num_logits == 1 for _, chunk in works)
@@ -163,8 +164,8 @@ class _Filling:
         if num_generated == 1:
             self._is_apart = self._promise is not None
         if self._is_apart:
-            self._wait()  # it is done: this raises what it raised
-        is_timed = self._is_apart or num_generated == 1  # the clock alone takes 9 µs here
+            self._wait()  # it is done; this raises its exception, if any
+        is_timed = self._is_apart or num_generated == 1  # reading the clock costs 9 µs here
         started = time.perf_counter() if is_timed else 0.0
         for job in self._jobs:
             if job.row in self.num_counted:

@@ -1,4 +1,4 @@
-"""A loaded model and the way in which it begins an answer. `LLM` and its sessions share it."""
+"""A loaded model, and how it begins an answer. `LLM` and its sessions share it."""
 
 import hashlib
 import logging
@@ -56,8 +56,8 @@ class HostSettings:
     grammar_backend: str
     sampling_defaults: SamplingDefaults
     heads: TextHeads = field(default_factory=TextHeads)
-    prefix_bytes: int = 0  # of files that keep prefixes of prompts
-    weights_modified_ns: tuple[int, ...] = ()  # times, by which these prefixes know other weights of the same name
+    prefix_bytes: int = 0  # size of the files with prefixes of prompts
+    weights_modified_ns: tuple[int, ...] = ()  # these times distinguish weights of the same name, for those prefixes
 
 
 @final
@@ -65,14 +65,14 @@ class Host:
     def __init__(
         self, loop: Loop, model: Transformer, tokenizer: Tokenizer, settings: HostSettings, ranks: Ranks | None = None
     ) -> None:
-        """Give an engine to the loop, which loaded the model.
+        """Give an engine to the loop that loaded the model.
 
-        `ranks` are the other processes of a model that several processes share. They load their shares.
+        `ranks` are the other processes of a model that is divided between processes. Each loads its part.
         """
         self.loop, self.tokenizer, self.settings, self._ranks = loop, tokenizer, settings, ranks
         self._open_model: Transformer | None = model
         self._open_runner: Runner | None = None
-        self.engine_if_any: Engine | None = None  # None: an encoder
+        self.engine_if_any: Engine | None = None  # None for an encoder
         self._hidden_states: HiddenStates | None = None
         self._text_encoder: TextEncoder | None = None
         if self.reads_whole_texts:
@@ -93,16 +93,16 @@ class Host:
         )
 
     def _open_prefixes(self, runner: Runner) -> PrefixDisk | None:
-        """Return the prefixes on disk, or None if there are none, or the cache cannot use them."""
+        """Return the prefixes on disk, or None if they are off, or if the cache cannot use them."""
         if not (self.settings.prefix_bytes and runner.shares_prefixes and runner.has_whole_slots):
             return None
         model = self.fingerprint(runner.cache.kind) | {"times": repr(self.settings.weights_modified_ns)}
         fingerprint = prefix_fingerprint(model, runner)
         store = open_store(fingerprint, self.settings.prefix_bytes)
         if isinstance(store, str):
-            log.warning("prefixes of prompts are not kept: %s", store)
+            log.warning("prefixes of prompts are not stored on disk: %s", store)
             return None
-        loop = weakref.ref(self.loop)  # so that a loop that nobody else holds ends
+        loop = weakref.ref(self.loop)  # a weak reference, so that an unused loop can end
 
         def call(function: Callable[..., Any], *arguments: Any) -> Reply[Any]:
             if (open_loop := loop()) is None:
@@ -135,7 +135,7 @@ class Host:
     def _refusal(self) -> str:
         family, heads = self.model.architecture.family, self.settings.heads
         use = "embed()" if heads.classifier is None else "rerank()" if heads.reranker else "classify()"
-        return f"{family} is an encoder, which generates nothing: use {use}, or load a decoder"
+        return f"{family} is an encoder and generates no text: use {use}, or load a decoder"
 
     @property
     def runner(self) -> Runner:
@@ -163,10 +163,10 @@ class Host:
         return self._text_encoder
 
     def check_has_states(self) -> None:
-        """Raise InvalidRequestError for a model that several processes share, which gives no hidden states."""
+        """Raise InvalidRequestError if several processes share the model, because they give no hidden states."""
         if self._ranks is not None:
             raise InvalidRequestError(
-                "vectors, scores and labels of texts need a model of one process: load it without tensor_parallel"
+                "vectors, scores and labels of texts need a model in one process: load it without tensor_parallel"
             )
 
     def hidden_states(self) -> HiddenStates:
@@ -181,17 +181,17 @@ class Host:
 
     @property
     def num_threads(self) -> int:
-        """Number of threads of a forward."""
+        """Number of threads that compute a forward."""
         return self.model.backend.num_threads()
 
     def warn_of_template(self, stacklevel: int) -> None:
-        """Warn if the model's own chat template can render no conversation. Plain text needs no template."""
+        """Warn if the model's own chat template cannot render conversations. Plain text needs no template."""
         if self.tokenizer.chat_template is None:
             return
         try:
             self.tokenizer.check_chat_template()
         except InvalidRequestError as error:
-            warnings.warn(f"no conversation will work: {error}", stacklevel=stacklevel)
+            warnings.warn(f"conversations will not work with this model: {error}", stacklevel=stacklevel)
 
     def fingerprint(self, cache_kind: str) -> dict[str, str]:
         """Return the values that must be equal for a saved cache to be valid here."""
@@ -206,8 +206,9 @@ class Host:
 
     @cached_property
     def system_fingerprint(self) -> str:
-        """Fingerprint of the model and its settings. Equal fingerprints give equal answers to the same request and
-        seed.
+        """Fingerprint of the model and its settings.
+
+        Equal fingerprints give equal answers to the same request and seed.
         """
         kind = "" if self._open_runner is None else self._open_runner.cache.kind
         model = self.fingerprint(kind), self.tokenizer.chat_templates
@@ -220,12 +221,12 @@ class Host:
         lease: Lease | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> Stream:
-        """Return a stream of an answer, at a slot of its own or at that of a lease."""
+        """Return a stream of an answer, in a slot of its own or in the slot of a lease."""
         mailbox = Mailbox(shows_prefill=on_prefill is not None)
         return Stream(OpenAnswer(self.loop, sequence, mailbox, lease, on_end), on_prefill)
 
     def limit(self, max_running: int, gap_seconds: float) -> None:
-        """Set `Engine.limit` before the next step. Never waits."""
+        """Set `Engine.limit` before the next step. Does not wait."""
         if self.engine_if_any is not None:
             self.loop.call(once(self.engine_if_any.limit, max_running, gap_seconds))
 

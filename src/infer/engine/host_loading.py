@@ -1,4 +1,4 @@
-"""Load the weights of a model, on the thread that steps its engine, and give the engine to that thread."""
+"""Load the weights of a model on the thread that steps its engine, and give the engine to that thread."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from infer.tokenizer.template_process import start_rendering
 @final
 @dataclass(frozen=True, kw_only=True)
 class HostArguments:
-    """The arguments of `LLM` that say how its model is loaded and run."""
+    """The arguments of `LLM` that define how its model is loaded and run."""
 
     device: DeviceName | str | torch.device
     dtype: DtypeName | torch.dtype
@@ -44,7 +44,7 @@ def load_host(
     given: HostArguments,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Host:
-    """Return the loaded model. Raises ModelError if it cannot be used or does not fit in memory."""
+    """Return the loaded model. Raises ModelError if it is not usable or does not fit in memory."""
     kept_dtype, cache = dtype_name(given.dtype), given.cache
     heads = make_text_heads(checkpoint, tokenizer, given.reranker)
     if tokenizer.chat_template is not None:
@@ -53,7 +53,7 @@ def load_host(
     ranks = start_ranks(checkpoint, forms, str(given.device), cache, given.tensor_parallel)
     loop, group = Loop(), None if ranks is None else ranks.group
     asked = checkpoint, tokenizer, given.device, given.dtype, given.weights, given.precision, given.max_seq_len
-    # Rows of weights lie on the node of memory of the thread that packs them.
+    # Rows of weights are allocated on the memory node of the thread that packs them.
     network = loop.load(lambda show: load_checked(*asked, show, cache, group=group), on_progress)
     fingerprint = f"{checkpoint.fingerprint()} {given.weights} {given.precision} {kept_dtype}"
     kept = fingerprint, cache, given.pool_pages, given.capture, given.grammar_backend, defaults

@@ -1,10 +1,10 @@
-"""`Loop`: the one thread that steps an engine. Other threads reach the engine by messages only.
+"""`Loop`: the only thread that steps an engine. Other threads reach the engine only by messages.
 
 Messages wait in an inbox until the current step has ended: a sequence to answer, one to cancel, or work that needs the
 engine for a moment (`call`). After each step the thread puts the new pieces into the mailboxes of their readers.
-Signals reach only the main thread, so no signal can interrupt a step. Ctrl-C interrupts the wait for it.
+Signals reach only the main thread, so no signal can interrupt a step. Ctrl-C interrupts only the wait for it.
 
-The thread holds no reference to the loop, so a loop that is dropped ends it.
+The thread has no reference to the loop. When the loop is dropped, the thread ends.
 """
 
 import atexit
@@ -66,7 +66,7 @@ class Loop:
         _threads.add(self._thread)
 
     def own(self, engine: Engine) -> None:
-        """Give the thread its engine. From now on only the thread changes it."""
+        """Give the thread its engine. From then on only the thread changes it."""
         self._engine = engine
         self._inbox.put(Own(engine, engine.runner.model.backend))
 
@@ -78,7 +78,7 @@ class Loop:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that are being answered."""
+        """Number of active sequences."""
         return self._status.num_sequences
 
     @property
@@ -102,7 +102,7 @@ class Loop:
 
     @property
     def can_be_awaited(self) -> bool:
-        """False on the loop's own thread and in a forked child, which would wait for ever."""
+        """False on the loop's own thread and in a forked child, where a wait would never end."""
         return not self.is_current and os.getpid() == self._process
 
     def check_process(self) -> None:
@@ -114,26 +114,26 @@ class Loop:
         """Raise ClosedError in a forked child, at the end of the program, and after `close`."""
         self.check_process()
         main = threading.main_thread()
-        if get_ident() == main.ident and not main.is_alive():  # as functions of `atexit` see it
-            raise ClosedError("the program is ending: nothing more is computed")
+        if get_ident() == main.ident and not main.is_alive():  # functions of `atexit` run then
+            raise ClosedError("the program is ending: the model is closed")
         if not self.is_open:
             raise closed()
 
     def check_answer(self, sequence: Sequence) -> None:
-        """Raise EngineFailedError if the engine's failure ended a sequence."""
+        """Raise EngineFailedError if the engine's failure ended the sequence."""
         if self.failure is not None and sequence.finish_reason == "error":
             raise EngineFailedError(sequence.error or "the engine has failed") from self.failure
 
     # Sequences
 
     def submit(self, sequence: Sequence, mailbox: Mailbox, lease: Lease | None = None) -> None:
-        """Answer a sequence, at its lease's slot if it has one. Raises InferError if the loop takes no more."""
+        """Answer a sequence, in its lease's slot if it has one. Raises InferError if the loop accepts no more."""
         self._check_taking()
         mailbox.on_room = partial(self._inbox.put, Continue(sequence))
         self._send(Submit(sequence, mailbox, lease))
 
     def refill(self, backlog: Backlog) -> None:
-        """Answer the sequences of a backlog, to which some were added. Raises as `submit`."""
+        """Answer the new sequences of a backlog. Raises the errors of `submit`."""
         self._check_taking()
         self._send(Refill(backlog))
 
@@ -142,9 +142,9 @@ class Loop:
         self._send(Drop(backlog))
 
     def cancel(self, sequence: Sequence, mailbox: Mailbox) -> None:
-        """End a sequence with the current step. A multi-step ends early. Never blocks and never raises.
+        """End a sequence after the current step. A multi-step ends early. Never blocks and never raises.
 
-        A sequence that was not submitted ends, too, and can no longer be.
+        A sequence that was not submitted ends, too, and can no longer be submitted.
         """
         sequence.cancel()
         self._send(Cancel(sequence, mailbox))
@@ -154,12 +154,9 @@ class Loop:
     def call(self, work: Work[_Found], relay: Relay | None = None) -> Reply[_Found]:
         """Run work on the loop's thread, up to its next `yield` between two steps.
 
-        `relay` is that of the event loop whose task waits for the reply.
-
-        Work begins as soon as it comes. After its first `yield` it goes on when all that came before it has ended or
-        has given way.
-
-        Raises ClosedError, and InferError on the loop's own thread, which cannot wait for itself.
+        `relay` belongs to the event loop whose task waits for the reply. Work begins when its message arrives. After
+        its first `yield` it continues when all earlier work has ended or has let other work run. Raises ClosedError,
+        and InferError on the loop's own thread, which cannot wait for itself.
         """
         self.check_open()
         if self.is_current:
@@ -169,21 +166,22 @@ class Loop:
         return reply
 
     def run(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
-        """Return `function(*arguments)`, called on the loop's thread between two steps, with the context variables of
-        the caller. Raises as `call`.
+        """Return `function(*arguments)`, called on the loop's thread between two steps.
+
+        It has the context variables of the caller. Raises the errors of `call`.
         """
         return self.call(once(function, *arguments)).get()
 
     def load(self, load: Callable[[OnProgress], _Found], on_progress: OnProgress | None) -> _Found:
         """Return `load(show)`, called on the loop's thread. `show` calls `on_progress`.
 
-        If an exception such as Ctrl-C interrupts the wait, the load ends when it calls `show` next.
+        If an exception such as Ctrl-C interrupts the wait, the load ends at its next call of `show`.
         """
         is_left = threading.Event()
 
         def show(num_done: int, num_all: int) -> None:
             if is_left.is_set():
-                raise InferError("nobody waits for the model any more")
+                raise InferError("the load was interrupted")
             if on_progress is not None:
                 on_progress(num_done, num_all)
 
@@ -204,7 +202,7 @@ class Loop:
     def close(self) -> None:
         """End all sequences as cancelled, free the engine, and end the thread. A second call does nothing.
 
-        Prefixes of prompts that are being stored are waited for, but not for long.
+        It waits a limited time for prefixes of prompts that are being stored.
         """
         if os.getpid() != self._process:
             return
@@ -232,7 +230,7 @@ class Loop:
             refuse_all(self._inbox)
 
     def _is_urgent(self, message: Message, engine: Engine) -> bool:
-        """Return True if a message must end a multi-step. A sequence that finds no slot need not: it waits anyway."""
+        """Return True if a message must end a multi-step. A sequence without a free slot must wait anyway."""
         match message:
             case Submit():
                 return self.num_sequences < engine.max_running
@@ -242,11 +240,11 @@ class Loop:
 
 
 def _drained() -> InferError:
-    return InferError("the service takes no more requests: it is shutting down")
+    return InferError("the service accepts no more requests: it is shutting down")
 
 
 def _close_all() -> None:
-    """Close all loops, so that no thread is torn down while it computes or frees a model."""
+    """Close all loops, so that no thread is stopped while it computes or frees a model."""
     for loop in list(_living):
         loop.close()
     for thread in list(_threads):
@@ -254,5 +252,5 @@ def _close_all() -> None:
 
 
 _living = weakref.WeakSet[Loop]()
-_threads = weakref.WeakSet[threading.Thread]()  # that run
+_threads = weakref.WeakSet[threading.Thread]()  # running threads
 atexit.register(_close_all)

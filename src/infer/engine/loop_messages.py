@@ -17,15 +17,15 @@ from infer.ops import Backend
 
 _Found = TypeVar("_Found")
 Work = Generator[bool | None, None, _Found]  # runs to its next `yield` between two steps
-GIVE_WAY = True  # what work yields where it holds nothing that the work of other calls would change
+GIVE_WAY = True  # yielded by work that other work may interrupt, because it uses nothing that other work changes
 
 
 @final
 class Reply(Generic[_Found]):
-    """The result of a call, for any thread. `cancel` is for the caller alone."""
+    """The result of a call, for any thread. Only the caller uses `cancel`."""
 
     def __init__(self, relay: Relay | None = None) -> None:
-        """`relay` is that of the event loop whose task waits for the result."""
+        """Begin without a result. `relay` belongs to the event loop whose task waits for it."""
         self._waiters = Waiters(relay)
         self._found: list[_Found] = []
         self._error: BaseException | None = None
@@ -49,7 +49,7 @@ class Reply(Generic[_Found]):
         return self._waiters.wait(lambda: self.is_done, timeout_seconds)
 
     async def wait_as_task(self) -> None:
-        """Wait until the call is done. If the task is cancelled, the call is, too."""
+        """Wait until the call is done. If the task is cancelled, so is the call."""
         try:
             await self._waiters.wait_as_task(lambda: self.is_done)
         except BaseException:
@@ -62,7 +62,7 @@ class Reply(Generic[_Found]):
 
     @property
     def found(self) -> _Found:
-        """The result of a call that is done. Raises what its work raised."""
+        """The result of a finished call. Raises the exception of its work."""
         if self._error is not None:
             raise self._error
         return self._found[0]
@@ -70,7 +70,7 @@ class Reply(Generic[_Found]):
 
 @final
 class Backlog:
-    """Sequences of one caller. When one ends, the next enters before the next step.
+    """Sequences of one caller. When one ends, the next one enters before the next step.
 
     The caller appends to `waiting`, and then sends a `Refill`.
     """
@@ -106,7 +106,7 @@ class Refill(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Nobody reads the answers of a backlog any more."""
+    """The answers of a backlog are no longer read."""
 
     backlog: Backlog
 
@@ -117,7 +117,7 @@ class Cancel(NamedTuple):
 
 
 class Continue(NamedTuple):
-    """The reader of an answer has room again, or waits for its end only."""
+    """The reader of an answer has room again, or waits only for its end."""
 
     sequence: Sequence
 
@@ -130,7 +130,7 @@ class EngineCall:
 
 
 class Drain(NamedTuple):
-    """Reply when all sequences have ended."""
+    """Reply after all sequences have ended."""
 
     reply: Reply[None]
 
@@ -144,7 +144,7 @@ Inbox = SimpleQueue[Message]
 
 
 def once(function: Callable[..., _Found], *arguments: Any) -> Work[_Found]:
-    """Make work of one call of a function, which sees the context variables of this call."""
+    """Make work of one call of a function, which gets the current context variables."""
     context = copy_context()
 
     def work() -> Work[_Found]:
@@ -155,7 +155,7 @@ def once(function: Callable[..., _Found], *arguments: Any) -> Work[_Found]:
 
 
 def end(sequence: Sequence, mailbox: Mailbox) -> None:
-    """End a sequence that never entered, and tell its reader. A second call does nothing."""
+    """End a sequence that never entered, and notify its reader. A second call does nothing."""
     if sequence.has_ended:
         return
     sequence.end()
@@ -164,7 +164,7 @@ def end(sequence: Sequence, mailbox: Mailbox) -> None:
 
 
 def refuse_all(inbox: Inbox) -> None:
-    """Answer the messages that came too late. For any thread."""
+    """Answer the messages that arrived too late. For any thread."""
     with suppress(Empty):
         while True:
             match inbox.get_nowait():

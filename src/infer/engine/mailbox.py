@@ -1,7 +1,7 @@
 """`Mailbox`: the pieces of one answer, on their way from the loop's thread to their reader.
 
-The loop puts, one reader takes, anybody waits and closes. Nobody holds a lock while waiting: each thread that waits has
-a gate of its own, so a signal's handler or a finalizer may wait, or wake others, at any moment.
+The loop puts pieces, one reader takes them, and any thread may wait or close. No lock is held during a wait: each
+waiting thread has its own gate. So a signal's handler or a finalizer may wait, or wake others, at any moment.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import final
 
 from infer.outputs import Piece
 
-MAX_UNREAD = 256  # pieces: with more of them, the answer pauses until its reader has taken half
+MAX_UNREAD = 256  # pieces: with more, the answer pauses until its reader has taken half
 
 
 @final
@@ -23,13 +23,13 @@ class Waiters:
     """Threads, and tasks of one event loop, that wait for something to arrive."""
 
     def __init__(self, relay: "Relay | None" = None) -> None:
-        """Begin without waiters. `relay` is that of the event loop, if tasks may wait."""
+        """Begin without waiting threads. `relay` belongs to the event loop, if tasks may wait."""
         self.relay = relay
         self._gates = deque[LockType]()
         self._tasks = set[asyncio.Future[None]]()
 
     def wait(self, is_due: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
-        """Wait until `is_due()` is True. It is asked after each `notify`. Return False at the timeout."""
+        """Wait until `is_due()` is True. It is called after each `notify`. Return False at the timeout."""
         ends_at = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not is_due():
             gate = allocate_lock()
@@ -56,16 +56,16 @@ class Waiters:
         while self._gates:
             try:
                 self._gates.popleft().release()
-            except IndexError:  # another thread notifies too
+            except IndexError:  # another thread has notified it
                 return
         if self.relay is not None:
             self.relay.note(self)
 
     def wake(self) -> None:
-        """Wake the threads and the tasks now, outside of the hand-over that follows a step. For any thread."""
+        """Wake the threads and the tasks now, not only after a step. For any thread."""
         self.notify()
         if self.relay is not None:
-            with suppress(RuntimeError):  # a closed event loop has no tasks that wait
+            with suppress(RuntimeError):  # a closed event loop has no waiting tasks
                 self.relay.call()
 
     def wake_tasks(self) -> None:
@@ -85,12 +85,12 @@ class Relay:
         self._is_called = False
 
     def note(self, waiters: Waiters) -> None:
-        """Add waiters that the next `call` wakes."""
+        """Add waiting threads and tasks, which the next `call` wakes."""
         self._arrived.append(waiters)
 
     def call(self) -> None:
         """Call the event loop to wake the tasks. Raises RuntimeError if it is closed."""
-        if self._arrived and (not self._is_called or self.event_loop.is_closed()):  # closed before it woke anybody
+        if self._arrived and (not self._is_called or self.event_loop.is_closed()):  # closed before it woke its tasks
             self._is_called = True
             try:
                 self.event_loop.call_soon_threadsafe(self._wake)
@@ -99,25 +99,26 @@ class Relay:
                 raise
 
     def _wake(self) -> None:
-        self._is_called = False  # first: what arrives from now on calls again
+        self._is_called = False  # first: pieces that arrive from now on cause another call
         while self._arrived:
             self._arrived.popleft().wake_tasks()
 
 
 @final
 class Mailbox:
-    """One answer's pieces. `num_put` of them have come, and the reader has taken `num_taken`.
+    """The pieces of one answer. `num_put` of them have arrived, and the reader has taken `num_taken`.
 
-    With `only_end` nobody reads the pieces as they come. Then the reader is woken at the end alone, and the answer
-    never pauses. `num_prefilled` is the number of computed tokens of the prompt, for a reader that shows them.
+    With `only_end`, the reader does not read single pieces: it is woken only at the end, and the answer never pauses.
+    `num_prefilled` is the number of computed tokens of the prompt, for a reader that shows them.
     """
 
     def __init__(self, waiters: Waiters | None = None, *, only_end: bool = False, shows_prefill: bool = False) -> None:
-        """Begin empty. `waiters` may be shared by several mailboxes with the same reader."""
+        """Begin empty. Several mailboxes with the same reader may share `waiters`."""
         self.only_end = only_end
         self.num_put = self.num_taken = self.num_prefilled = 0
         self.has_ended = self.is_closed = self.is_paused = False
-        self.on_room: Callable[[], None] = lambda: None  # called when a paused answer may continue, or is not streamed
+        # Called when a paused answer may continue, or is no longer streamed.
+        self.on_room: Callable[[], None] = lambda: None
         self._shows_prefill = shows_prefill
         self._unread = deque[Piece]()
         self._waiters = waiters or Waiters()
@@ -134,7 +135,7 @@ class Mailbox:
     # For the loop's thread
 
     def put(self, pieces: Sequence[Piece], num_prefilled: int, *, has_ended: bool) -> None:
-        """Store the pieces of a step, and wake everybody who waits for them."""
+        """Store the pieces of a step, and wake all waiting threads and tasks."""
         self._unread.extend(pieces)
         self.num_put += len(pieces)
         has_news = bool(pieces) and not self.only_end
@@ -150,14 +151,14 @@ class Mailbox:
         if self.only_end or len(self._unread) < MAX_UNREAD:
             return False
         self.is_paused = True
-        if self._has_room:  # the reader was quick, and has not seen that the answer pauses
+        if self._has_room:  # the reader has already made room, before it could see the pause
             self.is_paused = False
         return self.is_paused
 
     # For the reader
 
     def take(self, most: int | None = None) -> list[Piece]:
-        """Return up to `most` pieces that have come. There are none after `close`."""
+        """Return up to `most` pieces that have arrived. There are none after `close`."""
         found, unread = list[Piece](), self._unread
         while unread and not self.is_closed and (most is None or len(found) < most):
             found.append(unread.popleft())
@@ -166,7 +167,7 @@ class Mailbox:
         return found
 
     def skip_to_end(self) -> None:
-        """Wait for the whole answer from now on. It does not pause any more."""
+        """Wait only for the whole answer from now on. It does not pause any more."""
         self.only_end, self.is_paused = True, False
         self.on_room()
 
@@ -176,19 +177,20 @@ class Mailbox:
             self.on_room()
 
     def wait(self, num_prefilled: int = 0) -> None:
-        """Return when there is something to take, more than `num_prefilled` tokens of the prompt are computed, or
-        nothing more comes. For a thread.
+        """Return when there is a piece, when the prompt has more than `num_prefilled` computed tokens, or at the end.
+
+        For a thread.
         """
         self._waiters.wait(lambda: self._is_due or self.num_prefilled > num_prefilled)
 
     async def wait_as_task(self) -> None:
-        """Return when there is something to take or nothing more comes."""
+        """Return when there is a piece, or when no more pieces will arrive."""
         await self._waiters.wait_as_task(lambda: self._is_due)
 
-    # For anybody
+    # For any thread
 
     def close(self) -> None:
-        """Let the reader get nothing more."""
+        """Give the reader no further pieces."""
         self.is_closed = True
         if not self.has_ended:  # otherwise all readers are awake
             self.wake()
@@ -198,7 +200,7 @@ class Mailbox:
         self._waiters.wake()
 
     def wait_for_end(self) -> None:
-        """Wait until the answer has ended. For any thread but the loop's."""
+        """Wait until the answer has ended. For any thread except the loop's."""
         self._waiters.wait(lambda: self.has_ended)
 
     async def wait_for_end_as_task(self) -> None:

@@ -1,6 +1,6 @@
-"""The settings of `LLM` and its calls: allowed values, and the names that other engines use. No torch.
+"""The settings of `LLM` and its calls: allowed values, and the names in other engines. Loads no torch.
 
-All are checked before a file is opened. Before a model is loaded, it is checked that the model can have them.
+All settings are checked before a file is opened. Before a model is loaded, they are checked against the model.
 """
 
 import difflib
@@ -36,7 +36,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _FLAGS = ("capture", "allow_special", "reuse_prefixes")
 _INSTALL_BY_BACKEND = {"llguidance": "llguidance", "xgrammar": "'infer-engine[xgrammar]'"}
 
-# What llama.cpp, vLLM and transformers call it.
+# Names in llama.cpp, vLLM and transformers, and our names.
 _OTHER_NAMES = {
     "n_ctx": "max_seq_len",
     "max_model_len": "max_seq_len",
@@ -78,11 +78,11 @@ P = ParamSpec("P")
 
 
 class UnknownSettingError(InvalidRequestError, TypeError):
-    """A name that `LLM` does not take."""
+    """A name that is not a setting of `LLM`."""
 
 
 def checks_settings(init: Callable[P, None]) -> Callable[P, None]:
-    """Return a constructor that checks its keywords before it does anything else."""
+    """Return a constructor that first checks its keywords."""
     names = tuple(signature(init).parameters)[1:]
 
     @wraps(init)
@@ -149,7 +149,7 @@ def _unknown(name: str, names: tuple[str, ...]) -> str:
     if name == "trust_remote_code":
         return f"unknown setting {name!r} of LLM: code in a model's folder is never run; leave it out"
     if name in PARAMETER_NAMES or name in ALIASES or name in _CHOSEN_PER_CALL:
-        return f"{name!r} is no setting of LLM: give it to generate(), stream() or chat()"
+        return f"{name!r} is not a setting of LLM: pass it to generate(), stream() or chat()"
     near = difflib.get_close_matches(name, names, n=1)
-    known = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+    known = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
     return f"unknown setting {name!r} of LLM: {known}"

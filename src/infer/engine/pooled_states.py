@@ -1,4 +1,4 @@
-"""Pooling: the states of a text's tokens become one vector, however the text was cut into parts."""
+"""Pooling: the states of a text's tokens become one vector, independent of how the text was divided into parts."""
 
 from collections.abc import Sequence
 from typing import final
@@ -15,7 +15,7 @@ class PooledStates:
     """The vectors of texts, in float64. Each is summed token by token, so its bits do not depend on the parts."""
 
     def __init__(self, pooling: Pooling, num_texts: int, size: int, num_skipped: Sequence[int] = ()) -> None:
-        """Begin without states. `num_skipped` first tokens of each text are not pooled; () skips none."""
+        """Begin without states. `num_skipped` is the number of first tokens of each text to skip; () skips none."""
         self._pooling = pooling
         first = -torch.inf if pooling == "max" else 0.0
         self._vectors = torch.full((num_texts, size), first, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""Prefixes of prompts on disk: loaded before a prompt enters, and stored behind the answers.
+"""Prefixes of prompts on disk: loaded before a prompt enters, and stored while answers are generated.
 
 One thread reads and writes the files. It reaches the cache by calls to the engine's thread, each of which copies a few
-pages between two steps. Pages that cannot be read are computed, and pages that cannot be written are not kept. So no
-answer fails.
+pages between two steps. Pages that cannot be read are computed, and pages that cannot be written are not stored. So
+disk errors never fail an answer.
 """
 
 import logging
@@ -22,10 +22,11 @@ from infer.kvcache.paged import PagedCache
 from infer.kvcache.prefix_store import PageName, PrefixStore, PrefixStoreError
 from infer.system.thread_start import start_thread
 
-_SLICE_BYTES = 16 << 20  # copied between two steps: some 5 ms
-_REST_SECONDS = 60  # after pages could not be written
-_REST_FACTOR = 100  # after a page was stored beside answers, for so many times as long: they lose a hundredth at most
-_FLUSH_SECONDS = 2  # for what is not written yet when the model is closed
+_SLICE_BYTES = 16 << 20  # copied between two steps, which takes about 5 ms
+_REST_SECONDS = 60  # pause after pages could not be written
+# After a page was stored during answers, pause this many times as long, so answers lose at most 1/100.
+_REST_FACTOR = 100
+_FLUSH_SECONDS = 2  # to write the remaining pages when the model is closed
 
 log = logging.getLogger("infer.server")
 
@@ -43,15 +44,15 @@ class _Load:
     """The pages of a prompt that is about to enter."""
 
     keys: Sequence[bytes]
-    num_in_memory: int  # tokens
+    num_in_memory: int  # tokens of the prompt
     is_wanted: Callable[[], bool]  # False once the prompt's answer has ended
     on_end: Callable[[int | None], None]
-    names: deque[PageName] = field(default_factory=deque)  # that are not loaded yet
+    names: deque[PageName] = field(default_factory=deque)  # pages that are not loaded yet
     has_begun: bool = False
-    copying: Pending | None = None  # the last pages that were read
+    copying: Pending | None = None  # copies the last pages that were read
     num_loaded: int = 0  # pages
-    seconds: float = 0.0  # for which they were read from disk
-    is_over: bool = False  # `on_end` was called
+    seconds: float = 0.0  # spent reading from disk
+    is_over: bool = False  # True after `on_end` was called
 
 
 @final
@@ -68,14 +69,14 @@ class PrefixCounts:
 
 @final
 class PrefixDisk:
-    """Loads and stores pages. `begin` and `notify` are for the engine's thread, the other methods for any."""
+    """Loads and stores pages. `begin` and `notify` are for the engine's thread, the other methods for any thread."""
 
     def __init__(self, store: PrefixStore, cache: PagedCache, call: Callable[..., Pending]) -> None:
         """Start the thread. `call(function, *arguments)` calls a function on the engine's thread.
 
-        It raises ClosedError once there is no such thread, which ends this one. The engine sets `is_busy`, which is
-        True while answers are computed, and `seconds_to_compute`: how long tokens from a position on take, or None
-        before that is known.
+        It raises ClosedError if that thread has ended, which also ends this thread. The engine sets `is_busy`, which is
+        True while answers are computed, and `seconds_to_compute`, which returns how long it takes to compute the tokens
+        from a position on, or None if that is unknown.
         """
         self._store, self._exchange, self._call = store, PageExchange(cache), call
         self._page_tokens = cache.settings.page_tokens
@@ -83,8 +84,8 @@ class PrefixDisk:
         self._changed = threading.Condition()
         self._is_closed = self._is_idle = False
         self._rests_until = 0.0
-        self._problems = set[str]()  # that were told
-        self._rest_seconds = 0.0  # before the next page is stored beside answers
+        self._problems = set[str]()  # that were logged
+        self._rest_seconds = 0.0  # before the next page is stored while answers are computed
         self.is_busy: Callable[[], bool] = lambda: False
         self.seconds_to_compute: Callable[[int, int], float | None] = lambda num_tokens, start: None
         self.counts = PrefixCounts()
@@ -107,8 +108,8 @@ class PrefixDisk:
     ) -> bool:
         """Begin to load the pages of a prompt that are not in memory. Return False if all are, and after `close`.
 
-        `on_end` is called on the engine's thread when as many as possible are there. It is given the number of tokens
-        that were in memory before, or None if no page was loaded.
+        `on_end` is called on the engine's thread when all pages that can be loaded are in memory. Its argument is the
+        number of tokens that were in memory before, or None if no page was loaded.
         """
         keys = page_keys(token_ids[:-1], self._page_tokens, salt=salt)
         num_in_memory = self._exchange.num_in_memory(keys)
@@ -129,12 +130,12 @@ class PrefixDisk:
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait, at most a few seconds, until what was computed is stored. Not for the engine's thread."""
+        """Wait, at most a few seconds, until all computed pages are stored. Not for the engine's thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._is_idle, _FLUSH_SECONDS)
 
     def close(self) -> None:
-        """End the thread soon. Never waits."""
+        """End the thread soon. Does not wait."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -149,18 +150,18 @@ class PrefixDisk:
                 elif self._load_some(self._loads[0]):
                     self._loads.popleft()
                 else:
-                    self._loads.rotate(-1)  # the others' turn
+                    self._loads.rotate(-1)  # the next load's turn
         except ClosedError:
             pass
         except Exception:
-            log.exception("prefixes of prompts are not kept any more: this is a fault of infer")
+            log.exception("prefixes of prompts are no longer stored: this is a fault of infer")
         self.close()
         with suppress(ClosedError):
-            while self._loads:  # nobody waits for ever
+            while self._loads:  # end every load, so that no prompt waits forever
                 self._call(self._loads.popleft().on_end, None).get()
 
     def _wait(self) -> bool:
-        """Wait for something to do, and rest beside answers. Return False at the end."""
+        """Wait for work, and rest between pages while answers are computed. Return False at the end."""
         with self._changed:
             self._is_idle = not (self._loads or self._exchange.new_pages)
             self._changed.notify_all()
@@ -170,7 +171,7 @@ class PrefixDisk:
             return not self._is_closed
 
     def _load_some(self, load: _Load) -> bool:
-        """Load some pages of a prompt, and copy them while the next ones are read. Return True after the last."""
+        """Load some pages of a prompt. Copy them while the next ones are read. Return True after the last pages."""
         if not load.has_begun:
             load.has_begun = True
             load.names = self._find(load.keys)
@@ -186,7 +187,7 @@ class PrefixDisk:
         return is_last
 
     def _find(self, keys: Sequence[bytes]) -> deque[PageName]:
-        """Return the stored pages that a prompt with these keys lacks in memory."""
+        """Return the stored pages with these keys that are not in memory."""
         stored = set[PageName]()
         for depth, key in enumerate(keys):
             for name in self._names(key):
@@ -212,7 +213,7 @@ class PrefixDisk:
         return contents
 
     def _read(self, name: PageName) -> memoryview | None:
-        """Return a stored page. None if it cannot be used, or if another process has removed it."""
+        """Return a stored page, or None if it cannot be used, or if another process has removed it."""
         try:
             return self._store.read(name, self._exchange.page_bytes(name.group))
         except PrefixStoreError as error:
@@ -232,7 +233,7 @@ class PrefixDisk:
             self.counts.pages_loaded += 1
             self.counts.bytes_loaded += len(content)
         if not is_last and self._is_slow(load):
-            self._tell(f"{self._store.folder} is read more slowly than prompts are computed")
+            self._tell(f"reading {self._store.folder} takes longer than computing prompts")
             is_last = True
         if is_last:
             load.is_over = True
@@ -245,7 +246,7 @@ class PrefixDisk:
         return seconds is not None and load.seconds > seconds
 
     def _store_some(self) -> None:
-        """Store some of the new pages. While answers are computed, store one page of each group, and rest after it."""
+        """Store some of the new pages. While answers are computed, store one page per group, and rest afterwards."""
         began, most_bytes = time.perf_counter(), 1 if self.is_busy() else _SLICE_BYTES
         new_pages, wanted, num_bytes = self._exchange.new_pages, list[PageName](), 0
         if time.monotonic() < self._rests_until or self._store.problem is not None:
@@ -276,4 +277,4 @@ class PrefixDisk:
         """Log a problem once."""
         if problem not in self._problems:
             self._problems.add(problem)
-            log.warning("prefixes of prompts are not kept: %s", problem)
+            log.warning("prefixes of prompts are not stored on disk: %s", problem)

@@ -1,7 +1,7 @@
-"""Prompts that differ from an earlier one near their beginning and are equal to it afterwards.
+"""Find prompts that differ from an earlier one near their beginning and are equal to it afterwards.
 
-A date, a counter or a checksum that changes in each request makes a program's prompts so. All tokens after it are then
-read again, though they are known. This finds the place, so that it can be moved to the end.
+The cause is often a date, a counter or a checksum that changes in each request of a program. All tokens after it are
+read again, although they are known. A log line names the place, so that the program can move it to the prompt's end.
 """
 
 import logging
@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from infer.engine.sequence import Sequence
 
-_LEAST_TOKENS = 256  # of a prompt that is looked at, and half of that read again for nothing
-_NUM_PROMPTS = 32  # with which a prompt is compared
-_SKIPPED, _COMPARED = 32, 16  # tokens after the difference: at most so many differ, then so many are searched for
-_MOST_SHIFTED = 256  # tokens that are missing or new before they are equal again
-_MOST_SHIFTS = 4  # that are tried: a text that repeats itself has hundreds
-_MOST_TOLD = 16  # places
+_LEAST_TOKENS = 256  # shortest prompt that is examined; at least half as many tokens must be read again
+_NUM_PROMPTS = 32  # earlier prompts with which a prompt is compared
+_SKIPPED, _COMPARED = 32, 16  # after the difference: tokens that may differ, then tokens that must be found
+_MOST_SHIFTED = 256  # tokens that may be missing or added at the difference
+_MOST_SHIFTS = 4  # shifts that are tried; a text that repeats itself has hundreds
+_MOST_TOLD = 16  # places that are logged
 
 log = logging.getLogger("infer.server")
 _Ids = npt.NDArray[np.int32]
@@ -34,14 +34,14 @@ class PrefixEnd(NamedTuple):
 
 @final
 class PrefixEnds:
-    """The last prompts of an engine, and the places that were told."""
+    """The last prompts of an engine, and the places that were logged."""
 
     def __init__(self) -> None:
-        self._prompts = deque[tuple[bytes, _Ids]](maxlen=_NUM_PROMPTS)  # with their salts
+        self._prompts = deque[tuple[bytes, _Ids]](maxlen=_NUM_PROMPTS)  # salts and ids
         self._told = set[int]()
 
     def look(self, sequence: Sequence) -> None:
-        """Compare a sequence's prompt with the last ones, and log a place where it differs, once for each place."""
+        """Compare a sequence's prompt with the last ones, and log each new place where it differs."""
         if sequence.num_prompt_tokens < _LEAST_TOKENS or len(self._told) == _MOST_TOLD:
             return
         ids = np.array(sequence.request.prompt_token_ids, np.int32)
@@ -53,8 +53,8 @@ class PrefixEnds:
             return
         self._told.add(end.position)
         log.warning(
-            "a prompt of %d tokens differs from an earlier one at token %d, and is equal to it again after that: "
-            "%d tokens are read again", len(ids), end.position, end.num_again,
+            "a prompt of %d tokens differs from an earlier one at token %d, and is equal again afterwards: "
+            "%d known tokens are read again", len(ids), end.position, end.num_again,
         )  # fmt: skip
         if log.isEnabledFor(logging.DEBUG):
             around = sequence.token_ids[max(0, end.position - _COMPARED) : end.position + _SKIPPED]
@@ -62,7 +62,7 @@ class PrefixEnds:
 
 
 def prefix_end(earlier: _Ids, prompt: _Ids) -> PrefixEnd | None:
-    """Return where a prompt begins to differ from an earlier one whose rest it contains, or None if it does not."""
+    """Return where a prompt begins to differ from an earlier one whose rest it contains, or None."""
     position = _common(earlier, prompt)
     rest = earlier[position + _SKIPPED :]
     places = prompt[position : position + _SKIPPED + _MOST_SHIFTED]
@@ -75,7 +75,7 @@ def prefix_end(earlier: _Ids, prompt: _Ids) -> PrefixEnd | None:
 
 
 def _common(left: _Ids, right: _Ids) -> int:
-    """Return how many ids both begin with."""
+    """Return the length of the common prefix."""
     count = min(len(left), len(right))
     unequal = left[:count] != right[:count]
     first = int(unequal.argmax()) if count else 0

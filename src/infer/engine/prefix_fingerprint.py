@@ -1,4 +1,4 @@
-"""The identity of the values that a cache stores for a token: prefixes on disk are used only where it is the same."""
+"""The identity of the values that a cache stores for a token. Prefixes on disk are used only if it is the same."""
 
 import hashlib
 from functools import cache
@@ -18,16 +18,16 @@ _PACKAGES = (
     "ops",
     "quantization",
     "runner",
-)  # whose code decides the values
+)  # packages whose code computes the values
 _LIBRARIES = ("torch", "numpy", "numba", "llvmlite", "triton")
 
 
 def prefix_fingerprint(model: dict[str, str], runner: Runner) -> str:
-    """Return the fingerprint of what the runner's cache stores, as 32 hexadecimal digits.
+    """Return the fingerprint of the values in the runner's cache, as 32 hexadecimal digits.
 
-    `model` is `Host.fingerprint`: weights, architecture, tokenizer, storage format. The layout of a page is part of it,
-    but not the number of pages, which follows from the memory that is free. The device, the code and its libraries are
-    part of it as well: another kernel may compute other bits.
+    `model` is `Host.fingerprint`: weights, architecture, tokenizer, storage format. The layout of a page is included,
+    but not the number of pages, which depends on the free memory. The device, the code and its libraries are included
+    as well, because another kernel may compute other bits.
     """
     cache, device = runner.cache, runner.model.device
     layout = [(rows.group.layers, cache.memory.page_bytes(rows), cache.settings.page_tokens) for rows in cache.groups]

@@ -1,4 +1,4 @@
-"""Many prompts, a few of them at a time: a backlog from which the loop takes the next whenever a slot is free."""
+"""Many prompts, of which a few are answered at a time: the loop takes the next one whenever a slot is free."""
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import NamedTuple, final
@@ -14,11 +14,11 @@ from infer.operands.limits import MAX_STEP_LOGITS
 from infer.outputs import GenerationResult
 
 OnResult = Callable[[int, GenerationResult], None]
-BATCH_SIZE = 8  # prompts in one step
+BATCH_SIZE = 8  # prompts answered together
 
 
 def check_batch_size(value: object) -> None:
-    """Raise InvalidRequestError for a size that is not possible."""
+    """Raise InvalidRequestError for a batch size that is not allowed."""
     check_count("batch_size", value, 1, MAX_STEP_LOGITS)
 
 
@@ -30,7 +30,7 @@ class Ended(NamedTuple):
 
 
 def begun(requests: Iterable[tuple[int, Request]]) -> Iterator[tuple[int, Sequence]]:
-    """Make each sequence when it is asked for, since a sequence needs more memory than its request."""
+    """Create each sequence only when it is needed, because a sequence uses more memory than its request."""
     return ((number, Sequence(request)) for number, request in requests)
 
 
@@ -52,10 +52,10 @@ def results_of(
 
 
 def answer_all(loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size: int) -> Iterator[Ended]:
-    """Yield each answer as it ends, `batch_size` of them in one step.
+    """Yield each answer when it ends. `batch_size` answers are computed together.
 
-    Sequences are taken from the iterator, each with its prompt's number. Up to `batch_size` of them wait for their
-    turn. If the iterator is closed early, or left by an exception, all active sequences end.
+    Sequences are taken from the iterator, each with its prompt's number. Up to `batch_size` more wait for their turn.
+    If the iterator is closed early, or an exception ends it, all active sequences end.
     """
     batch = _Batch(loop, sequences, batch_size, Waiters())
     try:
@@ -91,7 +91,7 @@ class _Asked(NamedTuple):
 
 @final
 class _Batch:
-    """Sequences with one reader: active ones, and ones that wait for their turn."""
+    """Sequences with one reader, active or waiting for their turn."""
 
     def __init__(
         self, loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size: int, waiters: Waiters
@@ -101,7 +101,7 @@ class _Batch:
         self._asked = list[_Asked]()
 
     def fill(self) -> bool:
-        """Take as many sequences as there is room for. Return False if none is left."""
+        """Take sequences until there is no room. Return False if none is left."""
         while len(self._asked) < 2 * self._backlog.most_running:
             if (following := next(self._sequences, None)) is None:
                 break

@@ -1,4 +1,4 @@
-"""Prompts and their ids. A prompt is text, ids or messages, and is cut on the left on request.
+"""Prompts and their ids. A prompt is text, ids or messages, and can be truncated on the left.
 
 A prompt that is far too long is refused before it is tokenized.
 """
@@ -39,9 +39,9 @@ class PromptIds(NamedTuple):
 
 
 def prompt_ids(prompt: Any, tokenizer: Tokenizer, max_seq_len: int | None, *, add_special: bool = True) -> list[int]:
-    """Return the ids of a prompt of text or ids.
+    """Return the ids of a prompt that is text or ids.
 
-    If `max_seq_len` is None, a text may have any length. `add_special` puts BOS before a text if the model wants one.
+    If `max_seq_len` is None, a text may have any length. `add_special` puts BOS before a text if the model needs it.
     Raises InvalidRequestError for anything else, and ContextLengthError for a text that cannot fit.
     """
     if isinstance(prompt, str):
@@ -66,19 +66,19 @@ def prompt_ids(prompt: Any, tokenizer: Tokenizer, max_seq_len: int | None, *, ad
 
 
 def pairs_of(prompts: Iterable[Prompt], params: Any) -> list[tuple[Prompt, Params | None]]:
-    """Return each prompt with its parameters: one set for all, or one per prompt. Raises InvalidRequestError."""
+    """Return each prompt with its parameters: the same for all, or one per prompt. Raises InvalidRequestError."""
     pairs_as_needed(prompts, params)  # checks both
     given = list(prompts)
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [(prompt, params) for prompt in given]
     each = list(params)
     if len(each) != len(given):
-        raise InvalidRequestError(f"params must be one or one per prompt: {len(given)} prompts, {len(each)} params")
+        raise InvalidRequestError(f"params must be one or one per prompt, got {len(each)} for {len(given)} prompts")
     return list(zip(given, each, strict=True))
 
 
 def pairs_as_needed(prompts: Iterable[Prompt], params: Any) -> Iterator[tuple[Prompt, Params | None]]:
-    """Return an iterator of the same pairs, for any number of prompts. Raises InvalidRequestError."""
+    """Return an iterator of such pairs, for any number of prompts. Raises InvalidRequestError."""
     if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError(
             f"prompts must be a list or an iterable of prompts, got {type(prompts).__name__}: generate() answers one "
@@ -87,7 +87,7 @@ def pairs_as_needed(prompts: Iterable[Prompt], params: Any) -> Iterator[tuple[Pr
     if params is None or isinstance(params, SamplingParams | Mapping):
         return zip(prompts, repeat(params))
     if isinstance(params, str | bytes) or not isinstance(params, Iterable):
-        raise InvalidRequestError(f"params must be one or a list of one per prompt, got {params!r:.80}")
+        raise InvalidRequestError(f"params must be one, or a list with one per prompt, got {params!r:.80}")
     return zip(prompts, params, strict=True)
 
 
@@ -96,12 +96,12 @@ def is_list_of_texts(prompt: Any) -> bool:
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Return True for messages, which can be left out one by one."""
+    """Return True for a list of messages, from which single turns can be dropped."""
     return isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(m, Mapping) for m in prompt)
 
 
 def system_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return the system messages with which a conversation begins."""
+    """Return the system messages at the beginning of a conversation."""
     return list(takewhile(lambda message: message.get("role") in _SYSTEM_ROLES, messages))
 
 
@@ -122,11 +122,11 @@ def fitted(
     params: SamplingParams,
     overflow: Overflow,
 ) -> PromptIds:
-    """Return the ids of a prompt. `overflow="truncate_left"` cuts it so that there is room for the answer.
+    """Return the ids of a prompt. `overflow="truncate_left"` truncates it so that there is room for the answer.
 
-    Of text or ids the last tokens are kept, after BOS if the prompt begins with it. Of messages the last turns are
-    kept, after the system message. The answer's room is max_new_tokens (512 without a limit), but at most half of the
-    context.
+    For a text or ids, the last tokens are kept, after BOS if the prompt begins with it. For messages, the last turns
+    are kept, after the system message. The answer's room is max_new_tokens (512 without a limit), but at most half of
+    the context.
     """
     token_ids = encode(prompt)
     messages: list[Any] = list(prompt) if is_conversation(prompt) else []
@@ -146,7 +146,7 @@ def _last_turns(
 ) -> PromptIds:
     """Return the messages without the oldest turns.
 
-    A turn goes from a user's message to the next. System messages stay.
+    A turn is a user's message and all messages up to the next one. System messages stay.
     """
     head = system_messages(messages)
     num_system = len(head)
@@ -159,7 +159,7 @@ def _last_turns(
     last = ids_from(starts[-1])
     if len(last) > most:
         raise ContextLengthError(
-            f"the last turn alone has {len(last)} tokens with the system message, and {most} fit beside the answer: "
+            f"the last turn has {len(last)} tokens with the system message, but only {most} fit before the answer: "
             "shorten it, raise max_seq_len or lower max_new_tokens"
         )
     found = bisect_left(starts[:-1], True, key=lambda start: len(ids_from(start)) <= most)
@@ -174,7 +174,7 @@ def _whole_numbers(ids: IdArray) -> list[int]:
         else (np.issubdtype(ids.dtype, np.integer))
     )
     if ids.ndim != 1:
-        raise InvalidRequestError(f"ids must be a list of one dimension, got shape {tuple(ids.shape)}: take one row")
+        raise InvalidRequestError(f"ids must have one dimension, got shape {tuple(ids.shape)}: pass one row")
     if not is_whole or str(ids.dtype).endswith("bool"):
         raise InvalidRequestError(f"token ids must be whole numbers, got an array of {ids.dtype}")
     whole: list[int] = ids.tolist()

@@ -1,4 +1,4 @@
-"""The order of sequences in an engine: who enters next, how much a tenant pays, and who gives way."""
+"""The order of an engine's sequences: which one enters next, how much a tenant pays, and which one loses its slot."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,21 +27,21 @@ from infer.engine.sequence import Sequence
 @final
 class Queue:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        """Begin with the `weights` of tenants. A tenant that is not named has the weight 1."""
+        """Begin with the `weights` of tenants. Any other tenant has the weight 1."""
         self.tenants = Tenants(weights)
         self.lengths, self._kept = AnswerLengths(EXPECTED_ANSWER), KeptSlots()
         self._numbers, self._entries = count(1), count(1)
         self._num_ended_tokens = 0
         self._entered = set[Sequence]()
-        self.num_preemptions, self.reused_tokens = 0, 0  # of those that have ended
+        self.num_preemptions, self.reused_tokens = 0, 0  # of finished sequences
 
     def join(self, sequence: Sequence, lease: Lease | None) -> None:
-        """Count a sequence that was submitted."""
+        """Count a submitted sequence."""
         sequence.join(Place(next(self._numbers), time.perf_counter(), lease))
         self.tenants.come(sequence.request.tenant)
 
     def leave(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended, and refund the work that it did not use to its tenant."""
+        """Remove a finished sequence, and refund its unused work to its tenant."""
         tenant = sequence.request.tenant
         if (paid := sequence.place.paid) is not None:
             self._entered.remove(sequence)
@@ -55,7 +55,7 @@ class Queue:
         self.reused_tokens += sequence.num_reused
 
     def next_of(self, waiting: Iterable[Sequence]) -> Sequence:
-        """Return the sequence that enters next, of one or more."""
+        """Return the sequence that enters next, from one or more."""
         by_number = {sequence.place.number: sequence for sequence in waiting}
         return by_number[self.tenants.first(map(self._waiting, waiting)).number]
 
@@ -73,7 +73,7 @@ class Queue:
         return [each for each in idle if each not in blocked and self.tenants.is_owed(each.request.tenant, tenants)]
 
     def pass_by(self, sequence: Sequence, blocked: Items[Sequence]) -> None:
-        """Count a sequence that enters before these."""
+        """Count a sequence that passes these blocked ones."""
         work = self._waiting(sequence).work
         for each in blocked:
             each.place.passed += work
@@ -99,21 +99,21 @@ class Queue:
         return None if found is None else by_number[found.number]
 
     def gave(self, sequence: Sequence, to: Sequence) -> None:
-        """Count a sequence that gave its slot to one of another tenant."""
+        """Count a sequence that gave its slot to a sequence of another tenant."""
         self.tenants.gave(self._running(sequence, 0.0), self._num_given)
         self._kept.got(to.place.number)
 
     def num_kept(self, running: Items[Sequence], num_slots: int) -> int:
-        """Return how many free slots wait for a tenant that has nothing running."""
+        """Return the number of free slots that are kept for tenants without a running sequence."""
         return self._kept.count((each.request.tenant for each in running), time.perf_counter(), num_slots)
 
     @property
     def _num_given(self) -> int:
-        """Number of tokens of all sequences since the engine began."""
+        """Number of tokens that all sequences generated since the engine began."""
         return self._num_ended_tokens + sum(len(each.pieces) for each in self._entered)
 
     def expected_room(self, sequence: Sequence) -> int:
-        """Return how many tokens are expected to follow."""
+        """Return the expected number of further tokens."""
         expected = self.lengths.expected(sequence.request.tenant, len(sequence.pieces))
         return min(sequence.room, ceil(expected))
 
@@ -128,7 +128,7 @@ class Queue:
             self.tenants.charge(tenant, place.paid)
 
     def victim_of(self, running: Items[Sequence], size: Callable[[Sequence], float]) -> Sequence | None:
-        """Return the running sequence that gives its slot up, or None if at most one runs."""
+        """Return the running sequence that loses its slot, or None if at most one runs."""
         by_number = {sequence.place.number: sequence for sequence in running}
         found = victim([self._running(sequence, size(sequence)) for sequence in running], self.tenants.weight)
         return None if found is None else by_number[found.number]

@@ -28,18 +28,19 @@ class Request:
     params: SamplingParams
     max_total_tokens: int
     vocab_size: int
-    make_constraint: Callable[[], Constraint] | None = None  # the grammar's matcher, at its beginning
+    make_constraint: Callable[[], Constraint] | None = None  # makes the grammar's matcher, at the grammar's start
     num_draft_tokens: int = 0
     prefill_chunk: int = MAX_STEP_TOKENS
     cancel: threading.Event | None = None
-    num_truncated: int = 0  # tokens of the prompt that were cut on its left
-    tenant: str = ""  # whose it is: tenants share the engine
+    num_truncated: int = 0  # tokens that were truncated on the left of the prompt
+    tenant: str = ""  # its owner: tenants share the engine
     priority: int = 0  # higher is earlier
-    timeout: float | None = None  # seconds, from when it is submitted until it is ended
-    cache_salt: str = ""  # prefixes are shared with those of the same salt
+    timeout: float | None = None  # seconds from submission to the end
+    cache_salt: str = ""  # only requests with the same salt share prefixes
     answer_prefix: tuple[int, ...] = ()  # ids with which the answer begins
-    answer_format: AnswerFormat | None = None  # what it is made of besides text
-    checkpoints: tuple[int, ...] = ()  # positions, ascending, before which chunks of the prompt end if there are states
+    answer_format: AnswerFormat | None = None  # the answer's parts besides text
+    # Ascending positions, before which chunks of the prompt end if the model has states.
+    checkpoints: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()  # parts of tools and messages that were left out or changed
 
     @property
@@ -58,7 +59,7 @@ class Request:
 
 
 class Limits(NamedTuple):
-    """The ids and the number of tokens that a model and its tokenizer take together."""
+    """The range of ids and the number of tokens that a model and its tokenizer accept."""
 
     vocab_size: int
     max_seq_len: int
@@ -66,7 +67,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(model: Transformer, tokenizer: Tokenizer) -> Limits:
-    """Return the limits of a model. Either it or the tokenizer may have more ids than the other."""
+    """Return the limits of a model. Either the model or the tokenizer may have more ids."""
     vocab_size = min(model.architecture.vocab_size, tokenizer.vocab_size)
     return Limits(vocab_size, model.max_seq_len, tokenizer.bos_token_id)
 
@@ -74,9 +75,9 @@ def limits_of(model: Transformer, tokenizer: Tokenizer) -> Limits:
 def make_request(
     limits: Limits, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
 ) -> Request:
-    """Check a request against the model, and draw a seed if none was given.
+    """Check a request against the model, and choose a random seed if none is given.
 
-    Raises InvalidRequestError as `check_prompt` does, and for parameters that name ids outside the vocabulary.
+    Raises the errors of `check_prompt`, and InvalidRequestError for parameters with ids outside the vocabulary.
     """
     token_ids = check_prompt(limits, prompt_token_ids, room=1)
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
@@ -95,7 +96,7 @@ def check_prompt(limits: Limits, token_ids: Sequence[int], *, room: int) -> list
     token_ids = list(token_ids)
     if not token_ids:
         if limits.bos_token_id is None:
-            raise InvalidRequestError("the prompt is empty and the model has no BOS token to begin with: give it text")
+            raise InvalidRequestError("the prompt is empty, and the model has no BOS token to begin with: pass a text")
         token_ids = [limits.bos_token_id]
     check_ids("the prompt", token_ids, limits.vocab_size)
     if len(token_ids) + room > limits.max_seq_len:

@@ -1,7 +1,7 @@
-"""`RequestMaker`: the one way from a caller's ask to a request.
+"""`RequestMaker`: the only way from a caller's `Ask` to a request.
 
-`LLM`, `AsyncLLM`, sessions and the server each make an `Ask`. Nothing here touches the engine, so a request can be made
-on any thread.
+`LLM`, `AsyncLLM`, sessions and the server each make an `Ask`. This module does not use the engine, so a request can be
+made on any thread.
 """
 
 import warnings
@@ -93,18 +93,18 @@ class RequestMaker:
     ) -> None:
         """Begin with the model's limits.
 
-        `checkpoint_tokens` is that of the runner. `refusal` says why no request is answered.
+        `checkpoint_tokens` is the runner's value. `refusal` returns the reason why no request can be answered.
         """
         self._refusal = refusal
-        self._least_with_checkpoints = RECENT_PAGES * checkpoint_tokens  # a step leaves all states of shorter prompts
+        self._least_with_checkpoints = RECENT_PAGES * checkpoint_tokens  # one step keeps all states of shorter prompts
         self.limits, self._tokenizer, self._sampling_defaults = limits, tokenizer, sampling_defaults
         self._compiler = make_compiler(tokenizer, limits.vocab_size, backend=grammar_backend)
         self._answer_grammars = AnswerGrammars(self._compiler)
         self._probes = TemplateProbes(tokenizer)
-        self.warns = True  # a server reports them in its answers instead
+        self.warns = True  # False for a server, which reports warnings in its answers
         self._warned: set[str] = set()
 
-    # From an ask to its answer
+    # From an `Ask` to its answer
 
     def sequence(self, ask: Ask, check: Check = lambda: None) -> Sequence:
         """Return the sequence that answers an ask. `check` is called between the stages and may raise.
@@ -123,7 +123,7 @@ class RequestMaker:
             return self.complete(prompt, prompt.params, ask.options)
 
     def choices(self, ask: Ask, params: Items[SamplingParams], check: Check = lambda: None) -> list[Sequence]:
-        """Return a sequence for each of `params`, all of the same prompt, which is read once. Raises as `sequence`."""
+        """Return one sequence for each of `params`, all with one prompt, which is read once. Raises as `sequence`."""
         variables = ask.variables or {}
         refuse_sampling(variables, self._tokenizer.chat_templates)
         ask = replace(ask, params=params[0], variables=variables if is_conversation(ask.prompt) else None)
@@ -162,7 +162,7 @@ class RequestMaker:
     # Its stages
 
     def params_of(self, ask: Ask) -> SamplingParams:
-        """Return the parameters of an ask. A conversation has other defaults than a text."""
+        """Return the parameters of an `Ask`. A conversation has other defaults than a text."""
         return params_of(ask.params, ask.sampling, self._sampling_defaults, is_chat=is_conversation(ask.prompt))
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -172,7 +172,7 @@ class RequestMaker:
     def conversation(
         self, prompt: Prompt, options: RequestOptions, variables: Mapping[str, Any] | None = None
     ) -> Conversation | None:
-        """Return the conversation of a prompt of messages; None for a text or ids.
+        """Return the conversation of a prompt that is messages, or None for a text or ids.
 
         Raises InvalidRequestError for options that need messages.
         """
@@ -180,12 +180,12 @@ class RequestMaker:
             return Conversation(self._tokenizer, self._probes, options, variables or {})
         for name in ("tools", "tool_choice", "reasoning_budget"):
             if getattr(options, name):
-                message = f"{name} belongs to a conversation: give a list of messages, to chat()"
+                message = f"{name} needs a conversation: pass a list of messages to chat()"
                 raise InvalidRequestError(message, param=name)
         return None
 
     def read(self, ask: Ask) -> ReadPrompt:
-        """Render and tokenize the prompt, and shorten it as its options allow. Raises InvalidRequestError."""
+        """Render and tokenize the prompt, and truncate it if its options allow that. Raises InvalidRequestError."""
         if self._refusal is not None:
             raise InvalidRequestError(self._refusal)
         if ask.has_variables:
@@ -209,7 +209,7 @@ class RequestMaker:
         return ReadPrompt(ids, params, conversation, checkpoints)
 
     def complete(self, prompt: ReadPrompt, params: SamplingParams, options: RequestOptions) -> Request:
-        """Return the request. Raises InvalidRequestError for parameters, tools or a grammar that cannot be served."""
+        """Return the request. Raises InvalidRequestError for parameters, tools or a grammar that cannot be used."""
         ids, _, conversation, checkpoints = prompt
         answer_format = None if conversation is None else conversation.answer_format(ids.token_ids)
         grammar = grammar_of(params)
@@ -238,7 +238,7 @@ class RequestMaker:
         )
 
     def _warn(self, category: type[RequestWarning], messages: Iterable[str]) -> None:
-        """Warn of each text once."""
+        """Warn once about each text."""
         for message in messages:
             if not self.warns or message in self._warned:
                 continue
@@ -250,9 +250,9 @@ class RequestMaker:
     def _constrained(
         self, grammar: Grammar | None, form: AnswerFormat | None
     ) -> tuple[AnswerFormat | None, Callable[[], Constraint] | None]:
-        """Return the format with tools that can be enforced, and what makes a constraint, which was made once.
+        """Return the answer's format, with tools that can be enforced, and a function that makes its constraint.
 
-        Raises InvalidRequestError for a grammar or tools that cannot be compiled.
+        One constraint was already made. Raises InvalidRequestError for a grammar or tools that cannot be compiled.
         """
         compiler = self._compiler
         source = None

@@ -38,7 +38,7 @@ def _is_sequence(value: Any) -> bool:
 _ANY = Other("checked with the conversation", lambda value: True)
 
 
-# The class's own checks name the rule; those of the tests' import hook would raise before them.
+# The checks of this class name the broken rule; the type checks of the tests' import hook would raise before them.
 @no_type_check
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,13 @@ class RequestOptions:
 
     Args:
         cancel: Event that ends the answer when another thread sets it.
-        speculation: "ngram" verifies guessed tokens in one step. The tokens of the answer stay the same.
-        num_draft_tokens: Largest number of guessed tokens per step.
+        speculation: "ngram" verifies drafted tokens in one step. The tokens of the answer stay the same.
+        num_draft_tokens: Largest number of drafted tokens per step.
         prefill_chunk: Largest number of tokens of the prompt per step.
         overflow: "truncate_left" drops the beginning of a prompt that is too long; "error" refuses the prompt.
         tenant: Name of a user. Under load, tenants get equal shares of the computed work.
         priority: Each level lets a request pass others of its tenant that were submitted up to 10 seconds earlier.
-        timeout: Seconds after which the answer ends with finish_reason "abort", also while it waits.
+        timeout: Seconds after which the answer ends with finish_reason "abort", even if it is still waiting.
         cache_salt: With `reuse_prefixes`, only requests with the same salt share beginnings of prompts.
         answer_prefix: Ids with which the answer begins, as if they had been sampled.
         tools: Functions or schemas that the answer may call.
@@ -76,25 +76,27 @@ class RequestOptions:
         None, Other("a threading.Event or None", _is_event), "Ends the answer from another thread."
     )
     speculation: Speculation | None = parameter(
-        None, OneOf(get_args(Speculation), is_optional=True), "Verify guesses, several in one step.",
+        None, OneOf(get_args(Speculation), is_optional=True), "Draft several tokens and verify them in one step.",
         bodies="generating",
     )  # fmt: skip
     num_draft_tokens: int = parameter(
-        NUM_DRAFT_TOKENS, Count(1, MAX_DRAFT_TOKENS), "Guesses in one step, at most.", bodies="generating"
+        NUM_DRAFT_TOKENS, Count(1, MAX_DRAFT_TOKENS), "Limit of drafted tokens per step.", bodies="generating"
     )
-    prefill_chunk: int = parameter(MAX_STEP_TOKENS, Count(1, MAX_STEP_TOKENS), "Tokens of a prompt in one step.")
+    prefill_chunk: int = parameter(
+        MAX_STEP_TOKENS, Count(1, MAX_STEP_TOKENS), "Largest number of prompt tokens per step."
+    )
     overflow: Overflow = parameter(
-        "error", OneOf(get_args(Overflow)), "What is done with a prompt that is too long.", bodies="generating"
+        "error", OneOf(get_args(Overflow)), "Policy for a prompt that is too long.", bodies="generating"
     )
-    tenant: str = parameter("", Text(may_be_empty=True), "The caller with whom others share.")
+    tenant: str = parameter("", Text(may_be_empty=True), "The tenant with whom other tenants share the engine.")
     priority: int = parameter(
         0, Count(-MAX_PRIORITY, MAX_PRIORITY), "Each level counts like 10 seconds of waiting.", bodies="generating"
     )
     timeout: float | None = parameter(
-        None, Number(0, excludes_least=True, unit="seconds", is_optional=True), "The answer ends after these seconds."
+        None, Number(0, excludes_least=True, unit="seconds", is_optional=True), "The answer ends after this time."
     )
     cache_salt: str = parameter(
-        "", Text(may_be_empty=True), "Only requests of the same salt share prefixes.", bodies="generating"
+        "", Text(may_be_empty=True), "Only requests with the same salt share prefixes.", bodies="generating"
     )
     answer_prefix: Sequence[int] = parameter(
         (), Other("a list of token ids", _is_sequence), "Ids with which the answer begins.",
@@ -102,17 +104,15 @@ class RequestOptions:
     )  # fmt: skip
     tools: Sequence[ToolLike] | None = parameter(None, _ANY, "Functions or their schemas.")
     tool_choice: Any = parameter(None, _ANY, "OpenAI's choice of a tool.")
-    parallel_tool_calls: bool | None = parameter(
-        None, Flag(is_optional=True), "Whether an answer may have several calls."
-    )
+    parallel_tool_calls: bool | None = parameter(None, Flag(is_optional=True), "An answer may have several calls.")
     tool_format: str | None = parameter(
-        None, OneOf(tuple(FORMATS), is_optional=True), "How calls are written.", bodies="conversations"
+        None, OneOf(tuple(FORMATS), is_optional=True), "Format of calls.", bodies="conversations"
     )
     reasoning_format: ReasoningPlace = parameter(
         "auto", OneOf(get_args(ReasoningPlace)), "none leaves the reasoning in the text.", bodies="conversations"
     )
     reasoning_budget: int | None = parameter(
-        None, Count(0, MAX_BUDGET, none="no limit"), "Tokens after which reasoning ends.",
+        None, Count(0, MAX_BUDGET, none="no limit"), "Number of tokens after which the reasoning ends.",
         body_name="thinking_token_budget",
     )  # fmt: skip
 
@@ -145,7 +145,7 @@ class RequestKeywords(SamplingKeywords, total=False):
 
 
 def split_options(options: RequestOptions | None, keywords: Mapping[str, Any]) -> tuple[RequestOptions, dict[str, Any]]:
-    """Return `options`, or the default options, changed by the keywords for options; and the other keywords."""
+    """Return `options`, or the defaults, with the keywords for options applied; and the other keywords."""
     if options is not None and not isinstance(options, RequestOptions):
         raise broken("options", "RequestOptions or None", options)
     own = {name: value for name, value in keywords.items() if name in OPTIONS}
@@ -158,7 +158,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def check_count(name: str, value: object, least: int, most: int) -> None:
-    """Raise InvalidRequestError for a value that is not a whole number in these limits."""
+    """Raise InvalidRequestError for a value that is not a whole number within these limits."""
     Count(least, most).check(name, value)
 
 

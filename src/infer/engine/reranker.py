@@ -1,4 +1,4 @@
-"""A reranker: the ids of a query and a document together, and the head that makes a score of a state."""
+"""A reranker: how a query and a document become ids together, and the head that computes a score from a state."""
 
 import math
 import re
@@ -28,11 +28,11 @@ _ROLES = [re.compile(f"[\"']{role}[\"']") for role in ("query", "document")]
 @final
 @dataclass(frozen=True, eq=False)
 class Reranker:
-    """How a model reads a query and a document, and the head that makes a logit, or those of yes and no, of a state.
+    """How a model reads a query and a document, and the head that computes one logit, or one each for yes and no.
 
-    `template` None is the model's own chat template, which has messages with the roles query and document.
-    `instruction` is the one of calls that give none. With `reads_pairs`, the tokenizer's form for pairs takes the place
-    of a template. `scale` "raw" makes the logit the score.
+    If `template` is None, the model's own chat template is used, with messages of the roles query and document.
+    `instruction` is used by calls that give none. With `reads_pairs`, the tokenizer's format for pairs replaces the
+    template. If `scale` is "raw", the logit is the score.
     """
 
     head: Head
@@ -63,9 +63,9 @@ class Reranker:
 
 
 def make_reranker(checkpoint: Checkpoint, tokenizer: Tokenizer, name: RerankerName) -> Reranker | None:
-    """Return the reranker of a model, or None. `name` "qwen3" makes one of a model whose files do not say so.
+    """Return the reranker of a model, or None. `name` "qwen3" makes one even if the model's files do not define one.
 
-    Raises ModelError for a tokenizer without the answers.
+    Raises ModelError if the tokenizer does not have the answers as tokens.
     """
     files = checkpoint.reranker
     if files is None:
@@ -95,7 +95,7 @@ def make_reranker(checkpoint: Checkpoint, tokenizer: Tokenizer, name: RerankerNa
         return Reranker(head, None, checkpoint.prompts.text_of(None) or None)
     if name == "qwen3" or files.is_qwen3:
         return Reranker(head, _template_of(QWEN3_PROMPT)[0], QWEN3_INSTRUCTION)
-    return None  # no file says how the model reads a pair
+    return None  # no file defines how the model reads a pair
 
 
 def _head_of_classifier(checkpoint: Checkpoint) -> Head:
@@ -104,7 +104,7 @@ def _head_of_classifier(checkpoint: Checkpoint) -> Head:
 
 
 def _head_of_answers(tensor: TensorInfo, files: RerankerFiles, tokenizer: Tokenizer) -> Head:
-    """Return a head that has the rows of the answers."""
+    """Return a head with only the rows of the answers."""
     answers = [files.yes] if files.no is None else [files.yes, files.no]
     return Head((DenseLayer(torch.stack([_row_of(tensor, each, tokenizer) for each in answers])),))
 
@@ -113,7 +113,7 @@ def _row_of(tensor: TensorInfo, row: Row, tokenizer: Tokenizer) -> Float[Tensor,
     if isinstance(row, str):
         ids = tokenizer.encode(row, add_special_tokens=False)
         if len(ids) != 1:
-            raise ModelError(f"a reranker answers {row!r} in one token, and this tokenizer has {len(ids)} for it")
+            raise ModelError(f"a reranker needs {row!r} as one token, but this tokenizer makes {len(ids)} tokens of it")
         row = ids[0]
     if row >= tensor.shape[0]:
         raise ModelError(f"the reranker's token {row} is not one of the {tensor.shape[0]} rows of the head")
@@ -123,7 +123,7 @@ def _row_of(tensor: TensorInfo, row: Row, tokenizer: Tokenizer) -> Float[Tensor,
 def _template_of(prompt: str) -> tuple[str, bool]:
     """Return llama.cpp's prompt as a chat template, and True if it has the instruction that a call may replace.
 
-    An expression ends it, because Jinja drops a newline at the end.
+    The template ends with an expression, because Jinja drops a newline at its end.
     """
     text = prompt.replace("{query}", _QUERY).replace("{document}", _DOCUMENT)
     text = text.replace(QWEN3_INSTRUCTION, _INSTRUCTION)

@@ -1,6 +1,6 @@
-"""Rerankers: how relevant documents are to a query, by a model that reads both.
+"""Rerankers: how relevant documents are to a query, by a model that reads both together.
 
-A score is computed like an embedding, from one state of the pair. So its bits depend on its own pair alone.
+A score is computed like an embedding, from one state of the pair, so its bits depend only on its own pair.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from infer.tokenizer.pairs import EncodedPair
 
 
 def reranker_of(host: Host) -> Reranker:
-    """Return the reranker of a model. Raises InvalidRequestError if it is none."""
+    """Return the reranker of a model. Raises InvalidRequestError if the model is not a reranker."""
     if host.settings.heads.reranker is None:
         raise InvalidRequestError(
             "this model is not a reranker and was not made for embeddings, as far as its files say: load a reranker, "
@@ -37,8 +37,8 @@ def pairs_to_score(
 ) -> TextIds:
     """Return the ids of the prompt for each query and document. `check` is called before each, and may raise.
 
-    Raises InvalidRequestError for what is no text, and ContextLengthError for a pair that does not fit the context.
-    With `truncate`, the document is cut at its end.
+    Raises InvalidRequestError for a value that is not a text, and ContextLengthError for a pair that does not fit the
+    context. With `truncate`, the document is cut at its end instead.
     """
     reranker = reranker_of(host)
     host.check_has_states()
@@ -64,9 +64,9 @@ def pairs_to_score(
 def cut_to_fit(
     host: Host, encode: Callable[[str], EncodedPair], both: str, second: str, *, truncate: bool
 ) -> tuple[EncodedPair, bool]:
-    """Return what `encode` makes of the second text of a pair with the first, and True if the second was cut.
+    """Return the result of `encode` for the second text of a pair with the first, and True if the second was cut.
 
-    Raises ContextLengthError for a pair that does not fit the context, with `truncate` if the first is too long.
+    Raises ContextLengthError for a pair that does not fit the context, or, with `truncate`, if the first is too long.
     """
     tokenizer, most = host.tokenizer, host.requests.limits.max_seq_len
     if not truncate and (least := tokenizer.least_num_tokens(both)) > most:
@@ -96,7 +96,7 @@ def _check_text(name: str, value: object, where: str = "") -> None:
 
 
 def scores(host: Host, pairs: TextIds) -> Work[list[float]]:
-    """Return the score of each pair. Work for the loop, a step at a time."""
+    """Return the score of each pair. It is work for the loop, step by step."""
     reranker = reranker_of(host)
     states = yield from pool(host, pairs, reranker.pooling)
     return (yield from of_each(states, reranker.score))

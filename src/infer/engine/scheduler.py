@@ -1,8 +1,9 @@
 """The scheduler: plans the next step of each sequence from integers and costs. `update` learns from the step.
 
-Sequences that decode come first, with one token each. The rest of the step goes to their drafts, then to prompts: three
-quarters to the prompt with the fewest tokens left, and a quarter to the oldest. So a short prompt passes a long one,
-and none waits for ever. While an answer is streamed, 98 of 100 steps with prompts take at most `gap_seconds`.
+Sequences that decode are planned first, with one token each. The rest of the step is for their drafts, then for
+prompts: three quarters for the prompt with the fewest remaining tokens, and a quarter for the oldest. So a short
+prompt passes a long one, and none waits forever. While an answer is streamed, 98 of 100 steps with prompts take at
+most `gap_seconds`.
 """
 
 from collections import deque
@@ -15,29 +16,29 @@ from infer.engine.step_costs import StepCosts, StepWork, context_of
 from infer.operands.limits import MAX_STEP_TOKENS, RECENT_PAGES, STATE_TOKENS
 from infer.speculation.policy import StepTimes
 
-FIRST_STEPS = 8  # without a return to Python, while it is not known how long they take
-MAX_STEPS, MAX_SECONDS = 64, 0.1  # of them: tokens come and a cancel is seen between two returns
-STREAM_SECONDS = 0.03  # the same while others stream
-GAP_SECONDS, LEAST_GAP_SECONDS = 0.038, 0.03  # that 98 of 100 steps with prompts keep while others stream
-LEAST_PROMPT_TOKENS = 16  # of a step with prompts, unless they take over half of STREAM_SECONDS: the full rate
-FIRST_PROMPT_TOKENS = 64  # while it is not known how long they take
-PLAIN_STEPS = 8  # between two steps with drafts, where most sequences have none
+FIRST_STEPS = 8  # steps without a return to Python, while their time is unknown
+MAX_STEPS, MAX_SECONDS = 64, 0.1  # limits of a multi-step, because tokens and cancels pass only between two multi-steps
+STREAM_SECONDS = 0.03  # limit of a multi-step while others stream
+GAP_SECONDS, LEAST_GAP_SECONDS = 0.038, 0.03  # limit for 98 of 100 steps with prompts while others stream
+LEAST_PROMPT_TOKENS = 16  # in a step with prompts, for a good rate, unless they take over half of STREAM_SECONDS
+FIRST_PROMPT_TOKENS = 64  # in a step, while their time is unknown
+PLAIN_STEPS = 8  # steps between two steps with drafts, if most sequences have no drafts
 MAX_TAKEN = 2048
-_RETURN = 0.2  # steps: what a return to Python takes
+_RETURN = 0.2  # time of a return to Python, in steps
 
 
 class Demand(NamedTuple):
     """The work that one sequence requests for the next step."""
 
     num_pending: int
-    num_drafts: int = 0  # that it proposes after its pending tokens
-    max_steps: int = 1  # without a return to Python: after these it must have one
-    useful_steps: int = MAX_STEPS  # what they give after these is dropped
-    steps_to_draft: int = MAX_STEPS  # after these it looks for drafts
+    num_drafts: int = 0  # drafts after its pending tokens
+    max_steps: int = 1  # after this many steps it needs a return to Python
+    useful_steps: int = MAX_STEPS  # tokens of later steps are dropped
+    steps_to_draft: int = MAX_STEPS  # after this many steps it looks for drafts
     num_computed: int = 0
-    number: int = 0  # in the order in which they entered
+    number: int = 0  # in the order of entry
     is_streamed: bool = False
-    checkpoints: tuple[int, ...] = ()  # positions, ascending: a chunk leaves a state at the page border before each
+    checkpoints: tuple[int, ...] = ()  # ascending positions; a chunk keeps a state at the page border before each
 
 
 class Plan(NamedTuple):
@@ -46,7 +47,7 @@ class Plan(NamedTuple):
     num_tokens: list[int]
     num_drafts: list[int]
     num_steps: int
-    work: StepWork  # of one step
+    work: StepWork  # work of one step
 
 
 class StepTaken(NamedTuple):
@@ -77,32 +78,32 @@ class Scheduler:
         prompt_seconds: float = inf,
         page_tokens: int = STATE_TOKENS,
     ) -> None:
-        """Begin without knowledge of costs.
+        """Begin without known costs.
 
-        A step has at most `max_logits` logits. At most `max_steps` run without a return; None allows as many as take
-        `MAX_SECONDS`, but 64 at most. A step with prompts takes `prompt_seconds` while nobody streams, and
-        `gap_seconds` while others do. Checkpoints are at the borders of pages of `page_tokens` tokens.
+        A step has at most `max_logits` logits. A multi-step has at most `max_steps` steps; if that is None, at most
+        `MAX_STEPS` that take at most `MAX_SECONDS`. A step with prompts takes `prompt_seconds` if no answer is
+        streamed, and `gap_seconds` otherwise. Checkpoints are at the borders of pages of `page_tokens` tokens.
         """
         self._page_tokens = page_tokens
         self._max_logits, self._max_steps, self._prompt_seconds = max_logits, max_steps, prompt_seconds
         self.gap_seconds = GAP_SECONDS
-        self._num_plain = PLAIN_STEPS  # since the last one with drafts
-        self._has_decoded = False  # so that it is known how long such steps take
+        self._num_plain = PLAIN_STEPS  # steps since the last one with drafts
+        self._has_decoded = False  # True if the time of decoding steps is known
         self.costs = StepCosts()
-        self.taken = deque[StepTaken](maxlen=MAX_TAKEN)  # of the last steps, for whoever counts them
+        self.taken = deque[StepTaken](maxlen=MAX_TAKEN)  # the last steps, for metrics
 
     def max_drafts(self, num_sequences: int) -> int:
         """Return the largest number of drafts per sequence."""
         return self._max_logits // num_sequences - 1
 
     def limit_prompts(self, seconds: float) -> None:
-        """Set how long a step with prompts may take while nobody streams, in seconds."""
+        """Set the seconds that a step with prompts may take if no answer is streamed."""
         self._prompt_seconds = seconds
 
     def prompt_tokens_beside(self, num_decoding: int, context: int, *, is_streamed: bool) -> int:
-        """Return the number of tokens of prompts that a step reads beside `num_decoding` answers.
+        """Return the number of prompt tokens, at least 1, that a step reads in addition to `num_decoding` answers.
 
-        `context` is the number of positions before all their tokens together. At least 1.
+        `context` is the sum of the positions before the answers' tokens.
         """
         costs = self.costs
         if not (costs.costs.per_token or costs.costs.per_context):
@@ -116,14 +117,14 @@ class Scheduler:
     def plan(
         self, demands: Sequence[Demand], step_tokens: int, num_waiting: int = 0, *, others_stream: bool = False
     ) -> Plan:
-        """Plan at most `step_tokens` tokens in all (more if more sequences than that decode).
+        """Plan a step of at most `step_tokens` tokens, or more if more sequences than that decode.
 
-        `others_stream` tells whether an answer is being streamed that this step gives nothing.
+        `others_stream` is True if an answer is streamed that this step does not compute.
         """
         num_tokens, num_drafts = [0] * len(demands), [0] * len(demands)
         decoding = [index for index, demand in enumerate(demands) if demand.num_pending == 1]
         prefilling = [index for index, demand in enumerate(demands) if demand.num_pending != 1]
-        kept = min(1, len(prefilling))  # a token is left to a prompt
+        kept = min(1, len(prefilling))  # one token is kept for a prompt
         budget = max(step_tokens - len(decoding) - kept, 0)
         drafts_pay = bool(prefilling) or self._drafts_pay(demands)
         for index in decoding:
@@ -148,8 +149,10 @@ class Scheduler:
         return Plan(num_tokens, num_drafts, 1, _work(demands, num_tokens, num_drafts))
 
     def update(self, plan: Plan, num_steps: int, seconds: float, times: StepTimes | None, held_up: float = 0.0) -> None:
-        """Learn what a plan took: `num_steps` steps ran in so many seconds. `times` are those of its kind, where every
-        token was sampled after, as drafts are. For `held_up` of the seconds the steps waited for a grammar.
+        """Learn from a plan of which `num_steps` steps ran in `seconds`.
+
+        `times` is the table of its kind, if every token was sampled, as drafts are. For `held_up` of the seconds, the
+        steps waited for a grammar.
         """
         self.taken.append(StepTaken.of(plan, num_steps, seconds))
         self._num_plain = 0 if any(plan.num_drafts) else self._num_plain + num_steps
@@ -159,18 +162,17 @@ class Scheduler:
             times.learn(plan.work.num_tokens - plan.work.num_sequences + 1, seconds / num_steps)
 
     def _drafts_pay(self, demands: Sequence[Demand]) -> bool:
-        """Return True if a step should verify drafts. If few sequences have drafts, multi-steps of the others come
-        first.
+        """Return True if a step should verify drafts.
+
+        If few sequences have drafts, the others run multi-steps first.
         """
         drafting = sum(demand.num_drafts > 0 for demand in demands)
         return drafting > 0 and (2 * drafting >= len(demands) or self._num_plain >= PLAIN_STEPS)
 
-    # Steps without a return
+    # Multi-steps
 
     def _num_steps(self, demands: Sequence[Demand], work: StepWork, num_waiting: int) -> int:
-        """Return the number of steps that gives the most tokens per second, out of those after which some sequence
-        ends.
-        """
+        """Return the number of steps with the most tokens per second, among those at which a sequence ends."""
         longest = min(self._longest(demands, work, num_waiting), *(demand.max_steps for demand in demands))
         useful = [min(demand.useful_steps, longest) for demand in demands]
         return max(set(useful), key=lambda count: (sum(min(count, own) for own in useful) / (_RETURN + count), count))
@@ -202,18 +204,18 @@ class Scheduler:
         )
 
     def _seconds_beside(self, others: StepWork, is_streamed: bool) -> float:
-        """Return how long the tokens of prompts may take in a step that also computes `others`."""
+        """Return the seconds for tokens of prompts in a step that also computes `others`."""
         seconds = min(self._prompt_seconds, self._stream_seconds()) if is_streamed else self._prompt_seconds
         return seconds - self.costs.predict(others)
 
     def _stream_seconds(self) -> float:
-        """Return the seconds that are planned for a step with prompts while others stream."""
+        """Return the planned seconds of a step with prompts while others stream."""
         return max(min(LEAST_GAP_SECONDS, self.gap_seconds), self.gap_seconds * self.costs.low_ratio)
 
     def _shares(
         self, demands: Sequence[Demand], prefilling: Sequence[int], num_tokens: int, seconds: float
     ) -> list[tuple[int, int]]:
-        """Yield pairs (demand, tokens) that fill a step of this room and these seconds. A demand may come twice."""
+        """Return pairs (demand, tokens) that fill this many tokens and seconds. A demand may appear twice."""
         costs = self.costs.costs
         if seconds < inf and not (costs.per_token or costs.per_context):
             num_tokens, seconds = min(num_tokens, FIRST_PROMPT_TOKENS), inf
@@ -238,9 +240,9 @@ class Scheduler:
         return shares
 
     def _up_to_checkpoint(self, demand: Demand, num_tokens: int) -> int:
-        """Return how many of a prompt's next tokens are read, so that no checkpoint among them is left without a state.
+        """Return how many of a prompt's next tokens to read, so that every checkpoint among them gets its state.
 
-        A step keeps states in its last `RECENT_PAGES` pages, so few checkpoints need a step that ends there.
+        A step keeps the states of its last `RECENT_PAGES` pages, so few checkpoints need a step that ends there.
         """
         start, page_tokens = demand.num_computed, self._page_tokens
         end = start + num_tokens
@@ -251,7 +253,7 @@ class Scheduler:
         return end - start
 
     def _fitting(self, demand: Demand, num_pending: int, num_tokens: int, seconds: float) -> int:
-        """Return how many tokens of a prompt fit this room and these seconds."""
+        """Return how many tokens of a prompt fit into this many tokens and seconds."""
         most = min(num_pending, num_tokens)
         return most if seconds == inf else min(most, self.costs.tokens_in(seconds, demand.num_computed))
 

@@ -1,7 +1,7 @@
-"""A sequence: a request that is being answered. It owns its token ids, and it alone changes its state.
+"""A sequence: a request that is being answered. It owns its token ids, and only it changes its state.
 
-Text, grammar and drafts follow from the ids, and can be made again from them. So a sequence that was preempted,
-interrupted or cut continues as if nothing had happened.
+Text, grammar and drafts can be computed again from the ids. So a sequence that was preempted, interrupted or cut
+continues as if nothing had happened.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from infer.sampling.sampler import message_of
 from infer.toolcalls.parsed import Parsed
 from infer.toolcalls.parser import make_parser
 
-_STOP_STRING_STEPS = 8  # without a return to Python, where a stop string may end the answer
+_STOP_STRING_STEPS = 8  # steps without a return to Python, if a stop string may end the answer
 NO_SLOT = -1
 Found = TypeVar("Found")
 
@@ -35,8 +35,9 @@ Found = TypeVar("Found")
 class Sequence:
     """A request that is being answered.
 
-    `token_ids` are the ids of the prompt, followed by those of the answer. This is the only list of them. The cache
-    holds the first `num_computed` at `slot`; the others are pending. A token is accepted once its piece is in `pieces`.
+    `token_ids` are the ids of the prompt, followed by those of the answer. There is no other list of them. The first
+    `num_computed` are in the cache at `slot`; the others are pending. A token is accepted when its piece is in
+    `pieces`.
     """
 
     def __init__(self, request: Request) -> None:
@@ -46,26 +47,26 @@ class Sequence:
         self.num_computed = 0
         self.slot = NO_SLOT
         self.pieces: list[Piece] = []
-        self.is_paused = False  # its reader lags behind
-        self.is_streamed = True  # somebody reads the tokens as they come
+        self.is_paused = False  # True while its reader is too far behind
+        self.is_streamed = True  # True if its tokens are read while they are generated
         self.place = Place()
-        self.must_end_prompt = False  # its prompt is yet to be compressed, before anything is forced or drafted
-        self.has_ended = False  # it has left the engine: nothing of it changes any more but `keep`
-        self.has_fault = False  # its grammar, its text or its drafts raised what they should not
+        self.must_end_prompt = False  # its prompt must be compressed before a token is forced or drafted
+        self.has_ended = False  # it has left the engine; only `keep` still changes it
+        self.has_fault = False  # its grammar, its text or its drafts raised an unexpected error
         self.stats = GenerationStats()
         self.timer = AnswerTimer()
         self.num_reused, self.num_dropped = 0, 0
-        self.num_in_memory: int | None = None  # tokens of the prompt, before pages of it were loaded from disk
+        self.num_in_memory: int | None = None  # tokens of the prompt in memory before pages were loaded from disk
         self.checkpoints = request.checkpoints
         self.error: str | None = None
         self._is_cancelled = False
-        self._tail: Parsed | None = None  # what was held back of an answer that was cut
-        self._drafts: Items[int] = ()  # for the next step
+        self._tail: Parsed | None = None  # the held text of an answer that was cut
+        self._drafts: Items[int] = ()  # drafts for the next step
         self._text = self._begin_text()
         self.grammar = None if request.make_constraint is None else SequenceGrammar(request.make_constraint)
         self._begin_with(request.answer_prefix)
 
-    # What it is
+    # Its state
 
     @property
     def has_slot(self) -> bool:
@@ -98,18 +99,18 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """True if the cache lacks only the last token."""
+        """True if only the last token is not in the cache."""
         return self.num_pending == 1
 
     @property
     def num_schedulable(self) -> int:
-        """Number of pending tokens that the next steps may compute: only the prompt's, before it is compressed."""
+        """Number of pending tokens that the next steps may compute: only the prompt's, until it is compressed."""
         return self.num_prompt_tokens - self.num_computed if self.must_end_prompt else self.num_pending
 
-    # How it ends
+    # Its end
 
     def cancel(self) -> None:
-        """End the sequence before its next token. For any thread; the engine notices when it looks next."""
+        """End the sequence before its next token. For any thread; the engine notices it at its next check."""
         self._is_cancelled = True
 
     def poll_cancel(self, now: float) -> None:
@@ -128,15 +129,15 @@ class Sequence:
         self.error = message
 
     def attempt(self, call: Callable[[], Found], otherwise: Found) -> Found:
-        """Return the result of the call. If it raises, end this sequence alone and return `otherwise`."""
+        """Return the result of the call. If it raises, end only this sequence and return `otherwise`."""
         try:
             return call()
-        except Exception as error:  # a fault that is not known yet: the others' answers are right all the same
+        except Exception as error:  # an unknown fault: the other answers are still right
             self.has_fault = True
             del self.token_ids[self.num_prompt_tokens + len(self.pieces) :]
             if self.error is None:
                 place = f"{type(error).__name__}: {error}".splitlines()[0]
-                self.fail("internal", f"a fault of infer in this answer alone: {place:.200}: ask again")
+                self.fail("internal", f"a fault of infer, in this answer only: {place:.200}: send the request again")
             return otherwise
 
     # Its place in the engine
@@ -147,11 +148,11 @@ class Sequence:
         return self.place.submitted_at
 
     def join(self, place: Place) -> None:
-        """Begin to wait for a slot, or for that of the place's lease."""
+        """Begin to wait for a slot, or for the slot of the place's lease."""
         self.place = place
 
     def watch(self, *, is_streamed: bool) -> None:
-        """Note whether somebody reads the tokens as they come."""
+        """Set whether the tokens are read while they are generated."""
         self.is_streamed = is_streamed
 
     def set_paused(self, *, is_paused: bool) -> None:
@@ -162,9 +163,10 @@ class Sequence:
         self.must_end_prompt = must
 
     def enter(self, slot: int, num_computed: int, num_dropped: int = 0, num_matched: int = 0) -> None:
-        """Take a slot. The cache holds the first `num_computed` tokens there, and dropped `num_dropped` of its lease.
+        """Take a slot. It has the first `num_computed` tokens in the cache, and lost `num_dropped` tokens of its lease.
 
-        If earlier prompts began with `num_matched` tokens, and fewer could be reused, a state is left after these.
+        If `num_matched` tokens are equal to an earlier prompt's, and fewer could be reused, a state is kept after
+        these.
         """
         self.slot, self.num_computed = slot, num_computed
         self.checkpoints = self.request.checkpoints
@@ -180,7 +182,7 @@ class Sequence:
         self.slot, self._drafts = NO_SLOT, ()
 
     def end(self) -> None:
-        """Leave the engine for good. A sequence that is not finished counts as cancelled."""
+        """Leave the engine for good. An unfinished sequence counts as cancelled."""
         self.abort()
         self.leave()
         self.has_ended = True
@@ -191,14 +193,14 @@ class Sequence:
         return 0 if self.num_in_memory is None else max(0, self.num_reused - self.num_in_memory)
 
     def restart(self) -> None:
-        """Make the state again from the ids. Nothing is computed any more, and a step may have been left midway."""
+        """Make the state again from the ids. No token counts as computed: a step may have been interrupted."""
         self.leave()
         self.num_computed = 0
         if not self.is_finished or self._text.num_tokens != len(self.pieces):
             self.attempt(partial(self._replay, len(self.pieces)), None)
 
     def forget_computed(self) -> None:
-        """Note that the slot was emptied."""
+        """Note that the slot is now empty."""
         self.num_computed = 0
 
     def keep(self, num_tokens: int) -> None:
@@ -208,18 +210,18 @@ class Sequence:
         self.abort()
 
     def resume(self, token_ids: Items[int], logprobs: Items[TokenLogprob]) -> None:
-        """Take these tokens as sampled, before the sequence is submitted. They begin with those of its prefix.
+        """Take these tokens as sampled, before the sequence is submitted. They begin with the tokens of its prefix.
 
-        `logprobs` are the log-probabilities of the first ones, as far as they are known.
+        `logprobs` are the log-probabilities of the first tokens, as far as they are known.
         """
         known = chain(logprobs[len(self.pieces) :], repeat(None))
         for token_id, logprob in zip(token_ids[len(self.pieces) :], known, strict=False):
             self.accept(token_id, logprob)
 
     def _begin_with(self, token_ids: Items[int]) -> None:
-        """Accept the answer's given first tokens.
+        """Accept the given first tokens of the answer.
 
-        Raises InvalidRequestError if the answer ends with one of them, or the grammar does not allow it.
+        Raises InvalidRequestError if the answer ends with one of them, or if the grammar does not allow it.
         """
         for index, token_id in enumerate(token_ids):
             self.accept(token_id, origin="given")
@@ -253,7 +255,7 @@ class Sequence:
     # Before a step
 
     def force(self) -> Iterator[int]:
-        """Yield the tokens that are the only ones that the grammar allows. Each must be accepted before the next.
+        """Yield each token that is the only one that the grammar allows. It must be accepted before the next one.
 
         There are none if log-probabilities are requested, because these need the logits before each token.
         """
@@ -270,11 +272,11 @@ class Sequence:
                 yield token_id
 
     def take_drafts(self, drafts: Items[int]) -> None:
-        """Replace the drafts for the next step by these, up to the first that the grammar forbids."""
+        """Set the drafts for the next step, up to the first one that the grammar forbids."""
         self._drafts = drafts if self.grammar is None or not drafts else self.grammar.allowed(drafts)
 
     def demand(self, rope_room: int, steps_to_draft: int) -> Demand:
-        """Return the work that this sequence requests for the next step, its drafts included."""
+        """Return the work that this sequence requests for the next step, including its drafts."""
         most_steps = 1
         if self.is_decoding and not self.must_end_prompt:
             most_steps = min(1 + rope_room, self.request.max_total_tokens - len(self.token_ids))
@@ -291,7 +293,7 @@ class Sequence:
         )
 
     def schedule(self, num_tokens: int, num_drafts: int) -> Chunk:
-        """Return its share of a step: `num_tokens` pending tokens and, if those are all, `num_drafts` drafts."""
+        """Return its part of a step: `num_tokens` pending tokens and, if no others are pending, `num_drafts` drafts."""
         taken = self.token_ids[self.num_computed : self.num_computed + num_tokens]
         if not 0 < len(taken) == self.num_pending:
             return Chunk(self.slot, taken, has_logits=False)
@@ -302,7 +304,7 @@ class Sequence:
         assert self.grammar is not None
         self.stats.masks_filled += self.grammar.fill(masks, drafts)
 
-    # After it
+    # After a step
 
     def prefilled(self, count: int, seconds: float) -> None:
         """Record a step that computed `count` pending tokens and sampled nothing."""
@@ -311,7 +313,7 @@ class Sequence:
         self.stats.prefill_steps += count > 0
 
     def accept_all(self, sampled: SampledTokens, num_drafts: int) -> None:
-        """Accept sampled tokens until the sequence is finished. The first `num_drafts` of them were drafts."""
+        """Accept sampled tokens until the sequence is finished. The first `num_drafts` of them were drafted."""
         logprobs = iter(sampled.logprobs)
         for index, token_id in enumerate(sampled.token_ids):
             self.accept(token_id, next(logprobs, None), "draft" if index < num_drafts else "sampled")
@@ -319,7 +321,7 @@ class Sequence:
                 return
 
     def accept(self, token_id: int, logprob: TokenLogprob | None = None, origin: Origin = "sampled") -> Piece | None:
-        """Append a token and return its piece. The code of a failed sample ends the sequence, and returns None."""
+        """Append a token and return its piece. If the token is the code of a failed sample, end and return None."""
         if self.has_fault:
             return None
         if token_id < 0:
@@ -344,7 +346,7 @@ class Sequence:
     def stepped(
         self, chunk: Chunk, sampled: SampledTokens, num_accepted: int, clock: Clock, *, is_multi_step: bool
     ) -> None:
-        """Record a step or a multi-step: all accepted tokens but the last are computed."""
+        """Record a step or a multi-step: all accepted tokens except the last one are computed."""
         self.num_computed += len(chunk.token_ids) - chunk.num_drafts + max(0, num_accepted - 1)
         self.timer.stepped(num_accepted, clock)
         if is_multi_step:
@@ -356,7 +358,7 @@ class Sequence:
             self.stats.drafts_accepted += min(len(sampled.token_ids) - 1, num_accepted)
 
     def result(self) -> GenerationResult:
-        """Return the answer so far; its finish_reason is "abort" if it continues."""
+        """Return the answer so far; its finish_reason is "abort" if it is unfinished."""
         if self._tail is None and self.finish_reason in ("abort", "error"):
             self._tail = self.attempt(self._text.flush, Parsed(""))
         tail = self._tail or Parsed("")

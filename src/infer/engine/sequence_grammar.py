@@ -1,4 +1,4 @@
-"""A sequence's grammar: how far it has followed the sequence's tokens, where it was complete, and why it failed."""
+"""A sequence's grammar: which tokens it has followed, where it was complete, and why it failed."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -13,26 +13,27 @@ from infer.grammar.constraint import Constraint, Mask
 class SequenceGrammar:
     """The grammar of a sequence.
 
-    A step may move the constraint past tokens before the sequence accepts them. It takes back those not accepted.
+    A step may move the constraint past tokens before the sequence accepts them. Tokens that are not accepted are
+    undone.
     """
 
     def __init__(self, make_constraint: Callable[[], Constraint]) -> None:
         self._make = make_constraint
         self.constraint = make_constraint()
-        self._num_followed = self.constraint.num_accepted  # tokens that it has taken, but those yet to be accepted
-        self._complete_at: int | None = None  # number of tokens after which it was complete
-        self.error: str | None = None  # why the last masks are not to be used
+        self._num_followed = self.constraint.num_accepted  # accepted tokens that it has followed
+        self._complete_at: int | None = None  # number of tokens after which the grammar was complete
+        self.error: str | None = None  # why the last masks must not be used
 
     @property
     def is_complete(self) -> bool:
-        """True if the grammar was complete after some token."""
+        """True if the grammar was complete after any token."""
         return self._complete_at is not None
 
     def is_complete_at(self, num_tokens: int) -> bool:
         return self._complete_at == num_tokens
 
     def replay(self, token_ids: Items[int]) -> None:
-        """Go back to these tokens, which are the first of those that the grammar has seen."""
+        """Go back to these tokens, which are the first ones that the grammar has seen."""
         self.constraint = self._make()
         self.constraint.accept(token_ids)
         self._num_followed = self.constraint.num_accepted
@@ -41,11 +42,9 @@ class SequenceGrammar:
         self.error = None
 
     def follow(self, token_id: int, num_tokens: int) -> bool:
-        """Move past the answer's token of this number, unless that was done.
+        """Move past token number `num_tokens` of the answer, if that is not done.
 
-        Return True if the grammar is complete there.
-
-        Raises ConstraintError.
+        Return True if the grammar is complete there. Raises ConstraintError.
         """
         if self.constraint.num_accepted == self._num_followed:
             self._num_followed += self.constraint.accept([token_id])
@@ -57,14 +56,14 @@ class SequenceGrammar:
         return is_complete
 
     def allowed(self, drafts: Items[int]) -> Items[int]:
-        """Return the drafts up to the first that the grammar forbids: a step need not run the others."""
+        """Return the drafts up to the first one that the grammar forbids, because a step need not run the others."""
         count = 0
-        with suppress(ConstraintError):  # which it raises again when the masks are filled
+        with suppress(ConstraintError):  # it is raised again when the masks are filled
             while count < len(drafts) and self.constraint.accept([drafts[count]]):
                 count += 1
         try:
             self.constraint.rollback(count)
-        except ConstraintError:  # likewise
+        except ConstraintError:  # as above
             return []
         return drafts[:count]
 
@@ -83,7 +82,7 @@ class SequenceGrammar:
             self.error = str(error)
         try:
             self.constraint.rollback(num_accepted)
-        except ConstraintError as error:  # nothing may follow what is known
+        except ConstraintError as error:  # no further token is allowed
             masks[0][:] = 0
             self.error = str(error)
         return num_filled

@@ -26,11 +26,11 @@ def scoring(
 ) -> tuple[TextIds, Work[list[float]]]:
     """Return the ids that a model reads to score pairs, and the work that scores them.
 
-    A model that is no reranker compares vectors if its files were made for embeddings, or with `may_compare`. `check`
-    is called before each text, and may raise.
+    A model that is not a reranker compares vectors if its files were made for embeddings, or with `may_compare`.
+    `check` is called before each text, and may raise.
 
-    Raises InvalidRequestError for a model of neither kind, for an instruction that no prompt has, and for a text that
-    does not fit.
+    Raises InvalidRequestError for a model of neither kind, for an instruction that the model's prompt cannot have, and
+    for a text that does not fit.
     """
     heads = host.settings.heads
     if heads.reranker is not None or not (heads.embedder or may_compare):
@@ -58,8 +58,8 @@ def texts_of_pairs(pairs: Sequence[TextPair]) -> list[str]:
 def cosines(pairs: Sequence[TextPair], vectors: Float[Tensor, "texts size"]) -> list[float]:
     """Return the cosine of each pair, from −1 to 1. `vectors` are those of `texts_of_pairs`, of length 1.
 
-    Each sum is computed by itself in float64, so a cosine's bits depend on its own pair alone. Vectors are rounded, so
-    the sum of a text with itself may be a little above 1.
+    Each sum is computed separately in float64, so a cosine's bits depend only on its own pair. Vectors are rounded, so
+    the cosine of a text with itself may be slightly above 1.
     """
     firsts, wide = dict.fromkeys(first for first, _ in pairs), vectors.double()
     places = {first: len(pairs) + at for at, first in enumerate(firsts)}

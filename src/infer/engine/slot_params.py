@@ -1,4 +1,4 @@
-"""The sampling parameters of each slot as columns, and the history of its tokens if parameters need it."""
+"""The sampling parameters of all slots as columns, and the history of their tokens if parameters need it."""
 
 from collections.abc import Sequence as Items
 from typing import final
@@ -11,14 +11,14 @@ from infer.sampling.history import History
 
 @final
 class SlotParams:
-    """Columns and history, for the engine alone. Both are made when a sequence first needs them."""
+    """Columns and history, for the engine only. Both are created when a sequence first needs them."""
 
     def __init__(self, runner: Runner) -> None:
         self._num_slots, self._device = runner.num_slots, runner.model.device
         self._max_seq_len = runner.model.max_seq_len
         self._columns: SamplingColumns | None = None
         self.history: History | None = None
-        self._stale: list[Sequence] = []  # whose history saw tokens that there never were
+        self._stale: list[Sequence] = []  # sequences whose history contains dropped tokens
 
     def write(self, sequence: Sequence) -> None:
         """Write the parameters of a sequence that has got its slot."""
@@ -44,7 +44,7 @@ class SlotParams:
             self.history.extend(sequence.slot, token_ids)
 
     def mark_stale(self, sequence: Sequence) -> None:
-        """Note that sampled tokens of a sequence were dropped. `renew` then makes its history again."""
+        """Note that sampled tokens of a sequence were dropped. `renew` then rebuilds its history."""
         self._stale.append(sequence)
 
     def renew(self) -> None:

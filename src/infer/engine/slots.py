@@ -1,4 +1,4 @@
-"""The slots of the runner, and the sequence or lease that has each of them."""
+"""The slots of the runner, and the sequence or lease that owns each of them."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -14,26 +14,26 @@ from infer.engine.sequence import Sequence
 from infer.errors import InferError, OutOfPagesError
 from infer.runner.runner import Runner
 
-_SHARED_TOKENS = 128  # of a prompt, for which another waits rather than compute them too
-_OUR_FAULT = "a fault of infer: ask again, and it begins with an empty one"
+_SHARED_TOKENS = 128  # shared tokens for which a prompt waits until another has computed them
+_OUR_FAULT = "a fault of infer: send the request again, which then begins with an empty cache"
 
 
 @final
 class Slots:
-    """The owners of slots, for the engine alone. `waiting` are the sequences that want a slot.
+    """The owners of slots, for the engine only. `waiting` are the sequences that need a slot.
 
     If slots or pages are short, idle leases lose theirs first, beginning with the least recently used one. Then
-    sequences that pause lose theirs, and then running sequences (`Queue.victim_of`).
+    paused sequences lose theirs, and then running sequences (`Queue.victim_of`).
     """
 
     def __init__(self, runner: Runner, queue: Queue, release: Callable[[int], None]) -> None:
-        """`release` is called with the slot that a sequence loses."""
+        """Begin with free slots. `release` is called with each slot that a sequence loses."""
         self.runner, self._queue, self._release = runner, queue, release
         self.waiting: dict[Sequence, None] = {}
         self._lease_by_slot = weakref.WeakValueDictionary[int, Lease]()
         self._sequence_by_slot: dict[int, Sequence] = {}
         self._uses = count(1)
-        self._is_full = False  # a sequence was preempted for others' pages, and none has left since
+        self._is_full = False  # True if a sequence was preempted for pages and none has left since
 
     @property
     def sequences(self) -> Iterable[Sequence]:
@@ -42,9 +42,9 @@ class Slots:
     def admit(self, max_running: int) -> Iterator[Sequence]:
         """Give slots to waiting sequences, and yield each sequence that got one.
 
-        If slots are short, a sequence enters only if another one gives its slot up. If pages are short, only those
+        If slots are short, a sequence enters only if another one loses its slot. If pages are short, only sequences
         enter that may pass the others. If another sequence is reading the beginning of a prompt, the prompt waits, and
-        finds that beginning in the cache.
+        then finds that beginning in the cache.
         """
         if not self.waiting:
             return
@@ -60,7 +60,7 @@ class Slots:
             if self._is_being_read(sequence, running):
                 waiting, num_held_back = [each for each in waiting if each is not sequence], num_held_back + 1
                 if num_held_back > max_running:
-                    return  # to compare more of them takes too long
+                    return  # comparing more sequences takes too long
                 continue
             if (givers := self._givers(sequence, running, max_running)) is None:
                 if is_full:
@@ -79,7 +79,7 @@ class Slots:
             running = [each for each in running if each not in givers] + [sequence]
 
     def _is_being_read(self, sequence: Sequence, running: Items[Sequence]) -> bool:
-        """Return True if a running sequence is about to compute the next tokens that this prompt begins with."""
+        """Return True if a running sequence is about to compute the next tokens with which this prompt begins."""
         if sequence.place.lease is not None or not self.runner.shares_prefixes:
             return False
         token_ids, salt = sequence.token_ids, sequence.request.salt
@@ -98,7 +98,7 @@ class Slots:
     def enter(self, sequence: Sequence) -> bool:
         """Give a sequence a slot, with the stored part of its first tokens. Return False if no slot is free.
 
-        `_givers` has checked that there are pages.
+        `_givers` has checked that there are enough pages.
         """
         lease, runner = sequence.place.lease, self.runner
         slot = self._free_slot() if lease is None else self.hold(lease)
@@ -113,9 +113,10 @@ class Slots:
             runner.truncate(slot, min(num_common, len(sequence.token_ids) - 1))
             num_computed = runner.lengths[slot]
             if num_computed > num_common:
-                raise InferError(f"the cache holds {num_computed} tokens where {num_common} are right: {_OUR_FAULT}")
+                raise InferError(f"the cache must have {num_common} tokens, but has {num_computed}: {_OUR_FAULT}")
             num_dropped = num_held - num_common
-        if not num_computed:  # of a state, more may be found where a step ended than a lease's row can be cut back to
+        # With states, a stored checkpoint may have more tokens than the lease's row can be cut back to.
+        if not num_computed:
             num_computed = runner.adopt(slot, sequence.token_ids, sequence.request.salt)
             num_matched = runner.num_matched
         self._sequence_by_slot[slot] = sequence
@@ -125,7 +126,7 @@ class Slots:
         return True
 
     def _givers(self, sequence: Sequence, running: Items[Sequence], max_running: int) -> list[Sequence] | None:
-        """Return the sequences to preempt so that a sequence may enter, mostly none. Return None if it has to wait."""
+        """Return the sequences to preempt so that a sequence may enter, usually none. Return None if it must wait."""
         found = list[Sequence]()
 
         def size(each: Sequence) -> float:
@@ -140,15 +141,15 @@ class Slots:
         return found
 
     def size(self, sequence: Sequence, max_running: int) -> float:
-        """Return the share of the slots that a sequence takes, or of the pages if that is more."""
+        """Return the share of the slots that a sequence uses, or of the pages if that is more."""
         needed = self.runner.pages_of(len(sequence.token_ids) + self._queue.expected_room(sequence))
         shares = (pages / most for pages, most in zip(needed, self.runner.pool_pages, strict=True) if most)
         return max(1 / max_running, *shares)
 
     def _has_pages_for(self, sequence: Sequence, givers: Items[Sequence]) -> bool:
-        """Return True if there are enough pages for a sequence and all running ones, after the givers gave theirs up.
+        """Return True if there are enough pages for a sequence and all running ones, after the givers have lost theirs.
 
-        A sequence that is alone may always try.
+        The only sequence may always try.
         """
         if self._is_full and not givers and any(not each.is_paused for each in self.sequences):
             return False
@@ -160,13 +161,13 @@ class Slots:
             if other is not None and other not in givers:
                 expected = pages_of(len(other.token_ids) + self._queue.expected_room(other))
                 growths.append(list(map(sub, expected, pages_of(length))))
-            elif length:  # of an idle lease or a giver
+            elif length:  # the row of an idle lease or a giver
                 growths.append(list(map(neg, pages_of(length))))
         needed = pages_of(len(sequence.token_ids) + self._queue.expected_room(sequence))
         return has_pages(self.runner.free_pages, growths, needed)
 
     def leave(self, sequence: Sequence) -> None:
-        """Free the slot of a sequence that has ended. Its lease keeps the computed tokens."""
+        """Free the slot of a finished sequence. Its lease keeps the computed tokens."""
         slot, lease = sequence.slot, sequence.place.lease
         self.waiting.pop(sequence, None)
         if not sequence.has_slot:
@@ -186,7 +187,7 @@ class Slots:
         self._is_full = False
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's slot. The sequence is computed again when it gets another."""
+        """Take a sequence's slot away. It is computed again when it gets another slot."""
         sequence.stats.preemptions += 1
         self._release(sequence.slot)
         self.runner.truncate(sequence.slot, 0)
@@ -213,7 +214,7 @@ class Slots:
         self.preempt(sequence)
 
     def hold(self, lease: Lease) -> int | None:
-        """Return the slot of a lease, an empty one if it had none, or None if all slots are in use."""
+        """Return the slot of a lease, or an empty one if it had none, or None if all slots are in use."""
         if lease.slot is None and (slot := self._free_slot()) is not None:
             lease.slot = slot
             self._lease_by_slot[slot] = lease
@@ -221,13 +222,13 @@ class Slots:
         return lease.slot
 
     def reclaim(self, but: Lease | None = None) -> bool:
-        """Empty a slot for which nobody waits: that of a lease, or of a paused sequence, which is preempted.
+        """Empty a slot that is not needed now: the slot of a lease, or of a paused sequence, which is preempted.
 
         Return False if there is no such slot.
         """
         used = {*self._sequence_by_slot, *self._lease_by_slot}
         for slot, length in enumerate(self.runner.lengths):
-            if length and slot not in used:  # its lease was dropped
+            if length and slot not in used:  # the lease was dropped
                 self.runner.truncate(slot, 0)
                 return True
         leases = list(self._lease_by_slot.items())
@@ -244,10 +245,10 @@ class Slots:
         return bool(paused)
 
     def with_pages(self, sequence: Sequence, change: Callable[[], None]) -> bool:
-        """Run `change`. Each time it runs out of pages, free some and run it again.
+        """Run `change`. Whenever it runs out of pages, free some and run it again.
 
-        The pages come from slots for which nobody waits, then from a running sequence. Return False if this sequence
-        was preempted, or if it is alone and still has too few pages.
+        The pages come from slots that are not needed now, then from a running sequence. Return False if this sequence
+        was preempted, or if it is the only one and still has too few pages.
         """
         while sequence.has_slot:
             try:
@@ -274,9 +275,9 @@ class Slots:
         self._sequence_by_slot.clear()
 
     def _free_slot(self) -> int | None:
-        """Return an empty slot: the first that nobody has, or that of the least recently used lease.
+        """Return an empty slot: the first one without an owner, or the slot of the least recently used lease.
 
-        None if all are used.
+        Return None if all slots are in use.
         """
         while True:
             for slot in range(self.runner.num_slots):

@@ -1,4 +1,4 @@
-"""Snapshots of an engine, as values: for pictures, statistics and forecasts of waiting times."""
+"""Snapshots of an engine, as values: for pictures, statistics, and forecasts of waiting times."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ class SequenceState:
     num_computed: int
     num_reused: int
     num_preemptions: int
-    seconds: float  # since it was submitted
+    seconds: float  # since its submission
 
     @classmethod
     def of(cls, sequence: Sequence, now: float) -> Self:
@@ -49,7 +49,7 @@ class SequenceState:
 @final
 @dataclass(frozen=True)
 class PoolState:
-    """The pages of a group of layers: held by slots, free (some of them remembered for their content)."""
+    """The pages of a group of layers: used by slots, or free. Some free pages are remembered for their content."""
 
     num_pages: int
     num_free: int
@@ -65,12 +65,12 @@ class EngineSnapshot:
     max_running: int
     pools: tuple[PoolState, ...]
     num_steps: int
-    num_preemptions: int  # those of sequences that go on included, as with the next
+    num_preemptions: int  # includes active sequences, like the next count
     reused_tokens: int
     costs: Costs
     predicted_over_measured: tuple[float, float, float] | None
-    work_by_tenant: Mapping[str, float]  # over its weight: the least is served next
-    expected_answer: int  # tokens with which an answer of unknown length is admitted
+    work_by_tenant: Mapping[str, float]  # divided by its weight; the tenant with the least is served next
+    expected_answer: int  # tokens that are assumed for an answer of unknown length
 
     @property
     def running(self) -> tuple[SequenceState, ...]:

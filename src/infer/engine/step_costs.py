@@ -2,13 +2,13 @@
 
     seconds = base + a · sequences + b · further tokens + c · Σ tokens × positions before them
 
-Further tokens are a prompt's, and drafts. The four costs are the least squares of relative errors over the last steps
-without further tokens and the last with any, none below 0: a long row of steps alike, as a long prompt takes beside
-others, does not tell the costs apart, and what those before it told must last. What all steps are slower or faster by
-for a moment, as with a busy neighbour, is a factor apart.
+Further tokens are those of prompts, and drafts. The four costs minimise the squares of relative errors, and none is
+negative. Two sums are kept: over the last steps without further tokens, and over the last steps with some. A long
+series of equal steps, for example during a long prompt, cannot separate the four costs, so the knowledge from earlier
+steps must last. A momentary slowdown of all steps, for example by a busy neighbour, is a separate factor, the pace.
 
-Drafts need more than this line: kernels process tokens in groups, so the time of a step jumps between two exact sizes.
-So `StepCosts.by_kind` has a table of exact sizes for each kind of step, `StepTimes`, which knows nothing else.
+Drafts need more than this line: kernels process tokens in groups, so the time jumps between two exact sizes.
+So `StepCosts.by_kind` has a table of exact sizes for each kind of step, `StepTimes`, which uses nothing else.
 """
 
 from collections import defaultdict, deque
@@ -19,15 +19,15 @@ from typing import NamedTuple, Self, final
 from infer.outputs import percentile
 from infer.speculation.policy import StepTimes
 
-KEPT = 0.98  # what a step still weighs after the next one of its kind
-MAX_SURPRISE = 4.0  # times what was predicted: a step that took longer was held up, unless the next one was too
-NUM_RATIOS = 256  # of the last steps, for statistics
+KEPT = 0.98  # factor of a step's weight after each later step of its kind
+MAX_SURPRISE = 4.0  # times the prediction: a longer step was held up, unless the next one is longer, too
+NUM_RATIOS = 256  # kept ratios of the last steps, for statistics
 _ENOUGH_RATIOS, _USUAL_LOW_RATIO = 64, 0.8
-# What the cost that is known weighs beside a step's. Where steps do not tell two costs apart, the lighter one changes.
+# Weight of the known cost, relative to a step's. If steps do not separate two costs, the lighter one changes.
 _PRIORS = (1e-3, 1e-2, 1e-3, 1e-1)
-_PACE_GAIN, _MAX_CHANGE = 0.2, 0.7  # of the pace, by one step, as a logarithm
-_SOLVED_EVERY, _OFF = 8, 0.2  # steps; at once where one took so much more or less of its time
-_CONTEXT = 1024  # positions, in which products of tokens and positions are counted
+_PACE_GAIN, _MAX_CHANGE = 0.2, 0.7  # change of the pace by one step, as a logarithm
+_SOLVED_EVERY, _OFF = 8, 0.2  # solve after this many steps, or immediately after a step with this relative error
+_CONTEXT = 1024  # positions: the unit of context
 
 
 class StepWork(NamedTuple):
@@ -35,11 +35,11 @@ class StepWork(NamedTuple):
 
     num_sequences: int
     num_tokens: int
-    context: int  # Σ over its tokens of the positions before each
+    context: int  # sum over its tokens of the positions before each
 
     @classmethod
     def of(cls, chunks: Collection[tuple[int, int]]) -> Self:
-        """Return the work of a step with these chunks: number of tokens, and positions before them, per sequence."""
+        """Return the work of a step with these chunks: pairs of a number of tokens and the positions before them."""
         num_sequences = sum(count > 0 for count, _ in chunks)
         return cls(num_sequences, sum(count for count, _ in chunks), sum(context_of(*chunk) for chunk in chunks))
 
@@ -68,14 +68,14 @@ class Costs(NamedTuple):
     base: float
     per_sequence: float
     per_token: float
-    per_context: float  # of a token for each 1,024 positions before it
+    per_context: float  # of a token, per 1,024 positions before it
 
 
 class _Sums:
     """Sums over the last steps of a kind."""
 
     def __init__(self) -> None:
-        self.products, self.targets = [0.0] * 16, [0.0] * 4  # of features by features, and of features by 1
+        self.products, self.targets = [0.0] * 16, [0.0] * 4  # sums of features × features, and of features
 
     def add(self, features: Sequence[float]) -> None:
         outer = [left * right for left in features for right in features]
@@ -86,13 +86,13 @@ class _Sums:
 @final
 class StepCosts:
     def __init__(self) -> None:
-        self._single, self._further = _Sums(), _Sums()  # of steps without further tokens, and with
+        self._single, self._further = _Sums(), _Sums()  # steps without further tokens, and steps with some
         self._costs = Costs(0.0, 0.0, 0.0, 0.0)
-        self._pace = 0.0  # a factor's logarithm
+        self._pace = 0.0  # logarithm of a factor
         self._was_held_up = False
         self.num_steps = 0
         self._ratios = deque[float](maxlen=NUM_RATIOS)
-        self.by_kind = defaultdict[StepKind, StepTimes](StepTimes)  # of exact sizes, for drafts
+        self.by_kind = defaultdict[StepKind, StepTimes](StepTimes)  # times of exact sizes, for drafts
 
     @property
     def is_known(self) -> bool:
@@ -117,17 +117,17 @@ class StepCosts:
         return exp(self._pace) * _sum(self.costs, work.features)
 
     def predict_further(self, num_tokens: int, context: int) -> float:
-        """Return the seconds that further tokens add, with `context` positions before them in all."""
+        """Return the seconds that further tokens add. `context` is the sum of the positions before them."""
         return exp(self._pace) * (self.costs.per_token * num_tokens + self.costs.per_context * context / _CONTEXT)
 
     def tokens_in(self, seconds: float, start: int) -> int:
-        """Return how many further tokens of a chunk that begins after `start` positions take these seconds."""
+        """Return how many further tokens of a chunk that begins after `start` positions fit into these seconds."""
         scale = exp(-self._pace) if self.is_known else 0.0
         once, more = self.costs.per_token + self.costs.per_context * start / _CONTEXT, self.costs.per_context / _CONTEXT
         budget = seconds * scale
         if budget <= 0 or once + more <= 0:
             return 0
-        # once · t + more · t² / 2 = budget, in the form that does not cancel
+        # once · t + more · t² / 2 = budget, in the form without cancellation
         return int(2 * budget / (once + sqrt(once * once + 2 * more * budget)))
 
     def learn(self, work: StepWork, seconds: float) -> None:
@@ -151,7 +151,7 @@ class StepCosts:
             self._pace += _PACE_GAIN * max(-_MAX_CHANGE, min(error, _MAX_CHANGE))
 
     def _solve(self) -> Costs:
-        """Return the least squares without a negative cost. The most negative one is set to 0 until none is left."""
+        """Return the least squares without negative costs. The most negative cost is set to 0 until none is left."""
         used = [0, 1, 2, 3]
         products = [one + other for one, other in zip(self._single.products, self._further.products, strict=True)]
         targets = [one + other for one, other in zip(self._single.targets, self._further.targets, strict=True)]

@@ -1,15 +1,16 @@
-"""Choose the tenants that the next step is for: all, or only those that are behind with their share of the time.
+"""Choose the tenants of the next step: all, or only those that have had less than their share of the time.
 
 A step with many sequences takes longer than a step with few. One tenant with many sequences, or with long prompts,
-would slow down the answers of all others. So each tenant is owed its share of the time that steps take, and each step
-pays it the time that its own part would have taken alone. If all tenants have about the same number of sequences, a
-step for all pays each one enough, and every step is for all. When some tenants are owed a whole step, the others sit
-out.
+would slow down the answers of all others. So each tenant earns its share of the time of all steps, and pays for each
+step the time that its own part would have taken alone. If all tenants have about the same number of sequences, a
+step for all pays each one enough, so every step is for all. When some tenants are owed a whole step, the others
+skip it.
 
-The shares add up to the whole time. If they added up to more, then without a gain from batching all tenants would
-fall behind, every step would be for all again, and the small ones would lose.
+The shares add up to the whole time. If they added up to more, and batching gained nothing, all tenants would fall
+behind. Then every step would be for all again, and the small tenants would lose.
 
-All wait while a grammar's masks are filled. That delay is exact, so a tenant may owe it for later steps.
+All tenants wait while a grammar's masks are filled. That delay is measured exactly, so a tenant may pay it in later
+steps.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -17,8 +18,9 @@ from typing import NamedTuple, final
 
 from infer.engine.step_costs import StepCosts, StepWork
 
-MARGIN = 0.3  # of its share leaves the costliest tenant to the others, for the time that no cost model knows
-MOST_OWED = 1.0  # seconds: a tenant that waited long does not make the others wait as long
+# Part of its share that the costliest tenant gives to the others, for time that the cost model does not know.
+MARGIN = 0.3
+MOST_OWED = 1.0  # seconds: a tenant that waited long may not delay the others for as long
 
 
 class StepPart(NamedTuple):
@@ -26,8 +28,8 @@ class StepPart(NamedTuple):
 
     tenant: str
     num_tokens: int
-    start: int  # positions before them
-    delay: float = 0.0  # seconds, for which all waited for its grammar
+    start: int  # positions before the tokens
+    delay: float = 0.0  # seconds that all waited for its grammar
 
 
 @final
@@ -35,13 +37,13 @@ class StepShares:
     def __init__(self, costs: StepCosts, weight: Callable[[str], float]) -> None:
         """Begin without debts. `weight` returns the weight of a tenant."""
         self._costs, self._weight = costs, weight
-        self._owed: dict[str, float] = {}  # seconds, of the tenants that have something to compute
-        self._last: dict[str, float] = {}  # seconds, of one step, when each last took part
+        self._owed: dict[str, float] = {}  # seconds, per tenant with work
+        self._last: dict[str, float] = {}  # seconds of the last step in which each took part
         self._most_steps: int | None = None
 
     @property
     def most_steps(self) -> int | None:
-        """Number of steps that the chosen tenants may run before the others run again. None: as many as they want."""
+        """Number of steps that the chosen tenants may run before the others run again. None means no limit."""
         return self._most_steps
 
     @property
@@ -50,8 +52,10 @@ class StepShares:
         return bool(self._owed)
 
     def choose(self, parts: Iterable[StepPart]) -> Collection[str]:
-        """Return the tenants that the next step is for. `parts` are the smallest ones of all that could run in it: a
-        prompt takes about as long as in the last step.
+        """Return the tenants of the next step.
+
+        `parts` are the smallest possible parts of all sequences. A prompt is assumed to take as long as in its last
+        step.
         """
         costs = {tenant: max(cost, self._last.get(tenant, 0.0)) for tenant, cost in self._costs_alone(parts).items()}
         self._last = {tenant: self._last.get(tenant, 0.0) for tenant in costs}
@@ -59,17 +63,17 @@ class StepShares:
         behind = {tenant: owed / costs[tenant] for tenant, owed in self._owed.items() if costs[tenant] > 0}
         behind = {tenant: num_steps for tenant, num_steps in behind.items() if num_steps >= 1}
         self._most_steps = None
-        if 0 < len(behind) < len(costs):  # a step earns a part of what it costs
+        if 0 < len(behind) < len(costs):  # a step earns only a part of its cost
             rates = self._rates(costs)
             self._most_steps = min(1 + int((behind[tenant] - 1) / (1 - rates[tenant])) for tenant in behind)
         return behind.keys() or costs.keys()
 
     def computed(self, parts: Collection[StepPart], num_steps: int, seconds: float) -> None:
-        """Count steps that took `seconds` in all, without the delays of their parts.
+        """Count steps that took `seconds` in total, without the delays of their parts.
 
-        A thread that fills masks for long takes a core and memory's speed from the steps, too. So the time beyond what
-        was predicted is paid by the tenants of those grammars, up to as much again as the delays. What a tenant cannot
-        pay is forgiven, since a step for many takes less time than its parts, but no delay is.
+        A thread that fills masks for a long time also takes a core and memory bandwidth from the steps. So the tenants
+        of those grammars pay the time above the prediction, up to the length of the delays. Other debt that a tenant
+        cannot pay is forgiven, because a step for many takes less time than its parts. A delay is never forgiven.
         """
         if not (predicted := self._costs.predict(_work(parts))):
             return
@@ -87,7 +91,7 @@ class StepShares:
             self._owed[tenant] = min(max(owed, -MOST_OWED), MOST_OWED)
 
     def _rates(self, costs: Mapping[str, float]) -> dict[str, float]:
-        """Return the part of all time that each tenant earns. The one that is costliest for its share earns less."""
+        """Return the part of all time that each tenant earns. The tenant that is costliest for its share earns less."""
         total = sum(map(self._weight, self._owed))
         shares = {tenant: self._weight(tenant) / total for tenant in self._owed}
         costliest = max(shares, key=lambda tenant: costs[tenant] / shares[tenant], default="")
@@ -97,7 +101,7 @@ class StepShares:
         }
 
     def _costs_alone(self, parts: Iterable[StepPart]) -> dict[str, float]:
-        """Return the seconds that a step with the parts of one tenant alone takes, for each tenant."""
+        """Return for each tenant the seconds that a step with only its parts would take."""
         own: dict[str, list[StepPart]] = {}
         for part in parts:
             own.setdefault(part.tenant, []).append(part)

@@ -15,15 +15,15 @@ from infer.outputs import GenerationResult, Piece
 OnToken = Callable[[int, str], bool | None]
 OnPrefill = Callable[[int, int], None]
 Prepare = Callable[[], Awaitable[Sequence]]
-_NOT_COPIED = "a stream cannot be copied or pickled: it is an answer under way"
+_NOT_COPIED = "a stream cannot be copied or pickled: it is a running answer"
 
 
 @final
 class OpenAnswer:
-    """An answer that is being computed. One side reads it, and others may end it. Nothing is computed before `begin`.
+    """An answer that is being computed. One reader reads it, and others may end it. It is computed after `begin`.
 
-    When it has ended, it is cut to the pieces that its reader took, and `on_end` is called. `on_end` may be called
-    several times, by everybody who sees the end.
+    At its end, it is cut to the pieces that its reader took, and `on_end` is called. `on_end` may be called several
+    times, by each thread that sees the end.
     """
 
     def __init__(
@@ -36,22 +36,22 @@ class OpenAnswer:
     ) -> None:
         self.loop, self.sequence, self.mailbox = loop, sequence, mailbox
         self._lease, self._on_end = lease, on_end
-        self._changing = threading.RLock()  # held for moments: a signal's handler may come here again
+        self._changing = threading.RLock()  # held briefly; a signal's handler may acquire it again
         self._has_begun = False
 
     @property
     def is_closed(self) -> bool:
-        """True if its reader gets nothing more."""
+        """True if its reader gets no further pieces."""
         return self.mailbox.is_closed or self.mailbox.is_read
 
     def begin(self, *, only_end: bool = False) -> None:
-        """Submit the sequence, unless that was done. Raises ClosedError and InferError if the loop takes no more."""
+        """Submit the sequence if that is not done. Raises ClosedError, and InferError if the loop accepts no more."""
         self.loop.check_process()
         with self._changing:
             if self._has_begun or self.mailbox.is_closed:
                 return
             self.mailbox.only_end = only_end
-            self._has_begun = True  # first: an exception may come before `submit` returns
+            self._has_begun = True  # first, because an exception may be raised before `submit` returns
             try:
                 self.loop.submit(self.sequence, self.mailbox, self._lease)
             except InferError:
@@ -59,7 +59,7 @@ class OpenAnswer:
                 raise
 
     def cancel(self) -> None:
-        """Give the reader nothing more, and let the sequence end. Never waits. For any thread, and for finalizers."""
+        """Give the reader no further pieces, and end the sequence. Does not wait. For any thread and for finalizers."""
         self.mailbox.close()
         self.loop.cancel(self.sequence, self.mailbox)
 
@@ -70,9 +70,9 @@ class OpenAnswer:
             self.cancel()
 
     def take(self, most: int | None) -> list[Piece] | None:
-        """Return up to `most` pieces that have come: an empty list at the end of the answer, None if more may come."""
+        """Return up to `most` arrived pieces: an empty list at the end of the answer, None if more may arrive."""
         self.poll_cancel()
-        has_ended = self.mailbox.has_ended  # before the pieces are looked at: after it no more come
+        has_ended = self.mailbox.has_ended  # read before the pieces, because none arrive after the end
         found = self.mailbox.take(most)
         return found if found or has_ended or self.mailbox.is_closed else None
 
@@ -89,7 +89,7 @@ class OpenAnswer:
         self.settle()
 
     def settle(self) -> None:
-        """Cut an ended answer to the pieces that were taken."""
+        """Cut a finished answer to the pieces that were taken."""
         with self._changing:
             self.sequence.keep(self.mailbox.num_taken)
             self._on_end()
@@ -110,9 +110,9 @@ class Stream(Iterator[Piece]):
 
     def __init__(self, answer: OpenAnswer, on_prefill: OnPrefill | None = None) -> None:
         self.answer, self._on_prefill = answer, on_prefill
-        self._num_shown = 0  # tokens of the prompt that `on_prefill` was told of
+        self._num_shown = 0  # tokens of the prompt that `on_prefill` knows of
         self._entering = threading.RLock()
-        self._reader: object | None = None  # the call that reads
+        self._reader: object | None = None  # the call that is reading
         weakref.finalize(self, answer.cancel).atexit = False
 
     def __iter__(self) -> Self:
@@ -124,7 +124,7 @@ class Stream(Iterator[Piece]):
             with self._entering:
                 if self._reader is not None:
                     raise InvalidRequestError(
-                        "the stream is being read: one thread reads at a time, and none of the stream's own callbacks"
+                        "the stream is being read: only one thread may read it at a time, and its own callbacks may not"
                     )
                 self._reader = reader
             return self._next()
@@ -215,7 +215,7 @@ class Stream(Iterator[Piece]):
                 if on_token is not None and on_token(piece.token_id, piece.text) is False:
                     self.cancel()
         except BaseException:
-            if self._reader is None:  # else another thread reads, whose answer it is
+            if self._reader is None:  # otherwise another thread reads the answer
                 self.close()
             raise
         return answer.sequence.result()
@@ -223,7 +223,7 @@ class Stream(Iterator[Piece]):
     def _next(self) -> Piece:
         answer, mailbox = self.answer, self.answer.mailbox
         if not answer.loop.is_open:
-            answer.close()  # the model was closed: an answer that has not begun ends as if it had
+            answer.close()  # the model was closed, so an answer that has not begun ends, too
         elif not mailbox.is_closed:
             answer.begin()
         while (found := answer.take(1)) is None:
@@ -257,7 +257,7 @@ class AsyncStream(AsyncIterator[Piece]):
     """
 
     def __init__(self, prepare: Prepare, open_answer: Callable[[Sequence], OpenAnswer]) -> None:
-        """Begin with `prepare`, which makes the sequence. `open_answer` is called on the event loop that reads it."""
+        """Begin with `prepare`, which makes the sequence. `open_answer` is called on the reader's event loop."""
         self._prepare, self._open = prepare, open_answer
         self._answer: OpenAnswer | None = None
         self._is_read = self._is_cancelled = False
@@ -278,7 +278,7 @@ class AsyncStream(AsyncIterator[Piece]):
         return stream
 
     async def begin(self) -> Self:
-        """Prepare and submit the request, and return the stream. Reading the stream does it too.
+        """Prepare and submit the request, and return the stream. Reading the stream also does this.
 
         Raises:
             InvalidRequestError: The request is refused.
@@ -399,14 +399,14 @@ class AsyncStream(AsyncIterator[Piece]):
 
 @final
 class _Reading:
-    """One task reads a stream at a time. If it is cancelled or fails, the answer ends."""
+    """Lets one task read a stream at a time. If the task is cancelled or fails, the answer ends."""
 
     def __init__(self, stream: AsyncStream) -> None:
         self._stream = stream
 
     async def __aenter__(self) -> None:
         if self._stream._is_read:
-            raise InvalidRequestError("another task is reading the stream: one reads at a time")
+            raise InvalidRequestError("another task is reading the stream: only one may read it at a time")
         self._stream._is_read = True
 
     async def __aexit__(self, kind: object, *rest: object) -> None:

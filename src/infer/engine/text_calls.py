@@ -1,4 +1,4 @@
-"""Calls that wait for the vectors, scores and labels of texts: what the methods of `LLM` do."""
+"""Calls that wait for the vectors, scores and labels of texts: the work of `LLM`'s methods."""
 
 import warnings
 from collections.abc import Sequence
@@ -43,6 +43,6 @@ def classify_texts(host: Host, texts: Sequence[TextOrPair], *, truncate: bool) -
 
 
 def warn_if_cut(ids: TextIds, stacklevel: int = 4) -> None:
-    """Warn about texts that were cut. `stacklevel` is that of the standard library."""
+    """Warn about texts that were cut. `stacklevel` is the parameter of the standard library."""
     if ids.warning:
         warnings.warn(ids.warning, TruncationWarning, stacklevel=stacklevel)

@@ -1,4 +1,4 @@
-"""The heads of a model for whole texts: what its files say about vectors, scores and labels."""
+"""The heads of a model for whole texts: how its files define vectors, scores and labels."""
 
 from dataclasses import dataclass, field
 from typing import final
@@ -17,9 +17,9 @@ from infer.tokenizer import Tokenizer
 @final
 @dataclass(frozen=True, eq=False)
 class Embedder:
-    """How states become a vector of `size`.
+    """How states become a vector of `size` values.
 
-    `normalizes` is True if vectors have length 1, `skips_prompt` if the tokens of a prompt are not pooled.
+    If `normalizes`, vectors have length 1. If `skips_prompt`, the tokens of a prompt are not pooled.
     """
 
     size: int
@@ -32,9 +32,9 @@ class Embedder:
 @final
 @dataclass(frozen=True, eq=False)
 class Classifier:
-    """A head with one logit per label, and the function that makes the values of a text of these logits.
+    """A head with one logit per label, and the function that computes the values of a text from these logits.
 
-    `pad_id` is the token that a text must not end with if its last state is pooled.
+    If the last state is pooled, a text must not end with the token `pad_id`.
     """
 
     head: Head
@@ -69,7 +69,7 @@ def make_text_heads(checkpoint: Checkpoint, tokenizer: Tokenizer, reranker: Rera
 
 
 def _state_size(checkpoint: Checkpoint) -> int:
-    """Return the size of a state: that of the embedding, or the config's if the files have it under another name."""
+    """Return the size of a state: the embedding's, or the config's if the files have it under another name."""
     embedding, given = checkpoint.tensors.get("model.embed_tokens.weight"), checkpoint.config.get("hidden_size")
     if embedding is not None and embedding.shape:
         return embedding.shape[-1]

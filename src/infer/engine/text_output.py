@@ -1,4 +1,4 @@
-"""The text of an answer, token by token. It ends by an end id, a stop string, a complete grammar or its length."""
+"""The text of an answer, token by token. It ends with an end id, a stop string, a complete grammar or its length."""
 
 from typing import final
 
@@ -12,8 +12,8 @@ from infer.toolcalls.parsed import Parsed, Parser
 class TextOutput:
     """The text of the tokens that were pushed. The same tokens always give the same pieces and the same end.
 
-    The answer ends after `limit` tokens: by the context's length, or by the request. A parser separates reasoning and
-    tool calls from the text. Stop strings are looked for in the text alone.
+    The answer ends after `limit` tokens: the limit of the context or of the request. A parser separates reasoning and
+    tool calls from the text. Stop strings are searched in the text only.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, room: int, parser: Parser | None = None) -> None:
@@ -56,7 +56,7 @@ class TextOutput:
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
     def flush(self) -> Parsed:
-        """Return the text that is held back, if the answer ends before its end."""
+        """Return the held text, if the answer stops before its end."""
         rest = self._parsed(self._detokenizer.flush(), is_last=True)
         return Parsed(self._stop_strings.push(rest.text).text + self._stop_strings.flush(), rest.deltas)
 

@@ -1,4 +1,4 @@
-"""Hidden states of texts, step after step: of a decoder over a cache of its own, or of an encoder stage after stage."""
+"""Hidden states of texts, step by step: from a decoder with its own cache, or from an encoder stage by stage."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -17,7 +17,7 @@ from infer.runner.hidden_states import MAX_SHARED_TOKENS, MAX_TEXTS, STEP_TOKENS
 class TextStep(NamedTuple):
     """The float32 states of some texts' next tokens, each with the index of its text.
 
-    `ends_batch` is True where nothing is kept for the next step, so that another call may compute its own texts.
+    If `ends_batch`, nothing is kept for the next step, so that another call may compute its texts.
     """
 
     found: list[tuple[int, Float[Tensor, "tokens hidden"]]]
@@ -27,7 +27,7 @@ class TextStep(NamedTuple):
 def text_states(host: Host, given: TextIds, *, only_last: bool = False) -> Iterator[TextStep]:
     """Yield the states after the last norm of all tokens of the texts, after each step.
 
-    `only_last` says that the last state of each text is needed, so the first tokens of all may be read once.
+    If `only_last`, only the last state of each text is needed, so the common first tokens may be read once.
     """
     texts = given.token_ids
     if host.reads_whole_texts:
@@ -52,7 +52,7 @@ def _of_encoder(host: Host, texts: Sequence[list[int]], second_starts: Sequence[
 
 
 def step_tokens(host: Host) -> int:
-    """Return how many tokens a step may have without keeping others waiting for longer than their own steps do."""
+    """Return how many tokens a step may have so that others wait no longer than for their own steps."""
     costs = host.engine.scheduler.costs
     if not host.loop.num_sequences or not costs.costs.per_token:
         return STEP_TOKENS
@@ -60,9 +60,9 @@ def step_tokens(host: Host) -> int:
 
 
 def _num_shared(host: Host, texts: Sequence[list[int]]) -> int:
-    """Return the number of tokens with which all texts begin and that are read once, 0 for few of them.
+    """Return the number of common first tokens of all texts that are read once, or 0 if they are few.
 
-    The last token of each text is read with the text.
+    The last token of each text is always read with the text.
     """
     if len(texts) < 2 or host.model.is_long(max(map(len, texts))):
         return 0
@@ -73,7 +73,7 @@ def _num_shared(host: Host, texts: Sequence[list[int]]) -> int:
 
 
 def _batches(lengths: Sequence[int], most_tokens: int, most_texts: int) -> Iterator[list[int]]:
-    """Yield indices of texts: of short ones as many as a step takes, and of each longer one by itself."""
+    """Yield indices of texts: short texts together up to a step's size, and each longer text alone."""
     batch, num_tokens = list[int](), 0
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         num_tokens += lengths[index]

@@ -1,4 +1,4 @@
-"""The times at which an answer's tokens were computed and handed over, in seconds."""
+"""The times at which an answer's tokens were computed and delivered, in seconds."""
 
 import time
 from typing import final
@@ -12,14 +12,14 @@ class AnswerTimer:
     """Collects the times of one answer that `GenerationTiming` reports."""
 
     def __init__(self) -> None:
-        self.began: float | None = None  # when somebody began to wait for the tokens, by time.perf_counter
-        self.arrivals = list[float]()  # when each token came, by the same clock
+        self.began: float | None = None  # when the wait for the tokens began, by time.perf_counter
+        self.arrivals = list[float]()  # when each token arrived, by the same clock
         self._waited = 0.0
         self._prefill_s: float | None = None
         self._decode_times_s, self._sampling_times_s = list[float](), list[float]()
 
     def begin(self) -> None:
-        """Note the time from which somebody waits for the tokens, at the first call."""
+        """Note at the first call that the wait for the tokens begins."""
         if self.began is None:
             self.began = time.perf_counter()
 
@@ -28,14 +28,14 @@ class AnswerTimer:
         self.arrivals.append(time.perf_counter())
 
     def waited(self, seconds: float) -> None:
-        """Add time that gave no token. It counts with the next forward."""
+        """Add time that gave no token. It counts as a part of the next forward."""
         self._waited += seconds
 
     def stepped(self, num_accepted: int, clock: Clock) -> None:
         """Add the times of a step or a multi-step, of whose sampled tokens the first `num_accepted` were accepted.
 
-        The first of all tokens ends the prefill. Python's time before a forward and after the last sampling counts with
-        the next forward. Steps whose tokens were dropped count nowhere.
+        The first token ends the prefill. Python's time before a forward and after the last sampling counts as a part of
+        the next forward. Steps whose tokens were dropped are not counted.
         """
         before = clock.started
         for end in clock.ends[:num_accepted]:

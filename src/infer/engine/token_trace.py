@@ -1,4 +1,4 @@
-"""The logits of a text, and each stage by which a token of an answer was sampled from them."""
+"""The logits of a text, and the stages by which a token of an answer was sampled from them."""
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ from infer.sampling.trace import sample_trace
 def logits_of(
     host: Host, token_ids: Sequence[int], last: int | None
 ) -> Generator[None, None, Float[Tensor, "tokens vocab"]]:
-    """Return the float32 logits after every token, or after the last few, as work for the loop."""
+    """Return the float32 logits after every token, or only after the last few. It is work for the loop."""
     num_logits = len(token_ids) if last is None else min(last, len(token_ids))
     first, found = len(token_ids) - max(1, num_logits), list[Tensor]()
     for logits in logits_beside(host, token_ids, first):
@@ -38,14 +38,14 @@ def logits_of(
 
 
 def logits_beside(host: Host, token_ids: Sequence[int], first: int) -> Iterator[Float[Tensor, "tokens vocab"] | None]:
-    """Yield the float32 logits after each token from index `first` on, at most 64 of them at a time.
+    """Yield the float32 logits after each token from index `first` on, at most 64 tokens at a time.
 
-    They are computed at a slot of the engine, a chunk at each `next`. It yields None after a chunk before `first`. If
-    others take the slot, tokens are computed again, and it yields None meanwhile. Each time, twice as many tokens are
-    computed at once, so there is always progress.
+    They are computed in a slot of the engine, one chunk per `next`. After a chunk before `first`, it yields None. If
+    others take the slot, tokens are computed again, and it yields None meanwhile. Each time it computes twice as many
+    tokens per chunk, so there is always progress.
     """
     runner, lease = host.runner, Lease()
-    num_done = num_held = num_losses = 0  # tokens that gave their logits; tokens at the slot; how often it was taken
+    num_done = num_held = num_losses = 0  # tokens whose logits are known; tokens in the slot; losses of the slot
 
     def compute(slot: int) -> Tensor | None:
         nonlocal num_done, num_held, num_losses
@@ -75,7 +75,7 @@ def logits_beside(host: Host, token_ids: Sequence[int], first: int) -> Iterator[
 def score_prompt(
     host: Host, token_ids: Sequence[int], num_top: int
 ) -> Generator[None, None, list[TokenLogprob | None]]:
-    """Return the log-probability of each token by the raw logits, and None for the first, as work for the loop."""
+    """Return the log-probability of each token by the raw logits, None for the first. It is work for the loop."""
     found: list[TokenLogprob | None] = [None]
     for logits in logits_beside(host, token_ids, 0):
         yield
@@ -90,7 +90,7 @@ def score_prompt(
 
 
 def ids_to_score(host: Host, prompt: Prompt, num_top: int = 0) -> list[int]:
-    """Return the ids of a prompt without an answer. Raises InvalidRequestError."""
+    """Return the ids of a prompt that is not answered. Raises InvalidRequestError."""
     check_count("num", num_top, 0, MAX_LOGPROBS)
     return check_prompt(host.requests.limits, host.requests.encode(prompt), room=0)
 
@@ -98,7 +98,7 @@ def ids_to_score(host: Host, prompt: Prompt, num_top: int = 0) -> list[int]:
 def trace_token(host: Host, ask: Ask, step: int, num_candidates: int) -> SampleTrace:
     """Return the trace of one step of an answer.
 
-    Raises InvalidRequestError if the answer ends before `step`, and as `check_traceable` does.
+    Raises InvalidRequestError if the answer ends before `step`, and the errors of `check_traceable`.
     """
     check_count("step", step, 1, host.requests.limits.max_seq_len)
     check_count("num_candidates", num_candidates, 1, host.requests.limits.vocab_size)
@@ -112,7 +112,7 @@ def trace_token(host: Host, ask: Ask, step: int, num_candidates: int) -> SampleT
     if len(result.token_ids) < step:
         why = f"{result.finish_reason}, {result.stop_reason!r}"
         raise InvalidRequestError(
-            f"step must be at most {len(result.token_ids)}, where the answer ends ({why}), got {step}"
+            f"step must be at most {len(result.token_ids)}, the end of the answer ({why}), got {step}"
         )
     request = replace(sequence.request, params=replace(params, seed=result.seed))
     work = trace_answer(host, request, result.token_ids, first=step, num_candidates=num_candidates)
@@ -125,7 +125,7 @@ def check_traceable(host: Host) -> None:
     """Raise InvalidRequestError if the cache keeps only a part of a prompt."""
     if host.settings.cache.keeps_whole_prompts:
         raise InvalidRequestError(
-            "a trace needs the whole prompt, and snapkv keeps a part of it: load the model without it"
+            "a trace needs the whole prompt, but snapkv keeps only a part: load the model without snapkv"
         )
 
 
@@ -139,7 +139,7 @@ def trace_answer(
     num_candidates: int,
     is_given: bool = False,
 ) -> Generator[None, None, list[SampleTrace]]:
-    """Return the trace of each token of an answer, from step `first` to `last`, which is the last one by default.
+    """Return the trace of each token of an answer, from step `first` to `last` (by default the answer's end).
 
     If the answer `is_given`, its tokens may differ from those of the sampler. It is work for the loop, token by token.
     """
@@ -160,7 +160,7 @@ def trace_answer(
                 shown_id=context[place],
             )
             if trace.token_id != context[place] and not is_given:
-                raise InferError(f"the trace ends in token {trace.token_id}, the answer in {context[place]}")
+                raise InferError(f"the trace sampled token {trace.token_id}, but the answer has {context[place]}")
             found.append(_spelled(trace, host.tokenizer.token_bytes))
             place += 1
             yield
@@ -182,7 +182,7 @@ class _Masks:
     def next(self, token_id: int) -> Int[Tensor, "words"] | None:
         """Return the mask before this token, and move past it.
 
-        After the grammar's end, or a token it forbids, all bits are 1.
+        After the grammar's end, or a forbidden token, all bits are 1.
         """
         if self._constraint is None:
             return None

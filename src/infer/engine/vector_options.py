@@ -1,4 +1,4 @@
-"""How texts become vectors and scores, and what came of it, as values. Loads no torch."""
+"""How texts become vectors and scores, and the results, as values. Loads no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +30,9 @@ class VectorOptions:
 class TextIds(NamedTuple):
     """The ids of each text, and the number of texts that were cut to `most` tokens.
 
-    `num_skipped` are the numbers of first tokens of each text that are not pooled; () for none. `second_starts` are the
-    places from which tokens have the second type, for an encoder that reads pairs; () if all tokens have the first.
+    `num_skipped` has the number of first tokens of each text that are not pooled; () skips none. `second_starts` has
+    the index of each text's first token of the second type, for an encoder that reads pairs; () means that all tokens
+    have the first type.
     """
 
     token_ids: list[list[int]]
@@ -54,19 +55,19 @@ class TextIds(NamedTuple):
 
     @property
     def warning(self) -> str:
-        """The warning about texts that were cut, "" if none was."""
+        """The warning about texts that were cut, or "" if none was."""
         total = len(self.token_ids)
         return f"{self.num_cut} of {total} texts were cut to {self.most} tokens" if self.num_cut else ""
 
 
 class Computed(NamedTuple):
-    """Vectors `[texts, size]`, a list of scores or of labels, and the texts of which they were computed."""
+    """Vectors `[texts, size]`, a list of scores or of labels, and the texts from which they were computed."""
 
     found: Any
     texts: TextIds
 
 
 def ranked(found: Sequence[float], documents: Sequence[str], top_n: int | None) -> list[RankedDocument]:
-    """Return the documents by their scores, the most relevant first, `top_n` at most. At ties, the first one leads."""
+    """Return at most `top_n` documents, the most relevant first. If two scores are equal, the first one comes first."""
     order = sorted(range(len(found)), key=lambda index: -found[index])[:top_n]
     return [RankedDocument(index, found[index], documents[index]) for index in order]

@@ -54,5 +54,5 @@ def _version() -> str:
 
     try:
         return version("infer-engine")
-    except PackageNotFoundError:  # run from a source tree that was never installed
+    except PackageNotFoundError:  # the source tree is not installed
         return "0+unknown"

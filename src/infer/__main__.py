@@ -1,4 +1,4 @@
-"""The `infer` command as a process: quiet if it is interrupted early, and gone immediately after its end.
+"""The `infer` command as a process: quiet if it is interrupted early, and fast to exit.
 
 Only `os` and `signal` are imported before Ctrl-C has a handler: an interrupted import prints a traceback.
 """

@@ -38,11 +38,11 @@ class AsyncLLM:
     """`LLM` for `await` and `async for`. Methods have the arguments and errors of the same methods of `LLM`.
 
     Answers of all tasks and loops run in the same steps, and each has the tokens that it would have alone. Requests are
-    prepared in a few threads. A task that is cancelled, or leaves a stream, frees its slot when the current step has
-    ended. Loading takes seconds: `await asyncio.to_thread(AsyncLLM, "smollm2")` keeps the loop free meanwhile.
+    prepared in a few threads. If a task is cancelled or leaves a stream, its slot is freed after the current step.
+    Loading takes seconds: `await asyncio.to_thread(AsyncLLM, "smollm2")` keeps the loop free meanwhile.
 
     Args:
-        model: A model as `LLM` takes it, or a loaded `LLM`, which is then shared with other threads.
+        model: A model as for `LLM`, or a loaded `LLM`, which is then shared with other threads.
         settings: The other arguments of `LLM`.
 
     Raises:
@@ -59,7 +59,7 @@ class AsyncLLM:
     def __init__(self, model: LLM | str | Path = "smollm2", **settings: Any) -> None:
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
         if (engine := self.host.engine_if_any) is not None:
-            # A later request then waits for a short step only.
+            # A later request then waits only for a short step.
             self.host.loop.call(once(engine.scheduler.limit_prompts, MAX_SECONDS))
 
     def __repr__(self) -> str:
@@ -170,7 +170,7 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         **keywords: Any,
     ) -> AsyncStream:
-        """Return a stream of the answer that `chat` returns whole. See `LLM.chat` for the arguments.
+        """Return a stream of the answer that `chat` would return. See `LLM.chat` for the arguments.
 
         Examples:
             >>> model = AsyncLLM(llm)
@@ -291,7 +291,7 @@ class AsyncLLM:
         return vectors
 
     async def compute_vectors(self, texts: Sequence[Prompt], options: VectorOptions) -> Computed:
-        """Return the vectors of `embed` with their texts' ids, for servers. It warns of nothing. See `LLM.embed`."""
+        """Return the vectors of `embed` with their texts' ids, for servers, without warnings. See `LLM.embed`."""
         host = self.host
         ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, options, check))
         return Computed(await host.answers.call(embed(host, ids, options)), ids)
@@ -329,7 +329,7 @@ class AsyncLLM:
     ) -> Computed:
         """Return the score of each query and document with the texts' ids, for servers. See `LLM.rerank`.
 
-        With `may_compare`, a model that was made for neither compares its vectors.
+        With `may_compare`, a model that was not made for scores or embeddings compares its vectors.
         """
         host = self.host
         ids, work = await host.answers.prepare(
@@ -350,7 +350,7 @@ class AsyncLLM:
         return classifications(self.host, computed.found)
 
     async def compute_labels(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> Computed:
-        """Return the values of labels per text, in the labels' order, with the texts' ids. See `LLM.classify`."""
+        """Return the values of all labels per text, in the labels' order, with the texts' ids. See `LLM.classify`."""
         host = self.host
         ids = await host.answers.prepare(lambda check: texts_to_classify(host, texts, truncate=truncate, check=check))
         return Computed(await host.answers.call(classify(host, ids)), ids)
@@ -399,8 +399,8 @@ class AsyncLLM:
         Args:
             request: The request that was answered.
             answer: The ids of the answer.
-            first: The first step that is traced; 1 follows the prompt.
-            last: The last step. None: the end of the answer.
+            first: The first step to trace; 1 follows the prompt.
+            last: The last step to trace. None: the end of the answer.
             num_candidates: Number of candidate tokens per trace.
             is_given: True if the tokens may differ from the sampled ones.
 

@@ -1,6 +1,6 @@
 """The exceptions that `infer` raises. Each message is one line that names the value, the rule and the fix.
 
-`exit_status` is the exit status of the command line: 2 for an invalid request, 3 for the model, 1 for our own failure.
+`exit_status` is the exit status of the command line: 2 for an invalid request, 3 for a bad model, 1 for other errors.
 """
 
 from collections.abc import Iterator
@@ -57,13 +57,13 @@ class ClosedError(InvalidRequestError):
 
 
 def closed(what: str = "model") -> ClosedError:
-    """Return the error of any use of a model, or a session, that is closed. It says what to do instead."""
+    """Return the error for any use of a closed model or session. It names what to do instead."""
     instead = "load it again, with LLM(...)" if what == "model" else "begin another one"
     return ClosedError(f"the {what} is closed: {instead}")
 
 
 class OutOfPagesError(InferError):
-    """The cache has too few free pages for the next tokens of a sequence. It can continue when others have ended."""
+    """The cache has too few free pages for the next tokens of a sequence. It can continue after others have ended."""
 
 
 class EngineFailedError(InferError):
@@ -90,7 +90,7 @@ class UnsupportedModelError(ModelError):
 
 
 class ModelFormatError(ModelError):
-    """A file breaks its own format. `field` names the part, `offset` is its place in bytes from the start, if known."""
+    """A file breaks its own format. `field` names the part; `offset` is its place in bytes from the start, if known."""
 
     def __init__(self, path: Path | str, field: str, problem: str, offset: int | None = None) -> None:
         self.path, self.field, self.problem, self.offset = Path(path), field, problem, offset
@@ -99,9 +99,9 @@ class ModelFormatError(ModelError):
 
 
 class SchemaError(InvalidRequestError):
-    """A part of a JSON schema cannot be built.
+    """A part of a JSON schema cannot be enforced.
 
-    `pointer` is the JSON pointer of that part, or None if it is not known. `problem` is the reason without the place.
+    `pointer` is the JSON pointer of that part, or None if it is unknown. `problem` is the reason without the place.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SchemaError(InvalidRequestError):
 
 
 def problem_of(error: InvalidRequestError) -> str:
-    """Return the reason of an error of a schema, without the place if that is known."""
+    """Return the reason of a schema's error, without the place if that is known."""
     return error.problem if isinstance(error, SchemaError) else str(error)
 
 
@@ -121,7 +121,7 @@ class PropertyNameError(SchemaError):
 
 
 class AnswerGrammarError(InvalidRequestError):
-    """The tools and the format of an answer can be compiled alone, but not together."""
+    """The tools and the format of an answer can be compiled separately, but not together."""
 
 
 class RequestWarning(UserWarning):
@@ -129,15 +129,15 @@ class RequestWarning(UserWarning):
 
 
 class SchemaWarning(RequestWarning):
-    """Parts of a schema are not enforced: unknown keywords, or parts of a tool that cannot be built."""
+    """Parts of a schema are not enforced: unknown keywords, or parts of a tool that no grammar can enforce."""
 
 
 class MessageWarning(RequestWarning):
-    """A message of the history is shown to the model in another form."""
+    """A message of the history is given to the model in another form."""
 
 
 class TruncationWarning(RequestWarning):
-    """Texts were longer than the context, and were cut at its end."""
+    """Texts were longer than the context, and were cut at their end."""
 
 
 class ConstraintError(InvalidRequestError):
@@ -146,7 +146,7 @@ class ConstraintError(InvalidRequestError):
 
 @contextmanager
 def about(param: str) -> Iterator[None]:
-    """Name the parameter that an InvalidRequestError of this block is about, unless the error names one."""
+    """Name the parameter of an InvalidRequestError in this block, unless the error already names one."""
     try:
         yield
     except InvalidRequestError as error:

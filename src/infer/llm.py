@@ -61,22 +61,22 @@ class LLM:
     Args:
         model: A folder, a `.gguf` file, an installed package (`smollm2`), or a name on the hub (`org/repo:Q4_K_M`).
         device: "cpu", "cuda", "opencl", or "auto"; "cuda:1" and "opencl:NAME" choose one of several.
-        dtype: "auto" keeps the weights as their file stores them. A float type dequantises them at load.
+        dtype: "auto" keeps the weights in their file's format. A float type dequantises them at load.
         weights: "q8" or "q4" quantises float weights at load, "bf16" rounds them.
-        precision: Precision of activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8 bits).
+        precision: Precision of activations for quantised weights on a CPU: "exact" (16 bits) or "fast" (8 bits).
         max_seq_len: Number of tokens of the context. None: the model's own, but at most 8,192.
         kv_type: This argument and those up to `state_memory_mb` are fields of `CacheSettings`.
-        prefix_disk: Most bytes, or a size such as "8GB", of files in the user's cache folder that keep what prompts
-            begin with. Later processes find it there. Includes `reuse_prefixes`. None: nothing is kept.
+        prefix_disk: Limit of the files in the user's cache folder that store the beginnings of prompts for later
+            processes: bytes, or a size such as "8GB". Includes `reuse_prefixes`. None: nothing is stored.
         pool_pages: Number of pages of 64 tokens that all answers and sessions share. None: enough for 8 full contexts,
             or as many as fit in memory.
         grammar_backend: Library that constrains answers to a schema, a pattern or a grammar.
         threads: Number of threads of the process, or of each process if `tensor_parallel` processes share the model.
-        capture: False runs each op by itself: slower, with the same tokens.
+        capture: False runs each op separately: slower, with the same tokens.
         chat_template: Template that replaces the model's own.
-        allow_special: True if control tokens that are written in a message are control tokens, not text.
-        reranker: "qwen3" makes a reranker of a copy of Qwen3-Reranker. "auto" asks the model's files and its name.
-        on_progress: Called with the numbers of loaded and of all blocks.
+        allow_special: True if control tokens in the text of a message are control tokens, not text.
+        reranker: "qwen3" makes a reranker of a copy of Qwen3-Reranker. "auto" uses the model's files and its name.
+        on_progress: Called with the number of loaded blocks and the number of all blocks.
 
     Raises:
         InvalidRequestError: An argument breaks a rule, or there is no such model.
@@ -195,7 +195,7 @@ class LLM:
 
     @property
     def model(self) -> Transformer:
-        """The network. Raises ClosedError after `close`, as everything but `repr` does."""
+        """The network. Raises ClosedError after `close`, like all members except `repr`."""
         return self._opened.model
 
     @property
@@ -227,14 +227,14 @@ class LLM:
     def system_fingerprint(self) -> str:
         """Digest of weights, tokenizer, template and settings.
 
-        If it is equal, answers to the same request are equal.
+        If two fingerprints are equal, answers to the same request are equal.
         """
         return self._opened.system_fingerprint
 
     def default_params(self, *, is_chat: bool = False) -> SamplingParams:
         """Return the parameters of a call without params.
 
-        They are the model's own values, and neutral values for the others.
+        They are the model's own values, and neutral values for all others.
 
         Args:
             is_chat: True for the values of a chat.
@@ -325,10 +325,10 @@ class LLM:
             on_prefill: Called as `on_prefill(done, total)` after each chunk of `prefill_chunk` prompt tokens. `cancel`
                 is checked then, too.
             options: Options of the request besides its sampling. None: the default options.
-            keywords: Fields of `SamplingParams` and of `RequestOptions`. `speculation="ngram"` verifies guesses of up
-                to `num_draft_tokens` tokens in one step. The tokens are the same, and arrive sooner if the text
-                repeats. With `overflow="truncate_left"`, a prompt that is too long loses its beginning, so that the
-                answer has its room (`prompt_encoding.fitted`).
+            keywords: Fields of `SamplingParams` and of `RequestOptions`. `speculation="ngram"` drafts up to
+                `num_draft_tokens` tokens and verifies them in one step. The tokens stay the same, and arrive sooner if
+                the text repeats. With `overflow="truncate_left"`, a prompt that is too long loses its beginning, so
+                that the answer has enough room (`prompt_encoding.fitted`).
 
         Returns:
             The stream. Its `.result` is available after the last piece.
@@ -381,13 +381,13 @@ class LLM:
     ) -> list[GenerationResult]:
         """Return the answers to several prompts, in their order.
 
-        Each equals the answer of `generate` for its prompt and parameters. When an answer ends, the next begins.
+        Each equals the answer of `generate` for its prompt and parameters. When an answer ends, the next one begins.
 
         Args:
             prompts: The prompts. All are checked before the first answer begins.
-            params: One set for all prompts, or one per prompt.
-            batch_size: Number of answers that run in one step, 64 at most.
-            on_progress: Called with the numbers of answers done and in all.
+            params: The same for all prompts, or a list with one per prompt.
+            batch_size: Number of answers that are computed together, at most 64.
+            on_progress: Called with the number of finished answers and the number of all answers.
             on_result: Called as `on_result(index, result)` when an answer ends.
             options: Options of the request besides its sampling. None: the default options.
             keywords: Fields of `SamplingParams` and of `RequestOptions`. Sampling fields exclude `params`.
@@ -419,14 +419,14 @@ class LLM:
     ) -> Iterator[Ended]:
         """Yield `(index, result)` of each answer as it ends, for any number of prompts.
 
-        Prompts are taken and checked as needed: up to `batch_size` wait for active answers to end. Leaving the loop
-        ends active answers.
+        Prompts are taken and checked when needed: up to `batch_size` wait for active answers to end. Leaving the loop
+        ends all active answers.
 
         Args:
             prompts: The prompts.
-            params: One set for all prompts, or one per prompt.
-            batch_size: Number of answers that run in one step, 64 at most.
-            on_error: Called as `on_error(index, error)` for a refused prompt, which then ends no other answers.
+            params: The same for all prompts, or a list with one per prompt.
+            batch_size: Number of answers that are computed together, at most 64.
+            on_error: Called as `on_error(index, error)` for a refused prompt. The other answers then continue.
             options: Options of the request besides its sampling. None: the default options.
             keywords: Fields of `SamplingParams` and of `RequestOptions`. Sampling fields exclude `params`.
 
@@ -486,7 +486,7 @@ class LLM:
         options: RequestOptions | None = None,
         **keywords: Any,
     ) -> Stream:
-        """Return a stream of the answer that `chat` returns whole. See `chat` for the arguments.
+        """Return a stream of the answer that `chat` would return. See `chat` for the arguments.
 
         Examples:
             >>> messages = [{"role": "user", "content": "What is the capital of France?"}]
@@ -542,7 +542,7 @@ class LLM:
     def prompt_logprobs(self, prompt: Prompt, *, num: int = 0) -> list[TokenLogprob | None]:
         """Return the log-probability of each token of a prompt.
 
-        They are computed from the raw logits. At most the logits of 64 tokens are in memory.
+        They are computed from the raw logits. The logits of at most 64 tokens are in memory.
 
         Args:
             prompt: A text, token ids, or messages.
@@ -580,7 +580,7 @@ class LLM:
             params: As for `generate`.
             step: The step; 1 follows the prompt.
             num_candidates: Number of candidate tokens in the trace.
-            prompt_ids: The prompt's ids if they are spelled in another way, as a session's may be.
+            prompt_ids: The prompt's ids if they are spelled differently, as a session's may be.
             options: Options of the request besides its sampling. None: the default options.
             keywords: Fields of `SamplingParams` and of `RequestOptions`. Sampling fields exclude `params`.
 
@@ -606,7 +606,7 @@ class LLM:
         normalize: bool | None = None,
         truncate: bool = False,
     ) -> Float[Tensor, "texts size"]:
-        """Return one vector per text, made of the hidden states after the last norm.
+        """Return one vector per text, made from the hidden states after the last norm.
 
         Models that were trained for embeddings return vectors that can be compared.
 
@@ -614,11 +614,12 @@ class LLM:
             texts: Texts, lists of token ids, or conversations.
             pooling: "mean", "last", "cls", "max", "weightedmean" or "mean_sqrt_len". None: the pooling that the model
                 was made for, otherwise the mean.
-            prompt_name: Name of the prompt of the model's files that stands before each text, such as "query". None:
-                the prompt that the files name as default, if any.
-            dimensions: Number of first dimensions that are kept. None: all.
-            normalize: True for vectors of length 1, False for any length. None: as the model's files say, otherwise
-                True.
+            prompt_name: Name of a prompt in the model's files, such as "query", to put before each text. None: the
+            default
+                prompt of the files, if any.
+            dimensions: Number of first dimensions to keep. None: all. normalize: True for vectors of length 1, False
+            for vectors of any length. None: the setting in the model's files,
+                otherwise True.
             truncate: True to cut texts that do not fit the context, with a `TruncationWarning`. False refuses them.
 
         Returns:
@@ -655,8 +656,8 @@ class LLM:
         Args:
             query: The query.
             documents: The documents.
-            top_n: Number of documents that are returned. None: all.
-            instruction: The task, in a sentence. None: the one that the model was trained with.
+            top_n: Number of documents to return. None: all.
+            instruction: The task, in one sentence. None: the one that the model was trained with.
             truncate: True to cut documents that do not fit the context, with a `TruncationWarning`. False refuses them.
 
         Returns:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 FinishReason = Literal["eos", "stop", "length", "abort", "error"]
 Origin = Literal["sampled", "draft", "forced", "given"]
-# How the states of a text's tokens become one vector. "mean_sqrt_len" divides the sum by the root of their number, and
-# "weightedmean" weighs each state by its place.
+# Ways to make one vector of the states of a text's tokens. "mean_sqrt_len" divides the sum by the square root of their
+# number, and "weightedmean" weights each state by its position.
 Pooling = Literal["mean", "last", "cls", "max", "weightedmean", "mean_sqrt_len"]
 
 
@@ -30,9 +30,9 @@ class Piece:
     token_id: int
     text: str
     logprob: "TokenLogprob | None" = None  # if log-probabilities are requested
-    finish_reason: FinishReason | None = None  # of the last piece: why the answer ended
+    finish_reason: FinishReason | None = None  # why the answer ended, in the last piece
     deltas: "tuple[ReasoningDelta | ToolCallDelta, ...]" = ()
-    origin: Origin = "sampled"  # "draft": guessed and verified; "forced": by the grammar; "given": with the request
+    origin: Origin = "sampled"  # "draft": drafted and verified; "forced": by the grammar; "given": in the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants to call. `arguments` is JSON as the model wrote it, cut if the answer was cut.
+    """A function that the model wants to call. `arguments` is the model's JSON, which is cut if the answer was cut.
 
     Examples:
         >>> ToolCall(id="call_1", name="get_weather", arguments='{"city": "Paris"}').parsed()["city"]
@@ -76,7 +76,7 @@ class ToolCall:
     arguments: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the call in OpenAI's form.
+        """Return the call in OpenAI's format.
 
         Examples:
             >>> ToolCall("call_1", "get_weather", "{}").to_json()["function"]
@@ -99,7 +99,7 @@ class ToolCall:
 
 
 def assembled(deltas: "Iterable[ReasoningDelta | ToolCallDelta]") -> tuple[str | None, tuple[ToolCall, ...]]:
-    """Return the reasoning and the calls that the deltas add up to."""
+    """Return the reasoning and the calls that the deltas contain together."""
     reasoning, calls = list[str](), list[ToolCall]()
     for delta in deltas:
         if isinstance(delta, ReasoningDelta):
@@ -122,7 +122,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-_WARM_UP_STEPS = 2  # of an answer; they touch memory and code for the first time
+_WARM_UP_STEPS = 2  # first steps of an answer, which use memory and code for the first time
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -133,9 +133,9 @@ class GenerationTiming:
     device is synchronised around both.
 
     The first token's forward and sampling are the prefill. For each later sampled token, `decode_times_s[i]` is its
-    forward including the Python time before it, and `sampling_times_s[i]` is the sampling that followed. A step that
-    verifies drafts yields several tokens: the first has the time of the forward, the others have 0. `arrival_times_s`
-    is when each token, forced ones too, reached the caller, from the beginning of the request.
+    forward with the Python time before it, and `sampling_times_s[i]` is the sampling after it. A step that verifies
+    drafts gives several tokens: the first one has the time of the forward, the others have 0. `arrival_times_s` has the
+    time from the beginning of the request until each token, forced ones included, reached the caller.
 
     Examples:
         >>> timing = llm.generate("Once upon a time", max_new_tokens=4).timing
@@ -176,7 +176,7 @@ class GenerationTiming:
 
     @property
     def arrival_gaps_s(self) -> list[float]:
-        """Seconds between the arrivals of two tokens, as a reader sees them if several steps run without a return."""
+        """Seconds between the arrivals of two tokens, as a reader sees them when several steps run without a return."""
         return [after - before for before, after in pairwise(self.arrival_times_s)]
 
     @property
@@ -246,7 +246,7 @@ class GenerationStats:
     drafts_accepted: int = 0
     masks_filled: int = 0
     tokens_forced: int = 0
-    preemptions: int = 0  # times that it lost its pages and was computed again
+    preemptions: int = 0  # times that the sequence lost its pages and was computed again
 
     def __repr__(self) -> str:
         """Return the counts that are not 0."""
@@ -276,16 +276,16 @@ class GenerationResult:
     reused_tokens: int = 0  # tokens of the prompt that were already in the cache
     disk_tokens: int = 0  # of these, tokens whose keys and values were loaded from disk
     dropped_tokens: int = 0  # cached tokens that the prompt does not have
-    truncated_tokens: int = 0  # tokens of the prompt that overflow="truncate_left" left out
+    truncated_tokens: int = 0  # tokens of the prompt that overflow="truncate_left" dropped
     stats: GenerationStats = field(default_factory=GenerationStats)
     error: str | None = None  # the reason, if finish_reason is "error"
-    reasoning: str | None = None  # None if there is none, or if it is part of the text
+    reasoning: str | None = None  # None if there is none, or if it is a part of the text
     tool_calls: tuple[ToolCall, ...] = ()
-    reasoning_tokens: int = 0  # including the tokens that open and close the reasoning
+    reasoning_tokens: int = 0  # includes the tokens that open and close the reasoning
     warnings: tuple[str, ...] = ()  # parts of tools and past calls that were left out or changed
 
     def to_message(self) -> dict[str, Any]:
-        """Return the answer as a message of the conversation, in OpenAI's form.
+        """Return the answer as a message of the conversation, in OpenAI's format.
 
         Examples:
             >>> llm.generate("The capital of France is", temperature=0, max_new_tokens=2).to_message()
@@ -327,8 +327,8 @@ class TraceStage:
     A step that only bans moves nothing. A step that only reweighs removes nothing.
     """
 
-    name: str  # as in `sampling.sampler.stages`; the first is "raw"
-    value: int | float | None  # of its parameter, if that is one number
+    name: str  # a name of `sampling.sampler.stages`; the first is "raw"
+    value: int | float | None  # value of its parameter, if that is one number
     num_kept: int  # tokens that are still possible after it
     removed: float  # probability, before the step, of the tokens that it made impossible
     moved: float  # total variation among the kept tokens, renormalised before the step
@@ -340,11 +340,11 @@ class TraceCandidate:
     """One token and its values after each stage: entry i of `logits` and `probabilities` is after stage i."""
 
     token_id: int
-    text: str  # bytes that are not text by themselves are shown as \\x and two digits
+    text: str  # bytes that are not valid text are shown as \\x and two digits
     rank: int  # by raw logit; 1 is the likeliest
     logits: tuple[float | None, ...]  # None: impossible
     probabilities: tuple[float, ...]
-    noise: float | None  # None if the token is dropped, or the row greedy
+    noise: float | None  # None if the token was dropped, or if the row is greedy
     score: float | None  # last logit plus noise; the largest is chosen. None if dropped
     dropped_by: str | None  # the stage that made it impossible
 
@@ -373,7 +373,7 @@ class SampleTrace:
 
 @dataclass(frozen=True, slots=True)
 class RankedDocument:
-    """A document of `LLM.rerank`: its place in the list that was given, and the probability that it is relevant.
+    """A document of `LLM.rerank`: its place in the given list, and the probability that it is relevant.
 
     Examples:
         >>> RankedDocument(index=1, score=0.98, document="Cats sleep on warm roofs.").index
@@ -387,10 +387,10 @@ class RankedDocument:
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """The labels of a text of `LLM.classify`, the most probable first, and the probability of each label.
+    """The labels of a text, the most probable first, and the probability of each label.
 
-    The probabilities of a model with one right label per text add up to 1. A model with several right labels has a
-    probability of each label by itself. A regression has values instead.
+    If exactly one label is right, the probabilities add up to 1. If several labels may be right, each has its own
+    probability. A regression has values instead.
 
     Examples:
         >>> found = Classification(labels=("negative", "positive"), probabilities=(0.9, 0.1))

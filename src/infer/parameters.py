@@ -1,4 +1,4 @@
-"""How a parameter is declared: the kind of its values, which checks them, and what other programs need to know of it.
+"""How a parameter is declared: the kind of its values, which checks them, and the facts that other modules need.
 
 A field of `SamplingParams` or of `RequestOptions` is declared once, with `parameter`. Its checks are made from the
 declaration, and so are the fields of bodies, the options of the command line, the controls of the page and the table
@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, final, runtime_checkable
 from infer.errors import InvalidRequestError
 
 Bodies = Literal["generating", "completions", "conversations"]
-_MOST_SHOWN = 80  # characters of a value in a message
+_MOST_SHOWN = 80  # most characters of a value in a message
 
 
 class Kind(ABC):
@@ -38,7 +38,7 @@ class Kind(ABC):
 @final
 @dataclass(frozen=True)
 class Number(Kind):
-    """A finite number. `least` and `most` are allowed unless they are excluded."""
+    """A finite number. The limits `least` and `most` are allowed unless they are excluded."""
 
     least: int | float = -math.inf
     most: int | float = math.inf
@@ -73,7 +73,7 @@ class Number(Kind):
 @final
 @dataclass(frozen=True)
 class Count(Kind):
-    """A whole number. `none` says what None means, if None is allowed."""
+    """A whole number. `none` is the meaning of None, if None is allowed."""
 
     least: int = 0
     most: int | None = None
@@ -117,7 +117,7 @@ class Flag(Kind):
 @final
 @dataclass(frozen=True)
 class Text(Kind):
-    """A string. Unless it `may_be_empty`, it may be None."""
+    """A string. If it may not be empty, it may be None."""
 
     may_be_empty: bool = False
 
@@ -155,7 +155,7 @@ class OneOf(Kind):
 @final
 @dataclass(frozen=True)
 class Texts(Kind):
-    """Several strings, none of them empty. Unless they are `required`, one string and None are allowed too."""
+    """Several strings, none of them empty. Unless `required`, one string and None are allowed, too."""
 
     required: bool = False
 
@@ -181,7 +181,7 @@ class Texts(Kind):
 @final
 @dataclass(frozen=True)
 class TokenIds(Kind):
-    """A set of token ids. Unless ids are `required`, None is the empty set."""
+    """A set of token ids. Unless `required`, None is the empty set."""
 
     required: bool = False
 
@@ -274,7 +274,7 @@ class Schema(Kind):
                 value = json.dumps(dict(value), ensure_ascii=False)
             except RecursionError:
                 raise InvalidRequestError(
-                    f"{name} is nested too deep: at most 64 levels are read", param=name
+                    f"{name} is nested too deeply: it must have at most 64 levels", param=name
                 ) from None
             except (TypeError, ValueError) as error:
                 raise InvalidRequestError(f"{name} must be JSON: {error}", param=name) from error
@@ -286,7 +286,7 @@ class Schema(Kind):
 def _schema_of(name: str, value: HasJsonSchema) -> object:
     try:
         return value.model_json_schema()
-    except (AttributeError, NameError, RuntimeError, TypeError, ValueError) as error:  # what Pydantic raises
+    except (AttributeError, NameError, RuntimeError, TypeError, ValueError) as error:  # the errors that Pydantic raises
         problem = " ".join(str(error).split())[:200]
         raise InvalidRequestError(f"{name}: model_json_schema() fails: {problem}", param=name) from error
 
@@ -294,7 +294,7 @@ def _schema_of(name: str, value: HasJsonSchema) -> object:
 @final
 @dataclass(frozen=True)
 class Other(Kind):
-    """Values with a test of their own, which are stored as they are."""
+    """Values that have their own test and are stored unchanged."""
 
     words: str
     is_valid: Callable[[Any], bool]
@@ -312,24 +312,24 @@ class Other(Kind):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """The declaration of a parameter, whose name, type and default are those of its field.
+    """The declaration of a parameter. Its name, type and default are those of the field.
 
-    `help` says in one sentence what it does. `none` are numbers that bodies and the command line give for None.
+    `help` describes it in one sentence. `none` are numbers that mean None in bodies and on the command line.
     """
 
     kind: Kind
     help: str
     none: tuple[int, ...] = ()
-    bodies: Bodies | None = None  # whose fields are made from the declaration
-    body_name: str = ""  # in them, unless it is the parameter's own
-    other_names: tuple[str, ...] = ()  # in the bodies of other programs
-    stage: str = ""  # heading of its stage of the sampler in a trace
-    is_filter: bool = False  # without an effect on a greedy answer
-    slider: tuple[int | float, int | float, int | float] | None = None  # on the page: from, to, step
+    bodies: Bodies | None = None  # the bodies that have a field for it
+    body_name: str = ""  # its name in them, if it differs
+    other_names: tuple[str, ...] = ()  # its names in the bodies of other programs
+    stage: str = ""  # heading of its sampler stage in a trace
+    is_filter: bool = False  # True if it has no effect on a greedy answer
+    slider: tuple[int | float, int | float, int | float] | None = None  # of the page: from, to, step
 
 
 def parameter(default: Any, kind: Kind, help: str, **others: Any) -> Any:
-    """Return a dataclass's field with the declaration of a parameter."""
+    """Return a dataclass field with the declaration of a parameter."""
     return field(default=default, metadata={"parameter": Parameter(kind=kind, help=help, **others)})
 
 
@@ -339,7 +339,7 @@ def parameters_of(cls: type) -> dict[str, Parameter]:
 
 
 def check_fields(values: Any, parameters: Mapping[str, Parameter]) -> None:
-    """Check all fields of a frozen dataclass, and store them as their kinds do. Raises InvalidRequestError."""
+    """Check all fields of a frozen dataclass, and store the checked values. Raises InvalidRequestError."""
     for name, declared in parameters.items():
         object.__setattr__(values, name, declared.kind.check(name, getattr(values, name)))
 
@@ -350,13 +350,13 @@ def broken(name: str, rule: str, value: object) -> InvalidRequestError:
 
 
 def shown(value: object) -> str:
-    """Return a value for a message, cut if it is long."""
+    """Return a value for a message, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
 def check_encodable(name: str, text: str) -> None:
-    """Raise InvalidRequestError for a lone surrogate, half a character of UTF-16, which no text of a model contains."""
+    """Raise InvalidRequestError for a lone surrogate (half a UTF-16 character), which no text of a model contains."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -38,7 +38,7 @@ ALIASES = {
     "num_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
 }
-SEED_BITS = 53  # of a seed that is chosen at random: JSON keeps them in every language
+SEED_BITS = 53  # bits of a random seed, which JSON numbers keep in every language
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 
 
@@ -48,24 +48,25 @@ class UnknownParameterError(InvalidRequestError, TypeError):
 
 def _takes_aliases(cls: type) -> type:
     """Return the class with a constructor that also accepts each parameter by an alias."""
-    make = cls.__init__  # type: ignore[misc]  # that of this very class
+    make = cls.__init__  # type: ignore[misc]  # the constructor of this class itself
 
     @wraps(make)
     def __init__(self: object, **values: Any) -> None:  # noqa: N807
         make(self, **without_aliases(values))
 
-    cls.__init__ = __init__  # type: ignore[misc]  # the dataclass has made its own by now
-    shown = signature(make)  # help() would show that of __new__
+    cls.__init__ = __init__  # type: ignore[misc]  # replaces the constructor that dataclass made
+    shown = signature(make)  # otherwise help() would show the signature of __new__
     setattr(cls, "__signature__", shown.replace(parameters=list(shown.parameters.values())[1:]))  # noqa: B010
     return cls
 
 
-# Its own checks name the rule, and take the integer 0 for the temperature 0.0: those of the tests' hook come too early.
+# The checks of this class name the broken rule and accept the integer 0 for the temperature 0.0. The type checks of the
+# tests' import hook would raise before them.
 @no_type_check
 @_takes_aliases
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SamplingParams:
-    """Parameters of how one sequence is sampled and where it stops.
+    """Parameters that define how one sequence is sampled and where it stops.
 
     None, or the neutral default value, turns a parameter off. After construction `stop` is a tuple, `stop_token_ids`
     and `allowed_token_ids` are frozen sets, `logit_bias` is an immutable copy and `json_schema` is text. An empty
@@ -77,19 +78,19 @@ class SamplingParams:
         top_p: Keep the likeliest tokens up to this total probability. The token that crosses it stays.
         min_p: Drop tokens below this share of the largest probability.
         repetition_penalty: Lower the logit of each distinct id of prompt and answer, once.
-        repetition_window: The last ids that the repetition penalty looks at. None is all.
-        frequency_penalty: Lower logits by this, per occurrence in the answer.
-        presence_penalty: Lower logits by this, once if the id appears in the answer.
+        repetition_window: Number of last ids that the repetition penalty covers. None covers all.
+        frequency_penalty: Lower a logit by this, once per occurrence of the id in the answer.
+        presence_penalty: Lower a logit by this, once if the id occurs in the answer.
         logit_bias: Added to the logit of each id. −inf bans an id, +inf forces it.
         allowed_token_ids: All other ids are banned.
         max_new_tokens: None continues to the end of the context. `max_tokens`, `num_tokens` and
             `max_completion_tokens` are aliases.
-        min_new_tokens: The answer does not end before.
-        stop: Strings that end the answer, and are cut off.
-        stop_token_ids: Ids that end the answer, as the model's own do.
+        min_new_tokens: The answer does not end before it has this many tokens.
+        stop: Strings that end the answer. They are cut off.
+        stop_token_ids: Ids that end the answer, like the model's own.
         include_stop_str_in_output: Keep the stop string that ended the answer.
-        ignore_eos: The model's end-of-sequence ids do not end the answer.
-        seed: None is chosen at random, and reported.
+        ignore_eos: Continue after the model's end-of-sequence ids.
+        seed: None chooses a random seed, and reports it.
         logprobs: Number of likeliest alternatives per token. None reports no log-probabilities.
         logprobs_mode: "processed" takes log-probabilities after mask, bias, penalties and filters.
         temperature_last: Apply the temperature after the filters.
@@ -122,30 +123,30 @@ class SamplingParams:
         bodies="generating", stage="min-p", is_filter=True, slider=(0, 0.99, 0.01),
     )  # fmt: skip
     repetition_penalty: float = parameter(
-        1.0, Number(0, excludes_least=True), "Lower the ids of prompt and answer, once each; 1 is off.",
+        1.0, Number(0, excludes_least=True), "Lower each id of prompt and answer once; 1 is off.",
         bodies="generating", other_names=("repeat_penalty",), stage="repetition", slider=(0.5, 2, 0.05),
     )  # fmt: skip
     repetition_window: int | None = parameter(
-        None, Count(0, none="all"), "The repetition penalty looks at the last N tokens; -1 is all, 0 none.",
+        None, Count(0, none="all"), "The repetition penalty covers the last N tokens; -1 is all, 0 is none.",
         none=(-1,), bodies="generating", other_names=("repeat_last_n",),
     )  # fmt: skip
     frequency_penalty: float = parameter(
-        0.0, Number(-2, 2), "Lower ids of the answer, once per occurrence; 0 is off.",
+        0.0, Number(-2, 2), "Lower each id of the answer, once per occurrence; 0 is off.",
         bodies="completions", stage="frequency", slider=(-2, 2, 0.1),
     )  # fmt: skip
     presence_penalty: float = parameter(
-        0.0, Number(-2, 2), "Lower ids of the answer, once each; 0 is off.",
+        0.0, Number(-2, 2), "Lower each id of the answer once; 0 is off.",
         bodies="completions", stage="presence", slider=(-2, 2, 0.1),
     )  # fmt: skip
     logit_bias: Mapping[int, float] | None = parameter(
-        None, Bias(), "Added to a token's logit; -inf bans, inf forces.", bodies="completions", stage="bias"
+        None, Bias(), "Added to a token's logit; -inf bans it, inf forces it.", bodies="completions", stage="bias"
     )
     allowed_token_ids: Collection[int] | None = parameter(
-        None, TokenIds(required=True), "All other tokens are impossible.", bodies="generating"
+        None, TokenIds(required=True), "Only these tokens are possible.", bodies="generating"
     )
     max_new_tokens: int | None = parameter(
         NUM_TOKENS_OF_PARAMS, Count(1, none="the whole context"),
-        "Tokens to generate at most; -1: to the end of the context.", none=(-1,), body_name="max_tokens",
+        "Largest number of tokens to generate; -1: to the end of the context.", none=(-1,), body_name="max_tokens",
         other_names=("max_new_tokens", "n_predict", "num_predict"), slider=(1, 4096, 1),
     )  # fmt: skip
     min_new_tokens: int = parameter(
@@ -156,21 +157,23 @@ class SamplingParams:
         None, Texts(), "Stop before this text.", bodies="completions", other_names=("stop_sequences",)
     )
     stop_token_ids: Collection[int] | None = parameter(
-        None, TokenIds(), "Tokens that end the answer, as the model's own do.", bodies="generating"
+        None, TokenIds(), "Tokens that end the answer, like the model's own.", bodies="generating"
     )
     include_stop_str_in_output: bool = parameter(
         False, Flag(), "Keep the stop string that ended the answer.", bodies="generating"
     )
-    ignore_eos: bool = parameter(False, Flag(), "Go on after the end of text.", bodies="generating")
-    seed: int | None = parameter(None, Count(0, 2**64 - 1, none="a random one"), "Repeat a run.")
+    ignore_eos: bool = parameter(False, Flag(), "Continue after the end of text.", bodies="generating")
+    seed: int | None = parameter(
+        None, Count(0, 2**64 - 1, none="a random one"), "Seed; the same seed gives the same answer."
+    )
     logprobs: int | None = parameter(
-        None, Count(0, MAX_LOGPROBS, none="off"), "Log-probabilities of each token, beside the N likeliest."
+        None, Count(0, MAX_LOGPROBS, none="off"), "Log-probabilities of each token, and of the N likeliest."
     )
     logprobs_mode: Literal["raw", "processed"] = parameter(
         "raw", OneOf(("raw", "processed")), "processed: after mask, bias, penalties and filters."
     )
     temperature_last: bool = parameter(
-        False, Flag(), "Temperature after the filters, as llama.cpp has it.", bodies="generating", stage="temperature"
+        False, Flag(), "Apply the temperature after the filters.", bodies="generating", stage="temperature"
     )
     json_schema: str | Mapping[str, Any] | HasJsonSchema | None = parameter(
         None, Schema(), "Constrain the answer to a JSON schema."
@@ -201,7 +204,7 @@ class SamplingParams:
             )
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            message = f"at most one of {', '.join(CONSTRAINTS)} can be given, got {' and '.join(given)}"
+            message = f"at most one of {', '.join(CONSTRAINTS)} may be given, got {' and '.join(given)}"
             raise InvalidRequestError(message, param=given[-1])
 
     @classmethod
@@ -209,7 +212,7 @@ class SamplingParams:
         """Return the parameters from a request or a settings file.
 
         Args:
-            values: Values by name. Aliases are accepted, numbers that stand for None are None (`top_k` 0 or −1,
+            values: Values by name. Aliases are accepted, numbers that mean None become None (`top_k` 0 or −1,
                 `repetition_window` and `max_new_tokens` −1), and bias ids may be text.
 
         Returns:
@@ -257,7 +260,7 @@ def without_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_parameter(name: str, kind: str = "sampling parameter", others: Sequence[str] = ()) -> str:
-    """Return the message for an unknown name, with the nearest of the parameters and of `others`."""
+    """Return the message for an unknown name, with the most similar name of the parameters and of `others`."""
     near = get_close_matches(name, [*PARAMETER_NAMES, *ALIASES, *others], n=1)
     if near:
         return f"unknown {kind} {name!r}: did you mean {ALIASES.get(near[0], near[0])}?"
@@ -265,7 +268,7 @@ def unknown_parameter(name: str, kind: str = "sampling parameter", others: Seque
 
 
 def values_from(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a request or a settings file names, as `SamplingParams.from_mapping` reads them."""
+    """Return the fields that a request or a settings file sets, as `SamplingParams.from_mapping` reads them."""
     for name in mapping:
         if not isinstance(name, str):
             raise UnknownParameterError(f"sampling parameters are given by name, got {shown(name)}")

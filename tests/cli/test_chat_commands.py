@@ -143,7 +143,11 @@ def test_calls_wait_for_results_and_nothing_is_run(session: ChatSession, tmp_pat
         run_command(session, "/result 3")
     assert run_command(session, f"/tools {tmp_path}/tools.json") == "(the model may call add, mul)"
     ask(session, "one")
-    shown = ['call add {"a": 1}', 'call mul {"a": 1}', "(/result TEXT answers the first call, a message continues without)"]
+    shown = [
+        'call add {"a": 1}',
+        'call mul {"a": 1}',
+        "(/result TEXT answers the first call, a message continues without)",
+    ]
     assert calls_shown(session) == "\n".join(shown)
     assert run_command(session, "/history") == "\n".join(["> one", *shown[:2]])
     with pytest.raises(InvalidRequestError, match="/result needs a text"):

@@ -113,7 +113,9 @@ def test_a_broken_template_is_said_at_load_and_plain_text_still_works(folder: Pa
     copy = tmp_path / "model"
     shutil.copytree(folder, copy)
     (copy / "chat_template.jinja").write_text("{% endfor %}")
-    with pytest.warns(UserWarning, match=r"\Aconversations will not work with this model: the chat template, line 1[^\n]*\Z"):
+    with pytest.warns(
+        UserWarning, match=r"\Aconversations will not work with this model: the chat template, line 1[^\n]*\Z"
+    ):
         llm = LLM(copy)
     assert llm.generate("once", GREEDY).token_ids == LLM(folder).generate("once", GREEDY).token_ids
 

@@ -324,7 +324,11 @@ def test_a_file_of_keys_names_them(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError):
             read_keys(file)
     file.write_bytes(b"\xff")
-    for path, told in ((file, "the file is not UTF-8"), (tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
+    for path, told in (
+        (file, "the file is not UTF-8"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "none", "No such file"),
+    ):
         with pytest.raises(InvalidRequestError, match=f"cannot be read: {told}"):
             read_keys(path)
 

@@ -1,9 +1,8 @@
-"""`SamplingParams` as columns: a sequence's values are written once for its slot, then gathered for the slots of a
-step.
+"""`SamplingParams` as columns: a sequence's values are written once for its slot, then gathered for a step's slots.
 
-A column holds the exact identity if its parameter is off, and keeps its address, which kernels store. Only lists of ids
-and masks are created anew. The host knows which stages a step needs: nothing is read back from the device. Values are
-checked when they are written: token ids against the vocabulary.
+A column has the exact identity value if its parameter is off, and keeps its address, which kernels store. Only lists
+of ids and masks are created anew. The host knows which stages a step needs, so nothing is read back from the device.
+Values are checked when they are written: token ids against the vocabulary.
 """
 
 import math
@@ -22,16 +21,16 @@ from infer.sampling.masks import num_mask_words, pack_masks
 from infer.sampling.noise import signed
 from infer.sampling_params import SamplingParams
 
-WHOLE_HISTORY = 1 << 62  # the repetition window that is off
+WHOLE_HISTORY = 1 << 62  # a repetition window that covers everything
 SMALLEST_TOP_P = (
-    2e-7  # keeps the likeliest token alone, as anything below does; less the margin of `integer_probs`, above 0
+    2e-7  # keeps only the likeliest token, as smaller values do; minus the margin of `integer_probs`, above 0
 )
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _TORCH = {np.float32: torch.float32, np.float64: torch.float64, np.int64: torch.int64, np.bool_: torch.bool}
 
 
 class _Slot(NamedTuple):
-    """Values that `write` was called with for a slot."""
+    """The arguments of `write` for a slot."""
 
     number: int
     params: SamplingParams
@@ -68,7 +67,7 @@ class _Group(NamedTuple):
 
     columns: Sequence[_Column]
     of_slots: npt.NDArray[Any]  # [columns, slots]
-    of_rows: npt.NDArray[Any]  # [columns, slots or more], of which an entry for each row counts
+    of_rows: npt.NDArray[Any]  # [columns, slots or more]: one valid entry per row
 
 
 @final
@@ -79,7 +78,7 @@ class SamplingColumns:
     starts[i + 1]. A slot that was never written is greedy.
     """
 
-    # A number for each row.
+    # One number per row.
     temperature = _Column(np.float32, lambda slot: _temperature(slot.params.temperature))  # 0 is greedy
     top_k = _Column(np.int64, lambda slot: _top_k(slot.params.top_k, slot.vocab_size))  # 0 is off
     top_p = _Column(np.float64, lambda slot: max(slot.params.top_p, SMALLEST_TOP_P))
@@ -93,7 +92,7 @@ class SamplingColumns:
     num_prompt_tokens = _Column(np.int64, lambda slot: slot.num_prompt_tokens)
     min_new_tokens = _Column(np.int64, lambda slot: _count(slot.params.min_new_tokens))
     history_slot = _Column(np.int64, lambda slot: slot.number if uses_history(slot.params) else -1)  # −1: no penalties
-    mask_index = _Column(np.int64, lambda slot: -1)  # which of `masks` the row has; −1 for none
+    mask_index = _Column(np.int64, lambda slot: -1)  # index of the row's mask in `masks`; −1 for none
     top_logprobs = _Column(np.int64, lambda slot: _count_or_none(slot.params.logprobs))  # −1: no log-probabilities
     logprobs_processed = _Column(np.bool_, lambda slot: slot.params.logprobs_mode == "processed")
 
@@ -101,11 +100,11 @@ class SamplingColumns:
     biases: Float[Tensor, "biases"]  # float64, finite or −inf
     end_ids: Int[Tensor, "ends"]  # EOS and stop ids, banned until the minimum length
     masks: Int[Tensor, "masks words"]  # int32, one bit per token: `allowed_token_ids` and ids with a bias of +inf
-    num_logprobs: tuple[int | None, ...]  # per row: alternatives asked for, None for no log-probabilities
-    has_logprobs: bool  # whether a row wants them
-    is_processed: tuple[bool, ...]  # per row: log-probabilities of the processed logits
-    selection: object  # another one whenever what is selected changed: for what is made of the columns
-    whole: dict[str, Tensor]  # each column with room for all slots, where it stays
+    num_logprobs: tuple[int | None, ...]  # per row: requested alternatives; None: no log-probabilities
+    has_logprobs: bool  # True if a row requests log-probabilities
+    is_processed: tuple[bool, ...]  # per row: True for log-probabilities of the processed logits
+    selection: object  # a new object after each change of the selection, for users that cache derived values
+    whole: dict[str, Tensor]  # each column with room for all slots, at a fixed address
 
     def __init__(
         self, num_slots: int, vocab_size: int, *, end_ids: Collection[int] = (), device: torch.device | str = "cpu"
@@ -114,7 +113,7 @@ class SamplingColumns:
         self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, torch.device(device)
         self._end_ids = sorted(end_ids)
         columns = sorted((c for c in vars(type(self)).values() if isinstance(c, _Column)), key=lambda c: c.dtype.str)
-        # A line for each column and for the starts of lists, so that one copy brings them to the device.
+        # One line per column and per list's starts, so that one copy brings all of them to the device.
         lines = np.zeros((len(columns) + 2, num_slots + 1), np.int64)
         self._on_host = torch.from_numpy(lines)
         self._on_device = self._on_host.to(self.device)
@@ -130,7 +129,7 @@ class SamplingColumns:
             self._host |= zip(names, lines[mine].view(dtype), strict=True)
             self.whole |= zip(names, self._on_device[mine].view(_TORCH[dtype.type]), strict=True)
         self._lists = [_Lists()] * num_slots
-        self._has_lists = True  # so that the first selection, of nothing, makes the empty ones
+        self._has_lists = True  # so that the first, empty selection makes empty lists
         self._slots: tuple[int, ...] | None = None
         self.select(())
 
@@ -182,7 +181,7 @@ class SamplingColumns:
         slots = tuple(slots)
         if slots == self._slots:
             return
-        self._slots = None  # until all is in its place
+        self._slots = None  # until the selection is complete
         count, index, lists = len(slots), list(slots), [self._lists[slot] for slot in slots]
         for group in self._groups:
             group.of_rows[:, :count] = group.of_slots[:, index]
@@ -223,7 +222,7 @@ class SamplingColumns:
     def end_starts(self) -> Int[Tensor, "starts"]:
         return self.whole["end_starts"][: len(self) + 1]
 
-    # Which passes any row needs, and which rows.
+    # Stages that any row needs, and the rows that need them.
 
     @property
     def has_greedy(self) -> bool:

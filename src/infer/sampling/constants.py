@@ -3,7 +3,7 @@
 `noise` computes in float32, `integer_probs` in float64: ln 2 is divided into a high and a low part for each.
 """
 
-# Codes in place of a token for a row that failed. `sampler.message_of` returns the message of a code.
+# Codes that replace the token of a failed row. `sampler.message_of` returns the message of a code.
 NOT_A_NUMBER, NOTHING_ALLOWED = -1, -2
 
 # Noise

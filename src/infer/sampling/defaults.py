@@ -54,9 +54,10 @@ def neutral_values(*, is_chat: bool) -> Mapping[str, Any]:
 
 
 def beside(from_model: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's values for what `given` does not name.
+    """Return the model's values for the parameters that `given` does not set.
 
-    A card's repetition penalty belongs to the card's temperature: a caller who names a temperature samples without it.
+    A card's repetition penalty belongs to the card's temperature, so a caller who sets a temperature samples without
+    it.
     """
     found = {name: value for name, value in from_model.items() if name not in given}
     if isinstance(from_model, SamplingDefaults) and "temperature" in given:

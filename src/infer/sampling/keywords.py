@@ -19,7 +19,7 @@ from infer.sampling_params import (
 
 Params = SamplingParams | Mapping[str, Any]
 
-# Of the calls that take these keywords, and of a chat template: what a misspelt name may have meant.
+# Keywords of the calls and variables of chat templates that a misspelt keyword may have meant.
 _CALLS_TAKE = (
     "on_token",
     "options",
@@ -81,7 +81,7 @@ def params_of(
             raise UnknownParameterError(unknown_parameter(name, "keyword", _CALLS_TAKE))
     if params is not None and keywords:
         raise InvalidRequestError(
-            f"params and {next(iter(keywords))}= are both given: put all of them into params, or give only keywords"
+            f"params and {next(iter(keywords))}= are both given: put all values into params, or give only keywords"
         )
     if isinstance(params, SamplingParams):
         return params
@@ -117,7 +117,7 @@ def refuse_sampling(keywords: Mapping[str, Any], templates: Sequence[str]) -> No
     sampling, _ = split_keywords(keywords, templates)
     for name in sampling:
         if not _mentions(templates, name):
-            raise UnknownParameterError(f"{name} is a sampling parameter: give it to send() or stream()")
+            raise UnknownParameterError(f"{name} is a sampling parameter: pass it to send() or stream()")
 
 
 def _mentions(templates: Sequence[str], name: str) -> bool:

@@ -7,10 +7,10 @@
     V     = (h + ½) / 2³²                                                  strictly inside (0, 1)
     noise = −ln(−ln(1 − V))                                                −3.14 ≤ noise ≤ 22.88
 
-Noise grows as h falls. It is float32 made of integer operations, conversions that round to nearest, and +, −, × in the
-order written: no division, no library logarithm, no fused multiply-add. Numba keeps to that without `fastmath`,
-Triton with `enable_fp_fusion=False`. Small V keep their full relative precision: they are the tokens that win.
-A token whose scaled logit lies more than 26.1 below the largest can never win and need not be looked at.
+Noise increases as h decreases. It is float32 made of integer operations, conversions that round to nearest, and +, −, ×
+in the written order: no division, no library logarithm, no fused multiply-add. Numba keeps to that without `fastmath`,
+Triton with `enable_fp_fusion=False`. Small V keep their full relative precision, because such tokens win. A token whose
+scaled logit is more than 26.1 below the largest can never win, so it can be skipped.
 """
 
 import torch

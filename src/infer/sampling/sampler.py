@@ -50,7 +50,7 @@ _LARGEST = torch.finfo(torch.float32).max
 class Sampled:
     """One token per row. Log-probabilities are None unless a row requested them, and undefined for failed rows."""
 
-    token_ids: Int[Tensor, "rows"]  # a negative code where the row failed: `message_of` says why
+    token_ids: Int[Tensor, "rows"]  # a negative code if the row failed; `message_of` returns the reason
     logprobs: Float[Tensor, "rows"] | None = None
     ranks: Int[Tensor, "rows"] | None = None  # 1 is the likeliest
     top_ids: Int[Tensor, "rows alternatives"] | None = None
@@ -125,7 +125,7 @@ def choose_tokens(
         noise = gumbel_rows(columns.seed, positions, torch.arange(columns.vocab_size, device=logits.device))
         sampled = (processed + noise).argmax(-1)
         token_ids = torch.where(columns.temperature == 0, token_ids, sampled) if columns.has_greedy else sampled
-    largest = logits.max(-1).values.float()  # NaN where a row has one
+    largest = logits.max(-1).values.float()  # NaN if a row has one
     token_ids = torch.where(processed.gather(1, token_ids[:, None])[:, 0] == -math.inf, NOTHING_ALLOWED, token_ids)
     return torch.where(largest.isnan() | (largest == math.inf), NOT_A_NUMBER, token_ids)
 

@@ -171,7 +171,7 @@ compilation.close()
         ([], None, "all 9 CPU kernels are already in /kept"),
         ([], "/kept cannot be written", "all 9 CPU kernels are already in /kept"),
         (["add"], None, "1 of 9 CPU kernels compiled for avx2 in 0 s, in /kept"),
-        (["add"], "/kept cannot be written", "cannot be kept: /kept cannot be written; set INFER_CACHE"),
+        (["add"], "/kept cannot be written", "cannot be stored: /kept cannot be written; set INFER_CACHE"),
     ],
 )
 def test_compile_says_what_it_did_or_why_not(

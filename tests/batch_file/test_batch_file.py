@@ -85,7 +85,7 @@ def test_a_row_may_have_tools() -> None:
         (CHAT | {"body": 5}, "body must be an object, got 5"),
         (
             CHAT | {"body": {"prompt": "a"}},
-            "prompt is not known here: use messages here, or",
+            "prompt is not supported here: use messages here, or",
         ),
         (CHAT | {"body": {"messages": HI, "n": 2}}, "n must not be 2 here: leave it out"),
         (CHAT | {"body": {"messages": HI, "reasoning_effort": "much"}}, "reasoning_effort must be"),
@@ -241,7 +241,7 @@ def test_a_finished_output_is_not_taken_for_that_of_another_seed(
     ("content", "error"),
     [
         ('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n', "has two rows with the id 'a': ids must differ"),
-        ("\n\n", "holds no row"),
+        ("\n\n", "has no row"),
         (None, "cannot be read: No such file or directory"),
     ],
 )

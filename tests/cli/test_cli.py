@@ -239,7 +239,10 @@ def test_each_constraint_reaches_the_model(fake: FakeModel, capsys: Capture, tmp
     ("schema", "message"),
     [
         ("{", "json_schema is not JSON"),
-        ('{"type": "string", "not": {"pattern": "a"}}', "json_schema at /not: what 'pattern' excludes cannot be built"),
+        (
+            '{"type": "string", "not": {"pattern": "a"}}',
+            "json_schema at /not: the negation of 'pattern' cannot be enforced",
+        ),
         ('{"type": "text"}', "'type' must be one of"),
     ],
 )
@@ -331,7 +334,7 @@ def test_a_file_without_prompts_is_bad_input(fake: FakeModel, capsys: Capture, t
     path = tmp_path / "prompts.txt"
     path.write_text("\n \n")
     assert main(["generate", "--prompts-file", str(path)]) == 2
-    assert "holds no prompt" in capsys.readouterr().err
+    assert "has no prompt" in capsys.readouterr().err
 
 
 def test_a_long_prompt_shows_its_progress_on_a_terminal_alone(
@@ -485,7 +488,9 @@ def test_a_prompt_that_is_not_utf8_is_bad_input(fake: FakeModel, capsys: Capture
 
 def test_our_own_failure_is_status_1_and_verbose_shows_the_traceback(fake: FakeModel, capsys: Capture) -> None:
     assert main(["generate", "--prompt", "broken"]) == 1
-    assert capsys.readouterr().err == "infer: our own failure, RuntimeError: the model fell over (-v shows where)\n"
+    assert (
+        capsys.readouterr().err == "infer: our own failure, RuntimeError: the model fell over (-v shows a traceback)\n"
+    )
     assert main(["generate", "--prompt", "broken", "-v"]) == 1
     assert "Traceback" in capsys.readouterr().err
 

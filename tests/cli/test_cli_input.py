@@ -36,7 +36,7 @@ def test_a_piped_text_goes_after_the_word_and_not_after_the_option() -> None:
     assert run_fake("generate", "-q", "Sum up:", text="an article\n").stdout == "echo: Sum up:\n\nan article \n"
     done = run_fake("generate", "--prompt", "Sum up:", text="an article\n")
     assert done.stdout == "echo: Sum up: \n"
-    assert "stdin is not read beside --prompt" in done.stderr
+    assert "stdin is not read with --prompt" in done.stderr
 
 
 def test_a_file_redirected_to_stdin_is_a_prompt(tmp_path: Path) -> None:

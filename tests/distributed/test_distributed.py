@@ -115,7 +115,7 @@ def test_limits_change_while_requests_are_served(model: Path) -> None:
     with pytest.raises(InvalidRequestError, match="port cannot be changed while requests are served: slots, step_ms"):
         state.change_limits({"port": 1})
     for value in (0, 65, 2.5, True, "2"):
-        with pytest.raises(InvalidRequestError, match="slots must be a number above 0, 64 at most, got"):
+        with pytest.raises(InvalidRequestError, match="slots must be a number above 0 and at most 64, got"):
             state.change_limits({"slots": value})
 
 

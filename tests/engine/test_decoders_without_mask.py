@@ -78,7 +78,7 @@ def test_what_generates_is_refused_in_one_line(gemma: tuple[LLM, Any, Any, Path]
 
 def test_explain_says_what_it_is_for(gemma: tuple[LLM, Any, Any, Path]) -> None:
     shown = "\n".join(lines(explain(gemma[3])))
-    assert "an encoder: it embeds texts, and generates nothing" in shown
+    assert "an encoder: it embeds texts, and generates no text" in shown
     assert "no mask" in shown
     assert "window 21" in shown
 

@@ -238,7 +238,7 @@ def test_numbers_that_are_not_finite_give_no_scores(tensor: str, problem: str, t
 @pytest.mark.parametrize(("labels", "use"), [(("score",), "ranks documents"), (LABELS, "labels texts")])
 def test_explain_says_what_a_head_is_for(labels: tuple[str, ...], use: str, tmp_path: Path) -> None:
     make_folder(tmp_path, "bert", labels)
-    assert f"an encoder: it {use}, and generates nothing" in "\n".join(lines(explain(tmp_path)))
+    assert f"an encoder: it {use}, and generates no text" in "\n".join(lines(explain(tmp_path)))
 
 
 def test_an_encoder_is_not_shared_out(tmp_path: Path) -> None:

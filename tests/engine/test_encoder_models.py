@@ -128,7 +128,7 @@ def test_tasks_embed_with_an_encoder(bert: tuple[LLM, Any, Any]) -> None:
 def test_explain_says_what_an_encoder_is_for(tmp_path: Path) -> None:
     make_folder(tmp_path, "bert")
     shown = "\n".join(lines(explain(tmp_path)))
-    assert "an encoder: it embeds texts, and generates nothing" in shown
+    assert "an encoder: it embeds texts, and generates no text" in shown
     assert "no mask" in shown
     assert "1000 tokens" not in shown
 

@@ -90,7 +90,7 @@ def test_variables_of_a_template_are_told_from_misspelt_keywords() -> None:
 
 
 def test_a_session_takes_no_sampling_for_all_turns(llm: LLM) -> None:
-    with pytest.raises(UnknownParameterError, match=r"temperature .*give it to send\(\)"):
+    with pytest.raises(UnknownParameterError, match=r"temperature .*pass it to send\(\)"):
         llm.session(temperature=0)
 
 

@@ -81,7 +81,7 @@ def test_groups_nest_as_deep_as_is_said_and_no_deeper(compiler: Compiler, bracke
     for name in ("start: {}", "start: word\nword: {}"):
         compiler.compile(Grammar("grammar", name.format(opening * 28 + '"a"' + closing * 28)))
         with pytest.raises(
-            InvalidRequestError, match=r"\Agrammar, line \d, column \d+: groups may be nested 28 deep\Z"
+            InvalidRequestError, match=r"\Agrammar, line \d, column \d+: groups must be nested at most 28 deep\Z"
         ):
             compiler.compile(Grammar("grammar", name.format(opening * 29 + '"a"' + closing * 29)))
 

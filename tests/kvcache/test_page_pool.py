@@ -215,7 +215,7 @@ def test_a_refused_reserve_changes_no_group() -> None:
     before = snapshot(cache)
     assert cache.free_pages == [0, 14 - 5 - 4]
     assert fewest(cache, 1, STEP) == [2, 2]
-    with pytest.raises(OutOfPagesError, match=r"the cache has 0 free pages of 14, and 1 are needed: wait"):
+    with pytest.raises(OutOfPagesError, match=r"the cache needs 1 free pages, but has 0 of 14: wait"):
         cache.reserve(1, 1)
     assert snapshot(cache) == before
     cache.check_integrity()

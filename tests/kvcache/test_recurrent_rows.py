@@ -197,7 +197,7 @@ def test_the_memory_for_states_is_as_asked_for_and_enough_for_a_row() -> None:
     needed = -(-5 * size >> 20)
     with pytest.raises(InvalidRequestError, match=f"must be at least {needed}, the states of one sequence, got 1"):
         make_groups([net], CacheSettings(state_memory_mb=1), CAPACITY, 512)
-    with pytest.raises(InvalidRequestError, match="state_memory_mb=5 is for models with states, and this one has none"):
+    with pytest.raises(InvalidRequestError, match="state_memory_mb=5 needs a model with states, and this one has none"):
         check_layers(CacheSettings(state_memory_mb=5), [Attention(1, 1, 8, None, 1.0)])
 
 

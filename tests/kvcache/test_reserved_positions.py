@@ -32,14 +32,16 @@ def test_a_step_of_positions_that_are_not_reserved_is_refused_and_nothing_is_wri
 ) -> None:
     for num_reserved in (0, 4):
         cache.reserve(0, num_reserved)
-        with pytest.raises(InvalidRequestError, match=r"row 0 may get the positions \[0, \d\), got \d: call cache.res"):
+        with pytest.raises(
+            InvalidRequestError, match=r"positions of row 0 must be in \[0, \d\), got \d: call cache.res"
+        ):
             run(world, cache, PROMPT, 0)
     assert cache.lengths == [0, 0]
 
 
 def test_what_one_row_reserved_is_not_another_rows(world: World, cache: PagedCache) -> None:
     cache.reserve(0, 5)
-    with pytest.raises(InvalidRequestError, match=r"row 1 may get the positions \[0, 0\), got 0"):
+    with pytest.raises(InvalidRequestError, match=r"positions of row 1 must be in \[0, 0\), got 0"):
         run(world, cache, PROMPT, 0, row=1)
     with pytest.raises(InvalidRequestError, match=r"a step's rows must be in \[0, 2\), got 2"):
         run(world, cache, PROMPT, 0, row=2)

@@ -29,7 +29,7 @@ def test_a_second_reservation_takes_nothing_back() -> None:
     cache.reserve(0, 8)
     cache.reserve(0, 3)
     cache._check_reserved(Step.of([1] * 8, 5))
-    with pytest.raises(InvalidRequestError, match=r"row 0 may get the positions \[5, 13\), got 13"):
+    with pytest.raises(InvalidRequestError, match=r"positions of row 0 must be in \[5, 13\), got 13"):
         cache._check_reserved(Step.of([1] * 9, 5))
     cache.commit(0, 3)
     cache.reserve(0, 1)

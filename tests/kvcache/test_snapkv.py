@@ -140,7 +140,7 @@ def test_a_session_says_what_a_fresh_model_says(llm: LLM, tmp_path: Path) -> Non
 
 def test_what_cannot_be_asked(folder: Path, llm: LLM) -> None:
     with pytest.raises(
-        InvalidRequestError, match=r"protected_prefix=3 and the 32 tokens that snapkv looks from.*got 35"
+        InvalidRequestError, match=r"protected_prefix=3 and the 32 last tokens that snapkv observes.*got 35"
     ):
         make_llm(folder, eviction_window=35)
     with pytest.raises(InvalidRequestError, match="only eviction_policy sliding allows more"):

@@ -254,7 +254,7 @@ def test_a_request_without_a_prompt_only_says_what_became_of_the_model(served: S
 )  # fmt: skip
 def test_a_keep_alive_is_seconds_or_a_duration(given: float | str | None, seconds: float | None) -> None:
     assert seconds_of(given) == seconds
-    with pytest.raises(BodyError, match="keep_alive must be seconds"):
+    with pytest.raises(BodyError, match="keep_alive must be a number of seconds"):
         seconds_of("5m later")
 
 

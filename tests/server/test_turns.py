@@ -61,7 +61,7 @@ def test_a_tenant_of_whom_too_much_waits_is_refused_and_the_others_are_not() -> 
         turns, gate = Turns(most_running=1, most_waiting=2), threading.Event()
         tasks = [asyncio.create_task(turns.run("loud", gate.wait)) for _ in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="2 texts wait already") as error:
+        with pytest.raises(ApiError, match="2 of your texts already wait") as error:
             await turns.run("loud", gate.wait)
         assert (error.value.status, error.value.headers["Retry-After"]) == (429, "1")
         tasks.append(asyncio.create_task(turns.run("quiet", gate.wait)))

@@ -243,7 +243,7 @@ def test_tools_belong_to_conversations(llm: LLM) -> None:
         llm.session().generate(tools=TOOLS)
     with pytest.raises(InvalidRequestError, match="tool_format must be"):
         llm.chat(ASKED, tools=TOOLS, tool_format="x")
-    with pytest.raises(InvalidRequestError, match="knows no reasoning"):
+    with pytest.raises(InvalidRequestError, match="has no reasoning"):
         llm.chat(ASKED, reasoning_budget=3)
     with pytest.raises(InvalidRequestError, match=r"tools\[0\] \(f\)"):
         llm.chat(ASKED, tools=[{"name": "f", "strict": True, "parameters": {"properties": {"a": {"type": "x"}}}}])

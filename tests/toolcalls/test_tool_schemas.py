@@ -41,7 +41,7 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "reference": ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "/properties/a/$ref ", "leads to no schema"),
     "type": ({"properties": {"a": {"type": "strange"}}}, "/properties/a/type ", "must be one of"),
     "length": ({"properties": {"a": {**TEXT, "minLength": "3"}}}, "/properties/a/minLength ", "integer"),
-    "no schema": ({"properties": {"a": 3}}, "/properties/a ", "a schema is an object"),
+    "no schema": ({"properties": {"a": 3}}, "/properties/a ", "a schema must be an object"),
     "properties": ({"properties": [1]}, "/properties ", "must be an object"),
     "required": ({"properties": {"a": TEXT}, "required": "a"}, "/required ", "must be a list"),
     "root type": ({"type": "string"}, "/type ", "arguments are an object"),

@@ -1,4 +1,4 @@
-"""A budget of reasoning tokens: a constraint that wraps the answer's and only narrows it."""
+"""A budget of reasoning tokens: a constraint that wraps the answer's constraint and only restricts it further."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, final
@@ -9,7 +9,7 @@ _SPACES = b" \t\r\n"
 
 
 class _Place(NamedTuple):
-    """State after `num_tokens` tokens of reasoning. `tail` contains the preceding bytes that may still matter."""
+    """State after `num_tokens` tokens of reasoning. `tail` has the last bytes that may still matter."""
 
     phase: Literal["before", "inside", "after"]
     num_tokens: int = 0
@@ -29,7 +29,7 @@ class Budget(NamedTuple):
 
 @final
 class BudgetConstraint(Constraint):
-    """A constraint that closes the reasoning: after the budget's last token exactly the closing ids follow."""
+    """A constraint that closes the reasoning: after the last token of the budget, exactly the closing ids follow."""
 
     def __init__(self, inner: Constraint, budget: Budget) -> None:
         self._inner, self._budget = inner, budget

@@ -22,32 +22,32 @@ class Constraint(ABC):
     def fill(self, mask: Mask) -> None:
         """Write one row of packed words, one bit per token of the model's vocabulary, the lowest bit first.
 
-        End ids are allowed only where the grammar may end. If `forced` is not empty, its first token is the only one
-        allowed, so that jumping forward and sampling give the same text. At least one bit is set. Raises
-        ConstraintError if the grammar has become too complex to continue.
+        End ids are allowed only if the grammar may end. If `forced` is not empty, only its first token is allowed, so
+        that jumping forward and sampling give the same text. At least one bit is set. Raises ConstraintError if the
+        grammar has become too complex to continue.
         """
 
     @abstractmethod
     def accept(self, token_ids: Sequence[int]) -> int:
-        """Move past the longest beginning of `token_ids` that the masks allow, and return its length.
+        """Move past the longest prefix of `token_ids` that the masks allow, and return its length.
 
         Nothing is accepted after an end id. Raises ConstraintError as `fill` does.
         """
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` accepted tokens. An end id counts."""
+        """Undo the last `num_tokens` accepted tokens. An end id counts."""
 
     @property
     @abstractmethod
     def num_accepted(self) -> int:
-        """Number of tokens that were accepted and not taken back, including an end id."""
+        """Number of accepted tokens that were not undone, including an end id."""
 
     @abstractmethod
     def forced(self) -> list[int]:
         """Return the tokens that must follow, as the tokenizer spells the text that must follow, without end ids.
 
-        Tokens at the end that could change with the following text are left out. More tokens may be forced once these
+        Tokens at the end that could change with the following text are left out. More tokens may be forced after these
         are accepted.
         """
 
@@ -60,11 +60,11 @@ class Constraint(ABC):
         """Accept a token that the last mask allows and, unless `is_last`, fill `mask` for the next token.
 
         It is called between two steps of a multi-step. Returns False if there is no choice to make: the constraint is
-        done, tokens are forced, or `fill` would raise. Then `mask` must not be used. Raises as `accept` does. No other
-        thread may use the constraint meanwhile.
+        done, tokens are forced, or `fill` would raise. Then `mask` must not be used. Raises the errors of `accept`. No
+        other thread may use the constraint meanwhile.
 
-        This version calls the other methods one by one. Between steps Python is cold and each call costs time. An
-        override that leaves out calls of the library saves 60 µs per token.
+        This implementation calls the other methods one by one. Between steps Python is slow, and each call costs time.
+        An override with fewer calls of the library saves 60 µs per token.
         """
         self.accept([token_id])
         if self.done or self.forced():
@@ -72,7 +72,7 @@ class Constraint(ABC):
         try:
             if not is_last:
                 self.fill(mask)
-        except ConstraintError:  # which it raises again when it is asked for the mask
+        except ConstraintError:  # `fill` raises it again when the mask is needed
             return False
         return True
 

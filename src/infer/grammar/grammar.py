@@ -1,4 +1,4 @@
-"""A grammar as a request gives it, and as a library's compiler takes it."""
+"""A grammar as a request gives it, and as a library's compiler reads it."""
 
 import json
 from collections.abc import Mapping
@@ -6,12 +6,12 @@ from typing import Any, Literal, NamedTuple
 
 from infer.sampling_params import SamplingParams
 
-STRICT = "x-strict"  # a word at the top of a schema; true by default: what cannot be enforced is refused
+STRICT = "x-strict"  # a keyword at the top of a schema; by default true: parts that cannot be enforced are refused
 GrammarKind = Literal["json_schema", "regex", "grammar", "choice"]
 
 
 class Grammar(NamedTuple):
-    """The rule that a text must follow. A choice is its strings as a JSON list."""
+    """The rule that a text must follow. The text of a choice is a JSON list of its strings."""
 
     kind: GrammarKind
     text: str
@@ -25,7 +25,7 @@ class Source(NamedTuple):
 
 
 def not_strict(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema, of which parts that cannot be enforced are left out with a warning."""
+    """Return the schema with a mark that parts that cannot be enforced are left out with a warning."""
     return {STRICT: False, **schema}
 
 

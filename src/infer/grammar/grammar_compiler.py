@@ -1,6 +1,6 @@
-"""Compile a request's grammar to a constraint: read and tried in a separate process, compiled here, and cached.
+"""Compile a request's grammar to a constraint: a separate process reads and tries it, then it is compiled and cached.
 
-Every grammar is compiled within its budget, or refused with one InvalidRequestError that points into it.
+Every grammar is either compiled within its budget, or refused with one InvalidRequestError that points into it.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from infer.grammar.xgrammar import XgrammarBackend
 from infer.system.sized_cache import SizedCache
 from infer.tokenizer import Tokenizer
 
-MAX_COMPILED_BYTES = 256 << 20  # of what is kept
+MAX_COMPILED_BYTES = 256 << 20  # of all cached grammars
 _LEAST_BYTES = 20_000
 
 BACKENDS: dict[str, type[LlguidanceBackend] | type[XgrammarBackend]] = {
@@ -31,7 +31,7 @@ BACKENDS: dict[str, type[LlguidanceBackend] | type[XgrammarBackend]] = {
 
 
 class _Compiled(NamedTuple):
-    """A grammar as compiled by a library, its size in bytes, and warnings about words that are not enforced."""
+    """A grammar compiled by a library, its size in bytes, and warnings about keywords that are not enforced."""
 
     grammar: Any
     num_bytes: int
@@ -49,24 +49,24 @@ class Compiler:
         self.backend = backend
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._lock = threading.RLock()  # guards what is below
+        self._lock = threading.RLock()  # guards the attributes below
         self._loaded: tuple[GrammarBackend, Vocabulary] | None = None
         self._compiled = SizedCache[_Compiled](MAX_COMPILED_BYTES)
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """Return a new constraint, whose first mask is known to allow at least one token.
+        """Return a new constraint. Its first mask allows at least one token.
 
         Raises InvalidRequestError if the grammar is not well-formed, unsupported, unsatisfiable, or over the budget.
         """
 
         def compile_(backend: GrammarBackend) -> _Compiled:
-            read = try_grammar(backend.name, grammar)  # compiled in another process first
+            read = try_grammar(backend.name, grammar)  # first compiled in another process
             return _compiled(backend, read.source, read.warnings)
 
         return self._constraint(grammar, compile_)
 
     def warnings_of(self, grammar: Grammar | None) -> tuple[str, ...]:
-        """Return a line for each part of a compiled grammar's schemas that is not enforced."""
+        """Return a line for each part of a compiled schema that is not enforced."""
         with self._lock:
             found = self._compiled.get(_key(grammar))
         return () if found is None else found.warnings
@@ -100,7 +100,7 @@ class Compiler:
         with self._lock:
             backend, vocabulary = self._load()
             compiled = self._compiled.get(key)
-        if compiled is None:  # with the lock given back: one slow grammar holds up no other that is known
+        if compiled is None:  # without the lock, so that a slow grammar does not delay cached ones
             compiled = compile_(backend)
         with self._lock:
             self._compiled.put(key, compiled, compiled.num_bytes)

@@ -1,4 +1,4 @@
-"""The shortest text of every rule, and rules that have no text. Linear in the size of the rules, apart from a heap.
+"""The shortest text of every rule, and the rules that have no text. Linear in the size of the rules, except for a heap.
 
 Source: Knuth, "A generalization of Dijkstra's algorithm" (1977).
 """
@@ -16,7 +16,7 @@ class Clause(NamedTuple):
     head: Hashable
     body: Sequence[Hashable] = ()
     length: int = 0
-    times: int = 1  # of the body
+    times: int = 1  # how often the body is needed
 
 
 def shortest(clauses: Iterable[Clause]) -> dict[Hashable, int]:
@@ -29,7 +29,7 @@ def shortest(clauses: Iterable[Clause]) -> dict[Hashable, int]:
     lengths: list[int] = []
     waiting: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
     found: dict[Hashable, int] = {}
-    order = count()  # names need not compare
+    order = count()  # because names cannot be compared
     heap: list[tuple[int, int, Hashable]] = []
     for index, clause in enumerate(clauses):
         needed: dict[Hashable, int] = dict.fromkeys(clause.body, 1)

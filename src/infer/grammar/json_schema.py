@@ -1,4 +1,4 @@
-"""Read a JSON schema and write the one that a grammar library compiles. Messages name a place as a JSON pointer."""
+"""Read a JSON schema and write the schema that a grammar library compiles. Messages give places as JSON pointers."""
 
 import difflib
 import json
@@ -21,7 +21,7 @@ MAX_OPTIONAL = 256
 MAX_ASKED = 40
 ASKING_SECONDS = 1.0
 _MAX_WARNINGS = 10
-_LEFT_OUT = (  # words that a compiler may refuse, and those that forbid more without them
+_LEFT_OUT = (  # keywords that a compiler may refuse, and keywords that forbid more without these
     frozenset({"minProperties", "maxProperties"}),
     frozenset({"pattern"}),
     frozenset({"patternProperties", "additionalProperties"}),
@@ -32,7 +32,7 @@ _LEFT_OUT = (  # words that a compiler may refuse, and those that forbid more wi
 class BuiltSchema:
     """A schema in the compiler's form.
 
-    `warnings` name the words that assert nothing, and what was left out of a schema that is not strict.
+    `warnings` name the keywords that assert nothing, and the parts that were left out of a schema that is not strict.
     """
 
     root: SchemaPart
@@ -56,8 +56,8 @@ class BuiltSchema:
     def place_of(self, problem: str, problem_of: Callable[[str], str]) -> tuple[SchemaPart, str]:
         """Return the deepest part whose text has a problem, and the problem.
 
-        Calls `problem_of` at most `MAX_ASKED` times, and not after `ASKING_SECONDS`, because a part may need its whole
-        budget to fail.
+        Calls `problem_of` at most `MAX_ASKED` times, and only for `ASKING_SECONDS`, because a part may use its whole
+        budget before it fails.
         """
         found, seen, num_asked = self.root, {id(self.root)}, 0
         end = time.monotonic() + ASKING_SECONDS
@@ -75,7 +75,7 @@ class BuiltSchema:
                 return found, problem
 
     def without(self, part: SchemaPart, problem: str) -> "BuiltSchema":
-        """Leave out of `part` what the compiler may have a problem with, and add a warning."""
+        """Leave out of `part` the keywords with which the compiler may have a problem, and add a warning."""
         words = next((words for words in _LEFT_OUT if words & part.keys()), part.keys() - {"type"} or {"type"})
         words = words & part.keys()
         for word in words:
@@ -85,9 +85,9 @@ class BuiltSchema:
 
 
 def unreadable_parts(schema: Any, where: str = "json_schema") -> list[tuple[str, str]]:
-    """Return the pointers of words and schemas that `build_schema` refuses, each with the reason.
+    """Return the pointers of keywords and schemas that `build_schema` refuses, each with the reason.
 
-    A schema that is too deep to be read has none.
+    A schema that is nested too deeply to be read has none.
     """
     found = list[tuple[str, str]]()
     if not is_deeper(schema, MAX_DEPTH):
@@ -96,13 +96,13 @@ def unreadable_parts(schema: Any, where: str = "json_schema") -> list[tuple[str,
 
 
 def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json_schema") -> BuiltSchema:
-    """Return the built schema. `keywords` are the words that the backend enforces, None for all.
+    """Return the built schema. `keywords` are the keywords that the backend enforces; None means all.
 
     Raises InvalidRequestError if the schema is malformed, unsupported or too large, or no value fulfils it.
     """
     size = len(encoded(text, where))
     if size > MAX_BYTES:
-        raise InvalidRequestError(f"{where}: a schema may have {MAX_BYTES} bytes, got {size}")
+        raise InvalidRequestError(f"{where}: a schema must have at most {MAX_BYTES} bytes, got {size}")
     raw = _read(text, where)
     if not isinstance(raw, dict | bool):
         refuse(where, "", f"a schema must be an object, true or false, got {json.dumps(raw):.40}")
@@ -121,7 +121,7 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
         rewriter = Rewriter(raw, where, None if is_strict else report)
         root = rewriter.rewrite()
     except RecursionError:
-        raise InvalidRequestError(f"{where} at /: nested too deep when its choices are written out") from None
+        raise InvalidRequestError(f"{where} at /: nested too deeply when its choices are written out") from None
     nodes = nodes_of([root, *rewriter.definitions.values()])
     for node in nodes if keywords is not None else ():
         for word in node.keys() - (keywords or ()):
@@ -129,7 +129,7 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
     for node in nodes:
         optional = len(node.get("properties", {}).keys() - set(node.get("required", ())))
         if optional > MAX_OPTIONAL:
-            problem = f"{MAX_OPTIONAL} properties may be optional, got {optional}"
+            problem = f"at most {MAX_OPTIONAL} properties may be optional, got {optional}"
             if is_strict:
                 refuse(where, node.pointer, problem)
             leave_out(f"{node.pointer}/properties", problem)
@@ -147,7 +147,7 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
 
 
 def _is_strict(raw: Any, where: str) -> bool:
-    """Remove the word `x-strict` from the schema, and return its value."""
+    """Remove the keyword `x-strict` from the schema, and return its value."""
     strict = raw.pop(STRICT, True) if isinstance(raw, dict) else True
     if not isinstance(strict, bool):
         refuse(where, f"/{STRICT}", f"must be true or false, got {strict!r:.40}")
@@ -168,7 +168,7 @@ def _ignored(words: Iterable[str], where: str) -> list[str]:
         near = difflib.get_close_matches(word, ASSERTIONS, n=1, cutoff=0.8) if len(word) <= 40 else []
         named.append(f"{word:.40}" + (f" (did you mean {near[0]!r}?)" if near else ""))
     more = f" and {len(words) - 10} more" if len(words) > 10 else ""
-    return [f"{where}: ignored, as they assert nothing: {', '.join(named)}{more}"]
+    return [f"{where}: ignored, because they assert nothing: {', '.join(named)}{more}"]
 
 
 def _read(text: str, where: str) -> Any:
@@ -179,5 +179,5 @@ def _read(text: str, where: str) -> Any:
     except RecursionError:
         raw = None
     if raw is None or is_deeper(raw, MAX_DEPTH):
-        raise InvalidRequestError(f"{where}: brackets may be nested {MAX_DEPTH} deep")
+        raise InvalidRequestError(f"{where}: brackets must be nested at most {MAX_DEPTH} deep")
     return raw

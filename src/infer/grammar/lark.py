@@ -17,7 +17,7 @@ from infer.grammar.pattern import check_pattern, encoded
 from infer.grammar.schema_shortest import MAX_SHORTEST
 
 MAX_BYTES = 65_536
-MAX_DEPTH = 28  # what llguidance reads
+MAX_DEPTH = 28  # the limit of llguidance
 MAX_RULES = 1_000
 
 _TOKEN = re.compile(
@@ -51,7 +51,7 @@ class _Rule(NamedTuple):
 class CheckedGrammar(NamedTuple):
     """A checked grammar. In `text`, schemas after %json are in the compiler's form.
 
-    `warnings` name the words of these schemas that are not enforced.
+    `warnings` name the keywords of these schemas that are not enforced.
     """
 
     text: str
@@ -59,10 +59,10 @@ class CheckedGrammar(NamedTuple):
 
 
 def check_grammar(text: str, keywords: Set[str] | None = None, where: str = "grammar") -> CheckedGrammar:
-    """Return the checked grammar. Raises InvalidRequestError that names line and column, from 1."""
+    """Return the checked grammar. Raises InvalidRequestError that gives line and column, from 1."""
     size = len(encoded(text, where))
     if size > MAX_BYTES:
-        raise InvalidRequestError(f"{where}: a grammar may have {MAX_BYTES} bytes, got {size}")
+        raise InvalidRequestError(f"{where}: a grammar must have at most {MAX_BYTES} bytes, got {size}")
     checker = _Checker(text, keywords, where)
     checker.check()
     parts, at = [], 0
@@ -77,7 +77,7 @@ class _Checker:
         self._text = text
         self._keywords = keywords
         self._where = where
-        self.schemas: list[tuple[int, int, str]] = []  # where they stand, and what is to stand there
+        self.schemas: list[tuple[int, int, str]] = []  # start, end and new text of each
         self.warnings: list[str] = []
         self._lines = [0, *(match.end() for match in re.finditer("\n", text))]
 
@@ -89,13 +89,13 @@ class _Checker:
                 names = [token.text for token in rule.body if token.kind == "name"]
                 imported.update(names[-1:])
             elif rule.name in rules and rule.name != "%ignore":
-                raise self._error(rule.at, f"the rule {rule.name!r:.40} is there twice")
+                raise self._error(rule.at, f"the rule {rule.name!r:.40} is defined twice")
             else:
                 rules[rule.name] = rule
         if "start" not in rules:
             raise InvalidRequestError(f"{self._where}: there is no rule 'start'")
         if len(rules) > MAX_RULES:
-            raise InvalidRequestError(f"{self._where}: a grammar may have {MAX_RULES} rules, got {len(rules)}")
+            raise InvalidRequestError(f"{self._where}: a grammar must have at most {MAX_RULES} rules, got {len(rules)}")
         self._check_ends(rules, imported)
 
     def _tokens(self) -> Iterator[_Token]:
@@ -103,10 +103,10 @@ class _Checker:
         while at < len(self._text):
             match = _TOKEN.match(self._text, at)
             if match is None or match.lastgroup is None:
-                raise self._error(at, f"{self._text[at]!r} begins nothing that a grammar knows")
+                raise self._error(at, f"{self._text[at]!r} is not valid here in a grammar")
             kind, text, start, at = match.lastgroup, match[0], at, match.end()
             if kind == "refused":
-                raise self._error(start, f"{text!r:.40}: a grammar speaks of text, not of tokens or other grammars")
+                raise self._error(start, f"{text!r:.40}: a grammar must describe text, not tokens or other grammars")
             if kind == "directive" and text in ("%json", "%regex"):
                 at = self._json_end(at)
                 if text == "%json":
@@ -123,9 +123,9 @@ class _Checker:
                 check_pattern(text[1 : text.rindex("/")], f"{self._where}, line {line}, column {column}: pattern")
             depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(text, 0)
             if depth > MAX_DEPTH:
-                raise self._error(start, f"groups may be nested {MAX_DEPTH} deep")
+                raise self._error(start, f"groups must be nested at most {MAX_DEPTH} deep")
             if depth < 0:
-                raise self._error(start, f"{text!r} closes nothing")
+                raise self._error(start, f"{text!r} closes no group")
             if kind != "space":
                 yield _Token(kind, text, start)
 
@@ -155,7 +155,7 @@ class _Checker:
         """
         starts = [index for index in range(len(tokens)) if self._begins_rule(tokens, index)]
         if any(token.kind != "newline" for token in tokens[: starts[0] if starts else None]):
-            raise self._error(tokens[0].at, 'a grammar is rules such as start: "yes" | "no"')
+            raise self._error(tokens[0].at, 'a grammar must have rules such as start: "yes" | "no"')
         for begin, end in pairwise([*starts, len(tokens)] if starts else []):
             head = tokens[begin]
             if head.kind == "directive":
@@ -198,7 +198,7 @@ class _Checker:
     def _clauses(self, rule: _Rule, known: Set[str]) -> Iterator[Clause]:
         """Yield one clause per alternative.
 
-        A group has a name of its own, and so has an item with a count or a star.
+        A group has its own name, and so has an item with a count or a star.
         """
         if rule.name == "%import":
             return
@@ -246,7 +246,7 @@ class _Checker:
 
 
 def _least(count: list[_Token]) -> int:
-    """Return the least number of repetitions of `?`, `*`, `{2`, `{,` or `~2`."""
+    """Return the smallest number of repetitions of `?`, `*`, `{2`, `{,` or `~2`."""
     digits = count[-1].text if count[0].text in "{~" else ""
     return min(int(digits[:9]), 10**9) if digits.isdecimal() else 0
 

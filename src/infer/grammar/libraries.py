@@ -18,7 +18,7 @@ ENFORCED: dict[str, Set[str] | None] = {
         }
     ),
 }
-"""The keywords of JSON schemas that a library enforces; None for all that we know."""
+"""The keywords of JSON schemas that a library enforces; None means all known keywords."""
 
 
 def source_of(name: str, library: Any, grammar: Grammar) -> Source:
@@ -42,7 +42,7 @@ def schema_source(library: Any, text: str) -> Source:
     """Return the source of a built schema, with the spaces of Python's `json.dumps`."""
     separators = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     schema = json.loads(text)
-    if not isinstance(schema, dict):  # true: any JSON; false is refused before
+    if not isinstance(schema, dict):  # true: any JSON; false was refused before
         schema = {}
     return Source("", library.LLMatcher.grammar_from_json_schema(schema, overrides=separators))
 
@@ -52,8 +52,8 @@ def llguidance_limits(library: Any, text: str) -> Any:
 
     The library's own limit is 2,000 items at one place, but 64 KiB of Lark may have 13,000 alternatives there.
 
-    The fuel for texts that are read without a mask (drafts, forced text) is twenty times the library's own, 0.4 s. With
-    less, words of `(\\S+\\s+){0,49}` in at most 500 characters end after 55. The fuel of a mask is unchanged.
+    The fuel for texts that are read without a mask (drafts, forced text) is twenty times the library's own: 0.4 s. With
+    less fuel, words of `(\\S+\\s+){0,49}` in at most 500 characters end after 55. The fuel of a mask is unchanged.
 
     A grammar with few alternatives gets few items, because an ambiguous grammar could otherwise take a second per
     token. Schemas and patterns, which begin with a brace here, are not ambiguous in this way.

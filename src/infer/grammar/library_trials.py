@@ -17,8 +17,8 @@ from infer.system.processor_limit import OverLimitError, limited
 
 Try = Callable[[Source], str]
 
-COMPILE_SECONDS = 2.0  # of a processor, for the library
-_NUM_WALKS, _WALK_BYTES = 2, 8  # of texts that are begun, so that what cannot be followed is found here
+COMPILE_SECONDS = 2.0  # processor seconds of the library
+_NUM_WALKS, _WALK_BYTES = 2, 8  # short random texts, which find grammars that cannot be followed
 
 
 def llguidance_try(library: Any, tokenizer: Any = None) -> Try:
@@ -66,7 +66,7 @@ def xgrammar_try(library: Any) -> Try:
         left = signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)[0]
         try:
             matcher = library.GrammarMatcher(compile_with_xgrammar(compiler, library, source.kind, source.text))
-        except Exception as error:  # tvm_ffi raises whatever C++ threw
+        except Exception as error:  # tvm_ffi raises any exception of C++
             return str(error) or type(error).__name__
         finally:
             signal.setitimer(signal.ITIMER_PROF, left)
@@ -91,7 +91,7 @@ def _in_a_fork(follow: Try, source: Source) -> str:
             os.close(reading)
             with open(writing, "w", encoding="utf-8", errors="replace") as file:
                 file.write(follow(source))
-        except BaseException:  # which no library should raise: told as a crash
+        except BaseException:  # no library should raise it: reported as a crash
             os._exit(1)
         os._exit(0)
     os.close(writing)
@@ -101,7 +101,7 @@ def _in_a_fork(follow: Try, source: Source) -> str:
     finally:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status == -signal.SIGPROF:
-        return f"takes more than {COMPILE_SECONDS:g} s to compile; make it smaller or less ambiguous"
+        return f"takes more than {COMPILE_SECONDS:g} s to compile: make it smaller or less ambiguous"
     return "too large or too deep to compile" if status else found
 
 
@@ -114,6 +114,6 @@ def read_within(library: Any, name: str, try_: Try, grammar: Grammar, seconds: f
         with limited(seconds):
             return read_grammar(grammar, ENFORCED[name], lambda each: source_of(name, library, each), try_)
     except OverLimitError:
-        raise InvalidRequestError(f"{grammar.kind}: takes more than {seconds:g} s to read; make it smaller") from None
+        raise InvalidRequestError(f"{grammar.kind}: takes more than {seconds:g} s to read: make it smaller") from None
     except MemoryError:
-        raise InvalidRequestError(f"{grammar.kind}: takes too much memory; make it smaller") from None
+        raise InvalidRequestError(f"{grammar.kind}: takes too much memory: make it smaller") from None

@@ -17,10 +17,10 @@ from infer.grammar.libraries import llguidance_limits
 from infer.grammar.matcher import GrammarBackend, Matcher
 from infer.grammar.vocabulary import Vocabulary
 
-SLOW_SECONDS = 0.02  # of a mask, from where it is counted
-MOST_EXCESS_SECONDS = 0.5  # of all masks of a grammar together, beyond that
-_BYTES_PER_SOURCE_BYTE = 80  # of a compiled grammar: 25 to 39 MB for 442 KiB
-_REFUND = 0.005  # of SLOW_SECONDS, for a quick mask
+SLOW_SECONDS = 0.02  # time of a mask above which it counts
+MOST_EXCESS_SECONDS = 0.5  # limit of the time above that, for all masks of a grammar together
+_BYTES_PER_SOURCE_BYTE = 80  # memory of a compiled grammar: 25 to 39 MB for 442 KiB
+_REFUND = 0.005  # share of SLOW_SECONDS that a quick mask restores
 
 
 @final
@@ -52,8 +52,8 @@ class LlguidanceBackend(GrammarBackend):
 class _Compiled:
     """A compiled grammar, and the excess time that its masks have taken, over all texts.
 
-    A mask cannot be interrupted. A usual mask takes a millisecond. A mask of an ambiguous grammar takes longer with
-    each token, and all answers of the step wait for it. Only the thread's own time counts, not that of a busy machine.
+    A mask cannot be interrupted. It usually takes a millisecond. A mask of an ambiguous grammar takes longer with each
+    token, and all answers of the step wait for it. Only the thread's own time counts, not the wait on a busy machine.
     """
 
     def __init__(self, matcher: Any) -> None:
@@ -64,8 +64,9 @@ class _Compiled:
         return str(self.matcher.get_error())
 
     def spend(self, seconds: float) -> None:
-        """Count the time of a mask. Raises ConstraintError when the budget is used up. Quick masks restore a part of
-        it.
+        """Count the time of a mask. Quick masks restore a part of the budget.
+
+        Raises ConstraintError when the budget is used up.
         """
         if seconds < SLOW_SECONDS:
             self._excess = max(0.0, self._excess - _REFUND * SLOW_SECONDS)
@@ -73,8 +74,8 @@ class _Compiled:
         self._excess += seconds - SLOW_SECONDS
         if self._excess > MOST_EXCESS_SECONDS:
             raise ConstraintError(
-                f"the grammar is too ambiguous: its masks take more than {1000 * SLOW_SECONDS:g} ms a token, "
-                f"{MOST_EXCESS_SECONDS:g} s in all; write each text in one way only"
+                f"the grammar is too ambiguous: its masks take more than {1000 * SLOW_SECONDS:g} ms per token, "
+                f"{MOST_EXCESS_SECONDS:g} s in total: allow only one way to write each text"
             )
 
 
@@ -87,7 +88,7 @@ class _LlguidanceMatcher(Matcher):
         self._own = np.zeros(-(-num_ids // 32), dtype=np.int32)
         self._num_words, self._num_bytes = len(self._own), self._own.nbytes
         self._rest = vocabulary.vocab_size % 32
-        self._mask: Mask | None = None  # whose address is known
+        self._mask: Mask | None = None  # the last mask, whose address is known
         self._where = 0
 
     def fill(self, mask: Mask) -> None:
@@ -112,7 +113,7 @@ class _LlguidanceMatcher(Matcher):
             mask[num_own:] = 0
         elif num_words < num_own:
             mask[:] = self._own[:num_words]
-        if self._rest:  # an end id of our own making lies after the vocabulary
+        if self._rest:  # our own end id is after the vocabulary
             mask.view(np.uint32)[self._vocabulary.vocab_size // 32] &= (1 << self._rest) - 1
 
     def advance(self, token_id: int, mask: Mask, is_last: bool) -> bool:
@@ -177,7 +178,7 @@ class _Spelling:
         self.eos_token_id = eos_token_id
         padding = [b""] * (eos_token_id + 1 - len(vocabulary.token_bytes))
         self.tokens = [*vocabulary.token_bytes, *padding]
-        for token_id in vocabulary.control_ids:  # tokens of the same bytes are allowed together
+        for token_id in vocabulary.control_ids:  # tokens with the same bytes are allowed together
             self.tokens[token_id] = b"[%d]" % token_id
         self.special_token_ids = vocabulary.control_ids
 

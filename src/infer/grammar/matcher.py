@@ -10,7 +10,7 @@ from infer.grammar.constraint import Constraint, Mask, keep_only
 from infer.grammar.grammar import Source
 from infer.grammar.vocabulary import Vocabulary
 
-MAX_FORCED = 64  # tokens in one plan; what follows them is planned when they are written
+MAX_FORCED = 64  # tokens in one plan; later tokens are planned when these are written
 
 
 class Matcher(ABC):
@@ -36,11 +36,11 @@ class Matcher(ABC):
 
     @abstractmethod
     def may_end(self) -> bool:
-        """Return True if the grammar is fulfilled."""
+        """Return True if the text so far fulfils the grammar."""
 
     @abstractmethod
     def is_stopped(self) -> bool:
-        """Return True if the grammar is fulfilled and no text may follow."""
+        """Return True if the text so far fulfils the grammar and no text may follow."""
 
     def advance(self, token_id: int, mask: Mask, is_last: bool) -> bool:
         """Advance as `Constraint.advance` does. The token is not an end id, and no token is forced before it."""
@@ -78,7 +78,7 @@ class StepwiseConstraint(Constraint):
     """A constraint with a plan for every place, made when the place is reached. `forced` returns the plan.
 
     So the plan depends only on the tokens, not on the time of a call. Following a plan token by token gives the same
-    plan as taking it in one call.
+    plan as following it in one call.
     """
 
     def __init__(self, matcher: Matcher, vocabulary: Vocabulary) -> None:
@@ -147,7 +147,7 @@ class StepwiseConstraint(Constraint):
         plan = self._plans[-1]
         if self._has_ended or (plan and token_id != plan[0]):
             return False
-        if token_id in self._end_ids:  # the libraries need not know how a text ended
+        if token_id in self._end_ids:  # the libraries do not see the end id
             self._has_ended = self._matcher.may_end()
             if self._has_ended:
                 self._plans.append(())

@@ -1,4 +1,4 @@
-"""Checks of a pattern's size before compilation: its length, its depth, and its size with counts written out."""
+"""Checks of a pattern's size before compilation: its length, its depth, and its size with its counts written out."""
 
 import re
 
@@ -9,7 +9,7 @@ MAX_DEPTH = 64
 MAX_WRITTEN_OUT = 20_000
 
 _END = {"^": "beginning", "$": "end"}
-_ESCAPE = re.compile(r"\\(?:([xuU])|[pP])\{([^}]*)\}")  # of a character by its number, of a class by its name
+_ESCAPE = re.compile(r"\\(?:([xuU])|[pP])\{([^}]*)\}")  # an escape of a character's number, or of a class's name
 _LAST_CHARACTER = 0x10FFFF
 _COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
@@ -18,15 +18,15 @@ def check_pattern(pattern: str, where: str, *, allows_anchors: bool = True) -> N
     """Raise InvalidRequestError that names the column, from 1, if a pattern is malformed or too large."""
     size = len(encoded(pattern, where))
     if size > MAX_PATTERN_BYTES:
-        raise InvalidRequestError(f"{where}: a pattern may have {MAX_PATTERN_BYTES} bytes, got {size}")
-    sizes, opened = [0], [0]  # of each open group: what it holds so far, where it began
-    last, at = 0, 0  # `last` is the size of what a count would repeat
+        raise InvalidRequestError(f"{where}: a pattern must have at most {MAX_PATTERN_BYTES} bytes, got {size}")
+    sizes, opened = [0], [0]  # of each open group: its size so far, and its start
+    last, at = 0, 0  # `last` is the size of the item that a count would repeat
     while at < len(pattern):
         start, at = at, at + 1
         character = pattern[start]
         if character == "(":
             if len(sizes) > MAX_DEPTH:
-                raise InvalidRequestError(f"{where}, column {at}: groups may be nested {MAX_DEPTH} deep")
+                raise InvalidRequestError(f"{where}, column {at}: groups must be nested at most {MAX_DEPTH} deep")
             sizes.append(0)
             opened.append(start)
             continue
@@ -60,7 +60,7 @@ def check_pattern(pattern: str, where: str, *, allows_anchors: bool = True) -> N
 
 
 def without_anchors(pattern: str) -> str:
-    """Return an equal pattern for a match of the whole text, without `^` at its beginning and `$` at its end."""
+    """Return an equal pattern for a match of the whole text, without `^` at its start and `$` at its end."""
     pattern = pattern.removeprefix("^")
     body = pattern.removesuffix("$")
     escaped = (len(body) - len(body.rstrip("\\"))) % 2 == 1
@@ -71,7 +71,7 @@ def encoded(text: str, where: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{where}: character {error.start + 1} is a lone surrogate, no text") from None
+        raise InvalidRequestError(f"{where}: character {error.start + 1} is a lone surrogate, not valid text") from None
 
 
 def _escape_end(pattern: str, start: int, where: str) -> int:
@@ -81,13 +81,13 @@ def _escape_end(pattern: str, start: int, where: str) -> int:
     kind, digits = escape.groups()
     if kind and re.fullmatch("[0-9a-fA-F]+", digits) and int(digits, 16) > _LAST_CHARACTER:
         raise InvalidRequestError(
-            f"{where}, column {start + 1}: {escape[0]:.40} is no character: the last is {_LAST_CHARACTER:X}"
+            f"{where}, column {start + 1}: {escape[0]:.40} is not a character: the last one is {_LAST_CHARACTER:X}"
         )
     return escape.end()
 
 
 def _class_end(pattern: str, at: int) -> int:
-    """Return the index after the bracket that closes a class. Classes nest, and a `]` at the beginning is a member."""
+    """Return the index after the bracket that closes a class. Classes nest, and a `]` at the start is a member."""
     at += pattern.startswith("^", at)
     at += pattern.startswith("]", at)
     depth = 1

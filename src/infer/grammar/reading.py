@@ -1,6 +1,6 @@
-"""Turn a request's grammar into a library's source: checked, reduced to words that the library enforces, and tried.
+"""Make a library's source of a request's grammar: checked, reduced to keywords that the library enforces, and tried.
 
-The time depends on the request, so the server runs it in separate processes (`trial`).
+The time depends on the request, so the server does this in separate processes (`trial`).
 """
 
 import json
@@ -16,16 +16,16 @@ from infer.grammar.pattern import check_pattern, encoded, without_anchors
 
 MAX_CHOICES = 10_000
 MAX_CHOICE_BYTES = 65_536
-MAX_LEFT_OUT = 8  # parts of a schema that the library refuses
+MAX_LEFT_OUT = 8  # parts of a schema that may be left out because the library refuses them
 
 _LARK_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
-_SOURCE_PLACE = re.compile(r"\A\[[\d:]+\] \S+:\d+: ")  # of a library's own code
-_IS_EMPTY = re.compile("nsatisfiable|NoExtension")  # nothing fulfils it, whatever can be enforced
+_SOURCE_PLACE = re.compile(r"\A\[[\d:]+\] \S+:\d+: ")  # a place in a library's own code
+_IS_EMPTY = re.compile("nsatisfiable|NoExtension")  # no text fulfils it, so nothing can be left out
 _COLUMN = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^.*\nerror: ([^\n]*)")
 
 
 class Checked(NamedTuple):
-    """A grammar in its compiler's form. `warnings` name words of schemas that are not enforced."""
+    """A grammar in its compiler's form. `warnings` name the keywords of schemas that are not enforced."""
 
     grammar: Grammar
     warnings: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Checked(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The source of a grammar that a library compiled once. `warnings` name words of schemas that are not enforced."""
+    """The source of a grammar that a library compiled once. `warnings` name keywords that are not enforced."""
 
     source: Source
     warnings: tuple[str, ...]
@@ -55,7 +55,7 @@ def read_grammar(
     def problem_of(text: str) -> str:
         try:
             return try_(source_of(Grammar(kind, text)))
-        except ValueError as error:  # the library's, of what it reads before it compiles
+        except ValueError as error:  # the library's error about the text, before it compiles
             return str(error)
 
     text, warnings, schema = checked.grammar.text, checked.warnings, checked.schema
@@ -85,7 +85,7 @@ def check(grammar: Grammar, keywords: Set[str] | None = None) -> Checked:
         found = check_grammar(text, keywords)
         return Checked(Grammar(kind, found.text), found.warnings)
     if kind == "regex":
-        check_pattern(text, "regex")  # first, so that columns are those of the text as given
+        check_pattern(text, "regex")  # first, so that columns count in the given text
         check_pattern(without_anchors(text), "regex", allows_anchors=False)
         return Checked(Grammar(kind, without_anchors(text)))
     _check_choice(json.loads(text))
@@ -94,14 +94,14 @@ def check(grammar: Grammar, keywords: Set[str] | None = None) -> Checked:
 
 def _check_choice(texts: list[str]) -> None:
     if len(texts) > MAX_CHOICES:
-        raise InvalidRequestError(f"choice: there may be {MAX_CHOICES} of them, got {len(texts)}")
+        raise InvalidRequestError(f"choice must have at most {MAX_CHOICES} strings, got {len(texts)}")
     size = sum(len(encoded(text, f"choice {index}")) for index, text in enumerate(texts))
     if size > MAX_CHOICE_BYTES:
-        raise InvalidRequestError(f"choice: all together may have {MAX_CHOICE_BYTES} bytes, got {size}")
+        raise InvalidRequestError(f"choice must have at most {MAX_CHOICE_BYTES} bytes in total, got {size}")
 
 
 def pointed(problem: str, where: str) -> str:
-    """Return a library's message as one line that begins with the place."""
+    """Return a library's message as one line that begins with the place of the problem."""
     if "lookarounds not supported" in problem:
         problem = "anchors and word boundaries are not supported"
     column = _COLUMN.search(problem)

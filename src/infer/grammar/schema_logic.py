@@ -1,4 +1,4 @@
-"""Negations of schemas, and a check that no value fulfils two of them. Both are exact or give up."""
+"""Negations of schemas, and a check that no value fulfils two of them. Both are exact, or raise or return False."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any, final
 from infer.grammar.schema_part import TYPES, SchemaPart, all_of, any_of, false_part, lacks, refuse
 from infer.grammar.schema_pattern import pattern_without
 
-STEPS = 300_000  # of one schema
+STEPS = 300_000  # limit of the work for one schema
 _MAX_DEPTH = 20
 _KINDS = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 _KINDS_OF = {name: frozenset({name}) for name in TYPES} | {"number": frozenset({"integer", "fraction"})}
@@ -19,7 +19,7 @@ class Logic:
     """Facts about the parts of one schema. `definitions` are the targets of references, by reference."""
 
     def __init__(self, definitions: Mapping[str, SchemaPart], where: str, *, are_exact: bool) -> None:
-        """`are_exact` is False if some of the definitions allow more than the user's schema does."""
+        """Begin with the definitions. `are_exact` is False if some of them allow more than the user's schema does."""
         self._definitions, self._are_exact = definitions, are_exact
         self._where = where
         self._steps_left = STEPS
@@ -27,11 +27,11 @@ class Logic:
     def negated(self, part: SchemaPart, pointer: str, depth: int = 0) -> SchemaPart:
         """Return a schema for exactly the values that do not fulfil `part`.
 
-        Raises SchemaError at `pointer` if there is none of the keywords that a grammar library enforces.
+        Raises SchemaError at `pointer` if the keywords that a grammar library enforces cannot express it.
         """
         self._steps_left -= 1
         if depth > _MAX_DEPTH or self._steps_left < 0:
-            refuse(self._where, pointer, "what a large schema excludes cannot be built")
+            refuse(self._where, pointer, "the negation of a large schema cannot be enforced")
         found: list[SchemaPart] = []
         for word, value in part.items():
             if word == "type":
@@ -56,19 +56,19 @@ class Logic:
             elif word == "$ref" and self._are_exact and value in self._definitions:
                 found.append(self.negated(self._definitions[value], pointer, depth + 1))
             else:
-                refuse(self._where, pointer, f"what {word!r} excludes cannot be built here")
+                refuse(self._where, pointer, f"the negation of {word!r} cannot be enforced here")
         return any_of(pointer, found)
 
     def _other_types(self, types: Sequence[str], pointer: str) -> SchemaPart:
         if "integer" in types and "number" not in types:
-            refuse(self._where, pointer, "what the type 'integer' excludes cannot be built here")
+            refuse(self._where, pointer, "the negation of the type 'integer' cannot be enforced here")
         names = [name for name in TYPES if name not in types and name != "integer"]
         return SchemaPart(pointer, {"type": names}) if names else false_part(pointer)
 
     def _other_values(self, values: Sequence[Any], pointer: str) -> Iterator[SchemaPart]:
         kinds = set(map(_kind_of, values))
         if kinds & {"array", "object"}:
-            refuse(self._where, pointer, "what an 'enum' of lists and objects excludes cannot be built here")
+            refuse(self._where, pointer, "the negation of an 'enum' of lists and objects cannot be enforced here")
         if "fraction" in kinds or "integer" in kinds:
             kinds |= {"number", "integer"}
         yield SchemaPart(pointer, {"type": [name for name in TYPES if name not in kinds and name != "integer"]})
@@ -77,7 +77,7 @@ class Logic:
         if "string" in kinds:
             pattern = pattern_without([value for value in values if isinstance(value, str)])
             if pattern is None:
-                refuse(self._where, pointer, "the strings that are excluded are too many or too long")
+                refuse(self._where, pointer, "too many or too long strings are excluded")
             yield SchemaPart(pointer, {"type": "string", "pattern": pattern})
         if "number" in kinds:
             numbers = sorted({value for value in values if _kind_of(value) in ("integer", "fraction")})
@@ -88,9 +88,9 @@ class Logic:
                 )
 
     def are_apart(self, a: Sequence[SchemaPart], b: Sequence[SchemaPart], depth: int = 0) -> bool:
-        """Return True if it is simple to see that no value fulfils all of `a` and all of `b`.
+        """Return True if it is easy to see that no value fulfils all of `a` and all of `b`.
 
-        It follows from types, from constants, or from a required property for which it is simple to see.
+        It follows from types, from constants, or from a required property for which it is easy to see.
         """
         if depth > _MAX_DEPTH:
             return False
@@ -138,7 +138,7 @@ class Logic:
 
 
 def key_of(value: Any) -> str:
-    """Return a key that is equal for equal values: 1 and 1.0 are equal, and so are objects in any order."""
+    """Return a key that is equal for equal values: 1 and 1.0 are equal, and objects are equal in any order."""
     if isinstance(value, float) and value == math.floor(value):
         value = int(value)
     if isinstance(value, list):

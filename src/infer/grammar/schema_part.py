@@ -1,5 +1,5 @@
-"""A rewritten JSON schema: the keywords of draft 2020-12 that a grammar library enforces, with its place in the user's
-schema.
+"""A rewritten JSON schema: the keywords of draft 2020-12 that a grammar library enforces, with their place in the
+user's schema.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ class SchemaPart(dict[str, Any]):
         return [self["const"]] if "const" in self else self.get("enum")
 
     def written(self) -> Any:
-        """Return the schema as JSON that every library reads."""
+        """Return the schema as JSON that every library can read."""
         if self.is_false:
             return False
         found = dict(self)
@@ -84,12 +84,12 @@ def any_of(pointer: str, parts: Iterable[SchemaPart]) -> SchemaPart:
 
 
 def lacks(pointer: str, name: str) -> SchemaPart:
-    """Return a schema of all values but objects with this property."""
+    """Return a schema of all values except objects with this property."""
     return SchemaPart(pointer, {"properties": {name: false_part(pointer)}})
 
 
 class MalformedSchemaError(SchemaError):
-    """A word has a value that JSON Schema does not allow. Such a word is never left out."""
+    """A keyword has a value that JSON Schema does not allow. Such a keyword is never left out."""
 
 
 def refuse_malformed(where: str, pointer: str, problem: str) -> NoReturn:
@@ -98,5 +98,5 @@ def refuse_malformed(where: str, pointer: str, problem: str) -> NoReturn:
 
 
 def refuse(where: str, pointer: str, problem: str) -> NoReturn:
-    """Raise SchemaError for the part at `pointer`, which no grammar enforces."""
+    """Raise SchemaError for the part at `pointer`, which no grammar can enforce."""
     raise SchemaError(f"{where} at {pointer or '/'}: {problem}", pointer, problem)

@@ -8,8 +8,8 @@ _PUNCTUATION_KEPT = frozenset("\\.+*?()|[]{}^$#&-~/")
 _COUNT = re.compile(r"\{\d+(?:,\d*)?\}")
 _BRACED = re.compile(r"\\(?:[xu]\{[0-9a-fA-F]+\}|[pP]\{[\w=]+\})")
 _LOOK = re.compile(r"\(\?(?:<?[=!])")
-_MAX_EXCLUDED = 4_000  # characters of strings that a pattern leaves out
-_MAX_GROUPS = 60  # nested as deep as the longest of these strings
+_MAX_EXCLUDED = 4_000  # characters of the strings that a pattern excludes
+_MAX_GROUPS = 60  # nested groups: one per character of the longest excluded string
 _NUL = re.compile(r"\\x00-|\\u0000-|\\0-|\x00-")
 
 
@@ -57,7 +57,7 @@ def _escape(pattern: str, at: int, *, in_class: bool) -> tuple[str, int]:
         return "\\x01-", nul.end()
     if braced := _BRACED.match(pattern, at):
         return braced[0], braced.end()
-    if character in "sS" and character and not in_class:  # which knows a byte order mark, and no U+0085
+    if character in "sS" and character and not in_class:  # ECMA's \s includes the byte order mark, but not U+0085
         return ("[\\s\\x{feff}]" if character == "s" else "[^\\s\\x{feff}\\x00]"), at + 2
     if character == "0":
         return "\\x00", at + 2
@@ -72,7 +72,7 @@ def _class_start(pattern: str, at: int) -> tuple[str, int, int]:
     if pattern.startswith("[^]", at):
         return "(?s:.)", at + 3, 0
     if pattern.startswith("[]", at):
-        raise PatternNotationError(at + 1, "a class that holds nothing matches nothing")
+        raise PatternNotationError(at + 1, "an empty class matches nothing")
     if pattern.startswith("[^", at):
         return "[^\\x00", at + 2, 1
     return "[", at + 1, 1
@@ -90,7 +90,7 @@ def _in_class(pattern: str, at: int) -> tuple[str, int, int]:
 
 
 def pattern_without(texts: Sequence[str]) -> str | None:
-    """Return a pattern that matches every string except `texts`, or None if these are too long for a pattern.
+    """Return a pattern that matches every string except `texts`, or None if the pattern would be too long.
 
     A match leaves the tree of their prefixes at some node.
     """

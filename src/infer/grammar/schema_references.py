@@ -7,12 +7,12 @@ from urllib.parse import unquote
 
 from infer.grammar.schema_part import refuse, refuse_malformed
 
-_DATA = ("enum", "const", "default", "examples")  # keywords whose values are no schemas
+_DATA = ("enum", "const", "default", "examples")  # keywords whose values are not schemas
 
 
 @final
 class References:
-    """A schema and the places inside it that have a name. Raises SchemaError for a reference that leads elsewhere.
+    """A schema and the named places inside it. Raises SchemaError for a reference that leads elsewhere.
 
     A pointer is relative to a base: the pointer of the nearest schema around it that has an `$id`. A URI must be
     spelled as in the `$id`.
@@ -25,7 +25,7 @@ class References:
         self._id_word = "id" if self.draft <= 4 else "$id"
 
     def base_within(self, raw: Mapping[str, Any], pointer: str, base: str) -> str:
-        """Return the base of references in the schema `raw` at `pointer`. `base` is that of the surrounding schema."""
+        """Return the base of references in the schema `raw` at `pointer`. `base` belongs to the surrounding schema."""
         own = raw.get(self._id_word)
         return pointer if isinstance(own, str) and not own.startswith("#") else base
 
@@ -57,7 +57,7 @@ class References:
 
     @cached_property
     def _pointers(self) -> dict[str, str | None]:
-        """The pointer of each `$id`, and of each anchor after a `#`. None for a name of several places."""
+        """The pointer of each `$id`, and of each anchor after a `#`. None for a name with several places."""
         found: dict[str, str | None] = {}
         pending: list[tuple[Any, str]] = [(self._root, "")]
         while pending:

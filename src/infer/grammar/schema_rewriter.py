@@ -1,7 +1,7 @@
 """Rewrite a JSON schema of draft 4 or later with the keywords that a grammar library enforces.
 
-One pass over the schema checks each keyword at its place. Keywords without a form in a grammar are rewritten as choices
-or refused. Keywords that assert nothing are left out and recorded.
+One pass over the schema checks each keyword at its place. Keywords that a grammar cannot express are rewritten as
+choices or refused. Keywords that assert nothing are left out and recorded.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from infer.grammar.schema_values import (
     read_types,
 )
 
-_MAX_EXCLUSIVE = 16  # branches of a `oneOf`
+_MAX_EXCLUSIVE = 16  # most branches of a `oneOf`
 _SILENT = frozenset(
     {
         *("$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "$comment"),
@@ -39,19 +39,21 @@ _SILENT = frozenset(
         *("writeOnly", "then", "else", "minContains", "maxContains"),  # the last four belong to `if` and `contains`
     }
 )
-_BESIDE = frozenset({"anyOf", "pattern", "format", "maxLength"})  # words that mean the same in an `allOf` and beside it
-_COMPANIONS = {  # words that forbid more once a word beside them is left out
+# Keywords with the same meaning inside and next to an `allOf`.
+_BESIDE = frozenset({"anyOf", "pattern", "format", "maxLength"})
+_COMPANIONS = {  # keywords that forbid more if another keyword next to them is left out
     **dict.fromkeys(("properties", "patternProperties"), "additionalProperties"),
     **dict.fromkeys(("prefixItems", "items"), "items"),
 }
 
-OnProblem = Callable[[str, InvalidRequestError], None]  # with the pointer of a word, or of a schema that is none
+OnProblem = Callable[[str, InvalidRequestError], None]  # called with the pointer of a keyword, or of an invalid schema
 
 
 class _Place(NamedTuple):
-    """An object schema while its words are read.
+    """An object schema while its keywords are read.
 
-    `more` are schemas that must hold beside `part`. `dropped` are words that forbid more without what was left out.
+    `more` are schemas that must hold in addition to `part`. `dropped` are keywords that would forbid more without the
+    parts that were left out.
     """
 
     raw: Mapping[str, Any]
@@ -66,8 +68,9 @@ class _Place(NamedTuple):
 class Rewriter:
     """Rewriter of one schema.
 
-    `definitions` are the parts of reference targets, by reference. `ignored` are the words that assert nothing. With
-    `on_problem`, a word that cannot be enforced is reported and left out. Without it, such a word raises SchemaError.
+    `definitions` are the parts of reference targets, by reference. `ignored` are the keywords that assert nothing. With
+    `on_problem`, a keyword that cannot be enforced is reported and left out. Without it, such a keyword raises
+    SchemaError.
     """
 
     def __init__(self, root: Any, where: str, on_problem: OnProblem | None = None) -> None:
@@ -76,15 +79,16 @@ class Rewriter:
         self._on_problem, self._is_strict = on_problem, on_problem is None
         self.definitions: dict[str, SchemaPart] = {}
         self.ignored: dict[str, None] = {}
-        self._names: dict[str, str] = {}  # of the definitions, by pointer
+        self._names: dict[str, str] = {}  # names of the definitions, by pointer
         self._pending: list[tuple[str, str]] = []  # pointer of a target, pointer of the reference
-        self._choices: list[tuple[SchemaPart, list[SchemaPart]]] = []  # each `oneOf`: what is beside it, its branches
+        # Per `oneOf`: the part next to it, and its branches.
+        self._choices: list[tuple[SchemaPart, list[SchemaPart]]] = []
         self._logic = Logic(self.definitions, where, are_exact=self._is_strict)
 
     def rewrite(self) -> SchemaPart:
         """Return the root's part. Afterwards every reference leads to one of `definitions`."""
         if self._references.draft == 3:
-            problem = "draft 3 is not supported; write the schema in draft 4 or later"
+            problem = "draft 3 is not supported: write the schema in draft 4 or later"
             self._attempt("/$schema", partial(refuse, self._where, "/$schema", problem))
         root = self._part(*self._references.at("", ""), "")
         self._finish_definitions()
@@ -101,7 +105,7 @@ class Rewriter:
                 self.definitions[name] = self._part(raw, base, pointer)
 
     def _attempt(self, pointer: str, run: Callable[[], None]) -> bool:
-        """Report an error of `run` and return False, or raise the error if nobody listens."""
+        """Report an error of `run` and return False, or raise the error if there is no `on_problem`."""
         try:
             run()
         except InvalidRequestError as error:
@@ -115,7 +119,7 @@ class Rewriter:
         if isinstance(raw, bool):
             return SchemaPart(pointer, {}) if raw else false_part(pointer)
         if not isinstance(raw, dict):
-            problem = f"a schema is an object, true or false, got {raw!r:.40}"
+            problem = f"a schema must be an object, true or false, got {raw!r:.40}"
             self._attempt(pointer, partial(refuse_malformed, self._where, pointer, problem))
             return SchemaPart(pointer, {})
         base = self._references.base_within(raw, pointer, base)
@@ -138,7 +142,7 @@ class Rewriter:
         return place.part
 
     def _read(self, place: _Place, word: str, value: Any) -> None:
-        """Add what a word asserts to the place. Raises SchemaError."""
+        """Add the assertion of a keyword to the place. Raises SchemaError."""
         shape, name = _SHAPES.get(word, (object, ""))
         if not isinstance(value, shape):
             refuse_malformed(self._where, place.pointer, f"{word!r} must be {name}, got {value!r:.40}")
@@ -150,14 +154,14 @@ class Rewriter:
         for index, branch in enumerate(branches):
             for other in range(index):
                 if not self._logic.are_apart([branch, around], [branches[other]]):
-                    problem = f"branches {other} and {index} of 'oneOf' may both hold; write 'anyOf'"
+                    problem = f"branches {other} and {index} of 'oneOf' may both hold: use 'anyOf'"
                     refuse(self._where, beside.pointer, problem)
 
     def _inner(self, place: _Place, raw: Any, step: str) -> SchemaPart:
         return self._part(raw, place.base, f"{place.pointer}/{step}")
 
     def _exact(self, place: _Place, raw: Any, step: str) -> SchemaPart:
-        """Return the part of a schema that is negated. Raises SchemaError if a word of it cannot be enforced."""
+        """Return the part of a schema that is negated. Raises SchemaError if a keyword of it cannot be enforced."""
         before, self._on_problem = self._on_problem, None
         try:
             part = self._inner(place, raw, step)
@@ -178,14 +182,14 @@ class Rewriter:
 
     def _schema(self, place: _Place, word: str, value: Any) -> None:
         part = self._inner(place, value, word)
-        if part:  # true is the same as no such word
+        if part:  # true means the same as no such keyword
             place.part[word] = part
 
     def _list(self, place: _Place, word: str, value: Any) -> None:
         place.part[word] = self._listed(place, word, value)
 
     def _one_of(self, place: _Place, word: str, value: Any) -> None:
-        """Read `oneOf`. Branches of required names are made to exclude each other, others are checked later."""
+        """Read `oneOf`. Branches of required names are made to exclude each other; other branches are checked later."""
         branches, at = self._listed(place, word, value), place.pointer
         if len(branches) <= _MAX_EXCLUSIVE and all(branch.keys() == {"required"} for branch in branches):
             others = [self._logic.negated(branch, at) for branch in branches]
@@ -237,7 +241,7 @@ class Rewriter:
             place.part["items"] = self._inner(place, value, word)
 
     def _dependencies(self, place: _Place, word: str, value: Any) -> None:
-        """Read a map from a property's name to what an object with this property must fulfil."""
+        """Read a map from a property's name to the rule for an object with this property."""
         at = place.pointer
         for name, item in value.items():
             names = [item] if isinstance(item, str) else item
@@ -268,7 +272,7 @@ class Rewriter:
         place.part[word] = value
 
     def _required(self, place: _Place, word: str, value: Any) -> None:
-        if not isinstance(value, bool):  # the object around reads it
+        if not isinstance(value, bool):  # the surrounding object reads it
             self._require(place, read_names(self._where, word, value, place.pointer))
 
     @staticmethod
@@ -303,10 +307,10 @@ class Rewriter:
             names = {words.get("pattern", lengths): SchemaPart(at, {})}
             place.more.append(SchemaPart(at, {"patternProperties": names, **closed}))
         elif words:
-            refuse(self._where, at, f"{word!r} is enforced only if it is constants, a 'pattern' or lengths")
+            refuse(self._where, at, f"{word!r} can be enforced only for constants, a 'pattern' or lengths")
 
     def _refused(self, place: _Place, word: str, value: Any) -> None:
-        if value is not True or word == "contains":  # the others assert nothing then
+        if value is not True or word == "contains":  # otherwise they assert nothing
             refuse(self._where, place.pointer, f"{word!r} cannot be enforced by a grammar")
 
 
@@ -338,7 +342,7 @@ _RULES: dict[str, Callable[[Rewriter, _Place, str, Any], None]] = {
     "pattern": Rewriter._pattern,
     "format": Rewriter._format,
 }
-_SHAPES: dict[str, tuple[type, str]] = {  # of values whose rule takes no other
+_SHAPES: dict[str, tuple[type, str]] = {  # types of the values of keywords
     **dict.fromkeys(("$ref", "$recursiveRef", "pattern", "format"), (str, "a string")),
     **dict.fromkeys(("anyOf", "allOf", "oneOf", "prefixItems", "enum"), (list, "a list")),
     **dict.fromkeys(("properties", "patternProperties"), (Mapping, "an object")),

@@ -1,6 +1,6 @@
 """Check that a finite value fulfils a schema.
 
-No reference that must be followed may lead back to itself, and the shortest value must not be too long.
+A reference that must be followed may not lead back to itself, and the shortest value must not be too long.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from infer.grammar.horn import Clause, shortest
 from infer.grammar.schema_part import SchemaPart, refuse
 
-MAX_SHORTEST = 100_000  # bytes: no context holds more
+MAX_SHORTEST = 100_000  # bytes: no context has room for more
 
 
 def nodes_of(roots: Sequence[SchemaPart]) -> list[SchemaPart]:
@@ -37,9 +37,9 @@ def empty_definitions(
             node.pointer for node in nodes if id(node) not in lengths and not (node.is_false and node.pointer)
         ]
         deepest = max(impossible or [root.pointer], key=lambda pointer: (pointer.count("/"), pointer))
-        refuse(where, deepest, "nothing can fulfil it")
+        refuse(where, deepest, "no value can fulfil it")
     if lengths[id(root)] > MAX_SHORTEST:
-        refuse(where, root.pointer, f"nothing shorter than {MAX_SHORTEST} bytes can fulfil it")
+        refuse(where, root.pointer, f"no value shorter than {MAX_SHORTEST} bytes can fulfil it")
     return frozenset(pointer for pointer, node in built.items() if id(node) not in lengths)
 
 
@@ -50,7 +50,7 @@ def _clauses(node: SchemaPart, built: Mapping[str, SchemaPart]) -> Iterator[Clau
     length = 0
     if "$ref" in node:
         needed.append(id(built[node["$ref"]]))
-    for index, part in enumerate(node.get("allOf", ())):  # as long as the longest of them at least
+    for index, part in enumerate(node.get("allOf", ())):  # at least as long as the longest part
         of_part = (id(node), "allOf", index)
         yield Clause(of_part, (id(part),), times=0)
         needed.append(of_part)

@@ -1,4 +1,4 @@
-"""Checks of a schema's keywords that contain no schema, and their values as a grammar represents them."""
+"""Checks of a schema's keywords that contain no schema, and their values in a grammar's form."""
 
 import math
 import sys
@@ -11,8 +11,8 @@ from infer.grammar.schema_part import TYPES, refuse, refuse_malformed
 from infer.grammar.schema_pattern import PatternNotationError, translated
 
 MAX_ENUM = 10_000
-LARGEST = 10**18  # an upper bound above it is this
-MAX_COUNT = 1_000_000  # a larger upper bound of a length or count bounds nothing that is ever written
+LARGEST = 10**18  # replaces larger upper bounds
+MAX_COUNT = 1_000_000  # a larger upper bound of a length or count is no limit for any written text
 
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _OF_FOUR = "(?:0[48]|[2468][048]|[13579][26])"
@@ -29,7 +29,7 @@ _L = "[a-zA-Z0-9]"
 _LABEL = (
     f"{_L}(?:{_L}|[a-zA-Z0-9-]{_L}|[a-zA-Z0-9-](?:{_L}{_L}|-{_L}|(?:{_L}[a-zA-Z0-9-]|-{_L})[a-zA-Z0-9-]{{0,58}}{_L}))?"
 )
-FORMATS: dict[str, dict[str, Any]] = {  # llguidance's own dates, times and host names are too wide
+FORMATS: dict[str, dict[str, Any]] = {  # llguidance's own dates, times and host names allow too much
     "date": {"pattern": f"^(?:{_DATE})$"},
     "time": {"pattern": f"^{_TIME}$"},
     "date-time": {"pattern": f"^{_DATE}[tT]{_TIME}$"},
@@ -64,7 +64,7 @@ def read_types(where: str, value: Any, pointer: str) -> list[str]:
 def check_constants(where: str, values: list[Any], pointer: str) -> None:
     """Raise SchemaError for lone surrogates, which JSON may spell, and for numbers that no float represents."""
     if len(values) > MAX_ENUM:
-        refuse(where, pointer, f"'enum' may have {MAX_ENUM} values, got {len(values)}")
+        refuse(where, pointer, f"'enum' must have at most {MAX_ENUM} values, got {len(values)}")
     pending = list(values)
     while pending:
         value = pending.pop()
@@ -77,7 +77,7 @@ def check_constants(where: str, values: list[Any], pointer: str) -> None:
         elif isinstance(value, float) and not math.isfinite(value):
             refuse(where, pointer, "a number is larger than a float can be")
         elif isinstance(value, int) and abs(value) > 1 << 53 and (abs(value) >= 1e300 or int(float(value)) != value):
-            refuse(where, pointer, f"the number {value} has more digits than a grammar can hold")
+            refuse(where, pointer, f"the number {value} has more digits than a grammar can enforce")
 
 
 def read_names(where: str, word: str, value: Any, pointer: str) -> list[str]:
@@ -110,10 +110,10 @@ def check_texts(where: str, texts: Iterable[str], pointer: str) -> None:
 
 
 def _within(value: int | float, word: str) -> int | float:
-    """Return a bound with more digits than a float has, moved inwards to one that a float represents."""
+    """Return a bound with more digits than a float has, moved inwards to a number that a float represents."""
     is_upper = word.lower().endswith("maximum")
     if word != "multipleOf" and (value > LARGEST if is_upper else value < -LARGEST):
-        return LARGEST if is_upper else -LARGEST  # llguidance writes no larger ranges
+        return LARGEST if is_upper else -LARGEST  # the largest range of llguidance
     if isinstance(value, float) or word == "multipleOf" or int(float(value)) == value:
         return value
     near = float(value)
@@ -123,5 +123,5 @@ def _within(value: int | float, word: str) -> int | float:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a finite number, up to the largest float, which some schemas write for no bound at all."""
+    """Return True for a finite number up to the largest float, which some schemas use as no bound at all."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -1,6 +1,6 @@
 """The vocabulary for grammars: the bytes of each token, the ids that end a text, and the spelling of a text.
 
-Control tokens have no bytes here, because a grammar describes text, and no text is a control token.
+Control tokens have no bytes here, because a grammar describes text, and a control token is not text.
 """
 
 from bisect import bisect_right
@@ -9,7 +9,7 @@ from typing import final
 
 from infer.tokenizer import Tokenizer
 
-_MARK = "\x02"  # stands before a text, for tokenizers that put a space before what begins one
+_MARK = "\x02"  # put before a text, for tokenizers that add a space at a text's start
 
 
 @final
@@ -37,7 +37,7 @@ class Vocabulary:
         return self.spell_greedily(encoded)
 
     def spell_greedily(self, text: bytes) -> list[int]:
-        """Return ids by taking the longest token first. Stops at a byte that no token has."""
+        """Return ids by taking the longest token first. Stop at a byte that no token has."""
         ids: list[int] = []
         at = 0
         while at < len(text):

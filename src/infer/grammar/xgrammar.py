@@ -1,7 +1,7 @@
 """Constraints by xgrammar, an extra: a pushdown automaton compiled in advance for the whole vocabulary.
 
 The package and torch are loaded when the first grammar is compiled. It enforces fewer JSON-schema keywords than
-llguidance does and ignores the others; here they are refused. Keywords that it handles wrongly are refused too: with
+llguidance and ignores the others; here they are refused. Keywords that it handles wrongly are refused, too: with
 `minLength` or `maxLength` it allows control characters in strings (0.2.8), and it anchors every `pattern`.
 """
 
@@ -52,7 +52,7 @@ class XgrammarBackend(GrammarBackend):
 @final
 class _XgrammarMatcher(Matcher):
     def __init__(self, matcher: Any, vocabulary: Vocabulary, text: Mask, known: Mask) -> None:
-        """Wrap a matcher. `text` are the tokens that have bytes, `known` these and the end ids."""
+        """Wrap a matcher. `text` are the tokens that have bytes; `known` are these and the end ids."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._text, self._known = text, known
@@ -74,7 +74,7 @@ class _XgrammarMatcher(Matcher):
             return []
         try:
             text = self._matcher.find_jump_forward_string()
-        except UnicodeDecodeError:  # what is forced begins inside a character
+        except UnicodeDecodeError:  # the forced bytes begin inside a character
             return []
         return self._vocabulary.settled(text) if text else []
 
@@ -92,7 +92,7 @@ class _XgrammarMatcher(Matcher):
     def _fill_words(self) -> None:
         """Write all known tokens that the library allows.
 
-        The library leaves the row unchanged if it allows every token. Then all bits are set.
+        The library leaves the row unchanged if it allows every token. In that case all bits are set.
         """
         if not self._matcher.fill_next_token_bitmask(self._words):
             self._words[:] = -1

@@ -14,13 +14,13 @@ from infer.system.available_memory import available_memory_bytes, total_memory_b
 
 KV_TYPES: tuple[str, ...] = ("auto", *kv_formats.KV_TYPES)
 EVICTION_POLICIES = ("none", "sliding", "snapkv")
-SLOTS_PER_BLOCK = 16  # what kernels read at once
-SLOTS_PER_CHUNK = 256  # what attention sums at once
-TILE_SLOTS = 32  # sinks and window do not meet in what kernels read at once, for neighbours that are read together
-OBSERVED_TOKENS = 32  # snapkv: the last of the prompt, which say what of it matters
+SLOTS_PER_BLOCK = 16  # slots that kernels read together
+SLOTS_PER_CHUNK = 256  # slots that attention sums together
+TILE_SLOTS = 32  # a margin, so that kernels never read sinks and window in one tile
+OBSERVED_TOKENS = 32  # snapkv: the last tokens of a prompt, whose attention chooses the tokens to keep
 
 
-# Its own checks name the rule: those of the tests' hook come too early.
+# The checks of this class name the broken rule; the type checks of the tests' import hook would raise before them.
 @no_type_check
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,14 +29,13 @@ class CacheSettings:
 
     If a policy evicts, `eviction_window` tokens are kept, including the first `protected_prefix` of the text. If
     `memory_threshold_mb` is None, it evicts from the start. With a number, rows keep all tokens until the system has
-    less memory than that available.
+    less memory available than that.
 
     A page is the unit that is allocated, shared and freed: `page_tokens` tokens. With `reuse_prefixes`, a prefix that
-    rows of one cache have in common is stored once, and later rows find it again. This does not apply if a policy
-    evicts.
+    several rows of a cache have is stored once, and later rows find it again. This does not apply if a policy evicts.
 
-    `state_memory_mb` is the memory for states of recurrent layers: those of the running rows, and those that later rows
-    may go on from. None: two pages per row, and eight that all rows share.
+    `state_memory_mb` is the memory for states of recurrent layers: those of the running rows, and those from which
+    later rows may continue. None: two pages per row, and eight that all rows share.
     """
 
     kv_type: str = "auto"  # one of KV_TYPES
@@ -58,7 +57,7 @@ class CacheSettings:
             raise InvalidRequestError(f"page_tokens must be 16, 32, 64, 128 or 256, got {self.page_tokens}")
         others, why = self.protected_prefix, f"protected_prefix={self.protected_prefix}"
         if self.keeps_whole_prompts:
-            others, why = others + OBSERVED_TOKENS, f"{why} and the {OBSERVED_TOKENS} tokens that snapkv looks from"
+            others, why = others + OBSERVED_TOKENS, f"{why} and the {OBSERVED_TOKENS} last tokens that snapkv observes"
         if self.evicts and self.eviction_window <= others:
             raise InvalidRequestError(
                 f"eviction_window must be larger than {why}, which it includes, got {self.eviction_window}"
@@ -74,7 +73,7 @@ class CacheSettings:
         _check_count("memory_threshold_mb", threshold, 1)
         if not self.evicts:
             raise InvalidRequestError(
-                f"memory_threshold_mb={threshold} needs an eviction_policy, which is none: set it to sliding or snapkv"
+                f"memory_threshold_mb={threshold} needs an eviction_policy, got none: set it to sliding or snapkv"
             )
         if total is None or available_memory_bytes() is None:
             raise InvalidRequestError(
@@ -100,12 +99,12 @@ class CacheSettings:
 
     @property
     def keeps_whole_prompts(self) -> bool:
-        """True if the cache must hold a whole prompt before it can choose the tokens to keep."""
+        """True if the cache must have a whole prompt before it can choose the tokens to keep."""
         return self.eviction_policy == "snapkv"
 
     @property
     def is_late(self) -> bool:
-        """True if a row sees all of its text at first, and only sinks and window from some moment on."""
+        """True if a row attends to all of its text at first, and later only to sinks and window."""
         return self.keeps_whole_prompts or self.memory_threshold_mb is not None
 
     def check_length(self, num_tokens: int, most: int) -> None:

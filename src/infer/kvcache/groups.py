@@ -1,4 +1,4 @@
-"""Groups of layers that share page tables, and the number of pages each row has in a group.
+"""Groups of layers that share page tables, and the number of pages that each row has in a group.
 
 All sizes are known before any memory is allocated. Loads no torch.
 """
@@ -21,21 +21,21 @@ _STATES_PER_ROW, _SHARED_STATES = 2, 8  # pages of recurrent layers
 @final
 @dataclass(frozen=True)
 class PageGroup:
-    """Layers whose tokens see the same slots: the first `sinks`, and themselves with the `window` − 1 before them.
+    """Layers whose tokens attend to the same slots: the first `sinks`, the `window` − 1 before them, and themselves.
 
-    With `chunk`, a token sees the slots of its own chunk instead of a window.
+    With `chunk`, a token attends to the slots of its own chunk instead of a window.
 
-    A recurrent layer keeps what it computed only in the page of a step's first token, and in its last `RECENT_PAGES`
-    pages. With `has_states`, a page begins with a state, and a token sees its page from there.
+    A recurrent layer keeps its results only in the page of a step's first token, and in its last `RECENT_PAGES` pages.
+    With `has_states`, a page begins with a state, and a token reads its page from there.
     """
 
     layers: tuple[int, ...]
     sinks: int
     window: int | None  # None: all
-    num_fixed: int  # pages that the sinks lie in
+    num_fixed: int  # pages that contain the sinks
     pages_per_row: int
-    is_late: bool  # whether they hold only from some moment on; until then all is seen
-    furthest: int | None = None  # position from which later tokens see the sinks; None: no row comes there
+    is_late: bool  # True if they apply only after some time; until then all slots are visible
+    furthest: int | None = None  # later tokens read the sinks as if from this position; None: rows never reach it
     is_recurrent: bool = False
     has_states: bool = False
     chunk: int | None = None
@@ -47,7 +47,7 @@ def check_layers(settings: CacheSettings, layers: Sequence[Mixer]) -> None:
     attention = [layer for layer in layers if isinstance(layer, Attention)]
     if settings.evicts and not all(layer.is_causal for layer in attention):
         raise InvalidRequestError(
-            f"eviction_policy {settings.eviction_policy} is for models that generate, and this is an encoder: use none"
+            f"eviction_policy {settings.eviction_policy} needs a model that generates, but this is an encoder: use none"
         )
     if settings.kv_type != "auto":
         for head_dim in sorted({layer.head_dim for layer in attention}):
@@ -59,12 +59,12 @@ def check_layers(settings: CacheSettings, layers: Sequence[Mixer]) -> None:
         )
     if settings.state_memory_mb is not None and len(attention) == len(layers):
         raise InvalidRequestError(
-            f"state_memory_mb={settings.state_memory_mb} is for models with states, and this one has none: leave it out"
+            f"state_memory_mb={settings.state_memory_mb} needs a model with states, and this one has none: leave it out"
         )
     if settings.evicts and all(layer.most_seen is not None for layer in attention):
         raise InvalidRequestError(
-            f"eviction_policy {settings.eviction_policy} evicts tokens of layers that see all tokens, and every layer "
-            "of this model has its own window or chunks: use none"
+            f"eviction_policy {settings.eviction_policy} evicts tokens of layers that attend to all tokens, and every "
+            "layer of this model has its own window or chunks: use none"
         )
 
 
@@ -73,8 +73,8 @@ def make_groups(
 ) -> tuple[PageGroup, ...]:
     """Return the groups of a cache for rows of `capacity` tokens that grow by at most `step_tokens` in one step.
 
-    `context` is the number of tokens that the model was made for. If it is None or at least `capacity`, distances stay
-    as they are.
+    `context` is the number of tokens that the model was made for. If it is None or at least `capacity`, distances are
+    not limited.
     """
     indices_by_reach: dict[tuple[int | None, int | None], list[int]] = {}
     recurrent = list[int]()
@@ -90,7 +90,7 @@ def make_groups(
         sinks = settings.protected_prefix if is_evicting else 0
         window = settings.eviction_window - sinks if is_evicting else own
         num_fixed, share = num_pages(sinks, page_tokens), num_pages(capacity, page_tokens)
-        # Two more than the window and a step fill: neither begins where a page does.
+        # Two pages more than the window and a step fill, because neither begins at the start of a page.
         is_late = is_evicting and settings.is_late
         most_seen = window if chunk is None else chunk
         if most_seen is not None and not is_late:
@@ -122,7 +122,7 @@ def _recurrent_group(layers: Sequence[Mixer], indices: Sequence[int], settings: 
         sinks=0,
         window=max(layer.num_taps for layer in own),
         num_fixed=0,
-        pages_per_row=least,  # with the page that goes on, and the one before, to take tokens back
+        pages_per_row=least,  # includes the active page, and the one before it for undoing tokens
         is_late=False,
         is_recurrent=True,
         has_states=any(isinstance(layer, GatedDeltaNet) for layer in own),
@@ -131,16 +131,15 @@ def _recurrent_group(layers: Sequence[Mixer], indices: Sequence[int], settings: 
 
 
 def most_pages(groups: Sequence[PageGroup]) -> int:
-    """Return the pages of a full row in the group that needs the most."""
+    """Return the number of pages of a full row, in the group that needs the most."""
     return max(group.pages_per_row for group in groups)
 
 
 def pool_sizes(groups: Sequence[PageGroup], num_rows: int, pool_pages: int | None, capacity: int) -> list[int]:
-    """Return the number of pages in each group's pool: enough for all rows when full, but at most `pool_pages` if
-    given.
+    """Return the number of pages in each group's pool: enough for all rows when full, at most `pool_pages` if given.
 
-    Pages with states are large, and few rows write long texts at the same time: all rows share the pages for that.
-    What they leave is for states that other rows may go on from.
+    Pages with states are large, and few rows write long texts at the same time, so all rows share the pages for them.
+    The unused pages keep states from which other rows may continue.
 
     Raises InvalidRequestError if a row of `capacity` tokens would not fit.
     """
@@ -150,7 +149,7 @@ def pool_sizes(groups: Sequence[PageGroup], num_rows: int, pool_pages: int | Non
     if pool_pages < (least := most_pages(groups)):
         raise InvalidRequestError(
             f"pool_pages must be at least {least}, the pages of one sequence of {capacity:,} tokens, got {pool_pages}: "
-            "give the cache more, or set a smaller max_seq_len"
+            "give the cache more pages, or set a smaller max_seq_len"
         )
     return [count if group.is_recurrent else min(count, pool_pages) for group, count in zip(groups, full, strict=True)]
 

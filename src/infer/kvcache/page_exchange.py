@@ -1,7 +1,7 @@
-"""Pages of prompts that a cache takes from a store and gives to it. For the thread that owns the cache.
+"""Pages of prompts that a cache loads from a store and gives to it. For the thread that owns the cache.
 
-A page that comes from a store becomes one of the cached pages, which no row holds. So a row adopts it as it adopts the
-pages of other rows, or it is forgotten as these are.
+A page from a store becomes a cached page that no row holds. So a row adopts it like the pages of other rows, or it is
+evicted like them.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from infer.kvcache.page_rows import possible_prefixes
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.prefix_store import PageName
 
-_MOST_NEW = 4096  # pages that wait to be stored
+_MOST_NEW = 4096  # most pages that wait to be stored
 
 
 @final
@@ -32,15 +32,15 @@ class PageExchange:
         return self._cache.memory.page_bytes(self._cache.groups[group])
 
     def num_in_memory(self, keys: Sequence[bytes]) -> int:
-        """Return for how many of a prompt's first pages, whose keys are given, a row could adopt pages now."""
+        """Return how many of a prompt's first pages a row could adopt now. `keys` are those pages' keys."""
         is_there = [rows.has_page for rows in self._cache.groups]
         return next((count for count, _ in possible_prefixes(self._cache.groups, keys, is_there)), 0)
 
     def missing(self, keys: Sequence[bytes], stored: Set[PageName]) -> list[PageName]:
-        """Return the stored pages to `put`, so that a row can adopt the most of a prompt with these keys.
+        """Return the stored pages to `put`, so that a row can adopt as much as possible of a prompt with these keys.
 
-        They are in the order of the text, and there is room for all of them. The pages that are in memory become the
-        most recently used ones.
+        They are in the order of the text, and there is room for all of them. The pages in memory become the most
+        recently used ones.
         """
         groups = self._cache.groups
 
@@ -62,7 +62,7 @@ class PageExchange:
         return []
 
     def put(self, name: PageName, content: memoryview) -> bool:
-        """Make a page's content one of the cached pages, unless it is in memory. Return False if there is no room."""
+        """Make a page's content a cached page, unless it is in memory. Return False if there is no room."""
         rows = self._cache.groups[name.group]
         pool = rows.table.pool
         if pool.touch(name.key):
@@ -77,7 +77,7 @@ class PageExchange:
         return True
 
     def copy(self, name: PageName) -> bytes | None:
-        """Return a copy of a page's content, or None if it is not in memory any more."""
+        """Return a copy of a page's content, or None if it is no longer in memory."""
         rows = self._cache.groups[name.group]
         page = rows.table.pool.find(name.key)
         return None if page is None else self._cache.memory.read_page(rows, page)

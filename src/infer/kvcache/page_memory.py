@@ -1,8 +1,8 @@
-"""The tensors of a cache: the pages of each layer, and the tables by which kernels find them.
+"""The tensors of a cache: the pages of each layer, and the tables with which kernels find them.
 
-The memory of all pages is reserved in one allocation, but the system provides it only when it is written. A page stores
-what all layers of its group keep of its tokens, one layer after another. About 60 tokens of a small model, or a few of
-a large one, fill a huge page of the system's.
+The memory of all pages is reserved in one allocation, but the system provides it only when it is written. A page
+contains the data of all layers of its group for its tokens, one layer after the other. About 60 tokens of a small
+model, or a few tokens of a large one, fill one huge page of the system.
 """
 
 import math
@@ -27,14 +27,14 @@ from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, num_
 from infer.quantization.kv_layout import LayerCache, Pages, key_parts, value_parts
 
 CachedLayer = LayerCache | ConvCache | DeltaNetCache
-_NAN = 0xFF  # in each byte: NaN of every float type, and codes whose scales are
+_NAN = 0xFF  # in every byte: NaN in every float type, and codes whose scales are NaN
 
 
 @final
 class PageMemory:
     """Memory and page tables of all groups.
 
-    Kernels take `layers`. They see changes to a group's tables only after `publish`.
+    Kernels read `layers`. They see changes to a group's tables only after `publish`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PageMemory:
         self._groups, self._kv_type, self._page_tokens = groups, kv_type, page_tokens
         self._backend, self._device = ops.backend_of(device), device
         self.rope_sets = np.zeros(len(groups[0].shifts), np.int64)
-        rope_sets = torch.tensor(self.rope_sets, device=device)  # one for all groups
+        rope_sets = torch.tensor(self.rope_sets, device=device)  # shared by all groups
         self._tables = [_tables_of(rows, rope_sets) for rows in groups]
         self._published = [rows.version for rows in groups]
         sizes = [page_bytes(layer, kv_type, page_tokens) for layer in layers]
@@ -82,7 +82,7 @@ class PageMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that is kept once every page has been written."""
+        """Bytes of the cache after every page has been written."""
         return sum(memory.nbytes for memory in self._memories)
 
     def set_rope(self, row: int, index: int) -> None:
@@ -120,7 +120,7 @@ class PageMemory:
                 yield f"{index}.decays", _in_blocks(layer.decays)
 
     def states(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "pages *size"]]]:
-        """Yield the states at the beginnings of pages, of a group's layers that have them, by name, as views."""
+        """Yield the states at the starts of pages, for a group's layers that have states, by name, as views."""
         for index in rows.group.layers:
             layer = self.layers[index]
             if isinstance(layer, DeltaNetCache):
@@ -187,8 +187,9 @@ class PageMemory:
         self._backend.to_device(self._memories[self._groups.index(rows)], pages)
 
     def give_back_free(self) -> int:
-        """Return the memory of free pages to the system and return its number of bytes. The content of these pages is
-        lost.
+        """Return the memory of free pages to the system, and return the number of bytes.
+
+        The content of these pages is lost.
         """
         num_bytes = 0
         for rows, memory in zip(self._groups, self._memories, strict=True):
@@ -198,7 +199,7 @@ class PageMemory:
         return num_bytes
 
     def poison(self) -> None:
-        """Fill every page with NaN when it is taken from now on, so that a read of an unwritten slot returns NaN."""
+        """From now on, fill every page with NaN when it is taken, so that a read of an unwritten slot returns NaN."""
         for rows, memory in zip(self._groups, self._memories, strict=True):
             rows.table.on_take = partial(_poison_page, self._backend, memory)
 
@@ -214,7 +215,7 @@ def _poison_page(backend: ops.Backend, memory: UInt8[Tensor, "pages bytes"], pag
 
 
 def _in_blocks(x: Shaped[Tensor, "pages heads tokens *size"]) -> Shaped[Tensor, "heads pages blocks lanes *size"]:
-    """Return a view of what is stored of each token, as the parts of keys and values have it."""
+    """Return a view of the stored data per token, in the shape that keys and values have."""
     num_pages, num_heads, num_tokens = x.shape[:3]
     blocks = num_tokens // BLOCK_POSITIONS, BLOCK_POSITIONS
     view: Tensor = x.as_strided(

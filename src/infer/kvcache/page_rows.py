@@ -1,8 +1,8 @@
-"""The rows of one group in integers: the visibility rule, and the pages that it needs.
+"""The rows of one group in integers: the rule of visibility, and the pages that it needs.
 
 A token's slot is its position minus its row's shift. From slot t, a slot s ≤ t is visible if s < sinks or s > t −
-window. If the window is 0, all slots s ≤ t are visible. A window of −n stands for chunks of n slots: s ≥ t − t mod n is
-visible. A compressed row stores the kept part of its prompt in its first slots. It can continue only after these slots.
+window. If the window is 0, all slots s ≤ t are visible. A window of −n means chunks of n slots: s ≥ t − t mod n is
+visible. A compressed row has the kept part of its prompt in its first slots. It can continue only after these slots.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +16,14 @@ from infer.kvcache.pages import PageTable
 from infer.operands.limits import RECENT_PAGES
 
 _KEY_BYTES = 16
-IsThere = Callable[[bytes], bool]  # of a page's key
+IsThere = Callable[[bytes], bool]  # called with a page's key
 
 
 class RowState(NamedTuple):
-    """The visibility rule of a row's tokens.
+    """The rule of visibility of a row's tokens.
 
-    `first` is the lowest slot that the next token may have. It is above 0 for a row that was compressed, or that was
-    loaded with no more than its last tokens see.
+    `first` is the lowest slot that the next token may have. It is above 0 for a row that was compressed, and for a row
+    that was loaded with only the slots that its last tokens see.
     """
 
     shift: int
@@ -34,7 +34,8 @@ class RowState(NamedTuple):
     def seen(self, slot: int, state_tokens: int = 0) -> tuple[range, range]:
         """Return the slots before `slot` that a token at `slot` sees: the sinks, and the window.
 
-        With `state_tokens`, the window reaches back to the last state before the slot: there is one every so many.
+        With `state_tokens`, the window reaches back to the last state before the slot. A state follows every
+        `state_tokens`.
         """
         if self.window < 0:
             first = slot - slot % -self.window
@@ -45,12 +46,12 @@ class RowState(NamedTuple):
         return range(min(self.sinks, first)), range(first, slot)
 
     def seen_from(self, slot: int, end: int, state_tokens: int = 0) -> list[int]:
-        """Return the slots before `end` that are seen from `slot` or from a later slot."""
+        """Return the slots before `end` that are visible from `slot` or from any later slot."""
         sinks, window = self.seen(slot, state_tokens)
         return [*sinks, *range(window.start, end)]
 
     def cut(self, slot: int, state_tokens: int = 0) -> Self:
-        """Return the state of a copy of the row that holds only the slots that tokens from `slot` on see."""
+        """Return the state of a copy of the row that has only the slots visible to tokens from `slot` on."""
         return self if self.seen(slot, state_tokens)[1].start == 0 else self._replace(first=max(self.first, slot))
 
 
@@ -71,7 +72,7 @@ class GroupRows:
             self.clear(row)
 
     def reset(self) -> None:
-        """Empty all rows, even after a change that was interrupted midway."""
+        """Empty all rows, even after an interrupted change."""
         self.table.reset()
         for row in range(len(self.shifts)):
             self.clear(row)
@@ -83,8 +84,8 @@ class GroupRows:
     def state_from_start(self, *, is_short: bool) -> RowState:
         """Return the state of an empty row.
 
-        Without `is_short` the row sees all that its policy allows. With it, the row is one that was short of memory
-        when it grew.
+        Without `is_short`, the row sees everything that its policy allows. With it, the row is one that was short of
+        memory when it grew.
         """
         if self.group.is_late and not is_short:
             return RowState(shift=0, sinks=0, window=0, first=0)
@@ -106,7 +107,7 @@ class GroupRows:
         return position - int(self.shifts.item(row))
 
     def slide(self, row: int, length: int) -> None:
-        """Let tokens after `length` slots see only sinks and window from now on, and free the other pages."""
+        """From now on, show tokens after `length` slots only sinks and window, and free the other pages."""
         self.restore(row, self.state_from_start(is_short=True))
         self.table.drop_unseen(row, self._first_seen(row, length))
 
@@ -119,11 +120,11 @@ class GroupRows:
         return self.state(row).seen(slot, self.state_tokens)
 
     def can_compress(self, row: int) -> bool:
-        """Return True if the row still sees all of its prompt and its policy will later restrict it."""
+        """Return True if the row still sees all of its prompt, but its policy will restrict it later."""
         return self.group.is_late and not self.windows[row]
 
     def compress(self, row: int, length: int, num_kept: int) -> None:
-        """Reduce the row's `length` slots to the first `num_kept`. Tokens after them use the sliding window."""
+        """Reduce the row's `length` slots to the first `num_kept`. Later tokens use the sliding window."""
         self.table.truncate(row, num_kept)
         shift = self.shifts.item(row) + length - num_kept
         self.restore(row, RowState(shift, self.group.sinks, self._window, num_kept))
@@ -145,13 +146,13 @@ class GroupRows:
         return self.table.num_needed(row, start, end, self._first_seen(row, start))
 
     def can_continue(self, row: int, slot: int) -> bool:
-        """Return True if the row holds every slot that a token at this slot sees."""
+        """Return True if the row has every slot that a token at this slot sees."""
         return slot >= int(self._firsts[row]) and all(
             self.table.holds(row, part.start, part.stop) for part in self.seen(row, slot)
         )
 
     def num_found(self, keys: Sequence[bytes], is_there: IsThere) -> int:
-        """Return an upper bound on the number of a row's first pages from which a row could go on.
+        """Return an upper bound of the number of a row's first pages from which a row could continue.
 
         In a group with a window or chunks, some of these pages may be missing.
         """
@@ -160,8 +161,7 @@ class GroupRows:
         return next((index for index, key in enumerate(keys) if not is_there(key)), len(keys))
 
     def pages_before(self, slot: int, keys: Sequence[bytes], is_there: IsThere) -> dict[int, bytes] | None:
-        """Return the keys of the pages that an empty row needs to continue at `slot`, by index, or None if one is not
-        there.
+        """Return the keys by index of the pages that an empty row needs to continue at `slot`. None if one is missing.
 
         `slot` must be the first slot of a page.
         """
@@ -178,7 +178,7 @@ class GroupRows:
         return self.table.pool.find(key) is not None
 
     def remember(self, row: int, index: int, key: bytes) -> None:
-        """Store the key of a row's page, if the row has all of its tokens: of one that was loaded it may have some."""
+        """Store the key of a row's page if the row has all of its tokens. A loaded row may have only a part of them."""
         state = self.state(row)
         stored = state.seen(state.first, self.state_tokens)[1].start if state.first else 0
         if index * self.table.page_tokens >= stored:
@@ -194,10 +194,10 @@ class GroupRows:
 def possible_prefixes(
     groups: Sequence[GroupRows], keys: Sequence[bytes], is_there: Sequence[IsThere]
 ) -> Iterator[tuple[int, list[dict[int, bytes]]]]:
-    """Yield the numbers of pages after which an empty row could go on, the largest first.
+    """Yield the numbers of pages after which an empty row could continue, the largest first.
 
-    With each come the keys of the pages that each group needs for it, by index. `keys` are those of a prompt's pages,
-    and `is_there` says for each group whether a page can be had.
+    With each number, yield the keys of the pages that each group needs for it, by index. `keys` are the keys of a
+    prompt's pages, and `is_there` tells for each group if a page is available.
     """
     pairs = list(zip(groups, is_there, strict=True))
     for count in range(min(rows.num_found(keys, is_own) for rows, is_own in pairs), 0, -1):

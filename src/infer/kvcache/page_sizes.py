@@ -8,7 +8,7 @@ from infer.operands.mixers import Attention, GatedDeltaNet, Mixer
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, num_blocks, value_block_bytes
 
 _FLOAT_BYTES = 4
-TEXT_PAGE_TOKENS = 64  # of an encoder's texts
+TEXT_PAGE_TOKENS = 64  # in pages of an encoder's texts
 
 
 def page_bytes(layer: Mixer, kv_type: str, page_tokens: int) -> int:
@@ -41,12 +41,12 @@ def read_bytes(layer: Mixer, kv_type: str, context: int) -> int:
 
 
 def num_text_pages(num_texts: int, num_tokens: int) -> int:
-    """Return how many pages texts need that have so many tokens together."""
+    """Return the number of pages for texts with `num_tokens` tokens in total."""
     return num_pages(num_tokens, TEXT_PAGE_TOKENS) + num_texts
 
 
 def text_cache_bytes(attention: Attention, num_texts: int, num_tokens: int, kv_type: str) -> int:
-    """Return the bytes of keys and values of an encoder's texts: of two layers at a time."""
+    """Return the bytes of keys and values of an encoder's texts, which are stored for two layers at a time."""
     sizes = key_block_bytes(kv_type, attention.head_dim) + value_block_bytes(kv_type, attention.head_dim)
     blocks = num_text_pages(num_texts, num_tokens) * TEXT_PAGE_TOKENS // BLOCK_POSITIONS
     return 2 * attention.num_kv_heads * blocks * sizes

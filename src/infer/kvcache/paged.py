@@ -1,9 +1,9 @@
-"""Rows of tokens in pages. A forgotten page is reused for new tokens, and equal prefixes are stored once.
+"""Rows of tokens in pages. The page of evicted tokens is reused, and equal prefixes are stored once.
 
 Tokens that `attend` appends are provisional until `commit` keeps them. Only committed tokens decide which tokens are
-forgotten. So a rejected draft is dropped cleanly with every storage format and eviction policy. Layers that see the
+evicted. So a rejected draft is dropped cleanly with every storage format and eviction policy. Layers that attend to the
 same slots form a group with its own page tables and pool (`GroupRows`). Kernels read tables and windows whenever a step
-runs, so a recorded step serves every state.
+runs, so a recorded step is valid for every state.
 
 A token's visibility is a rule on slots, independent of what else is stored. Pages that no later token can see are freed
 when a row's share of pages or the pool is used up. They are never freed for tokens that are only provisional.
@@ -35,7 +35,7 @@ from infer.quantization.kv_formats import check_kv_type
 from infer.quantization.kv_layout import LayerCache
 from infer.system.available_memory import available_memory_bytes
 
-SPARE_TOKENS = 64  # of a row that is saved, how many of the last may be taken back without reading all of it again
+SPARE_TOKENS = 64  # last tokens of a saved row that can be undone without computing the rest again
 Positions = tuple[GroupRows, int, int]  # [start, end) in the layers of a group
 Observer = Callable[[int, Tensor, Heads, Step], None]  # (layer, q k v, heads, step) of a call of `attend`, after it
 
@@ -72,11 +72,11 @@ class PagedCache:
         self.settings, self.capacity, self.step_tokens = settings or CacheSettings(), capacity, step_tokens
         self.observer: Observer | None = None
         self.on_remember: Callable[[bytes], None] | None = None  # called with the key of each computed page
-        self.num_matched = 0  # tokens of the last prompt that `adopt` got; of these only states may not be stored
+        self.num_matched = 0  # tokens of the last prompt of `adopt` that match if missing states are ignored
         self._kv_type = kv_type
         self._lengths = [0] * num_rows
-        self._keys: list[list[bytes]] = [[] for _ in range(num_rows)]  # of each row's whole pages, as far as known
-        self._reserved = [0] * num_rows  # the position after the last that may be written
+        self._keys: list[list[bytes]] = [[] for _ in range(num_rows)]  # the known keys of each row's whole pages
+        self._reserved = [0] * num_rows  # the position after the last writable one
         page_tokens = self.settings.page_tokens
         groups = make_groups(layers, self.settings, capacity, step_tokens, context)
         sizes = pool_sizes(groups, num_rows, pool_pages, capacity)
@@ -119,7 +119,7 @@ class PagedCache:
         return [(rows, self._lengths[row], self._lengths[row] + num_tokens) for rows in self.groups]
 
     def _pages_needed(self, row: int, positions: Sequence[Positions]) -> list[int]:
-        """Return the fewest free pages, per group, with which these positions can be reserved."""
+        """Return the smallest number of free pages, per group, with which these positions can be reserved."""
         needed = dict.fromkeys(self.groups, 0)
         for rows, start, end in positions:
             needed[rows] += rows.pages_needed(row, rows.slot_of(row, start), rows.slot_of(row, end))
@@ -129,7 +129,7 @@ class PagedCache:
         for free, total, count in zip(self.free_pages, self.pool_pages, needed, strict=True):
             if count > free:
                 raise OutOfPagesError(
-                    f"the cache has {free} free pages of {total}, and {count} are needed: "
+                    f"the cache needs {count} free pages, but has {free} of {total}: "
                     "wait until another answer has ended, or give the cache more pages"
                 )
 
@@ -150,11 +150,11 @@ class PagedCache:
         Raises InvalidRequestError, with nothing changed, if the row has tokens.
         """
         if self._lengths[row]:
-            raise InvalidRequestError(f"only an empty row gets other rope factors, row {row} has tokens")
+            raise InvalidRequestError(f"only an empty row can change its rope factors, but row {row} has tokens")
         self.memory.set_rope(row, int(is_long))
 
     def reset(self) -> None:
-        """Empty every row, even after a change that was interrupted midway."""
+        """Empty every row, even after an interrupted change."""
         self.observer = None
         self._keys = [[] for _ in self._lengths]
         self._lengths[:] = self._reserved[:] = [0] * len(self._lengths)
@@ -165,8 +165,8 @@ class PagedCache:
     def reserve(self, row: int, num_tokens: int) -> None:
         """Make room for a row's next tokens. Call before the step, or the multi-step, that attends with these tokens.
 
-        Raises InvalidRequestError if the row would hold more than `capacity`, and OutOfPagesError if the pools have too
-        few free pages. In both cases nothing is changed.
+        Raises InvalidRequestError if the row would have more than `capacity` tokens, and OutOfPagesError if the pools
+        have too few free pages. In both cases nothing is changed.
         """
         start = self._lengths[row]
         end = start + num_tokens
@@ -213,7 +213,7 @@ class PagedCache:
         return ops.gated_delta_net(projected, weights, own, step)
 
     def _own_of(self, layer: int, step: Step) -> CachedLayer:
-        """Return what a layer keeps, after a check of the step by the first of them."""
+        """Return a layer's cache, after the first layer has checked the step."""
         if layer == 0 and not step.is_recorded:
             self._check_reserved(step)
         return self.memory.layers[layer]
@@ -228,7 +228,7 @@ class PagedCache:
                 raise InvalidRequestError(f"a step's rows must be in [0, {len(self._lengths)}), got {row}")
             if not self._lengths[row] <= position < self._reserved[row]:
                 raise InvalidRequestError(
-                    f"row {row} may get the positions [{self._lengths[row]}, {self._reserved[row]}), got {position}: "
+                    f"positions of row {row} must be in [{self._lengths[row]}, {self._reserved[row]}), got {position}: "
                     "call cache.reserve(row, num_tokens) before each step, and cache.commit after it"
                 )
 
@@ -247,8 +247,9 @@ class PagedCache:
         return available is not None and available < threshold * 2**20
 
     def _slide_all(self) -> None:
-        """Apply the sliding window to every row that still attends to its full context, and return the freed memory to
-        the system.
+        """Apply the sliding window to every row that still attends to its full context.
+
+        Return the freed memory to the system.
         """
         for rows in self.groups:
             for row, length in enumerate(self._lengths):
@@ -275,7 +276,7 @@ class PagedCache:
         del self._keys[row][length // self.settings.page_tokens :]
 
     def _can_continue(self, row: int, position: int) -> bool:
-        """Return True if the row holds everything that a token at this position sees."""
+        """Return True if the row has every slot that a token at this position attends to."""
         return all(rows.can_continue(row, rows.slot_of(row, position)) for rows in self.groups)
 
     def end_answer(self, row: int) -> None:
@@ -283,7 +284,7 @@ class PagedCache:
         if any(rows.group.is_late and not rows.can_compress(row) for rows in self.groups):
             self.truncate(row, 0)
 
-    # What several rows begin with
+    # Prefixes of several rows
 
     @property
     def shares_prefixes(self) -> bool:
@@ -291,17 +292,18 @@ class PagedCache:
 
     @property
     def checkpoint_tokens(self) -> int:
-        """Number of tokens between two places at which a step may leave a state for other rows. 0: there are no states,
-        or rows share nothing.
+        """Number of tokens between two places at which a step may keep a state for other rows.
+
+        It is 0 if there are no states, or if rows do not share prefixes.
         """
         has_states = any(rows.group.is_recurrent for rows in self.groups)
         return self.settings.page_tokens if has_states and self.shares_prefixes else 0
 
     def has_new_pages(self, row: int) -> bool:
-        """Return True if `remember` would find whole pages of the row that it does not know yet."""
+        """Return True if the row has new whole pages for `remember`."""
         return self.shares_prefixes and not self.is_long(row) and self._shareable_pages(row) > len(self._keys[row])
 
-    def _shareable_pages(self, row: int) -> int:  # one row's are at most half of the largest pool
+    def _shareable_pages(self, row: int) -> int:  # at most half of the largest pool, per row
         return min(self._lengths[row] // self.settings.page_tokens, max(self.pool_pages) // 2)
 
     def remember(self, row: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
@@ -330,9 +332,9 @@ class PagedCache:
         """Give an empty row the stored pages of the longest known prefix of these tokens, and return the number of
         tokens.
 
-        The pages must have been stored with the same salt. The last token is never included. Takes cached pages and
-        shares held ones, but takes no free page. A row that is long gets nothing. In a cache with states, `num_matched`
-        is the length of the prefix that would have been adopted if all its states were stored.
+        The pages must have been stored with the same salt. The last token is never included. Cached pages are taken,
+        and held pages are shared, but no free page is taken. A row with long rope factors gets nothing. In a cache with
+        states, `num_matched` is the length of the prefix that would be adopted if all of its states were stored.
         """
         self.num_matched = 0
         if not self.shares_prefixes or self._lengths[row] or self.is_long(row):
@@ -357,16 +359,16 @@ class PagedCache:
     def check_integrity(self) -> None:
         """Raise AssertionError if the page accounting is wrong.
 
-        Every page must be free, cached or held by the rows that list it. Each row must hold everything that its next
-        token sees.
+        Every page must be free, cached, or held by the rows that list it. Each row must have every slot that its next
+        token attends to.
         """
         self.memory.check_integrity()
         for rows in self.groups:
             rows.table.check_integrity()
             for row, length in enumerate(self._lengths):
-                assert rows.can_continue(row, rows.slot_of(row, length)), "what is seen is not there"
+                assert rows.can_continue(row, rows.slot_of(row, length)), "a visible slot is missing"
 
-    # A row by itself: to save it, to load it, to go two ways from it
+    # Saving, loading and copying a row
 
     @property
     def kind(self) -> str:
@@ -380,10 +382,9 @@ class PagedCache:
         return f"paged {self._kv_type} {policy}"
 
     def export_row(self, row: int) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads slots *size"]]]:
-        """Yield copies of the tensors stored for the row's committed tokens, a few at a time, and its visibility as
-        `states`.
+        """Yield copies of the tensors of the row's committed tokens, a few at a time, and its visibility as `states`.
 
-        They include everything that the next token sees, and enough to take back a few of the last tokens.
+        They include everything that the next token attends to, and enough to undo a few of the last tokens.
         """
         length = self._lengths[row]
         earlier = range(max(0, length - min(SPARE_TOKENS, self.step_tokens)), length)
@@ -415,7 +416,7 @@ class PagedCache:
     def copy_row(self, row: int, source: int) -> None:
         """Replace a row by the committed tokens of another row.
 
-        Both rows share pages until one of the two writes, so no page is taken.
+        Both rows share pages until one of them writes, so no page is taken.
         """
         if row == source:
             return

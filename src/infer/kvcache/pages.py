@@ -1,8 +1,8 @@
 """Bookkeeping of pages, slots and rows: integers only, no torch.
 
-A page is free, cached, or held by one or more rows. No row holds a cached page, but its content has a key and can be
-found again. A row of `PageTable` holds at most its share of pages. A pool of fewer pages than all rows' shares can run
-out. `num_needed` reports the demand before `reserve`.
+A page is free, cached, or held by one or more rows. A cached page is held by no row, but its content has a key and can
+be found again. A row of `PageTable` holds at most its share of pages. A pool with fewer pages than the sum of all
+shares can run out. `num_needed` returns the demand before `reserve`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,17 +15,18 @@ from infer.errors import InferError, OutOfPagesError
 
 @final
 class PagePool:
-    """Pages with a count of their holders. Free pages are taken before cached pages, and the least recently used cached
-    page first.
+    """Pages with a count of their holders.
+
+    Free pages are taken before cached pages, and among these the least recently used one first.
     """
 
     def __init__(self, num_pages: int) -> None:
         self._counts = [0] * num_pages
-        self._free = dict.fromkeys(range(num_pages))  # a dict is a set in order
+        self._free = dict.fromkeys(range(num_pages))  # a dict is an ordered set
         self._cached: dict[int, None] = {}
         self._page_by_key: dict[bytes, int] = {}
         self._key_by_page: dict[int, bytes] = {}
-        self._written = set[int]()  # since `forget_written`: their memory is taken from the system
+        self._written = set[int]()  # pages written since `forget_written`, which use the system's memory
 
     @property
     def num_pages(self) -> int:
@@ -37,7 +38,7 @@ class PagePool:
         return len(self._free) + len(self._cached)
 
     def take(self, *wished: int) -> int:
-        """Take a page that no row holds, and return it: the first free page in `wished`, if there is one.
+        """Take a page that no row holds, and return it: the first free page in `wished`, if any is free.
 
         Raises OutOfPagesError if all pages are held.
         """
@@ -45,7 +46,7 @@ class PagePool:
         if page is None:
             page = next(iter(self._free or self._cached), None)
         if page is None:
-            raise OutOfPagesError(f"all {len(self._counts)} pages of the cache are held")
+            raise OutOfPagesError(f"all {len(self._counts)} pages of the cache are in use")
         self._free.pop(page, None)
         self._cached.pop(page, None)
         self.forget(page)
@@ -54,7 +55,7 @@ class PagePool:
         return page
 
     def hold(self, page: int) -> None:
-        """Add one holder to a page that is held or cached."""
+        """Add one holder to a held or cached page."""
         self._cached.pop(page, None)
         self._counts[page] += 1
 
@@ -77,7 +78,7 @@ class PagePool:
         return self._counts[page] > 1
 
     def remember(self, page: int, key: bytes) -> None:
-        """Store the key of a held page's content, unless the page has a key or another page has the same key."""
+        """Store the key of a held page's content, unless the page already has a key or another page has this key."""
         if key not in self._page_by_key and page not in self._key_by_page:
             self._page_by_key[key], self._key_by_page[page] = page, key
 
@@ -85,7 +86,7 @@ class PagePool:
         return self._page_by_key.get(key)
 
     def num_unheld(self, keys: Iterable[bytes]) -> int:
-        """Return for how many of these keys no row holds a page."""
+        """Return for how many of these keys there is no held page."""
         pages = [self._page_by_key.get(key) for key in keys]
         return sum(page is None or page in self._cached for page in pages)
 
@@ -103,11 +104,11 @@ class PagePool:
             del self._page_by_key[key]
 
     def check_integrity(self, holders: Sequence[int]) -> None:
-        """Raise AssertionError unless every page is in exactly one state and has the holders that `holders` lists."""
+        """Raise AssertionError unless every page has exactly one state and the holders that `holders` lists."""
         counts = [0] * len(self._counts)
         for page in holders:
             counts[page] += 1
-        assert counts == self._counts, "a page is held by others than those who count"
+        assert counts == self._counts, "the holders of a page are not the counted ones"
         held = {page for page, count in enumerate(counts) if count}
         states = [*self._free, *self._cached, *held]
         assert sorted(states) == list(range(len(counts))), "a page is in two states or in none"
@@ -122,10 +123,10 @@ class PageTable:
 
     A row keeps its first `num_fixed` pages. Of the others it holds the newest, as many as its share allows. A row
     prefers the pages of its own share of the pool, in order. The pages after the fixed ones form a ring. `on_take` is
-    called with each page that is handed out to be written; the page still has its old content.
+    called with each page that is taken for writing; the page still has its old content.
 
-    With `num_recent`, what is written in one go needs to last only in the page that goes on and in the last
-    `num_recent` pages. The pages between have the memory of these in turn, and the row does not hold them.
+    With `num_recent`, the data of one call must last only in the active page and in the last `num_recent` pages. The
+    pages between them reuse the memory of these in turn, and the row does not hold them.
     """
 
     def __init__(
@@ -155,11 +156,11 @@ class PageTable:
         """Make slots [start, end) writable for the row. Return (from, to) for each page to copy first.
 
         Slots before `first_seen` will not be read again, except the fixed ones. Their pages are freed when the share or
-        the pool is used up. Raises OutOfPagesError if the pool has fewer pages than `num_needed`; some pages are taken
-        then.
+        the pool is used up. Raises OutOfPagesError if the pool has fewer pages than `num_needed`; then some pages were
+        taken.
         """
         held, copies, lasting = self._held[row], [], self._lasting(start, end)
-        if self._num_recent is not None:  # one page before that of the last token stays, to take tokens back
+        if self._num_recent is not None:  # one page before the last token's page stays, for undoing tokens
             self.drop_unseen(row, min(first_seen, start - start % self.page_tokens - self.page_tokens))
         for index in lasting:
             page = held.get(index)
@@ -179,7 +180,7 @@ class PageTable:
         return copies
 
     def _lasting(self, start: int, end: int) -> Sequence[int]:
-        """Return the indices of the pages that slots [start, end) are written to and stay in."""
+        """Return the indices of the pages in which the data of slots [start, end) lasts."""
         first, after = start // self.page_tokens, num_pages(end, self.page_tokens)
         if self._num_recent is None or after - first <= self._num_recent:
             return range(first, after)
@@ -187,26 +188,24 @@ class PageTable:
         return [first, *recent] if start % self.page_tokens else recent
 
     def num_needed(self, row: int, start: int, end: int, first_seen: int) -> int:
-        """Return the fewest free pages with which `reserve` succeeds, if the row frees all unseen pages for it."""
+        """Return the smallest number of free pages with which `reserve` succeeds if the row frees all unseen pages."""
         held, indices = self._held[row], self._lasting(start, end)
         num_new = sum(index not in held for index in indices)
         num_copies = sum(index in held and self.pool.is_shared(held[index]) for index in indices)
         return max(0, num_new + num_copies - self._num_exclusive(row, self._unseen(row, first_seen)))
 
     def num_missing(self, row: int, count: int) -> int:
-        """Return the number of pages that `hold_new` takes for `count` indices, minus those that emptying the row
-        frees.
-        """
+        """Return the number of pages that `hold_new` takes for `count` indices, minus those that the row would free."""
         return max(0, count - self._num_exclusive(row, self._held[row]))
 
     def _num_exclusive(self, row: int, indices: Iterable[int]) -> int:
-        """Return how many of these pages of the row no other row holds."""
+        """Return how many of these pages only this row holds."""
         return sum(not self.pool.is_shared(self._held[row][index]) for index in indices)
 
     def is_ready(self, row: int, start: int, end: int) -> bool:
         """Return True if slots [start, end) can be written in place.
 
-        Their pages must belong to this row only and must not be found by a key.
+        Their pages must belong to this row only, and must not have a key.
         """
         held, pool = self._held[row], self.pool
         for index in range(start // self.page_tokens, num_pages(end, self.page_tokens)):
@@ -225,7 +224,7 @@ class PageTable:
         return page
 
     def _make_room(self, row: int, first_seen: int, *, num_new: int) -> None:
-        """Free pages that are no longer seen, the oldest first, while the share or the pool is used up."""
+        """Free the oldest pages that are no longer visible, while the share or the pool is used up."""
         for index in sorted(self._unseen(row, first_seen)):
             if len(self._held[row]) + num_new <= self.pages_per_row and self.pool.num_available:
                 return
@@ -251,7 +250,7 @@ class PageTable:
             self._drop(row, index)
 
     def holds(self, row: int, first: int, end: int) -> bool:
-        """Return True if the row holds all slots [first, end)."""
+        """Return True if the row has all slots [first, end)."""
         indices = range(first // self.page_tokens, num_pages(end, self.page_tokens))
         return first >= end or all(index in self._held[row] for index in indices)
 
@@ -272,7 +271,7 @@ class PageTable:
             self._held[row][index] = self.table[row, index] = self._take(row, index)
 
     def share(self, row: int, source_row: int, num_slots: int) -> None:
-        """Replace a row's pages by the pages of another row's first slots. The first row to write gets a copy."""
+        """Replace a row's pages by the pages of another row's first slots. The first row that writes gets a copy."""
         self.truncate(row, 0)
         for index, page in self.page_by_index(source_row, num_slots).items():
             self._hold(row, index, page)
@@ -297,7 +296,7 @@ class PageTable:
         for row, held in enumerate(self._held):
             assert len(held) <= self.pages_per_row, "a row holds more than its share"
             assert len(set(held.values())) == len(held), "a row holds a page twice"
-            assert all(self.table[row, index] == page for index, page in held.items()), "the table tells otherwise"
+            assert all(self.table[row, index] == page for index, page in held.items()), "the table differs"
 
 
 def num_pages(num_slots: int, page_tokens: int) -> int:

@@ -1,11 +1,11 @@
-"""Pages of prompts in files, which processes share and which outlive them. No torch.
+"""Pages of prompts in files, which processes share, and which outlive these processes. Loads no torch.
 
-A file holds one page of one group of layers, after a keyed digest of the model's fingerprint, the page's name and its
-content. The key of the digest is a secret file of this user's. So a file that is damaged, cut, renamed, forged or of
+A file has one page of one group of layers, after a keyed digest of the model's fingerprint, the page's name and its
+content. The key of the digest is a secret file of this user. So a file that is damaged, cut, renamed, forged or from
 another model is not used, and is removed.
 
-All models of a user share one budget. A lock is held while a file is written, so the account of bytes never falls below
-what the files take: it is raised before a file is written.
+All models of a user share one budget. A lock is held while a file is written. The account of bytes is raised before a
+file is written, so it is never less than the size of the files.
 """
 
 import fcntl
@@ -21,9 +21,9 @@ from typing import NamedTuple, final
 from infer.system.user_cache import base_folder, folder_problem, is_writable, read_own
 
 _DIGEST_BYTES = _SECRET_BYTES = 32
-_BLOCK_BYTES = 4096  # of the file system: a file takes whole ones
-_SPARE_BYTES = 1 << 30  # of the disk, which stay free
-_ROOM = 0.9  # of the budget, to which files are removed once it is full
+_BLOCK_BYTES = 4096  # block of the file system: a file uses whole blocks
+_SPARE_BYTES = 1 << 30  # of the disk that stay free
+_ROOM = 0.9  # a full budget is reduced to this share
 _TOUCH_SECONDS = 60
 _SECRET, _ACCOUNT, _LOCK = "secret", "account", "lock"
 
@@ -47,7 +47,7 @@ class _Found(NamedTuple):
 
 
 class PrefixStoreError(Exception):
-    """Why a page cannot be stored, in one line."""
+    """The reason why a page cannot be stored, in one line."""
 
 
 @final
@@ -55,10 +55,10 @@ class PrefixStore:
     """The stored pages of one model. One thread uses it; other processes may use the same folder."""
 
     def __init__(self, folder: Path, fingerprint: str, max_bytes: int) -> None:
-        """Use the files in `folder`, which `open_store` has made, of the model with this fingerprint.
+        """Use the files in `folder`, which `open_store` has made, for the model with this fingerprint.
 
-        All files in `folder`, of whatever model, take at most `max_bytes`. Raises OSError if the folder has no secret
-        and none can be written.
+        All files in `folder`, of all models together, have at most `max_bytes`. Raises OSError if the folder has no
+        secret and none can be written.
         """
         self._root, self._folder, self._max_bytes = folder, folder / fingerprint, max_bytes
         self._fingerprint = fingerprint.encode()
@@ -79,7 +79,7 @@ class PrefixStore:
     def read(self, name: PageName, num_bytes: int) -> memoryview | None:
         """Return a stored page of `num_bytes`, or None if it is not stored.
 
-        Raises PrefixStoreError if the file is not what was stored. It is removed.
+        Raises PrefixStoreError if the file was changed. It is then removed.
         """
         path = self._folder / str(name)
         stored = read_own(path, _DIGEST_BYTES + num_bytes + 1)
@@ -87,7 +87,7 @@ class PrefixStore:
             return None
         content = memoryview(stored or b"")[_DIGEST_BYTES:]
         if stored is None or len(content) != num_bytes:
-            problem = "is of another size or owner"
+            problem = "has another size or owner"
         elif not hmac.compare_digest(stored[:_DIGEST_BYTES], self._digest(name, content)):
             problem = "is damaged: its digest differs"
         else:
@@ -97,7 +97,7 @@ class PrefixStore:
         raise PrefixStoreError(f"{path} {problem}; it was removed, and its tokens are read again")
 
     def touch(self, name: PageName, depth: int) -> None:
-        """Note that a stored page was used. Of pages used together, those with a larger depth are removed first."""
+        """Note that a stored page was used. Among pages used together, those with a larger depth are removed first."""
         path = self._folder / str(name)
         now = time.time() - depth / 1000
         with suppress(OSError):
@@ -105,11 +105,11 @@ class PrefixStore:
                 os.utime(path, (now, now))
 
     def write(self, name: PageName, content: bytes) -> bool:
-        """Store a page, and remove those used longest ago if the budget needs it.
+        """Store a page. If the budget needs it, remove the least recently used pages.
 
-        Return False if it is stored already, or takes more than most of the budget.
+        Return False if it is already stored, or needs more than most of the budget.
 
-        Raises PrefixStoreError if nothing can be stored for now: the disk is full, or the folder is read-only.
+        Raises PrefixStoreError if nothing can be stored now: the disk is full, or the folder is read-only.
         """
         num_bytes = _size_on_disk(_DIGEST_BYTES + len(content))
         if num_bytes > self._max_bytes * _ROOM:
@@ -133,7 +133,7 @@ class PrefixStore:
             raise PrefixStoreError(f"{self._root} cannot be written: {error.strerror}") from error
 
     def _write(self, path: Path, digest: bytes, content: bytes) -> None:
-        """Write a file, which appears as a whole. One that a power cut left in part has another digest."""
+        """Write a file, which appears as a whole. A file that a power failure left incomplete has a wrong digest."""
         partial = path.with_suffix(".partial")
         try:
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -152,7 +152,7 @@ class PrefixStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock of the folder."""
+        """Hold the folder's lock within the context."""
         descriptor = os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -161,7 +161,7 @@ class PrefixStore:
             os.close(descriptor)
 
     def _total(self) -> int | None:
-        """Return the account: at least the number of bytes that the files take. None if it cannot be read."""
+        """Return the account, which is at least the number of bytes of the files, or None if it cannot be read."""
         text = read_own(self._root / _ACCOUNT, 32)
         return int(text) if text is not None and text.isdigit() else None
 
@@ -169,9 +169,9 @@ class PrefixStore:
         (self._root / _ACCOUNT).write_text(f"{total}")
 
     def _shrink(self, num_needed: int, most: int) -> int:
-        """Remove the pages used longest ago until all take at most `most` with `num_needed` more. Return their bytes.
+        """Remove the least recently used pages until the rest and `num_needed` fit in `most` bytes. Return the rest.
 
-        Also removes what a killed process left behind. The lock is held.
+        Also removes files that a killed process left. The lock must be held.
         """
         found = sorted(self._scan())
         total = sum(each.num_bytes for each in found)
@@ -196,14 +196,14 @@ class PrefixStore:
                     stat = file.stat(follow_symlinks=False)
                     yield _Found(stat.st_mtime, _size_on_disk(stat.st_size), file.path)
             with suppress(OSError):
-                os.rmdir(folder)  # if it is empty
+                os.rmdir(folder)  # succeeds only if it is empty
 
 
 def open_store(fingerprint: str, max_bytes: int) -> PrefixStore | str:
-    """Return the store in this user's cache folder, or one line that says why there is none."""
+    """Return the store in this user's cache folder, or one line that explains why there is none."""
     base = base_folder()
     if base is None:
-        return "there is no home folder to keep them in"
+        return "there is no home folder to store them in"
     folder = base / "prefixes"
     if (problem := folder_problem(folder, base=base)) is not None:
         return problem
@@ -214,7 +214,7 @@ def open_store(fingerprint: str, max_bytes: int) -> PrefixStore | str:
 
 
 def _read_secret(folder: Path) -> bytes:
-    """Return the secret of the folder, made if there is none. Raises OSError."""
+    """Return the secret of the folder. Make one if there is none. Raises OSError."""
     path = folder / _SECRET
     if (secret := _valid_secret(path)) is None:
         new = folder / f"{_SECRET}.{secrets.token_hex(8)}"
@@ -222,7 +222,7 @@ def _read_secret(folder: Path) -> bytes:
         try:
             with open(descriptor, "wb") as file:
                 file.write(secrets.token_bytes(_SECRET_BYTES))
-            if path.exists():  # and is damaged
+            if path.exists():  # it is damaged
                 new.replace(path)
             else:
                 with suppress(FileExistsError):  # another process was first

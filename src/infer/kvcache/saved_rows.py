@@ -1,6 +1,6 @@
-"""One row as tensors by name: the content stored in each layer, and the row's visibility rules as `states`.
+"""One row as tensors by name: the content stored in each layer, and the row's rules of visibility as `states`.
 
-Only slots that a next token sees are included.
+Only slots that a next token attends to are included.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ class SavedGroup(NamedTuple):
 def saved_tensors(
     groups: Sequence[GroupRows], memory: PageMemory, row: int, first: int, length: int
 ) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads slots *size"]]]:
-    """Yield copies of everything that is seen from positions `first` to `length`, a few tensors at a time."""
+    """Yield copies of everything that is visible from positions `first` to `length`, a few tensors at a time."""
     states = [rows.state(row).cut(rows.slot_of(row, first), rows.state_tokens) for rows in groups]
     yield _STATES, torch.tensor(states, dtype=torch.int64)
     for rows, state in zip(groups, states, strict=True):
@@ -76,7 +76,7 @@ def _states(groups: Sequence[GroupRows], tensors: Mapping[str, Tensor], length: 
         raise _unlike(length, repr(_STATES))
     states = [RowState(*values) for values in tensor.tolist()]
     for rows, state in zip(groups, states, strict=True):
-        # One that was saved while memory was short sees no more than a window.
+        # A row that was saved while memory was short sees only a window.
         known = [rows.state_from_start(is_short=is_short) for is_short in (False, True)]
         if (
             state._replace(first=0) not in known
@@ -103,7 +103,7 @@ def load_tensors(
     for rows, group in zip(groups, saved, strict=True):
         where = memory.place(rows, row, torch.tensor(group.slots, dtype=torch.int64))
         pages = sorted(set(where[0].tolist()))
-        memory.clear_pages(rows, pages)  # kernels take whole blocks, what is not seen times 0
+        memory.clear_pages(rows, pages)  # kernels read whole blocks and multiply invisible slots by 0
         for name, part in memory.parts(rows):
             part[:, *where] = tensors[name].to(part.device)
         for name, states in memory.states(rows):

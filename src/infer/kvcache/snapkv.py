@@ -16,7 +16,7 @@ from infer.operands.step import Step
 from infer.operands.weights import Heads
 from infer.quantization.kv_layout import LayerCache
 
-POOLED = 7  # neighbours that are kept for each other's sake
+POOLED = 7  # neighbouring slots that are scored together
 
 
 @final
@@ -30,10 +30,10 @@ class PromptCompression:
     def after_prompt(self, row: int, token_ids: Sequence[int], forward: Callable[[Step], object]) -> None:
         """Compress a committed prompt: keep the first tokens, the last tokens, and the tokens that the last attend to.
 
-        `token_ids` are the row's tokens. A prompt no longer than the window is kept whole. For a longer prompt, the
-        last tokens are run again; `forward` runs a step over the cache, op by op. Raises OutOfPagesError if pages are
-        shared with another row and cannot be copied. A row that was loaded may have lost some tokens then: `lengths`
-        reports how many are left.
+        `token_ids` are the row's tokens. A prompt that fits the window is kept whole. For a longer prompt, the last
+        tokens are computed again; `forward` runs a step over the cache, op by op. Raises OutOfPagesError if pages are
+        shared with another row and cannot be copied. A loaded row may then have lost some tokens: `lengths` reports how
+        many are left.
         """
         cache, length, settings = self._cache, self._cache.lengths[row], self._cache.settings
         uncompressed = [rows for rows in cache.groups if rows.can_compress(row)]
@@ -43,7 +43,7 @@ class PromptCompression:
         if num_kept < length:
             self._observe(row, token_ids[:length], uncompressed, forward)
         for rows in uncompressed:
-            if not rows.can_compress(row):  # what was run again was a page, and for want of memory the row slides
+            if not rows.can_compress(row):  # computing again took a page, so the row now slides for lack of memory
                 continue
             if num_kept < length:
                 cache.memory.keep_slots(rows, row, self._chosen)
@@ -54,12 +54,12 @@ class PromptCompression:
     def _observe(
         self, row: int, token_ids: Sequence[int], uncompressed: Sequence[GroupRows], forward: Callable[[Step], object]
     ) -> None:
-        """Run the last tokens again and record the slots that they attend to."""
+        """Compute the last tokens again, and record the slots that they attend to."""
         cache, start = self._cache, len(token_ids) - OBSERVED_TOKENS
         kept = [(rows, 0, cache.settings.eviction_window) for rows in uncompressed]
         cache.make_own(row, kept + [(rows, start, len(token_ids)) for rows in cache.groups])
         cache.truncate(row, start)
-        # Of a row that was loaded, windows hold only what comes next sees: then all is run again.
+        # The windows of a loaded row have only what the next token sees, so then all tokens are computed again.
         for first in range(cache.lengths[row], start, cache.step_tokens):
             self._run(row, token_ids[first : min(first + cache.step_tokens, start)], forward)
         cache.observer = self._note

@@ -1,7 +1,7 @@
 """Keys and values of whole texts, which an encoder needs for two layers at a time.
 
-A layer's tokens read those of their own layer, and write those of the next. So even layers share their memory, and so
-do odd ones. Nothing is kept from one group of texts to the next.
+A layer's tokens read the keys and values of their own layer and write those of the next. So even layers share their
+memory, and so do odd ones. Nothing is kept between two groups of texts.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def _integers(value: int, count: int, backend: ops.Backend) -> Tensor:
 
 @final
 class TextCache:
-    """Room for `num_rows` texts at once, each of `capacity` tokens at most, and of `total` tokens together.
+    """Room for `num_rows` texts at a time, each of at most `capacity` tokens, with `total` tokens together.
 
     `second_starts` has, for each row, the position at which the second text of a pair begins.
     """
@@ -43,7 +43,7 @@ class TextCache:
         kv_type: str,
         backend: ops.Backend,
     ) -> None:
-        """Make an empty cache. Raises InvalidRequestError for a type that heads of this size cannot have."""
+        """Make an empty cache. Raises InvalidRequestError for a storage type that heads of this size cannot have."""
         (heads, dim), *others = {(each.num_kv_heads, each.head_dim) for each in attention}
         assert not others
         check_kv_type(kv_type, dim)
@@ -60,12 +60,12 @@ class TextCache:
             self.layers.append(LayerCache(kv_type, keys[index % 2], values[index % 2], pages))
 
     def hold(self, lengths: Sequence[int], second_starts: Sequence[int]) -> None:
-        """Give room to texts of these lengths, one for each row. Raises InvalidRequestError if there is too little."""
+        """Give room to texts of these lengths, one per row. Raises InvalidRequestError if there is too little."""
         first = 0
         for row, (length, start) in enumerate(zip(lengths, second_starts, strict=True)):
             end = first + num_pages(length, PAGE_TOKENS)
             if end > self._room or end - first > self._table.shape[1] or row >= len(self._ends):
-                raise InvalidRequestError(f"there is no room for texts of {', '.join(map(str, lengths))} tokens")
+                raise InvalidRequestError(f"the cache has no room for texts of {', '.join(map(str, lengths))} tokens")
             self._table[row, : end - first] = torch.arange(first, end, device=self._table.device)
             self._ends[row], self.second_starts[row], first = length, start, end
 

@@ -30,7 +30,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "bad magic": (raw_file(magic=b"GGML"), "magic at byte 0: expected b'GGUF', got b'GGML'"),
     "version 1": (raw_file(version=struct.pack("<I", 1)), "version at byte 4: expected 2 or 3, got 1"),
     "version 4": (raw_file(version=struct.pack("<I", 4)), "expected 2 or 3, got 4"),
-    "big-endian": (raw_file(version=struct.pack(">I", 3)), "it is big-endian"),
+    "big-endian": (raw_file(version=struct.pack(">I", 3)), "big-endian: only little-endian"),
     "tensor count of 2⁶⁴ − 1": (raw_file(num_tensors=HUGE), "tensor count at byte 8: expected at most 65536"),
     "more tensors than bytes": (raw_file(num_tensors=60_000), "60000 need 1980000 bytes or more, 0 remain"),
     "key-value count of 2⁶⁴ − 1": (raw_file(num_values=HUGE), "key-value count at byte 16: expected at most 65536"),
@@ -71,7 +71,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     ),
     "strings that use up the bytes": (
         raw_file((key_value("k", 9, struct.pack("<IQ", 8, 2) + text("12345678")),)),
-        "string 1 of 2 begins beyond the end",
+        "string 1 of 2 begins after the end",
     ),
     "string in an array that is not UTF-8": (
         raw_file((key_value("k", 9, struct.pack("<IQ", 8, 2) + text("a") + text(b"\xff")),)),
@@ -133,7 +133,7 @@ def test_a_broken_file_is_refused_with_the_reason_and_at_once(tmp_path: Path, fa
 def test_a_type_of_ggml_that_we_do_not_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedModelError,
-        match=r"tensor 'a' is Q8_K; supported are F32, .*Q6_K.*: take a file of the model in one of these",
+        match=r"tensor 'a' is Q8_K: supported are F32, .*Q6_K.*: use a file of the model in one of these",
     ):
         read_bytes(tmp_path, raw_file((), (tensor_entry("a", (256,), 15, 0),), bytes(136)))
 
@@ -153,7 +153,7 @@ def test_two_names_for_one_weight_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_without_weights_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelFormatError, match="expected weights, the file has only a vocabulary"):
+    with pytest.raises(ModelFormatError, match="expected weights, got only a vocabulary"):
         open_checkpoint(write_model(tmp_path / "m.gguf", tensors={}))
 
 

@@ -103,9 +103,9 @@ def keep(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kinds", "pooling", "change", "message"),
     [
-        (PIPELINE, {"pooling_mode": "median"}, keep, "1_Pooling/config.json asks for the pooling 'median'; one of"),
+        (PIPELINE, {"pooling_mode": "median"}, keep, "1_Pooling/config.json has the pooling 'median': supported is"),
         (PIPELINE, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, keep,
-         "asks for the pooling 'mean_tokens and max_tokens'; one of these is supported: cls, max_tokens"),
+         "has the pooling 'mean_tokens and max_tokens': supported is one of cls, max_tokens"),
         (["Transformer", "SpladePooling"], {}, keep, "modules.json has the module 'SpladePooling': after Transformer"),
         (["Transformer", "Dense"], {}, keep, "has the module 'Dense': after Transformer, only Pooling"),
         (["Transformer", "Pooling", "LSTM"], MEAN, keep, "has the module 'LSTM': after Pooling, only Dense layers"),

@@ -117,7 +117,7 @@ def test_named_types_come_before_the_mixture() -> None:
     assert {pure[tensor.name] for tensor in model.tensors if len(tensor.shape) > 1} == {"Q4_K"}
     tied = choose_types(MODELS["dense"].model(), QuantisationRequest("Q4_K_S", output_type="Q8_0"))
     assert tied["token_embd.weight"] == "Q8_0"
-    with pytest.raises(InvalidRequestError, match="attn_z fits no tensor"):
+    with pytest.raises(InvalidRequestError, match="attn_z matches no tensor"):
         choose_types(model, QuantisationRequest("Q4_K_S", tensor_types=[("attn_z", "Q8_0")]))
 
 

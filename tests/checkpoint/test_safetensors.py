@@ -141,7 +141,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "nine dimensions": (raw_file({"a": entry(shape=[1] * 9)}), "up to 8 integers"),
     "a product that overflows": (raw_file({"a": entry(shape=[2**32, 2**32])}), f"are {2**66} bytes"),
     "offsets that are no pair": (raw_file({"a": entry(offsets=[0])}), "data_offsets must be two integers"),
-    "offsets that run backwards": (raw_file({"a": entry(offsets=[8, 0])}), "are 8 bytes, data_offsets give -8"),
+    "offsets that run backwards": (raw_file({"a": entry(offsets=[8, 0])}), "are 8 bytes, but data_offsets give -8"),
     "overlap": (
         raw_file({"a": entry(), "b": entry(offsets=[4, 12])}, bytes(12)),
         "overlaps the tensor before it: expected it at 8 of the data, got 4",
@@ -259,7 +259,7 @@ def both_in_the_second(folder: Path) -> None:
             lambda folder: shutil.copy(folder / ONE, folder / TWO),
             f"missing tensors: 'lm_head.weight' in '{TWO}': the files",
         ),
-        (both_in_the_second, rf"{TWO}: tensor 'model\.embed_tokens\.weight': is in '{ONE}', too: the files are not of"),
+        (both_in_the_second, rf"{TWO}: tensor 'model\.embed_tokens\.weight': is in '{ONE}', too: the files belong to"),
         (
             lambda folder: os.truncate(folder / TWO, 150),
             "truncated: expected .* got 150: copy or download the file again",
@@ -276,7 +276,7 @@ def both_in_the_second(folder: Path) -> None:
             lambda folder: (folder / TWO).write_bytes(POINTER),
             f"{TWO}: file: is a pointer to a file of Git LFS: fetch it",
         ),
-        (lambda folder: (folder / TWO).write_text("<!doctype html>"), "this is no safetensors file"),
+        (lambda folder: (folder / TWO).write_text("<!doctype html>"), "this is not a safetensors file"),
         (
             lambda folder: (folder / "model.safetensors.index.json").unlink(),
             f"found only '{ONE}': download the missing",
@@ -296,7 +296,9 @@ def test_shards_that_are_not_those_of_the_model_are_named_in_one_line(
 def test_a_long_list_of_missing_tensors_is_cut(tmp_path: Path) -> None:
     make_shards(tmp_path)
     write_index(tmp_path, {f"x{number}": ONE for number in range(9)})
-    with pytest.raises(ModelFormatError, match=f"'x4' in '{ONE}' and 4 more: the files are not of one model, or have"):
+    with pytest.raises(
+        ModelFormatError, match=f"'x4' in '{ONE}' and 4 more: the files belong to different models, or have"
+    ):
         open_checkpoint(tmp_path)
 
 

@@ -67,7 +67,7 @@ def test_parts_of_two_models_are_refused(parts: list[Path], tmp_path: Path) -> N
     fewer = {name: values for name, values in random_tensors("llama").items() if "ffn_norm" not in name}
     write_model(tmp_path / "other" / "m.gguf", tensors=fewer, split_tensors=4)
     (tmp_path / "other" / parts[2].name).replace(parts[2])
-    with pytest.raises(ModelFormatError, match=r"split\.tensors\.count: expected 11 tensors, the parts hold 10: the p"):
+    with pytest.raises(ModelFormatError, match=r"split\.tensors\.count: expected 11 tensors, the parts have 10: the p"):
         open_checkpoint(parts[0])
     write_model(tmp_path / "other" / "m.gguf", split_tensors=3)
     (tmp_path / "other" / "m-00002-of-00004.gguf").replace(parts[1])

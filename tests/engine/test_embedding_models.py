@@ -183,10 +183,10 @@ def test_what_cannot_be_embedded_is_one_line(llm: LLM, texts: Any, options: Any,
 @pytest.mark.parametrize(
     ("names", "texts", "default", "message"),
     [
-        (["query"], ["a", "b"], None, "key 'infer.prompts.texts': expected 1 texts, as names, got 2"),
+        (["query"], ["a", "b"], None, "key 'infer.prompts.texts': expected 1 texts, one per name, got 2"),
         (["query"], "a", None, "key 'infer.prompts.texts': expected a list of texts"),
         ([1], ["a"], None, "key 'infer.prompts.names': expected a list of texts"),
-        (["query"], ["a"], "text", "key 'infer.prompts.default': 'text' is no name of a prompt"),
+        (["query"], ["a"], "text", "key 'infer.prompts.default': 'text' is not the name of a prompt"),
     ],
 )
 def test_broken_prompts_of_a_gguf_file_name_the_key(names: Any, texts: Any, default: Any, message: str) -> None:
@@ -200,7 +200,7 @@ def test_broken_prompts_of_a_gguf_file_name_the_key(names: Any, texts: Any, defa
     [
         ({"prompts": ["query"]}, "key 'prompts': expected texts by name"),
         ({"prompts": {"query": 5}}, "key 'prompts': expected texts by name"),
-        ({"prompts": {}, "default_prompt_name": "query"}, "'query' is no name of a prompt"),
+        ({"prompts": {}, "default_prompt_name": "query"}, "'query' is not the name of a prompt"),
         ("{", "JSON"),
     ],
 )

@@ -1,9 +1,9 @@
 """Files → hyperparameters and named weights. Packages above this one do not depend on a model's file format.
 
-Opening reads headers only, besides the shapes and the orders of columns that quantised matrices have as tensors, and
-loads no torch. `lazy_weights.LazyWeights` makes weights of `Checkpoint.tensors`, in the
-types in which they are stored. Names are those of `tensor_names`. `Checkpoint.tensors` records a format's changes to
-weights (GGUF's order of q's and k's rows, Gemma's w for 1 + w). `lazy_weights` undoes these changes.
+Opening a model reads only headers, and the shapes and column orders that quantised matrices store as tensors. It loads
+no torch. `lazy_weights.LazyWeights` makes weights from `Checkpoint.tensors`, in the types in which they are stored.
+Names are those of `tensor_names`. `Checkpoint.tensors` records a format's changes to weights (GGUF's order of the rows
+of q and k, Gemma's w for 1 + w). `lazy_weights` undoes these changes.
 """
 
 import hashlib
@@ -48,15 +48,16 @@ __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
 ROWS_IN_PAIRS = frozenset(
     {"llama", "granite", "granitemoe", "smollm3", "mistral3", "llama4", "muse-glimmer", "llama-embed"}
-)  # GGUF's architectures in which elements of q and k that rotate together are neighbours
-_WITH_EXPERT_SCALES = frozenset({"gemma4"})  # GGUF's whose routers have a scale of each expert
+)  # GGUF architectures in which elements of q and k that rotate together are neighbours
+_WITH_EXPERT_SCALES = frozenset({"gemma4"})  # GGUF architectures whose routers have one scale per expert
 _MOST_DRAFTING_LAYERS = 64
-_NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
+_NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # samples of a file that identify it
 _LLAMA4 = ("llama4", "llama4_text")
-_STACK_ORDERS = {"gpt_oss": StackOrder(are_transposed=True, are_interleaved=True)}  # Hugging Face's, not GGUF's
+# In Hugging Face's folders, not in GGUF files.
+_STACK_ORDERS = {"gpt_oss": StackOrder(are_transposed=True, are_interleaved=True)}
 _STACK_ORDERS |= dict.fromkeys(_LLAMA4, StackOrder(are_transposed=True))
 _WITH_A_WHOLE_LAST_NORM = frozenset({"muse_glimmer", "muse_glimmer_text"})
-_NORMS_LESS_ONE = (  # Hugging Face's, not GGUF's
+_NORMS_LESS_ONE = (  # families whose folders store w for 1 + w; GGUF files store 1 + w
     WITH_GATES | {"gemma", "gemma2", "gemma3", "gemma3_text"} | _WITH_A_WHOLE_LAST_NORM
 )
 
@@ -70,15 +71,16 @@ class Checkpoint:
     metadata: Mapping[str, Any] = field(repr=False)  # GGUF's key-values, for the tokenizer; {} for a folder
     tensors: Mapping[str, TensorInfo] = field(repr=False)  # by our names
     generation_config: Mapping[str, Any]  # {} if the model has none
-    files: tuple[OpenFile, ...] = field(default=(), repr=False)  # of the weights
-    embedding: EmbeddingFiles | None = None  # of a model that was made for embeddings
-    prompts: TextPrompts = field(default_factory=TextPrompts)  # of such a model
-    reranker: RerankerFiles | None = None  # of a model that says how relevant a document is
+    files: tuple[OpenFile, ...] = field(default=(), repr=False)  # the files with the weights
+    embedding: EmbeddingFiles | None = None  # None unless the model was made for embeddings
+    prompts: TextPrompts = field(default_factory=TextPrompts)  # the prompts of such a model
+    reranker: RerankerFiles | None = None  # None unless the model is a reranker
     classifier: ClassifierFiles | None = None
 
     def without_metadata(self) -> "Checkpoint":
-        """Return the checkpoint without metadata, to free up to 40 MB of a large vocabulary after the tokenizer is
-        made.
+        """Return the checkpoint without metadata.
+
+        This frees up to 40 MB of a large vocabulary after the tokenizer is made.
         """
         return replace(self, metadata={})
 
@@ -90,7 +92,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return a digest that identifies these weights, from sizes, headers, and samples spread over the files.
 
-        Raises ModelError as `OpenFile.read` does.
+        Raises the errors of `OpenFile.read`.
         """
         digest = hashlib.blake2b(digest_size=16)
         for file in self.files:
@@ -106,7 +108,7 @@ def open_checkpoint(model_id: str | Path) -> Checkpoint:
     """Return the model in a folder, a .gguf file, an installed package or the hub's cache.
 
     Raises InvalidRequestError if it does not exist, and ModelError (ModelFormatError, UnsupportedModelError) if it is
-    not a model that we can read.
+    not a supported model.
     """
     path = resolve(model_id)
     return _open_folder(path) if path.is_dir() else _open_gguf(path)
@@ -134,7 +136,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     if is_encoder:
         tensors = without_poolers(without_padded_positions(tensors, config))
     if (embedding or reranker or classifier) and "lm_head.weight" not in tensors:
-        config["tie_word_embeddings"] = True  # no text is generated: the files may lack the head that the config names
+        # No text is generated, so the files may lack the head that the config names.
+        config["tie_word_embeddings"] = True
     files = tuple(dict.fromkeys([info.file for info in in_files.values()] + list(embedding.files if embedding else ())))
     own = tensors, generation_config_from_folder(folder), files
     return Checkpoint(folder, config, {}, *own, embedding, prompts, reranker, classifier)
@@ -167,9 +170,9 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def _with_paired_rows(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return the tensors with the rows of q and k marked as those of GGUF are, in which neighbours rotate together.
+    """Return the tensors with the rows of q and k marked as in GGUF, where neighbours rotate together.
 
-    A layer that does not rotate has the same scores in any order. Wrong shapes and numbers are reported later.
+    In a layer without rotation, the order does not matter. Wrong shapes and numbers are reported later.
     """
     found, num_heads = dict(tensors), config.get("num_attention_heads")
     if type(num_heads) is not int or num_heads < 1:
@@ -186,18 +189,19 @@ def _with_paired_rows(tensors: Mapping[str, TensorInfo], config: Mapping[str, An
 
 
 def _without_drafting_layers(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return the tensors without those of layers that only draft tokens, after the network's own."""
+    """Return the tensors without those of layers that only draft tokens, which follow the network's own layers."""
     first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
     if type(first) is not int or type(count) is not int or not 0 < count <= _MOST_DRAFTING_LAYERS:
         return tensors
     prefixes = tuple(f"model.layers.{index}." for index in range(first, first + count))
-    prefixes += tuple(f"blk.{index}." for index in range(first, first + count))  # those that have no name of ours
+    prefixes += tuple(f"blk.{index}." for index in range(first, first + count))  # tensors without a name of ours
     return {name: info for name, info in tensors.items() if not name.startswith(prefixes)}
 
 
 def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:
-    """Return the tensors under our names. Raises ModelFormatError if two tensors of the file have the same name of
-    ours.
+    """Return the tensors under our names.
+
+    Raises ModelFormatError if two tensors of the file get the same name.
     """
     renamed: dict[str, TensorInfo] = {}
     for theirs, ours in names.items():
@@ -210,7 +214,7 @@ def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, s
 def _check_supported(info: TensorInfo) -> None:
     if info.type not in FLOAT_TYPES and info.scales is None and info.packed is None:
         raise UnsupportedModelError(
-            f"{info.path.name}: tensor {info.name!r:.80} is {info.type}; supported are "
+            f"{info.path.name}: tensor {info.name!r:.80} is {info.type}: supported are "
             f"{', '.join(FLOAT_TYPES)}: {INSTEAD}"
         )
 

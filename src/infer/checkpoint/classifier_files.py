@@ -1,4 +1,4 @@
-"""Classifiers as their files describe them: the layers that make logits of a pooled state, and the names of labels."""
+"""Classifiers in a model's files: the layers that compute logits from a pooled state, and the names of labels."""
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _SCALE_BY_PROBLEM: dict[str | None, Scale] = {
     "regression": "raw",
 }
 _OF_TOKENS = "ForTokenClassification"
-# The function of sentence-transformers' cross-encoders that makes a score of a logit.
+# The function of sentence-transformers' cross-encoders that computes a score from a logit.
 _SCALE_BY_CLASS: dict[object, Scale] = {
     "torch.nn.modules.linear.Identity": "raw",
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
@@ -35,8 +35,8 @@ _LAYER, _GGUF_LAYERS = "score", ("cls", "cls.output")
 class ClassifierFiles:
     """The layers from a pooled state to one logit per label.
 
-    `scale` is the function that makes the values of a text: probabilities that add up to 1, probabilities of each
-    label by itself, or the logits. `pad_id` is the token that a text must not end with if its last state is pooled.
+    `scale` is the function that computes the values of a text: probabilities that add up to 1, a separate probability
+    of each label, or the logits. If the last state is pooled, a text must not end with the token `pad_id`.
     """
 
     head: HeadFiles
@@ -80,12 +80,12 @@ def _take_decoder_head(
     names = config.get("architectures")
     for name in names if isinstance(names, list) else ():
         if str(name).endswith(_OF_TOKENS):
-            raise UnsupportedModelError(f"{folder.name}: {name!s:.80} labels tokens; supported are labels of texts")
+            raise UnsupportedModelError(f"{folder.name}: {name!s:.80} labels tokens: supported are labels of texts")
     return (take_dense(tensors, _LAYER),), "last"
 
 
 def _activation_of(config: Mapping[str, Any]) -> object:
-    """Return the name of the class that a cross-encoder's config names, or None."""
+    """Return the name of the class in a cross-encoder's config, or None."""
     own, older = config.get("sentence_transformers"), config.get("sbert_ce_default_activation_function")
     found = own.get("activation_fn", older) if isinstance(own, dict) else older
     return found if isinstance(found, str) else None
@@ -128,14 +128,14 @@ def _num_labels(head: HeadFiles) -> int:
 
 
 def _in_order(path: Path, given: object) -> list[Any]:
-    """Return the names of labels by their numbers, which are keys of `id2label`."""
+    """Return the names of labels, ordered by the numbers that are the keys of `id2label`."""
     if not isinstance(given, dict) or set(given) != {str(index) for index in range(len(given))}:
         raise ModelFormatError(path, "id2label", f"expected a name for each number from 0, got {given!r:.80}")
     return [given[str(index)] for index in range(len(given))]
 
 
 def _labels(path: Path, key: str, given: object, count: int) -> tuple[str, ...]:
-    """Return the names of labels, those of `transformers` if the files have none."""
+    """Return the names of labels. The default is the names that `transformers` uses."""
     if given is None:
         return tuple(f"LABEL_{index}" for index in range(count))
     if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given) or len(given) != count:
@@ -144,9 +144,9 @@ def _labels(path: Path, key: str, given: object, count: int) -> tuple[str, ...]:
 
 
 def _scale(problem: str | None, labels: tuple[str, ...], of_score: Scale | None = None) -> Scale:
-    """Return the scale of a problem. One label has a probability as of a cross-encoder, except in regression.
+    """Return the scale of a problem. One label has a probability, as in a cross-encoder, except in a regression.
 
-    `of_score` is what the files say about the score of one label.
+    `of_score` is the files' scale for the score of one label.
     """
     if len(labels) == 1 and problem != "regression":
         return of_score or "sigmoid"

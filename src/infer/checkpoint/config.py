@@ -1,7 +1,7 @@
 """Hyperparameters under the names of Hugging Face's config.json, from GGUF's metadata or from config.json itself.
 
 GGUF's values are returned in the flat dialect (`rope_theta`, `rope_scaling`, `rope_local_base_freq`). config.json is
-returned unchanged, apart from the text part of a multimodal model. `model.families` interprets the values.
+returned unchanged, or its text part if the model is multimodal. `model.families` interprets the values.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ _MODEL_TYPES = {
     "qwen3next": "qwen3_next",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
-}  # others have the same name in both worlds
+}  # all others have the same name in both
 _WITH_WINDOWS = {"llama": "mistral", "olmo2": "olmo3"}  # an architecture whose layers have windows is another family
 _SAME_NAMES = frozenset(
     {"llama", "qwen2", "qwen3", "gemma2", "phi3", "smollm3", "olmo2", "exaone4", "seed_oss", "granite", "granitemoe"}
@@ -46,8 +46,8 @@ _ARCHITECTURES |= dict.fromkeys(("gemma4", "gemma4_unified", "gemma4_unified_tex
 _ARCHITECTURES |= dict.fromkeys(("bert", "distilbert", "electra", "roberta", "xlm-roberta"), "bert")
 _ARCHITECTURES |= {"nomic_bert": "nomic-bert", "modernbert": "modern-bert"}
 _ARCHITECTURES |= {"gemma3": "gemma3", "llama4": "llama4", "muse_glimmer": "muse-glimmer"}
-# Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
-# whose attention is scaled by hidden_size / heads instead of head_dim.
+# Constants of llama.cpp: the period of layers without a window, the theta of the other layers, and the number of layers
+# of the size whose attention is scaled by hidden_size / heads instead of head_dim.
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "mellum": 4, "muse-glimmer": 4, "gemma-embedding": 6}
 _GEMMA3_LOCAL_BASE = 10000.0
 _WITH_LOCAL_ROPE = ("gemma3", "gemma4", "gemma-embedding", "mellum")
@@ -55,7 +55,7 @@ _27B_LAYERS = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}
 _OWN_SETTINGS = {"gemma4": gemma4_settings, "llama4": llama4_settings}
 _OWN_SETTINGS |= {"laguna": laguna_settings, "muse-glimmer": muse_glimmer_settings}
 _NORMALIZED_EXPERTS = {"qwen3moe", "lfm2moe", "qwen3next", "qwen35moe", "mellum"}
-_SIGMOID = 2  # of `expert_gating_func`
+_SIGMOID = 2  # a value of `expert_gating_func`
 _SCALES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -73,10 +73,10 @@ _YARN = {
     "attention.temperature_scale": "llama_4_scaling_beta",
 }
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-_OF_THE_WHOLE = (  # of a multimodal model
+_OF_THE_WHOLE = (  # keys of a multimodal model as a whole
     "tie_word_embeddings", "torch_dtype", "dtype", "quantization_config", "compression_config", "quantization"
 )  # fmt: skip
-_KINDS: dict[str, tuple[type, str]] = {  # of what is read before a family is known
+_KINDS: dict[str, tuple[type, str]] = {  # types of values that are read before the family is known
     "model_type": (str, "a name"),
     "text_config": (dict, "an object"),
     "quantization_config": (dict, "an object"),
@@ -92,8 +92,9 @@ SAMPLING_KEYS = {  # GGUF's `general.sampling.*` → the names of SamplingParams
 
 
 def config_from_folder(folder: Path) -> dict[str, Any]:
-    """Return config.json. For a multimodal model, return its text part with the settings of the whole (tied
-    embeddings).
+    """Return config.json. For a multimodal model, return its text part with the settings of the whole model.
+
+    An example is tied embeddings.
     """
     path = inside(folder, "config.json")
     config = read_json_file(path)
@@ -117,7 +118,7 @@ def generation_config_from_folder(folder: Path) -> dict[str, Any]:
 
 
 def architecture_in_gguf(config: Mapping[str, Any]) -> str | None:
-    """Return the architecture that a GGUF file names for the family of a config; None if GGUF has none."""
+    """Return the architecture name in GGUF for the family of a config, or None if GGUF has none."""
     name = str(config.get("model_type"))
     found = _ARCHITECTURES.get(name, name if name in _SAME_NAMES else None)
     return "gemma-embedding" if found == "gemma3" and config.get("use_bidirectional_attention") is True else found
@@ -197,7 +198,7 @@ def _num_drafting_layers(values: GGUFValues) -> int:
 
 
 def _masks(values: GGUFValues) -> dict[str, Any]:
-    """Return the settings of attention without a mask, which llama.cpp's `gemma-embedding` has always."""
+    """Return the settings of attention without a mask, which `gemma-embedding` always has in llama.cpp."""
     if values.architecture == "gemma-embedding":
         return {"use_bidirectional_attention": True}
     is_causal = values.get("attention.causal", True)
@@ -264,7 +265,7 @@ def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 
 def _check_whole(file: GGUFFile) -> None:
     if not file.tensors:
-        raise ModelFormatError(file.path, "tensor count", "expected weights, the file has only a vocabulary")
+        raise ModelFormatError(file.path, "tensor count", "expected weights, got only a vocabulary")
 
 
 def _vocab_size(file: GGUFFile, values: GGUFValues) -> int:
@@ -287,18 +288,18 @@ def _rope(file: GGUFFile, values: GGUFValues, head_dim: int) -> dict[str, Any]:
         if values.has(key := "rope.scaling.factor") or not has_two_sets:
             scaling["factor"] = values.real(key, default=1.0)
         if values.has(key := "rope.scaling.original_context_length"):
-            # Hugging Face's phi3 has it beside the settings, and gives that the preference.
+            # Hugging Face's phi3 has this value next to the settings, and prefers it.
             scaling["original_max_position_embeddings"] = values.count(key)
             found |= {"original_max_position_embeddings": values.count(key)} if has_two_sets else {}
-        if values.architecture == "gpt-oss":  # whose files do not say that yarn's bounds are not rounded
+        if values.architecture == "gpt-oss":  # its files do not tell that yarn's bounds are not rounded
             scaling["truncate"] = False
-        if "mscale_all_dim" in scaling:  # of which llama.cpp's factor is a quotient
+        if "mscale_all_dim" in scaling:  # llama.cpp's factor is a quotient of this value
             scaling["mscale"] = 1.0
         if has_two_sets:
             scaling["long_factor"] = file.floats(_LONG_FACTORS, rotated // 2)
             scaling["short_factor"] = file.floats(_SHORT_FACTORS, rotated // 2)
         found["rope_scaling"] = scaling
-    elif values.architecture in ("gpt-oss", "mistral3"):  # else its family's default would be taken
+    elif values.architecture in ("gpt-oss", "mistral3"):  # otherwise the family's default would be used
         found["rope_scaling"] = {"rope_type": "default"}
     if "rope_freqs.weight" in file.tensors:
         found["rope_frequency_factors"] = file.floats("rope_freqs.weight", rotated // 2)

@@ -1,4 +1,4 @@
-"""Heads of encoders that label texts: the layers after the state of the first token, or after the mean of all states.
+"""Heads of encoders that label texts: the layers after the first token's state, or after the mean of all states.
 
 BERT has a dense layer, tanh and the labels' layer. RoBERTa has the same under other names. ELECTRA and DistilBERT have
 GELU and ReLU instead of tanh, and ModernBERT has an activation and a norm in between.
@@ -33,9 +33,9 @@ _GGUF_LAYERS = ("cls", "cls.output")
 def take_encoder_head(
     folder: Path, config: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
 ) -> tuple[HeadFiles, Pooling] | None:
-    """Return the steps from a pooled state to the logits of labels, and the pooling, or None if there are no labels.
+    """Return the steps from a pooled state to the logits of labels, and the pooling, or None without labels.
 
-    Their tensors are removed from `tensors`. Raises UnsupportedModelError for labels of anything but texts.
+    Their tensors are removed from `tensors`. Raises UnsupportedModelError for labels of anything except texts.
     """
     is_roberta = "classifier.out_proj.weight" in tensors
     if not is_roberta and "classifier.weight" not in tensors:
@@ -43,7 +43,7 @@ def take_encoder_head(
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
         if not str(name).endswith(_OF_TEXTS):
-            raise UnsupportedModelError(f"{folder.name}: {name!s:.80} does not label texts: take a model {_OF_TEXTS}")
+            raise UnsupportedModelError(f"{folder.name}: {name!s:.80} does not label texts: use a model {_OF_TEXTS}")
     if is_roberta:
         _check_all(folder, tensors, "classifier.dense.weight")
         activation: ActivationName = "gelu" if config.get("model_type") == "electra" else "tanh"
@@ -69,7 +69,7 @@ def take_gguf_encoder_head(
     """Return the same for a GGUF file.
 
     Raises UnsupportedModelError for a file without the head's first layer, which llama.cpp's converter leaves out of
-    BERT's files: without this layer, scores would be others than the model's.
+    BERT's files. Without this layer, scores would differ from the model's.
     """
     found = [f"{name}.weight" in tensors for name in _GGUF_LAYERS]
     if not any(found):
@@ -77,7 +77,7 @@ def take_gguf_encoder_head(
     if not all(found):
         lacking = _GGUF_LAYERS[found.index(False)]
         raise UnsupportedModelError(
-            f"{path.name}: the head of labels lacks the tensor {lacking}.weight, so its scores would be wrong: take "
+            f"{path.name}: the head of labels lacks the tensor {lacking}.weight, so its scores would be wrong: use "
             "the model's folder of safetensors"
         )
     first, labels = (take_dense(tensors, name) for name in _GGUF_LAYERS)

@@ -1,4 +1,4 @@
-"""Names of encoders' tensors → our names, which `tensor_names` describes."""
+"""Names of encoders' tensors → our names, as in `tensor_names`."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,9 +8,9 @@ from infer.checkpoint.fused_tensors import rows_between
 from infer.checkpoint.tensor_info import TensorInfo
 
 ENCODERS = frozenset({"bert", "distilbert", "electra", "roberta", "xlm-roberta", "nomic_bert", "modernbert"})
-_PADDED = {"roberta": 2, "xlm-roberta": 2}  # rows of the table of positions before that of a text's first token
+_PADDED = {"roberta": 2, "xlm-roberta": 2}  # rows in the table of positions before the first token's row
 
-# Of BERT, ELECTRA, RoBERTa; of DistilBERT; of Nomic's BERT (published files, then transformers' class); of ModernBERT.
+# BERT, ELECTRA, RoBERTa; DistilBERT; Nomic's BERT (published files, then transformers' class); ModernBERT.
 _MODELS = "bert|distilbert|electra|nomic_bert|roberta|model"
 _PARTS = tuple(
     (re.compile(pattern), ours)
@@ -51,7 +51,7 @@ _PARTS = tuple(
         (r"(LayerNorm|_norm)\.beta$", r"\1.bias"),
     )
 )
-# The heads that guess words, which files have besides the encoder; classifiers have names of theirs.
+# Heads that guess words, which files have in addition to the encoder; classifiers have other names.
 _SKIPPED = re.compile(
     r"(cls\.|lm_head\.|decoder\.|vocab_\w+\.|(discriminator|generator)_\w+\.)|.*\.position_ids|.*\.inv_freq"
 )
@@ -71,7 +71,7 @@ def encoder_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def without_padded_positions(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return an encoder's tensors with a table of positions that begins with a text's first token."""
+    """Return an encoder's tensors with a table of positions that begins at a text's first token."""
     num_padded, name = _PADDED.get(str(config.get("model_type")), 0), "model.embed_positions.weight"
     table = tensors.get(name)
     if not num_padded or table is None or table.shape[0] <= num_padded:

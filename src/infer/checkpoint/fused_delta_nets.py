@@ -20,7 +20,7 @@ def is_fused(module: str) -> bool:
 
 
 def each_projection(info: TensorInfo, module: str, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return the projections in a fused one, by our names, as ranges of its rows.
+    """Return the projections in a fused projection, by our names, as ranges of its rows.
 
     Raises ModelFormatError if the fused projection does not have their rows.
     """
@@ -28,7 +28,7 @@ def each_projection(info: TensorInfo, module: str, config: Mapping[str, Any]) ->
     counts = [config.get(f"linear_{name}") for name in names]
     sizes = [count for count in counts if isinstance(count, int) and count > 0]
     if len(sizes) < len(names):
-        return {f"{module}.weight": info}  # the family says what is wrong with the config
+        return {f"{module}.weight": info}  # the family reports the fault of the config
     num_groups, num_value_heads, key_dim, value_dim = sizes
     shared = num_value_heads // num_groups
     parts = (shared, shared) if module.endswith(_BA) else (key_dim, key_dim, shared * value_dim, shared * value_dim)
@@ -47,14 +47,14 @@ def each_projection(info: TensorInfo, module: str, config: Mapping[str, Any]) ->
 
 
 def row_ranges(num_groups: int, parts: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return the ranges of rows of each part, in the order of the groups. `parts` are their rows in a group."""
+    """Return the ranges of rows of each part, in the order of the groups. `parts` are the parts' rows in a group."""
     starts = [group * sum(parts) for group in range(num_groups)]
     ends = list(pairwise(accumulate(parts, initial=0)))
     return [[(start + first, start + end) for start in starts] for first, end in ends]
 
 
 def gathered_rows(info: TensorInfo, ranges: list[tuple[int, int]]) -> TensorInfo:
-    """Return the tensor of these ranges of a tensor's rows."""
+    """Return a tensor with these ranges of another tensor's rows."""
     num_rows = sum(end - first for first, end in ranges)
     num_bytes = num_rows * (info.num_bytes // info.shape[0])
     return replace(info, shape=(num_rows, *info.shape[1:]), num_bytes=num_bytes, row_ranges=tuple(ranges))

@@ -26,9 +26,9 @@ WITH_GATES = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", 
 def taken_apart(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], order: StackOrder = PLAIN
 ) -> dict[str, TensorInfo]:
-    """Return the tensors with fused ones split. Raises ModelFormatError if the rows cannot be divided.
+    """Return the tensors with fused ones split. `order` is the order of stacks of experts.
 
-    order: that of stacks of experts.
+    Raises ModelFormatError if the rows cannot be divided.
     """
     found: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
@@ -36,7 +36,7 @@ def taken_apart(
         if name.endswith(".mlp.shared_gate.weight") and len(info.shape) == 1:  # llama.cpp drops axes of 1
             found[name] = replace(info, shape=(1, *info.shape))
             continue
-        if name.endswith("taps") and len(info.shape) == 3 and info.shape[1] == 1:  # of one input channel each
+        if name.endswith("taps") and len(info.shape) == 3 and info.shape[1] == 1:  # one input channel each
             found[name] = replace(info, shape=(info.shape[0], info.shape[2]))
             continue
         if is_stack(module):
@@ -56,7 +56,7 @@ def taken_apart(
 
 
 def _without_gates_in_q(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return the tensors with the gates of attention apart from q."""
+    """Return the tensors, with the gates of attention separated from q."""
     if config.get("model_type") not in WITH_GATES:
         return tensors
     found: dict[str, TensorInfo] = {}
@@ -67,10 +67,10 @@ def _without_gates_in_q(tensors: dict[str, TensorInfo], config: Mapping[str, Any
 
 
 def _q_and_gate(info: TensorInfo, module: str, kind: str, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return the projections of q and of the gates, whose rows alternate by heads."""
+    """Return the projections of q and of the gates, whose rows alternate per head."""
     heads = config.get("num_attention_heads")
     if not isinstance(heads, int) or heads < 1:
-        return {f"{module}.{kind}": info}  # the family says what is wrong with the config
+        return {f"{module}.{kind}": info}  # the family reports the fault of the config
     if not info.shape or not info.shape[0] or info.shape[0] % (2 * heads):
         info.fail(f"expected rows of q and a gate for each of {heads} heads, got the shape {info.shape}")
     q, gate = row_ranges(heads, [info.shape[0] // (2 * heads)] * 2)
@@ -81,11 +81,11 @@ def _q_and_gate(info: TensorInfo, module: str, kind: str, config: Mapping[str, A
 
 
 def _shares(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the numbers of heads of q, k and v, by which the rows are divided. Gates double the rows of q."""
+    """Return the numbers of heads of q, k and v, which divide the rows. Gates double the rows of q."""
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1 or kv_heads < 1:
-        return (1, 1, 1)  # the family says what is wrong with the config
+        return (1, 1, 1)  # the family reports the fault of the config
     return (heads * (2 if config.get("model_type") in WITH_GATES else 1), kv_heads, kv_heads)
 
 
@@ -98,7 +98,7 @@ def _rows(info: TensorInfo, shares: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def rows_between(info: TensorInfo, first: int, end: int) -> TensorInfo:
-    """Return a tensor of some rows of another."""
+    """Return a tensor with some rows of another tensor."""
     if info.packed is not None:
         return gathered_rows(info, [(first, end)])
     kind, columns = BLOCK_TYPES[info.type], info.shape[1:]

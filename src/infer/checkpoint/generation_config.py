@@ -1,4 +1,4 @@
-"""The sampling values that a model brings, under the names of SamplingParams."""
+"""The sampling values in a model's files, under the names of SamplingParams."""
 
 import warnings
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def defaults_of(checkpoint: Checkpoint) -> SamplingDefaults:
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling values that a model's generation config has.
+    """Return the sampling values in a model's generation config.
 
     Values that mean off are converted. `do_sample: false` becomes `temperature` 0.
     """
@@ -40,8 +40,9 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _valid(stored: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return only the values that SamplingParams accepts. Each other value is ignored with a warning that names its
-    file.
+    """Return only the values that SamplingParams accepts.
+
+    Each other value is ignored with a warning that names its file.
     """
     valid = {}
     for name, value in stored.items():

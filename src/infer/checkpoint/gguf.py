@@ -23,9 +23,9 @@ MAX_KEY_VALUES = 65_536
 MAX_TENSORS = 65_536
 MAX_STRINGS = 1_000_000
 MAX_KEY_BYTES = 64 << 10
-MAX_VALUE_BYTES = 16 << 20  # of a string, and of an array of numbers
+MAX_VALUE_BYTES = 16 << 20  # limit of a string, and of an array of numbers
 MAX_DIMENSIONS = 4
-_BLOCK_BYTES = 1 << 20  # that a header is read in
+_BLOCK_BYTES = 1 << 20  # blocks in which a header is read
 ALIGNMENTS = tuple(1 << power for power in range(3, 17))
 
 ValueType = Literal["u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "u64", "i64", "f64"]
@@ -34,19 +34,19 @@ VALUE_TYPE_IDS: dict[ValueType, int] = {
     "u64": 10, "i64": 11, "f64": 12,
 }  # fmt: skip
 ARRAY_ID = 9
-NUMBER_CODES: dict[ValueType, str] = {  # in struct and numpy alike
+NUMBER_CODES: dict[ValueType, str] = {  # for struct and for numpy
     "u8": "<B", "i8": "<b", "u16": "<H", "i16": "<h", "u32": "<I", "i32": "<i", "f32": "<f", "bool": "<B",
     "u64": "<Q", "i64": "<q", "f64": "<d",
 }  # fmt: skip
 _VALUE_TYPE_BY_ID = {type_id: name for name, type_id in VALUE_TYPE_IDS.items()}
 _READERS = {code: struct.Struct(code) for code in NUMBER_CODES.values()}
-_OTHER_TYPES = {  # known to ggml, without a dequantiser here
+_OTHER_TYPES = {  # types of ggml without a dequantiser here
     9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"
 }  # fmt: skip
 
 
 class TypedValue(NamedTuple):
-    """A value of the metadata with its type in the file. A list is an array of values of this type."""
+    """A value of the metadata with its type in the file. A list is an array with elements of this type."""
 
     type: ValueType
     value: Any
@@ -55,14 +55,14 @@ class TypedValue(NamedTuple):
 @dataclass(frozen=True)
 class GGUFFile:
     path: Path
-    metadata: dict[str, Any]  # numbers, bools, strings and lists of them
+    metadata: dict[str, Any]  # numbers, bools, strings, and lists of these
     tensors: dict[str, TensorInfo]
-    files: tuple[OpenFile, ...] = field(repr=False)  # one, or of a split model one for each part
-    value_types: dict[str, ValueType] = field(default_factory=dict, repr=False)  # of the metadata
+    files: tuple[OpenFile, ...] = field(repr=False)  # one file, or one per part of a split model
+    value_types: dict[str, ValueType] = field(default_factory=dict, repr=False)  # types of the metadata
 
     @property
     def typed_values(self) -> dict[str, TypedValue]:
-        """The metadata as `gguf_writer.write_gguf` takes it: written again, each key has the same bytes."""
+        """The metadata for `gguf_writer.write_gguf`. Each key is written with the same bytes as in this file."""
         return {key: TypedValue(self.value_types[key], value) for key, value in self.metadata.items()}
 
     def floats(self, name: str, count: int) -> list[float]:
@@ -76,11 +76,10 @@ class GGUFFile:
 def read_gguf(path: Path, *, file_size: int | None = None) -> GGUFFile:
     """Return the header of a GGUF file.
 
-    Raises ModelFormatError if the file breaks the format, and UnsupportedModelError for tensor types that we do not
-    run.
+    Raises ModelFormatError if the file breaks the format, and UnsupportedModelError for unsupported tensor types.
 
-    If `path` holds only the beginning of a file, `file_size` is the size of the whole file. Its header can be read, but
-    not its weights.
+    If `path` has only the beginning of a file, `file_size` is the size of the whole file. Then the header can be read,
+    but not the weights.
     """
     file = OpenFile(path, at_least=24)
     return _Header(file, file_size or file.size).read()
@@ -88,7 +87,7 @@ def read_gguf(path: Path, *, file_size: int | None = None) -> GGUFFile:
 
 @final
 class _Header:
-    """A position that moves once through the header. The header is read in blocks up to the position."""
+    """A position that moves once through the header, which is read in blocks up to the position."""
 
     def __init__(self, file: OpenFile, file_size: int) -> None:
         self.file, self.path, self.size, self.file_size = file, file.path, file.size, file_size
@@ -96,14 +95,14 @@ class _Header:
         self.position = 0
 
     def read_up_to(self, end: int) -> int:
-        """Read `content` up to byte `end`, which the file must have, and return the number of bytes read so far."""
+        """Read `content` up to byte `end`, which the file must have. Return the number of bytes read so far."""
         if end > len(self.content):
             start, stop = len(self.content), min(end + _BLOCK_BYTES, self.size)
             self.content += self.file.read(start, stop - start)
         return len(self.content)
 
     def take(self, num_bytes: int) -> bytes:
-        """Return the next bytes, which the file must have, and move the position after them."""
+        """Return the next bytes, which the file must have, and move the position past them."""
         start, self.position = self.position, self.position + num_bytes
         self.read_up_to(self.position)
         return bytes(self.content[start : self.position])
@@ -141,7 +140,7 @@ class _Header:
         version = self.number("<I", "version")
         if version not in (2, 3):
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-            hint = "; it is big-endian, we read little-endian files" if swapped in (1, 2, 3) else ""
+            hint = ", big-endian: only little-endian files are supported" if swapped in (1, 2, 3) else ""
             self.fail("version", f"expected 2 or 3, got {version}{hint}", 4)
         num_tensors, num_values = self.number("<Q", "tensor count"), self.number("<Q", "key-value count")
         # The shortest tensor entry is a name of one byte and one dimension, the shortest key-value one byte each.
@@ -179,15 +178,13 @@ class _Header:
         if type_id in _OTHER_TYPES:
             names = ", ".join(kind.name for kind in GGML_TYPES.values())
             raise UnsupportedModelError(
-                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}; supported are {names}: "
-                "take a file of the model in one of these, such as Q4_K_M"
+                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}: supported are {names}: "
+                "use a file of the model in one of these types, such as Q4_K_M"
             )
         return self.fail(where, f"{type_id} is not a tensor type", self.position - 4)
 
     def check_layout(self, tensors: list[TensorInfo], data_start: int, alignment: int) -> None:
-        """Raise ModelFormatError unless tensors are contiguous, each padded to the alignment, and the last one ends the
-        file.
-        """
+        """Raise ModelFormatError unless tensors are contiguous, padded to the alignment, and end with the file."""
         end = self.position if not tensors else data_start
         for info in sorted(tensors, key=lambda info: info.offset):
             where, expected = f"tensor {info.name!r:.80}", aligned(end, alignment)
@@ -232,7 +229,7 @@ class _Header:
         return TypedValue(value_type, list(numbers.astype(bool).tolist()))
 
     def read_strings(self, where: str, count: int) -> list[str]:
-        """Return an array of strings. A vocabulary has hundreds of thousands, so the loop does only what is needed."""
+        """Return an array of strings. A vocabulary has hundreds of thousands, so the loop does little work."""
         content, size, position = self.content, self.size, self.position
         available = len(content)
         length_at: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
@@ -243,7 +240,7 @@ class _Header:
                 start = position + 8
                 if start > available:
                     if start > size:
-                        problem = f"string {len(strings)} of {count} begins beyond the end of the file"
+                        problem = f"string {len(strings)} of {count} begins after the end of the file"
                         self.fail(where, problem, position)
                     available = self.read_up_to(start)
                 position = start + length_at(content, position)[0]
@@ -277,7 +274,7 @@ class _Header:
     def value_type(self, where: str, type_id: int) -> ValueType:
         value_type = _VALUE_TYPE_BY_ID.get(type_id)
         if value_type is None:
-            nested = " (arrays of arrays are not read)" if type_id == ARRAY_ID else ""
+            nested = " (arrays of arrays are not supported)" if type_id == ARRAY_ID else ""
             return self.fail(where, f"{type_id} is not a value type{nested}", self.position - 4)
         return value_type
 
@@ -306,5 +303,5 @@ class _Header:
 
 
 def aligned(position: int, alignment: int) -> int:
-    """Return the first multiple of the alignment from the position on."""
+    """Return the first multiple of the alignment that is at least the position."""
     return -(-position // alignment) * alignment

@@ -6,8 +6,8 @@ from typing import Any
 from infer.checkpoint.gguf_values import GGUFValues, rotated_share
 from infer.errors import UnsupportedModelError
 
-_PERIOD = 4  # of layers, a constant of llama.cpp: the first one of each period has no window
-_SIGMOID = 2  # of `expert_gating_func`
+_PERIOD = 4  # layers, a constant of llama.cpp: the first layer of each period has no window
+_SIGMOID = 2  # a value of `expert_gating_func`
 
 
 def laguna_settings(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def laguna_settings(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, 
 
 
 def _laguna_kinds(values: GGUFValues, config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of each layer. A number as the pattern is a period, which begins with full attention."""
+    """Return the kind of each layer. A pattern that is a number is a period, which begins with full attention."""
     num_layers, period = config["num_hidden_layers"], values.get("attention.sliding_window_pattern", _PERIOD)
     if config["sliding_window"] is None:
         return ["full_attention"] * num_layers
@@ -47,13 +47,13 @@ def _laguna_kinds(values: GGUFValues, config: Mapping[str, Any]) -> list[str]:
 
 
 def _gating(values: GGUFValues, num_heads: int) -> str:
-    """Return what one gate is for, by the number of gates in the first layer. Its heads are the first in lists."""
+    """Return the unit that has one gate, found from the number of gates in the first layer."""
     gate = values.file.tensors.get("blk.0.attn_gate.weight")
     return "per-head" if gate is not None and gate.shape[:1] == (num_heads,) else "per-element"
 
 
 def muse_glimmer_settings(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file says: the norms of q and k have weights, with the scale of queries in them."""
+    """Return the settings in a file: the norms of q and k have weights, which include the scale of queries."""
     theta, kinds = values.real("rope.freq_base_swa", default=config["rope_theta"]), config["layer_types"]
     return {
         "qk_norm_has_weights": True,

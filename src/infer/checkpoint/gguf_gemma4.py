@@ -9,7 +9,7 @@ _KV_HEADS, _SIZES = "attention.head_count_kv", "feed_forward_length"
 
 
 def gemma4_settings(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the two kinds of layers, of which a file has lists."""
+    """Return the settings of the two kinds of layers, which a file has as lists."""
     kinds = config.get("layer_types") or []
     full = kinds.index("full_attention") if "full_attention" in kinds else 0
     sliding = kinds.index("sliding_attention") if "sliding_attention" in kinds else 0

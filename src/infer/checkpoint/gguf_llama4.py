@@ -5,11 +5,11 @@ from typing import Any
 
 from infer.checkpoint.gguf_values import GGUFValues
 
-_WITHOUT_NORMS = 128  # experts: llama.cpp tells the models apart by their number
+_WITHOUT_NORMS = 128  # number of experts, by which llama.cpp distinguishes the models
 
 
 def llama4_settings(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file says of layers. Chunks and the scale of queries are constants of llama.cpp, as by default."""
+    """Return the settings of layers in a file. Chunks and the scale of queries are constants of llama.cpp."""
     num_layers, is_full = config["num_hidden_layers"], values.get("attention.sliding_window") == 0
     found: dict[str, Any] = {
         "intermediate_size_mlp": config["intermediate_size"],
@@ -17,7 +17,7 @@ def llama4_settings(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, 
         "interleave_moe_layer_step": values.count("interleave_moe_layer_step"),
         "use_qk_norm": config.get("num_experts") != _WITHOUT_NORMS,
     }
-    if is_full:  # and every layer rotates
+    if is_full:  # then every layer rotates
         return found | {"attention_chunk_size": None, "no_rope_layers": [1] * num_layers, "layer_types": None}
     kinds = config.get("layer_types") or []
     chunked = ["chunked_attention" if kind == "sliding_attention" else kind for kind in kinds]

@@ -6,7 +6,7 @@ from infer.checkpoint.gguf_values import GGUFValues
 
 WITH_SHORT_CONVS = frozenset({"lfm2", "lfm2moe"})
 WITH_DELTA_NETS = frozenset({"qwen3next", "qwen35", "qwen35moe"})
-_IN_FILE_ORDER = "qwen3next"  # whose converter leaves the value heads of a key head side by side
+_IN_FILE_ORDER = "qwen3next"  # its converter keeps the value heads of a key head next to each other
 
 
 def recurrent_settings(values: GGUFValues, num_layers: int) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def recurrent_settings(values: GGUFValues, num_layers: int) -> dict[str, Any]:
 
 
 def _short_convs(values: GGUFValues, num_layers: int) -> dict[str, Any]:
-    """Return the settings of LFM2's convolutions, which are the layers without heads of keys."""
+    """Return the settings of LFM2's convolutions. These layers have no heads of keys."""
     heads = values.get("attention.head_count_kv")
     found = {"conv_L_cache": values.count("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
     if not isinstance(heads, list):
@@ -42,7 +42,7 @@ def _delta_nets(values: GGUFValues, num_layers: int) -> dict[str, Any]:
         "linear_value_heads_are_tiled": values.architecture != _IN_FILE_ORDER,
         "full_attention_interval": values.count("full_attention_interval", default=4),
     }
-    flags = values.get("attention.recurrent_layers")  # of layers that draft tokens, too
+    flags = values.get("attention.recurrent_layers")  # includes layers that draft tokens
     if flags is None:
         return found
     if not isinstance(flags, list) or len(flags) < num_layers or not all(type(flag) is bool for flag in flags):

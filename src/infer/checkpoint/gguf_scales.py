@@ -1,10 +1,10 @@
-"""Scales of NVFP4 matrices in GGUF files, which are tensors of their own beside the blocks.
+"""Scales of NVFP4 matrices in GGUF files, which are separate tensors next to the blocks.
 
     MODULE.weight       blocks of NVFP4    [rows, columns]    or of experts    [experts, rows, columns]
     MODULE.scale        F32                [1]                                 [experts]
     MODULE.input_scale  scale of the activations, which are not quantised here
 
-llama.cpp multiplies a matrix's product by its scale. Files made of ModelOpt's or compressed-tensors' folders have one.
+llama.cpp multiplies a matrix's product by its scale. Files converted from ModelOpt or compressed-tensors have a scale.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from infer.checkpoint.tensor_info import TensorInfo
 def with_factors(tensors: Mapping[str, TensorInfo], *, has_expert_scales: bool) -> dict[str, TensorInfo]:
     """Return the tensors of a file with each scale as the `factor` of its matrix, and without scales of activations.
 
-    If the architecture `has_expert_scales`, the scales beside `ffn_down_exps` belong to the router. Raises
-    ModelFormatError for a scale of another type or shape.
+    If the architecture `has_expert_scales`, the scales of `ffn_down_exps` belong to the router. Raises ModelFormatError
+    for a scale of another type or shape.
     """
     found = dict(tensors)
     for name, matrix in tensors.items():
@@ -35,5 +35,5 @@ def with_factors(tensors: Mapping[str, TensorInfo], *, has_expert_scales: bool) 
 
 
 def with_scaled_types(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors with the type that those with a factor are loaded as."""
+    """Return the tensors, each matrix with a factor under the type as which it is loaded."""
     return {name: info if info.factor is None else replace(info, type="NVFP4_SCALED") for name, info in tensors.items()}

@@ -1,6 +1,6 @@
-"""A GGUF model in several files, as llama.cpp's gguf-split writes it. The name of any file opens all of them.
+"""A GGUF model in several files, as written by llama.cpp's gguf-split. The name of any file opens all of them.
 
-The files are `NAME-00001-of-00003.gguf` and so on. Each contains `split.no` (from 0) and `split.count`. The first
+The files are `NAME-00001-of-00003.gguf` and so on. Each contains `split.no` (from 0) and `split.count`. The first one
 contains the model's own metadata, and `split.tensors.count` is the number of tensors in all files.
 """
 
@@ -18,7 +18,7 @@ _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def part_paths(path: AnyPath) -> list[AnyPath]:
-    """Return all files of the model that a part belongs to, in order, or [path] if the name is not a part's."""
+    """Return all files of a part's model, in order, or [path] if the name is not a part's name."""
     match = _PART.fullmatch(path.name)
     if match is None or int(match["count"]) > MAX_PARTS:
         return [path]
@@ -38,7 +38,7 @@ def read_whole_gguf(path: Path) -> GGUFFile:
     if len(paths) != count or path not in paths:
         raise ModelError(
             f"{path.name} is one of {count} parts of a model, whose names end in -00001-of-{count:05}.gguf and so on: "
-            "give the files their names back, or join them with llama-gguf-split --merge"
+            "rename the files, or join them with llama-gguf-split --merge"
         )
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
@@ -59,7 +59,7 @@ def _joined(parts: list[GGUFFile]) -> GGUFFile:
         tensors |= part.tensors
     expected = first.metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
-        _fail(first, "split.tensors.count", f"{expected!r:.60} tensors, the parts hold {len(tensors)}")
+        _fail(first, "split.tensors.count", f"{expected!r:.60} tensors, the parts have {len(tensors)}")
     files = tuple(file for part in parts for file in part.files)
     return GGUFFile(first.path, first.metadata, tensors, files, first.value_types)
 
@@ -67,8 +67,8 @@ def _joined(parts: list[GGUFFile]) -> GGUFFile:
 def _check(part: GGUFFile, key: str, expected: int) -> None:
     value: Any = part.metadata.get(key)
     if type(value) is not int or value != expected:
-        _fail(part, key, f"{expected} of a part of this name, got {value!r:.60}")
+        _fail(part, key, f"{expected} in a part of this name, got {value!r:.60}")
 
 
 def _fail(part: GGUFFile, key: str, problem: str) -> NoReturn:
-    raise ModelFormatError(part.path, key, f"expected {problem}: the parts are not of one model")
+    raise ModelFormatError(part.path, key, f"expected {problem}: the parts belong to different models")

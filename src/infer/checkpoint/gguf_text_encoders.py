@@ -1,8 +1,7 @@
-"""Encoders in GGUF files: their settings under the names of Hugging Face's config.json, and our names of their tensors.
+"""Encoders in GGUF files: their settings under the names of Hugging Face's config.json, and our tensor names.
 
 The architectures are llama.cpp's `bert` (also of DistilBERT, ELECTRA, RoBERTa and XLM-R; tables begin with a text's
-first position), `nomic-bert` and `modern-bert`. They compute GELU exactly, as the models were trained, where llama.cpp
-approximates it.
+first position), `nomic-bert` and `modern-bert`. GELU is computed exactly, as in training; llama.cpp approximates it.
 """
 
 import re
@@ -46,7 +45,7 @@ _IN_LAYER = re.compile(r"blk\.([0-9]+)\.(\w+)\.(weight|bias)")
 
 
 def encoder_settings(file: GGUFFile, values: GGUFValues, vocab_size: int) -> dict[str, Any]:
-    """Return the config of an encoder. Raises UnsupportedModelError for parts that we do not run."""
+    """Return the config of an encoder. Raises UnsupportedModelError for unsupported parts."""
     if values.has("expert_count") and values.get("expert_count"):
         raise UnsupportedModelError(f"{file.path.name}: encoders with experts are not supported")
     if values.get("attention.causal", False) is not False:
@@ -85,7 +84,7 @@ def encoder_settings(file: GGUFFile, values: GGUFValues, vocab_size: int) -> dic
 
 
 def encoder_names_from_gguf(architecture: str, names: Iterable[str]) -> dict[str, str]:
-    """Return our name for each name in the file. An unknown name stays."""
+    """Return our name for each name in the file. An unknown name stays unchanged."""
     found: dict[str, str] = {}
     for name in names:
         module, _, kind = name.rpartition(".")
@@ -98,7 +97,7 @@ def encoder_names_from_gguf(architecture: str, names: Iterable[str]) -> dict[str
 
 
 def encoder_name_in_gguf(name: str) -> str | None:
-    """Return the name that a GGUF file of an encoder has for one of our names; None if there is none."""
+    """Return the name of one of our tensors in an encoder's GGUF file, or None if there is none."""
     module, _, kind = name.rpartition(".")
     match = _OUR_LAYER.fullmatch(module)
     if match is None:
@@ -109,7 +108,7 @@ def encoder_name_in_gguf(name: str) -> str | None:
 
 
 def with_rows_of_types(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors with a table of types that has two axes. Writers drop an axis of one."""
+    """Return the tensors with a table of types that has two axes. Some writers drop an axis of length one."""
     types = tensors.get(name := "model.embed_types.weight")
     if types is None or len(types.shape) > 1:
         return tensors

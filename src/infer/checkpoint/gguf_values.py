@@ -39,8 +39,8 @@ class GGUFValues:
     ) -> int:
         """Return an integer from 1 to `most`. A list with the same value for every layer counts as that value.
 
-        skips_zeros: a list's zeros do not count, because they belong to layers of another kind.
-        may_differ: a list counts as its first value, because other settings are made of the whole list.
+        skips_zeros: Zeros in a list are ignored, because they belong to layers of another kind.
+        may_differ: A list counts as its first value, because other settings are made from the whole list.
         """
         value = self.get(key, default)
         if skips_zeros and isinstance(value, list):
@@ -72,13 +72,13 @@ class GGUFValues:
 
 
 def rotated_share(num_rotated: int, head_dim: int) -> float:
-    """Return the share of a head that rotates, whose product with `head_dim` is at least `num_rotated`."""
+    """Return the rotating share of a head, whose product with `head_dim` is at least `num_rotated`."""
     share = num_rotated / head_dim
     return share if int(head_dim * share) == num_rotated else math.nextafter(share, 2.0)
 
 
 def shortest(value: Any) -> Any:
-    """Return a float32 as the decimal that was meant: 1e-05 instead of its double, 9.999999747378752e-06."""
+    """Return a float32 as its shortest decimal: 1e-05 instead of its double, 9.999999747378752e-06."""
     if isinstance(value, float) and abs(value) <= _LARGEST and float(np.float32(value)) == value:
         return float(str(np.float32(value)))
     return value

@@ -1,6 +1,6 @@
 """Write GGUF version 3 (github.com/ggml-org/ggml, docs/gguf.md), tensor by tensor.
 
-Memory holds the header and one piece of a tensor at a time. The file appears under its name when it is whole.
+Only the header and one piece of a tensor are in memory at a time. The file appears under its name when it is complete.
 """
 
 import struct
@@ -43,12 +43,12 @@ class TensorPlan:
 
 
 def write_gguf(path: Path, values: Mapping[str, TypedValue], tensors: Sequence[TensorPlan]) -> None:
-    """Write a file of these key-values and tensors, in their order, in place of any file of this name.
+    """Write a file with these key-values and tensors, in their order, replacing any file of this name.
 
     Args:
         path: The file. While it is written, its content has another name in the same folder.
-        values: `GGUFFile.typed_values` copies those of a file byte for byte. `general.alignment` is obeyed.
-        tensors: Plans, whose names differ.
+        values: `GGUFFile.typed_values` copies those of a file byte for byte. `general.alignment` is applied.
+        tensors: Plans with different names.
 
     Raises:
         OSError: The disk is full or fails. The path is unchanged.

@@ -1,4 +1,4 @@
-"""The steps of a head as a model's files store them: layers that follow the last hidden state. Loads no torch."""
+"""The steps of a head in a model's files: the layers after the last hidden state. Loads no torch."""
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
@@ -34,19 +34,19 @@ HeadFiles = tuple[StepFiles, ...]
 
 
 def take_dense(tensors: MutableMapping[str, TensorInfo], prefix: str) -> DenseFiles:
-    """Remove the tensors `prefix.weight` and perhaps `prefix.bias` from `tensors`, and return their dense layer."""
+    """Remove the tensors `prefix.weight` and, if present, `prefix.bias`, and return their dense layer."""
     return DenseFiles(tensors.pop(f"{prefix}.weight"), tensors.pop(f"{prefix}.bias", None))
 
 
 def take_layer_norm(tensors: MutableMapping[str, TensorInfo], prefix: str, eps: float) -> LayerNormFiles:
-    """Remove the tensors `prefix.weight` and perhaps `prefix.bias` from `tensors`, and return their layer norm."""
+    """Remove the tensors `prefix.weight` and, if present, `prefix.bias`, and return their layer norm."""
     return LayerNormFiles(tensors.pop(f"{prefix}.weight"), tensors.pop(f"{prefix}.bias", None), eps)
 
 
 def check_head(steps: Sequence[StepFiles], size: int) -> int:
-    """Return the size of the vector that the steps make of a state of `size`.
+    """Return the size of the vector that the steps compute from a state of `size`.
 
-    Raises ModelFormatError for a shape that does not fit, and for a type of a tensor that has no values.
+    Raises ModelFormatError for a wrong shape, and for a tensor type without values.
     """
     for step in steps:
         if isinstance(step, DenseFiles):

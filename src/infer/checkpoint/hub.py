@@ -22,9 +22,9 @@ from infer.system.json_file import read_json_file
 DEFAULT_REVISION = "main"
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<variant>[^:\\]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # GGUF files beside a text model
+_NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # GGUF files that are not text models
 _MAX_LISTED = 20
-# Of a folder of safetensors, beside the weights: whatever checkpoint and tokenizer may look for.
+# Small files in a folder of safetensors that checkpoint and tokenizer may need.
 _SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "vocab.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json", "modules.json",
@@ -46,8 +46,9 @@ class HubName:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The files of a repository that make a model. Small files are downloaded first, so that weights are never without
-    them.
+    """The files of a repository that make a model.
+
+    Small files are downloaded first, so that weights never lack them.
     """
 
     small: tuple[str, ...]
@@ -91,7 +92,7 @@ def find_cached(name: HubName) -> Path | None:
     files = list_files(snapshot)
     try:
         chosen = choose(name, files, _shards(snapshot, files))
-    except ModelError:  # what the cache lacks, the hub may have
+    except ModelError:  # the hub may have the missing files
         return None
     required = {*chosen.weights} | ({"config.json"} if chosen.entry is None else set())
     if not required <= set(files) or (chosen.entry is None and not {"tokenizer.json", "vocab.txt"} & set(files)):
@@ -100,7 +101,7 @@ def find_cached(name: HubName) -> Path | None:
 
 
 def model_files(name: HubName, snapshot: Path) -> list[str]:
-    """Return the files of a cached model in its snapshot: the parts of a GGUF model, or all that belong to no other."""
+    """Return the files of a cached model in its snapshot: the parts of a GGUF model, or all except those of others."""
     files = list_files(snapshot)
     chosen = choose(name, files, _shards(snapshot, files))
     if chosen.entry is not None:
@@ -130,7 +131,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def choose(name: HubName, files: Collection[str], shards: Sequence[str] | None) -> Chosen:
-    """Return the files of a repository that a model needs. `shards` are the files in its index, None if it is unread.
+    """Return the files of a repository that a model needs. `shards` are the files in its index; None: not read yet.
 
     Raises ModelError if no file matches, or several do.
     """
@@ -172,7 +173,7 @@ def _matching(variant: str, models: list[list[str]]) -> list[list[str]]:
 
 
 def _listed(name: HubName, models: list[list[str]], files: Collection[str]) -> str:
-    """Return a description of the files that exist instead, and how to name one of them."""
+    """Return a description of the existing files, and how to name one of them."""
     if models:
         shown = ", ".join(parts[0] for parts in models[:_MAX_LISTED])
         more = f" and {len(models) - _MAX_LISTED} more" if len(models) > _MAX_LISTED else ""
@@ -204,7 +205,7 @@ def _shards(snapshot: Path, files: Collection[str]) -> list[str]:
 
 
 def shards_of_index(index: Path) -> list[str]:
-    """Return the files over which an index spreads the weights."""
+    """Return the files into which an index divides the weights."""
     names = read_json_file(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
         raise ModelFormatError(index, "weight_map", "expected an object of tensor names and file names")

@@ -1,4 +1,4 @@
-"""Download a model from the Hugging Face hub into its local cache with `huggingface_hub`, only the files it needs.
+"""Download the needed files of a model from the Hugging Face hub into its local cache, with `huggingface_hub`.
 
 The library is loaded here, on first use, and reads $HF_TOKEN and $HF_ENDPOINT itself.
 """
@@ -16,18 +16,19 @@ from infer.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
 from infer.errors import InferError, ModelError
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
 
-OnProgress = Callable[[int, int], None]  # bytes: done, and in total
+OnProgress = Callable[[int, int], None]  # bytes done, and bytes in total
 _OFFLINE = "HF_HUB_OFFLINE is set: unset it to download"
-_LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")  # whose errors tell of the hub
+# Errors of these libraries are about the hub.
+_LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 _NO_LIBRARY = "huggingface_hub, which downloads, is not installed: pip install huggingface_hub"
 
 
 def fetch(name: HubName, on_progress: OnProgress | None = None) -> Path:
     """Return the model's file or folder from the cache. If it is incomplete, download it.
 
-    Progress goes to `on_progress`, or to stderr at a terminal. An exception of `on_progress` ends the download, which a
-    later call resumes. Raises InvalidRequestError for a name that is unknown here and on the hub, and ModelError if it
-    holds no model.
+    Progress is reported to `on_progress`, or on stderr at a terminal. An exception in `on_progress` ends the download,
+    which a later call resumes. Raises InvalidRequestError for a name that is unknown here and on the hub, and
+    ModelError if the name has no model.
     """
     cached = find_cached(name)
     if cached is not None:
@@ -43,7 +44,7 @@ def fetch(name: HubName, on_progress: OnProgress | None = None) -> Path:
         return _download(huggingface_hub, name, on_progress or partial(_show, name, line), line)
     except InferError:
         raise
-    except Exception as error:  # whatever its network library raises, too
+    except Exception as error:  # includes all errors of its network library
         if not (isinstance(error, OSError) or type(error).__module__.startswith(_LIBRARIES)):
             raise
         _explain(name, error)
@@ -71,7 +72,7 @@ def _show(name: HubName, line: StatusLine, num_done: int, total: int) -> None:
 
 
 def _download(hub: Any, name: HubName, on_progress: OnProgress, line: StatusLine) -> Path:
-    line.show(f"looking for {name}")
+    line.show(f"searching {name}")
     files = [file.rfilename for file in hub.HfApi().model_info(name.repo, revision=name.revision).siblings or ()]
 
     def download(*paths: str) -> Path:
@@ -92,7 +93,7 @@ def _download(hub: Any, name: HubName, on_progress: OnProgress, line: StatusLine
     missing = sorted(set(chosen.weights) - set(files))
     if missing:
         raise ModelError(f"{name}: the repository lacks {', '.join(missing[:5])}, a part of the model")
-    folder = download(*chosen.small, *chosen.weights)  # both: the revision may have moved on
+    folder = download(*chosen.small, *chosen.weights)  # small files again: the revision may have changed
     return folder if chosen.entry is None else folder / chosen.entry
 
 
@@ -104,7 +105,7 @@ def _make_bar(hub: Any, on_progress: OnProgress) -> type[Any]:
             super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
 
         def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-            if self.unit == "B" and self.total and not self.disable:  # a bar that was closed is disabled
+            if self.unit == "B" and self.total and not self.disable:  # a closed bar is disabled
                 on_progress(self.n, self.total)
             return True
 
@@ -119,7 +120,7 @@ def _explain(name: HubName, error: Exception) -> NoReturn:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         page = f"https://huggingface.co/{name.repo}"
-        reason = f"it is gated: accept its terms at {page} and set HF_TOKEN to a token of yours"
+        reason = f"it is gated: accept its terms at {page} and set HF_TOKEN to your token"
     elif "RepositoryNotFoundError" in kinds:
         reason = "the hub has no such repository, or it is private: check the name, or set HF_TOKEN"
     elif "RevisionNotFoundError" in kinds:

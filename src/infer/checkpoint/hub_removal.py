@@ -1,4 +1,4 @@
-"""Remove a model from the hub's local cache: its files, and the contents that no other model of the cache has."""
+"""Remove a model from the hub's local cache: its files, and contents that no other cached model uses."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ _PLACE = "infer models --json says where each model is"
 
 
 def remove_cached(name: HubName) -> int:
-    """Remove the model, and return the number of bytes that this frees.
+    """Remove the model, and return the number of freed bytes.
 
     Raises InvalidRequestError if the cache does not have the model.
     """
@@ -34,8 +34,8 @@ def remove_cached(name: HubName) -> int:
 
 
 def _unlink(content: Path) -> int:
-    """Remove a file, if it is not gone, and return its size."""
-    if not content.exists():  # it was in the snapshot itself
+    """Remove a file if it still exists, and return its size."""
+    if not content.exists():  # the snapshot had the content itself, not a link
         return 0
     size = content.stat().st_size
     content.unlink()

@@ -2,7 +2,7 @@
 
 A GGUF file has the sums of squares `NAME.in_sum2`, `[matrices, columns]`, and the number of inputs `NAME.counts`,
 `[matrices, 1]`. The older format, `.dat`, has means times a number of calls. A tensor of experts has one matrix per
-expert. Names are those of tensors in GGUF files.
+expert. The names are those of tensors in GGUF files.
 """
 
 import struct
@@ -51,7 +51,7 @@ class InputSquares:
         return means[0] if len(means) == 1 else means
 
     def added(self, other: "InputSquares") -> "InputSquares | None":
-        """Return the sums of both; None if their shapes differ. The old format does not divide the sums by experts."""
+        """Return the sums of both, or None if their shapes differ: the old format does not divide sums by experts."""
         few, many = sorted((self, other), key=lambda each: len(each.counts))
         if few.sums.size != many.sums.size or len(few.counts) not in (1, len(many.counts)):
             return None
@@ -71,7 +71,7 @@ class ImportanceMatrix:
     def merged(self, other: "ImportanceMatrix") -> "ImportanceMatrix":
         """Return the sums of both, with the chunk size of this one.
 
-        Raises InvalidRequestError if a tensor has another number of columns in the other one.
+        Raises InvalidRequestError if a tensor has a different number of columns in the other matrix.
         """
         squares = dict(self.squares)
         for name, theirs in other.squares.items():
@@ -123,7 +123,8 @@ def read_importance_matrix(path: Path) -> dict[str, Means]:
 
     Returns:
         Float32 by the names of tensors in GGUF files: `[columns]`, or `[experts, columns]`. A file of the old format
-        does not say how many experts there are: all their columns follow each other in `[columns]`.
+        does
+            not have the number of experts, so all columns of all experts are in one `[columns]`.
 
     Raises:
         ModelError: The file cannot be read, or breaks its format.
@@ -132,16 +133,16 @@ def read_importance_matrix(path: Path) -> dict[str, Means]:
 
 
 def open_importance_matrix(path: Path) -> ImportanceMatrix:
-    """Return the sums and counts of a file. Raises ModelError as `read_importance_matrix` does."""
+    """Return the sums and counts of a file. Raises the errors of `read_importance_matrix`."""
     file = OpenFile(path, at_least=8)
     found = _read_gguf_format(path) if file.read(0, 4) == MAGIC else _OldFormat(file, field_name="entries").read()
     if not found.squares:
         raise ModelFormatError(path, "entries", "expected the sums of at least one tensor, got none")
     for name, each in found.squares.items():
         if not (np.isfinite(each.sums).all() and np.isfinite(each.counts).all()):
-            _fail(path, name, "a number is NaN or infinite; all must be finite")
+            _fail(path, name, "expected finite numbers, got NaN or infinity")
         if each.sums.min() < 0 or each.counts.min() < 0:
-            _fail(path, name, "a sum of squares or a count is negative")
+            _fail(path, name, "expected sums and counts of at least 0, got a negative number")
     return found
 
 
@@ -172,7 +173,7 @@ def _read_gguf_format(path: Path) -> ImportanceMatrix:
 @final
 @dataclass
 class _OldFormat:
-    """A position that moves once through a file of the old format. Its numbers are compared with the file's size."""
+    """A position that moves once through a file of the old format. Numbers are checked against the file's size."""
 
     file: OpenFile
     field_name: str
@@ -184,7 +185,7 @@ class _OldFormat:
             name = self._text(self._number("the length of a name", least=1, most=_MAX_NAME_BYTES))
             num_calls, count = self._number(name), self._number(name, least=1)
             sums = np.frombuffer(self._take(4 * count), "<f4").astype(np.float64)
-            # The sums are means × calls. A call was a chunk of unknown size, for which llama.cpp takes its own.
+            # The sums are means × calls. A call was a chunk of unknown size; llama.cpp assumes its own chunk size.
             squares[name] = InputSquares(
                 sums[None] * DEFAULT_CHUNK_SIZE, np.array([max(num_calls, 1) * DEFAULT_CHUNK_SIZE], np.float64)
             )
@@ -197,7 +198,7 @@ class _OldFormat:
     def _number(self, where: str, *, least: int = 0, most: int = 1 << 31) -> int:
         (value,) = _INT.unpack(self._take(_INT.size))
         if not least <= value <= most:
-            problem = f"{value} is not a number from {least} to {most}: this is no importance matrix"
+            problem = f"{value} is not a number from {least} to {most}: this is not an importance matrix"
             _fail(self.file.path, where, problem)
         return int(value)
 
@@ -206,8 +207,8 @@ class _OldFormat:
 
     def _take(self, count: int) -> bytes:
         if count > self.file.size - self.position:
-            problem = f"{count} bytes are expected at byte {self.position}, and {self.file.size - self.position} remain"
-            _fail(self.file.path, self.field_name, f"{problem}: this is no importance matrix, or not all of one")
+            problem = f"expected {count} bytes at byte {self.position}, got {self.file.size - self.position}"
+            _fail(self.file.path, self.field_name, f"{problem}: this is not an importance matrix, or an incomplete one")
         self.position += count
         return self.file.read(self.position - count, count)
 

@@ -1,9 +1,9 @@
-"""Make weights of the tensors in a file, under our names, and undo the changes that formats make.
+"""Make weights from the tensors in a file, under our names, and undo the changes of formats.
 
-Changes that are undone: llama.cpp's order of the rows of q and k; norms stored as w for 1 + w; rows of matrices that
-alternate, one by one or by heads; transposed matrices; scales of MXFP4 and of NVFP4's matrices in tensors of their own;
-matrices that GPTQ, AWQ and other methods quantised (`quantised_rows`). Tensors of one axis (norms, biases) are returned
-as float32.
+The undone changes are: llama.cpp's order of the rows of q and k; norms stored as w for 1 + w; rows of matrices that
+alternate, one by one or by heads; transposed matrices; separate tensors with the scales of MXFP4 and of NVFP4's
+matrices; matrices that GPTQ, AWQ and other methods quantised (`quantised_rows`). Tensors with one axis (norms, biases)
+are returned as float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -81,7 +81,7 @@ def _unread(info: TensorInfo) -> UnreadWeight:
 
 
 def _stored_rows(info: TensorInfo) -> ReadRows:
-    """Return read(first, last), which returns rows in the file's order as `StoredWeight.data`."""
+    """Return read(first, last), which returns rows in the file's order, in the form of `StoredWeight.data`."""
     if info.packed is not None:
         return QuantisedRows(info, info.packed).read
     if info.scales is not None:
@@ -97,7 +97,7 @@ def _read_rows(info: TensorInfo, first: int, last: int) -> Tensor:
 
 
 def _read_in_half_order(info: TensorInfo, read: ReadRows, first: int, last: int) -> Tensor:
-    """Read the whole heads that contain the requested rows, reorder them, and return the rows."""
+    """Read the whole heads that contain the requested rows, reorder these heads, and return the rows."""
     head_rows = info.shape[0] // info.num_paired_heads
     first_head, end_head = first // head_rows, -(-last // head_rows)
     start, end = first_head * head_rows, end_head * head_rows
@@ -117,7 +117,7 @@ def _read_ranges(info: TensorInfo, read: ReadRows, first: int, last: int) -> Ten
 
 
 def _read_strided(info: TensorInfo, first: int, last: int) -> Tensor:
-    """Return rows of floats that do not follow each other in the file."""
+    """Return rows of floats that are not contiguous in the file."""
     size, dtype = BLOCK_TYPES[info.type].block_bytes, DTYPES[info.type]
     if not info.column_stride:
         rows = torch.from_numpy(_rows(info, first, last, info.num_bytes // info.shape[0]))
@@ -144,7 +144,7 @@ def _read_mxfp4(info: TensorInfo, scales: TensorInfo, first: int, last: int) -> 
 
 
 def _read_with_factor(info: TensorInfo, factor: TensorInfo, first: int, last: int) -> Tensor:
-    """Return rows of blocks with the matrix's factor after each row, as `BlockType.tail_bytes` says."""
+    """Return rows of blocks, with the matrix's factor after each row, as in `BlockType.tail_bytes`."""
     rows, number = _rows(info, first, last, info.num_bytes // info.shape[0]), bytes_of(factor)
     if not np.isfinite(number.view(np.float32)).all():
         factor.fail("expected a finite scale, got a number that is not")
@@ -152,7 +152,7 @@ def _read_with_factor(info: TensorInfo, factor: TensorInfo, first: int, last: in
 
 
 def _rows(info: TensorInfo, first: int, last: int, row_bytes: int) -> NDArray[np.uint8]:
-    """Read and return rows, and leave out what lies between them."""
+    """Read and return rows, without the bytes between them."""
     stride = info.row_stride or row_bytes
     data = memory_for(info, (last - first) * stride)
     wanted = data[: len(data) - (stride - row_bytes)]

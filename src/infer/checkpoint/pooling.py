@@ -18,7 +18,7 @@ from infer.outputs import Pooling
 from infer.system.open_file import OpenFile
 
 _PREFIX = "pooling_mode_"
-# Of sentence-transformers: names of its flags, and of its newer `pooling_mode`.
+# Names of sentence-transformers: its flags, and its newer `pooling_mode`.
 _POOLING_BY_MODE: dict[str, Pooling] = {
     "cls_token": "cls",
     "cls": "cls",
@@ -32,7 +32,7 @@ _POOLING_BY_MODE: dict[str, Pooling] = {
     "lasttoken": "last",
 }
 POOLING_BY_NUMBER: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's enum llama_pooling_type
-_NOT_ONE_VECTOR = (0, 4)  # of the same enum: the states of all tokens, and the score of a reranker
+_NOT_ONE_VECTOR = (0, 4)  # in the same enum: the states of all tokens, and the score of a reranker
 _ACTIVATIONS_BY_CLASS: dict[str, tuple[ActivationName, ...]] = {
     "torch.nn.modules.linear.Identity": (),
     "torch.nn.modules.activation.GELU": ("gelu",),
@@ -51,8 +51,8 @@ _NO_VECTOR = ("Transformer", "Dropout", "LogitScore")
 class EmbeddingFiles:
     """A pooling and the layers after it.
 
-    `normalizes` is True if vectors have length 1, `skips_prompt` if the tokens of a prompt are not pooled. `files` are
-    the files of the layers.
+    If `normalizes`, vectors have length 1. If `skips_prompt`, the tokens of a prompt are not pooled. `files` are the
+    files of the layers.
     """
 
     pooling: Pooling
@@ -63,7 +63,7 @@ class EmbeddingFiles:
 
 
 def embedding_from_folder(folder: Path) -> EmbeddingFiles | None:
-    """Return what makes a vector, or None for a model that was not made for embeddings.
+    """Return how vectors are made, or None for a model that was not made for embeddings.
 
     Raises UnsupportedModelError for a pooling or a module that is not supported, and ModelError for a malformed file.
     """
@@ -88,7 +88,7 @@ def embedding_from_folder(folder: Path) -> EmbeddingFiles | None:
 
 
 def _pooling_of(module: SentenceModule, config: Mapping[str, Any]) -> Pooling:
-    """Return the only pooling that a module's settings name; the mean if they name none."""
+    """Return the only pooling in a module's settings. The default is the mean."""
     modes = [name.removeprefix(_PREFIX) for name, value in config.items() if name.startswith(_PREFIX) and value]
     if (named := config.get("pooling_mode")) is not None:
         modes = named if isinstance(named, list) else [named]
@@ -96,8 +96,8 @@ def _pooling_of(module: SentenceModule, config: Mapping[str, Any]) -> Pooling:
     if len(modes) != 1 or str(modes[0]) not in _POOLING_BY_MODE:
         supported = ", ".join(name for name in _POOLING_BY_MODE if not name.endswith("_token"))
         raise UnsupportedModelError(
-            f"{module.folder.name}: {module.config_name} asks for the pooling {' and '.join(map(str, modes))!r:.80}; "
-            f"one of these is supported: {supported}"
+            f"{module.folder.name}: {module.config_name} has the pooling {' and '.join(map(str, modes))!r:.80}: "
+            f"supported is one of {supported}"
         )
     return _POOLING_BY_MODE[str(modes[0])]
 
@@ -122,7 +122,7 @@ def _dense_steps(module: SentenceModule) -> HeadFiles:
 def embedding_from_gguf(
     path: Path, metadata: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
 ) -> EmbeddingFiles | None:
-    """Return what makes a vector, or None. The tensors of dense layers are removed from `tensors`.
+    """Return how vectors are made, or None. The tensors of dense layers are removed from `tensors`.
 
     Raises UnsupportedModelError for a pooling type that is not supported.
     """
@@ -131,7 +131,7 @@ def embedding_from_gguf(
     number = metadata.get(key, 0)
     if type(number) is not int or number not in (*_NOT_ONE_VECTOR, *POOLING_BY_NUMBER):
         supported = ", ".join(f"{number} ({name})" for number, name in POOLING_BY_NUMBER.items())
-        raise UnsupportedModelError(f"{path.name}: {key} {number!r:.60} is not supported; supported are {supported}")
+        raise UnsupportedModelError(f"{path.name}: {key} {number!r:.60} is not supported: supported are {supported}")
     if number in _NOT_ONE_VECTOR:
         return None
     skips_prompt = metadata.get(ARE_POOLED_KEY) is False

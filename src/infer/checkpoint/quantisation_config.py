@@ -1,8 +1,8 @@
-"""How config.json says that the matrices of a folder are quantised. Methods that are not supported are refused here.
+"""How config.json describes the quantisation of a folder's matrices. Methods that are not supported are refused here.
 
-The tensors themselves say which matrices are quantised, and how: lists of modules that are not (`ignore`,
-`modules_to_not_convert`) and patterns of names are not read. The config has what tensors cannot say, and the sizes that
-they must have.
+The tensors themselves show which matrices are quantised, and how. Lists of unquantised modules (`ignore`,
+`modules_to_not_convert`) and patterns of names are not read. The config is read for facts that tensors do not show, and
+for the sizes that the tensors must have.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,9 +12,7 @@ from typing import Any, NoReturn
 
 from infer.errors import ModelFormatError, UnsupportedModelError
 
-INSTEAD = (
-    "take the model's bfloat16 safetensors (weights q8 or q4 quantises them at load) or a GGUF of it, such as Q8_0"
-)
+INSTEAD = "use the model's bfloat16 safetensors (weights q8 or q4 quantises them at load) or a GGUF of it, such as Q8_0"
 _KEYS = ("quantization_config", "compression_config", "quantization")
 _PACKED_FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
@@ -22,22 +20,22 @@ _PACKED_FORMATS = (
 )  # fmt: skip
 _MODELOPT = ("FP8", "NVFP4", "MIXED_PRECISION")
 _FP8_BLOCK = (128, 128)
-MOST_COLUMNS = 1 << 24  # of a matrix, so that broken sizes stay small
+MOST_COLUMNS = 1 << 24  # limit of a matrix, so that wrong sizes stay small
 
 
 @dataclass(frozen=True)
 class Quantisation:
     """Settings of the method that quantised a folder's matrices.
 
-    `sizes` are the pairs of bits and of columns per scale that integers can have; 0 columns: a whole row.
+    `sizes` are the possible pairs of bits and of columns per scale of integers; 0 columns means a whole row.
     """
 
     method: str = ""
-    sizes: frozenset[tuple[int, int]] = frozenset()  # empty: any, as the shapes of tensors say
-    is_symmetric: bool = False  # GPTQ's: all zero points are the middle of the codes
-    zeros_lack: int = 0  # what GPTQ's stored zero points lack
+    sizes: frozenset[tuple[int, int]] = frozenset()  # empty: any sizes, as in the shapes of the tensors
+    is_symmetric: bool = False  # GPTQ: all zero points are the middle of the codes
+    zeros_lack: int = 0  # to add to GPTQ's stored zero points
     block: tuple[int, int] = _FP8_BLOCK  # rows and columns that share a scale of FP8
-    sizes_by_module: Mapping[str, tuple[int, int]] | None = None  # MLX's, of modules that differ
+    sizes_by_module: Mapping[str, tuple[int, int]] | None = None  # MLX: the sizes of modules that differ
 
     def one_size(self) -> tuple[int, int] | None:
         """Return the only pair of bits and columns per scale, or None if several are possible."""
@@ -45,9 +43,9 @@ class Quantisation:
 
 
 def quantisation_of(folder: Path, config: Mapping[str, Any]) -> Quantisation:
-    """Return the quantisation of a folder, without a method if its config names none.
+    """Return the quantisation of a folder. It has no method if the config names none.
 
-    Raises UnsupportedModelError for a method or a format that we do not read, and ModelFormatError for a broken value.
+    Raises UnsupportedModelError for an unsupported method or format, and ModelFormatError for a broken value.
     """
     key = next((key for key in _KEYS if config.get(key)), None)
     if key is None:
@@ -91,18 +89,18 @@ class _Values:
         raise ModelFormatError(self.folder / "config.json", where, problem)
 
     def choice(self, name: str, choices: tuple[Any, ...], default: Any = None) -> Any:
-        """Return a value that must be one of some, or refuse the model."""
+        """Return a value that must be one of `choices`, or refuse the model."""
         value = self.found.get(name, default)
         if isinstance(value, list | dict) or value not in choices:
             method = self.found.get("quant_method", "MLX")
             known = ", ".join(str(each) for each in choices if each is not None)
             raise UnsupportedModelError(
-                f"{self.folder.name}: {self.key}.{name} is {value!r:.60}; of {method}, {known} can be read: {INSTEAD}"
+                f"{self.folder.name}: {self.key}.{name} is {value!r:.60}: of {method}, supported are {known}: {INSTEAD}"
             )
-        return choices[choices.index(value)]  # 4 for 4.0
+        return choices[choices.index(value)]  # 4 instead of 4.0
 
     def group_size(self, name: str = "group_size", default: Any = None) -> int:
-        """Return the number of columns that share a scale; 0 for a whole row."""
+        """Return the number of columns that share a scale; 0 means a whole row."""
         value = self.found.get(name, default)
         if type(value) is not int or not -1 <= value <= MOST_COLUMNS or value == 0:
             self.fail(name, f"expected -1 or an integer from 1 to {MOST_COLUMNS}, got {value!r:.60}")
@@ -168,7 +166,7 @@ def _block(values: _Values, name: str, shape: Any) -> tuple[int, int]:
 
 
 def _by_tensors(values: _Values) -> Quantisation:
-    """Return the quantisation of a method whose tensors say all."""
+    """Return the quantisation of a method whose tensors define everything."""
     return Quantisation(values.found["quant_method"])
 
 

@@ -1,7 +1,7 @@
 """Write a model as a GGUF file of another type, some rows of a tensor at a time.
 
-The source is a GGUF file, or anything else that gives metadata and tensors of the same form (`QuantisableModel`).
-Threads quantise the next pieces while one is written, so memory holds a few pieces, whatever the size of the model.
+The source is a GGUF file, or any other source of metadata and tensors in the same form (`QuantisableModel`). Threads
+quantise the next pieces while one piece is written. So only a few pieces are in memory, for a model of any size.
 """
 
 import re
@@ -39,10 +39,10 @@ from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.quantisers import quantise
 from infer.system.torch_threads import one_thread
 
-QUANTISATION_VERSION = 2  # of ggml's block types
+QUANTISATION_VERSION = 2  # version of ggml's block types
 _PIECE_VALUES = 1 << 20
 
-Importance = Mapping[str, NDArray[np.float32]]  # [columns], or those of all experts, by the tensor's name
+Importance = Mapping[str, NDArray[np.float32]]  # by the tensor's name: [columns], or the columns of all experts
 
 
 @runtime_checkable
@@ -59,7 +59,7 @@ class SourceTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...  # rows first
 
     def read(self, first: int, last: int) -> Tensor:
-        """Return rows, counted over all axes but the last: floats, or the bytes of blocks. For any thread."""
+        """Return rows, counted over all axes except the last: floats, or the bytes of blocks. For any thread."""
 
 
 class QuantisableModel(NamedTuple):
@@ -72,7 +72,7 @@ class QuantisableModel(NamedTuple):
 @final
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a GGUF file, in the form that the file has."""
+    """A tensor of a GGUF file, in the file's form."""
 
     info: TensorInfo
 
@@ -99,7 +99,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def model_of_gguf(file: GGUFFile) -> QuantisableModel:
-    """Return a GGUF file as a source. The file of a split model becomes one file."""
+    """Return a GGUF file as a source. The parts of a split model become one file."""
     values = {key: value for key, value in file.typed_values.items() if not key.startswith("split.")}
     return QuantisableModel(values, [FileTensor(info) for info in file.tensors.values()])
 
@@ -112,10 +112,10 @@ class QuantisationRequest:
     Attributes:
         file_type: A name of `FILE_TYPES`.
         tensor_types: Patterns (regular expressions) of tensors' names, each with the type of these tensors. The first
-            pattern that fits counts.
+            matching pattern counts.
         output_type: Type of the output matrix.
         embedding_type: Type of the token embedding.
-        is_pure: All other tensors get the file type's own type, without a mixture.
+        is_pure: All other tensors get the file type's main type, without a mixture.
         allows_requantising: Quantised tensors may get another type.
         importance: Mean square of the inputs of matrices.
         importance_path: The name of the importance matrix, for the metadata.
@@ -135,8 +135,8 @@ def choose_types(model: QuantisableModel, request: QuantisationRequest) -> dict[
     """Return the type of each tensor, by its name.
 
     Raises:
-        InvalidRequestError: A pattern fits no tensor, or a type needs an importance matrix that was not given.
-        ModelError: A tensor is quantised already and would get another type.
+        InvalidRequestError: A pattern matches no tensor, or a type needs an importance matrix that was not given.
+        ModelError: A tensor is already quantised and would get another type.
     """
     by_name = {tensor.name: tensor for tensor in model.tensors}
     num_values = sum(part_of(name) == "v" for name in by_name)
@@ -145,7 +145,7 @@ def choose_types(model: QuantisableModel, request: QuantisationRequest) -> dict[
     for pattern, _ in patterns:
         if not any(pattern.search(name) for name in by_name):
             raise InvalidRequestError(
-                f"--tensor-type {pattern.pattern} fits no tensor: give a part of a name, such as ffn_down"
+                f"--tensor-type {pattern.pattern} matches no tensor: give a part of a name, such as ffn_down"
             )
     chosen = {}
     for name in sorted(by_name, key=sorting_key):
@@ -180,8 +180,8 @@ def _check(tensor: SourceTensor, type: str, request: QuantisationRequest) -> Non
         return
     if not BLOCK_TYPES[tensor.type].is_float and not request.allows_requantising:
         raise ModelError(
-            f"tensor {tensor.name!r:.80} is {tensor.type} already, and {type} made of it loses more than {type} of the "
-            "original weights: take a file in F16, BF16 or F32, or give --requantize"
+            f"tensor {tensor.name!r:.80} is already {tensor.type}, and {type} made from it loses more than from the "
+            "original weights: use a file in F16, BF16 or F32, or give --requantize"
         )
     needs_matrix = type in NEED_A_MATRIX or (type == "Q2_K" and request.file_type == "Q2_K_S")
     if needs_matrix and part_of(tensor.name) not in ("embedding", "output") and tensor.name not in request.importance:
@@ -221,15 +221,15 @@ def write_quantised(
     num_threads: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write the model with these types, which `choose_types` returned, in place of any file of this name.
+    """Write the model with these types, which `choose_types` returned, replacing any file of this name.
 
     Args:
-        path: The file, which appears when it is whole.
+        path: The file, which appears when it is complete.
         model: The source. Its files must not be changed meanwhile.
-        request: The request that the types were chosen for.
+        request: The request for which the types were chosen.
         types: The type of each tensor.
         num_threads: Number of threads that quantise.
-        progress: Called with the number of values that were written and that of all values.
+        progress: Called with the number of written values and the number of all values.
 
     Raises:
         ModelError: Reading the source fails, or a value is not finite.
@@ -304,7 +304,7 @@ def _piece(tensor: SourceTensor, type: str, importance: Tensor | None, first: in
 
 
 def _weights(tensor: SourceTensor, importance: Any) -> list[Tensor | None]:
-    """Return the importance of each expert's columns, or one None or importance for all rows."""
+    """Return the importance of each expert's columns, or one importance (or None) for all rows."""
     if importance is None:
         return [None]
     weights, columns = torch.from_numpy(np.array(importance, np.float32)).reshape(-1), tensor.shape[-1]

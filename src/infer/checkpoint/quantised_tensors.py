@@ -1,7 +1,7 @@
-"""Matrices that a method quantised into several tensors of a folder are joined here as one tensor. Loads no torch.
+"""Join matrices that a method quantised into several tensors of a folder. Loads no torch.
 
-K is the number of columns, N that of rows, g the columns per scale. Codes of `bits` bits follow each other in words of
-32 bits, the lowest bits first.
+K is the number of columns, N the number of rows, g the columns per scale. Codes of `bits` bits are contiguous in words
+of 32 bits, the lowest bits first.
 
     format  codes                                    scales               zero points           value
     gptq    qweight I32 [K·bits/32, N]               scales [K/g, N]      qzeros, along N       (q − z) s of g_idx
@@ -28,7 +28,7 @@ from infer.quantization.ggml_types import BLOCK_TYPES
 
 _FLOATS = ("F16", "BF16", "F32")
 _BYTE_SCALES = ("U8", "F8_E8M0")  # powers of two
-# Scales of activations and of cached keys and values. We do not quantise what the file's method would.
+# Scales of activations and of cached keys and values. Activations and the cache are not quantised by the file's method.
 _UNUSED = frozenset({
     "input_scale", "output_scale", "activation_scale", "input_global_scale", "input_zero_point", "output_zero_point",
     "q_scale", "k_scale", "v_scale", "prob_scale", "q_zero_point", "k_zero_point", "v_zero_point",
@@ -39,7 +39,7 @@ _COMPANIONS = frozenset({
 })  # fmt: skip
 _BLOCK = 32  # columns per scale in the blocks of the kernels
 
-Parts = dict[str, TensorInfo]  # the tensors of a module, by the last part of their names
+Parts = dict[str, TensorInfo]  # the tensors of a module, by the last parts of their names
 
 
 def with_joined_matrices(stored: Mapping[str, TensorInfo], quantisation: Quantisation) -> dict[str, TensorInfo]:
@@ -60,9 +60,9 @@ def with_joined_matrices(stored: Mapping[str, TensorInfo], quantisation: Quantis
 
 
 def _without_empty_biases(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors without the biases that tools for GPTQ write for matrices of models that have none.
+    """Return the tensors without the biases that GPTQ tools write for matrices of models without biases.
 
-    Such biases are zero in all layers. A bias that a model has is not.
+    Such biases are zero in all layers. A bias of the model itself is not.
     """
     biases = dict[str, list[str]]()  # by the last part of their modules' names
     for name in tensors:
@@ -85,7 +85,7 @@ def _joined(module: str, parts: Parts, quantisation: Quantisation) -> Parts:
         for kind, info in parts.items():
             if kind in _COMPANIONS:
                 got = "none" if codes is None else f"{codes.name!r:.80} of {codes.type}"
-                info.fail(f"expected a tensor of quantised codes beside it, got {got}")
+                info.fail(f"expected a tensor of quantised codes next to it, got {got}")
         return {kind: info for kind, info in parts.items() if kind not in _UNUSED}
     matrix = _Matrix(module, parts, quantisation)
     packed, shape = matrix.read(codes)
@@ -98,14 +98,14 @@ def _joined(module: str, parts: Parts, quantisation: Quantisation) -> Parts:
 
 
 def _are_codes(info: TensorInfo, parts: Parts) -> bool:
-    """Return True if a tensor has codes of a quantised matrix. Others are floats, or of a type that is refused."""
+    """Return True if a tensor has codes of a quantised matrix. Other tensors are floats, or of a refused type."""
     if "qweight" in parts or "weight_packed" in parts:
         return True
     return info.type in ("F8_E4M3", "I8") or (info.type in ("U8", "U32") and len(parts) > 1)
 
 
 class _Matrix:
-    """The tensors of one quantised matrix. Each that is read is noted in `used`."""
+    """The tensors of one quantised matrix. Each tensor that is read is noted in `used`."""
 
     def __init__(self, module: str, parts: Parts, quantisation: Quantisation) -> None:
         self.module, self.parts, self.quantisation = module, parts, quantisation
@@ -124,7 +124,7 @@ class _Matrix:
         return readers[codes.type](codes)
 
     def _of_columns(self, codes: TensorInfo) -> tuple[PackedParts, tuple[int, int]]:
-        """GPTQ's and AWQ's, whose words are in the order of columns."""
+        """Read GPTQ's and AWQ's format, whose words are in the order of columns."""
         method = self.quantisation.method
         if method not in ("gptq", "awq"):
             codes.fail("expected quant_method gptq or awq in config.json's quantization_config, got none of them")
@@ -151,7 +151,7 @@ class _Matrix:
         return packed, (num_rows, num_columns)
 
     def _words_in_rows(self, codes: TensorInfo) -> tuple[PackedParts, tuple[int, int]]:
-        """Integers of compressed-tensors, packed along rows."""
+        """Read integers of compressed-tensors, packed along rows."""
         num_rows, scales = codes.shape[0], self._part("weight_scale")
         shape, sizes = self._maybe("weight_shape"), self.quantisation.sizes
         if shape is not None:
@@ -159,7 +159,7 @@ class _Matrix:
             bits = codes.shape[1] * 32 // num_columns
         else:
             if len({bits for bits, _ in sizes}) != 1:
-                codes.fail("expected a tensor weight_shape beside it, or one number of bits in config.json")
+                codes.fail("expected a tensor weight_shape next to it, or one number of bits in config.json")
             bits = next(iter(sizes))[0]
             num_columns = codes.shape[1] * 32 // bits
         if bits not in (2, 4, 8) or codes.shape[1] != -(-num_columns * bits // 32):
@@ -174,11 +174,11 @@ class _Matrix:
         return packed, (num_rows, num_columns)
 
     def _bytes(self, codes: TensorInfo) -> tuple[PackedParts, tuple[int, int]]:
-        """FP8, and integers of 8 bits that are not packed."""
+        """Read FP8, and integers of 8 bits that are not packed."""
         num_rows, num_columns = codes.shape
         name = next((name for name in ("weight_scale_inv", "weight_scale", "scale") if name in self.parts), None)
         if name is None:
-            codes.fail("expected a tensor of scales beside it, weight_scale_inv or weight_scale")
+            codes.fail("expected a tensor of scales next to it, weight_scale_inv or weight_scale")
         is_float = codes.type == "F8_E4M3"
         scales = self._part(name, *_FLOATS, *(_BYTE_SCALES if is_float else ()))
         zeros = None if is_float else self._maybe("weight_zero_point", "I8")
@@ -189,7 +189,7 @@ class _Matrix:
         return packed, (num_rows, num_columns)
 
     def _pairs(self, codes: TensorInfo) -> tuple[PackedParts, tuple[int, int]]:
-        """NVFP4 and MXFP4, two codes in a byte."""
+        """Read NVFP4 and MXFP4, with two codes per byte."""
         _check_type(codes, "U8")
         num_rows, num_columns = codes.shape[0], 2 * codes.shape[1]
         scales = self._part("weight_scale", "F8_E4M3", *_BYTE_SCALES)
@@ -220,7 +220,7 @@ class _Matrix:
         return packed, (num_rows, num_columns)
 
     def _grid(self, scales: TensorInfo, num_rows: int, num_columns: int, bits: int) -> tuple[int, int]:
-        """Return the rows and columns that share a scale. bits: of integers, whose groups the config has; 0: FP8."""
+        """Return the rows and columns that share a scale. `bits` of integers, whose groups the config has; 0: FP8."""
         shape, block = scales.shape, self.quantisation.block
         if prod(shape) == 1:
             return num_rows, num_columns
@@ -235,19 +235,19 @@ class _Matrix:
                 )
             return block
         if len(shape) != 2 or shape[0] != num_rows or not shape[1] or num_columns % shape[1]:
-            scales.fail(f"expected scales of equal groups of {num_columns} columns, got the shape {shape}")
+            scales.fail(f"expected scales that divide {num_columns} columns equally, got the shape {shape}")
         size, sizes = (bits, num_columns // shape[1]), self.quantisation.sizes
         if sizes and size not in sizes:
             known = " or ".join(f"{group or num_columns} columns of {of} bits" for of, group in sorted(sizes))
-            scales.fail(f"expected a scale for {known}, as config.json says, got {size[1]} columns of {bits} bits")
+            scales.fail(f"expected a scale for {known}, as in config.json, got {size[1]} columns of {bits} bits")
         return 1, size[1]
 
     def _part(self, kind: str, *types: str) -> TensorInfo:
-        """Return a tensor that the matrix needs. Raises ModelFormatError if it is missing or of another type."""
+        """Return a tensor that the matrix needs. Raises ModelFormatError if it is missing or has another type."""
         found = self._maybe(kind, *(types or _FLOATS))
         if found is None:
             codes = next(info for name, info in self.parts.items() if name in self.used)
-            codes.fail(f"expected a tensor {kind} beside it")
+            codes.fail(f"expected a tensor {kind} next to it")
         return found
 
     def _maybe(self, kind: str, *types: str) -> TensorInfo | None:
@@ -259,7 +259,7 @@ class _Matrix:
 
 
 def _loaded_type(packed: PackedParts, num_columns: int, quantisation: Quantisation) -> str:
-    """Return the type that holds the matrix: exactly, if one of the kernels' types does, and otherwise F16."""
+    """Return the type for the matrix: a type of the kernels that represents it exactly, otherwise F16."""
     group_size = packed.group_size
     if packed.format == "fp8":
         size = BLOCK_TYPES["F8_E4M3"].block_size
@@ -276,11 +276,11 @@ def _loaded_type(packed: PackedParts, num_columns: int, quantisation: Quantisati
     is_symmetric = packed.zeros is None or (packed.format == "gptq" and quantisation.is_symmetric)
     if packed.bits == 8:
         return "Q8_0" if is_symmetric else "F16"
-    return "Q4_0" if is_symmetric or packed.bits < 4 else "Q5_0"  # q − z has a bit more than q
+    return "Q4_0" if is_symmetric or packed.bits < 4 else "Q5_0"  # q − z has one bit more than q
 
 
 def _out_of_order(index: TensorInfo | None, num_columns: int, group_size: int, num_groups: int) -> TensorInfo | None:
-    """Return the tensor with the group of each column, or None if columns are in the order of their groups."""
+    """Return the tensor with the group of each column, or None if columns are ordered by group."""
     if index is None:
         return None
     _check_shape(index, (num_columns,), f"{num_columns} columns")
@@ -299,7 +299,7 @@ def _in_order(num_columns: int, group_size: int) -> bytes:
 
 
 def _stored_shape(info: TensorInfo, num_rows: int) -> int:
-    """Return the columns in a tensor weight_shape, whose rows must be these."""
+    """Return the number of columns in a tensor weight_shape, which must have this number of rows."""
     if info.type not in ("I64", "I32") or prod(info.shape) != 2:
         info.fail(f"expected two integers (I64 or I32), got {info.type} of the shape {info.shape}")
     rows, columns = memoryview(info.file.read(info.offset, info.num_bytes)).cast("q" if info.type == "I64" else "i")
@@ -314,6 +314,6 @@ def _check_type(info: TensorInfo, *types: str) -> None:
 
 
 def _check_shape(info: TensorInfo, shape: tuple[int, ...], reason: str) -> None:
-    """Raise ModelFormatError for another shape. Axes of one element are not compared."""
+    """Raise ModelFormatError for another shape. Axes of length one are ignored."""
     if [size for size in info.shape if size != 1] != [size for size in shape if size != 1]:
         info.fail(f"expected the shape {shape} for {reason}, got {info.shape}")

@@ -1,8 +1,8 @@
-"""Rerankers as their files describe them: which rows, multiplied with the last state, give a score.
+"""Rerankers in a model's files: the rows that, multiplied by the last state, give a score.
 
-The probability that a document is relevant is sigmoid((t − f) · h). h is the last state, t the row of the head for the
-answer "yes", f the row for "no". A classifier of one or two labels has these rows itself.
-An encoder reads the query and the document as a pair, and its classifier of one label gives the score.
+The probability that a document is relevant is sigmoid((t − f) · h). h is the last state, t the head's row for the
+answer "yes", f its row for "no". A classifier of one or two labels has these rows itself. An encoder reads the query
+and the document as a pair, and its classifier of one label gives the score.
 """
 
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ Note that the answer can only be "yes" or "no".<|im_end|>
 </think>
 
 """
-_QWEN3 = "qwen3-reranker"  # in the names of models whose files say nothing
+_QWEN3 = "qwen3-reranker"  # in the names of models whose files do not define a reranker
 _RANK = 4  # llama.cpp's enum llama_pooling_type
 
-Row = int | str  # its number, or the text of the token that has it
+Row = int | str  # the row's number, or the text of its token
 
 
 @final
@@ -41,8 +41,8 @@ Row = int | str  # its number, or the text of the token that has it
 class RerankerFiles:
     """The rows `yes` and `no` of a tensor. `is_qwen3` is True for models that read Qwen3-Reranker's prompt.
 
-    `tensor` None means that the model's classifier scores. `prompt` is the prompt of a GGUF file, with `{query}` and
-    `{document}`. `reads_pairs` is True for encoders.
+    If `tensor` is None, the model's classifier computes the score. `prompt` is the prompt of a GGUF file, with
+    `{query}` and `{document}`. `reads_pairs` is True for encoders.
     """
 
     tensor: TensorInfo | None

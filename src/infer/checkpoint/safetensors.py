@@ -1,6 +1,6 @@
 """Read safetensors, one file or the shards of an index (github.com/huggingface/safetensors).
 
-Tensors fill a file without hole or overlap, as the format demands. Duplicate keys, which the format's own library
+Tensors fill a file without gaps or overlaps, as the format requires. Duplicate keys, which the format's own library
 accepts, are refused. Pickled weights are never opened.
 """
 
@@ -18,9 +18,9 @@ from infer.system.open_file import AGAIN, OpenFile
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 MAX_HEADER_BYTES = 16 << 20
-MAX_TENSORS = 65_536  # of a file, as in a GGUF file
-_SHOWN = 5  # names in a message
-MAX_DIMENSIONS = 8  # a network for images may have five in what we skip
+MAX_TENSORS = 65_536  # per file, as in a GGUF file
+_SHOWN = 5  # most names in a message
+MAX_DIMENSIONS = 8  # skipped tensors of a network for images may have five
 
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
@@ -57,10 +57,10 @@ def read_with_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Any
     data_start = 8 + length
     if length > MAX_HEADER_BYTES or data_start > file.size:
         limit = min(MAX_HEADER_BYTES, file.size - 8)
-        why = AGAIN if length <= MAX_HEADER_BYTES else "this is no safetensors file"
+        why = AGAIN if length <= MAX_HEADER_BYTES else "this is not a safetensors file"
         raise ModelFormatError(path, "header length", f"expected at most {limit} bytes, got {length}: {why}", 0)
     head = file.read(0, data_start)
-    _check_count(path, head.count(b'"data_offsets"'))  # before their JSON is read; a name can be spelled otherwise
+    _check_count(path, head.count(b'"data_offsets"'))  # before the JSON is parsed; a name may be spelled in another way
     header = parse_json(path, head[8:], offset=8)
     metadata = header.pop("__metadata__", {})
     _check_count(path, len(header))
@@ -96,7 +96,7 @@ def _read_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...]
     begin, end = offsets
     expected = prod(shape) * _BITS[dtype]
     if (end - begin) * 8 != expected:
-        fail(f"{tuple(shape)} of {dtype} are {expected // 8} bytes, data_offsets give {end - begin}")
+        fail(f"{tuple(shape)} of {dtype} are {expected // 8} bytes, but data_offsets give {end - begin}")
     return dtype, tuple(shape), begin, end
 
 
@@ -137,17 +137,17 @@ def _read_shards(folder: Path) -> dict[str, TensorInfo]:
 
 
 def _check_shards(index: Path, names: Mapping[str, str], shards: Mapping[str, Mapping[str, TensorInfo]]) -> None:
-    """Raise ModelFormatError unless each tensor of the index is in its own shard, and in no other."""
+    """Raise ModelFormatError unless each tensor of the index is in its own shard, and in no other shard."""
     missing = [f"{name!r:.80} in {shard!r:.80}" for name, shard in names.items() if name not in shards[shard]]
     if missing:
-        problem = f"missing tensors: {_some(missing)}: the files are not of one model, or have each other's names"
+        problem = f"missing tensors: {_some(missing)}: the files belong to different models, or have swapped names"
         raise ModelFormatError(index, "weight_map", problem)
     for shard, tensors in shards.items():
         for name, info in tensors.items():
             if names.get(name, shard) != shard:
-                info.fail(f"is in {names[name]!r:.80}, too: the files are not of one model")
+                info.fail(f"is in {names[name]!r:.80}, too: the files belong to different models")
 
 
 def _some(named: list[str]) -> str:
-    """Return the first names of a list, and the number of the others."""
+    """Return the first names of a list, and the number of the other names."""
     return ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")

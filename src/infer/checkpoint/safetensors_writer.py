@@ -1,4 +1,4 @@
-"""Tensors of plain numbers in a safetensors file of our own: written one by one, and read back unchanged."""
+"""Tensors of plain numbers in a safetensors file: written one by one, and read back unchanged."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping

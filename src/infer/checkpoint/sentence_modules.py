@@ -1,4 +1,4 @@
-"""The modules of a folder of sentence-transformers: their kinds in order, their settings and their weights."""
+"""The modules of a folder of sentence-transformers: their order, kinds, settings and weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,12 +44,12 @@ class SentenceModule:
         return read_safetensors(inside(self.folder, name))
 
     def unsupported(self, problem: str) -> UnsupportedModelError:
-        """Return the error about a module that would change vectors and is not supported."""
+        """Return the error about an unsupported module that would change vectors."""
         return UnsupportedModelError(f"{self.folder.name}: {_FILE} has the module {self.kind!r:.60}: {problem}")
 
 
 def read_modules(folder: Path) -> Sequence[SentenceModule]:
-    """Return the modules of a folder in their order, none if it has no such file.
+    """Return the modules of a folder in their order, or none if it has no such file.
 
     Raises ModelFormatError for a malformed file.
     """
@@ -57,7 +57,7 @@ def read_modules(folder: Path) -> Sequence[SentenceModule]:
     if not path.exists():
         return ()
     text = read_whole(inside(folder, _FILE), MAX_BYTES)
-    found = parse_json(path, b'{"modules": ' + text + b"}")["modules"]  # the file is a list
+    found = parse_json(path, b'{"modules": ' + text + b"}")["modules"]  # the file is a JSON list
     if not (isinstance(found, list) and all(_is_module(each) for each in found)):
         raise ModelFormatError(path, "modules", "expected a list of objects with type and path")
     return [SentenceModule(folder, each["type"].rpartition(".")[2], each.get("path", "")) for each in found]

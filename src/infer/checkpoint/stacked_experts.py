@@ -1,8 +1,8 @@
-"""Stacks: tensors with the matrices or biases of all experts. They are split here, in each layout that files have.
+"""Stacks: tensors with the matrices or biases of all experts. They are split here, for each layout in files.
 
-    [experts, rows, columns]            of most files; if gate and up are in one tensor, gate's rows come first
-    [experts, columns, rows]            of gpt-oss and Llama 4 in floats
-    codes [experts, rows, blocks, 16],  of gpt-oss in MXFP4
+    [experts, rows, columns]            in most files; if gate and up are in one tensor, gate's rows come first
+    [experts, columns, rows]            gpt-oss and Llama 4 in floats
+    codes [experts, rows, blocks, 16],  gpt-oss in MXFP4
     scales [experts, rows, blocks]
 
 In gpt-oss's folders, rows of gate and up alternate.
@@ -19,12 +19,12 @@ from infer.operands.feed_forwards import MAX_EXPERTS
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 _STACK = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate|up|gate_up|down)_proj")
-_MXFP4, _CODES_BYTES = BLOCK_TYPES["MXFP4"], 16  # of a block, which has a scale of one byte besides
+_MXFP4, _CODES_BYTES = BLOCK_TYPES["MXFP4"], 16  # bytes of a block's codes; the scale has one byte more
 
 
 class StackOrder(NamedTuple):
-    are_transposed: bool = False  # matrices of floats are
-    are_interleaved: bool = False  # rows of gate and up alternate
+    are_transposed: bool = False  # True if matrices of floats are transposed
+    are_interleaved: bool = False  # True if rows of gate and up alternate
 
 
 PLAIN = StackOrder()
@@ -36,7 +36,7 @@ def is_stack(module: str) -> bool:
 
 
 def each_expert(info: TensorInfo, module: str, kind: str, order: StackOrder) -> dict[str, TensorInfo]:
-    """Return each expert's part of a stack, by our names. kind: weight or bias."""
+    """Return each expert's part of a stack, by our names. `kind` is weight or bias."""
     match = _STACK.fullmatch(module)
     assert match is not None
     names = ("gate", "up") if match[2] == "gate_up" else (match[2],)
@@ -77,7 +77,7 @@ def _factor(factors: TensorInfo, expert: int) -> TensorInfo:
 
 
 def _columns(info: TensorInfo, expert: int, rows: range) -> TensorInfo:
-    """Return some rows of an expert that the file has as columns."""
+    """Return some rows of an expert that are columns in the file."""
     _, num_columns, all_rows = info.shape
     size = BLOCK_TYPES[info.type].block_bytes
     num_bytes = len(rows) * num_columns * size
@@ -98,7 +98,7 @@ def _check(info: TensorInfo, kind: str) -> None:
 
 
 def with_joined_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors with MXFP4's codes and scales, which gpt-oss's folders store apart, as one tensor.
+    """Return the tensors with MXFP4's codes and scales, which are separate in gpt-oss's folders, as one tensor.
 
     Raises ModelFormatError if one of the two is missing, or if their shapes disagree.
     """
@@ -110,7 +110,7 @@ def with_joined_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInf
             continue
         codes, scales = tensors.get(f"{module}.blocks"), tensors.get(f"{module}.scales")
         if codes is None or scales is None:
-            info.fail(f"expected a tensor of its {'blocks' if codes is None else 'scales'} beside it")
+            info.fail(f"expected a tensor of its {'blocks' if codes is None else 'scales'} next to it")
         for each in (codes, scales):
             if each.type != "U8":
                 each.fail(f"expected bytes (U8), got {each.type}")
@@ -118,7 +118,7 @@ def with_joined_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInf
             codes.fail(f"is the same weight as {tensors[f'{module}.weight'].name!r:.80}")
         if len(scales.shape) != 3:
             scales.fail(f"expected a tensor of experts, rows and blocks, got the shape {scales.shape}")
-        joined = *scales.shape[:2], scales.shape[2] * _CODES_BYTES  # as `transformers` may write them
+        joined = *scales.shape[:2], scales.shape[2] * _CODES_BYTES  # the shape that `transformers` may write
         if codes.shape not in ((*scales.shape, _CODES_BYTES), joined):
             codes.fail(f"expected the shape of its scales {scales.shape} and {_CODES_BYTES}, got {codes.shape}")
         shape = *scales.shape[:2], scales.shape[2] * _MXFP4.block_size

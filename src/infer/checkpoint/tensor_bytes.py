@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelError
 
-DTYPES = {  # by the names of tensor types
+DTYPES = {  # by the name of the tensor type
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
@@ -16,7 +16,7 @@ DTYPES = {  # by the names of tensor types
 
 
 def memory_for(info: TensorInfo, shape: int | tuple[int, ...]) -> NDArray[np.uint8]:
-    """Return memory for bytes of a tensor. Raises ModelError if none is left."""
+    """Return memory for bytes of a tensor. Raises ModelError if no memory is left."""
     try:
         return np.empty(shape, np.uint8)
     except MemoryError as error:
@@ -24,7 +24,7 @@ def memory_for(info: TensorInfo, shape: int | tuple[int, ...]) -> NDArray[np.uin
 
 
 def bytes_of(info: TensorInfo, start: int = 0, end: int | None = None) -> NDArray[np.uint8]:
-    """Read and return the bytes [start, end) of a tensor that the file has in one place."""
+    """Read and return the bytes [start, end) of a tensor that is in one place of the file."""
     content = memory_for(info, (info.num_bytes if end is None else end) - start)
     info.file.read_into(info.offset + start, content.data)
     return content

@@ -1,4 +1,4 @@
-"""Location of a tensor in a file. Loads no torch: `lazy_weights` makes weights of it."""
+"""Location of a tensor in a file. Loads no torch: `lazy_weights` makes weights from it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple, NoReturn
 from infer.errors import ModelFormatError
 from infer.system.open_file import OpenFile
 
-# Methods of quantisation, by the way in which the codes of a matrix are stored.
+# Methods of quantisation, named by the layout of a matrix's codes.
 PackedFormat = Literal["gptq", "awq", "int", "pack", "fp8", "nvfp4", "mxfp4", "mlx"]
 
 
 class PackedParts(NamedTuple):
-    """The tensors of a quantised matrix, and the numbers that say how to read them: `quantised_tensors`."""
+    """The tensors of a quantised matrix, and the numbers needed to read them (`quantised_tensors`)."""
 
     format: PackedFormat
     bits: int
@@ -21,9 +21,9 @@ class PackedParts(NamedTuple):
     block_rows: int  # neighbouring rows that share a scale
     codes: "TensorInfo"
     scales: "TensorInfo"
-    zeros: "TensorInfo | None" = None  # zero points, or what MLX adds
-    zeros_lack: int = 0  # what must be added to the stored zero points
-    groups: "TensorInfo | None" = None  # the group of each column, if columns are not in the order of their groups
+    zeros: "TensorInfo | None" = None  # zero points, or MLX's biases
+    zeros_lack: int = 0  # to add to the stored zero points
+    groups: "TensorInfo | None" = None  # the group of each column, if columns are not ordered by group
     factor: "TensorInfo | None" = None  # one number for all scales
     divides: bool = False  # scales are divided by the factor, not multiplied
 
@@ -41,22 +41,23 @@ class PackedParts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TensorInfo:
-    """Location of a tensor under its file's name and in its file's type, and the changes that must be undone."""
+    """Location of a tensor, with the file's name and type of it, and the changes that must be undone."""
 
     file: OpenFile = field(repr=False)
     name: str
     type: str
     shape: tuple[int, ...]  # rows first
     offset: int  # from the start of the file
-    num_bytes: int  # of the values; with a stride, others lie between them
-    num_paired_heads: int = 0  # so many heads' rows are in llama.cpp's order; 0: the rows are as they should be
-    added: float = 0.0  # what the stored values lack
-    row_stride: int = 0  # bytes from row to row; 0: each follows the one before
-    column_stride: int = 0  # bytes from column to column, if the file has the transposed matrix; 0: as usual
-    row_ranges: tuple[tuple[int, int], ...] = ()  # rows of the file's matrix that are this one's; (): those at offset
-    scales: "TensorInfo | None" = None  # of MXFP4, if the scales are a tensor of their own; the rest is codes
-    factor: "TensorInfo | None" = None  # one F32 that multiplies all values, in a tensor of its own
-    packed: PackedParts | None = None  # of a quantised matrix in several tensors; `type` is what it becomes
+    num_bytes: int  # of the values; with a stride, other values are between them
+    num_paired_heads: int = 0  # number of heads whose rows are in llama.cpp's order; 0: rows are in our order
+    added: float = 0.0  # to add to the stored values
+    row_stride: int = 0  # bytes from row to row; 0: rows are contiguous
+    column_stride: int = 0  # bytes from column to column of a transposed matrix; 0: not transposed
+    # Rows of the file's matrix that belong to this tensor; (): the rows at offset.
+    row_ranges: tuple[tuple[int, int], ...] = ()
+    scales: "TensorInfo | None" = None  # MXFP4: the scales, if they are a separate tensor; the rest is codes
+    factor: "TensorInfo | None" = None  # a separate tensor: one F32 that multiplies all values
+    packed: PackedParts | None = None  # a quantised matrix in several tensors; `type` is the type after reading
 
     @property
     def path(self) -> Path:
@@ -68,7 +69,7 @@ class TensorInfo:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the values in the file, in all tensors that have a part of them."""
+        """Bytes of the values in the file, in all tensors that contain a part of them."""
         if self.packed is None:
             return self.num_bytes + (0 if self.factor is None else self.factor.num_bytes)
         num_rows = self.packed.num_rows

@@ -1,7 +1,7 @@
 """Hugging Face's and GGUF's names of tensors → our names.
 
-The names are Hugging Face's for Llama, except for a layer's four norms. These are named by their place, because the two
-dialects of Hugging Face give `post_attention_layernorm` two meanings:
+The names are Hugging Face's for Llama, except for a layer's four norms. These are named by their place, because
+`post_attention_layernorm` has two meanings in Hugging Face's models:
 
     model.layers.N.attention_norm        before attention       model.layers.N.mlp_norm        before the MLP
     model.layers.N.post_attention_norm   on attention's result  model.layers.N.post_mlp_norm   on the MLP's result
@@ -35,7 +35,7 @@ _GGUF_LAYER = {
     "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
-    "ffn_gate_up": "mlp.gate_up_proj",  # what we call ffn_up where there is no ffn_gate
+    "ffn_gate_up": "mlp.gate_up_proj",  # internal name of ffn_up without ffn_gate
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.router",
     "ffn_gate_exps": "mlp.experts.gate_proj",
@@ -54,9 +54,9 @@ _GGUF_LAYER = {
     "post_ffw_norm_2": "mlp.post_experts_norm",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
-    "linear_attn_qkv": "linear_attn.qkv_proj",  # what we call attn_qkv in layers with ssm_conv1d
+    "linear_attn_qkv": "linear_attn.qkv_proj",  # internal name of attn_qkv in layers with ssm_conv1d
     "attn_gate": "self_attn.gate_proj",
-    "linear_attn_gate": "linear_attn.z_proj",  # what we call attn_gate in layers with ssm_conv1d
+    "linear_attn_gate": "linear_attn.z_proj",  # internal name of attn_gate in layers with ssm_conv1d
     "ssm_in": "linear_attn.qkvz_proj",
     "ssm_ba": "linear_attn.ba_proj",
     "ssm_beta": "linear_attn.b_proj",
@@ -64,7 +64,7 @@ _GGUF_LAYER = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-# Tensors that end otherwise in our names.
+# Tensors whose names end differently in our names.
 _GGUF_VECTOR = {
     "exp_probs_b.bias": "mlp.router.correction",
     "ffn_gate_inp.scale": "mlp.router_norm.weight",
@@ -76,29 +76,29 @@ _GGUF_VECTOR = {
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.decay",
 }
-# Architectures whose files call the norm before the MLP by the place after attention.
+# Architectures whose files name the norm before the MLP by its place after attention.
 _WITH_POST_ATTENTION_NORM = frozenset({"glm4moe", "gpt-oss", "seed_oss", "qwen3next", "qwen35", "qwen35moe"})
 _LAST_NORM_OF_LFM2 = frozenset({"lfm2", "lfm2moe"})
 _TWO_NORMS = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
-    "operator_norm": "attention_norm",  # of LFM2
+    "operator_norm": "attention_norm",  # LFM2
     "ffn_norm": "mlp_norm",
-    "attention_layer_norm": "attention_norm",  # of OLMo-hybrid
+    "attention_layer_norm": "attention_norm",  # OLMo-hybrid
     "feedforward_layer_norm": "mlp_norm",
 }
 _FOUR_NORMS = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "post_attention_norm",
-    "feedforward_layer_norm": "post_attention_norm",  # of OLMo-hybrid, as transformers writes it
+    "feedforward_layer_norm": "post_attention_norm",  # OLMo-hybrid, in files of transformers
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "post_mlp_norm",
-    "post_feedforward_layernorm_1": "mlp.post_shared_norm",  # of Gemma 4, with experts beside the MLP
+    "post_feedforward_layernorm_1": "mlp.post_shared_norm",  # Gemma 4, with experts in parallel to the MLP
     "pre_feedforward_layernorm_2": "mlp.experts_norm",
     "post_feedforward_layernorm_2": "mlp.post_experts_norm",
 }
-# Names of the parts of experts: of Qwen, OLMoE and GLM; then of Granite, Mixtral and Gemma 4. The last are parts of
-# LFM2 and Llama 4, and of gated delta nets.
+# Names of the parts of experts: in Qwen, OLMoE and GLM; in Granite, Mixtral and Gemma 4. The last are parts of LFM2 and
+# Llama 4, and of gated delta nets.
 _PARTS = (
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.gate\.weight"), r"\1mlp.router.weight"),
     (re.compile(r"\.mlp\.(gate|experts)\.e_score_correction_bias"), ".mlp.router.correction"),
@@ -138,7 +138,7 @@ _PARTS = (
     (re.compile(r"\.linear_attn\.o_norm\."), ".linear_attn.norm."),
     (re.compile(r"\.linear_attn\.o_proj\."), ".linear_attn.out_proj."),
 )
-# Most names, of which large models have 100,000, are ours as they are.
+# Names that are unchanged, the majority: large models have 100,000 names.
 _OURS = re.compile(
     r"model\.layers\.[0-9]+\.(self_attn\.[qkvo]_proj|mlp\.(experts\.[0-9]+\.)?(gate|up|down)_proj)\.(weight|bias)"
 )
@@ -152,7 +152,7 @@ _NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.weight)")
 _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
 _WITHOUT_MODEL = re.compile(r"(embed_tokens|layers\.[0-9]+|norm)\.")  # names in files of embedding models
 
-# Not part of the text network, made from the config, or only for drafting tokens (mtp).
+# Tensors that are not part of the text network, are made from the config, or are only for drafting tokens (mtp).
 _SKIPPED_GGUF = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 _SKIPPED = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|embed_audio|multi_modal_projector|embed_vision|vision_adapter|vision_projection|mtp)\.|.*\.rotary_emb\.inv_freq"
@@ -165,7 +165,7 @@ def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
     has_gate = any(".ffn_gate." in name or ".ffn_gate_inp." in name for name in kept)
     has_mlp_norm = any(".ffn_norm." in name or ".post_ffw_norm." in name for name in kept)
     usual = {name: name if has_gate else name.replace(".ffn_up.", ".ffn_gate_up.") for name in kept}
-    if not has_mlp_norm:  # so the norm after attention is the one before the MLP
+    if not has_mlp_norm:  # then the norm after attention is the norm before the MLP
         usual = {name: alias.replace(".post_attention_norm.", ".ffn_norm.") for name, alias in usual.items()}
     for name in [name for name in kept if name.endswith(".ssm_conv1d.weight")]:
         for which in ("qkv", "gate"):
@@ -175,7 +175,7 @@ def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
 
 
 def name_in_gguf(name: str, architecture: str) -> str | None:
-    """Return the name that a GGUF file of this architecture has for one of our names; None if there is none.
+    """Return the name of one of our tensors in a GGUF file of this architecture, or None if there is none.
 
     It is the inverse of `names_from_gguf`. Stacks of experts have the names of `stacked_experts`, without a number.
     """
@@ -206,13 +206,13 @@ def names_from_hugging_face(names: Iterable[str]) -> dict[str, str]:
 
 
 def _layer_of(name: str) -> str:
-    """Return the beginning of a layer's names."""
+    """Return the beginning of all names of a layer."""
     match = _NORM_PATTERN.fullmatch(name)
     return "" if match is None else match[1]
 
 
 def _renamed(name: str, with_four: Collection[str]) -> str:
-    """Return our name. The layers `with_four` have norms of results."""
+    """Return our name. The layers in `with_four` have norms of results."""
     norms = _FOUR_NORMS if _layer_of(name) in with_four else _TWO_NORMS
     for pattern, ours in _PARTS:
         name = pattern.sub(ours, name)
@@ -220,7 +220,7 @@ def _renamed(name: str, with_four: Collection[str]) -> str:
 
 
 def is_norm(name: str) -> bool:
-    """Return True if one of our names is the weight of a norm; not of the norm in a gated delta net."""
+    """Return True if one of our names is the weight of a norm, except the norm in a gated delta net."""
     return name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
 
 

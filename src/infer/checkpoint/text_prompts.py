@@ -1,4 +1,4 @@
-"""Prompts of an embedding model: texts that stand before a text, by name, as sentence-transformers' file has them.
+"""Prompts of an embedding model, by name: texts to put before a text, from sentence-transformers' file.
 
 GGUF has no keys for them. `infer.prompts.names` and `infer.prompts.texts` are lists of equal length,
 `infer.prompts.default` is one of the names, and `infer.prompts.are_pooled` is false if vectors leave out their tokens.
@@ -20,13 +20,13 @@ ARE_POOLED_KEY = "infer.prompts.are_pooled"
 @final
 @dataclass(frozen=True)
 class TextPrompts:
-    """Prompts by name. The prompt named `default` is for texts of calls that name none."""
+    """Prompts by name. Calls that name no prompt use the prompt named `default`."""
 
     by_name: Mapping[str, str] = field(default_factory=dict)
     default: str | None = None
 
     def text_of(self, name: str | None) -> str:
-        """Return the prompt with a name, or the default prompt. Raises InvalidRequestError for an unknown name."""
+        """Return the prompt with this name, or the default prompt. Raises InvalidRequestError for an unknown name."""
         name = self.default if name is None else name
         if name is None:
             return ""
@@ -38,7 +38,7 @@ class TextPrompts:
 
 
 def prompts_from_folder(folder: Path) -> TextPrompts:
-    """Return the prompts of a folder, none if it has no such file. Raises ModelFormatError for a malformed file."""
+    """Return the prompts of a folder, or none if it has no such file. Raises ModelFormatError for a malformed file."""
     path = folder / _FILE
     if not path.exists():
         return TextPrompts()
@@ -47,19 +47,21 @@ def prompts_from_folder(folder: Path) -> TextPrompts:
     if not (isinstance(prompts, dict) and all(isinstance(each, str) for each in prompts.values())):
         raise ModelFormatError(path, "key 'prompts'", "expected texts by name")
     if default is not None and default not in prompts:
-        raise ModelFormatError(path, "key 'default_prompt_name'", f"{default!r:.80} is no name of a prompt")
+        raise ModelFormatError(path, "key 'default_prompt_name'", f"{default!r:.80} is not the name of a prompt")
     return TextPrompts(prompts, default)
 
 
 def prompts_from_gguf(path: Path, metadata: Mapping[str, Any]) -> TextPrompts:
-    """Return the prompts of a GGUF file, none if it lacks the keys. Raises ModelFormatError for malformed ones."""
+    """Return the prompts of a GGUF file, or none if it lacks the keys. Raises ModelFormatError for malformed keys."""
     names, texts = (metadata.get(key, []) for key in (NAMES_KEY, TEXTS_KEY))
     for key, given in ((NAMES_KEY, names), (TEXTS_KEY, texts)):
         if not (isinstance(given, list) and all(isinstance(each, str) for each in given)):
             raise ModelFormatError(path, f"key {key!r}", "expected a list of texts")
     if len(names) != len(texts):
-        raise ModelFormatError(path, f"key {TEXTS_KEY!r}", f"expected {len(names)} texts, as names, got {len(texts)}")
+        raise ModelFormatError(
+            path, f"key {TEXTS_KEY!r}", f"expected {len(names)} texts, one per name, got {len(texts)}"
+        )
     default = metadata.get(DEFAULT_KEY)
     if default is not None and default not in names:
-        raise ModelFormatError(path, f"key {DEFAULT_KEY!r}", f"{default!r:.80} is no name of a prompt")
+        raise ModelFormatError(path, f"key {DEFAULT_KEY!r}", f"{default!r:.80} is not the name of a prompt")
     return TextPrompts(dict(zip(names, texts, strict=True)), default)

@@ -157,7 +157,7 @@ def test_a_gguf_file_says_how_it_pools(tmp_path: Path, number: int, pooling: str
 @pytest.mark.parametrize("number", [5, 99])
 def test_an_unknown_pooling_of_a_gguf_file_is_refused(tmp_path: Path, number: int) -> None:
     write_model(tmp_path / "a.gguf", "qwen3", extend=lambda writer: writer.add_uint32("qwen3.pooling_type", number))
-    message = rf"qwen3.pooling_type {number} is not supported; supported are 1 \(mean\), 2 \(cls\), 3 \(last\)"
+    message = rf"qwen3.pooling_type {number} is not supported: supported are 1 \(mean\), 2 \(cls\), 3 \(last\)"
     with pytest.raises(UnsupportedModelError, match=message):
         open_checkpoint(tmp_path / "a.gguf")
 

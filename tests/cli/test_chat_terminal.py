@@ -294,9 +294,7 @@ def test_a_history_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     with terminal(CHAT, columns=300, INFER_HISTORY=str(tmp_path)) as screen:
         screen.prompt()
         screen.type(b"one\r")
-        screen.until(
-            f"infer: {tmp_path} cannot be written: Is a directory (INFER_HISTORY sets another file, or no file)"
-        )
+        screen.until(f"infer: {tmp_path} cannot be written: Is a directory (INFER_HISTORY names another file, or none)")
         screen.until("echo: 1 one")
         screen.leave()
         assert screen.shown.count("cannot be written") == 1

@@ -151,7 +151,7 @@ def test_a_classification_has_its_first_label_and_plain_json() -> None:
         ([[{"role": "user", "content": "a"}]], "text 0: a classifier reads a text, ids or a pair of texts"),
         ([("a", "b", "c")], "text 0: a pair must be two texts, got 3"),
         ([("a", 5)], "text 0: a pair must be two texts, got int"),
-        ([("a", "\ud800")], "text 0: the text holds a lone surrogate"),
+        ([("a", "\ud800")], "text 0: the text contains a lone surrogate"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_classified_is_one_line(llm: LLM, texts: Any, message: str) -> None:

@@ -194,7 +194,7 @@ def test_a_document_is_cut_before_the_end_of_the_prompt(llm: LLM) -> None:
     [
         ("a", "b", {}, "documents must be a list of texts, got str"),
         ("a", ["b"], {"top_n": 0}, "top_n must be a whole number of at least 1, got 0"),
-        ("\ud800", ["b"], {}, "document 0: the text holds a lone surrogate"),
+        ("\ud800", ["b"], {}, "document 0: the text contains a lone surrogate"),
     ],
 )
 def test_what_cannot_be_ranked_is_one_line(llm: LLM, query: Any, documents: Any, options: Any, message: str) -> None:

@@ -102,7 +102,11 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
     [
         ("gpt2", {}, "model_type 'gpt2' is not supported"),
         ("glm4", {}, "model_type 'glm4' is not supported: it needs a rotation of neighbouring elements"),
-        ("cohere2", {}, "model_type 'cohere2' is not supported: it needs LayerNorm, and attention beside the MLP"),
+        (
+            "cohere2",
+            {},
+            "model_type 'cohere2' is not supported: it needs LayerNorm, and attention in parallel to the MLP",
+        ),
         ("hunyuan_v1_dense", {}, "it needs norms of q and k after their rotation"),
         (
             "llama4",
@@ -117,7 +121,7 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
             LLAMA4 | {"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": None},
             "layer_types has chunked_attention, but attention_chunk_size is not set",
         ),
-        ("gemma3n_text", {}, "it needs four residual streams at once"),
+        ("gemma3n_text", {}, "it needs four parallel residual streams"),
         (
             "muse_glimmer",
             {"head_dim": 16, "num_key_value_heads": 2, "attention_bias": True},
@@ -135,7 +139,7 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
         ("llama", {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "above low_freq_factor=1"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for llama"),
         ("qwen2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
-        ("phi3", {"partial_rotary_factor": 1.5}, "24 elements of a head cannot rotate in pairs, as head_dim is 16"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "24 elements of a head cannot rotate in pairs if head_dim is 16"),
         ("phi3", {"partial_rotary_factor": 0.01}, "0 elements of a head cannot rotate"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' is not supported for phi3"),
         ("phi3", {"rope_scaling": {"type": "longrope", **LONG}}, "short_factor must list 8 numbers"),

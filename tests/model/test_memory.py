@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_refused_with_the_context_that_would(monkeypatch: p
     with pytest.raises(ModelError, match=f"max_seq_len={most} fits"):
         load_model("smollm2", max_seq_len=most + 64)
     monkeypatch.setattr("infer.backends.base.available_memory_bytes", lambda: 10**6)
-    with pytest.raises(ModelError, match="and 1 MB are available: take a smaller quantisation"):
+    with pytest.raises(ModelError, match="but 1 MB are available: use a smaller quantisation"):
         load_model("smollm2")
     monkeypatch.setattr("infer.backends.base.available_memory_bytes", lambda: None)
     assert load_model("smollm2", max_seq_len=64)[0].max_seq_len == 64

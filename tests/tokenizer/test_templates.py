@@ -142,7 +142,7 @@ def test_what_cannot_be_continued_is_said() -> None:
         chatml.render([ANSWER], continue_final_message=True, add_generation_prompt=True)
     with pytest.raises(InvalidRequestError, match="needs text"):
         chatml.render([{"role": "assistant"}], continue_final_message=True)
-    with pytest.raises(InvalidRequestError, match="leaves the last message out"):
+    with pytest.raises(InvalidRequestError, match="does not render the last message"):
         ChatTemplate("{{ messages[0].content }}", {}).render([USER, ANSWER], continue_final_message=True)
 
 

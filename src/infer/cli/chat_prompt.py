@@ -117,7 +117,7 @@ class TypedHistory(History):
     def report_trouble(self) -> None:
         """Print once why the last message could not be saved."""
         if self._trouble:
-            note(f"{self._trouble} ({VARIABLE} sets another file, or no file)")
+            note(f"{self._trouble} ({VARIABLE} names another file, or none)")
             self._trouble = ""
 
 

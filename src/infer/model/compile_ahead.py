@@ -1,4 +1,4 @@
-"""Compilation of a backend's kernels from a model's headers. No torch: it may begin while torch is being loaded."""
+"""Compilation of a backend's kernels from a model's headers. Needs no torch, so it can begin while torch is loaded."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,7 +25,7 @@ def make_outline(
 
 @contextmanager
 def compiling_ahead(model: str, device: str, load: LoadSettings, cache: CacheSettings) -> Iterator[None]:
-    """Start to compile a model's kernels on a machine that has run no model yet, while the model loads in this context.
+    """Start to compile a model's kernels on a machine without these kernels, while the model loads in this context.
 
     Does nothing for a model that the load will refuse.
     """

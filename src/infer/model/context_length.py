@@ -1,6 +1,6 @@
-"""The number of tokens in a context: the requested number, checked, or as many as the model and the memory allow.
+"""The number of tokens in a context: the requested number, checked, or the most that the model and memory allow.
 
-Arithmetic on headers: no torch, nothing allocated.
+Arithmetic on headers: loads no torch and allocates nothing.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from infer.model.memory_estimate import LoadSettings, estimate, largest_context
 from infer.operands.architecture import Architecture
 from infer.request_limits import MAX_CONTEXT
 
-_LEAST, _MULTIPLE = 512, 64  # of a context that was cut to the memory
+_LEAST, _MULTIPLE = 512, 64  # smallest context that is cut to the memory, and its unit
 
 
 def context_length(max_seq_len: int | None, architecture: Architecture, cache: CacheSettings) -> int:
-    """Return `max_seq_len`, or if it is None the model's own length, at most the default.
+    """Return `max_seq_len`. If it is None, return the model's own length, but at most the default.
 
     Raises InvalidRequestError if `max_seq_len` is not valid for the model.
     """
@@ -39,7 +39,7 @@ def fitting_length(
     most: int,
     available: int | None,
 ) -> int:
-    """Return the default context `most`, or the part of it that fits the memory; `most` if no useful part fits."""
+    """Return the default context `most`, or the part of it that fits in memory; `most` if no useful part fits."""
     if available is None or estimate(architecture, tensors, load, cache, num_tokens=most).model <= available:
         return most
     fits = largest_context(architecture, tensors, load, cache, available=available, most=most) // _MULTIPLE * _MULTIPLE

@@ -1,4 +1,4 @@
-"""Load a network and its tokenizer from a model's files, after all settings have been checked."""
+"""Load a network and its tokenizer from a model's files, after checking all settings."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ def load_model(
     """Load only the network, for programs that bring their own loop.
 
     Args:
-        model_id: A folder, a `.gguf` file, or a name as `LLM` takes it.
+        model_id: A folder, a `.gguf` file, or a name as for `LLM`.
         dtype: As for `LLM`.
         device: As for `LLM`.
         weights: As for `LLM`.
@@ -77,7 +77,7 @@ def load_tokenizer(
     """Load the tokenizer of a model, without its weights.
 
     Args:
-        model: A model as `LLM` takes it, or an open checkpoint.
+        model: A model as for `LLM`, or an open checkpoint.
         chat_template: Template that replaces the model's own.
         allow_special: True if the text of a control token in a message is encoded as the control token, not as text.
 
@@ -111,10 +111,10 @@ def load_checked(
     group: Group | None = None,
     on_input: OnInput | None = None,
 ) -> Transformer:
-    """Check all settings, then load the network. If a `group` runs the model together, load this rank's share.
+    """Check all settings, then load the network. If a `group` runs the model together, load this rank's part.
 
-    `tokenizer` is None if rank 0 has already checked the vocabulary, and the memory of all ranks. `on_input` is as for
-    `load_transformer`.
+    `tokenizer` is None if rank 0 has already checked the vocabulary and the memory of all ranks. `on_input` is the same
+    as for `load_transformer`.
     """
     architecture = make_architecture(checkpoint.config)
     cache = cache or CacheSettings()
@@ -123,7 +123,7 @@ def load_checked(
         _check_vocabulary(architecture, tokenizer)
     chosen_dtype = _dtype(dtype)
     if chosen_dtype is not None and weights != "auto":
-        raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give one of them")
+        raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give only one of them")
 
     backend, context = device_backend(device), context_length(max_seq_len, architecture, cache)
     keep_floats_as = _choice("weights", weights, get_args(FloatsAs))
@@ -156,12 +156,12 @@ def load_checked(
 def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:
     """Raise ModelError if a token that is not special has no row in the embedding.
 
-    Special tokens of a larger related model (an image token) may have no row: no text encodes to these tokens.
+    Special tokens of a larger related model (an image token) may have no row, because no text encodes to them.
     """
     if set(range(architecture.vocab_size, tokenizer.vocab_size)) - tokenizer.special_token_ids:
         raise ModelError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {architecture.vocab_size} rows: "
-            "they are of different models"
+            "they belong to different models"
         )
 
 
@@ -174,7 +174,7 @@ def _checked_context(
     backend: ops.Backend,
     may_shrink: bool,
 ) -> int:
-    """Return the length of the context that fits the memory, before anything is allocated.
+    """Return the context length that fits in memory, before anything is allocated.
 
     If the context `may_shrink`, return the part of it that fits, and warn if it is reduced. Raise ModelError if the
     model does not fit.
@@ -186,7 +186,7 @@ def _checked_context(
     if found < context:
         warnings.warn(
             f"the context is {found:,} tokens, not {context:,}: {(available or 0) // 1_000_000:,} MB of memory are "
-            "available (kv_type q8 or q4 takes less)",
+            "available (kv_type q8 or q4 needs less)",
             stacklevel=5,
         )
     check_fits(name, architecture, tensors, load, cache, num_tokens=found, available=available)
@@ -195,9 +195,9 @@ def _checked_context(
 
 @contextmanager
 def threads_if_loaded(threads: int | None, num_ranks: int = 1) -> Iterator[None]:
-    """Call `set_num_threads` for rank 0, and undo it if the body of the context raises.
+    """Call `set_num_threads` for rank 0. Undo it if the body of the context raises.
 
-    None is the default number of threads, divided among the ranks.
+    None is the default number of threads, divided between the ranks.
     """
     if threads is None and num_ranks > 1:
         threads = max(1, default_num_threads() // num_ranks)
@@ -217,8 +217,7 @@ def threads_if_loaded(threads: int | None, num_ranks: int = 1) -> Iterator[None]
 def set_num_threads(threads: int, rank: int = 0, num_ranks: int = 1) -> None:
     """Set the number of threads of this process, for our kernels and for torch.
 
-    If `num_ranks` processes share a model, their threads stay on memory nodes in the same way as the threads of one
-    process.
+    If `num_ranks` processes share a model, their threads are placed on memory nodes like the threads of one process.
     """
     check_num_threads(threads)
     torch.set_num_threads(threads)
@@ -247,7 +246,7 @@ def device_backend(device: str | torch.device) -> ops.Backend:
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
-    """Return a dtype's name as `LLM` takes it: "auto", "float32", ... Raises InvalidRequestError."""
+    """Return the name of a dtype for `LLM`: "auto", "float32", ... Raises InvalidRequestError."""
     return "auto" if (chosen := _dtype(dtype)) is None else str(chosen).removeprefix("torch.")
 
 

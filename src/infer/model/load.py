@@ -18,7 +18,7 @@ from infer.operands.group import Group
 from infer.operands.mixers import Attention, QueryScale, Rope
 from infer.operands.weights import Projection, RopeTable
 
-OnProgress = Callable[[int, int], None]  # (layers done, layers in all)
+OnProgress = Callable[[int, int], None]  # (loaded layers, all layers)
 
 
 def load_transformer(
@@ -34,14 +34,14 @@ def load_transformer(
     group: Group | None = None,
     on_input: OnInput | None = None,
 ) -> Transformer:
-    """Return a model that is ready to run. If a `group` runs the model together, return this rank's share.
+    """Return a model that is ready to run. If a `group` runs the model together, return this rank's part.
 
     If `dtype` is None, each weight keeps the type of its file; otherwise all weights become dense in `dtype`.
     `keep_floats_as` quantises matrices that are stored as floats. Matrices that the file stores quantised stay
     unchanged. `on_input` is called with the name and the inputs of each matrix of a layer, before each product; only
-    the reference backend does so.
+    the reference backend calls it.
 
-    Raises ModelError that lists every missing, extra and misshapen tensor, twenty at most.
+    Raises ModelError that lists every missing, extra and misshapen tensor, at most twenty.
     """
     check_tensors(architecture, weights)
     backend.check_layers(architecture.layers)
@@ -81,7 +81,7 @@ def load_transformer(
 
 
 def _ends(architecture: Architecture, loader: WeightLoader, *, is_shared: bool) -> tuple[Projection, Projection]:
-    """Return the embedding and the head, which are one if they are tied, unless ranks share the rows of the head."""
+    """Return the embedding and the head. Tied ones are the same, unless ranks divide the rows of the head."""
     embedding = loader.projection("model.embed_tokens", label="embed")
     if architecture.tied_embeddings and not is_shared:
         return embedding, embedding
@@ -99,7 +99,7 @@ def _each_layer(
 
 
 def _type_of_keys(architecture: Architecture, weights: Weights) -> str:
-    """Return the type in which the file stores the first layer's matrix of keys; F32 if no layer has one."""
+    """Return the type in which the file stores the first layer's matrix of keys, or F32 if no layer has one."""
     for index, layer in enumerate(architecture.layers):
         if isinstance(layer.mixer, Attention):
             return weights[f"model.layers.{index}.self_attn.k_proj.weight"].type
@@ -116,7 +116,7 @@ def make_rope_table(rope: Rope, num_positions: int, device: torch.device) -> Rop
 
 
 def make_query_scales(scale: QueryScale, num_positions: int, device: torch.device) -> Float[Tensor, "positions"]:
-    """Return the factor of every position's queries."""
+    """Return the factor for queries at every position."""
     periods = ((torch.arange(num_positions) + scale.offset) / scale.period).floor()
     return (1 + scale.growth * torch.log(1 + periods)).to(device)
 

@@ -1,7 +1,7 @@
-"""The memory that a model takes on this machine, by arithmetic on its headers: no torch, nothing allocated.
+"""The memory that a model needs on this machine, by arithmetic on its headers: no torch, and no allocation.
 
-The backend's own rules (`backends.before_load`) count weights and the buffers of a step. A cache counts as it is
-reserved.
+The backend's own rules (`backends.before_load`) count weights and the buffers of a step. A cache counts with its
+reserved size.
 """
 
 from bisect import bisect_right
@@ -24,7 +24,7 @@ from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TEXTS, MAX_STEP_TOKE
 from infer.operands.mixers import KEPT_AS_FLOATS, Attention, Mixer
 from infer.quantization.ggml_types import TYPES_OF_FLOATS
 
-# Of a process that has loaded torch and our compiled kernels, and of each token of a vocabulary: measured resident.
+# Measured resident memory: of a process that has loaded torch and our compiled kernels, and per token of a vocabulary.
 PROCESS_BYTES, VOCABULARY_BYTES = 249_000_000, 400
 _TYPE_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -49,7 +49,7 @@ class LoadSettings:
     weights: str = "auto"
     precision: str = "exact"
     num_threads: int = 1
-    device: str = "cpu"  # the kind alone, no index
+    device: str = "cpu"  # only the kind, without an index
 
     @property
     def kv_type(self) -> str:
@@ -63,7 +63,7 @@ class LoadSettings:
 class Estimate:
     """Memory in bytes.
 
-    `process` is Python with torch and the vocabulary. A program that asks already uses part of it. With CUDA it is 0.
+    `process` is Python with torch and the vocabulary. The asking program already uses a part of it. With CUDA it is 0.
     """
 
     weights: int
@@ -73,7 +73,7 @@ class Estimate:
 
     @property
     def model(self) -> int:
-        """Bytes that loading adds to a process."""
+        """Bytes that a process needs additionally for loading."""
         return self.weights + self.cache + self.workspace
 
     @property
@@ -93,7 +93,7 @@ def estimate(
 ) -> Estimate:
     """Return the memory of a model with a cache of `num_rows` rows of `num_tokens` tokens, in `pool_pages` pages.
 
-    If `pool_pages` is None, all rows fit when full. Raises InvalidRequestError if the pages cannot hold one row.
+    If `pool_pages` is None, all rows fit when full. Raises InvalidRequestError if one row does not fit the pages.
     """
     types = loaded_types(architecture, tensors, load)
     if architecture.reads_whole_texts:
@@ -110,7 +110,7 @@ def estimate(
 
 
 def kv_type_of(architecture: Architecture, load: LoadSettings, cache: CacheSettings) -> str:
-    """Return how keys and values are stored: unless a type is asked for, an encoder's exactly."""
+    """Return the storage type of keys and values. Without a requested type, an encoder's are exact."""
     default = "f32" if architecture.reads_whole_texts else load.kv_type
     return default if cache.kv_type == "auto" else cache.kv_type
 
@@ -118,10 +118,10 @@ def kv_type_of(architecture: Architecture, load: LoadSettings, cache: CacheSetti
 def _estimate_of_encoder(
     architecture: Architecture, types: Mapping[str, str], load: LoadSettings, cache: CacheSettings, num_tokens: int
 ) -> Estimate:
-    """Return the memory of an encoder. Its cache holds two layers of one text, or of the texts of a tile."""
+    """Return the memory of an encoder. Its cache has two layers of one text, or of the texts of a tile."""
     sizes = StepSizes(num_tokens, MAX_STEP_TOKENS, 1, load.precision, load.num_threads)
     kv_type = kv_type_of(architecture, load, cache)
-    stream = 4 * num_tokens * architecture.hidden_size  # of a text that takes several tiles
+    stream = 4 * num_tokens * architecture.hidden_size  # for a text with several tiles
     return Estimate(
         weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
         cache=text_cache_bytes(architecture.attention[0], MAX_STEP_TEXTS, max(num_tokens, MAX_STEP_TOKENS), kv_type),
@@ -142,7 +142,7 @@ def check_fits(
     pool_pages: int | None = None,
     available: int | None,
 ) -> None:
-    """Raise ModelError, with the largest context that would fit, if loading would take more than is available.
+    """Raise ModelError, with the largest context that would fit, if loading would need more than is available.
 
     If `available` is None, the available memory is unknown and nothing is refused.
     """
@@ -151,11 +151,11 @@ def check_fits(
     if available is None or needed.model <= available:
         return
     most = largest_context(*model, available=available, most=num_tokens, num_rows=num_rows, pool_pages=pool_pages)
-    instead = f"max_seq_len={most} fits" if most > 1 else "take a smaller quantisation of it (or weights='q4')"
+    instead = f"max_seq_len={most} fits" if most > 1 else "use a smaller quantisation of it (or weights='q4')"
     raise ModelError(
         f"{name} needs {_megabytes(needed.model)} MB here ({_megabytes(needed.weights)} of weights, "
         f"{_megabytes(needed.cache)} of cache for {num_tokens:,} tokens, {_megabytes(needed.workspace)} of workspace), "
-        f"and {_megabytes(available)} MB are available: {instead}"
+        f"but {_megabytes(available)} MB are available: {instead}"
     )
 
 
@@ -170,7 +170,7 @@ def check_rows_fit(
     pool_pages: int | None = None,
     available: int | None,
 ) -> None:
-    """Raise InvalidRequestError, with the setting that would fit, if memory allocated after loading is too large.
+    """Raise InvalidRequestError, with a setting that would fit, if memory allocated after loading is too large.
 
     This memory is the cache, and the history and logits of as many full rows as fit in it.
     """
@@ -197,7 +197,7 @@ def check_rows_fit(
         )
         instead = f"pool_pages={least + fitting - 1} fits" if fitting else instead
     raise InvalidRequestError(
-        f"{what} need {_megabytes(total)} MB, and {_megabytes(available)} MB are available: {instead}"
+        f"{what} need {_megabytes(total)} MB, but {_megabytes(available)} MB are available: {instead}"
     )
 
 
@@ -216,9 +216,9 @@ def largest_context(
     num_rows: int = 1,
     pool_pages: int | None = None,
 ) -> int:
-    """Return the largest number of tokens, at most `most`, for which the model and the row fit, or 0 if none.
+    """Return the largest number of tokens, at most `most`, for which the model and one row fit, or 0 if none does.
 
-    The model must take no more than `available` bytes, and one row no more pages than the pool has.
+    The model must need at most `available` bytes, and one row at most the pages of the pool.
     """
 
     def fits(count: int) -> bool:
@@ -264,7 +264,7 @@ def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:
 def weight_bytes(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> int:
     """Return the bytes of the weights: matrices in the kernels' layout, norms and biases in float32.
 
-    A table that stays in its file takes none.
+    A table that stays in its file uses no memory.
     """
     rules = memory_rules(device)
     total = sum(
@@ -274,13 +274,13 @@ def weight_bytes(architecture: Architecture, types: Mapping[str, str], device: s
     )
     for index, layer in enumerate(architecture.layers):
         if isinstance(layer.mixer, Attention) and layer.mixer.has_keys and layer.mixer.are_values_keys:
-            keys = types[f"model.layers.{index}.self_attn.k_proj.weight"]  # which stand there twice
+            keys = types[f"model.layers.{index}.self_attn.k_proj.weight"]  # these are counted twice
             total += rules.matrix_bytes(keys, layer.mixer.kv_features, architecture.hidden_size)
     return total
 
 
 def _unread_bytes(architecture: Architecture, types: Mapping[str, str]) -> int:
-    """Return the bytes of the experts that a token does not choose."""
+    """Return the bytes of the experts that a token does not use."""
     total, rules = 0.0, memory_rules()
     for index, layer in enumerate(architecture.layers):
         if isinstance(layer.feed_forward, Experts):
@@ -297,7 +297,7 @@ def _unread_bytes(architecture: Architecture, types: Mapping[str, str]) -> int:
 def decode_bytes(architecture: Architecture, types: Mapping[str, str], kv_type: str, context: int) -> int:
     """Return the bytes that one decode step of one row reads after `context` tokens: weights and cache.
 
-    An embedding table that is not the head is left out: a step reads one row of the table.
+    An embedding table that is not the head is left out, because a step reads only one row of it.
     """
     total = weight_bytes(architecture, types) - _unread_bytes(architecture, types)
     if not architecture.tied_embeddings:
@@ -321,7 +321,7 @@ def cache_bytes(
     num_rows: int,
     pool_pages: int | None = None,
 ) -> int:
-    """Return the bytes of the cache once every page of the pools has been written."""
+    """Return the bytes of the cache after every page of the pools has been written."""
     groups, total = make_groups(layers, settings, num_tokens, MAX_STEP_TOKENS), 0
     for group, count in zip(groups, pool_sizes(groups, num_rows, pool_pages, num_tokens), strict=True):
         total += count * sum(page_bytes(layers[index], kv_type, settings.page_tokens) for index in group.layers)
@@ -329,15 +329,15 @@ def cache_bytes(
 
 
 def cache_bytes_per_token(layers: Sequence[Attention], kv_type: str) -> tuple[int, int]:
-    """Return the bytes of one token in all layers, and in the layers that see all tokens."""
+    """Return the bytes of one token in all layers, and in the layers that attend to all tokens."""
     whole = [slot_bytes(layer, kv_type) for layer in layers if layer.most_seen is None]
     return sum(slot_bytes(layer, kv_type) for layer in layers), sum(whole)
 
 
 def weights_by_type(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str, int, int, int]]:
-    """Yield each type of tensors with the method that quantised them in several tensors, the largest first.
+    """Yield each type of tensors with the method that quantised them into several tensors, the largest first.
 
-    A row has the type, the method or "", and the numbers of tensors, values and bytes of the file.
+    A row has the type, the method or "", and the number of tensors, values and bytes in the file.
     """
     found: dict[tuple[str, str], list[int]] = {}
     for info in tensors.values():

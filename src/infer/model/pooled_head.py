@@ -1,7 +1,7 @@
 """The layers after a pooled state: dense layers, norms and activations, for vectors, scores and labels.
 
-They compute in float64, one state at a time, and each sum has one order. So the bits of a result do not depend on the
-other states of a call.
+They compute in float64, one state at a time, and each sum has a fixed order. So the bits of a result do not depend on
+the other states of a call.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from infer.checkpoint.lazy_weights import as_float32, read_weight
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError
 
-_ROWS = 64  # of a weight per product, which then stays in the core's cache
+_ROWS = 64  # of a weight per product, so that it stays in the core's cache
 _ACTIVATIONS: Mapping[ActivationName, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
@@ -28,7 +28,7 @@ _ACTIVATIONS: Mapping[ActivationName, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "tanh": torch.tanh,
 }
-HeadStep = Callable[[Tensor], Tensor]  # of one state in float64
+HeadStep = Callable[[Tensor], Tensor]  # from one float64 state to the next
 
 
 @final
@@ -47,7 +47,7 @@ class DenseLayer:
 @final
 @dataclass(frozen=True, eq=False)
 class LayerNorm:
-    """The state less its mean, divided by its standard deviation, times w, plus b."""
+    """Subtract the state's mean, divide by its standard deviation, multiply by w, and add b."""
 
     weight: Float[Tensor, "inputs"]
     bias: Float[Tensor, "inputs"] | None
@@ -61,7 +61,7 @@ class LayerNorm:
 @final
 @dataclass(frozen=True, eq=False)
 class Head:
-    """Steps that follow a pooled state, in their order."""
+    """Steps after a pooled state, in their order."""
 
     steps: tuple[HeadStep, ...] = ()
 
@@ -89,5 +89,5 @@ def _load_step(files: StepFiles) -> HeadStep:
 def _values(tensor: TensorInfo) -> Tensor:
     values = as_float32(read_weight(tensor)).data
     if not values.isfinite().all():
-        raise ModelFormatError(tensor.path, f"tensor {tensor.name!r:.80}", "expected finite numbers: take a fresh copy")
+        raise ModelFormatError(tensor.path, f"tensor {tensor.name!r:.80}", "expected finite numbers: download it again")
     return values

@@ -1,4 +1,4 @@
-"""The share of each rank in a model that a group runs: rows of each matrix, and heads with their keys."""
+"""The part of a model that each rank of a group runs: rows of each matrix, and heads with their keys."""
 
 from itertools import accumulate
 
@@ -8,8 +8,8 @@ from infer.operands.feed_forwards import Experts
 from infer.operands.mixers import Attention
 from infer.operands.weights import FileWeight, StoredWeight, UnreadWeight
 
-_ROWS = 16  # that kernels multiply at once
-_BLOCK = 32  # of what they quantise
+_ROWS = 16  # rows that kernels multiply together
+_BLOCK = 32  # columns that kernels quantise together
 
 Range = tuple[int, int]
 
@@ -27,8 +27,8 @@ def row_starts(num_rows: int, num_ranks: int, *, are_blocks: bool = False) -> tu
 def head_starts(attention: Attention, num_ranks: int) -> tuple[int, ...] | None:
     """Return the first query head of each rank, and the end of the last rank.
 
-    A rank gets whole key heads with all their queries, or some queries of one key head. Returns None if every rank has
-    all heads: q and k are normalised over all heads together, or there are too few heads.
+    A rank gets whole key heads with all their queries, or some queries of one key head. Returns None if every rank must
+    have all heads: because q and k are normalised over all heads together, or because there are too few heads.
     """
     num_kv_heads, group = attention.num_kv_heads, attention.num_heads // attention.num_kv_heads
     if attention.qk_norm == "all":
@@ -51,13 +51,13 @@ def kv_heads_of(attention: Attention, heads: Range) -> Range:
 
 
 def check_experts(architecture: Architecture, num_ranks: int) -> None:
-    """Raise InvalidRequestError if a rank would get no whole group of rows of each expert's matrices."""
+    """Raise InvalidRequestError if a rank would get less than one group of rows of each expert's matrices."""
     for layer in architecture.layers:
         if isinstance(layer.feed_forward, Experts):
             rows = min(layer.feed_forward.intermediate_size, architecture.hidden_size)
             if rows < _ROWS * num_ranks:
                 raise InvalidRequestError(
-                    f"tensor_parallel={num_ranks} gives a rank less than {_ROWS} of an expert's {rows} rows: "
+                    f"tensor_parallel={num_ranks} gives a rank fewer than {_ROWS} of an expert's {rows} rows: "
                     f"use at most {max(1, rows // _ROWS)}"
                 )
 
@@ -65,7 +65,7 @@ def check_experts(architecture: Architecture, num_ranks: int) -> None:
 def part_ranges(counts: tuple[int, ...], rows: Range) -> list[Range]:
     """Return the rows of each of several stacked matrices that are in a range of the stack's rows.
 
-    `counts` are the numbers of rows of the matrices.
+    `counts` has the number of rows of each matrix.
     """
     starts = accumulate(counts, initial=0)
     return [

@@ -1,4 +1,4 @@
-"""The tensors that an architecture needs, and whether a model's files have them. Loads no torch."""
+"""The tensors that an architecture needs, and a check that a model's files have them. Loads no torch."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -35,9 +35,9 @@ def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def _unused_names(architecture: Architecture) -> set[str]:
-    """Return the names of tensors that files may have and no layer uses.
+    """Return the names of tensors that files may have but no layer uses.
 
-    They are a tied head, stored a second time, and keys and values of layers that attend to an earlier layer's.
+    These are a tied head that is stored twice, and keys and values of layers that attend to those of an earlier layer.
     """
     names = {"lm_head.weight"}
     for index, layer in enumerate(architecture.layers):
@@ -47,7 +47,7 @@ def _unused_names(architecture: Architecture) -> set[str]:
 
 
 def check_tensors(architecture: Architecture, found: Mapping[str, Shaped]) -> None:
-    """Raise ModelError that lists every missing, extra and misshapen tensor, twenty at most."""
+    """Raise ModelError that lists every missing, extra and misshapen tensor, at most twenty."""
     expected, allowed_extra = expected_shapes(architecture), _unused_names(architecture)
     problems = [f"missing {name} {expected[name]}" for name in expected if name not in found]
     problems += [f"unexpected {name!r:.80}" for name in found if name not in expected and name not in allowed_extra]

@@ -28,13 +28,13 @@ class Transformer:
     per_layer: PerLayerWeights | None
     text_inputs: TextInputWeights | None
     layers: tuple[LoadedLayer, ...]
-    norm: Norm | None  # None: each layer ends with one
-    head: Projection  # of an encoder the embedding, which is not used as one
+    norm: Norm | None  # None if each layer ends with a norm
+    head: Projection  # an encoder has the embedding here, but does not use it as a head
     max_seq_len: int  # positions that the rope tables cover
     backend: ops.Backend
     dtype: torch.dtype  # of the residual stream
-    kv_type: str  # how its keys and values are stored where nothing else is asked for
-    rope_border: int | None = None  # sequences of more tokens turn by the second set of rope factors; None: one set
+    kv_type: str  # default type of stored keys and values
+    rope_border: int | None = None  # longer sequences use the second set of rope factors; None: there is only one set
 
     @property
     def device(self) -> torch.device:
@@ -48,12 +48,12 @@ class Transformer:
 
     @property
     def projections(self) -> list[Projection]:
-        """The matrices before the head that every token is multiplied with, in order."""
+        """The matrices before the head by which every token is multiplied, in order."""
         first = [] if self.per_layer is None else [self.per_layer.projection]
         return [*first, *(each for layer in self.layers for each in layer.projections)]
 
     def is_long(self, length: int) -> bool:
-        """Return True if a sequence of `length` tokens uses the second set of rope factors, for all its tokens."""
+        """Return True if a sequence of `length` tokens uses the second set of rope factors, for all of its tokens."""
         return self.rope_border is not None and length > self.rope_border
 
     def forward(self, step: Step, cache: PagedCache) -> Float[Tensor, "logits vocab"]:
@@ -82,17 +82,17 @@ class Transformer:
         with ops.using(self.backend):
             return residual if self.norm is None else ops.normalize(residual, self.norm)
 
-    # Encoders, which read whole texts: what a token sees must be in the cache before any token of the text attends.
+    # Encoders read whole texts: the cache must have all keys and values before any token of the text attends.
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of an encoder. Each is run for all tokens of a text before the next."""
+        """Number of stages of an encoder. Each stage is run for all tokens of a text before the next stage."""
         return 1 + len(self.layers)
 
     def run_stage(
         self, index: int, x: Float[Tensor, "tokens hidden"] | None, step: Step, cache: TextCache
     ) -> Float[Tensor, "tokens hidden"]:
-        """Return the residual stream after a stage. x is that before it: None before the first, which embeds.
+        """Return the residual stream after a stage. x is the stream before it; None for the first, which embeds.
 
         A stage ends with the next layer's keys and values. x must not be used afterwards.
         """

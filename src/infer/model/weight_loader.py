@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint → operands: projections in the form that kernels read, norms, and a rank's share of them."""
+"""Tensors of a checkpoint → operands: projections in the form of the kernels, norms, and a rank's part of them."""
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
@@ -34,14 +34,14 @@ from infer.quantization.quantisers import quantise
 Weights = Mapping[str, FileWeight]
 
 FloatsAs = Literal["auto", "bf16", "q8", "q4"]
-OnInput = Callable[[str, Float[Tensor, "rows in"]], None]  # (name of a matrix, what it is multiplied with)
+OnInput = Callable[[str, Float[Tensor, "rows in"]], None]  # (name of a matrix, its inputs)
 
 _TYPE_BY_DTYPE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True)
 class WeightLoader:
-    """Makes the operands of one model, or of one rank's share of it, from the tensors of its checkpoint."""
+    """Makes the operands of one model, or of one rank's part of it, from the tensors of its checkpoint."""
 
     expected: Shapes
     weights: Weights
@@ -56,14 +56,14 @@ class WeightLoader:
     query_scales: Mapping[QueryScale, Tensor]
     prefix: str = ""  # before the names of tensors
     label: str = ""  # before the names of projections in profiles
-    on_input: OnInput | None = None  # of the layers' matrices
+    on_input: OnInput | None = None  # called for the layers' matrices
 
     def of_layer(self, index: int) -> "WeightLoader":
-        """Return a loader for which all names are those within a layer."""
+        """Return a loader whose names are relative to a layer."""
         return replace(self, prefix=f"model.layers.{index}.", label=f"L{index}.")
 
     def by_rows(self, *names: str, label: str) -> Projection:
-        """Return this rank's rows of the matrices, stacked one below the other and divided by rows."""
+        """Return this rank's rows of the matrices. The matrices are stacked, then divided by rows."""
         if self.group is None:
             return self.projection(*names, label=label)
         counts = tuple(self._num_rows(name) for name in names)
@@ -72,14 +72,14 @@ class WeightLoader:
         return replace(own, shares=shares)
 
     def each_by_rows(self, *names: str, label: str, are_blocks: bool = False) -> Projection:
-        """Return this rank's rows of each of the matrices, which have equal shapes and are divided in the same way."""
+        """Return this rank's rows of each matrix. The matrices have equal shapes and are divided in the same way."""
         if self.group is None:
             return self.projection(*names, label=label)
         shares = Shares(self.group, row_starts(self._num_rows(names[0]), self.group.size, are_blocks=are_blocks))
         return replace(self.projection(*names, label=label, ranges=[shares.own] * len(names)), shares=shares)
 
     def in_file(self, name: str) -> UnreadWeight:
-        """Return a matrix that stays in its file, in the type that it has there."""
+        """Return a matrix that stays in its file, in the file's type."""
         weight = self.weights[name]
         assert isinstance(weight, UnreadWeight)
         return weight
@@ -98,13 +98,13 @@ class WeightLoader:
         return dense(self.weights[self.prefix + name]).to(self.backend.device, torch.float32)
 
     def float_projection(self, name: str, label: str) -> Projection:
-        """Return a projection in float32, whatever the model's weights become."""
+        """Return a projection in float32, whatever the type of the model's weights."""
         return replace(self, dtype=torch.float32).projection(name, label=label)
 
     def projection(self, *names: str, label: str, ranges: Sequence[Range] | None = None) -> Projection:
-        """Return the prepared matrices, one below the other.
+        """Return the prepared matrices, stacked.
 
-        `label` names them in profiles. `ranges` gives the rows to take from each matrix; None: all rows.
+        `label` names them in profiles. `ranges` has the rows to use of each matrix; None means all rows.
         """
         if ranges is None:
             ranges = [(0, self._num_rows(name)) for name in names]
@@ -124,7 +124,7 @@ class WeightLoader:
             raise ModelError(f"no memory is left for the {num_bytes} bytes of {', '.join(full_names)}") from error
 
     def _observed(self, projection: Projection, names: Sequence[str]) -> Projection:
-        """Return a projection of a layer whose parts, of these names, report their inputs if that is asked for."""
+        """Return a projection of a layer. Its parts, which have these names, report their inputs if requested."""
         if self.on_input is None or not self.prefix:
             return projection
         parts = list[Weight]()
@@ -147,7 +147,7 @@ class WeightLoader:
             return weight
         if self.keep_floats_as == "bf16" or weight.in_features % 32:
             return _as_dtype(weight, torch.bfloat16)
-        # The embedding is the head as well, and a head of 4 bits costs more than it saves.
+        # The embedding is the head as well, and a head of 4 bits loses more quality than it saves.
         is_table = name in ("model.embed_tokens.weight", "lm_head.weight")
         kind = "Q4_1" if self.keep_floats_as == "q4" and not is_table else "Q8_0"
         return ConvertedWeight(weight, kind, lambda rows: quantise(dense(rows), kind))

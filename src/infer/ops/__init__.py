@@ -1,12 +1,12 @@
 """Signature of every kernel. A model runs its ops `using` its backend; `backend_of` finds the backend of a device.
 
 The ops are fused. A layer is five calls: norm → qkv; rotate, append, attend; output → residual; norm → gate · up; down
-→ residual. `embed` comes before the layers and `head` after them. Per-layer inputs are made once after `embed`. A layer
-takes its own with two calls more. Encoders have four ops besides: `add_text_inputs` after `embed`, `append_keys` of a
-whole text before any of its tokens attends, `norm_activate` for feed-forwards without a gate, and `project_add_norm`
-for norms of sums. `backends.reference` defines each op in plain torch.
-Every other kernel module exports the same names and agrees with it. What one op makes for the product of the next is
-`Activations`: an op takes only those that the same backend made, or floats without a twin.
+→ residual. `embed` is called before the layers, and `head` after them. Per-layer inputs are made once after `embed`,
+and a layer uses its own with two more calls. Encoders have four more ops: `add_text_inputs` after `embed`,
+`append_keys` of a whole text before any of its tokens attends, `norm_activate` for feed-forwards without a gate, and
+`project_add_norm` for norms of sums. `backends.reference` defines each op in plain torch. Every other kernel module
+exports the same names and agrees with it. An op's input for the next product is `Activations`: an op accepts only those
+of the same backend, or floats without a twin.
 """
 
 import torch
@@ -86,7 +86,7 @@ __all__ = [
 def prepare(projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:
     """Return the projection in the form that the backend's kernels read. May repack; values never change.
 
-    `precision` is the precision of the activations that quantised weights are multiplied with, if kernels have a
+    `precision` is the precision of the activations that are multiplied by quantised weights, if the kernels have a
     choice. On the CPU, "exact" has 16 bits and "fast" 8.
     """
     prepared: Projection = backend_of(device).kernels.prepare(projection, device, precision)
@@ -104,7 +104,7 @@ def embed(
 def add_text_inputs(
     x: Float[Tensor, "tokens hidden"], step: Step, second_starts: Int[Tensor, "rows"], weights: TextInputWeights
 ) -> Float[Tensor, "tokens hidden"]:
-    """Return norm(x + the token's type + its position). Of each row, positions from `second_starts` on have type 1.
+    """Return norm(x + the token's type + its position). In each row, positions from `second_starts` on have type 1.
 
     The result may share x's memory: do not use x afterwards.
     """
@@ -119,14 +119,14 @@ def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm | None, projectio
 
 
 def append_keys(kv: Activations, heads: Heads, layer: LayerCache, step: Step) -> None:
-    """Write the step's k and v into the cache's layer as `attend` does. kv is k and v side by side."""
+    """Write the step's k and v into the cache's layer, like `attend`. The columns of kv are k and v."""
     backend_of(kv.floats.device).kernels.append_keys(kv, heads, layer, step)
 
 
 def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
     """Return softmax(q kᵀ × scale) v over the slots that each token may see, after normalising and rotating q and k.
 
-    qkv is q, k and v side by side. Writes the step's k and v into the cache's layer, at the slot of each token's row
+    The columns of qkv are q, k and v. Writes the step's k and v into the cache's layer, at the slot of each token's row
     and position, before reading it. `kv_layout` defines each slot's address and which slots a token sees.
     """
     y: Activations = backend_of(qkv.floats.device).kernels.attend(qkv, heads, layer, step)
@@ -134,19 +134,19 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
 
 
 def short_conv(projected: Activations, weights: ConvWeights, layer: ConvCache, step: Step) -> Activations:
-    """Return C × conv(B × u). `projected` is B, C and u side by side, and `weights` are those of the convolution.
+    """Return C × conv(B × u). The columns of `projected` are B, C and u; `weights` are the convolution's.
 
-    Channel c is Σ taps[i, c] × (B × u)[c] of the token that is as many before as taps follow i, in that order; before
-    the first token of a row it is 0. Writes the step's B × u into the cache's layer.
+    With n taps, channel c is Σ taps[i, c] × (B × u)[c] of the token n − 1 − i places before, in the order of i. Before
+    the first token of a row, B × u is 0. Writes the step's B × u into the cache's layer.
     """
     y: Activations = backend_of(projected.floats.device).kernels.short_conv(projected, weights, layer, step)
     return y
 
 
 def gated_delta_net(projected: Activations, weights: DeltaNetWeights, layer: DeltaNetCache, step: Step) -> Activations:
-    """Return norm(o) × silu(z) of each value head. `projected` is qkv, z, b and a side by side.
+    """Return norm(o) × silu(z) of each value head. The columns of `projected` are qkv, z, b and a.
 
-    `GatedDeltaNet` has the equations, and `DeltaNetCache` has what is read and written of the cache's layer.
+    `GatedDeltaNet` has the equations, and `DeltaNetCache` describes the reads and writes of the cache's layer.
     """
     kernels = backend_of(projected.floats.device).kernels
     y: Activations = kernels.gated_delta_net(projected, weights, layer, step)
@@ -156,8 +156,9 @@ def gated_delta_net(projected: Activations, weights: DeltaNetWeights, layer: Del
 def attention_weights(
     qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
 ) -> Float[Tensor, "kv_heads group tokens slots"]:
-    """Return the attention weights of one row's tokens, after `attend`: softmax(q kᵀ × scale), for each head of a
-    group.
+    """Return the attention weights of one row's tokens, after `attend`.
+
+    They are softmax(q kᵀ × scale), for each head of a group.
     """
     weights: Tensor = backend_of(qkv.device).kernels.attention_weights(qkv, heads, layer, step)
     return weights
@@ -208,7 +209,7 @@ def norm_gate(
 def per_layer_inputs(
     x: Float[Tensor, "tokens hidden"], token_ids: Int[Tensor, "tokens"], weights: PerLayerWeights
 ) -> Float[Tensor, "tokens inputs"]:
-    """Return all layers' inputs of the tokens, which `PerLayerInput` defines. x is what is embedded."""
+    """Return all layers' inputs of the tokens, as defined by `PerLayerInput`. x is the embeddings."""
     y: Tensor = backend_of(x.device).kernels.per_layer_inputs(x, token_ids, weights)
     return y
 
@@ -220,7 +221,7 @@ def gate_inputs(
     inputs: Float[Tensor, "tokens inputs"],
     first_column: int,
 ) -> Activations:
-    """Return activation(gate(x)) × inputs, of as many columns of inputs from `first_column` on."""
+    """Return activation(gate(x)) × inputs, with the same number of columns of inputs, from `first_column` on."""
     y: Activations = backend_of(x.device).kernels.gate_inputs(x, gate, activation, inputs, first_column)
     return y
 
@@ -241,7 +242,7 @@ def add_experts(
     """Return (residual + post_norm(Σ weight × expert(x) + shared(x))) × scale for x = norm(residual).
 
     `Router` defines which experts a token chooses, and their weights. The sum adds the chosen experts in ascending
-    order, then the shared one; `Experts.has_norms` says where more norms stand. The result may share residual's
+    order, then the shared expert. With `Experts.has_norms` there are more norms. The result may share residual's
     memory: do not use residual afterwards.
     """
     y: Tensor = backend_of(residual.device).kernels.add_experts(residual, norm, experts, post_norm, scale)
@@ -255,7 +256,7 @@ def head(
     projection: Projection,
     softcap: float | None = None,
 ) -> Float[Tensor, "logits vocab"]:
-    """Return float32 logits of some tokens: project(norm(x[logit_indices])), or softcap × tanh(that / softcap)."""
+    """Return float32 logits of some tokens: project(norm(x[logit_indices])), then softcap × tanh(logits / softcap)."""
     logits: Tensor = backend_of(x.device).kernels.head(x, logit_indices, norm, projection, softcap)
     return logits
 
@@ -279,7 +280,7 @@ def sample(
     positions: Int[Tensor, "rows"],
     allowed: Int[Tensor, "rows words"] | None = None,
 ) -> Sampled:
-    """Return one token per row, and log-probabilities where a row asks for them.
+    """Return one token per row, and log-probabilities for rows that request them.
 
     The tokens come from the device's own `choose_tokens`; the rest is `sampling.sampler`.
     """

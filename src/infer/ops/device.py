@@ -1,4 +1,4 @@
-"""The choice of the backend that a model runs on. A new device is a folder in `backends/` and a line here."""
+"""The choice of the backend that runs a model. A new device is a folder in `backends/` and a line here."""
 
 import warnings
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _used: ContextVar[Backend | str | None] = ContextVar("infer_backend", default=No
 
 @contextmanager
 def using(backend: Backend | str) -> Iterator[None]:
-    """Run ops on this backend, or on the one of this name, whatever the device of their tensors."""
+    """Run ops on this backend, or on the backend with this name, whatever the device of their tensors."""
     token = _used.set(backend)
     try:
         yield
@@ -35,7 +35,7 @@ def using(backend: Backend | str) -> Iterator[None]:
 
 
 def backend_of(device: torch.device) -> Backend:
-    """Return the backend in use, else the device's own. On CUDA without Triton, that is plain torch."""
+    """Return the backend in use, otherwise the device's own. On CUDA without Triton, that is plain torch."""
     used = _used.get()
     if isinstance(used, Backend):
         return used
@@ -63,7 +63,7 @@ def is_gpu_of_use() -> bool:
 
 
 def backend_named(name: str) -> Backend:
-    """Return the backend of a device that torch does not name: opencl, or opencl:part-of-its-name.
+    """Return the backend of a device that is not a torch device: opencl, or opencl:part-of-its-name.
 
     Raises InvalidRequestError if pyopencl is missing or no such device can be used.
     """
@@ -86,7 +86,7 @@ def opencl_devices() -> list[str]:
 
 
 def set_num_threads(num_threads: int, rank: int = 0, num_ranks: int = 1) -> None:
-    """Set how many threads the CPU's kernels use from now on, in this process and in the other ranks' processes."""
+    """Set how many threads the CPU's kernels use, in this process and in the other ranks' processes."""
     import_module("infer.backends.cpu.threads.pool").set_num_threads(num_threads, rank, num_ranks)
 
 

@@ -1,7 +1,7 @@
 """Chat templates: conversations to text, rendered as Hugging Face does.
 
 `ChatTemplate.render` returns the text of `transformers`' `apply_chat_template`. `ChatTemplate.render_marked` returns
-the same text, cut wherever a special token's text came from a message. Such text must not become a control id.
+the same text, cut wherever the text of a special token came from a message. Such text must not become a control id.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from infer.errors import InvalidRequestError
 from infer.tokenizer.special_tokens import ComposedText, PromptPart, SpecialTexts
 from infer.tokenizer.template_process import TemplateRefusalError, render
 
-# Hugging Face's names of a message's reasoning; the first is the one that templates read.
+# Hugging Face's names of a message's reasoning. Templates read the first one.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _PRIVATE_USE_CHARACTERS = range(0xE000, 0xF8FF)
-_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # Hugging Face's: it tells where the template put the message's end
-_TAKEN_APART = "a message contains the text of a special token, which the chat template takes apart; remove it"
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # Hugging Face's; it shows where the template put the message's end
+_TAKEN_APART = "a message contains the text of a special token, which the chat template splits: remove it"
 _PROBE = ({"role": "user", "content": "Hello"},)
 _PROBE_TOOL = {
     "type": "function",
@@ -37,7 +37,7 @@ class ChatTemplate:
         """
         try:
             self.render(_PROBE)
-        except TemplateRefusalError:  # it may want a system message: that is no fault
+        except TemplateRefusalError:  # it may require a system message, which is not a fault
             return
         except InvalidRequestError:
             try:
@@ -54,8 +54,8 @@ class ChatTemplate:
     ) -> str:
         """Return the rendered text.
 
-        `variables` are `add_generation_prompt` (true by default), `tools`, `documents`, and the template's own. With
-        `continue_final_message` the text ends where the last message ends, so that the model continues it.
+        `variables` are `add_generation_prompt` (by default true), `tools`, `documents`, and the template's own. With
+        `continue_final_message` the text ends where the last message ends, so that the model continues that message.
         """
         context = _context(messages, continue_final_message, variables)
         text = self._render(context)
@@ -69,13 +69,15 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> list[PromptPart]:
-        """Return the rendered text in pieces. Special-token text that a message wrote is in pieces that are not
-        control, unless it is in our own part of a `ComposedText`.
+        """Return the rendered text in pieces.
+
+        Special-token text that a message wrote is in pieces that are not control, unless it is in our own part of a
+        `ComposedText`.
 
         Each string with such text, or with a fragment that its neighbour could complete, gets a mark inside it. Then
         the template is rendered again, and the marks show where the text went. If the marks change the rendered text,
-        its origin is unknown, and the request raises InvalidRequestError. The same applies to a string of which a
-        template could leave a special token by removing parts.
+        its origin is unknown, and the request raises InvalidRequestError. The same applies to a string from which a
+        template could make a special token by removing characters.
         """
         context = _context(messages, continue_final_message, variables)
         text = self._render(context)
@@ -105,12 +107,12 @@ def _context(
 ) -> dict[str, Any]:
     """Return the template's variables: plain JSON values, as Hugging Face prepares them."""
     if not messages:
-        raise InvalidRequestError("messages must hold at least one message, got none")
+        raise InvalidRequestError("messages must contain at least one message, got none")
     _check_mappings("messages", messages, "with a role")
     given = {"add_generation_prompt": not continue_final_message, "tools": None, "documents": None, **variables}
     for name in ("tools", "documents"):
         if given[name] is not None:
-            _check_mappings(name, given[name], "such as JSON has")
+            _check_mappings(name, given[name], "as in JSON")
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
         plain = [_with_reasoning_aliases(_plain(message)) for message in present]
@@ -120,7 +122,7 @@ def _context(
     if continue_final_message:
         if given["add_generation_prompt"]:
             raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt contradict each other: give one of them"
+                "continue_final_message and add_generation_prompt contradict each other: give only one of them"
             )
         _tag_end(plain[-1])
     return {**given, "messages": plain}
@@ -142,27 +144,27 @@ def _tag_end(message: dict[str, Any]) -> None:
         return
     parts = [part for part in content or () if isinstance(part, dict) and isinstance(part.get("text"), str)]
     if not parts:
-        raise InvalidRequestError("continue_final_message needs text in the last message, which has none")
+        raise InvalidRequestError("continue_final_message needs text in the last message: add text to it")
     parts[-1]["text"] += _CONTINUE_TAG
 
 
 def _end_of_final_message(text: str) -> int:
     place = text.rfind(_CONTINUE_TAG.rstrip())
     if place < 0:
-        raise InvalidRequestError("continue_final_message: the chat template leaves the last message out")
+        raise InvalidRequestError("continue_final_message: the chat template does not render the last message")
     if text.startswith(_CONTINUE_TAG, place):
         return place
-    return len(text[:place].rstrip())  # the template strips messages
+    return len(text[:place].rstrip())  # because the template strips messages
 
 
 def _is_left_of(string: str, special: str) -> bool:
-    """Return True if removing some of the string's characters can leave the text `special`."""
+    """Return True if removing some characters of the string can leave the text `special`."""
     characters = iter(string)
     return all(character in characters for character in special)
 
 
 def _beginning_without(marked: str, mark: str, length: int) -> str:
-    """Return the beginning of `marked` that has this length when its marks are removed."""
+    """Return the beginning of `marked` that has this length after its marks are removed."""
     end = length
     while (longer := length + marked.count(mark, 0, end)) > end:
         end = longer
@@ -175,7 +177,7 @@ def _with_reasoning_aliases(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value in JSON types only, because a template must not reach the methods of other objects."""
+    """Return the value with JSON types only, because a template must not reach the methods of other objects."""
     if value is None or type(value) in (str, ComposedText, int, float, bool):
         return value
     for base in (str, int, float):
@@ -203,9 +205,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the value with each string changed, including keys, but not our own parts of texts.
+    """Return the value with each string changed, including keys, but without our own parts of texts.
 
-    A template that looks up a changed key finds nothing, which shows in the rendered text.
+    A template that looks up a changed key finds nothing, which the rendered text shows.
     """
     if isinstance(value, ComposedText):
         return value.with_changes(change)
@@ -223,4 +225,4 @@ def _unused_character(text: str) -> str:
     for code in _PRIVATE_USE_CHARACTERS:
         if chr(code) not in used:
             return chr(code)
-    raise InvalidRequestError("the conversation uses every private-use character")
+    raise InvalidRequestError("the conversation uses every private-use character: remove some")

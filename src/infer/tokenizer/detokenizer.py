@@ -15,7 +15,7 @@ from infer.errors import InvalidRequestError, UnsupportedModelError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NO_BYTES: Mapping[int, bytes] = MappingProxyType({})
-# Replacements of the WordPiece decoder in each word with the space before it, in this order.
+# Replacements of the WordPiece decoder, in each word with the space before it, in this order.
 _CLEANED = {
     " .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m", " do not": " don't",
     " 's": "'s", " 've": "'ve", " 're": "'re",
@@ -34,15 +34,15 @@ def _byte_by_character() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class DecodingRules:
-    """Rules by which a tokenizer's decoder changes a token's text."""
+    """Rules with which a tokenizer's decoder changes a token's text."""
 
     byte_level: bool = False
     byte_fallback: bool = False
     replacements: tuple[tuple[str, str], ...] = ()
     num_stripped_spaces: int = 0
-    """Spaces dropped from the beginning of a decoded text (Llama 2 writes one in front of every text)."""
+    """Spaces dropped from the beginning of a decoded text (Llama 2 writes one before every text)."""
     subword_prefix: str | None = None
-    """WordPiece: the beginning of a token that continues a word. A space comes before all other tokens."""
+    """WordPiece: the mark of a token that continues a word. All other tokens get a space before them."""
 
 
 def read_decoding_rules(decoder_json: str | None) -> DecodingRules:
@@ -70,8 +70,8 @@ def read_decoding_rules(decoder_json: str | None) -> DecodingRules:
                 pass
             case _:
                 raise UnsupportedModelError(
-                    f"tokenizer.json: decoder {step.get('type')!r} is not supported; "
-                    "supported: ByteLevel, ByteFallback, Replace, Metaspace, WordPiece, Strip, Fuse"
+                    f"tokenizer.json: decoder {step.get('type')!r} is not supported: "
+                    "supported are ByteLevel, ByteFallback, Replace, Metaspace, WordPiece, Strip, Fuse"
                 )
     return DecodingRules(byte_level, byte_fallback, tuple(replacements), num_stripped, subword_prefix)
 
@@ -87,7 +87,7 @@ def _flat_steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
 def make_token_bytes(
     token_texts: Iterable[str], rules: DecodingRules, text_token_ids: Collection[int]
 ) -> tuple[bytes, ...]:
-    """Return the raw bytes of every id. For `text_token_ids` (special and added tokens) they are the token's text."""
+    """Return the raw bytes of every id. For `text_token_ids` (special and added tokens) these are the token's text."""
     if rules.byte_level:
         table = _byte_level_bytes(token_texts, text_token_ids)
     else:
@@ -100,7 +100,7 @@ def make_token_bytes(
 
 
 def make_first_token_bytes(token_texts: Iterable[str], rules: DecodingRules) -> Mapping[int, bytes]:
-    """Return the bytes of the tokens that have others if they are the first of a text: WordPiece keeps their prefix."""
+    """Return the bytes of tokens that differ at the beginning of a text, because WordPiece keeps their prefix."""
     if not rules.subword_prefix:
         return _NO_BYTES
     return {

@@ -1,7 +1,7 @@
 """A `tokenizers` backend of a text encoder from the key-values of a GGUF file.
 
-Two dialects: WordPiece (`bert`) and Unigram (`t5`). llama.cpp normalizes, cuts and spells with code of its own, which
-differs for rare characters. Here the parts of Hugging Face's BERT and XLM-R are put together. So a GGUF file and the
+Two dialects: WordPiece (`bert`) and Unigram (`t5`). llama.cpp normalizes, splits and spells with its own code, which
+differs for rare characters. This module combines the parts of Hugging Face's BERT and XLM-R. So a GGUF file and the
 folder from which it was converted give the same ids. Keys and defaults: llama.cpp, `src/llama-vocab.cpp`.
 """
 
@@ -55,7 +55,7 @@ def with_default_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def make_encoder_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
     """Return the backend and the token texts for metadata of `with_default_ids`.
 
-    Raises ModelFormatError for metadata that contradict themselves.
+    Raises ModelFormatError for contradictory metadata.
     """
     texts = list_of(metadata, "tokenizer.ggml.tokens")
     types: list[int] = [TokenType.NORMAL] * len(texts)
@@ -78,7 +78,7 @@ def _make_wordpiece(metadata: Mapping[str, Any], texts: list[str], types: list[i
         "sep_token": texts[_checked_id(metadata, texts, "seperator")],
         "unk_token": texts[_checked_id(metadata, texts, "unknown")],
     }
-    # Converters write no key for it. The vocabulary of an uncased model has no capital letters but single ones.
+    # Converters write no key for it. The vocabulary of an uncased model has no capital letters except single ones.
     words = (text for text, kind in zip(texts, types, strict=True) if kind == TokenType.NORMAL)
     is_cased = any(len(word) > 1 and word.isascii() and word.isalpha() and not word.islower() for word in words)
     backend = make_wordpiece(
@@ -92,9 +92,9 @@ def _make_wordpiece(metadata: Mapping[str, Any], texts: list[str], types: list[i
 
 
 def _restored(text: str, kind: int) -> str:
-    """Return the token as BERT's vocabulary has it. In a GGUF file ▁ begins words, and nothing marks their other parts.
+    """Return the token as in BERT's vocabulary. In a GGUF file ▁ begins words, and other parts have no mark.
 
-    Older converters leave all names in brackets as they are.
+    Older converters leave all names in brackets unchanged.
     """
     if kind in _SPECIAL_TYPES or (len(text) > 2 and text[0] == "[" and text[-1] == "]"):
         return text
@@ -106,8 +106,8 @@ def _make_unigram(metadata: Mapping[str, Any], texts: list[str], types: list[int
     if not all(map(math.isfinite, scores)):
         raise ModelFormatError("GGUF metadata", "tokenizer.ggml.scores", "expected finite numbers")
     unknown_id = _checked_id(metadata, texts, "unknown")
-    # The worst score decides about unknown characters, and converters invent one for rows without a token. A space
-    # keeps the names of such rows from being spelled.
+    # The worst score decides about unknown characters, and converters invent a score for rows without a token. A space
+    # prevents the names of such rows from being spelled.
     pieces = [
         (f" {text}" if kind == TokenType.UNUSED else text, float(score) if kind in _SCORED_TYPES else 0.0)
         for text, kind, score in zip(texts, types, scores, strict=True)
@@ -137,7 +137,7 @@ def _cut_as_sentencepiece(backend: Tokenizer, metadata: Mapping[str, Any]) -> No
     scheme = "always" if adds_prefix else "never"
     cuts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Metaspace(_WORD_MARK, scheme)]
     if metadata.get("tokenizer.ggml.remove_extra_whitespaces", False):
-        if adds_prefix:  # as XLM-R and T5 are defined: each word gets the prefix
+        if adds_prefix:  # each word gets the prefix, as XLM-R and T5 define it
             cuts = [pre_tokenizers.WhitespaceSplit(), *cuts]
         else:
             steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]

@@ -23,7 +23,7 @@ _SPACE_MARK = "▁"
 _HASH_BASE = 0x9E3779B97F4A7C15
 _HASH_MIX = 0xD6E8FEB86659FD93
 _SLOT_BITS = 22
-_CHUNK = 16_384  # tokens whose arrays stay in a core's cache
+_CHUNK = 16_384  # tokens, so many that their arrays fit a core's cache
 
 
 class TokenType(IntEnum):
@@ -37,7 +37,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# What ends a turn or a text by its name, whatever a file says of it.
+# Names of tokens that end a turn or a text, whatever a file says about them.
 END_NAMES = frozenset(
     {
         *("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end_of_turn|>", "<end_of_turn>", "<|im_end|>"),
@@ -45,7 +45,7 @@ END_NAMES = frozenset(
         *("<|end_of_text|>", "<|endoftext|>", "<eos>"),
     }
 )
-# What only a template or a call writes: the same, what begins a turn, and Gemma 4's channels, tools and quotes.
+# Names of tokens that only templates and calls write: the above, beginnings of turns, and Gemma 4's marks.
 CONTROL_NAMES = END_NAMES | {
     *("<|end|>", "<|im_start|>", "<start_of_turn>", "<|turn>", "<|start_header_id|>", "<|end_header_id|>"),
     *("<|start_of_role|>", "<|end_of_role|>", "<|START_OF_TURN_TOKEN|>", "<|user|>", "<|assistant|>", "<|system|>"),
@@ -58,14 +58,14 @@ ADDED_TYPES = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
 class GGUFBackend(NamedTuple):
     backend: Tokenizer
     token_texts: list[str]
-    """By id, as the backend knows them: llama.cpp writes user-defined tokens with their spaces in the clear."""
+    """By id, in the backend's spelling: llama.cpp writes user-defined tokens with plain spaces."""
 
 
 def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
     """Return the backend and the token texts. Ids are the positions in `tokenizer.ggml.tokens`.
 
-    Raises `UnsupportedModelError` for a tokenizer or pre-tokenizer that we do not know, `ModelFormatError` for
-    contradictory metadata.
+    Raises `UnsupportedModelError` for an unknown tokenizer or pre-tokenizer, `ModelFormatError` for contradictory
+    metadata.
     """
     check_metadata(metadata)
     rules = _rules(metadata)
@@ -91,7 +91,7 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
 
 
 def add_tokens(backend: Tokenizer, texts: Sequence[str], types: Sequence[int]) -> None:
-    """Add the tokens that are found in a text before it is cut into words."""
+    """Add the tokens that are found in a text before it is split into words."""
     backend.add_tokens(
         [
             AddedToken(text, special=kind != TokenType.USER_DEFINED, normalized=False)
@@ -110,14 +110,14 @@ def _rules(metadata: Mapping[str, Any]) -> PreTokenizer:
     if model == "gpt2":
         return pre_tokenizer_named(str(metadata.get("tokenizer.ggml.pre", "default")))
     raise UnsupportedModelError(
-        f"tokenizer {model!r} is not supported; supported: 'gpt2', 'llama', 'gemma4', 'bert', 't5'"
+        f"tokenizer {model!r} is not supported: supported are 'gpt2', 'llama', 'gemma4', 'bert', 't5'"
     )
 
 
 def _with_control_names(metadata: Mapping[str, Any], texts: list[str], types: list[int]) -> list[int]:
-    """Return the types with tokens that begin or end a turn as control tokens.
+    """Return the types, with tokens that begin or end a turn as control tokens.
 
-    Some converters call them normal or user-defined, but they are never text.
+    Some converters mark them as normal or user-defined, but they are never text.
     """
     ids = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
     mistaken = (TokenType.NORMAL, TokenType.USER_DEFINED)
@@ -161,16 +161,16 @@ def _make_marked(
 
 
 def _derive_merges(texts: list[str], scores: Sequence[float], types: list[int]) -> list[tuple[str, str]]:
-    """Return every way to make a token from two, in Hugging Face's order: best score first, then the longest left part.
+    """Return all ways to make a token from two, in Hugging Face's order: best score first, then longest left part.
 
-    Runs of whitespace and tags that the trainer was given come before all learnt tokens, because they have no score.
+    Runs of whitespace, and tags that the trainer was given, come before all learnt tokens, because they have no score.
     """
     splits = _find_splits(texts)
     type_of = np.asarray(types)
     is_given = type_of == TokenType.USER_DEFINED
     _, rank = np.unique(np.where(is_given, -np.inf, -np.asarray(scores, dtype=np.float64)), return_inverse=True)
     longest = int(max(splits.left_lengths.max(initial=0), splits.right_lengths.max(initial=0))) + 1
-    # `whole` grows from row to row, so that a stable sort settles the rest.
+    # `whole` ascends from row to row, so a stable sort orders the rest.
     key = (rank[splits.whole] * longest - splits.left_lengths) * longest - splits.right_lengths
     order = np.argsort(key, kind="stable")
     order = order[(is_given | (type_of == TokenType.NORMAL))[splits.whole[order]]]
@@ -194,8 +194,8 @@ def _find_splits(texts: list[str]) -> _Splits:
 
     A text's hash is `sum(character × base^place)` modulo 2⁶⁴, so the hashes of all its beginnings and ends are
     differences of running sums. A table with one token per slot, for a few million slots, rejects most of Gemma's 2
-    million candidates and finds most of the others. A candidate whose slot another token holds is looked up among the
-    sorted hashes.
+    million candidates and finds most of the others. A candidate whose slot another token occupies is looked up among
+    the sorted hashes.
     """
     lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
     longest = int(lengths.max(initial=0))
@@ -222,7 +222,7 @@ def _find_splits(texts: list[str]) -> _Splits:
 
 
 class _Beginnings(NamedTuple):
-    """The hashes of some tokens, and of all their proper beginnings.
+    """The hashes of some tokens, and of all their proper prefixes.
 
     `heads[i]` is the hash of the first `places[i]` characters of token `ids[i]`.
     """
@@ -250,7 +250,7 @@ def _hash_beginnings(texts: list[str], first_id: int, powers: Hashes) -> _Beginn
 
 
 def _look_up(asked: Hashes, hashes: Hashes, holder: npt.NDArray[np.int32]) -> Integers:
-    """Return the token of each hash, if there is one. Each hash must have a slot that some token holds."""
+    """Return the token of each hash, if there is one. Each hash must have a slot that a token occupies."""
     found = holder[_slot(asked)].astype(np.int64)
     others = np.flatnonzero(hashes[found] != asked)
     by_hash = np.argsort(hashes)
@@ -270,7 +270,7 @@ def _slot(hashes: Hashes) -> Hashes:
 def _make_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
     try:
         return models.BPE(vocabulary, merges, **options)
-    except Exception as error:  # tokenizers raises the bare class
+    except Exception as error:  # tokenizers raises only Exception itself
         if type(error) is not Exception:
             raise
         raise ModelFormatError("GGUF metadata", "tokenizer.ggml.merges", str(error)) from error
@@ -279,7 +279,7 @@ def _make_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **optio
 def _make_post_processor(
     backend: Tokenizer, metadata: Mapping[str, Any], texts: list[str], rules: PreTokenizer
 ) -> processors.TemplateProcessing:
-    """Return a processor that adds BOS and EOS as `add_bos_token` and `add_eos_token` require."""
+    """Return a processor that adds BOS and EOS according to `add_bos_token` and `add_eos_token`."""
     asked: list[str | None] = []
     for name, default in (("bos", rules.adds_bos), ("eos", False)):
         token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -298,8 +298,8 @@ def make_bos_eos_processor(
 ) -> processors.TemplateProcessing:
     """Return a processor that puts `bos` before a text and `eos` after it, if they are given.
 
-    Between two texts it puts `num_separators` times `eos`: one in BERT's form, whose second text has type 1, and two in
-    RoBERTa's form.
+    Between two texts it puts `eos` `num_separators` times: once in BERT's form, where the second text has type 1, and
+    twice in RoBERTa's form.
     """
     pieces = [piece for piece in (bos, "$A", eos) if piece is not None]
     special_tokens = [(text, backend.token_to_id(text)) for text in dict.fromkeys((bos, eos)) if text is not None]
@@ -314,7 +314,7 @@ def make_bos_eos_processor(
 
 
 def _split_merge(merge: str) -> tuple[str, str]:
-    space = merge.find(" ", 1)  # a token may begin with one
+    space = merge.find(" ", 1)  # a token may begin with a space
     if space < 0:
         raise ModelFormatError("GGUF metadata", "tokenizer.ggml.merges", f"{merge!r} is not two tokens")
     return merge[:space], merge[space + 1 :]

@@ -1,7 +1,8 @@
-"""Fill in the middle: the prompt of models that were trained to write the text between two texts.
+"""Fill in the middle: the prompt for models that were trained to write the text between two texts.
 
-The marks are tokens beside the vocabulary. Most models read the text before first. Mistral's read the text after first,
-and need no mark where the answer begins. Names: the published tokenizers, and llama.cpp's `llama-vocab.cpp`.
+The marks are tokens added to the vocabulary. Most models read the text before the gap first. Mistral's models read the
+text after the gap first, and need no mark where the answer begins. Names: the published tokenizers, and llama.cpp's
+`llama-vocab.cpp`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,9 +25,10 @@ _END_NAMES = (
 
 @final
 class InfillMarks(NamedTuple):
-    """Token ids. `middle` is None for models that read the text after first. An answer ends at `ends`, too.
+    """Token ids. `middle` is None for models that read the text after the gap first. Any of `ends` also ends an answer.
 
-    `repository` and `file` stand before the names of a project and of each of its files, for models that read several.
+    `repository` and `file` are put before the names of a project and of each of its files, for models that read several
+    files.
     """
 
     prefix: int
@@ -50,7 +52,7 @@ class InfillMarks(NamedTuple):
         encode: Callable[[str], list[int]],
         max_tokens: int | None,
     ) -> list[int]:
-        """Return the prompt of two texts, after the last of some files if there is room for them."""
+        """Return the prompt of two texts. Before them are the last of some files, if there is room."""
         around, core, texts = [], self.around(encode(before), encode(after)), list[list[int]]()
         if self.file is None:
             texts = [encode(f"{text}\n\n") for _, text in files]
@@ -63,7 +65,7 @@ class InfillMarks(NamedTuple):
 
 
 def _kept_files(files: Sequence[Sequence[int]], room: int | None) -> list[int]:
-    """Return the ids of the last files that have at most `room` tokens together."""
+    """Return the ids of the last files that have at most `room` tokens in total."""
     found = list[int]()
     for ids in reversed(files):
         if room is not None and len(found) + len(ids) > room:

@@ -1,7 +1,7 @@
 """A lower bound of a text's number of tokens: its bytes divided by the bytes of the longest token.
 
-A tokenizer may remove text before the model of the tokenizer sees it. The loss is known only for the steps below. With
-any other step there is no bound.
+A tokenizer may remove text before its model sees the text. The loss is known only for the steps below. With any other
+step there is no bound.
 """
 
 import json
@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 
 Bound = Callable[[str], int]
 
-_NFC_SHRINKS = 3  # UTF-8 bytes over those of its composed form, at most (Unicode Standard Annex #15, 9.1)
+_NFC_SHRINKS = 3  # largest ratio of UTF-8 bytes to those of the composed form (Unicode Standard Annex #15, 9.1)
 _BYTE_NAMES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -42,7 +42,7 @@ def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _shrinking(normalizer: Any) -> int | None:
-    """Return the factor by which the bytes of a text may shrink, or None if it is unknown."""
+    """Return the factor by which the bytes of a text may decrease, or None if it is unknown."""
     shrinks = 1
     for step in _steps(normalizer):
         match step:
@@ -58,7 +58,7 @@ def _shrinking(normalizer: Any) -> int | None:
 
 
 def _keeps_all(pre_tokenizer: Any) -> bool | None:
-    """Return True if text becomes letters that represent bytes, or None if some text may be left out."""
+    """Return True if text becomes letters that represent bytes, or None if some text may be dropped."""
     has_byte_level = False
     for step in _steps(pre_tokenizer):
         match step:

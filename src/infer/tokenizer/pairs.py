@@ -22,22 +22,22 @@ class EncodedPair(NamedTuple):
 
     @property
     def second_start(self) -> int:
-        """The place of the first token of the second type; the number of tokens if there is none."""
+        """The index of the first token of the second type, or the number of tokens if there is none."""
         return self.type_ids.index(1) if 1 in self.type_ids else len(self.ids)
 
 
 def encode_pair(backend: tokenizers.Tokenizer, first: str, second: str) -> tuple[EncodedPair, list[int]]:
-    """Return the pair, and the ids of it that the texts spell.
+    """Return the pair, and its ids that come from the texts.
 
-    `backend` is one for which special tokens in a text are ordinary text. Raises InvalidRequestError if the tokenizer
-    has no form for pairs, which puts a token between two texts, or if the library fails on the texts.
+    `backend` must treat special tokens in a text as ordinary text. Raises InvalidRequestError if the tokenizer has no
+    form for pairs, which has a token between two texts, or if the library fails on the texts.
     """
     check_encodable(first)
     check_encodable(second)
     with panics_as(lambda problem: InvalidRequestError(f"the tokenizer fails on the texts: {problem}")):
         if not _separates(backend):
             raise InvalidRequestError(
-                "the tokenizer has no form for pairs of texts: take a model that was trained on pairs"
+                "the tokenizer has no form for pairs of texts: use a model that was trained on pairs"
             )
         if max(len(first), len(second)) <= MAX_SHORT:
             found = backend.encode(first, second)
@@ -49,7 +49,7 @@ def encode_pair(backend: tokenizers.Tokenizer, first: str, second: str) -> tuple
 
 
 def _separates(backend: tokenizers.Tokenizer) -> bool:
-    """Return True if both of two texts are kept, with an added token between them."""
+    """Return True if both texts are kept, with an added token between them."""
     is_added = backend.encode("a", "a").special_tokens_mask
     num_texts = 2 * len(backend.encode("a", add_special_tokens=False).ids)
     places = [place for place, added in enumerate(is_added) if not added]

@@ -1,9 +1,9 @@
 """Rules that split text into words before byte-pair encoding, by their names in GGUF files (`tokenizer.ggml.pre`).
 
-A GGUF names its pre-tokenizer instead of describing it. Each entry describes it as the models' own `tokenizer.json` do.
-So a GGUF file and the folder from which it was converted give the same ids. If only llama.cpp's form is known
-(`src/llama-vocab.cpp`), it is used. Some patterns are rewritten to take linear time: the same cuts, without scanning a
-long run again from each of its positions.
+A GGUF file names its pre-tokenizer instead of describing it. Each entry here describes it like the models' own
+`tokenizer.json`. So a GGUF file and the folder from which it was converted give the same ids. If only llama.cpp's form
+(`src/llama-vocab.cpp`) is known, it is used. Some patterns are rewritten to take linear time: they give the same
+pieces, but do not scan a long run again from each of its positions.
 """
 
 import warnings
@@ -21,21 +21,21 @@ class PreTokenizer:
 
     patterns: tuple[str, ...] = ()
     punctuation_first: bool = False
-    """Runs of punctuation are pieces."""
+    """True if runs of punctuation are pieces."""
     individual_digits: bool = False
     gpt2_words: bool = False
-    """Also cut by GPT-2's own pattern."""
+    """True if text is also split by GPT-2's own pattern."""
     digits_of_bytes: bool = False
-    """At last, in GPT-2's alphabet for bytes, runs of digits are pieces and then every three ASCII digits."""
+    """True if, as the last step in GPT-2's alphabet for bytes, runs of digits are split into groups of three."""
     composes: bool = False
-    """Unicode NFC first."""
+    """True if Unicode NFC is applied first."""
     ignore_merges: bool = False
-    """A word that is in the vocabulary is that token, whatever the merges say."""
+    """True if a word in the vocabulary is always that token, whatever the merges are."""
     adds_bos: bool = False
     num_separators: int = 0
-    """Ends of texts between two texts of a pair: 1 in BERT's form, 2 in RoBERTa's. 0: no form for pairs."""
+    """Number of end tokens between the two texts of a pair: 1 in BERT's form, 2 in RoBERTa's; 0: no form for pairs."""
     marks_spaces: bool = False
-    """No words and no alphabet for bytes: spaces are written as ▁, as SentencePiece does, and the whole is merged."""
+    """True if there are no words and no alphabet for bytes: spaces become ▁, as in SentencePiece, and all is merged."""
 
     def make(self) -> pre_tokenizers.PreTokenizer:
         """Return the pre-tokenizer of the library, for rules that do not mark spaces."""
@@ -53,13 +53,13 @@ class PreTokenizer:
 
 
 def pre_tokenizer_named(name: str) -> PreTokenizer:
-    """Return the rules with this name. An unknown name gets the default and a warning.
+    """Return the rules with this name. An unknown name gets the default rules and a warning.
 
-    Its words are then split a little differently than in training.
+    Words are then split slightly differently than in training.
     """
     if name not in PRE_TOKENIZERS:
         warnings.warn(
-            f"pre-tokenizer {name!r} is not known: text is cut by 'default', and answers may be worse",
+            f"pre-tokenizer {name!r} is not known: text is split by 'default', and answers may be worse",
             stacklevel=2,
         )
     return PRE_TOKENIZERS.get(name, PRE_TOKENIZERS["default"])
@@ -74,7 +74,7 @@ _ASCII_PUNCTUATION = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 
 
 def _cased_words(suffix: str, without: str = "") -> str:
-    """Return a pattern of words that change case at most once, as since o200k.
+    """Return a pattern of words that change case at most once, as in tokenizers since o200k.
 
     `without` excludes characters from both cases.
     """
@@ -104,7 +104,7 @@ _EXAONE_MOE = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-# `\s*[\r\n]+` is tried where a run of blanks begins, not again after each piece that was cut from it.
+# `\s*[\r\n]+` is tried at the start of a run of blanks, not again after each piece.
 _JAIS2_SPACES = "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
 _JAIS2 = (
     rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|(?<![^\S\r\n])\s*[\r\n]+"
@@ -119,7 +119,7 @@ _SPARK_WORDS = (
     rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+|[\r\n]"
     r"|\s+(?!\S)|\s+"
 )
-# Letters with case; in escapes, since editors take some for their look-alikes.
+# Letters with case, written as escapes, because editors confuse some with similar letters.
 _DEEPSEEK_LETTERS = (
     r"\s?["
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
@@ -135,17 +135,18 @@ _DEEPSEEK_LETTERS = (
     "]+"
 )
 _DEEPSEEK_CJK = "[一-龥ࠀ-一가-퟿]+"
-_DEEPSEEK_LAST_SPACES = r"(?<!\s)\s++$"  # `\s+$`, tried once a run
+_DEEPSEEK_LAST_SPACES = r"(?<!\s)\s++$"  # `\s+$`, tried once per run
 _AFMOE_SCRIPTS = (
     "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
     "\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
 _YOUTU_SCRIPTS = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
 
-# Digits in threes, counted from the right: first a whole run is a piece, then the first one to three are told by
-# looking at the rest of the piece once, and the others follow each other (`\G`: where the last match ended).
+# Digits in threes, counted from the right. First a whole run is a piece. A look at the rest of the piece finds the
+# first
+# one to three digits, and the others follow directly (`\G`: the end of the last match).
 _DIGITS_FROM_THE_RIGHT = (r"\p{N}+", r"\A\p{N}{1,3}(?=(?:\p{N}{3})*\z)|\G(?<=\p{N})\p{N}{3}")
-# The same as `\d{1,3}(?=(?:\d{3})*\b)`: only of runs that end with a word.
+# The same as `\d{1,3}(?=(?:\d{3})*\b)`, but only for runs that end with a word.
 _WORD_DIGITS_FROM_THE_RIGHT = (r"(?<!\d)\d++\b", r"\A\d{1,3}(?=(?:\d{3})*\z)|\G(?<=\d)\d{3}")
 
 _GPT2_WORDS = PreTokenizer(gpt2_words=True)

@@ -1,4 +1,4 @@
-"""The texts of special tokens, and marks that separate a message's texts from the template's."""
+"""The texts of special tokens, and marks that separate a message's texts from the template's texts."""
 
 import re
 from bisect import bisect_left
@@ -14,14 +14,14 @@ _MAX_SPECIAL_LENGTH = 256
 class PromptPart(NamedTuple):
     text: str
     is_control: bool
-    """Whether special tokens in the text are the template's own."""
+    """True if special tokens in the text are the template's own."""
 
 
 @final
 class ComposedText(str):
     """A message's text that consists of parts. Special tokens in our own parts are control tokens."""
 
-    parts: tuple[tuple[str, bool], ...]  # each with True if it is ours
+    parts: tuple[tuple[str, bool], ...]  # each with True if it is our own
 
     def __new__(cls, parts: Iterable[tuple[str, bool]]) -> Self:
         parts = tuple(parts)
@@ -30,7 +30,7 @@ class ComposedText(str):
         return found
 
     def with_changes(self, change: Callable[[str], str]) -> str:
-        """Return the text with the parts changed that are not ours."""
+        """Return the text with its foreign parts changed."""
         return "".join(text if is_own else change(text) for text, is_own in self.parts)
 
 
@@ -42,11 +42,11 @@ class SpecialTexts:
         longest = max(map(len, texts), default=0)
         if longest > _MAX_SPECIAL_LENGTH:
             raise UnsupportedModelError(
-                f"a special token has {longest} characters; a chat allows {_MAX_SPECIAL_LENGTH} at most"
+                f"special tokens must have at most {_MAX_SPECIAL_LENGTH} characters in a chat, got {longest}"
             )
         pattern = _trie_pattern(texts) if texts else r"(?!)"
         self._whole = re.compile(pattern)
-        self._any_case = re.compile(pattern, re.IGNORECASE)  # a template may change it
+        self._any_case = re.compile(pattern, re.IGNORECASE)  # a template may change the case
         self._first_characters = re.compile(
             f"[{re.escape(''.join({text[0] for text in texts}))}]" if texts else r"(?!)"
         )
@@ -61,7 +61,8 @@ class SpecialTexts:
     def mark(self, string: str, mark: str) -> str:
         """Return the string with one mark inside every hint.
 
-        The mark follows the hint's first character. At the string's start it precedes the hint's last character.
+        The mark is placed after the hint's first character. At the string's start, it is placed before the last
+        character.
         """
         cuts = {found.start() + 1 for found in self._any_case.finditer(string)}
         if length := self._head_length(string):
@@ -96,7 +97,7 @@ class SpecialTexts:
         return list(_pieces(text, own_spans, foreign_spans))
 
     def _head_length(self, string: str) -> int:
-        """Return the length of the longest beginning of a special token that ends the string, or 0."""
+        """Return the length of the longest prefix of a special token that ends the string, or 0."""
         tail = string.rstrip()[-self._max_fragment :]
         return next((length for length in range(len(tail), 1, -1) if tail[-length:] in self._heads), 0)
 

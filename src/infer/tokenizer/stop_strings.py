@@ -1,8 +1,8 @@
-"""Stop strings found in streamed text, wherever the pieces are cut.
+"""Find stop strings in streamed text, however the text is divided into pieces.
 
-Invariant: the longest end of the text that is a proper prefix of some stop string is held back. So the shown text never
-contains a part of a stop string that is cut from it. Time is linear in the text, for any number of stop strings. They
-are one automaton (Aho, Corasick 1975), of which only the states that a text reaches are made.
+Invariant: the longest end of the text that is a proper prefix of a stop string is held back. So the shown text never
+contains a part of a stop string. Time is linear in the text, for any number of stop strings. They form one automaton
+(Aho, Corasick 1975), of which only the states that a text reaches are created.
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,22 +14,22 @@ from infer.errors import InvalidRequestError
 
 class StopResult(NamedTuple):
     text: str
-    """What may be shown now."""
+    """Text that may be shown now."""
     matched: str | None
-    """The stop string that ended the text, if one did."""
+    """The stop string that ended the text, or None."""
 
 
 class StopStrings:
-    """Finder of the stop string that completes first in the text, and of the longest among several.
+    """Finder of the stop string that completes first in the text. If several do, it is the longest.
 
-    Once one has matched, later text is dropped. With `include` the stop string itself is shown.
+    After a match, later text is dropped. With `include` the stop string itself is shown.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         if isinstance(stops, str):
             stops = [stops]
         if not all(stops):
-            raise InvalidRequestError("stop must hold non-empty strings, got ''; remove it")
+            raise InvalidRequestError("stop must have strings that are not empty, got '': remove it")
         self._automaton = _Automaton(stops)
         self._state = self._automaton.root
         self._include = include
@@ -56,24 +56,24 @@ class StopStrings:
         return StopResult(text[:num_shown], None)
 
     def flush(self) -> str:
-        """Return the text that is held back, at the end of the stream."""
+        """Return the held text at the end of the stream."""
         held, self._held = self._held, ""
         self._state = self._automaton.root
         return held
 
 
 class _State:
-    """A text of `depth` characters with which the stop strings [low, high) begin.
+    """A text of `depth` characters, with which the stop strings [low, high) begin.
 
-    `shorter` is the state of the text's longest end that is a state, `match` the longest stop string that ends the
-    text.
+    `shorter` is the state of the longest proper suffix that is a state, `match` the longest stop string at the text's
+    end.
     """
 
     __slots__ = ("after", "depth", "high", "low", "match", "shorter")
 
     def __init__(self, low: int, high: int, depth: int) -> None:
         self.low, self.high, self.depth = low, high, depth
-        self.after: dict[str, _State | None] = {}  # by the next character, as far as it was asked for
+        self.after: dict[str, _State | None] = {}  # by the next character, for the characters seen so far
         self.shorter: _State = self
         self.match: str | None = None
 
@@ -84,8 +84,8 @@ class _Automaton:
         self.root = _State(0, len(self.stops), 0)
 
     def after(self, state: _State, character: str) -> _State:
-        """Return the state of the longest end of the state's text plus the character."""
-        made: list[_State] = []  # of which the shorter ones are not known yet, the longest first
+        """Return the state of the longest suffix of the state's text plus the character."""
+        made: list[_State] = []  # new states whose `shorter` is not known yet, the longest first
         while True:
             if character in state.after:
                 longer = state.after[character]

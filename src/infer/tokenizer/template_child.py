@@ -1,8 +1,8 @@
 """Render chat templates in a process that a malicious template cannot harm. `template_process` runs it as a program.
 
-Hugging Face's Jinja environment, in Jinja's sandbox. It reads lines of JSON, [template, variables, most characters]. It
-answers each with a line of JSON: {"text": …}, or {"error": …, "line": …, "kind": …}. It imports nothing of infer, so
-that it starts in a tenth of a second.
+It has Hugging Face's Jinja environment, in Jinja's sandbox. It reads lines of JSON, [template, variables, most
+characters]. It answers each with a line of JSON: {"text": …}, or {"error": …, "line": …, "kind": …}. It imports nothing
+from infer, so that it starts in a tenth of a second.
 """
 
 import json
@@ -21,7 +21,7 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_COMPILED, MAX_COMPILED_CHARACTERS = 8, 1 << 20  # of templates that are kept
+MAX_COMPILED, MAX_COMPILED_CHARACTERS = 8, 1 << 20  # limits of the kept templates
 _STACK_BYTES = 4 << 20
 
 
@@ -63,7 +63,7 @@ class _TemplateNamespace(jinja2.utils.Namespace):
 
 def _check_attribute_name(name: str) -> None:
     if name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace takes no underscored attribute, got {name!r}")
+        raise jinja2.exceptions.SecurityError(f"a namespace must not have attributes with an underscore, got {name!r}")
 
 
 def _tojson(
@@ -77,7 +77,7 @@ def _tojson(
 
 
 class _Complaint(jinja2.exceptions.TemplateError):
-    """Message with which a template refuses a conversation, by `raise_exception`."""
+    """The message with which a template refuses a conversation, by `raise_exception`."""
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -101,7 +101,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 class Renderer:
-    """Renderer that keeps the most recently used compiled templates."""
+    """Renderer that keeps the templates used most recently, compiled."""
 
     def __init__(self) -> None:
         self._environment = make_environment()
@@ -119,7 +119,7 @@ class Renderer:
             return {"kind": "syntax", "error": str(error.message), "line": error.lineno}
         except _TooLongError:
             return {"kind": "length", "error": "", "line": None}
-        except Exception as error:  # whatever a template makes Python raise
+        except Exception as error:  # a template can make Python raise anything
             message = str(error) if isinstance(error, jinja2.exceptions.TemplateError) else _described(error)
             return {"kind": "failure", "error": message, "line": _line_of(error)}
         return {"text": "".join(parts)}
@@ -166,7 +166,7 @@ def _limit(what: int, count: int) -> None:
 def main(seconds: float, memory_bytes: int) -> None:
     """Answer the questions on stdin.
 
-    The limit is processor time, so that a busy machine does not make a template fail. The timer's signal ends the
+    The limit is processor time, so that a template does not fail on a busy machine. The timer's signal ends the
     process.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

@@ -1,7 +1,7 @@
 """Chat templates rendered in a separate process.
 
-Jinja's sandbox stops code, but not resource exhaustion: `2 ** (2 ** 33)`, nested loops and strings that double need
-only a few characters in an untrusted file. No list of forbidden operations is complete, but the process can be ended.
+Jinja's sandbox stops code, but not the use of resources: `2 ** (2 ** 33)`, nested loops and strings that double need
+only a few characters in an untrusted file. No list of forbidden operations is complete, but a process can be ended.
 """
 
 import signal
@@ -14,14 +14,14 @@ from infer.errors import InvalidRequestError
 from infer.system.child_process import ChildError
 from infer.system.lane import Lane
 
-RENDER_SECONDS = 2.0  # of a processor
+RENDER_SECONDS = 2.0  # processor seconds
 MEMORY_BYTES = 1 << 30
 MAX_CHARACTERS = 1 << 24
-_WAIT_SECONDS = 120.0  # for a process that waits for a processor
+_WAIT_SECONDS = 120.0  # for a process that waits for a free processor
 
 
 class TemplateRefusalError(InvalidRequestError):
-    """The template refuses the conversation in its own words."""
+    """The template refuses the conversation with its own message."""
 
 
 @cache
@@ -30,7 +30,7 @@ def _lane() -> Lane:
 
 
 def start_rendering() -> None:
-    """Start the process, so that it can start while a model is loaded."""
+    """Start the process, so that it starts while a model is loaded."""
     _lane().start()
 
 
@@ -41,8 +41,8 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
     except ChildError as error:
         problem = f"takes more than {RENDER_SECONDS:g} s" if error.signal == signal.SIGPROF else "makes Python crash"
         raise InvalidRequestError(f"the chat template {problem}: it cannot be used") from None
-    except (TypeError, ValueError, RecursionError) as error:  # JSON has no word for a tuple as a key, nor 5,000 digits
-        raise InvalidRequestError(f"the conversation cannot be given to a chat template: {error}") from None
+    except (TypeError, ValueError, RecursionError) as error:  # JSON has neither tuples as keys nor 5,000 digits
+        raise InvalidRequestError(f"the conversation cannot be passed to a chat template: {error}") from None
     except TimeoutError:
         raise InvalidRequestError(f"the chat template was not rendered within {_WAIT_SECONDS:g} s") from None
     if "text" in answer:

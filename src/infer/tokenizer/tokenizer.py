@@ -60,19 +60,19 @@ class Tokenizer:
         self.backend = backend
         self._named_tokens = dict(named_tokens)
         self._chat_templates = dict(chat_templates or {})
-        self.allow_special = False  # in messages, if a call does not choose
-        self._text_backend = make_text_backend(backend)  # two, since a flag that changes would need a lock
+        self.allow_special = False  # the default for messages, which a call can change
+        self._text_backend = make_text_backend(backend)  # two backends, because changing a flag would need a lock
         added = backend.get_added_tokens_decoder()
         self._added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         added_ids = backend.encode("").ids
-        cls_id = self._id_of(named_tokens.get("cls_token"))  # encoders begin a text with it
+        cls_id = self._id_of(named_tokens.get("cls_token"))  # encoders begin a text with this token
         begins_with_cls = cls_id is not None and added_ids[:1] == [cls_id]
         self.bos_token_id = cls_id if begins_with_cls else self._id_of(named_tokens.get("bos_token"))
         given_end_ids = frozenset(filter(self._is_token, end_token_ids))
         self.eos_token_ids = (given_end_ids | self._named_end_ids(added)) - self._message_end_ids(added)
         self.adds_bos = self.bos_token_id is not None and added_ids[:1] == [self.bos_token_id]
-        self.ending_ids = added_ids[self.adds_bos :]  # that `encode` adds after a text
+        self.ending_ids = added_ids[self.adds_bos :]  # ids that `encode` adds after a text
         self._vocabulary = vocabulary
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ class Tokenizer:
 
     @cached_property
     def _spelling(self) -> tuple[tuple[bytes, ...], Mapping[int, bytes]]:
-        """The bytes of each id, and of the ids that have others at the beginning of a text."""
+        """The bytes of each id, and of the ids whose bytes differ at the beginning of a text."""
         vocabulary = self._vocabulary
         if vocabulary is None:
             ids = read_vocabulary(self.backend)
@@ -174,13 +174,13 @@ class Tokenizer:
         return pair
 
     def least_num_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of any encoding. It takes a small part of the time of `encode`.
+        """Return a lower bound of the number of tokens of any encoding, in much less time than `encode`.
 
         Args:
             text: The text.
 
         Returns:
-            The bound, 0 if nothing is known.
+            The bound, or 0 if nothing is known.
 
         Examples:
             >>> llm.tokenizer.least_num_tokens("Once upon a time") <= 4
@@ -189,11 +189,11 @@ class Tokenizer:
         return self._length_bound(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids, as a detokenizer streams it.
+        """Return the text of ids, the same as a detokenizer's stream.
 
         Args:
             ids: The ids.
-            skip_special_tokens: True to leave special tokens out.
+            skip_special_tokens: True to leave out special tokens.
 
         Examples:
             >>> llm.tokenizer.decode(llm.tokenizer.encode("Once upon a time"))
@@ -247,7 +247,7 @@ class Tokenizer:
         return self._template(chosen, () if has_tools else None).source
 
     def special_ids_in(self, texts: Iterable[str]) -> dict[str, int]:
-        """Return the special tokens that are written in some texts, with their ids.
+        """Return the special tokens in some texts, with their ids.
 
         Args:
             texts: The texts.
@@ -261,7 +261,7 @@ class Tokenizer:
 
     @cached_property
     def infill_marks(self) -> InfillMarks | None:
-        """The tokens around two texts between which the model can write, or None for a model without them."""
+        """The marks around two texts between which the model can write, or None for a model without marks."""
         return find_marks(self._added_ids)
 
     def encode_infill(
@@ -272,11 +272,11 @@ class Tokenizer:
         Args:
             before: The text before.
             after: The text after.
-            files: Names and texts of other files of the project, which stand first.
+            files: Names and texts of other files of the project, which come first.
             max_tokens: Leave out the first files until the prompt has at most this many tokens.
 
         Raises:
-            InvalidRequestError: The model has no marks for it.
+            InvalidRequestError: The model has no marks for this.
 
         Examples:
             >>> ids = coder.encode_infill("def add(a, b):", "return total")  # doctest: +SKIP
@@ -381,7 +381,7 @@ class Tokenizer:
         own_ids = self.special_token_ids - self._unknown_ids
         if sum(map(own_ids.__contains__, ids)) > len(self._special_texts.found_in(text)):
             raise InvalidRequestError(
-                "a message contains characters that this tokenizer turns into a special token; remove them"
+                "a message contains characters that this tokenizer turns into a special token: remove them"
             )
         return ids
 
@@ -394,7 +394,7 @@ class Tokenizer:
         forged = self.special_token_ids.intersection(ids) - self._unknown_ids
         if forged:
             name = self.backend.id_to_token(min(forged))
-            raise InvalidRequestError(f"a message holds {name!r}, which this tokenizer cannot spell; remove it")
+            raise InvalidRequestError(f"a message contains {name!r}, which this tokenizer cannot spell: remove it")
 
     def _template(self, chosen: str | None, tools: Any) -> ChatTemplate:
         templates = self._chat_templates
@@ -406,7 +406,7 @@ class Tokenizer:
             return ChatTemplate(chosen, self._named_tokens)
         if not templates:
             raise InvalidRequestError(
-                "the model has no chat template; use generate() with plain text, or an instruct version of the model"
+                "the model has no chat template: use generate() with plain text, or an instruct version of the model"
             )
         if chosen not in templates:
             raise InvalidRequestError(f"chat_template must be one of {', '.join(sorted(templates))}, got {chosen!r}")
@@ -439,7 +439,7 @@ class Tokenizer:
         return None if text is None else self.backend.token_to_id(text)
 
     def _is_token(self, token_id: int) -> bool:
-        """Return True if the vocabulary has the id. A configuration may name end tokens that it does not have."""
+        """Return True if the vocabulary has the id. A configuration may name end tokens that are not in it."""
         return 0 <= token_id < MAX_TOKENS and self.backend.id_to_token(token_id) is not None
 
     def _named_end_ids(self, added: Mapping[int, AddedToken]) -> frozenset[int]:
@@ -452,6 +452,6 @@ class Tokenizer:
 
     @staticmethod
     def _message_end_ids(added: Mapping[int, AddedToken]) -> frozenset[int]:
-        """Return the ids that end a message and not an answer, whatever a file says: gpt-oss's `<|end|>`."""
+        """Return the ids that end a message but not an answer, whatever a file says: gpt-oss's `<|end|>`."""
         names = {token.content: token_id for token_id, token in added.items() if token.special}
         return frozenset({names["<|end|>"]} if {"<|end|>", "<|return|>"} <= names.keys() else ())

@@ -56,7 +56,7 @@ def read_folder(path: Path) -> TokenizerParts:
     _make_special(backend, CONTROL_NAMES.union(named_tokens.values()))
     if "add_bos_token" in config or "add_eos_token" in config:
         own, wanted = _added_ends(backend, config, named_tokens)
-        if wanted != own:  # otherwise the file's own processor stays, which may have a form for pairs
+        if wanted != own:  # otherwise keep the file's own processor, which may have a form for pairs
             backend.post_processor = make_bos_eos_processor(backend, *wanted)
     end_ids = _read_json(path / "generation_config.json").get("eos_token_id")
     return TokenizerParts(
@@ -90,7 +90,7 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
 
 
 def read_template(path: Path, metadata: Mapping[str, Any]) -> str | None:
-    """Return the chat template of a model that is not loaded. `metadata` are those of a GGUF file; {} for a folder."""
+    """Return the chat template of a model that is not loaded. `metadata` is from a GGUF file, or {} for a folder."""
     templates = (
         _gguf_chat_templates(metadata) if metadata else _read_chat_templates(path, _read_json(path / _CONFIG_NAME))
     )
@@ -98,7 +98,7 @@ def read_template(path: Path, metadata: Mapping[str, Any]) -> str | None:
 
 
 def read_token_names(path: Path, metadata: Mapping[str, Any]) -> Collection[str]:
-    """Return the names of a model's tokens, for a folder only of those beside the vocabulary, without a tokenizer."""
+    """Return the names of a model's tokens, for a folder only of those added to the vocabulary, without a tokenizer."""
     if metadata:
         return frozenset(metadata.get("tokenizer.ggml.tokens", ()))
     added = _read_json(path / _CONFIG_NAME).get("added_tokens_decoder") or {}
@@ -119,8 +119,8 @@ def _added_ends(
 ) -> tuple[Ends, Ends]:
     """Return the tokens before and after each text: those of the file's own processor, and the wanted ones.
 
-    A flag of the config decides if it is there. Otherwise the file's own processor does: that of Qwen3-Embedding ends
-    texts with another token than `eos_token`.
+    The config's flags decide if they are added. Without flags, the file's own processor decides: Qwen3-Embedding's
+    processor ends texts with a token other than `eos_token`.
     """
     tokens, text = backend.encode("a").tokens, backend.encode("a", add_special_tokens=False).tokens
     num_first = next((at for at in range(len(tokens)) if tokens[at : at + len(text)] == text), 0)
@@ -145,8 +145,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the templates by name.
 
-    The first of these is used: `chat_template.jinja`, `chat_template.json`, the configuration's, which may be a list of
-    named templates. Templates of `additional_chat_templates/` are added, named by their files.
+    The first existing source is used: `chat_template.jinja`, `chat_template.json`, or the configuration's, which may be
+    a list of named templates. Templates in `additional_chat_templates/` are added, named by their files.
     """
     template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
     templates = {"default": template} if isinstance(template, str) else {}
@@ -169,7 +169,7 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: Mapping[str
 def _make_special(backend: tokenizers.Tokenizer, names: Collection[str]) -> None:
     """Make tokens with these names special, if the vocabulary has them.
 
-    Some files call a token that begins a turn an ordinary one.
+    Some files mark a token that begins a turn as an ordinary one.
     """
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for text in sorted(names):
@@ -180,14 +180,14 @@ def _make_special(backend: tokenizers.Tokenizer, names: Collection[str]) -> None
 
 
 def _token_text(value: Any) -> str | None:
-    """Return the text of a named token, which is given as its text or as an object with the text in `content`."""
+    """Return the text of a named token, which is a text or an object with the text in `content`."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _ids(value: Any) -> Collection[int]:
-    """Return the ids of `eos_token_id`, which is missing, an id or a list of ids."""
+    """Return the ids of `eos_token_id`, which may be missing, an id or a list of ids."""
     if value is None:
         return []
     return [value] if isinstance(value, int) else list(value)

@@ -1,8 +1,8 @@
 """The `tokenizers` library, protected from files that break it.
 
 It is written in Rust. On unexpected input it panics, which Python sees as a BaseException, or it crashes the process.
-So inputs that are known to do this are refused before the library sees them. The rest is tried immediately, and a
-remaining panic becomes an ordinary error.
+So inputs that are known to do this are refused before the library sees them. Everything else is tried immediately, and
+a remaining panic becomes an ordinary error.
 """
 
 import base64
@@ -22,9 +22,9 @@ from infer.system.json_file import parse_json, read_whole
 
 MAX_BYTES = 128 << 20
 _OF_TOKENIZERS = {Exception, ValueError}  # the classes that tokenizers raises
-MAX_TOKENS = 1_000_000  # the largest vocabulary that we know of has 262,144
+MAX_TOKENS = 1_000_000  # the largest known vocabulary has 262,144
 
-MAX_SHORT = 2_000  # characters
+MAX_SHORT = 2_000  # characters of a short text
 
 _PANIC = "PanicException"  # pyo3 exports no name for it
 # The library cuts characters off each merge of BPE for a prefix, inside a character or past the end of a shorter merge.
@@ -51,15 +51,15 @@ def load_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def try_backend(backend: tokenizers.Tokenizer) -> None:
-    """Encode some texts, on which the library fails if the backend's parts do not fit together."""
+    """Encode some texts, on which the library fails if the parts of the backend do not fit each other."""
     for text in _TRIED:
         backend.encode(text)
 
 
 def encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Return the ids of a text. Raises InvalidRequestError if the text or the library is at fault.
+    """Return the ids of a text. Raises InvalidRequestError if the text is wrong or the library fails.
 
-    `encode` holds the GIL and `encode_batch_fast` does not. A fork after `encode_batch_fast` warns on stderr, so short
+    `encode` holds the GIL, and `encode_batch_fast` does not. A fork after `encode_batch_fast` warns on stderr, so short
     texts, which take about a millisecond, use `encode`.
     """
     check_encodable(text)
@@ -70,7 +70,7 @@ def encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -
 
 
 def make_text_backend(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Return a backend that shares the model, for which special tokens in a text are ordinary text."""
+    """Return a backend with the same model, for which special tokens in a text are ordinary text."""
     added = backend.get_added_tokens_decoder()
     names = {token_id: token.content for token_id, token in added.items()}
     model = backend.model
@@ -94,12 +94,12 @@ def _with_text(token: tokenizers.AddedToken, text: str) -> tokenizers.AddedToken
 
 
 def _unspellable(name: str) -> str:
-    """Return a text that no text contains after a space became ▁, as it does before Unigram."""
+    """Return a text that no text contains after spaces became ▁, which happens before Unigram."""
     return f" \U0010ffff{name}"
 
 
 def _renamed(model: Unigram, names: Mapping[int, str]) -> Unigram:
-    """Return the model with other texts of some tokens. Unigram spells a text with any token, control tokens too."""
+    """Return the model with other texts for some tokens. Unigram spells a text with any token, even control tokens."""
     state = json.loads(model.__getstate__())
     vocabulary = [(names.get(token_id, text), score) for token_id, (text, score) in enumerate(state["vocab"])]
     return Unigram(vocabulary, state["unk_id"], state["byte_fallback"])
@@ -108,7 +108,7 @@ def _renamed(model: Unigram, names: Mapping[int, str]) -> Unigram:
 def read_vocabulary(backend: tokenizers.Tokenizer) -> dict[str, int]:
     """Return the ids by text, including added tokens.
 
-    Raises ModelFormatError for a duplicate id, or for one far beyond any vocabulary.
+    Raises ModelFormatError for a duplicate id, or for an id far outside any vocabulary.
     """
     ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     if len(set(ids.values())) < len(ids):
@@ -125,8 +125,8 @@ def check_encodable(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
-            f"the text holds a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
-            "which is not Unicode text; decode it with errors='replace'"
+            f"the text contains a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
+            "which is not Unicode text: decode it with errors='replace'"
         ) from None
 
 
@@ -137,7 +137,7 @@ def panics_as(make_error: Callable[[str], InferError]) -> Iterator[None]:
     except InferError:
         raise
     except Exception as error:
-        if type(error) not in _OF_TOKENIZERS:  # such as one that a signal's handler raised
+        if type(error) not in _OF_TOKENIZERS:  # for example an exception of a signal's handler
             raise
         raise make_error(_one_line(error)) from error
     except BaseException as error:
@@ -151,7 +151,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _check_for_traps(path: Path, content: bytes) -> None:
-    if _ESCAPED_LETTER.search(content):  # by which a name could be hidden
+    if _ESCAPED_LETTER.search(content):  # an escape could hide a name
         try:
             content = json.dumps(json.loads(content), ensure_ascii=False).encode("utf-8", "surrogatepass")
         except (ValueError, RecursionError) as error:
@@ -164,7 +164,7 @@ def _check_for_traps(path: Path, content: bytes) -> None:
 
 
 def _is_wordpiece(path: Path, content: bytes) -> bool:
-    """Return True for a file whose model says that it is WordPiece, which cuts nothing off. No key appears twice."""
+    """Return True if a file's model says that it is WordPiece, which removes no prefixes. No key appears twice."""
     model = parse_json(path, content).get("model")
     return isinstance(model, dict) and model.get("type") == "WordPiece"
 
@@ -207,8 +207,8 @@ def _problem(step: Mapping[str, Any]) -> str | None:
             return "Replace has an empty pattern"
         case {"type": "TemplateProcessing", "single": list(single), "special_tokens": dict(known)}:
             if any(piece.get("Sequence", {}).get("id", "A") != "A" for piece in single):
-                return "the template for one text holds a second one"
+                return "the template for one text contains a second text"
             for piece in (*single, *(step.get("pair") or ())):
                 if "SpecialToken" in piece and piece["SpecialToken"]["id"] not in known:
-                    return f"the template names {piece['SpecialToken']['id']!r:.80}, which special_tokens does not"
+                    return f"the template names {piece['SpecialToken']['id']!r:.80}, which special_tokens does not have"
     return None

@@ -24,7 +24,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_list(*types: type) -> Callable[[Any], bool]:
-    """Return a check for a list. It checks only the first item, because a GGUF's arrays have items of one type."""
+    """Return a check for a list. It checks only the first item, because a GGUF file's arrays have items of one type."""
     return lambda value: isinstance(value, list) and all(isinstance(item, types) for item in value[:1])
 
 
@@ -77,7 +77,7 @@ _GGUF_KINDS = {
 
 
 def check_json(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ModelFormatError for a wrong type in tokenizer_config.json or a similar file. Null counts as absent."""
+    """Raise ModelFormatError for a wrong type in tokenizer_config.json or a similar file. Null means absent."""
     for name, kind in _JSON_KINDS.items():
         if settings.get(name) is not None and not kind.holds(settings[name]):
             raise ModelFormatError(path, name, f"expected {kind.words}, got {settings[name]!r:.80}")

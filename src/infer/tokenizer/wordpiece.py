@@ -1,4 +1,4 @@
-"""BERT's tokenizer: a text is normalized and cut into words, and WordPiece spells each word or calls it unknown."""
+"""BERT's tokenizer: normalize a text, split it into words, and spell each word with WordPiece or as unknown."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +26,7 @@ _CLASSES = tuple(f"{name}Tokenizer{kind}" for name in ("Bert", "DistilBert", "El
 def with_bert_defaults(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a folder that has a `vocab.txt` and no tokenizer.json.
 
-    Raises UnsupportedModelError if they name another tokenizer than BERT's: others cut text by rules of their own.
+    Raises UnsupportedModelError if they name a tokenizer other than BERT's, because others split text by other rules.
     """
     name = config.get("tokenizer_class") or _CLASSES[0]
     if name not in _CLASSES:
@@ -65,7 +65,7 @@ def make_wordpiece(
     strip_accents: bool | None,
     splits_chinese: bool = True,
 ) -> Tokenizer:
-    """Return the backend, in which only `names` are special. `strip_accents` is by default the value of `lowercase`."""
+    """Return the backend, in which only `names` are special. The default of `strip_accents` is `lowercase`."""
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token=names["unk_token"], continuing_subword_prefix=PREFIX))
     backend.normalizer = normalizers.BertNormalizer(
         clean_text=True, handle_chinese_chars=splits_chinese, strip_accents=strip_accents, lowercase=lowercase

@@ -2,8 +2,8 @@
 
 A config is a mapping with the names of Hugging Face's `config.json`; `checkpoint` gives GGUF metadata the same names. A
 `Family` describes the values that its published configs leave out, and the optional settings that its code reads.
-`table` has a row for each, and `refused` names those that are not run. A setting that `transformers` ignores is ignored
-here, unless other engines read it: then it is refused.
+`table` has one row per family, and `refused` names unsupported families. A setting that `transformers` ignores is
+ignored here, unless other engines read it: then it is refused.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ __all__ = ["ENCODERS", "FAMILIES", "as_read", "make_architecture"]
 def make_architecture(config: Config) -> Architecture:
     """Return the architecture that a config describes.
 
-    Raises UnsupportedModelError for a family or a setting that we do not run, ModelError for an invalid value.
+    Raises UnsupportedModelError for an unsupported family or setting, and ModelError for an invalid value.
     """
     name = str(config.get("model_type", ""))
     if name in NEEDS:
@@ -38,12 +38,12 @@ def make_architecture(config: Config) -> Architecture:
     if name not in FAMILIES:
         names = ", ".join(sorted([*FAMILIES, *ENCODERS]))
         code = "; the code that auto_map names is never run" if config.get("auto_map") else ""
-        problem = f"model_type {name or 'missing'!r:.60} is not supported{code}; supported are: {names}"
+        problem = f"model_type {name or 'missing'!r:.60} is not supported{code}: supported are {names}"
         raise UnsupportedModelError(problem)
     family = FAMILIES[name]
     config = as_read(config, family)
     is_whole = sees_whole_texts(config, family)
-    # A residual stream divided by m throughout adds m × what a layer gives, and a norm of it is the same with eps / m².
+    # If a residual stream is divided by m, each layer adds m × its result, and norms have eps / m².
     residual = positive(config, "residual_multiplier", 1.0)
     embedding = positive(config, "embedding_multiplier", 1.0)
     if family.scales_embedding:
@@ -68,7 +68,7 @@ def make_architecture(config: Config) -> Architecture:
 
 
 def as_read(config: Config, family: Family) -> Config:
-    """Return the config with the family's defaults added and without the settings that the family's code ignores."""
+    """Return the config with the family's defaults added, and without the settings that the family's code ignores."""
     unread = OPTIONAL - family.reads
     by_own_name = {usual: config[own] for own, usual in family.renamed.items() if own in config}
     usual = {name: value for name, value in config.items() if name not in family.renamed} | by_own_name
@@ -107,7 +107,7 @@ def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
 
 
 def _sharing(config: Config, layer: Layer, source: int) -> Layer:
-    """Return the layer without keys and values of its own."""
+    """Return the layer without its own keys and values."""
     mixer, feed_forward = layer.mixer, layer.feed_forward
     assert isinstance(mixer, Attention)
     if flag(config, "use_double_wide_mlp"):
@@ -172,7 +172,7 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
 
 
 def _qk_norm(config: Config, family: Family) -> QKNorm | None:
-    """Return the norms of q and k. `qk_norm_has_weights` is a setting of GGUF files alone."""
+    """Return the norms of q and k. Only GGUF files have the setting `qk_norm_has_weights`."""
     if family.qk_norm_setting is not None and not flag(config, family.qk_norm_setting):
         return None
     return "head" if flag(config, "qk_norm_has_weights") else family.qk_norm

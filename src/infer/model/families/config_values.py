@@ -7,7 +7,7 @@ from infer.errors import ModelError, UnsupportedModelError
 
 Config = Mapping[str, Any]
 
-_SMALLEST, _LARGEST = 1e-32, 1e32  # what is made of them fits a float32 too; GGUF files write 1e30 for no rotation
+_SMALLEST, _LARGEST = 1e-32, 1e32  # derived values then fit a float32, too; GGUF files write 1e30 for no rotation
 
 
 def count(config: Config, name: str, *, default: int | None = None, maximum: int = 2**31) -> int:
@@ -61,5 +61,5 @@ def settings(config: Config, name: str) -> Config:
 def choice(config: Config, name: str, choices: Mapping[str, Any]) -> Any:
     value = config.get(name)
     if not isinstance(value, str) or value not in choices:
-        raise UnsupportedModelError(f"{name} {value!r:.60} is not supported; supported are: {', '.join(choices)}")
+        raise UnsupportedModelError(f"{name} {value!r:.60} is not supported: supported are {', '.join(choices)}")
     return choices[value]

@@ -1,6 +1,6 @@
 """Configs of encoders → `Architecture`: BERT, DistilBERT, ELECTRA, RoBERTa and XLM-R, Nomic's BERT, ModernBERT.
 
-They share no setting's default with decoders, so each family is a function. Defaults are those of Hugging Face.
+They share no defaults with decoders, so each family is a function. Defaults are those of Hugging Face.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ _NOMIC_NAMES = {
     "layer_norm_epsilon": "layer_norm_eps",
     "activation_function": "hidden_act",
 }
-_PADDED = 2  # positions that RoBERTa's tables begin with and no text uses: those up to padding's own
+_PADDED = 2  # unused first positions in RoBERTa's tables, up to the position of padding
 
 
 def bert(config: Config) -> Architecture:
@@ -40,7 +40,7 @@ def bert(config: Config) -> Architecture:
 
 
 def distilbert(config: Config) -> Architecture:
-    """Return DistilBERT: BERT without types, and with names of its own for settings."""
+    """Return DistilBERT: BERT without types, and with other names of settings."""
     return bert({**_renamed(config, _DISTILBERT_NAMES), "type_vocab_size": 0})
 
 
@@ -69,7 +69,7 @@ def _bert(config: Config, num_padded: int) -> Architecture:
     if kind != "absolute":
         raise UnsupportedModelError(f"position_embedding_type={kind!r:.40} is not supported: it must be 'absolute'")
     if config.get("is_decoder"):
-        raise UnsupportedModelError("is_decoder=true is not supported: only encoders of this family are")
+        raise UnsupportedModelError("is_decoder=true is not supported for this family: use an encoder")
     activation = choice({"hidden_act": "gelu", **config}, "hidden_act", ACTIVATIONS)
     attention = _attention(config, None, has_bias=True)
     dense = Dense(count(config, "intermediate_size"), activation, has_bias=True, is_gated=False)
@@ -81,7 +81,7 @@ def _bert(config: Config, num_padded: int) -> Architecture:
 
 
 def nomic_bert(config: Config) -> Architecture:
-    """Return Nomic's BERT: types, but rotated positions; a gated feed-forward; no bias but the norms'."""
+    """Return Nomic's BERT: types, but rotated positions; a gated feed-forward; no biases except in norms."""
     config = _with_usual_names(config)
     for name in ("prenorm", "causal", "rotary_emb_interleaved", "use_rms_norm"):
         if config.get(name) not in (False, None):
@@ -101,7 +101,7 @@ def nomic_bert(config: Config) -> Architecture:
 
 
 def _with_usual_names(config: Config) -> dict[str, Any]:
-    """Return a config with the names of transformers' own class; published files have older ones."""
+    """Return a config with the names of transformers' own class; published files have older names."""
     usual = _renamed(config, _NOMIC_NAMES)
     if (base := config.get("rotary_emb_base")) is not None:
         usual["rope_parameters"] = {"rope_theta": base}
@@ -109,7 +109,7 @@ def _with_usual_names(config: Config) -> dict[str, Any]:
 
 
 def _renamed(config: Config, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a config whose settings have usual names. The family's own names count more than usual ones."""
+    """Return a config whose settings have usual names. The family's own names take precedence over usual ones."""
     usual = {name: value for name, value in config.items() if name not in names}
     return usual | {names[name]: value for name, value in config.items() if name in names}
 
@@ -177,7 +177,7 @@ def _architecture(
     inputs: TextInputs,
     max_positions: int | None = None,
 ) -> Architecture:
-    # ModernBERT's first mixer reads the embeddings, which have just been normalised.
+    # ModernBERT's first mixer reads the embeddings, which were just normalised.
     first = Norms(norms.before, are_centred=True, have_bias=norms.have_bias, skip_mixer=True)
     layers = [
         Layer(mixer, dense, first if norms.before and index == 0 else norms) for index, mixer in enumerate(mixers)

@@ -1,4 +1,4 @@
-"""Config → the experts of a layer, for the families that have them: each in a function with its settings' names."""
+"""Config → the experts of a layer, one function per family that has experts."""
 
 from dataclasses import replace
 from typing import Literal
@@ -46,7 +46,7 @@ def gpt_oss_experts(config: Config, activation: Activation) -> Experts:
 
 
 def glm_experts(config: Config, activation: Activation) -> Experts:
-    """Return the experts of GLM-4.5 to 4.7: chosen by a corrected sigmoid, beside a shared one without a gate."""
+    """Return the experts of GLM-4.5 to 4.7: chosen by a corrected sigmoid, with a shared expert without a gate."""
     if config.get("n_group") not in (None, 1):
         raise UnsupportedModelError(f"n_group={config['n_group']!r:.60} is not supported for glm4_moe: it must be 1")
     renamed = {"num_experts": config.get("n_routed_experts"), **config}
@@ -61,7 +61,7 @@ def glm_experts(config: Config, activation: Activation) -> Experts:
 
 
 def laguna_experts(config: Config, activation: Activation) -> Experts:
-    """Return Laguna's experts: chosen by a corrected sigmoid, beside a shared one without a gate."""
+    """Return Laguna's experts: chosen by a corrected sigmoid, with a shared expert without a gate."""
     for name in ("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"):
         if config.get(name):
             raise UnsupportedModelError(f"{name}={config[name]!r:.60} is not supported for laguna")
@@ -75,7 +75,7 @@ def laguna_experts(config: Config, activation: Activation) -> Experts:
 
 
 def llama4_experts(config: Config, activation: Activation) -> Experts:
-    """Return Llama 4's experts: their inputs are multiplied by the sigmoid of logits, beside a shared expert."""
+    """Return Llama 4's experts: their inputs are multiplied by the sigmoid of logits, and there is a shared expert."""
     router = replace(_router(config, scores="sigmoid_of_chosen"), weighs_inputs=True)
     size = count(config, "intermediate_size")
     return Experts(router, size, activation, shared_size=size)
@@ -92,7 +92,7 @@ def lfm2_experts(config: Config, activation: Activation) -> Experts:
 
 
 def gemma4_experts(config: Config, activation: Activation) -> Experts | None:
-    """Return the experts of Gemma 4's 26B-A4B, beside the layer's usual MLP; None if a model has none."""
+    """Return the experts of Gemma 4's 26B-A4B, in parallel to the layer's usual MLP; None if a model has none."""
     if not flag(config, "enable_moe_block"):
         return None
     router = replace(_router(config, scores="softmax", is_normalized=True), has_expert_scales=True)
@@ -115,7 +115,7 @@ def is_sparse_in_lfm2(config: Config, index: int) -> bool:
 
 
 def is_sparse_as_listed(config: Config, index: int) -> bool:
-    """Return True for every layer that `mlp_layer_types` calls sparse; without the list, for every layer."""
+    """Return True for every layer that `mlp_layer_types` marks as sparse; without the list, for every layer."""
     given = config.get("mlp_layer_types")
     if given is None:
         return True
@@ -130,7 +130,7 @@ def is_sparse_as_listed(config: Config, index: int) -> bool:
 
 
 def is_sparse_in_laguna(config: Config, index: int) -> bool:
-    """Return True for every layer that `mlp_layer_types` calls sparse; without the list, for all but the first."""
+    """Return True for every layer that `mlp_layer_types` marks as sparse; without the list, for all but the first."""
     return is_sparse_as_listed(config, index) if config.get("mlp_layer_types") is not None else index > 0
 
 

@@ -1,4 +1,4 @@
-"""A family as data: values that its configs leave out, settings that its code reads, and differences of its layers."""
+"""A family as data: values that its configs leave out, settings that its code reads, and special rules for layers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from infer.operands.architecture import Norms
 from infer.operands.feed_forwards import Activation, Experts, PerLayerInput
 from infer.operands.mixers import GateCurve, QKNorm, QueryScale, Recurrent
 
-# Settings that some families' code reads, and others' does not though a config may have them.
+# Settings that only some families' code reads, although every config may have them.
 OPTIONAL = frozenset(
     {"attention_bias", "attention_output_bias", "mlp_bias", "query_pre_attn_scalar"}
     | {"attn_logit_softcapping", "final_logit_softcapping"}
@@ -27,7 +27,7 @@ OPTIONAL = frozenset(
         "logits_scaling",
     }
 )
-# A null is a value of these; of others it is as if it were not there.
+# For these settings null is a value; for all others it means absent.
 OFF_IF_NULL = frozenset({"head_dim", "num_key_value_heads", "sliding_window", "attn_logit_softcapping"}) | {
     "attention_chunk_size",
     "rope_theta",
@@ -52,34 +52,37 @@ def _no_per_layer_input(config: Config, activation: Activation) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    defaults: Mapping[str, Any]  # where a config has not even a null
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # whatever a config says
-    reads: frozenset[str] = frozenset()  # of the optional settings
-    renamed: Mapping[str, str] = field(default_factory=dict)  # its names of settings → the usual ones
+    defaults: Mapping[str, Any]  # for settings that a config does not have, not even as null
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # these replace the values of a config
+    reads: frozenset[str] = frozenset()  # the optional settings that the code reads
+    renamed: Mapping[str, str] = field(default_factory=dict)  # its names of settings → the usual names
     layer_kinds: Callable[[Config, int], Sequence[str]] = all_full
-    recurrent: Mapping[str, Callable[[Config], Recurrent]] = field(default_factory=dict)  # kind → mixer; others attend
+    # Kind → mixer; other kinds attend.
+    recurrent: Mapping[str, Callable[[Config], Recurrent]] = field(default_factory=dict)
     rotated_layers: Callable[[Config, int], Sequence[bool]] = all_rotated
     rope_settings: Callable[[Config, str], Config] = usual_rope
-    rotates_partly: bool = False  # reads partial_rotary_factor, which other engines read for every family
+    rotates_partly: bool = False  # its code reads partial_rotary_factor, which other engines read for every family
     activation_name: str = "hidden_act"
     dense_size: Callable[[Config], int] = intermediate_size
-    scales_embedding: bool = False  # by the root of hidden_size
+    scales_embedding: bool = False  # by the square root of hidden_size
     has_embedding_norm: bool = False
     norms: Norms = _PRE_NORMS
-    norms_by_kind: Mapping[str, Norms] = field(default_factory=dict)  # of kinds of layers that have others
-    eps_after_setting: str | None = None  # the setting that has the eps of norms of results, if they have their own
+    norms_by_kind: Mapping[str, Norms] = field(default_factory=dict)  # for kinds of layers with other norms
+    eps_after_setting: str | None = None  # the setting with the eps of norms of results, if it differs
     experts: Callable[[Config, Activation], Experts | None] | None = None
-    is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # whether a layer has experts
+    is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # True if a layer has experts
     qk_norm: QKNorm | None = None
-    # The settings of attention in layers of a kind, which rotate or do not.
+    # Changes the settings of attention for layers of a kind, which rotate or not.
     of_kind: Callable[[Config, str, bool], Config] = _of_any_kind
-    shared_layers: Callable[[Config, Sequence[str]], Sequence[int | None]] = none_shared  # whose keys a layer reads
+    # The layer whose keys each layer reads.
+    shared_layers: Callable[[Config, Sequence[str]], Sequence[int | None]] = none_shared
     per_layer_input: Callable[[Config, Activation], PerLayerInput | None] = _no_per_layer_input
     has_v_norm: bool = False
     has_scale: bool = False  # of each layer
-    qk_norm_setting: str | None = None  # the setting that says whether there are such norms
+    qk_norm_setting: str | None = None  # the setting that decides if there are such norms
     query_scale: Callable[[Config], QueryScale | None] = _not_scaled
     has_sinks: bool = False
     has_gate: bool = False
-    gates: Callable[[Config], tuple[GateCurve, bool]] = sigmoid_of_elements  # their curve, and True for one per head
+    # The gates' curve, and True for one gate per head.
+    gates: Callable[[Config], tuple[GateCurve, bool]] = sigmoid_of_elements
     num_heads: Callable[[Config, int], Sequence[int]] = equal_heads  # of each layer

@@ -1,4 +1,4 @@
-"""Gemma's settings of layers: of each kind its own rotation, and in Gemma 4 heads of its own."""
+"""Gemma's settings of layers: each kind has its own rotation, and in Gemma 4 its own heads."""
 
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag, positive, settings
@@ -9,7 +9,7 @@ from infer.operands.feed_forwards import Activation, PerLayerInput
 def gemma3_rope(config: Config, kind: str) -> Config:
     """Return Gemma 3's rope settings.
 
-    Layers with full attention use the settings of the flat dialect. Windowed layers have only a theta of their own.
+    Layers with full attention use the settings of the flat dialect. Windowed layers have only their own theta.
     """
     nested = settings(settings(config, "rope_parameters"), kind)
     if kind == FULL:
@@ -27,7 +27,7 @@ def gemma4_rope(config: Config, kind: str) -> Config:
 
 
 def gemma4_of_kind(config: Config, kind: str, is_rotated: bool) -> Config:
-    """Return Gemma 4's settings for layers of a kind: full attention has heads of other numbers and sizes."""
+    """Return Gemma 4's settings for layers of a kind: full attention has another number and size of heads."""
     if kind != FULL:
         return {**config, "attention_k_eq_v": False, "rope_frequency_factors": None, **_of_layers(config, kind)}
     own = {"head_dim": config["global_head_dim"]}
@@ -37,7 +37,7 @@ def gemma4_of_kind(config: Config, kind: str, is_rotated: bool) -> Config:
 
 
 def gemma4_per_layer_input(config: Config, activation: Activation) -> PerLayerInput | None:
-    """Return what each layer does with a token's own input, in E2B and E4B; None in larger models."""
+    """Return the use of a token's own input in each layer, in E2B and E4B; None in larger models."""
     if config.get("hidden_size_per_layer_input") in (None, 0):
         return None
     vocab_size, num_rows = count(config, "vocab_size"), config.get("vocab_size_per_layer_input")
@@ -49,7 +49,7 @@ def gemma4_per_layer_input(config: Config, activation: Activation) -> PerLayerIn
 
 
 def _of_layers(config: Config, kind: str) -> Config:
-    """Return what `per_layer_config`, of configs that transformers 5.24 writes, changes for the layers of a kind."""
+    """Return the changes for layers of a kind in `per_layer_config`, which transformers 5.24 writes."""
     layers = settings(config, "per_layer_config")
     kinds = gemma4_kinds(config, count(config, "num_hidden_layers"))
     each = [settings(layers, str(index)) for index, own in enumerate(kinds) if own == kind]

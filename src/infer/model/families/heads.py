@@ -1,4 +1,4 @@
-"""Config → the number of query heads of each layer, and the gates of what they attend to."""
+"""Config → the number of query heads of each layer, and the gates of attention's results."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ def sigmoid_of_elements(config: Config) -> tuple[GateCurve, bool]:
 
 
 def sigmoid_without_bias(config: Config) -> tuple[GateCurve, bool]:
-    """Return sigmoid, one per element. Raises UnsupportedModelError for biases, which the gates do not have."""
+    """Return sigmoid, one gate per element. Raises UnsupportedModelError for biases, which these gates do not have."""
     if config.get("attention_bias"):
         name = config["model_type"]
         raise UnsupportedModelError(f"attention_bias=true is not supported for {name}, whose gates have no bias")
@@ -34,7 +34,7 @@ def sigmoid_without_bias(config: Config) -> tuple[GateCurve, bool]:
 
 
 def laguna_gates(config: Config) -> tuple[GateCurve, bool]:
-    """Return Laguna's gates: softplus, one per head unless `gating` says one per element."""
+    """Return Laguna's gates: softplus, by default one per head; `gating` can set one per element."""
     sigmoid_without_bias(config)
     gating = config.get("gating", True)
     if gating not in (True, "per-head", "per-element"):
@@ -43,7 +43,7 @@ def laguna_gates(config: Config) -> tuple[GateCurve, bool]:
 
 
 def muse_of_kind(config: Config, kind: str, is_rotated: bool) -> Config:
-    """Return Muse-Glimmer's settings with the factor of its normalised queries in the factor of scores."""
+    """Return Muse-Glimmer's settings, with the factor of its normalised queries multiplied into the scores' factor."""
     factor = positive(config, "qk_scale_factor")
     return {**config, "attention_multiplier": factor * count(config, "head_dim") ** -0.5}
 
@@ -51,8 +51,8 @@ def muse_of_kind(config: Config, kind: str, is_rotated: bool) -> Config:
 def llama4_of_kind(config: Config, kind: str, is_rotated: bool) -> Config:
     """Return Llama 4's settings of layers: those that rotate have norms, and the others scale their queries.
 
-    Its norms have no weights and come after the rotation. A rotation keeps the size of a head, so that the norms before
-    it that we compute are the same. The family refuses ropes that change the size.
+    Its norms have no weights and are applied after the rotation. A rotation keeps the length of a head, so norms before
+    the rotation, as computed here, give the same result. The family refuses ropes that change the length.
     """
     has_norms, has_scale = flag(config, "use_qk_norm"), flag(config, "attn_temperature_tuning")
     return {**config, "use_qk_norm": has_norms and is_rotated, "attn_temperature_tuning": has_scale and not is_rotated}

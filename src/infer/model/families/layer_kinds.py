@@ -58,13 +58,13 @@ def all_windowed_but_every(period: int) -> Callable[[Config, int], Sequence[str]
 
 
 def windowed_but_every_nth_from_the_end(config: Config, num_layers: int) -> Sequence[str]:
-    """Return windows for all layers but the last and each fourth before it."""
+    """Return windows for all layers except the last and every fourth one before it."""
     given = _given_kinds(config, num_layers)
     return given or [SLIDING if (num_layers - 1 - layer) % 4 else FULL for layer in range(num_layers)]
 
 
 def gemma4_kinds(config: Config, num_layers: int) -> Sequence[str]:
-    """Return windows for all layers but each sixth and the last, whatever a config says of the last."""
+    """Return windows for all layers except every sixth and the last, whatever a config has for the last."""
     return [*all_windowed_but_every(6)(config, num_layers)[:-1], FULL]
 
 
@@ -84,7 +84,7 @@ def none_shared(config: Config, kinds: Sequence[str]) -> Sequence[int | None]:
 
 
 def last_share_keys(config: Config, kinds: Sequence[str]) -> Sequence[int | None]:
-    """Return, for each of the last `num_kv_shared_layers` layers, the last layer before all these of its kind."""
+    """Return, for each of the last `num_kv_shared_layers` layers, the last layer of its kind before all of these."""
     num_shared = config.get("num_kv_shared_layers", 0)
     if type(num_shared) is not int or not 0 <= num_shared < len(kinds):
         raise ModelError(f"num_kv_shared_layers must be from 0 to {len(kinds) - 1}, got {num_shared!r:.60}")
@@ -155,7 +155,7 @@ def rotated_where_windowed(config: Config, num_layers: int) -> Sequence[bool]:
 
 
 def rotated_with_a_theta(config: Config, num_layers: int) -> Sequence[bool]:
-    """Return True for each layer with a theta in `layer_rope_theta`; only zeros count, and the theta is that of all."""
+    """Return True for each layer with a theta in `layer_rope_theta`. Only zeros matter: all thetas are equal."""
     given = config.get("layer_rope_theta")
     if given is None:
         return [(num_layers - 1 - layer) % 4 != 0 for layer in range(num_layers)]

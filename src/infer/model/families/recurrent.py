@@ -6,12 +6,12 @@ from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.config_values import Config, count, flag
 from infer.operands.mixers import GatedDeltaNet, ShortConv
 
-_MAX_TAPS = 64  # a page of the cache covers as many positions
+_MAX_TAPS = 64  # because a page of the cache covers this many positions
 _MAX_HEADS, _MAX_HEAD_DIM = 4096, 4096
 
 
 def short_conv(config: Config) -> ShortConv:
-    """Return the convolution of LFM2, whose channels are those of the residual stream."""
+    """Return the convolution of LFM2, which has the channels of the residual stream."""
     num_taps = count(config, "conv_L_cache", maximum=_MAX_TAPS)
     return ShortConv(count(config, "hidden_size"), num_taps, has_bias=flag(config, "conv_bias"))
 
@@ -19,7 +19,7 @@ def short_conv(config: Config) -> ShortConv:
 def gated_delta_net(config: Config) -> GatedDeltaNet:
     """Return the linear attention of Qwen3-Next and Qwen3.5.
 
-    `linear_decay_is_log` and `linear_value_heads_are_tiled` are settings of GGUF files alone.
+    Only GGUF files have the settings `linear_decay_is_log` and `linear_value_heads_are_tiled`.
     """
     if config["hidden_act"] not in ("silu", "swish"):
         refused = f"hidden_act {config['hidden_act']!r:.60}"
@@ -41,7 +41,7 @@ def gated_delta_net(config: Config) -> GatedDeltaNet:
 
 
 def olmo_hybrid_delta_net(config: Config) -> GatedDeltaNet:
-    """Return the linear attention of OLMo-hybrid, whose sizes follow from those of attention if they are missing."""
+    """Return the linear attention of OLMo-hybrid. Missing sizes are derived from those of attention."""
     num_heads = count(config, "num_attention_heads")
     num_key_heads = count(config, "linear_num_key_heads", default=num_heads)
     usual_dim = int(0.75 * count(config, "hidden_size") / num_key_heads)

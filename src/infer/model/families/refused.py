@@ -1,11 +1,11 @@
 """Families that are refused by name, and the parts that they need."""
 
 _NEIGHBOURS = "a rotation of neighbouring elements"
-_COHERE = "LayerNorm, and attention beside the MLP"
+_COHERE = "LayerNorm, and attention in parallel to the MLP"
 _LATENT = "latent attention"
 _STATES = "recurrent layers"
-_ALTUP = "four residual streams at once"
-# Parts that models need which we refuse, by the names of both worlds.
+_ALTUP = "four parallel residual streams"
+# Unsupported parts that models need, by the model's name in Hugging Face's and GGUF's files.
 NEEDS: dict[str, str] = {
     "glm": _NEIGHBOURS,
     "glm4": _NEIGHBOURS,

@@ -25,7 +25,7 @@ from infer.operands.mixers import LongRope, Rope
 def rope_settings(config: Config, kind: str, theta: float) -> Config:
     """Return the rope settings of a kind of layer, in one dialect.
 
-    A config has `rope_scaling` beside `rope_theta`, or `rope_parameters`, which is flat or has one entry per kind of
+    A config has `rope_scaling` next to `rope_theta`, or `rope_parameters`, which is flat or has one entry per kind of
     layer.
     """
     found = settings(config, "rope_scaling") or settings(config, "rope_parameters")
@@ -39,13 +39,13 @@ def rope_settings(config: Config, kind: str, theta: float) -> Config:
 def make_rope(config: Config, head_dim: int, given: Config) -> Rope:
     """Return the rope of a layer.
 
-    `given` is the result of `rope_settings`. `config` has the other values that some kinds of scaling need.
+    `given` is the result of `rope_settings`. `config` has other values that some kinds of scaling need.
     """
     is_proportional = given.get("rope_type") == "proportional"
     partial = 1.0 if is_proportional else positive(given, "partial_rotary_factor", 1.0)
     rope = Rope(theta=positive(given, "rope_theta"), dim=int(head_dim * partial))
     if not 0 < 2 * rope.half <= head_dim:
-        raise ModelError(f"config: {rope.dim} elements of a head cannot rotate in pairs, as head_dim is {head_dim}")
+        raise ModelError(f"config: {rope.dim} elements of a head cannot rotate in pairs if head_dim is {head_dim}")
     if config.get("rope_frequency_factors") is not None:  # a GGUF file stores the factors themselves
         return replace(rope, frequency_factors=positives(config, "rope_frequency_factors", rope.half))
     name = "rope_type" if "rope_type" in given else "type"
@@ -58,7 +58,7 @@ def _default(rope: Rope, given: Config, config: Config) -> Rope:
 
 
 def _proportional(rope: Rope, given: Config, config: Config) -> Rope:
-    """Turn the first pairs of a head alone, with the frequencies that they have if all pairs turn."""
+    """Rotate only the first pairs of a head, with the frequencies that they would have if all pairs rotated."""
     partial = positive(given, "partial_rotary_factor", 1.0)
     num_turned = int(partial * rope.dim // 2)
     if not 0 < num_turned <= rope.half:
@@ -72,28 +72,28 @@ def _linear(rope: Rope, given: Config, config: Config) -> Rope:
 
 
 def _dynamic(rope: Rope, given: Config, config: Config) -> Rope:
-    """Scale by NTK: theta grows with a context longer than the model was made for."""
+    """Scale by NTK: theta increases if the context is longer than the model was made for."""
     if rope.dim <= 2:
         raise UnsupportedModelError("rope_type 'dynamic' needs more than 2 elements that rotate")
     return replace(rope, long=LongRope(count(config, "max_position_embeddings"), growth=positive(given, "factor")))
 
 
 def _llama3(rope: Rope, given: Config, config: Config) -> Rope:
-    """Scale as Llama 3.1: slow long waves by `factor`, keep short waves, and blend smoothly between."""
+    """Scale as in Llama 3.1: slow long waves by `factor`, keep short waves, and blend smoothly between them."""
     factor, low, high = (positive(given, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     if high <= low:
         raise ModelError(f"config: high_freq_factor must be above low_freq_factor={low:g}, got {high:g}")
     context = _original_positions(given, config)
     factors = []
     for pair in range(rope.half):
-        waves = context / (2 * math.pi * rope.theta ** (2 * pair / rope.dim))  # turns over the original context
+        waves = context / (2 * math.pi * rope.theta ** (2 * pair / rope.dim))  # turns within the original context
         kept = min(max((waves - low) / (high - low), 0.0), 1.0)
         factors.append(1 / ((1 - kept) / factor + kept))
     return replace(rope, frequency_factors=tuple(factors))
 
 
 def _yarn(rope: Rope, given: Config, config: Config) -> Rope:
-    """Scale as arXiv:2309.00071: keep pairs that turn often in the original context, slow pairs that turn seldom."""
+    """Scale as in arXiv:2309.00071: keep pairs that turn often in the original context, slow pairs that turn rarely."""
     if rope.dim % 2 or rope.theta <= 1:
         raise UnsupportedModelError(f"rope_type 'yarn' needs an even number of elements and rope_theta above 1: {rope}")
     context = _original_positions(given, config)
@@ -127,7 +127,7 @@ def _yarn_attention_factor(given: Config, factor: float) -> float:
 
 
 def _longrope(rope: Rope, given: Config, config: Config) -> Rope:
-    """Scale as arXiv:2402.13753: one set of factors up to the original length, another for longer contexts."""
+    """Scale as in arXiv:2402.13753: one set of factors up to the original length, another for longer contexts."""
     context = _original_positions(given, config)
     factor = positive(given, "factor", count(config, "max_position_embeddings") / context)
     grown = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 and context > 1 else 1.0
@@ -142,7 +142,7 @@ def _longrope(rope: Rope, given: Config, config: Config) -> Rope:
 def _original_positions(given: Config, config: Config) -> int:
     """Return the context length before scaling.
 
-    As in Hugging Face's code, the value beside the rope settings overrides the value in these settings.
+    As in Hugging Face's code, a value next to the rope settings overrides the value in these settings.
     """
     name = "original_max_position_embeddings"
     return count(

@@ -1,4 +1,4 @@
-"""Config → the rope settings of each family, under the usual names: `rope_scaling` makes a rope of them."""
+"""Config → the rope settings of each family, under the usual names. `rope_scaling` makes a rope from them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,14 +35,14 @@ def million_rope(config: Config, kind: str) -> Config:
 
 
 def gpt_oss_rope(config: Config, kind: str) -> Config:
-    """Return gpt-oss's rope settings: those of the published models if a config has none."""
+    """Return gpt-oss's rope settings. The default is the settings of the published models."""
     if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
         config = {**config, "rope_scaling": _GPT_OSS_YARN}
     return rope_settings(config, kind, theta=150_000.0)
 
 
 def ministral3_rope(config: Config, kind: str) -> Config:
-    """Return Ministral 3's rope settings: those of the published models if a config has none."""
+    """Return Ministral 3's rope settings. The default is the settings of the published models."""
     if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
         config = {**config, "rope_scaling": _MINISTRAL3_YARN}
     return rope_settings(config, kind, theta=1_000_000.0)
@@ -58,37 +58,37 @@ def ministral3_scale(config: Config) -> QueryScale | None:
 
 
 def llama4_rope(config: Config, kind: str) -> Config:
-    """Return Llama 4's rope settings. Its norms after the rotation need one that keeps the size of a head."""
+    """Return Llama 4's rope settings. Its norms after the rotation need a rotation that keeps the length of a head."""
     found = rope_settings(config, kind, theta=500_000.0)
     name = found.get("rope_type", found.get("type", "default"))
     if name not in ("default", "linear", "dynamic", "llama3"):
-        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for llama4; supported: default, llama3")
+        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for llama4: use default or llama3")
     return found
 
 
 def phi3_rope(config: Config, kind: str) -> Config:
     """Return Phi-3's rope settings.
 
-    Its code calls "longrope" what older configs call "su" or "yarn", and supports no other scaling.
+    Its code uses the name "longrope" for the "su" or "yarn" of older configs, and supports no other scaling.
     """
     found = {"type": "default", **rope_settings(config, kind, theta=10_000.0)}
     name = found.pop("rope_type", found["type"])
     if name not in ("default", "longrope", "su", "yarn"):
-        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for phi3; supported: default, longrope")
+        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for phi3: use default or longrope")
     return {**found, "rope_type": "default" if name == "default" else "longrope"}
 
 
 def olmo3_rope(config: Config, kind: str) -> Config:
-    """Return OLMo 3's rope settings. Flat settings are those of layers with full attention; windows have no scaling."""
+    """Return OLMo 3's rope settings. Flat settings are for layers with full attention; windows have no scaling."""
     nested = settings(settings(config, "rope_parameters"), kind)
     scaling = settings(config, "rope_scaling") if kind == FULL else {}
     return {"rope_theta": positive(config, "rope_theta", 500_000.0), **nested, **scaling}
 
 
 def rope_by_kind(full_theta: float, sliding_theta: float) -> Callable[[Config, str], Config]:
-    """Return a reader of rope settings that a config gives for each kind of layer, or leaves out altogether.
+    """Return a reader of rope settings that a config has for each kind of layer, or not at all.
 
-    A GGUF file has a theta for each kind. Its scaling is that of layers with full attention.
+    A GGUF file has one theta per kind. Its scaling is for layers with full attention.
     """
 
     def read(config: Config, kind: str) -> Config:
@@ -104,7 +104,7 @@ def rope_by_kind(full_theta: float, sliding_theta: float) -> Callable[[Config, s
 
 
 def laguna_rope(config: Config, kind: str) -> Config:
-    """Return Laguna's rope settings: layers with full attention rotate half of a head if a config has none."""
+    """Return Laguna's rope settings. By default, layers with full attention rotate half of a head."""
     if not settings(config, "rope_parameters") and config.get("partial_rotary_factor") is None:
         config = {**config, "rope_parameters": _LAGUNA_ROPE}
     return {"partial_rotary_factor": 1.0, **rope_by_kind(500_000.0, 10_000.0)(config, kind)}

@@ -1,4 +1,4 @@
-"""Every family: a row of data each.
+"""Every family: one row of data each.
 
 Defaults are those of Hugging Face's configuration classes, except for sizes, which a config must give.
 """
@@ -84,11 +84,11 @@ _GEMMA |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 25
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 _GEMMA3 = Family(
-    # The published configs of multimodal models leave out much of what they have in common.
+    # The published configs of multimodal models leave out most of their common values.
     defaults=_GEMMA
     | {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
     | {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072},
-    # attn_logit_softcapping is a setting that its code has and never applies.
+    # attn_logit_softcapping is a setting that its code has but never uses.
     reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "final_logit_softcapping", "use_bidirectional_attention"},
     layer_kinds=all_windowed_but_every(6),
     rope_settings=gemma3_rope,

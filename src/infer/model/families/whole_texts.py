@@ -1,7 +1,7 @@
-"""Decoders whose config says that a token sees the whole text: embedding models such as EmbeddingGemma.
+"""Decoders whose config has attention to the whole text: embedding models such as EmbeddingGemma.
 
 `transformers` reads `is_causal: false` for every decoder: a window then ends `sliding_window` tokens away, on both
-sides. For Gemma 3 it reads `use_bidirectional_attention` too: a window then ends `sliding_window // 2` tokens away.
+sides. For Gemma 3 it also reads `use_bidirectional_attention`: a window then ends `sliding_window // 2` tokens away.
 """
 
 import re
@@ -15,19 +15,19 @@ from infer.operands.mixers import Attention
 from infer.operands.unusual_parts import unusual_parts
 
 _BIDIRECTIONAL = "use_bidirectional_attention"
-_OF_IMAGES = "vision"  # a value of the setting: only the tokens of images see those after them
-_WITHOUT_MASK = re.compile(r"Bidirec|EncoderModel$")  # in the names of classes whose code only their repository has
+_OF_IMAGES = "vision"  # a value of the setting: only tokens of images attend to later tokens
+_WITHOUT_MASK = re.compile(r"Bidirec|EncoderModel$")  # in names of classes that exist only in their repository
 
 
 def sees_whole_texts(config: Config, family: Family) -> bool:
     """Return True if a config says that attention has no mask.
 
-    Raises UnsupportedModelError if only a name says so, which `transformers` itself would not read.
+    Raises UnsupportedModelError if only a class name says so, because `transformers` itself would not read it.
     """
     given = config.get(_BIDIRECTIONAL)
     if _BIDIRECTIONAL not in family.reads and given not in (None, False, _OF_IMAGES):
         raise UnsupportedModelError(
-            f"{_BIDIRECTIONAL}={given!r:.60} is not supported for {config['model_type']}: take a model of gemma3_text"
+            f"{_BIDIRECTIONAL}={given!r:.60} is not supported for {config['model_type']}: use a model of gemma3_text"
         )
     is_whole = not flag({"is_causal": True, **config}, "is_causal") or _is_bidirectional(config, family)
     _check_classes(config, is_whole=is_whole)
@@ -35,7 +35,7 @@ def sees_whole_texts(config: Config, family: Family) -> bool:
 
 
 def without_mask(architecture: Architecture, config: Config, family: Family) -> Architecture:
-    """Return the network without a mask, and without what follows the last states.
+    """Return the network without a mask, and without the parts after the last states.
 
     Raises UnsupportedModelError for parts that have no kernels without a mask.
     """
@@ -43,7 +43,7 @@ def without_mask(architecture: Architecture, config: Config, family: Family) -> 
     if parts:
         raise UnsupportedModelError(
             f"{architecture.family} without a mask is not supported with {', '.join(sorted(parts))}: "
-            "take a model with usual attention and dense feed-forwards"
+            "use a model with usual attention and dense feed-forwards"
         )
     layers = tuple(_without_mask(layer, config, family) for layer in architecture.layers)
     return replace(architecture, layers=layers, tied_embeddings=True, logit_scale=1.0, logit_softcap=None)
@@ -65,11 +65,11 @@ def _is_bidirectional(config: Config, family: Family) -> bool:
 
 
 def _check_classes(config: Config, *, is_whole: bool) -> None:
-    """Raise UnsupportedModelError for a class without a mask whose config keeps one, or that is no plain network."""
+    """Raise UnsupportedModelError for a class without a mask whose config has one, or for a class with other parts."""
     names = config.get("architectures")
     for name in names if isinstance(names, list) else ():
         if _WITHOUT_MASK.search(str(name)) and not (is_whole and str(name).endswith("Model")):
             raise UnsupportedModelError(
                 f"architectures={str(name)!r:.60} is not supported: its attention has no mask, and its code is never "
-                "run; take a model whose config.json has is_causal=false and no head"
+                "run: use a model whose config.json has is_causal=false and no head"
             )

@@ -26,7 +26,7 @@ def num_layers_of(config: Config) -> int:
 
 
 def head_dim_of(config: Config) -> int:
-    """Return the size of a head: the given one, or an equal share of the residual stream."""
+    """Return the size of a head: the config's, or an equal part of the residual stream."""
     if config.get("head_dim") is not None:
         return count(config, "head_dim", maximum=_MAX_HEAD_DIM)
     hidden_size, num_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
@@ -45,12 +45,12 @@ def llama4_size(config: Config) -> int:
 
 
 def lfm2_size(config: Config) -> int:
-    """Return LFM2's size: two thirds of the given size, multiplied and rounded up, if `block_auto_adjust_ff_dim`."""
+    """Return LFM2's size: with `block_auto_adjust_ff_dim`, two thirds of the given size, multiplied and rounded up."""
     size = count(config, "intermediate_size")
     if not flag(config, "block_auto_adjust_ff_dim"):
         return size
     size = int(2 * size / 3)
-    if config.get("block_ffn_dim_multiplier") is not None:  # without a multiplier nothing is rounded
+    if config.get("block_ffn_dim_multiplier") is not None:  # without a multiplier, the size is not rounded
         size = int(positive(config, "block_ffn_dim_multiplier") * size)
         unit = count(config, "block_multiple_of")
         size = -(-size // unit) * unit

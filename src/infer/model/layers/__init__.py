@@ -1,4 +1,4 @@
-"""The parts of layers, loaded: a module for each kind of mixer and feed-forward.
+"""The parts of layers, loaded: one module per kind of mixer and feed-forward.
 
 A part has one method for the forward, `add`: it returns the residual stream with the part's result added. `load_layer`
 is the only place that knows which class loads which part.
@@ -43,7 +43,7 @@ class LoadedPart(Protocol):
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """The matrices that every token is multiplied with."""
+        """The matrices by which every token is multiplied."""
 
     def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
         """Return the residual stream x with the part's result added. x must not be used afterwards."""
@@ -60,7 +60,7 @@ class LoadedLayer:
 
     @property
     def parts(self) -> tuple[LoadedPart, ...]:
-        """The mixer and the feed-forward, as far as there are any, in the order in which they run."""
+        """The mixer, the feed-forward and other parts that exist, in the order in which they run."""
         return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
 
     @property
@@ -71,13 +71,13 @@ class LoadedLayer:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """The matrices that every token is multiplied with, in order."""
+        """The matrices by which every token is multiplied, in order."""
         parts = (*self.parts, *(() if self.per_layer_input is None else (self.per_layer_input,)))
         return tuple(each for part in parts for each in part.projections)
 
 
 def load_layer(layer: Layer, index: int, loader: WeightLoader, cache_index: int | None) -> LoadedLayer:
-    """Return the layer of this index, that `loader` is for. What its mixer reads is in the cache's `cache_index`."""
+    """Return the layer with this index; `loader` is for that layer. Its mixer uses `cache_index` of the cache."""
     mixer: LoadedMixer | None = None
     feed_forward: LoadedDense | LoadedExperts | None = None
     if layer.mixer is not None:
@@ -88,7 +88,7 @@ def load_layer(layer: Layer, index: int, loader: WeightLoader, cache_index: int 
             mixer = LoadedRecurrent.load(layer.mixer, layer.norms, loader, cache_index)
     per_layer_input: LoadedPerLayerInput | None = None
     scale = float(loader.vector("layer_scalar")[0]) if layer.has_scale else 1.0
-    if layer.per_layer_input is not None:  # the last part scales
+    if layer.per_layer_input is not None:  # the last part applies the scale
         per_layer_input = LoadedPerLayerInput.load(layer.per_layer_input, index, loader, scale)
         scale = 1.0
     if isinstance(layer.feed_forward, Dense):

@@ -18,7 +18,7 @@ from infer.operands.mixers import Attention
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection
 
-_ALL = 1 << 40  # tokens, more than any text has
+_ALL = 1 << 40  # more tokens than any text has
 
 AnyCache = PagedCache | TextCache
 
@@ -26,15 +26,15 @@ AnyCache = PagedCache | TextCache
 @final
 @dataclass(frozen=True)
 class LoadedAttention:
-    own: Attention  # with the heads that this rank of a group has
-    cache_index: int  # the cache's layer for its keys and values
+    own: Attention  # with only the heads of this rank
+    cache_index: int  # index of the cache's layer with its keys and values
     norm: Norm | None
-    qkv: Projection  # q alone if the keys are appended before
+    qkv: Projection  # only q, if the keys are appended before
     heads: Heads
     output: Projection
     post_norm: Norm | None
     sum_norm: Norm | None
-    keys: Projection | None  # k and v, of all tokens before any of them attends; None: they are parts of qkv
+    keys: Projection | None  # k and v, if they are needed before any token attends; None: they are parts of qkv
 
     @classmethod
     def load(cls, attention: Attention, norms: Norms, loader: WeightLoader, cache_index: int) -> Self:
@@ -62,7 +62,7 @@ class LoadedAttention:
         return self.qkv, *(() if self.keys is None else (self.keys,)), self.output
 
     def append_keys(self, x: Float[Tensor, "tokens hidden"], cache: TextCache, step: Step) -> None:
-        """Store keys and values of the step's tokens, to which tokens before and after them attend."""
+        """Store keys and values of the step's tokens. Tokens before and after them will attend to these."""
         assert self.keys is not None
         ops.append_keys(ops.norm_project(x, self.norm, self.keys), self.heads, cache.layers[self.cache_index], step)
 
@@ -104,14 +104,14 @@ def _heads(attention: Attention, loader: WeightLoader) -> Heads:
 
 
 def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, Heads]:
-    """Return this rank's share of the query, key and value projection, and its heads."""
+    """Return this rank's part of the query, key and value projection, and its heads."""
     heads, dim = _heads(attention, loader), attention.head_dim
     names = [f"self_attn.{which}_proj" for which, _ in attention.projected]
     num_new = attention.num_kv_heads if attention.has_keys else 0
     before_v, before_gate = attention.num_heads + num_new, attention.num_heads + 2 * num_new
     if loader.group is None:
         return loader.projection(*names, label="qkv"), heads
-    of_gate = 1 if attention.are_gates_of_heads else dim  # columns of a head's gates
+    of_gate = 1 if attention.are_gates_of_heads else dim  # columns of the gates of one head
     starts = head_starts(attention, loader.group.size)
     if starts is None:
         return loader.by_rows(*names, label="qkv"), heads
@@ -120,7 +120,7 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
     kv_first, kv_end = kv_heads_of(attention, (first, end))
     sinks = None if heads.sinks is None else heads.sinks[first:end].contiguous()
     heads = replace(heads, num_heads=end - first, num_kv_heads=kv_end - kv_first, sinks=sinks, shares=shares)
-    if len({after - before for before, after in pairwise(starts)}) > 1:  # to gather costs less than to wait
+    if len({after - before for before, after in pairwise(starts)}) > 1:  # gathering costs less than waiting
         qkv_starts = dim * first, dim * (attention.num_heads + kv_first), dim * (before_v + kv_first)
         gate_start = dim * before_gate + of_gate * first if attention.has_gate else None
         return loader.by_rows(*names, label="qkv"), replace(heads, qkv_starts=qkv_starts, gate_start=gate_start)

@@ -19,12 +19,12 @@ from infer.operands.weights import Norm, Projection
 @dataclass(frozen=True)
 class LoadedDense:
     norm: Norm | None
-    gate_up: Projection  # up alone if there is no gate
+    gate_up: Projection  # only up, if there is no gate
     activation: Activation
     down: Projection
     post_norm: Norm | None
     sum_norm: Norm | None
-    scale: float  # multiplies the residual stream after all
+    scale: float  # multiplies the residual stream at the end
     is_gated: bool
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Experts with their weights: norm → router; each token's experts and the shared one; their sum → residual stream."""
+"""Experts with their weights: norm → router; each token's experts and the shared one; sum → residual stream."""
 
 from dataclasses import dataclass, replace
 from typing import Self, final
@@ -21,7 +21,7 @@ class LoadedExperts:
     norm: Norm | None
     experts: ExpertWeights
     post_norm: Norm | None
-    scale: float  # multiplies the residual stream after all
+    scale: float  # multiplies the residual stream at the end
 
     @classmethod
     def load(cls, experts: Experts, norms: Norms, loader: WeightLoader, scale: float) -> Self:
@@ -58,7 +58,7 @@ class LoadedExperts:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """The matrices that a token may be multiplied with. Of gate, up and down it needs the chosen experts' rows."""
+        """The matrices by which a token may be multiplied. Of gate, up and down, it needs the chosen experts' rows."""
         own = self.experts
         shared = () if own.shared is None else (own.shared.gate_up, own.shared.down)
         return own.router_logits, own.gate, own.up, own.down, *shared

@@ -17,10 +17,10 @@ from infer.operands.weights import Norm, PerLayerWeights, Projection
 class LoadedPerLayerInput:
     gate: Projection
     activation: Activation
-    first_column: int  # of this layer's inputs
+    first_column: int  # first column of this layer's inputs
     output: Projection
     post_norm: Norm
-    scale: float  # multiplies the residual stream after all
+    scale: float  # multiplies the residual stream at the end
 
     @classmethod
     def load(cls, own: PerLayerInput, index: int, loader: WeightLoader, scale: float) -> Self:
@@ -40,15 +40,16 @@ class LoadedPerLayerInput:
     def add(
         self, x: Float[Tensor, "tokens hidden"], inputs: Float[Tensor, "tokens inputs"]
     ) -> Float[Tensor, "tokens hidden"]:
-        """Return the residual stream x with the part's result added, of all layers' inputs."""
+        """Return the residual stream x with the part's result added. `inputs` has the inputs of all layers."""
         gated = ops.gate_inputs(x, self.gate, self.activation, inputs, self.first_column)
         return ops.project_add(x, gated, self.output, self.post_norm, self.scale)
 
 
 def load_per_layer_weights(own: PerLayerInput, hidden: int, loader: WeightLoader) -> PerLayerWeights:
-    """Return the weights that all layers share. The norm of a sum divided by √hidden has an eps as many times larger.
+    """Return the weights that all layers share.
 
-    Both parts of the sum are divided by √2.
+    Both parts of the sum are divided by √2. The norm of a sum that is divided by √hidden has an eps that is larger by
+    the same factor.
     """
     norm = loader.norm("model.per_layer_projection_norm", 0.5**0.5)
     return PerLayerWeights(

@@ -1,4 +1,4 @@
-"""A mixer with a state, with its weights: norm → input; mix with what the cache keeps; output → residual stream."""
+"""A mixer with a state, with its weights: norm → input; mix with the cache; output → residual stream."""
 
 from dataclasses import dataclass
 from typing import Self, final
@@ -20,10 +20,10 @@ from infer.operands.weights import ConvWeights, DeltaNetWeights, Norm, Projectio
 @dataclass(frozen=True)
 class LoadedRecurrent:
     own: Recurrent
-    cache_index: int  # the cache's layer for its state
+    cache_index: int  # index of the cache's layer with its state
     norm: Norm | None
     input: Projection
-    weights: ConvWeights | DeltaNetWeights  # between the projections
+    weights: ConvWeights | DeltaNetWeights  # weights between the projections
     output: Projection
     post_norm: Norm | None
 

@@ -1,4 +1,4 @@
-"""The weights of what an encoder adds to the embeddings of a text's tokens."""
+"""The weights of the inputs that an encoder adds to the embeddings of a text's tokens."""
 
 from infer.model.weight_loader import WeightLoader
 from infer.operands.architecture import TextInputs

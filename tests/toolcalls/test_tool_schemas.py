@@ -44,7 +44,7 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "no schema": ({"properties": {"a": 3}}, "/properties/a ", "a schema must be an object"),
     "properties": ({"properties": [1]}, "/properties ", "must be an object"),
     "required": ({"properties": {"a": TEXT}, "required": "a"}, "/required ", "must be a list"),
-    "root type": ({"type": "string"}, "/type ", "arguments are an object"),
+    "root type": ({"type": "string"}, "/type ", "arguments must be an object"),
     "true": (True, "left out", "must be a schema"),
     "list": ([1], "left out", "must be a schema"),
     "contains": ({"properties": {"a": {"type": "array", "contains": TEXT}}}, "/properties/a/contains ", "contains"),
@@ -166,7 +166,7 @@ def test_a_schema_that_takes_too_long_costs_a_bounded_number_of_trials(llm: LLM)
                           parallel_tool_calls=False, chat_template=NAMES_TOOLS, seed=1, **SAMPLED)  # fmt: skip
     assert result.tool_calls
     assert {said.split("'")[1] for said in result.warnings} == {"f", *(f"g{index}" for index in range(20))}
-    assert sum("other tools took the time" in said for said in result.warnings) > 15
+    assert sum("other tools used up the time" in said for said in result.warnings) > 15
 
 
 def test_equal_tools_of_one_name_count_once_and_others_are_refused(llm: LLM) -> None:

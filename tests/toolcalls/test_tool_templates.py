@@ -82,7 +82,7 @@ def test_a_call_that_a_template_writes_in_a_way_of_its_own_wants_a_name() -> Non
         "{{ tools | tojson }}{% for message in messages %}{{ message.content }}"
         "{% for call in message.tool_calls or [] %}!{{ call.function.name }}!{% endfor %}{% endfor %}"
     )
-    with pytest.raises(InvalidRequestError, match="a way of its own: give tool_format, one of hermes"):
+    with pytest.raises(InvalidRequestError, match="an unknown format: set tool_format to one of hermes"):
         probed(source)
     assert probed(source, "pythonic").calls.name == "pythonic"
     with pytest.raises(InvalidRequestError, match="tool_format must be one of"):

@@ -1,7 +1,7 @@
 """Tensors of gated delta nets in the forms of GGUF, as llama.cpp's converter writes them.
 
-Decays are stored themselves, not their logarithms. Files of Qwen3-Next fuse b and a by key heads. In those of
-Qwen3.5, neighbouring value heads belong to different key heads.
+Decays are stored directly, not as logarithms. Files of Qwen3-Next fuse b and a by key heads. In files of Qwen3.5,
+neighbouring value heads belong to different key heads.
 """
 
 import numpy as np
@@ -9,15 +9,15 @@ import numpy as np
 from infer.gguf_export.rows import Order, Rows, joined, reordered, vector_of, with_columns
 from infer.operands.mixers import GatedDeltaNet
 
-WITH_ONE_BA = "qwen3next"  # whose files have our order of value heads
-DELTA_NET_OUTPUT = "ssm_out.weight"  # in a layer of a file
+WITH_ONE_BA = "qwen3next"  # its files have our order of value heads
+DELTA_NET_OUTPUT = "ssm_out.weight"  # its name within a layer
 
 
 def change_delta_net(named: dict[str, Rows], name: str, prefix: str, mixer: GatedDeltaNet) -> None:
-    """Give one layer's tensors the form that files of this architecture have.
+    """Give one layer's tensors the form of this architecture's files.
 
     Args:
-        named: The model's tensors by our names. Those of the layer are changed.
+        named: The model's tensors by our names. The tensors of the layer are changed.
         name: The architecture's name in GGUF.
         prefix: The beginning of the names of the layer's tensors.
         mixer: The layer's delta net.
@@ -43,13 +43,14 @@ def change_delta_net(named: dict[str, Rows], name: str, prefix: str, mixer: Gate
 
 
 def output_columns(name: str, mixer: GatedDeltaNet) -> Order:
-    """Return which of our columns each column of the output's matrix is in files of this architecture."""
+    """Return, for each column of the output's matrix in files of this architecture, the number of our column."""
     return np.arange(mixer.value_features) if name == WITH_ONE_BA else _tiled(mixer, mixer.value_dim)
 
 
 def _tiled(mixer: GatedDeltaNet, size: int) -> Order:
-    """Return the order of the value heads' rows, `size` per head, in which head h belongs to key head h mod the number
-    of key heads.
+    """Return the order of the value heads' rows, `size` per head.
+
+    In it, head h belongs to key head h mod the number of key heads.
     """
     rows = np.arange(mixer.num_value_heads * size).reshape(mixer.num_key_heads, -1, size)
     return rows.swapaxes(0, 1).reshape(-1)

@@ -33,7 +33,7 @@ def encoder_values(config: Config, architecture: Architecture) -> dict[str, Valu
 
 
 def token_type_values(name: str, architecture: Architecture) -> dict[str, Value]:
-    """Return the number of types of tokens, without which llama.cpp opens no encoder but ModernBERT."""
+    """Return the number of token types. Without it, llama.cpp opens no encoder except ModernBERT."""
     inputs = architecture.text_inputs
     if inputs is None or name == "modern-bert":
         return {}

@@ -12,11 +12,11 @@ from infer.tokenizer.gguf_vocabulary import TokenType
 from infer.tokenizer.wordpiece import PREFIX
 
 _WORD_MARK = "▁"
-_UNUSED_SCORE = -10000.0  # as llama.cpp's converter writes
+_UNUSED_SCORE = -10000.0  # the score that llama.cpp's converter writes
 
 
 def wordpiece_values(backend: Tokenizer, texts: list[str], types: list[int]) -> dict[str, Value]:
-    """Return the keys of WordPiece: words begin with ▁, and nothing marks their other parts."""
+    """Return the keys of WordPiece: words begin with ▁, and other parts have no mark."""
     marked = [
         text
         if kind != TokenType.NORMAL
@@ -39,7 +39,7 @@ def wordpiece_values(backend: Tokenizer, texts: list[str], types: list[int]) -> 
 
 
 def unigram_values(backend: Tokenizer, texts: list[str], types: list[int]) -> Iterator[dict[str, Value]]:
-    """Yield the keys of Unigram with each way to treat blanks. The caller finds out which is the tokenizer's."""
+    """Yield the keys of Unigram with each way to treat blanks. The caller finds the way of the tokenizer."""
     model = json.loads(backend.model.__getstate__())
     scores = [_UNUSED_SCORE] * len(texts)
     for token_id, (_, score) in enumerate(model["vocab"][: len(texts)]):

@@ -19,7 +19,7 @@ _SNAPSHOT = re.compile(r"models--[^/]+--([^/]+)")  # the folder of a model in th
 def general_values(
     path: Path, architecture: str, tensors: Sequence[ExportTensor], generation_config: Mapping[str, Any]
 ) -> dict[str, TypedValue]:
-    """Return the keys. The name is that of the folder, or of the model in the hub's cache.
+    """Return the keys. The name is the folder's, or the model's name in the hub's cache.
 
     Args:
         path: The folder.
@@ -40,7 +40,7 @@ def general_values(
 
 
 def _size_label(tensors: Sequence[ExportTensor]) -> str:
-    """Return the number of weights in words, as `134M`; with experts, that of the weights of one, as `8x7.2B`."""
+    """Return the number of weights, such as `134M`; with experts, the number per expert, such as `8x7.2B`."""
     stacks = [tensor for tensor in tensors if "_exps." in tensor.name]
     num_experts = max((tensor.shape[0] for tensor in stacks), default=1)
     rest = sum(prod(tensor.shape) for tensor in tensors if "_exps." not in tensor.name)

@@ -21,25 +21,25 @@ from infer.tokenizer.tokenizer_files import read_folder
 
 _RANK = 4  # llama.cpp's enum llama_pooling_type
 _NUMBERS = {pooling: number for number, pooling in POOLING_BY_NUMBER.items()}
-_ANSWERS = ["yes", "no"]  # names of llama.cpp's labels for the rows of a reranker's head
+_ANSWERS = ["yes", "no"]  # llama.cpp's labels for the rows of a reranker's head
 
 
 class HeadPlan(NamedTuple):
-    values: dict[str, Value]  # under the architecture's name
+    values: dict[str, Value]  # keys under the architecture's name
     tensors: list[ExportTensor]
-    prompt: str | None = None  # of a reranker, with {query} and {document}
+    prompt: str | None = None  # the prompt of a reranker, with {query} and {document}
 
 
 def head_plan(checkpoint: Checkpoint, name: str, eps: float) -> HeadPlan:
-    """Return the keys and tensors of the head; none for a model that only generates.
+    """Return the keys and tensors of the head. There are none for a model that only generates.
 
     Args:
         checkpoint: The folder.
         name: The architecture's name in GGUF.
-        eps: That of the network's norms, which is a head's norm's too.
+        eps: The eps of the network's norms, which a head's norm also has.
 
     Raises:
-        UnsupportedModelError: GGUF has no form for the head. The error names what it lacks.
+        UnsupportedModelError: GGUF has no form for the head. The error names the missing part.
     """
     path, reranker = checkpoint.path, checkpoint.reranker
     plan = HeadPlan({}, [])
@@ -55,7 +55,7 @@ def head_plan(checkpoint: Checkpoint, name: str, eps: float) -> HeadPlan:
 
 
 def _answers(checkpoint: Checkpoint, files: RerankerFiles) -> HeadPlan:
-    """Return the head of a reranker that compares two tokens: their rows of the head that makes logits."""
+    """Return the head of a reranker that compares two tokens: their rows of the head for logits."""
     path = checkpoint.path
     if files.no is None or files.tensor is None:
         raise UnsupportedModelError(f"{path.name}: GGUF has no form for a reranker that does not compare two tokens")
@@ -78,7 +78,7 @@ def _embedding(path: Path, files: EmbeddingFiles) -> HeadPlan:
     if lacking is not None or number is None:
         raise UnsupportedModelError(f"{path.name}: GGUF has no form for {lacking}")
     if not files.normalizes:
-        warnings.warn(f"{path.name}: vectors of a GGUF file have length 1, those of the folder have not", stacklevel=4)
+        warnings.warn(f"{path.name}: vectors of a GGUF file have length 1, unlike those of the folder", stacklevel=4)
     tensors = _tensors(files.head, ("dense_2", "dense_3"))
     sizes = {f"{each.name.removesuffix('.weight')}_feat_{side}": each.shape[axis]
              for each in tensors for side, axis in (("in", 1), ("out", 0))}  # fmt: skip
@@ -120,7 +120,7 @@ def _kinds(head: HeadFiles) -> list[str]:
 
 
 def _tensors(head: HeadFiles, names: tuple[str, ...]) -> list[ExportTensor]:
-    """Return the tensors of the head's layers. Dense layers have these names, and a norm has its own."""
+    """Return the tensors of the head's layers. Dense layers get these names, and a norm has its own."""
     remaining, infos = list(names), dict[str, TensorInfo]()
     for step in head:
         if isinstance(step, str):

@@ -1,4 +1,4 @@
-"""Merges of byte-pair encoding, and the scores of tokens that stand for them in SentencePiece's form."""
+"""Merges of byte-pair encoding, and the scores of tokens that replace them in SentencePiece's form."""
 
 import json
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from tokenizers.models import BPE
 
 from infer.tokenizer.gguf_vocabulary import TokenType
 
-_NOT_MERGED = -1000.0  # of tokens that are found in a text before it is cut, as llama.cpp's converter writes
+_NOT_MERGED = -1000.0  # score of tokens that are found before a text is split, as in llama.cpp's converter
 
 
 def merges_of(model: BPE) -> list[tuple[str, str]]:
@@ -18,9 +18,9 @@ def merges_of(model: BPE) -> list[tuple[str, str]]:
 
 
 def scores_of(texts: Sequence[str], types: Sequence[int], merges: Sequence[tuple[str, str]]) -> list[float]:
-    """Return a score for each token: minus the place of the first merge that makes it, among the tokens made.
+    """Return a score for each token: minus the place of the first merge that makes it, among all made tokens.
 
-    Tokens that no merge makes come after the others, in the order of their ids.
+    Tokens that no merge makes follow the others, in the order of their ids.
     """
     place: dict[str, int] = {}
     for left, right in merges:

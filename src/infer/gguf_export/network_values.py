@@ -1,7 +1,7 @@
 """A decoder's network → GGUF's keys under the architecture's name: the inverse of `checkpoint.config`.
 
-A key is written if the network has the part that it describes. llama.cpp has constants for the rest: `round_trip`
-refuses a network for which they are wrong.
+A key is written if the network has the part that it describes. llama.cpp has constants for everything else;
+`round_trip` refuses a network for which they are wrong.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,21 @@ from infer.operands.architecture import Architecture
 from infer.operands.feed_forwards import Dense, Experts
 from infer.operands.mixers import Attention, GatedDeltaNet, ShortConv
 
-_SIGMOID = 2  # of `expert_gating_func`
+_SIGMOID = 2  # a value of `expert_gating_func`
 _WITH_COUNTED_SHARED_EXPERTS = frozenset({"glm4moe"})
-_SCALES = {  # of Granite: its eps and embedding in `Architecture` are divided by the residual's multiplier
+_SCALES = {  # Granite: eps and embedding in `Architecture` are divided by the residual's multiplier
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
 }
 _WITH_SCALES = frozenset({"granite", "granitemoe"})
-_WITH_A_WINDOW_OF_ZERO = frozenset({"phi3", "llama4"})  # if it has none; llama.cpp has a window for them by default
+# Without a window, 0 is written, because llama.cpp's default for them is a window.
+_WITH_A_WINDOW_OF_ZERO = frozenset({"phi3", "llama4"})
 
 
 def network_values(name: str, config: Config, architecture: Architecture) -> dict[str, Value]:
-    """Return the keys of all but the ropes.
+    """Return all keys except those of ropes.
 
     Args:
         name: The architecture's name in GGUF.
@@ -79,7 +80,7 @@ def _heads(architecture: Architecture) -> dict[str, Value]:
 
 
 def _windows(name: str, config: Config, architecture: Architecture) -> dict[str, Value]:
-    """Return the size of windows, and the layers that have one if others have none."""
+    """Return the size of windows, and the layers with a window if other layers have none."""
     attention = architecture.attention
     have_windows = [mixer.window is not None for mixer in attention]
     if not any(have_windows):
@@ -94,7 +95,7 @@ def _sizes(name: str, config: Config, architecture: Architecture) -> dict[str, V
     parts = [layer.feed_forward for layer in architecture.layers]
     experts = next((part for part in parts if isinstance(part, Experts)), None)
     sizes = [size for part in parts if (size := _dense_size(part)) is not None]
-    unused = config.get("intermediate_size_mlp", config.get("intermediate_size"))  # which files have all the same
+    unused = config.get("intermediate_size_mlp", config.get("intermediate_size"))  # files have this key anyway
     values: dict[str, Value] = {"feed_forward_length": _one_or_all(sizes)} if sizes else {}
     if not sizes and unused is not None:
         values["feed_forward_length"] = unused
@@ -128,7 +129,7 @@ def _experts(name: str, config: Config, experts: Experts, parts: Sequence[Dense 
 
 
 def _recurrent(name: str, config: Config, architecture: Architecture) -> dict[str, Value]:
-    """Return the settings of convolutions and of gated delta nets, which files have even if no layer is one."""
+    """Return the settings of convolutions and of gated delta nets, which files always have."""
     mixers = [layer.mixer for layer in architecture.layers]
     conv = next((mixer for mixer in mixers if isinstance(mixer, ShortConv)), None)
     if conv is not None:
@@ -148,5 +149,5 @@ def _recurrent(name: str, config: Config, architecture: Architecture) -> dict[st
 
 
 def _one_or_all(values: list[int]) -> int | list[int]:
-    """Return the value that all layers have, or each layer's."""
+    """Return the value of all layers if it is equal, or else a list with one value per layer."""
     return values[0] if len(set(values)) == 1 else values

@@ -1,4 +1,4 @@
-"""The tensor of a GGUF file that has a matrix of ours, as `tensors` and `delta_nets` export it."""
+"""The tensor of a GGUF file that contains one of our matrices, as exported by `tensors` and `delta_nets`."""
 
 import re
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from infer.gguf_export.delta_nets import WITH_ONE_BA
 from infer.gguf_export.tensors import WITH_GATES_IN_Q, WITH_ONE_EXPERT_MATRIX, WITH_ONE_GATE_UP, WITH_ONE_QKV
 
 _MATRIX = re.compile(r"(model\.layers\.[0-9]+\.)(?:mlp\.experts\.([0-9]+)\.)?(.+)\.weight")
-_FUSED = (  # architectures with a fused matrix, and its parts
+_FUSED = (  # architectures with a fused matrix, its name, and its parts
     (WITH_ONE_QKV, "self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     (WITH_GATES_IN_Q, "self_attn.q_proj", ("self_attn.gate_proj",)),
     (WITH_ONE_GATE_UP, "mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
@@ -19,14 +19,14 @@ _FUSED = (  # architectures with a fused matrix, and its parts
 
 
 class PlaceInGGUF(NamedTuple):
-    """A tensor, and the number of the matrix in it: that of the expert, or 0."""
+    """A tensor, and the index of the matrix in it: the expert's number, or 0."""
 
     tensor: str
     matrix: int = 0
 
 
 def place_in_gguf(name: str, architecture: str) -> PlaceInGGUF | None:
-    """Return the place of a matrix of a layer; None if GGUF has no name for it.
+    """Return the place of a layer's matrix, or None if GGUF has no name for it.
 
     Args:
         name: Our name of the matrix.

@@ -33,7 +33,7 @@ def export_plan(checkpoint: Checkpoint) -> ExportPlan:
     """Return the content of a GGUF file of the model in a folder.
 
     Raises:
-        UnsupportedModelError: GGUF has no form for the network or the tokenizer. The error names what it lacks.
+        UnsupportedModelError: GGUF has no form for the network or the tokenizer. The error names the missing part.
         ModelError: The config and the tensors disagree, or reading them fails.
     """
     network, path = network_plan(checkpoint), checkpoint.path
@@ -44,7 +44,7 @@ def export_plan(checkpoint: Checkpoint) -> ExportPlan:
 
 
 def network_plan(checkpoint: Checkpoint) -> ExportPlan:
-    """Return the same without a tokenizer."""
+    """Return the same content without a tokenizer."""
     config, path = checkpoint.config, checkpoint.path
     architecture, name = make_architecture(config), architecture_in_gguf(config)
     if name is None:

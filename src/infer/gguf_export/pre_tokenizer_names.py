@@ -1,7 +1,7 @@
-"""The name in GGUF of the rules that cut a tokenizer's text into words: the inverse of `tokenizer.pre_tokenizers`.
+"""The name in GGUF of the rules that split a tokenizer's text into words: the inverse of `tokenizer.pre_tokenizers`.
 
-A name is found by what the rules do. They must cut a text with every sequence of three kinds of characters in the same
-places as the tokenizer's own. Otherwise no name is written, because a wrong one changes tokens silently.
+A name is found by the effect of its rules. They must split a text with every sequence of three kinds of characters in
+the same places as the tokenizer's own. Otherwise no name is written, because a wrong name changes tokens silently.
 """
 
 import json
@@ -17,7 +17,7 @@ from infer.errors import UnsupportedModelError
 from infer.gguf_export.merge_scores import merges_of
 from infer.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
-# One character of each kind that patterns name: letters by case and script, marks, numbers, spaces, punctuation.
+# One character of each kind in patterns: letters by case and script, marks, numbers, spaces, punctuation.
 _KINDS = (
     "aSéЖǅʰ中ひカ한ขا\u0301ि"
     "1٣Ⅷ½ \t\n\r\u00a0\u3000"
@@ -39,23 +39,23 @@ _TEXTS = (
 def pre_tokenizer_name(path: Path, architecture: str, backend: Tokenizer) -> str:
     """Return the value of `tokenizer.ggml.pre` for the tokenizer of byte-level BPE in a folder.
 
-    Among names of the same rules, that of the architecture is preferred.
+    Among names with the same rules, the architecture's own name is preferred.
 
     Raises:
-        UnsupportedModelError: No rules that have a name in GGUF cut text as this tokenizer does.
+        UnsupportedModelError: No rules with a name in GGUF split text like this tokenizer.
     """
     model, composes = backend.model, _composes(path, backend)
     assert isinstance(model, BPE)
     ignores_merges = bool(model.ignore_merges)
     fitting = _names_that_cut_alike(backend, composes=composes)
     exact = [name for name in fitting if PRE_TOKENIZERS[name].ignore_merges == ignores_merges]
-    if not exact and fitting and _reaches_all_tokens(backend, model):  # then the flag makes no difference
+    if not exact and fitting and _reaches_all_tokens(backend, model):  # in this case the flag has no effect
         exact = fitting
     if not exact:
         state = "null" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__().decode()
-        what = f"with ignore_merges={ignores_merges} merges text" if fitting else "cuts text"
+        what = f"with ignore_merges={ignores_merges} merges text" if fitting else "splits text"
         raise UnsupportedModelError(
-            f"{path.name}: no pre-tokenizer that has a name in GGUF {what} as that of its tokenizer does: {state:.400}"
+            f"{path.name}: no pre-tokenizer with a name in GGUF {what} like its tokenizer: {state:.400}"
         )
     return next((name for name in exact if architecture.startswith(name)), exact[0])
 
@@ -80,7 +80,7 @@ def _names_that_cut_alike(backend: Tokenizer, *, composes: bool) -> list[str]:
 
 
 def _as_cut(rules: PreTokenizer) -> PreTokenizer:
-    """Return the rules without what does not change the cuts."""
+    """Return the rules without fields that do not affect the splits."""
     return replace(rules, composes=False, ignore_merges=False, adds_bos=False, num_separators=0)
 
 
@@ -91,7 +91,7 @@ def _composes(path: Path, backend: Tokenizer) -> bool:
     if set(kinds) <= {"NFC"}:
         return bool(kinds)
     raise UnsupportedModelError(
-        f"{path.name}: byte-level BPE with the normalizer {', '.join(kinds):.80} has no form in GGUF, only NFC has"
+        f"{path.name}: byte-level BPE with the normalizer {', '.join(kinds):.80} has no form in GGUF: only NFC has one"
     )
 
 
@@ -116,7 +116,7 @@ def _de_bruijn(kinds: int, length: int) -> Iterator[int]:
 
 
 def _reaches_all_tokens(backend: Tokenizer, model: BPE) -> bool:
-    """Return True if the merges make each token that is no added one from its characters."""
+    """Return True if the merges make each token from its characters, except added tokens."""
     vocabulary = backend.get_vocab(with_added_tokens=False)
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     plain = BPE(vocabulary, merges_of(model))

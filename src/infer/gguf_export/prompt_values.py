@@ -1,4 +1,4 @@
-"""Prompts of an embedding model → keys of a namespace of our own, which `checkpoint.text_prompts` describes."""
+"""Prompts of an embedding model → keys in our own namespace, as described in `checkpoint.text_prompts`."""
 
 from infer.checkpoint import Checkpoint
 from infer.checkpoint.text_prompts import ARE_POOLED_KEY, DEFAULT_KEY, NAMES_KEY, TEXTS_KEY
@@ -6,7 +6,7 @@ from infer.gguf_export.values import Value
 
 
 def prompt_values(checkpoint: Checkpoint) -> dict[str, Value]:
-    """Return the keys; none for a model without prompts."""
+    """Return the keys, or none for a model without prompts."""
     prompts = checkpoint.prompts
     if not prompts.by_name:
         return {}

@@ -12,8 +12,8 @@ from infer.operands.architecture import Architecture
 from infer.operands.mixers import Attention, Rope
 
 _ORIGINAL = "original_max_position_embeddings"
-_NO_ROTATION = 1e30  # the factor that llama.cpp's converter writes for a pair that does not turn
-_MROPE_SECTIONS = [11, 11, 10, 0]  # of Qwen3.5, required by llama.cpp
+_NO_ROTATION = 1e30  # llama.cpp's factor for a pair that does not rotate
+_MROPE_SECTIONS = [11, 11, 10, 0]  # Qwen3.5's sections, which llama.cpp requires
 _WITH_MROPE = frozenset({"qwen35", "qwen35moe"})
 _YARN = {
     "attention_factor": "rope.scaling.yarn_attn_factor",
@@ -24,8 +24,8 @@ _YARN = {
 
 
 class RopeValues(NamedTuple):
-    values: dict[str, Value]  # under the architecture's name
-    factors: dict[str, tuple[float, ...]]  # by the names of their tensors
+    values: dict[str, Value]  # keys under the architecture's name
+    factors: dict[str, tuple[float, ...]]  # by tensor name
 
 
 def rope_values(name: str, config: Config, architecture: Architecture) -> RopeValues:
@@ -75,7 +75,7 @@ def _add_scaling(found: RopeValues, given: Mapping[str, Any], config: Config, ro
 
 
 def _rope(architecture: Architecture, *, is_windowed: bool) -> Rope | None:
-    """Return the rope of the layers with windows, or of the others."""
+    """Return the rope of the layers with windows, or of the other layers."""
     found = [mixer.rope for mixer in architecture.attention if _is_wide(mixer) != is_windowed]
     return next((rope for rope in found if rope is not None), None)
 

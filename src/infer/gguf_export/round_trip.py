@@ -1,7 +1,7 @@
-"""Check that a file will be read as the network that it was made of.
+"""Check that a file will be read as the network from which it was made.
 
-Metadata name few settings, and the constants of an architecture in llama.cpp stand for the others. So the planned
-metadata are read as a file's, and what differs from the source is refused by its name.
+Metadata contain few settings, and llama.cpp has constants of each architecture for the others. So the planned metadata
+are read like a file's, and any difference from the source is refused by its name.
 """
 
 import math
@@ -22,13 +22,13 @@ from infer.operands.architecture import Architecture, Layer
 from infer.operands.mixers import Attention, GatedDeltaNet
 from infer.system.open_file import OpenFile
 
-_TOLERANCE = 1e-6  # of float32
-_NO_ROTATION = 1e29  # a frequency with a larger factor does not turn
+_TOLERANCE = 1e-6  # relative, of float32
+_NO_ROTATION = 1e29  # a frequency with a larger factor does not rotate
 
 
 @dataclass(frozen=True)
 class _PlannedFile(GGUFFile):
-    """A file that is not yet written."""
+    """A file that is not written yet."""
 
     factors: Mapping[str, Sequence[float]] | None = None
 
@@ -52,7 +52,7 @@ def check_round_trip(
         architecture: The network of the source.
         values: The planned metadata.
         tensors: The planned tensors.
-        factors: Vectors among the tensors that the reader makes a rope of.
+        factors: Vectors among the tensors from which the reader makes a rope.
         file: Any open file of the source.
     """
     infos = {each.name: TensorInfo(file, each.name, each.type, each.shape, 0, 0) for each in tensors}
@@ -75,7 +75,7 @@ def check_round_trip(
 
 
 def _comparable(architecture: Architecture) -> Architecture:
-    """Return the network without the fields that say how a file stores a layer."""
+    """Return the network without the fields that describe how a file stores a layer."""
     return replace(architecture, family="", layers=tuple(map(_comparable_layer, architecture.layers)))
 
 

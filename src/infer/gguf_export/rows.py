@@ -14,7 +14,7 @@ from infer.checkpoint.lazy_weights import as_float32
 from infer.operands.weights import FileWeight, StoredWeight, UnreadWeight
 from infer.quantization.ggml_types import BLOCK_TYPES, FLOAT_TYPES
 
-Order = NDArray[np.int64]  # for each row, its number among the rows of the source
+Order = NDArray[np.int64]  # for each row, the number of its source row
 
 
 @final
@@ -88,7 +88,7 @@ def reordered(rows: Rows, order: Order) -> Rows:
 
 
 def with_columns(rows: Rows, order: Order) -> Rows:
-    """Return the matrix with its columns in another order. Blocks become float32."""
+    """Return the matrix with its columns in another order. Values in blocks become float32."""
     floats, columns = (rows if rows.type in FLOAT_TYPES else as_floats(rows)), torch.from_numpy(order)
     return replace(floats, columns=len(order), read=lambda first, last: floats.read(first, last)[:, columns])
 

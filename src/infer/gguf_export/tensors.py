@@ -1,7 +1,7 @@
-"""A folder's tensors under the names and in the forms of GGUF: the inverse of what `checkpoint` does to a file.
+"""A folder's tensors under the names and in the forms of GGUF: the inverse of `checkpoint`'s changes to a file.
 
-Rows of q and k whose elements rotate together are neighbours, experts are stacked, and projections are fused, as each
-architecture of llama.cpp has them. `delta_nets` has those of recurrent layers.
+Rows of q and k whose elements rotate together become neighbours, experts are stacked, and projections are fused, as
+each architecture of llama.cpp requires. `delta_nets` does the same for recurrent layers.
 """
 
 import re
@@ -29,10 +29,10 @@ _EXPERT = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.([0-9]+)\.(gate|up
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 WITH_ONE_QKV = frozenset({"phi3", "nomic-bert", "modern-bert"})
 WITH_ONE_GATE_UP = frozenset({"phi3", "modern-bert"})
-WITH_ONE_EXPERT_MATRIX = frozenset({"gemma4"})  # of gate and up
+WITH_ONE_EXPERT_MATRIX = frozenset({"gemma4"})  # gate and up are one matrix
 WITH_GATES_IN_Q = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 _WITH_SCALE_IN_Q_NORM = frozenset({"muse-glimmer"})
-# Of all files: other types of these tensors have no kernels in llama.cpp, whose converter writes float32.
+# In all files: llama.cpp has no kernels for other types of these tensors, and its converter writes float32.
 _IN_FLOAT32 = re.compile(
     r"(.+\.(ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|shortconv\.conv)|position_embd|token_types)\.weight"
 )
@@ -61,11 +61,11 @@ class ExportTensor:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows over all axes but the last."""
+        """Number of rows over all axes except the last."""
         return prod(self.shape[:-1])
 
     def read(self, first: int, last: int) -> Tensor:
-        """Return some of the rows as `StoredWeight.data`.
+        """Return some of the rows, in the form of `StoredWeight.data`.
 
         Raises:
             ModelError: Reading the source fails.
@@ -82,14 +82,14 @@ def export_tensors(
     weights: Mapping[str, FileWeight],
     factors: Mapping[str, Sequence[float]],
 ) -> list[ExportTensor]:
-    """Return the tensors of a network, those of no layer first.
+    """Return the tensors of a network, beginning with those outside of layers.
 
     Args:
         path: The folder, for errors.
         name: The architecture's name in GGUF.
         architecture: The network.
         weights: The folder's weights by our names.
-        factors: Vectors that the file has besides, by GGUF's names.
+        factors: Additional vectors of the file, by GGUF's names.
 
     Raises:
         UnsupportedModelError: A tensor has no name in GGUF.
@@ -117,7 +117,7 @@ def _renamed(path: Path, name: str, ours: str, tensor: ExportTensor) -> ExportTe
     if stored is None:
         raise UnsupportedModelError(f"{path.name}: the tensor {ours!r:.80} has no name in a GGUF file of {name}")
     shape = tensor.shape
-    if ours.endswith(".mlp.shared_gate.weight"):  # llama.cpp's files keep no axis of one
+    if ours.endswith(".mlp.shared_gate.weight"):  # llama.cpp's files drop axes of length one
         shape = shape[1:]
     is_float32 = _IN_FLOAT32.fullmatch(stored) and not tensor.rows.is_vector
     return ExportTensor(stored, shape, as_floats(tensor.rows) if is_float32 else tensor.rows)
@@ -129,7 +129,7 @@ def _place(name: str) -> tuple[int, str]:
 
 
 def _change_attention(named: Named, name: str, prefix: str, mixer: Attention) -> None:
-    """Give one layer's tensors of attention the form that files of this architecture have."""
+    """Give one layer's tensors of attention the form of this architecture's files."""
     parts = [f"{prefix}{part}_proj" for part in "qkv"]
     if name in ROWS_IN_PAIRS:
         for part, heads in zip(parts, (mixer.num_heads, mixer.num_kv_heads), strict=False):
@@ -150,7 +150,7 @@ def _change_attention(named: Named, name: str, prefix: str, mixer: Attention) ->
 
 
 def _fuse(named: Named, fused: str, parts: list[str] | tuple[str, ...]) -> None:
-    """Put the rows of some projections one below the other."""
+    """Stack the rows of some projections."""
     for kind in ("weight", "bias"):
         found = [named.pop(each) for part in parts if (each := f"{part}.{kind}") in named]
         if found:
@@ -163,7 +163,7 @@ def _in_pairs(num_rows: int, heads: int) -> Order:
 
 
 def _alternating(heads: int, num_rows: int) -> Order:
-    """Return the order of q's rows and then as many gates in which each head has its q, then its gate."""
+    """Return the order of q's rows, then an equal number of gates, in which each head has its q, then its gate."""
     return np.arange(2 * num_rows).reshape(2, heads, -1).swapaxes(0, 1).reshape(-1)
 
 

@@ -1,6 +1,6 @@
 """A folder's tokenizer → `tokenizer.*` of a GGUF file: the inverse of `tokenizer.tokenizer_files.read_gguf`.
 
-The result is read again, and a text in many languages must get the same ids. So a tokenizer is written exactly or
+The result is read back, and a text in many languages must get the same ids. So a tokenizer is written exactly or
 refused.
 """
 
@@ -49,10 +49,10 @@ def tokenizer_values(path: Path, architecture: str, vocab_size: int) -> dict[str
     Args:
         path: The folder.
         architecture: The architecture's name in GGUF.
-        vocab_size: Number of rows of the embedding. Rows without a token get the name of an unused one.
+        vocab_size: Number of rows of the embedding. Rows without a token get names of unused tokens.
 
     Raises:
-        UnsupportedModelError: GGUF has no form for the tokenizer. The error names what it lacks.
+        UnsupportedModelError: GGUF has no form for the tokenizer. The error names the missing part.
         ModelError: The folder's files cannot be read.
     """
     parts = read_folder(path)
@@ -86,7 +86,7 @@ def _tokens(backend: Tokenizer, vocab_size: int) -> tuple[list[str], list[int]]:
 def _vocabularies(
     path: Path, architecture: str, backend: Tokenizer, texts: list[str], types: list[int]
 ) -> Iterable[dict[str, Value]]:
-    """Return the tokens, and what the tokenizer's algorithm needs besides, in each form that may fit."""
+    """Yield the tokens, and the further keys of the tokenizer's algorithm, in each form that may fit."""
     model = backend.model
     if isinstance(model, WordPiece):
         return [wordpiece_values(backend, texts, types)]
@@ -125,7 +125,7 @@ def _marked_vocabulary(
 ) -> dict[str, Value]:
     """Return the same for SentencePiece's form, which marks spaces and has a token for each byte.
 
-    User-defined tokens have their spaces in the clear, but not in files of Gemma 4.
+    User-defined tokens have plain spaces, except in files of Gemma 4.
     """
     types = [
         TokenType.BYTE.value if kind == TokenType.NORMAL and _BYTE.fullmatch(text) else kind
@@ -188,12 +188,12 @@ def _templates(templates: Mapping[str, str]) -> dict[str, Value]:
 
 
 def _as_read(values: Mapping[str, Value]) -> dict[str, Any]:
-    """Return the values as a reader of the file finds them."""
+    """Return the values as a reader of the file will see them."""
     return {key: list(value) if isinstance(value, bytes) else value for key, value in values.items()}
 
 
 def _difference(backend: Tokenizer, again: Tokenizer, *, reads_pairs: bool) -> str | None:
-    """Return the first difference between a tokenizer and the one that a reader makes of the file, or None."""
+    """Return the first difference between a tokenizer and the one that a reader makes from the file, or None."""
     if isinstance(backend.model, BPE) and (problem := _difference_of_merges(backend, again)) is not None:
         return problem
     added = backend.get_added_tokens_decoder().values()
@@ -214,7 +214,7 @@ def _difference(backend: Tokenizer, again: Tokenizer, *, reads_pairs: bool) -> s
 def _difference_of_merges(backend: Tokenizer, again: Tokenizer) -> str | None:
     """Return a merge that only one of two tokenizers has, or None if they merge alike.
 
-    Merges that make the same token may have another order, and those that make an added token are never used.
+    Merges that make the same token may have another order, and merges that make an added token are never used.
     """
     models = backend.model, again.model
     added = {token.content for token in backend.get_added_tokens_decoder().values()}

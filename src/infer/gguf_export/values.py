@@ -8,7 +8,7 @@ Value = bool | int | float | str | bytes | list[bool] | list[int] | list[float] 
 
 
 def typed(value: Value) -> TypedValue:
-    """Return a value with its type: counts are unsigned, and lists of integers signed, as files have them."""
+    """Return a value with its type. Counts are unsigned, and integers in lists are signed, as in llama.cpp's files."""
     if isinstance(value, list):
         kind = typed(value[0]).type if value else "i32"
         return TypedValue("i32" if kind == "u32" else kind, value)

@@ -1,1 +1,1 @@
-"""Processes that prepare what a request may make too large for the server's own process: they return text."""
+"""Processes that prepare requests whose work may be too large for the server's own process. They return text."""

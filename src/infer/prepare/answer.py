@@ -1,7 +1,7 @@
-"""The grammar of an answer with tools or reasoning, from a process that reads, loosens and tries what a request brings.
+"""The grammar of an answer with tools or reasoning, made by a process that reads, loosens and tries the schemas.
 
-The server's own process only writes the question and compiles the source that was tried: neither runs Python for each
-part of a schema.
+The server's own process only writes the question and compiles the source that was tried. Neither runs Python code for
+each part of a schema.
 """
 
 import json
@@ -22,11 +22,11 @@ from infer.toolcalls.tools import Tool
 
 MAX_PREPARED_BYTES = 64 << 20
 _LEAST_BYTES = 500
-_BYTES_PER_CHARACTER = 12  # of schemas and warnings as JSON, as Python's objects
+_BYTES_PER_CHARACTER = 12  # memory of Python objects per character of schemas and warnings as JSON
 
 
 class PreparedAnswer(NamedTuple):
-    """A format whose tools can be enforced, and the source of its grammar; None if no grammar constrains it."""
+    """A format whose tools can be enforced, and the source of its grammar, or None if no grammar constrains it."""
 
     form: AnswerFormat
     source: str | None
@@ -34,20 +34,20 @@ class PreparedAnswer(NamedTuple):
 
 class _Prepared(NamedTuple):
     source: str
-    parameters: Mapping[int, Mapping[str, Any]]  # of the tools that were changed, by their index
+    parameters: Mapping[int, Mapping[str, Any]]  # parameters of changed tools, by their index
     warnings: tuple[str, ...]
 
 
 @final
 class AnswerGrammars:
-    """Prepares answers and keeps them: an agent sends the same tools in every turn. For any thread."""
+    """Prepares answers and caches them, because an agent sends the same tools in every turn. For any thread."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
         self._kept = SizedCache[_Prepared](MAX_PREPARED_BYTES)
 
     def prepare(self, form: AnswerFormat, answer: Grammar | None) -> PreparedAnswer:
-        """`answer` is the grammar that the request gives its text. Raises InvalidRequestError."""
+        """Prepare an answer. `answer` is the request's own grammar for the text. Raises InvalidRequestError."""
         has_calls = form.calls is not None
         if not has_calls and not (form.reasoning and (answer is not None or form.budget is not None)):
             return PreparedAnswer(form, None)
@@ -70,7 +70,7 @@ def _asked(backend: str, question: Mapping[str, Any]) -> _Prepared:
 
 
 def _with(form: AnswerFormat, found: _Prepared) -> AnswerFormat:
-    """Return the format with the tools that were changed, and the warnings."""
+    """Return the format with the changed tools and the warnings."""
     if form.calls is None:
         return replace(form, warnings=found.warnings)
     tools = tuple(
@@ -81,8 +81,9 @@ def _with(form: AnswerFormat, found: _Prepared) -> AnswerFormat:
 
 
 def _as_json(form: AnswerFormat) -> AnswerFormat:
-    """Return the format without schemas that are no JSON, as programs of Python may give. Raises InvalidRequestError
-    for those of strict tools.
+    """Return the format without schemas that are not JSON, which Python programs may give.
+
+    Raises InvalidRequestError for such schemas of strict tools.
     """
     if form.calls is None:
         return form
@@ -98,6 +99,6 @@ def _tool_as_json(index: int, tool: Tool, is_json: bool) -> Tool:
         problem = f"it is not JSON ({type(error).__name__})"
         if tool.is_strict:
             raise InvalidRequestError(f"tools[{index}] ({tool.name}): its schema cannot be used: {problem}") from None
-        said = f"tool {tool.name!r}: its whole schema is left out, its arguments may be any object: {problem}"
+        said = f"tool {tool.name!r}: its whole schema is left out, so its arguments may be any object: {problem}"
         return replace(tool, parameters=anything_for(tool.parameters, is_json=is_json), warnings=(*tool.warnings, said))
     return tool

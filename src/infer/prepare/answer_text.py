@@ -1,4 +1,4 @@
-"""The format of an answer as plain JSON, for the process that prepares its grammar, and back."""
+"""The format of an answer as plain JSON, for the process that prepares its grammar, and the reverse."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,7 +10,7 @@ from infer.toolcalls.tools import Tool
 
 
 def format_to_json(form: AnswerFormat) -> dict[str, Any]:
-    """Return all of a format that its grammar depends on. The descriptions of tools are left out."""
+    """Return the part of a format on which its grammar depends. The descriptions of tools are left out."""
     calls = None
     if form.calls is not None:
         calls = {

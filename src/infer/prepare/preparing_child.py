@@ -1,7 +1,7 @@
-"""Reads grammars and tools where a hang, a crash or a flood of memory hurts nobody: run as a program by `trial`.
+"""Read grammars and tools in a process where hangs, crashes and lack of memory do no harm. `trial` runs this program.
 
-Reads lines of JSON: [kind, text] is a grammar, {"format": …, "answer": …} the format of an answer with tools. Answers
-each with a line of JSON: {"source": …} and what belongs to it, or {"error": …, "pointer": …, "problem": …}. Imports
+It reads lines of JSON: [kind, text] is a grammar, {"format": …, "answer": …} the format of an answer with tools. It
+answers each with a line of JSON: {"source": …} with its facts, or {"error": …, "pointer": …, "problem": …}. It imports
 neither numpy nor a tokenizer, so that it starts quickly.
 """
 
@@ -19,12 +19,12 @@ from infer.grammar.library_trials import TRIES, read_within
 from infer.prepare.tool_answers import ToolAnswers
 from infer.system.processor_limit import OverLimitError, watch_limits
 
-_STACK_BYTES = 4 << 20  # half of what a thread has: whatever passes here has room to spare there
+_STACK_BYTES = 4 << 20  # half of a thread's stack, so that a grammar that passes here also passes there
 _NICENESS = 10
 
 
 def answered(prepare: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `prepare` returns, or its error."""
+    """Return the result of `prepare`, or its error."""
     try:
         return prepare()
     except SchemaError as error:
@@ -32,14 +32,14 @@ def answered(prepare: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except InvalidRequestError as error:
         return {"error": error.args[0], "param": error.param}
     except OverLimitError:
-        return {"error": "tools: take too long to compile, even without their schemas; give fewer ones"}
+        return {"error": "tools: take too long to compile, even without their schemas: give fewer tools"}
     except MemoryError:
-        return {"error": "tools: take too much memory; give fewer or smaller ones"}
+        return {"error": "tools: take too much memory: give fewer or smaller tools"}
 
 
 @final
 class Program:
-    """`name` is the library's. `read_seconds` are those of one grammar, `answer_seconds` those of all tools."""
+    """The program. `name` is the library's; the seconds limit one grammar, and all tools of an answer together."""
 
     def __init__(self, name: str, read_seconds: float, answer_seconds: float) -> None:
         self._name, self._read_seconds, self._answer_seconds = name, read_seconds, answer_seconds

@@ -1,4 +1,4 @@
-"""The grammar of an answer with tools, or reasoning: schemas loosened where they must be, and the whole tried."""
+"""The grammar of an answer with tools, or reasoning: schemas are loosened if necessary, and the whole is tried."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -17,22 +17,22 @@ from infer.toolcalls.answer_format import AnswerFormat
 from infer.toolcalls.answer_grammar import answer_lark
 from infer.toolcalls.tool_schemas import ToolSchemas
 
-LOOSEST_SECONDS = 2.0  # of a processor, for tools without their schemas
+LOOSEST_SECONDS = 2.0  # processor seconds, for tools without their schemas
 _NUM_BYTES, _NUM_MARKS = 256, 64
 
 
 @final
 class ToolAnswers:
     def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
-        """`try_` is that of grammars that may name no control token."""
+        """Begin. `try_` tries grammars that must not name control tokens."""
         self._rules = ToolRules(library, try_, read_seconds)
         self._schemas = ToolSchemas(self._rules)
         self._try = llguidance_try(library, library.LLTokenizer(library.TokenizerWrapper(_Marks())))
 
     def prepare(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the source, the tools that were changed, and warnings. Raises InvalidRequestError.
+        """Return the source, the changed tools, and warnings. Raises InvalidRequestError.
 
-        After so many seconds of the processor, or if the tools are too much only together, the schemas of those that
+        After `seconds` of processor time, or if the tools are too large only in combination, the schemas of tools that
         are not strict are left out.
         """
         form = format_of_json(question["format"])
@@ -43,7 +43,7 @@ class ToolAnswers:
                 found = self._schemas.enforceable(form)
                 return self._prepared(form, found, answer)
         except (AnswerGrammarError, OverLimitError) as late:
-            problem = f"they take more than {seconds:g} s to compile; give fewer or smaller ones"
+            problem = f"they take more than {seconds:g} s to compile: give fewer or smaller ones"
             error = late if isinstance(late, AnswerGrammarError) else InvalidRequestError(f"tools: {problem}")
             looser = self._schemas.loosest(found, error)
             if looser is None:
@@ -53,7 +53,7 @@ class ToolAnswers:
 
     @contextmanager
     def _limited(self, seconds: float) -> Iterator[None]:
-        """Raise OverLimitError if a block takes longer, the forks of its trials included."""
+        """Raise OverLimitError if the block takes longer, including the forks of its trials."""
         self._rules.begin(seconds)
         with limited(seconds):
             yield
@@ -66,7 +66,7 @@ class ToolAnswers:
         return {"source": source, "tools": changed, "warnings": [*found.warnings, *self._rules.warnings]}
 
     def _source(self, form: AnswerFormat, answer: Grammar | None) -> str:
-        """Return the source, tried with other ids of control tokens, since the vocabulary is not known here."""
+        """Return the source. It is tried with other ids of control tokens, because the vocabulary is not known here."""
         self._rules.warnings.clear()
         marks = {_NUM_BYTES + 1 + index: mark for index, mark in enumerate(form.marks.values())}
         if problem := self._try(Source("", self._text(replace(form, marks=marks), answer))):

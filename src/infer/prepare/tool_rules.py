@@ -1,4 +1,4 @@
-"""Schemas and patterns of tools as expressions of Lark, each read and tried within a limit of processor time."""
+"""Schemas and patterns of tools as expressions of Lark. Each is read and tried within a limit of processor time."""
 
 import json
 import re
@@ -18,7 +18,7 @@ _LIBRARY = "llguidance"
 
 
 class _Part(NamedTuple):
-    """One grammar of several, as llguidance has them. `warnings` name words of schemas that are not enforced."""
+    """One of several grammars of llguidance. `warnings` name the keywords of schemas that are not enforced."""
 
     grammar: Mapping[str, Any]
     warnings: tuple[str, ...]
@@ -26,21 +26,21 @@ class _Part(NamedTuple):
 
 @final
 class ToolRules:
-    """The `Rules` of `toolcalls.lark`, for one library in this process. What was read is kept, up to so many bytes."""
+    """The `Rules` of `toolcalls.lark`, for one library in this process. Results are cached, up to a number of bytes."""
 
     def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
-        """`read_seconds` are those of one schema. `try_` compiles a source and returns the problem, or ""."""
+        """Begin. `read_seconds` limits one schema. `try_` compiles a source and returns the problem, or ""."""
         self._library, self._try, self._read_seconds = library, try_, read_seconds
         self._parts = SizedCache[_Part](MAX_RULE_BYTES)
         self._ends_at = 0.0
-        self.warnings: dict[str, None] = {}  # of all grammars
+        self.warnings: dict[str, None] = {}  # warnings of all grammars
 
     def begin(self, seconds: float) -> None:
-        """Raise LateError from the first trial after so many seconds of the processor, its forks' among them."""
+        """From now on, let the first trial after `seconds` of processor time (with forks) raise LateError."""
         self._ends_at = processor_seconds() + seconds
 
     def part(self, grammar: Grammar) -> Mapping[str, Any]:
-        """Return a grammar that was checked and tried. Raises InvalidRequestError."""
+        """Return a checked and tried grammar. Raises InvalidRequestError."""
         if (found := self._parts.get(grammar)) is None:
             found = self._read(grammar)
             num_bytes = len(grammar.text) + len(json.dumps(found.grammar)) + sum(map(len, found.warnings))
@@ -49,17 +49,18 @@ class ToolRules:
         return found.grammar
 
     def json_rule(self, schema: Mapping[str, Any]) -> str:
-        """Return a schema that was checked and tried. Raises InvalidRequestError."""
+        """Return a checked and tried schema. Raises InvalidRequestError."""
         part = self.part(Grammar("json_schema", json.dumps(schema)))
         return f"%json {json.dumps(part['json_schema'])}"
 
     def unreadable_parts(self, schema: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return the pointers of words of a schema that cannot be read, each with the reason."""
+        """Return the pointers of keywords of a schema that cannot be read, each with the reason."""
         return unreadable_parts(schema)
 
     def text_pattern(self, pattern: str) -> str:
-        """Return a schema's pattern, for a whole text, between the slashes of a pattern of Lark. An anchor at an end
-        holds all of its alternatives. Raises InvalidRequestError.
+        """Return a schema's pattern for a whole text, in the form that Lark has between slashes.
+
+        An anchor at an end applies to all alternatives. Raises InvalidRequestError.
         """
         self.json_rule({"type": "string", "pattern": pattern})
         body = without_anchors(pattern)

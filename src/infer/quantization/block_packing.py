@@ -10,7 +10,7 @@ from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Bits, Block
 
 
 def blocks_of(numbers: Numbers, type: str) -> Blocks:
-    """Return blocks that hold these numbers, of which `numbers_of` makes the same numbers again.
+    """Return the blocks from which `numbers_of` makes these numbers.
 
     Codes and small scales must be in the type's range, and codes of a grid must be patterns of the grid.
     """
@@ -70,7 +70,7 @@ def _put_patterns(blocks: Blocks, codes: UInt8[Tensor, "blocks 256"], form: Grid
         magnitudes = codes.int() & ((1 << form.sign_shift) - 1)
     places = torch.arange(0, 16, form.code_bits, dtype=torch.int32, device=codes.device)
     patterns = (magnitudes.reshape(len(codes), -1, form.width) << places).sum(2, dtype=torch.int32)
-    known = torch.from_numpy(grid(form.name).astype("i4")).to(codes.device)  # they ascend
+    known = torch.from_numpy(grid(form.name).astype("i4")).to(codes.device)  # in ascending order
     index = torch.searchsorted(known, patterns, out_int32=True)
     for bits in form.indices:
         _put_bits(blocks, bits, index & ((1 << bits.bits) - 1))
@@ -100,7 +100,7 @@ def _put_small(blocks: Blocks, numbers: Numbers, fields: BlockFields) -> None:
 
 
 def _six_bits(numbers: UInt8[Tensor, "blocks 16"]) -> UInt8[Tensor, "blocks 12"]:
-    """Return the bytes of which `six_bits` makes these eight scales and eight minima."""
+    """Return the bytes from which `six_bits` makes these eight scales and eight minima."""
     scales, minima = numbers[:, :8], numbers[:, 8:]
     halves = (scales[:, 4:] & 0x0F) | (minima[:, 4:] & 0x0F) << 4
     tops = ((part[:, 4:] & 0x30) << 2 for part in (scales, minima))
@@ -108,13 +108,13 @@ def _six_bits(numbers: UInt8[Tensor, "blocks 16"]) -> UInt8[Tensor, "blocks 12"]
 
 
 def _put_floats(blocks: Blocks, numbers: Numbers, fields: BlockFields) -> None:
-    """Store the scale, and then the minimum: those of the block, or of the small ones."""
+    """Store the scale, then the minimum: those of the block, or those of the small ones."""
     if fields.scale_form == "exponent":
         bits = numbers.scales.view(torch.int16).int()
         blocks[:, fields.scale_at, None] = torch.where(bits < 0x80, bits >> 6, (bits >> 7) + 1).to(torch.uint8)
         return
     if fields.scale_form == "UE4M3":
-        known = torch.from_numpy(UE4M3_HALVES[:127].view("i2")).to(blocks.device)  # they ascend
+        known = torch.from_numpy(UE4M3_HALVES[:127].view("i2")).to(blocks.device)  # in ascending order
         blocks[:, :4] = torch.searchsorted(known, numbers.scales.view(torch.int16).contiguous()).to(torch.uint8)
         return
     if numbers.supers is None:

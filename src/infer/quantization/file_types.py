@@ -1,4 +1,4 @@
-"""The file types of GGUF: a type for most tensors, and llama.cpp's choice of another one for some (`llama-quant.cpp`).
+"""The file types of GGUF: the type of most tensors, and llama.cpp's exceptions for some tensors (`llama-quant.cpp`).
 
 Loads no torch. A choice depends on a tensor's part in the network, its layer, and a few numbers of the model.
 """
@@ -55,16 +55,17 @@ FILE_TYPES = {
     "IQ1_S": FileType(24, "IQ1_S"),
     "Q1_0": FileType(40, "Q1_0"),
 }
-NEED_A_MATRIX = frozenset({"IQ3_XXS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_M", "IQ1_S"})  # tensors of these types
+# Tensor types that need an importance matrix.
+NEED_A_MATRIX = frozenset({"IQ3_XXS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_M", "IQ1_S"})
 
-_FALLBACKS = {  # the type with smaller blocks, if a row is no multiple of the block
+_FALLBACKS = {  # a type with smaller blocks, for rows that are not a multiple of the block
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
     **dict.fromkeys(("Q1_0", "Q2_0", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0", "NVFP4"), "Q4_0"),
     "Q4_K": "Q5_0",
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
 }  # fmt: skip
-_FEW_BITS = frozenset({"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ1_S", "IQ1_M"})  # have rules of their own
+_FEW_BITS = frozenset({"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ1_S", "IQ1_M"})  # file types with their own rules
 _FOR_TWO_BITS = frozenset({"IQ2_S", "IQ2_M"})
 _PARTS: tuple[tuple[str, Part], ...] = (
     ("attn_qkv.weight", "v"),
@@ -84,7 +85,7 @@ _KEPT = (
 
 
 def part_of(name: str) -> Part:
-    """Return the part of a tensor of this name."""
+    """Return the part of the network of a tensor with this name."""
     if name == "output.weight":
         return "output"
     if name in ("token_embd.weight", "per_layer_token_embd.weight"):
@@ -95,14 +96,14 @@ def part_of(name: str) -> Part:
 def may_quantise(name: str, shape: tuple[int, ...]) -> bool:
     """Return True unless a tensor keeps its type: norms, biases, routers, convolutions and other small tensors.
 
-    `shape` has rows first. A matrix of one row is a vector.
+    `shape` has the rows first. A matrix with one row counts as a vector.
     """
     num_axes = len(shape) - next((axis for axis, count in enumerate(shape) if count > 1), len(shape) - 1)
     return num_axes > 1 and name.endswith("weight") and not any(text in name for text in _KEPT)
 
 
 def with_whole_blocks(type: str, columns: int) -> str:
-    """Return the type, or the nearest one whose blocks divide a row of this number of columns."""
+    """Return the type, or the nearest type whose blocks divide a row of this length."""
     if columns % BLOCK_TYPES[type].block_size == 0:
         return type
     smaller = _FALLBACKS.get(type, type)
@@ -110,28 +111,28 @@ def with_whole_blocks(type: str, columns: int) -> str:
 
 
 class Traits(NamedTuple):
-    """The numbers of a model that its mixture depends on."""
+    """The numbers of a model on which its mixture depends."""
 
     num_layers: int
     num_experts: int = 0
     heads_per_key_head: int = 1
     is_llama_70b: bool = False
     is_falcon: bool = False
-    has_output: bool = False  # or the embedding is the output matrix as well
-    has_matrix: bool = False  # an importance matrix is given
+    has_output: bool = False  # otherwise the embedding is also the output matrix
+    has_matrix: bool = False  # True if an importance matrix is given
 
 
 @final
 class Mixture:
-    """Chooses types of a file's tensors, which must be asked for in the order of `sorting_key`."""
+    """Chooses types of a file's tensors. The tensors must be passed in the order of `sorting_key`."""
 
     def __init__(self, name: str, traits: Traits, num_values: int) -> None:
-        """`num_values` is the number of tensors of the file whose part is "v"."""
+        """Begin a file. `num_values` is the number of its tensors whose part is "v"."""
         self._name, self._default, self.traits = name, FILE_TYPES[name].type, traits
         self._num_values, self._seen = num_values, Counter[Part]()
 
     def choose(self, name: str, shape: tuple[int, ...]) -> str:
-        """Return the type of a tensor that may be quantised, whatever the length of its rows."""
+        """Return the type of a tensor that may be quantised, without regard to the length of its rows."""
         part, traits = part_of(name), self.traits
         if part == "output" or (part == "embedding" and not traits.has_output):
             return self._of_output(shape)
@@ -257,7 +258,7 @@ class Mixture:
 
 
 def sorting_key(name: str) -> tuple[int, str]:
-    """Return the place of a tensor among those of a file: by layer, then by name."""
+    """Return the sorting key of a tensor among those of a file: by layer, then by name."""
     return (_layer(name) if name.startswith("blk.") else -1), name
 
 

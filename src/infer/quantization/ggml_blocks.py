@@ -19,24 +19,25 @@ Values = Float[Tensor, "blocks size"]
 
 
 class Numbers(NamedTuple):
-    """Contents of GGML's blocks, separated: integers or codes, scales and minima per 32 (or 16) of them, scales per
-    256.
+    """Contents of GGML's blocks, separated.
+
+    These are integers or codes, scales and minima per 32 (or 16) of them, and scales per 256.
     """
 
     codes: Tensor  # uint8, or int8 in Q8_0: [blocks, values]
-    scales: Tensor  # f16, f32, bf16 if they are powers of two, or int8 under `supers`: [blocks, groups]
-    minima: Tensor | None = None  # f16, or int8 under `supers`
-    supers: Tensor | None = None  # f16: the scale of the scales, and then that of the minima
+    scales: Tensor  # f16, f32, bf16 for powers of two, or int8 with `supers`: [blocks, groups]
+    minima: Tensor | None = None  # f16, or int8 with `supers`
+    supers: Tensor | None = None  # f16: the scale of the scales, then the scale of the minima
 
 
-_VALUES_AT_ONCE = 1 << 15  # what is made on the way stays in a core's cache, and costs no pages of the system's
+_VALUES_AT_ONCE = 1 << 15  # so few that temporary arrays fit a core's cache and need no new pages of the system
 
 
 def dequantize(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "*rows columns"]:
     """Return the float32 values of rows stored in a block type, on the device of `data`."""
     if type not in BLOCK_FIELDS:
         raise UnsupportedModelError(
-            f"{type} is not a block type that can be dequantised: {', '.join(BLOCK_FIELDS)} are"
+            f"{type} is not a block type that can be dequantised: use one of {', '.join(BLOCK_FIELDS)}"
         )
     kind = BLOCK_TYPES[type]
     blocks = _blocks_of(data, type)
@@ -63,7 +64,7 @@ def _half(blocks: Blocks, start: int) -> Float16[Tensor, "blocks 1"]:
 
 
 def numbers_of(blocks: Blocks, type: str) -> Numbers:
-    """Return the numbers of blocks of this type, in order: they are moved, and none is changed."""
+    """Return the numbers of blocks of this type, in order. Numbers are moved, but not changed."""
     fields = BLOCK_FIELDS[type]
     codes = _codes(blocks, fields.codes)
     if fields.is_signed:
@@ -85,7 +86,7 @@ def numbers_of(blocks: Blocks, type: str) -> Numbers:
 
 
 def scales_of(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "blocks numbers"]:
-    """Return the numbers by which whole blocks are scaled: the scale, or the scales of NVFP4, and then the minimum."""
+    """Return the numbers that scale whole blocks: the scale, or the scales of NVFP4, and then the minimum."""
     fields, blocks = BLOCK_FIELDS[type], _blocks_of(data, type)
     if fields.scale_form == "exponent":
         return _power_of_two(blocks[:, fields.scale_at, None])
@@ -130,7 +131,7 @@ def _codes(blocks: Blocks, codes: tuple[Field, ...] | tuple[Trits, ...] | Grid) 
 
 
 def _trits(blocks: Blocks, trits: Trits) -> UInt8[Tensor, "blocks size"]:
-    """Return the numbers of base 3. A digit is the integer part of 3 × the fraction that the digits before it leave."""
+    """Return numbers of base 3. A digit is the integer part of 3 × the fraction that the earlier digits leave."""
     powers = torch.tensor([3**place for place in range(trits.per_byte)], dtype=torch.uint8, device=blocks.device)
     left = blocks[:, None, trits.at : trits.at + trits.run] * powers[:, None]
     return ((left.int() * 3) >> 8).to(torch.uint8).flatten(1)
@@ -180,7 +181,7 @@ def _small(blocks: Blocks, scales: ScaleFields) -> UInt8[Tensor, "blocks groups"
 
 
 def _read(blocks: Blocks, fields: tuple[Field, ...]) -> UInt8[Tensor, "blocks size"]:
-    """Return a block's numbers, whose bits are in these fields, the lowest first."""
+    """Return a block's numbers. Their bits are in these fields, the lowest first."""
     numbers, shift = None, 0
     for at, num_bytes, run, bits in fields:
         packed = blocks[:, at : at + num_bytes]
@@ -213,12 +214,12 @@ def _power_of_two(exponents: UInt8[Tensor, "blocks 1"]) -> BFloat16[Tensor, "blo
 
 
 def _half_in_nibbles(blocks: Blocks, start: int) -> Float16[Tensor, "blocks 1"]:
-    """Return the f16 whose four nibbles are the highest of four words, the lowest first."""
+    """Return the f16 whose four nibbles are the highest ones of four words, the lowest first."""
     highest = blocks[:, start + 1 : start + 8 : 2].int() >> 4
     bits = highest[:, 0] | highest[:, 1] << 4 | highest[:, 2] << 8 | highest[:, 3] << 12
     return bits.to(torch.int16).view(torch.float16)[:, None]
 
 
 def _ue4m3(codes: UInt8[Tensor, "blocks 4"]) -> Float16[Tensor, "blocks 4"]:
-    """Return half of what unsigned E4M3 numbers mean."""
+    """Return half of the values of unsigned E4M3 numbers."""
     return torch.from_numpy(UE4M3_HALVES.view("i2")).to(codes.device)[codes.int()].view(torch.float16)

@@ -1,7 +1,7 @@
 """The grids of GGML's IQ types: tables of the patterns that groups of values may have.
 
-A pattern is 16 bits: two bits for each of eight values, or four for each of four values, the first in the lowest bits.
-The patterns of a grid ascend, so its text has their differences, compressed. Source: ggml-common.h of llama.cpp.
+A pattern has 16 bits: two bits for each of eight values, or four for each of four values, the first in the lowest bits.
+The patterns of a grid ascend, so the text contains their differences, compressed. Source: ggml-common.h of llama.cpp.
 """
 
 import base64
@@ -78,7 +78,7 @@ def grid(name: str) -> NDArray[np.uint16]:
 
 
 def pattern_words(name: str, width: int) -> NDArray[np.uint32]:
-    """Return the patterns of a grid as words: a byte per code, codes 4 to 7 in the high nibbles."""
+    """Return the patterns of a grid as words: one byte per code, codes 4 to 7 in the high nibbles."""
     patterns, bits = grid(name).astype(np.uint32), 16 // width
     words = np.zeros_like(patterns)
     for code in range(width):
@@ -93,7 +93,8 @@ def _half_of_ue4m3(code: int) -> float:
     return (mantissa if exponent == 0 else (8 + mantissa) * 2 ** (exponent - 1)) / 1024
 
 
-# Half of the value of each unsigned E4M3 number of NVFP4, as the bits of an f16. The top bit is ignored, save in 0xFF.
+# Half of the value of each unsigned E4M3 number of NVFP4, as the bits of an f16. The top bit is ignored, except in
+# 0xFF.
 UE4M3_HALVES = np.array([_half_of_ue4m3(code) for code in range(256)], np.float16).view(np.uint16)
-# Kinds of a grid, by the second form that its patterns have: shifted with the whole group or alone, or with signs.
+# Kinds of a grid, by the second form of its patterns: shifted with the whole group or separately, or with signs.
 SHIFT_OF_GROUP, SHIFT_OF_8, EVEN_SIGNS, FREE_SIGNS = range(4)

@@ -1,6 +1,6 @@
 """GGML's tensor types: their names, the number of bytes per block of values, and the contents of a block.
 
-`BLOCK_FIELDS` describes the contents once: `ggml_blocks` and the CPU's `packing` make their decoders from it.
+`BLOCK_FIELDS` describes the contents once; `ggml_blocks` and the CPU's `packing` make their decoders from it.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from typing import Literal, NamedTuple
 class BlockType:
     """A tensor type that stores `block_size` consecutive values of a row in `block_bytes` bytes.
 
-    A float type has blocks of one value. A type without an id is not GGML's: the weights of other formats become it.
+    A float type has blocks of one value. A type without an id is not a type of GGML: other formats are converted to it.
     """
 
     name: str
     ggml_id: int | None
     block_size: int
     block_bytes: int
-    tail_bytes: int = 0  # after the blocks of a row: an f32 that multiplies the row's values
+    tail_bytes: int = 0  # bytes after the blocks of a row: an f32 that multiplies the row's values
 
     @property
     def is_float(self) -> bool:
@@ -68,7 +68,7 @@ BLOCK_TYPES: dict[str, BlockType] = {
 
 
 def _e4m3(code: int) -> float:
-    """Return the value of a number of 8 bits: a sign, 4 bits of exponent, 3 of mantissa (arXiv:2209.05433)."""
+    """Return the value of an 8-bit number: a sign, 4 bits of exponent, 3 of mantissa (arXiv:2209.05433)."""
     exponent, mantissa = code >> 3 & 15, code & 7
     if exponent == 15 and mantissa == 7:
         return nan
@@ -93,23 +93,25 @@ IQ4_VALUES = (
     69,
     89,
     113,
-)  # of IQ4_NL's and IQ4_XS's codes
-FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # of MXFP4's and NVFP4's, twice what they mean
+)  # values of the codes of IQ4_NL and IQ4_XS
+# Twice the values of the codes of MXFP4 and NVFP4.
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 # Values of the codes of grids. The first half is positive: a sign is the bit above a grid's own code.
-IQ1_VALUES = (-7, 1, 9, 0, -9, -1, 7, 0)  # eight times what they mean, with the delta of 1/8 added or subtracted
+IQ1_VALUES = (-7, 1, 9, 0, -9, -1, 7, 0)  # eight times the values, with the delta of 1/8 added or subtracted
 IQ2_VALUES = (8, 25, 43, 0, -8, -25, -43, 0)
-IQ3_XXS_VALUES = (2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31)  # half of what they mean
+IQ3_XXS_VALUES = (2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31)  # half of the values
 IQ3_S_VALUES = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
 E4M3_VALUES = tuple(map(_e4m3, range(256)))
 FLOAT_TYPES = tuple(name for name, kind in BLOCK_TYPES.items() if kind.is_float)
-TYPES_OF_FLOATS = frozenset({*FLOAT_TYPES, "F8_E4M3"})  # whose values a load may quantise
+TYPES_OF_FLOATS = frozenset({*FLOAT_TYPES, "F8_E4M3"})  # a load may quantise their values
 GGML_TYPES = {kind.ggml_id: kind for kind in BLOCK_TYPES.values() if kind.ggml_id is not None}
 
 
 class Field(NamedTuple):
     """Numbers of `bits` bits each, in the `num_bytes` bytes of a block from `at` on.
 
-    Each run of bytes holds first its bytes' lowest bits, as consecutive numbers, then the bits above these, and so on.
+    Each run of bytes contains first its bytes' lowest bits as consecutive numbers, then the bits above these, and so
+    on.
     """
 
     at: int
@@ -121,7 +123,7 @@ class Field(NamedTuple):
 class Bits(NamedTuple):
     """Numbers of `bits` bits each, in little-endian words of `word_bytes` bytes, `stride` bytes apart from `at` on.
 
-    A word holds `per_word` numbers, `step` bits from one to the next; the lowest begins at bit `first`.
+    A word has `per_word` numbers, `step` bits from one to the next; the lowest begins at bit `first`.
     """
 
     at: int
@@ -155,7 +157,7 @@ class Grid(NamedTuple):
     width: int
     indices: tuple[Bits, ...]
     signs: Bits
-    num_signs: int  # in a block
+    num_signs: int  # number of signs in a block
     is_mirrored: bool = False
 
     @property
@@ -165,7 +167,7 @@ class Grid(NamedTuple):
 
     @property
     def sign_shift(self) -> int:
-        """Place of the sign bit: magnitudes are numbers below 4 or 8."""
+        """Position of the sign bit: magnitudes are numbers below 4 or 8."""
         return 2 if self.width == 8 else 3
 
 
@@ -175,21 +177,22 @@ ScaleFields = tuple[Field, ...] | Bits | Literal["6 bits"]
 class BlockFields(NamedTuple):
     """Contents of a block. A code q means (q − offset, or its number in the table) × scale, plus or minus the minimum.
 
-    The fields of a number are its lowest bits, then the bits above. A K type has several small scales, and minima after
-    them: scale_at and minimum_at are then what scales and minima are multiplied with. Its minima are subtracted.
+    The fields of a number have its lowest bits, then the bits above. A K type has several small scales, followed by
+    minima: then scale_at and minimum_at are the numbers that multiply the scales and the minima. Its minima are
+    subtracted.
     """
 
     codes: tuple[Field, ...] | tuple[Trits, ...] | Grid
     scale_at: int = 0  # an f16, or an exponent
     minimum_at: int | None = None  # an f16
     scales: ScaleFields = ()  # "6 bits": the 12 bytes from 4 on, as `six_bits` reads them
-    scale_offset: int = 0  # of the small scales
+    scale_offset: int = 0  # offset of the small scales
     offset: int = 0
     table: tuple[float, ...] = ()
     is_signed: bool = False  # codes are signed bytes
     scale_form: Literal["f16", "f32", "exponent", "nibbles", "UE4M3"] = "f16"  # `ggml_blocks` explains them
     are_scales_odd: bool = False  # a small scale s means 2 s + 1
-    factor: float = 1.0  # of the super-block's scale: a power of two
+    factor: float = 1.0  # multiplies the super-block's scale: a power of two
 
 
 _NIBBLES_16 = Field(2, 16, 16, 4)

@@ -1,12 +1,12 @@
 """Search of patterns, small scales and scales for the blocks of IQ types, compiled by Numba.
 
-Weights x of one scale s cost Σ w (x − s m)² = Σ w x² − 2 s a + s² b with a = Σ w x m and b = Σ w m², for the numbers m
-of a pattern. Neither a nor b depends on the scale. So a vector's candidates are the patterns that cost least at some
-scales near that of its group, and the scales of the block are then searched with these candidates.
+Weights x with one scale s cost Σ w (x − s m)² = Σ w x² − 2 s a + s² b with a = Σ w x m and b = Σ w m², for the numbers
+m of a pattern. Neither a nor b depends on the scale. So the candidates for a vector are the patterns that cost least at
+some scales near the scale of its group, and then the scales of the block are searched with these candidates.
 
 A vector is the weights of one pattern, and a group the weights of one small scale. A variant of a pattern has its
-numbers shifted up or down, or has one sign that is not the weight's own. Arrays are float32: a constant of another type
-would make float64 of them, which takes twice the time.
+numbers shifted up or down, or one sign that differs from the weight's own. Arrays are float32: a constant of another
+type would convert them to float64, which takes twice the time.
 """
 
 import numpy as np
@@ -15,12 +15,12 @@ from numba import njit
 from infer.quantization.ggml_grids import EVEN_SIGNS, FREE_SIGNS, SHIFT_OF_8, SHIFT_OF_GROUP
 
 _FAST = {"contract", "reassoc", "nnan", "ninf", "nsz"}
-_ROUNDS = 2  # in which the scale of a block is fitted to the patterns
+_ROUNDS = 2  # rounds in which the scale of a block is fitted to the patterns
 
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def _products(x, w, grid, kind, a, b, others):
-    """Set a and b of each pattern; `others` is the least w x m, or Σ w m of patterns that are shifted."""
+    """Set a and b of each pattern. `others` is the smallest w x m, or Σ w m of shifted patterns."""
     a[:], b[:] = 0, 0
     others[:] = np.float32(np.inf) if kind == EVEN_SIGNS else np.float32(0)
     for i in range(grid.shape[0]):
@@ -38,8 +38,8 @@ def _products(x, w, grid, kind, a, b, others):
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def _vary(variant, kind, is_odd, product, weight, a, b, others):
-    """Turn a and b of the variant before into those of this one. `product` is Σ w x, and `weight` Σ w."""
-    if kind <= SHIFT_OF_8:  # by 1 up, then by 1 down
+    """Change a and b of the previous variant to those of this one. `product` is Σ w x, and `weight` is Σ w."""
+    if kind <= SHIFT_OF_8:  # shift up by 1, then down by 1
         up = np.float32(1 if variant == 0 else -2)
         for g in range(len(a)):
             a[g] += up * product
@@ -51,7 +51,7 @@ def _vary(variant, kind, is_odd, product, weight, a, b, others):
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def _cheapest(a, b, total, scale, errors):
-    """Return the pattern of least error, whose lowest bits give way to the pattern's number."""
+    """Return the pattern with the least error. The lowest bits of errors are replaced by the pattern's number."""
     keys, mask = errors.view(np.int32), np.int32(len(errors) - 1)
     for g in range(len(a)):
         errors[g] = max(total - (scale + scale) * a[g] + scale * scale * b[g], np.float32(0))
@@ -63,7 +63,7 @@ def _cheapest(a, b, total, scale, errors):
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def _best_candidate(a, b, scale):
-    """Return the least s² b − 2 s a, and its place."""
+    """Return the smallest s² b − 2 s a, and its index."""
     best, place = scale * (scale * b[0] - a[0] - a[0]), 0
     for k in range(1, len(a)):
         value = scale * (scale * b[k] - a[k] - a[k])
@@ -74,7 +74,7 @@ def _best_candidate(a, b, scale):
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def _choose_one_variant(a, b, scale, chosen):
-    """Choose the variant that all vectors of the group have."""
+    """Choose one variant for all vectors of the group."""
     totals = np.zeros(2, np.float32)
     for i in range(len(a)):
         for variant in range(2):
@@ -87,7 +87,7 @@ def _choose_one_variant(a, b, scale, chosen):
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def _choose_in_pairs(a, b, scale, are_odd, chosen):
-    """Choose which vector of two has the sign that is not its own, if the weights of both have odd signs."""
+    """Choose which vector of two has a sign that differs, if the weights of both have odd signs."""
     total = np.float32(0)
     for i in range(0, len(a), 2):
         first, place = _best_candidate(a[i, 0], b[i, 0], scale)
@@ -155,9 +155,9 @@ def _find_candidates(x, w, grid, kind, are_odd, scales, a, b, patterns):
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def _best_small(a, b, unit, kind, are_odd, first, last, chosen):
-    """Choose the small scale of a group, an odd number from 2 `first` + 1 to 2 `last` + 1, that costs least.
+    """Choose the small scale of a group with the least cost, an odd number from 2 `first` + 1 to 2 `last` + 1.
 
-    Return it, its cost, Σ a and Σ b. `unit` is what a small scale multiplies.
+    Return it, its cost, Σ a and Σ b. A small scale multiplies `unit`.
     """
     best, small, best_a, best_b = np.float32(np.inf), 1, np.float32(0), np.float32(0)
     for half in range(first, last + 1):
@@ -169,7 +169,7 @@ def _best_small(a, b, unit, kind, are_odd, first, last, chosen):
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def _best_unit(a, b, kind, are_odd, most, ideal, tried, chosen):
-    """Return what the small scales of a block multiply. `ideal` has the best scale of each group by itself."""
+    """Return the factor of the small scales of a block. `ideal` has the best scale of each group separately."""
     per_group = len(a) // len(ideal)
     best, least, fitted = np.float32(0), np.float32(np.inf), np.float32(0)
     for trial in range(len(tried) + _ROUNDS):
@@ -194,7 +194,7 @@ def _best_unit(a, b, kind, are_odd, most, ideal, tried, chosen):
 
 @njit(nogil=True, error_model="numpy")
 def _without_signs(x, kind, signless, are_odd):
-    """Set the weights without their signs if patterns have none, and for 8 weights each if they have odd signs."""
+    """Set the weights without their signs if patterns have none. For 8 weights each, set if they have odd signs."""
     for i in range(len(are_odd)):
         are_odd[i] = False
         for j in range(8 * i, 8 * i + 8):
@@ -206,7 +206,7 @@ def _without_signs(x, kind, signless, are_odd):
 
 @njit(nogil=True, error_model="numpy")
 def _write_codes(x, w, numbers, kind, is_flipped, sign_shift, pattern, codes):
-    """Write the codes of a vector with their signs. If it is flipped, the cheapest sign is not the weight's own."""
+    """Write the codes of a vector with their signs. If it is flipped, the cheapest sign differs from the weight's."""
     flipped = -1
     if is_flipped:
         least = np.float32(np.inf)
@@ -221,7 +221,7 @@ def _write_codes(x, w, numbers, kind, is_flipped, sign_shift, pattern, codes):
 
 @njit(nogil=True, error_model="numpy")
 def _write_group(x, w, grid, patterns, kind, is_odd, sign_shift, found, chosen, codes):
-    """Write the codes of a group. Return −1 if its small scale is negative, which mirrors the codes, else 1."""
+    """Write the codes of a group. Return −1 if its small scale is negative, which mirrors the codes, otherwise 1."""
     width = grid.shape[0]
     for i in range(len(found)):
         own, variant = slice(i * width, (i + 1) * width), chosen[i, 0]
@@ -242,17 +242,17 @@ def search_blocks(x, w, grid, patterns, kind, most, sign_shift, nearby, tried, c
 
     Args:
         x: The weights, `[blocks, 256]`.
-        w: Weights of their squared errors, above 0.
+        w: Weights of the squared errors, above 0.
         grid: Numbers of the patterns, `[width, patterns]`. Their count is a power of two.
         patterns: Codes of the patterns, `[patterns, width]`, uint8.
         kind: How signs or shifts are stored.
         most: Largest small scale, an odd number.
         sign_shift: Place of the sign bit in a code.
-        nearby: Scales to find candidates at: multiples of the ratio of the group's root mean square to the grid's.
-        tried: Scales of the block: multiples of the one that gives the group of largest scale the largest small scale.
+        nearby: Scales at which to find candidates: multiples of the group's root mean square divided by the grid's.
+        tried: Scales of the block: multiples of the scale at which the largest group has the largest small scale.
         codes: Filled with codes, `[blocks, 256]`, uint8.
         smalls: Filled with small scales, `[blocks, groups]`, int8.
-        units: Filled with what the small scales multiply, `[blocks]`.
+        units: Filled with the factors of the small scales, `[blocks]`.
     """
     width, num_groups = grid.shape[0], smalls.shape[1]
     num_vectors, size = 256 // width, 256 // num_groups

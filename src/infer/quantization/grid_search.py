@@ -1,7 +1,7 @@
 """Weights → the numbers of blocks of the IQ types whose codes are patterns of a grid, with a small squared error.
 
 `grid_kernels` searches. Every pattern is tried at 16 scales, so the error is below that of ggml's quantisers, which
-look for patterns near the rounded weights.
+only search patterns near the rounded weights.
 """
 
 from functools import cache
@@ -71,7 +71,7 @@ def _form_of(type: str) -> _GridForm:
     patterns = (grid(form.name)[:, None].astype(np.int32) >> places & ((1 << form.code_bits) - 1)).astype(np.uint8)
     numbers = np.array(fields.table, np.float32)[patterns]
     if form.signs.bits == 1:
-        kind, numbers = SHIFT_OF_GROUP if form.is_mirrored else SHIFT_OF_8, numbers - 1  # which the shift adds
+        kind, numbers = SHIFT_OF_GROUP if form.is_mirrored else SHIFT_OF_8, numbers - 1  # the shift adds it again
     else:
         kind = EVEN_SIGNS if form.signs.bits == 7 else FREE_SIGNS
     first = scales if isinstance(scales, Bits) else scales[0]

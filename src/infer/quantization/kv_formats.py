@@ -1,16 +1,16 @@
 """Names and sizes of the storage formats of keys and values. Loads no torch.
 
-A **cache block** is 16 consecutive positions of one kv head of one layer. Its keys are one contiguous piece of bytes
+A **cache block** is 16 consecutive positions of one kv head of one layer. Its keys are one contiguous range of bytes,
 and its values another. Only `kv_layout` (plain torch, the definition) and, compiled, `cache_blocks` and `cached_forms`
-of `backends.cpu` know the layout inside these pieces.
+of `backends.cpu` know the layout inside these ranges.
 """
 
 from infer.errors import InvalidRequestError
 
 BLOCK_POSITIONS = 16
-VALUES_PER_SCALE = 32  # of a head, in q8 and q4
+VALUES_PER_SCALE = 32  # values of a head per scale, in q8 and q4
 QUANTIZED = ("q8", "q4")
-# Of a block, for each of a head's dimensions. In 4 bits keys would cost four percent of perplexity, values cost 0.3.
+# Per block and per dimension of a head. Keys in 4 bits would cost 4 % of perplexity; values in 4 bits cost 0.3 %.
 _KEY_BYTES = {"f32": 64, "f16": 32, "bf16": 32, "q8": 17, "q4": 17}
 _VALUE_BYTES = {"f32": 64, "f16": 32, "bf16": 32, "q8": 17, "q4": 10}
 KV_TYPES = tuple(_KEY_BYTES)

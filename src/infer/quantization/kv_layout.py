@@ -6,12 +6,13 @@ A position's key or value is stored as a few **parts**, tensors that encode a ve
     keys of q8 and q4   codes [dim / 32, 32] int8, scales [dim / 32] f16: mixed key = scale × code
     values of q8        as keys: value = scale × code
     values of q4        codes [dim / 32, 16] uint8, scales and minima [dim / 32] f16: value = scale × code + minimum;
-                        a byte holds the codes of elements i (low) and i + 16 (high) of 32
+                        a byte has the codes of elements i (low) and i + 16 (high) of 32
 
-Keys have a few large elements, always at the same indices. `mix` spreads each 32 elements by a Hadamard transform, its
-own inverse. This halves the rounding error. Queries mixed the same way give the same scores (arXiv:2404.00456).
+Keys have a few large elements, always at the same indices. `mix` spreads each 32 elements with a Hadamard transform,
+which is its own inverse. This halves the rounding error. Queries mixed in the same way give the same scores
+(arXiv:2404.00456).
 
-In memory each 32 dimensions of a block are a record: codes of its 16 positions, then its scales, then its minima.
+In memory, each 32 dimensions of a block are one record: codes of its 16 positions, then its scales, then its minima.
 The codes of keys are transposed, with positions last, so that 16 positions are one machine vector. The codes of values
 are stored one position after the other. Floats are stored in the same order, but all dimensions are one record.
 """
@@ -34,20 +35,20 @@ from infer.quantization.kv_formats import (
 _FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 Memory = UInt8[Tensor, "*where bytes"]
-Parts = tuple[Shaped[Tensor, "..."], ...]  # [*where, positions, what encode gives of one]
+Parts = tuple[Shaped[Tensor, "..."], ...]  # [*where, positions, the encoded parts of one]
 
 
 @final
 @dataclass(frozen=True)
 class Pages:
-    """Location of the slots of each row, and the slots that a token sees. Kernels read it whenever a step runs.
+    """Location of the slots of each row, and the slots that a token sees. Kernels read it in every step.
 
     A row's token at position p has the slot p − shift. Slot s is in page table[row, s // page_tokens], which has
     page_tokens / 16 blocks.
 
     From slot t, a slot s ≤ t is visible if s < sinks or s > t − window. If the window is 0, all slots s ≤ t are
-    visible. A window of −n stands for chunks of n slots: s ≥ t − t mod n is visible. If `furthest` is given, slots s <
-    sinks are seen as from position min(p, furthest), because a model knows no distance longer than its context.
+    visible. A window of −n means chunks of n slots: s ≥ t − t mod n is visible. If `furthest` is given, slots s < sinks
+    are read as if from position min(p, furthest), because a model was not trained for distances beyond its context.
 
     `rope_sets` is 1 for rows that use the second set of a `RopeTable` with two sets, otherwise 0.
 
@@ -77,8 +78,9 @@ class LayerCache:
 
 
 def mix(x: Float[Tensor, "*where dim"]) -> Float[Tensor, "*where dim"]:
-    """Return each 32 elements times the Hadamard matrix / √32. Sums of two elements 16 apart come first, then 8, 4, 2,
-    1.
+    """Return each 32 elements times the Hadamard matrix / √32.
+
+    Sums of two elements 16 apart come first, then 8, 4, 2, 1.
     """
     mixed, apart = x.float().view(*x.shape[:-1], -1, VALUES_PER_SCALE), VALUES_PER_SCALE // 2
     while apart:

@@ -1,4 +1,4 @@
-"""The numbers that codes of a block type mean, before a scale multiplies them, and the nearest of them to a value."""
+"""The numbers that a block type's codes mean, before a scale multiplies them, and the nearest number to a value."""
 
 from functools import cache, cached_property
 from typing import final
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from infer.quantization.ggml_types import BLOCK_FIELDS, Field
 
-_TABLE_REACH = 128  # numbers of tables are from −127 to 113, and halfway between two of them is a multiple of ½
+_TABLE_REACH = 128  # tables have numbers from −127 to 113, and midpoints are multiples of ½
 
 
 @final
 class Levels:
-    """The numbers of a type's codes: consecutive ones, or those of a table."""
+    """The numbers of a type's codes: consecutive numbers, or those of a table."""
 
     def __init__(self, numbers: tuple[int, ...], *, are_consecutive: bool) -> None:
         self.numbers, self._are_consecutive = numbers, are_consecutive
@@ -27,7 +27,7 @@ class Levels:
         return self._table[self._index(values)]
 
     def codes(self, numbers: Float[Tensor, "*any"]) -> UInt8[Tensor, "*any"]:
-        """Return the code of each number, which must be one of the type's."""
+        """Return the code of each number. The number must be one of the type's."""
         if self._are_consecutive:
             return (numbers - self.low).to(torch.uint8)
         return self._codes[self._index(numbers.clone())]
@@ -49,7 +49,7 @@ class Levels:
 
 @cache
 def levels_of(type: str) -> Levels:
-    """Return the levels of a type whose codes are all used."""
+    """Return the levels of a type that uses all its codes."""
     fields = BLOCK_FIELDS[type]
     if fields.table:
         return Levels(tuple(map(int, fields.table)), are_consecutive=False)

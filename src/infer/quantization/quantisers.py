@@ -1,7 +1,7 @@
 """Weights → blocks of any type, with the least squared error that a search finds.
 
-Each type's search has trials that were chosen so that its error is below that of ggml's own quantiser, for values of
-normal and of heavier distributions, with an importance matrix and without one. Q8_0 has ggml's bits instead.
+The trials of each type's search were chosen so that its error is below that of ggml's own quantiser, for values of
+normal and of heavier-tailed distributions, with and without an importance matrix. Q8_0 has ggml's bits instead.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from infer.quantization.scale_search import best_scales, fit_scales, fit_scales_
 from infer.quantization.super_blocks import SuperForm, levels_for, search
 
 BlockValues = Float[Tensor, "blocks size"]
-_VALUES_AT_ONCE = 1 << 16  # temporaries stay in a core's cache
-_LEAST_WEIGHT = 1e-6  # of the mean importance, so that a group without importance keeps a scale
+_VALUES_AT_ONCE = 1 << 16  # so few that temporaries fit a core's cache
+_LEAST_WEIGHT = 1e-6  # smallest weight, relative to the mean, so that a group without importance keeps a scale
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -32,7 +32,7 @@ def quantise(
     type: str,
     importance: Float[Tensor, "columns"] | None = None,
 ) -> UInt8[Tensor, "rows bytes"]:
-    """Return rows of values as a block type or a float type stores them.
+    """Return rows of values in a block type or a float type.
 
     Args:
         values: Rows whose length is a multiple of the type's block size.
@@ -41,12 +41,10 @@ def quantise(
 
     Raises:
         ModelError: A value is not finite, or a scale is too large for its 16 bits.
-        UnsupportedModelError: The type is none of these.
+        UnsupportedModelError: The type is not in `QUANTISED_TYPES`.
     """
     if type not in QUANTISED_TYPES:
-        raise UnsupportedModelError(
-            f"{type} is not a type that values are quantised to: {', '.join(QUANTISED_TYPES)} are"
-        )
+        raise UnsupportedModelError(f"{type} is not a type for quantisation: use one of {', '.join(QUANTISED_TYPES)}")
     if type in _DTYPES:
         stored = values.to(_DTYPES[type]).contiguous()
         _check_finite(stored)
@@ -70,7 +68,7 @@ def quantise(
 
 def _check_finite(numbers: Tensor) -> None:
     if not numbers.isfinite().all():
-        raise ModelError("a value is not finite, or too large for the type: take another type, or repair the weights")
+        raise ModelError("a value is not finite, or too large for the type: use another type, or repair the weights")
 
 
 def _weights_of(importance: Float[Tensor, "columns"], size: int) -> Float[Tensor, "blocks size"] | None:
@@ -94,7 +92,7 @@ def _pack_q8_0(blocks: BlockValues, weights: BlockValues | None) -> Numbers:
 
 
 def _scaled(levels: Levels, reaches: tuple[float, ...]) -> Pack:
-    """Return the packing of a type that has an f16 per block, which multiplies levels."""
+    """Return the packing of a type with one f16 per block, which multiplies levels."""
 
     def pack(blocks: BlockValues, weights: BlockValues | None) -> Numbers:
         x, own = _columns(blocks), None if weights is None else _columns(weights)
@@ -105,7 +103,7 @@ def _scaled(levels: Levels, reaches: tuple[float, ...]) -> Pack:
 
 
 def _with_minimum(highest: int, reaches: tuple[tuple[float, float], ...]) -> Pack:
-    """Return the packing of a type that has an f16 scale and an f16 minimum per block."""
+    """Return the packing of a type with an f16 scale and an f16 minimum per block."""
 
     def pack(blocks: BlockValues, weights: BlockValues | None) -> Numbers:
         x, own = _columns(blocks), None if weights is None else _columns(weights)
@@ -118,7 +116,7 @@ def _with_minimum(highest: int, reaches: tuple[tuple[float, float], ...]) -> Pac
 
 
 def _with_powers_of_two(levels: Levels, reaches: tuple[float, ...]) -> Pack:
-    """Return the packing of MXFP4: the scale is a power of two."""
+    """Return the packing of MXFP4, whose scale is a power of two."""
 
     def pack(blocks: BlockValues, weights: BlockValues | None) -> Numbers:
         x, own = _columns(blocks), None if weights is None else _columns(weights)
@@ -131,7 +129,7 @@ def _with_powers_of_two(levels: Levels, reaches: tuple[float, ...]) -> Pack:
 
 
 def _with_small_floats(levels: Levels, reaches: tuple[float, ...], size: int) -> Pack:
-    """Return the packing of NVFP4: each `size` values have a scale in unsigned E4M3."""
+    """Return the packing of NVFP4, in which each `size` values have a scale in unsigned E4M3."""
     known = torch.from_numpy(UE4M3_HALVES[:127].view("f2")).float()
 
     def pack(blocks: BlockValues, weights: BlockValues | None) -> Numbers:
@@ -146,7 +144,7 @@ def _with_small_floats(levels: Levels, reaches: tuple[float, ...], size: int) ->
 
 
 def _with_small_scales(form: SuperForm, size: int, rounds: int) -> Pack:
-    """Return the packing of a type of 256 values that has small scales for each `size` values."""
+    """Return the packing of a type of 256 values with a small scale for each `size` values."""
 
     def grouped(blocks: BlockValues) -> Tensor:
         return blocks.reshape(len(blocks), -1, size).permute(2, 1, 0).contiguous()
@@ -167,7 +165,7 @@ def _columns(blocks: BlockValues) -> Tensor:
     return blocks.T.contiguous()
 
 
-# The reaches of each search, of which each one lowers the error most beside those before it.
+# The reaches of each search, in the order in which each lowers the error most.
 _FP4 = (12.25, 8.0, 13.75, 11.0, 9.0)
 _IQ4 = (-130.0, 117.5, -115.0, -145.0, -122.5, 110.0, 132.5, -105.0)
 _TERNARY = (3.5, 2.75, 4.75, 2.5)
@@ -190,7 +188,7 @@ _PACK: dict[str, Pack] = {
     "Q1_0": _scaled(levels_of("Q1_0"), (1.0,)),
     "Q2_0": _scaled(levels_of("Q2_0"), (2.75, -3.0, 3.9, 2.1, -2.25, 1.0)),
     "TQ1_0": _scaled(consecutive(-1, 1), _TERNARY),
-    "TQ2_0": _scaled(consecutive(-1, 1), _TERNARY),  # its fourth code is none of the format's
+    "TQ2_0": _scaled(consecutive(-1, 1), _TERNARY),  # its fourth code is not used by the format
     "Q2_K": _with_small_scales(
         SuperForm(consecutive(0, 3), (3.2, 2.55, 3.9, 2.2, 2.9), consecutive(0, 15), (15.0, 14.5, 15.5, 16.0), True),
         size=16,

@@ -1,8 +1,9 @@
-"""Least-squares scales, and minima, of groups of values that are rounded to a type's levels.
+"""Least-squares scales, and minima, for groups of values that are rounded to a type's levels.
 
 Values and weights are `[size, groups]`, so that each sum over a group adds whole vectors. The error of a group is the
-sum of weight × (value − what its code means)². A search tries scales from the group's extremes, then alternates between
-rounding to the scale and fitting the scale to the rounded numbers. Neither step makes the error larger.
+sum of weight × (value − value of its code)². A search tries scales derived from the group's extremes. Then it
+alternates between rounding with the scale and fitting the scale to the rounded numbers. Neither step increases the
+error.
 """
 
 from collections.abc import Sequence
@@ -19,21 +20,21 @@ PerGroup = Float[Tensor, "groups"]
 
 
 class Fit(NamedTuple):
-    """The best scale of each group, with Σ weight × level² of its levels: how much an error of the scale costs."""
+    """The best scale of each group, with Σ weight × level² of its levels, the cost of an error of the scale."""
 
     scales: PerGroup
     costs: PerGroup
 
 
 def fit_scales(x: Grouped, weights: Grouped | None, levels: Levels, reaches: Sequence[float], rounds: int = 2) -> Fit:
-    """Return scales for values that are scale × level.
+    """Return scales for values that equal scale × level.
 
     Args:
         x: The values.
         weights: Weight of each value's squared error, or None for equal weights.
         levels: The levels that a scale multiplies.
-        reaches: Levels that the group's largest value is scaled to, one per trial. Beyond the last level it is clamped.
-        rounds: Number of alternations that follow the trials.
+        reaches: Levels to which the group's largest value is scaled, one per trial. Above the last level it is clamped.
+        rounds: Number of alternations after the trials.
     """
     weighted = x if weights is None else x * weights
     low, high = x.amin(0), x.amax(0)
@@ -56,9 +57,10 @@ def fit_scales(x: Grouped, weights: Grouped | None, levels: Levels, reaches: Seq
 def _with_low_minima(
     scales: PerGroup, minima: PerGroup, scales_alone: PerGroup, means: PerGroup, has_steps: Tensor
 ) -> tuple[PerGroup, PerGroup]:
-    """Return the best fits whose minima are at most 0, which one number of two makes if both together are none.
+    """Return the best fits whose minima are at most 0.
 
-    Groups whose codes are all equal have no steps.
+    If scale and minimum together give no such fit, one number of the two does. Groups whose codes are all equal have no
+    steps.
     """
     is_constant, is_alone = ~has_steps & (means < 0), ~has_steps | (minima > 0) | (scales < 0)
     scales = torch.where(is_alone, scales_alone.clamp(min=0), scales)
@@ -66,7 +68,7 @@ def _with_low_minima(
 
 
 def best_scales(x: Grouped, weights: Grouped | None, levels: Levels, tried: Float[Tensor, "trials groups"]) -> PerGroup:
-    """Return the scale of each group that leaves the least error."""
+    """Return the scale of each group with the least error."""
     errors = []
     for scales in tried:
         left = levels.nearest(x * inverse(scales)).mul_(scales).sub_(x).square_()
@@ -75,7 +77,7 @@ def best_scales(x: Grouped, weights: Grouped | None, levels: Levels, tried: Floa
 
 
 def inverse(scales: Tensor) -> Tensor:
-    """Return 1 / scale, or 0 for a scale of 0 or one that is too small to have an inverse."""
+    """Return 1 / scale, or 0 for a scale that is 0 or too small to have an inverse."""
     found = scales.reciprocal()
     return found.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -97,16 +99,16 @@ def fit_scales_and_minima(
     are_minima_free: bool,
     rounds: int = 2,
 ) -> AffineFit:
-    """Return scales and minima for values that are minimum + scale × code, with codes from 0 to `highest`.
+    """Return scales and minima for values that equal minimum + scale × code, with codes from 0 to `highest`.
 
     Args:
         x: The values.
         weights: Weight of each value's squared error, or None for equal weights.
         highest: The highest code.
-        reaches: Number of steps that the range of the group's values is scaled to, one per trial, and the share of
-            the steps beyond the codes that is cut off at the lower end.
+        reaches: Number of steps to which the range of the group's values is scaled, one per trial, and the share of the
+            steps outside the codes that is cut off at the lower end.
         are_minima_free: Minima may have both signs. Otherwise they are at most 0, and scales at least 0.
-        rounds: Number of alternations that follow the trials.
+        rounds: Number of alternations after the trials.
     """
     weight_sums = x.new_full((), len(x)) if weights is None else weights.sum(0)
     low, high = x.amin(0), x.amax(0)

@@ -1,8 +1,9 @@
 """Blocks of 256 values with a small integer scale, and for some types a minimum, per group of 16 or 32.
 
-A value is d × L × level − e × M: d and e are the block's, L and M small integers of its groups. The search fits each
-group alone and rounds the groups' scales as values of their own. Then it alternates between d and e, by least squares
-over the block, and L and M, by trying the neighbours of each L. It keeps the best result with d and e as f16.
+A value is d × L × level − e × M: d and e belong to the block, and L and M are small integers of its groups. The search
+first fits each group separately, and rounds the groups' scales like values. Then it alternates between d and e, by
+least squares over the block, and L and M, by trying the neighbours of each L. It keeps the best result with d and e as
+f16.
 """
 
 from typing import NamedTuple
@@ -20,11 +21,11 @@ PerBlock = Float[Tensor, "blocks"]
 
 
 class SuperForm(NamedTuple):
-    """How blocks of a type are searched."""
+    """How the blocks of a type are searched."""
 
     levels: Levels
-    reaches: tuple[float, ...]  # of `fit_scales`, or of `fit_scales_and_minima` with the whole range from the minimum
-    small: Levels  # of L, and of M
+    reaches: tuple[float, ...]  # for `fit_scales`, or for `fit_scales_and_minima` with the whole range from the minimum
+    small: Levels  # levels of L, and of M
     small_reaches: tuple[float, ...]
     has_minima: bool = False
 
@@ -40,7 +41,7 @@ class Found(NamedTuple):
 
 
 def search(x: Values, weights: Values | None, form: SuperForm, rounds: int = 1) -> Found:
-    """Return the best scales that were found for blocks."""
+    """Return the best scales found for blocks."""
     found = _nearby(x, weights, form, _start(x, weights, form))
     for _ in range(rounds):
         found = _better(found, _nearby(x, weights, form, _fitted(x, weights, form, found)))
@@ -48,7 +49,7 @@ def search(x: Values, weights: Values | None, form: SuperForm, rounds: int = 1) 
 
 
 def _start(x: Values, weights: Values | None, form: SuperForm) -> Found:
-    """Fit each group alone, and round the groups' scales."""
+    """Fit each group separately, and round the groups' scales."""
     size, groups, blocks = x.shape
     each, own = x.reshape(size, -1), None if weights is None else weights.reshape(size, -1)
     if not form.has_minima:
@@ -73,7 +74,7 @@ def levels_for(x: Values, form: SuperForm, found: Found) -> Values:
 
 
 def _nearby(x: Values, weights: Values | None, form: SuperForm, start: Found) -> Found:
-    """Try each L and its neighbours, each with the best M, and return the best of each group."""
+    """Try each L and its neighbours, each with its best M, and return the best of each group."""
     sums = torch.full_like(start.minima, len(x)) if weights is None else weights.sum(0)
     totals = (x if weights is None else x * weights).sum(0)
     per_minimum = inverse(sums * start.minimum)
@@ -99,7 +100,7 @@ def _nearby(x: Values, weights: Values | None, form: SuperForm, start: Found) ->
 
 
 def _fitted(x: Values, weights: Values | None, form: SuperForm, found: Found) -> Found:
-    """Return d and e that fit the integers and the levels best."""
+    """Return the d and e that fit the integers and the levels best."""
     levels = levels_for(x, form, found)
     weighted = levels if weights is None else levels * weights
     squares = (found.scales.square() * (weighted * levels).sum(0)).sum(0)

@@ -1,4 +1,4 @@
-"""`Drafter`: the interface of all that guesses the next tokens of sequences. Loads no torch."""
+"""`Drafter`: the interface of classes that guess the next tokens of sequences. Loads no torch."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol, final, runtime_checkable
 
 
 class Guess(NamedTuple):
-    """The drafter's guess at a token that is now known. `confidence` is 0 if the drafter guessed nothing."""
+    """The drafter's guess for a token that is now known. `confidence` is 0 if the drafter did not guess."""
 
     confidence: int
     is_right: bool
@@ -16,12 +16,12 @@ class Guess(NamedTuple):
 class Priors:
     """Rates of right guesses by confidence, until rates are measured.
 
-    There are three rates for each range of confidences: if less than the first of `shares` of the last tokens was
-    guessed right, if less than the second was, and otherwise.
+    There are three rates for each range of confidences. They apply if the share of right guesses among the last tokens
+    is below the first of `shares`, below the second, or higher.
     """
 
     def __init__(self, shares: tuple[float, float], rates: Mapping[int, tuple[float, float, float]]) -> None:
-        """`rates` has the first confidence of each range, in increasing order."""
+        """Begin with `rates`, which are by the first confidence of each range, in increasing order."""
         starts = tuple(rates)
         self.shares = shares
         self.rates: tuple[tuple[float, ...], ...] = tuple(zip(*rates.values(), strict=True))  # by share, then by range
@@ -36,7 +36,7 @@ class Priors:
 class Drafter(Protocol):
     """Drafts for the sequences of one engine, which calls it on its own thread. A sequence is named by its slot.
 
-    Before each step the engine asks for the confidence of each sequence, and decides how many drafts pay off. Then it
+    Before each step, the engine asks for the confidence of each sequence, and decides how many drafts pay off. Then it
     calls `propose` once for all sequences. So a drafter makes no token that is not verified, and can compute the drafts
     of all sequences in one batch.
     """
@@ -46,16 +46,16 @@ class Drafter(Protocol):
         """Expected rates of right guesses by this drafter's confidences."""
 
     def begin(self, slot: int, token_ids: list[int]) -> None:
-        """Begin to draft for the sequence at a slot. `token_ids` is the sequence's own list, which grows."""
+        """Begin to draft for the sequence in a slot. `token_ids` is the sequence's own list, which grows."""
 
     def confidence(self, slot: int) -> int:
-        """Return the confidence of the next guess, or 0 if there is none. Further guesses count one more each."""
+        """Return the confidence of the next guess, or 0 if there is none. For each further guess it is one higher."""
 
     def propose(self, counts: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
-        """Return the drafts of each slot: `counts[slot]` tokens at most."""
+        """Return the drafts of each slot, at most `counts[slot]` tokens."""
 
     def observe(self, slot: int) -> list[Guess]:
-        """Take in the tokens that were appended to the sequence's ids, and return the guess at each."""
+        """Read the tokens that were appended to the sequence's ids, and return the guess for each."""
 
     def release(self, slot: int) -> None:
         """Free the state of a slot. A slot without a sequence is ignored."""

@@ -1,4 +1,4 @@
-"""N-gram lookup over prompt and output, which guesses the next tokens. Loads no torch.
+"""N-gram lookup in prompt and output, which guesses the next tokens. Loads no torch.
 
 A guess costs one dictionary lookup. `DraftPolicy` decides from its measurements whether verifying the guess pays off.
 Every guess is compared with the actual token, whether it was verified or not.
@@ -12,9 +12,9 @@ from infer.speculation.drafter import Guess, Priors
 MAX_NGRAM = 4
 MIN_NGRAM = 2
 MAX_MATCH = 32
-_MAX_SKIPPED = 3  # tokens of what is followed
-_MAX_MISSES = 2  # from one that is followed well to the next
-_BEHIND_A_MISS = 3  # as many equal tokens is one worth that follows a miss
+_MAX_SKIPPED = 3  # tokens of the source that may be skipped
+_MAX_MISSES = 2  # misses between two good matches
+_BEHIND_A_MISS = 3  # one equal token after a miss counts as this many equal tokens
 
 # Measured with SmolLM2 in chat, copying, code and JSON.
 PRIORS = Priors(
@@ -46,10 +46,10 @@ _NONE = _Copy(-1, 0)
 class NgramDraft:
     """Propose the tokens that followed the most recent earlier place with the same ending as the text.
 
-    The longest ending of 4, 3, then 2 tokens that occurred before wins. If none occurred, a copy that has just guessed
-    wrong continues. If the actual token is among the next tokens of its source, the copy continues after that token.
-    Otherwise it skips the wrong token. The index stores, for every n-gram, the place after its last occurrence before a
-    known token. Appending a token is O(1).
+    The longest ending of 4, 3, then 2 tokens that occurred before is used. If none occurred, a copy that has just
+    guessed wrong continues. If the actual token is among the next tokens of its source, the copy continues after that
+    token. Otherwise it skips the wrong token. The index has, for every n-gram, the place after its last occurrence
+    before a known token. Appending a token is O(1).
     """
 
     def __init__(self, token_ids: list[int]) -> None:
@@ -65,11 +65,11 @@ class NgramDraft:
 
     @property
     def num_new(self) -> int:
-        """Number of ids that were appended, and not yet followed."""
+        """Number of appended ids that were not followed yet."""
         return len(self._ids) - self._length
 
     def follow(self) -> Guess:
-        """Take in the next appended id, and return the guess at it."""
+        """Read the next appended id, and return the guess for it."""
         ids, guess = self._ids, self._guess
         is_right = guess.match > 0 and ids[guess.start] == ids[self._length]
         for ngram in self._endings:
@@ -93,10 +93,10 @@ class NgramDraft:
         ]
 
     def match(self) -> int:
-        """Return the number of equal tokens before the guess of `propose`, up to MAX_MATCH. A longer match is more
-        often right.
+        """Return the number of equal tokens before the guess of `propose`, up to MAX_MATCH.
 
-        Returns 1 if the previous token was not as guessed, and 0 if nothing would be proposed.
+        A longer match is more often right. Returns 1 if the previous token was not as guessed, and 0 if there is no
+        guess.
         """
         return self._guess.match
 
@@ -106,7 +106,7 @@ class NgramDraft:
         return tuple(ending[-size:] for size in range(len(ending), MIN_NGRAM - 1, -1))
 
     def _continued(self, guess: _Copy, *, is_right: bool) -> _Copy:
-        """Return the guess that follows a guess, given the actual token."""
+        """Return the guess after a guess, given the actual token."""
         start, match, misses = guess
         if not match:
             return _NONE
@@ -121,7 +121,7 @@ class NgramDraft:
         return _Copy(start + 1, 1, misses + 1)
 
     def _guessed(self, continued: _Copy) -> _Copy:
-        """Return a guess at the place of the longest ending, or `continued` if it agrees with more tokens."""
+        """Return a guess at the place of the longest ending, or `continued` if that agrees with more tokens."""
         for ngram in self._endings:
             start = self._end_by_ngram.get(ngram)
             if start is None:

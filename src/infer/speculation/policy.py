@@ -7,12 +7,12 @@ from typing import final
 
 from infer.speculation.drafter import Priors
 
-_COST_PER_TOKEN = 0.15  # of a step, until it is measured
-_LEAST_PER_TOKEN = 0.04  # no machine's step is cheaper
+_COST_PER_TOKEN = 0.15  # assumed cost of a further token, relative to a step, until it is measured
+_LEAST_PER_TOKEN = 0.04  # smallest cost of a further token on any machine
 _TICK = 1e-9  # seconds: a clock does not measure less
-_SURPRISE = 0.3  # the most that one step's time may speak against what is known, as a logarithm: it may be held up
-_NUM_TRUSTED = 3  # measurements before which a size is given the benefit of the doubt
-_HALVED_AFTER = 200  # steps, in which what was measured before them is half forgotten
+_SURPRISE = 0.3  # largest contradiction of one step's time, as a logarithm, because the step may have been held up
+_NUM_TRUSTED = 3  # with fewer measurements, the cost of a size is assumed to be lower
+_HALVED_AFTER = 200  # steps, after which an old measurement has half its weight
 
 
 @final
@@ -27,10 +27,9 @@ class _Cost:
 class StepTimes:
     """Times of steps of one token, two tokens, and so on. They depend on the machine and the model, not on the caller.
 
-    Two values are learnt separately. The time of a step of one token is the machine's pace, which can change within
-    moments. The relative cost of a step of more tokens is stable. So a slow moment that affects all sizes changes no
-    choice. A single time that contradicts a size's known cost needs others to confirm it, and loses weight as it gets
-    old.
+    Two values are learnt separately. The time of a step of one token is the machine's pace, which can change quickly.
+    The relative cost of a step with more tokens is stable. So a slow moment that affects all sizes does not change the
+    choice. A single time that contradicts a size's known cost needs others to confirm it, and loses weight over time.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class StepTimes:
         self._num_steps, self._last_plain = 0, 0
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """Record the time of a whole step: forward, sampling and the waits for both.
+        """Record the time of a whole step: forward, sampling, and the waits for both.
 
         For a multi-step, the caller divides the time by the number of steps.
         """
@@ -71,14 +70,14 @@ class StepTimes:
         return self._pace > 0 if num_tokens == 1 else num_tokens in self._costs
 
     def seconds(self, num_tokens: int) -> float:
-        """Return the time of a step of `num_tokens` tokens, measured, interpolated or extrapolated.
+        """Return the time of a step with `num_tokens` tokens, measured, interpolated or extrapolated.
 
-        If nothing was measured, the unit is one step of one token.
+        If nothing was measured, the unit is a step of one token.
         """
         return (self._pace or 1.0) * self._cost(num_tokens)
 
     def promised(self, num_tokens: int) -> float:
-        """Return an optimistic time of a step: lower than `seconds` if this size was measured seldom or long ago."""
+        """Return an optimistic time of a step: lower than `seconds` if this size was measured rarely or long ago."""
         known = self._costs.get(num_tokens)
         if known is None:
             return self.seconds(num_tokens)
@@ -104,10 +103,10 @@ class StepTimes:
 
 
 _PRIOR_WEIGHT = 10.0
-_COUNTED = 0.95  # what a guess still weighs after the next one of its kind
-_PLAIN_EVERY = 128  # steps, after which one without a draft is measured anew
-_SHARE_COUNTED = 0.87  # what a token still weighs in the share of guessed ones after the next one
-# The share of tokens that were guessed right, and how many plain ones may follow before the next look for a draft.
+_COUNTED = 0.95  # factor of a guess's weight after each later guess of its kind
+_PLAIN_EVERY = 128  # steps, after which a step without a draft is measured again
+_SHARE_COUNTED = 0.87  # factor of a token's weight in the share of right guesses after each later token
+# The share of right guesses, and how many tokens without drafts may follow before the next search for a draft.
 _TOKENS_BETWEEN = ((0.6, 1), (0.35, 2), (0.2, 4), (0.05, 8), (0.02, 16), (0.0, 64))
 
 
@@ -115,7 +114,7 @@ _TOKENS_BETWEEN = ((0.6, 1), (0.35, 2), (0.2, 4), (0.05, 8), (0.02, 16), (0.0, 6
 class DraftPolicy:
     """Choose the number of draft tokens with which a step yields the most tokens per second.
 
-    A draft of confidence c is right with probability a(c), its next one with a(c + 1), and so on. So k drafts give
+    A draft with confidence c is right with probability a(c), its next token with a(c + 1), and so on. So k drafts give
     1 + a(c) + a(c) a(c + 1) + … tokens, in the time of a step of k + 1 tokens.
 
     a(c) is counted for ranges of c, and separately for many, few or hardly any right guesses among the last tokens. The
@@ -139,12 +138,12 @@ class DraftPolicy:
         self._share = 0.3
 
     def acceptance(self, confidence: int) -> float:
-        """Return the recent rate of right guesses of this confidence, at the current share of right guesses."""
+        """Return the recent rate of right guesses with this confidence, at the current share of right guesses."""
         level, index = bisect_right(self._priors.shares, self._share), self._priors.range_of(confidence)
         return self._right[level][index] / self._guessed[level][index]
 
     def observe(self, confidence: int, is_right: bool) -> None:
-        """Record one token: the confidence of its guess, 0 if there was no guess, and whether it was right."""
+        """Record one token: the confidence of its guess, 0 without a guess, and whether the guess was right."""
         if confidence:
             level, index = bisect_right(self._priors.shares, self._share), self._priors.range_of(confidence)
             guessed, right = self._guessed[level], self._right[level]
@@ -153,7 +152,7 @@ class DraftPolicy:
         self._share = self._share * _SHARE_COUNTED + (1 - _SHARE_COUNTED) * (is_right and confidence > 1)
 
     def tokens_between(self, times: StepTimes) -> int:
-        """Return the number of tokens to decode without a draft before looking for a draft again."""
+        """Return the number of tokens to decode without a draft before the next search for a draft."""
         if not times.is_known(1):
             return 1
         return next(count for share, count in _TOKENS_BETWEEN if self._share >= share)
@@ -166,7 +165,7 @@ class DraftPolicy:
         self._since_plain += 1
         if not self._sizes or not times.is_known(1) or self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0
-            return 0  # what a draft is measured against
+            return 0  # drafts are compared with such a step
         tokens, reached, at = 1.0, 1.0, 0
         best, speed = 0, (1 + self._margin) / times.seconds(num_known)
         for size in self._sizes:

@@ -37,8 +37,8 @@ class AnswerFormat:
     """Format of an answer.
 
     `marks` represent control tokens, by their ids. Reasoning `is_open` if the prompt has begun it. If it is not
-    `is_apart`, it is part of the text. After `budget` tokens the reasoning is closed. `warnings` name the parts of
-    tools' schemas that nothing enforces.
+    `is_apart`, it is a part of the text. After `budget` tokens the reasoning is closed. `warnings` name the parts of
+    tools' schemas that are not enforced.
     """
 
     calls: Calls | None = None
@@ -51,9 +51,9 @@ class AnswerFormat:
 
     @property
     def calls_in_reasoning(self) -> list[str]:
-        """Beginnings of calls that end the reasoning as its closing does, one for each tool; [] if none does.
+        """Beginnings of calls that end the reasoning like its closing, one per tool; [] if none does.
 
-        A budget is of reasoning that is closed.
+        With a budget, only the closing ends the reasoning.
         """
         calls = self.calls
         if calls is None or calls.kind == "none" or not calls.form.ends_reasoning or self.budget is not None:
@@ -83,7 +83,7 @@ def is_plain_text(schema: Any) -> bool:
 
 
 def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mapping[str, Any]) -> str:
-    """Return arguments as the format writes them."""
+    """Return arguments in the syntax of the format."""
     if form.syntax == "json":
         return json.dumps(arguments, ensure_ascii=False)
     if form.syntax == "python":
@@ -102,7 +102,7 @@ def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mappin
 
 
 def written_value(value: Any) -> str:
-    """Return a value as Python writes it, except that texts are written as in JSON."""
+    """Return a value as Python writes it, but with texts as in JSON."""
     if isinstance(value, Mapping):
         return (
             "{" + ", ".join(f"{json.dumps(k, ensure_ascii=False)}: {written_value(v)}" for k, v in value.items()) + "}"
@@ -115,7 +115,7 @@ def written_value(value: Any) -> str:
 
 
 def gemma_value(value: Any, quote: str) -> str:
-    """Return a value as JSON without spaces, except that names and texts have Gemma's form."""
+    """Return a value as JSON without spaces, but with names and texts in Gemma's form."""
     match value:
         case str():
             return f"{quote}{value}{quote}"

@@ -1,7 +1,7 @@
 """The grammar of an answer, in llguidance's Lark: the format that the parser reads, with the tools' schemas.
 
-Free text is a lexeme, so that it costs a few microseconds per token. It ends lazily, at a call's trigger. The grammar
-names control tokens by their ids. Only this grammar can do so, never a request's.
+Free text is a lexeme, so that it costs only a few microseconds per token. It ends lazily, at a call's trigger. The
+grammar names control tokens by their ids. Only this grammar may do so, never a grammar of a request.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ _SPACES = "[ \\t\\r\\n]*"
 def answer_lark(form: AnswerFormat, rules: Rules, *, is_held: bool) -> str | None:
     """Return the grammar of an answer, or None if nothing constrains the answer.
 
-    With `is_held` the answer's text is `@answer`, a grammar of the request's. Raises InvalidRequestError for a tool
-    whose schema cannot be enforced.
+    With `is_held`, the answer's text is `@answer`, the request's grammar. Raises InvalidRequestError for a tool whose
+    schema cannot be enforced.
     """
     if form.calls is None and not (form.reasoning and (is_held or form.budget is not None)):
         return None
@@ -30,7 +30,7 @@ def answer_lark(form: AnswerFormat, rules: Rules, *, is_held: bool) -> str | Non
 
 
 def check_tool(form: AnswerFormat, tool: Tool, rules: Rules) -> None:
-    """Raise InvalidRequestError, a SchemaError if the place is known, if calls of this tool cannot be constrained."""
+    """Raise InvalidRequestError if calls of this tool cannot be constrained; SchemaError if the place is known."""
     assert form.calls is not None
     ArgumentGrammar(form.calls.form, LarkRules(form.marks), rules).rule(tool, "arguments")
 
@@ -63,7 +63,7 @@ class _Builder:
         return self._lark.literal(form.opening) if is_control else f"/{_SPACES}{as_pattern(form.opening)}/"
 
     def _calls_in_thought(self) -> Iterator[str]:
-        """Yield a rule for each tool: reasoning that is not closed, a call of the tool, and others after it."""
+        """Yield one rule per tool: reasoning that is not closed, a call of the tool, and further calls after it."""
         calls, reasoning, beginnings = self._form.calls, self._form.reasoning, self._form.calls_in_reasoning
         if calls is None or reasoning is None or not beginnings:
             return
@@ -73,7 +73,7 @@ class _Builder:
             yield f"{opening} {self._until(f'cut_{index}', beginning)} {self._end(calls, index)} {others}"
 
     def _messages(self, form: ReasoningFormat) -> str:
-        """Return the rule of messages with headers: reasoning and texts beside calls, then the text or a call."""
+        """Return the rule of messages with headers: reasoning and texts before calls, then the text or a call."""
         calls, following = self._form.calls, self._lark.literal(form.start + form.role)
         thought, aside = self._until("thought", form.closing), self._until("aside", form.closing)
         self._rules["rest"] = f"{thought} {following}"
@@ -81,7 +81,7 @@ class _Builder:
         self._rules["said"] = f"{self._lark.literal(form.channel + form.aside_channel + form.body)} {aside} {following}"
         is_required = calls is not None and calls.kind == "required"
         said = "" if self._is_held or is_required else "said"
-        if self._form.budget is not None:  # of one message
+        if self._form.budget is not None:  # the budget is for one message
             before = f"{'rest' if self._form.is_open else 'reasoned?'} {said and 'said*'}"
         else:
             before = f"{'rest' if self._form.is_open else ''} ({' | '.join(filter(None, ['reasoned', said]))})*"
@@ -94,7 +94,7 @@ class _Builder:
         return f"{before} {call}" if is_required else f"{before} ({text} | {call})"
 
     def _headed_call(self, form: ReasoningFormat, calls: Calls) -> str:
-        """Return the rule of a call with its header, in which the tool's name may precede or follow the channel."""
+        """Return the rule of a call with its header. The tool's name may be before or after the channel."""
         self._rules["channel"] = one_of(
             self._lark.literal(form.channel + name) for name in (form.aside_channel, form.own_channel)
         )

@@ -49,7 +49,7 @@ class Rules(Protocol):
 
 @final
 class ArgumentGrammar:
-    """Rules of arguments in one format, which become rules of `lark`. `schemas` compiles their schemas."""
+    """Rules of arguments in one format, which are added to `lark`. `schemas` compiles the schemas."""
 
     def __init__(self, form: ToolCallFormat, lark: LarkRules, schemas: Rules) -> None:
         self._form, self._lark, self._schemas = form, lark, schemas
@@ -58,13 +58,13 @@ class ArgumentGrammar:
     def rule(self, tool: Tool, name: str) -> str:
         """Return the rule of a tool's arguments. `name` begins the names of its parts.
 
-        Raises InvalidRequestError, a SchemaError if the place is known, for what cannot be enforced.
+        Raises InvalidRequestError if a schema cannot be enforced; SchemaError if the place is known.
         """
         if self._form.syntax == "json":
             is_simple = not set(tool.parameters) - OBJECT_KEYS
             return self._json_rule({"additionalProperties": False, **tool.parameters} if is_simple else tool.parameters)
         if self._form.syntax == "gemma":
-            self._json_rule(tool.parameters)  # refuses what is no schema
+            self._json_rule(tool.parameters)  # it refuses values that are not schemas
         required = required_of(tool.parameters)
         for key in tool.properties:
             check_name(ROOT.member(key), self._form)
@@ -85,7 +85,7 @@ class ArgumentGrammar:
         except SchemaError as error:
             if error.pointer is not None and error.pointer.startswith(spot.pointer):
                 raise
-            inside = error.pointer or ""  # of the argument's own schema, beside which the definitions lie
+            inside = error.pointer or ""  # place in the argument's own schema, which has the definitions next to it
             pointer = inside if inside.startswith(("/$defs/", "/definitions/")) else spot.pointer + inside
             raise SchemaError(str(error), pointer, error.problem) from error
 
@@ -101,7 +101,7 @@ class ArgumentGrammar:
     def _plain_text(self, spot: Spot, schema: Mapping[str, Any], closed: str) -> str:
         """Return a rule for any text that the schema allows, up to and including the first occurrence of this literal.
 
-        Raises SchemaError for words that cannot be enforced.
+        Raises SchemaError for keywords that cannot be enforced.
         """
         spot.allow(schema, NOT_HELD | {"type", "format", "pattern", *LENGTHS}, "the text ")
         number, end = self._lark.next_number(), "" if self._lark.is_control(closed) else as_pattern(closed)
@@ -114,14 +114,14 @@ class ArgumentGrammar:
             self._lark.rules[f"TEXT_{number}"] = " & ".join([f"/{ANY_TEXT}/", *limits])
             may_be_empty = not schema.get("minLength") and "pattern" not in schema
             return f"TEXT_{number}{'?' * may_be_empty} {self._literal(closed)}"
-        limits += [f"~/{ANY_TEXT}{end}(.|\\n)+/"] * bool(held)  # it ends once
+        limits += [f"~/{ANY_TEXT}{end}(.|\\n)+/"] * bool(held)  # the end appears only once
         self._lark.rules[f"text_{number}[lazy]"] = " & ".join([f"/{ANY_TEXT}{end}/", *limits])
         return f"text_{number}"
 
     def _gemma(self, spot: Spot, schema: Any) -> str:
         """Return the rule of a schema's values with Gemma's quotes. Raises SchemaError."""
         if schema is False:
-            spot.refuse(f"{spot.name} may have no value: leave it out")
+            spot.refuse(f"no value fulfils {spot.name}: leave it out")
         held = {} if schema is True else {key: schema[key] for key in schema if key not in NOT_HELD}
         if not held:
             return self._any_gemma()
@@ -164,7 +164,7 @@ class ArgumentGrammar:
         members, more = schema.get("properties", {}), schema.get("additionalProperties", True)
         rule, required, each = f"object_{self._lark.next_number()}", required_of(schema), list[tuple[str, bool]]()
         if absent := sorted(set(required) - set(members)):
-            spot.refuse(f"{absent[0]} of {spot.name} is required: give it among the properties")
+            spot.refuse(f"{absent[0]} of {spot.name} is required: add it to the properties")
         if not members and more is not False:
             return self._gemma_members(self._gemma(spot.inner("additionalProperties"), more))
         for key, inner in members.items():
@@ -191,8 +191,8 @@ class ArgumentGrammar:
     def _python(self, schema: Any) -> str:
         """Return the rule of a schema's values as Python writes them.
 
-        They are written as JSON if nothing differs, or if the schema has words that are not supported here. Texts may
-        have single quotes, too.
+        They are written as JSON if nothing differs, or if the schema has keywords that are not supported here. Texts
+        may also have single quotes.
         """
         if not (has_words(schema) or has_texts(schema)) or set(schema) - NOTES - PYTHON_KEYS:
             return self._json_rule(schema)

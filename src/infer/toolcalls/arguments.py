@@ -1,4 +1,4 @@
-"""Convert arguments of each syntax to JSON as they arrive: characters in, characters of JSON out."""
+"""Convert arguments of each syntax to JSON while they arrive: characters in, characters of JSON out."""
 
 import json
 from abc import ABC, abstractmethod
@@ -9,7 +9,7 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class Scanned(NamedTuple):
-    """The JSON that is known now, the number of characters read, and True if the arguments have ended."""
+    """The JSON known so far, the number of characters read, and True if the arguments have ended."""
 
     json: str
     num_read: int
@@ -19,7 +19,7 @@ class Scanned(NamedTuple):
 class ArgumentScanner(ABC):
     """Scanner of one call's arguments.
 
-    Characters that it does not read must be passed again, with the following text.
+    Characters that were not read must be passed again, with the following text.
     """
 
     @abstractmethod
@@ -53,7 +53,7 @@ class JsonArguments(ArgumentScanner):
 
 
 class _RewrittenArguments(ArgumentScanner):
-    """Arguments of another syntax than JSON. `_found` is JSON that is not yet returned."""
+    """Arguments of a syntax other than JSON. `_found` is JSON that was not returned yet."""
 
     def __init__(self) -> None:
         self._found, self._word = "{", ""
@@ -71,7 +71,7 @@ class PythonArguments(_RewrittenArguments):
 
     def __init__(self) -> None:
         super().__init__()
-        self._quote = ""  # of the text that is being read
+        self._quote = ""  # quote of the text that is being read
         self._is_escaped = False
 
     def scan(self, text: str) -> Scanned:
@@ -94,7 +94,7 @@ class PythonArguments(_RewrittenArguments):
             self._found += '"' if self._quote else "" if character == "=" else character
 
     def _push_text(self, character: str) -> None:
-        """Add a character of a text as JSON spells it: other quotes are escaped there, and apostrophes are not."""
+        """Add a character of a text in JSON's spelling: double quotes are escaped, and apostrophes are not."""
         if self._is_escaped:
             self._found += character if character == "'" else "\\" + character
             self._is_escaped = False
@@ -156,7 +156,7 @@ class GemmaArguments(_RewrittenArguments):
 
 @final
 class XmlArguments(ArgumentScanner):
-    """`before_key`, a name, `after_key`, a value, `after_value`, for each argument. Texts have no quotes."""
+    """For each argument: `before_key`, a name, `after_key`, a value, `after_value`. Texts have no quotes."""
 
     def __init__(self, text_names: Collection[str], before_key: str, after_key: str, after_value: str) -> None:
         self._text_names = text_names

@@ -1,7 +1,7 @@
-"""Parse an answer that is messages with headers: a header names a channel, and a recipient if it is a call.
+"""Parse an answer that consists of messages with headers. A header names a channel, and a recipient for a call.
 
-An answer without tools has no grammar, so the headers may be malformed. A header is never shown. Text without a header,
-or in an unknown channel, is shown. The joined results are the same for every way to cut the text into pieces.
+An answer without tools has no grammar, so headers may be malformed. A header is never shown. Text without a header, or
+in an unknown channel, is shown. The joined results are the same for every division of the text into pieces.
 """
 
 import re
@@ -13,7 +13,7 @@ from infer.toolcalls.answer_format import AnswerFormat
 from infer.toolcalls.arguments import JsonArguments, num_held
 from infer.toolcalls.parsed import MARKS, SPACES, Parsed, Parser
 
-_BETWEEN = "\n\n"  # two messages of one kind
+_BETWEEN = "\n\n"  # between two messages of one kind
 _TO = "to="
 _RECIPIENT = re.compile("to=(?:functions[.])?([^\\s<\ud800-\udfff]+)")
 _PEOPLE = ("user", "assistant", "all")
@@ -22,17 +22,17 @@ _MAX_HEADER = 300
 
 @final
 class ChannelParser(Parser):
-    """Parser of one answer. It holds back a header until its end."""
+    """Parser of one answer. It holds back a header until the header's end."""
 
     def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:
         super().__init__(form, id_of)
         assert form.reasoning is not None
         self._notation = form.reasoning
         self._kind: Literal["text", "reasoning", "call"] = "reasoning"
-        self._is_inside = form.is_open  # of a message's text, not its header
-        self._is_new = True  # nothing of the message has been returned
-        self._shown = set[str]()  # the kinds of which something has been returned
-        self._arguments: JsonArguments | None = None  # of a call that is not complete
+        self._is_inside = form.is_open  # True in a message's text, False in its header
+        self._is_new = True  # True until a part of the message was returned
+        self._shown = set[str]()  # kinds of messages of which a part was returned
+        self._arguments: JsonArguments | None = None  # arguments of an incomplete call
 
     @property
     def is_reasoning(self) -> bool:
@@ -45,7 +45,7 @@ class ChannelParser(Parser):
         return self._take()
 
     def flush(self) -> Parsed:
-        """Return the text that is held back, at the end of the answer. A part of a header is dropped."""
+        """Return the held text at the end of the answer. An incomplete header is dropped."""
         if self._is_inside:
             self._show(self._held)
         elif _TO[:-1].startswith(self._held.lstrip(SPACES)):
@@ -89,7 +89,7 @@ class ChannelParser(Parser):
         self._kind, self._is_inside, self._is_new = kind, True, True
 
     def _read_body(self) -> bool:
-        """Read text up to the end of the message, or up to the next header if the end is missing."""
+        """Read text up to the end of the message, or up to the next header if there is no end."""
         closing = self._notation.closing
         ends = (closing, self._notation.start, self._notation.channel)
         places = [at for each in ends if (at := self._held.find(each)) >= 0]
@@ -121,7 +121,7 @@ class ChannelParser(Parser):
             self._deltas.append(ReasoningDelta(text))
 
     def _show_arguments(self, text: str) -> None:
-        if self._arguments is None:  # they are complete
+        if self._arguments is None:  # the arguments are complete
             return
         found = self._arguments.scan(text)
         self._deltas.append(ToolCallDelta(self._num_calls - 1, arguments=found.json))

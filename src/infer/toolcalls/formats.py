@@ -1,6 +1,6 @@
 """The notation of tool calls and reasoning in each family of models, as rows of a table.
 
-In a format that is `in_vocabulary`, a control token is one lone surrogate, because no decoded text has one.
+In a format that is `in_vocabulary`, a control token is one lone surrogate, because decoded text never contains one.
 """
 
 import re
@@ -10,7 +10,7 @@ from functools import cache
 from typing import Literal, TypeVar, final
 
 ArgumentSyntax = Literal["json", "python", "xml", "gemma"]
-ID = "{id}"  # in `before_arguments`: nine letters and digits of the model's own, which are read over
+ID = "{id}"  # in `before_arguments`: nine letters and digits of the model's own, which are skipped
 ID_PATTERN = "[A-Za-z0-9]{9}"
 _FIRST_MARK = 0xD800
 _HEADED_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss was trained with three efforts
@@ -22,7 +22,7 @@ class ToolCallFormat:
     """Notation of tool calls.
 
     A call is `before_name` name `before_arguments` arguments `after_arguments`. The calls of an answer are between
-    `opening` and `closing`, with `separator` between two calls. Text may precede the first `trigger`. Without a
+    `opening` and `closing`, with `separator` between two calls. Text may be before the first `trigger`. Without a
     trigger, the beginning of an answer distinguishes calls from text. In XML an argument is `before_key` key
     `after_key` value `after_value`. In Gemma's syntax a text is between two `quote`.
     """
@@ -40,9 +40,9 @@ class ToolCallFormat:
     separator: str = ""
     closing: str = ""
     trigger: str = ""
-    is_parallel: bool = True  # whether an answer may have several calls
+    is_parallel: bool = True  # True if an answer may have several calls
     has_short_ids: bool = False
-    ends_reasoning: bool = False  # whether models may begin a call without closing their reasoning
+    ends_reasoning: bool = False  # True if models may begin a call without closing their reasoning
 
     @property
     def start(self) -> str:
@@ -50,7 +50,7 @@ class ToolCallFormat:
         return self.opening + self.before_name
 
     def beginnings(self, names: Sequence[str]) -> list[str]:
-        """Return the possible beginnings of an answer that is calls, for a format without a trigger."""
+        """Return the possible beginnings of an answer with calls, for a format without a trigger."""
         if len(self.start) > 1:
             return [self.start]
         return [self.start + name + self.before_arguments for name in names]
@@ -60,7 +60,7 @@ class ToolCallFormat:
         return "".join(text for text, _ in self.written_parts(calls))
 
     def written_parts(self, calls: Sequence[tuple[str, str]]) -> list[tuple[str, bool]]:
-        """Return the parts of the calls as text, each with True if the format writes it."""
+        """Return the parts of the calls as text, each with True if the format itself writes it."""
         parts = [(self.opening, True)]
         for index, (name, arguments) in enumerate(calls):
             before_arguments = self.before_arguments.replace(ID, f"{index:09}")
@@ -74,10 +74,10 @@ class ToolCallFormat:
 class ReasoningFormat:
     """Notation of reasoning: the text between `opening` and `closing`.
 
-    With a `body`, the whole answer is messages. A message is `start`, `role`, a header, `body`, a text and `closing`;
-    the prompt ends after the first `start` and `role`. A header names a channel after `channel`, which the `opening`
-    has for reasoning. It may name a type after `constrain`, and a tool as in `ToolCallFormat.before_name`. Text of
-    `text_channel` is the answer, and text of `aside_channel` is shown before a call.
+    With a `body`, the whole answer consists of messages. A message is `start`, `role`, a header, `body`, a text and
+    `closing`; the prompt ends after the first `start` and `role`. A header names a channel after `channel`; for
+    reasoning it is in `opening`. It may name a type after `constrain`, and a tool as in `ToolCallFormat.before_name`.
+    Text in `text_channel` is the answer, and text in `aside_channel` is shown before a call.
     """
 
     opening: str
@@ -92,7 +92,7 @@ class ReasoningFormat:
 
     @property
     def sign(self) -> str:
-        """Text that the template of a model with this format contains."""
+        """Text that is in the template of every model with this format."""
         return self.opening if self.body else self.closing
 
     @property
@@ -101,7 +101,7 @@ class ReasoningFormat:
         return self.opening.removeprefix(self.channel).removesuffix(self.body)
 
     def nearest_effort(self, effort: str) -> str:
-        """Return the effort nearest to this one that the models of the format know."""
+        """Return the most similar effort that the models of the format know."""
         return _HEADED_EFFORTS.get(effort, effort) if self.body else effort
 
 

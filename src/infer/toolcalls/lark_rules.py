@@ -25,11 +25,11 @@ class LarkRules:
         return "\n".join(f"{name}: {rule}" for name, rule in self.rules.items()) + "\n"
 
     def next_number(self) -> int:
-        """Return a number for the name of a rule that is made while another rule is."""
+        """Return a number for the name of a rule that is made inside another rule."""
         return next(self._numbers)
 
     def in_order(self, name: str, each: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Return the rule of all required items and any of the others, in this order."""
+        """Return the rule of all required items and any of the optional ones, in this order."""
         self.rules[f"{name}_first_{len(each)}"] = self.rules[f"{name}_more_{len(each)}"] = '""'
         for index in range(len(each) - 1, -1, -1):
             rule, is_required = each[index]

@@ -1,8 +1,8 @@
 """Leave out the smallest parts of a tool's schema that no grammar can enforce.
 
-Clients bring tools that their users cannot change, so one word of a schema must not refuse a request. Words that cannot
-be read are removed in one pass. Parts that the compiler refuses are removed by trial: the word that it names, other
-words at that place, the schema around it. The number of trials and the time of failures are bounded.
+Clients bring tools that their users cannot change, so one keyword of a schema must not refuse a request. Keywords that
+cannot be read are removed in one pass. Parts that the compiler refuses are removed by trial: first the keyword that it
+names, then other keywords at that place, then the schema around it. The number of trials and their time are limited.
 """
 
 import json
@@ -17,10 +17,10 @@ from infer.toolcalls.schema_words import ASSERTIONS, DEFINITIONS, NOTES, OBJECT_
 
 MAX_TRIALS = 48
 MAX_BYTES = 1 << 20
-SECONDS = 4.0  # of a processor, for failed trials of all tools of a request
+SECONDS = 4.0  # processor seconds for failed trials of all tools of a request
 _MAX_NAMES = 256
 _MAX_PASSES = 4
-_MAX_WORDS = 8  # that are tried at one place
+_MAX_WORDS = 8  # most keywords that are tried at one place
 _MAX_WARNINGS = 10
 _STRUCTURE = frozenset({"type", "properties", "required", "items", "additionalProperties"})
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -32,20 +32,20 @@ Unreadable = Callable[[Mapping[str, Any]], list[tuple[str, str]]]
 
 @dataclass
 class Allowance:
-    """Seconds of a processor that failed trials may still take."""
+    """Processor seconds that are left for failed trials."""
 
     seconds: float = SECONDS
 
 
 class Loosened(NamedTuple):
-    """A schema that can be enforced, and warnings for the parts of the given one that were left out."""
+    """A schema that can be enforced, and warnings for the parts that were left out."""
 
     parameters: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
 
 
 class _Cut(NamedTuple):
-    """Removal of a word, or a simpler schema at a place. A small cut is undone if it does not help."""
+    """Removal of a keyword, or a simpler schema at a place. A small cut is undone if it does not help."""
 
     pointer: str
     value: Schema | None = None
@@ -54,7 +54,7 @@ class _Cut(NamedTuple):
 
 
 def anything_for(parameters: Mapping[str, Any], *, is_json: bool) -> Schema:
-    """Return a schema of objects that allows anything. Formats that write no JSON can write named arguments only."""
+    """Return a schema of objects that allows anything. Formats other than JSON can only write named arguments."""
     properties = parameters.get("properties")
     names = list(properties) if isinstance(properties, Mapping) else []
     if is_json or not names or len(names) > _MAX_NAMES:
@@ -64,12 +64,12 @@ def anything_for(parameters: Mapping[str, Any], *, is_json: bool) -> Schema:
 
 @final
 class Loosening:
-    """Loosening of one tool's schema. `check` tries a schema; `unreadable` finds words that cannot be read."""
+    """Loosening of one tool's schema. `check` tries a schema; `unreadable` finds keywords that cannot be read."""
 
     def __init__(self, check: Check, unreadable: Unreadable, allowance: Allowance, *, is_json: bool) -> None:
         self._check, self._unreadable, self._allowance, self._is_json = check, unreadable, allowance, is_json
         self._schema: Schema = {}
-        self._notes: list[tuple[str, str]] = []  # pointer and reason
+        self._notes: list[tuple[str, str]] = []  # pointer and reason of each removed part
         self._num_trials = 0
 
     def run(self, name: str, parameters: Mapping[str, Any]) -> Loosened:
@@ -87,14 +87,14 @@ class Loosening:
         return Loosened(self._schema, tuple(_said(name, self._notes)))
 
     def _loosen(self) -> str | None:
-        """Return why it failed, or None."""
+        """Return the reason of a failure, or None."""
         self._make_object()
         self._remove_unreadable()
         if not self._is_json:
             self._remove_notes()
         error = self._tried(self._schema)
         if error is not None and self._tried(ANYTHING) is not None:
-            raise error  # no schema is at fault
+            raise error  # the error is not about a schema
         while error is not None and self._num_trials < MAX_TRIALS and self._allowance.seconds > 0:
             found = self._step(error)
             if found is error:
@@ -105,7 +105,7 @@ class Loosening:
         return None if error is None else problem_of(error)
 
     def _simplify_property(self, error: SchemaError) -> InvalidRequestError | None:
-        """Reduce the property that the last error is about to its type: time or trials ran out for less."""
+        """Reduce the last error's property to its type, because no time or trials are left for smaller cuts."""
         steps = steps_to(self._schema, error.pointer or "")[:2]
         if len(steps) < 2 or steps[0].word != "properties":
             return error
@@ -120,7 +120,7 @@ class Loosening:
             self._schema["type"] = "object"
             if not self._schema.get("properties"):
                 self._schema["additionalProperties"] = True
-            self._notes.append(("/type", f"arguments are an object, got {kind!r:.40}"))
+            self._notes.append(("/type", f"arguments must be an object, got {kind!r:.40}"))
 
     def _remove_unreadable(self) -> None:
         for _ in range(_MAX_PASSES):
@@ -132,7 +132,7 @@ class Loosening:
             self._schema["type"] = "object"
 
     def _remove_notes(self) -> None:
-        """Remove words that assert nothing, because formats other than JSON do not ignore them."""
+        """Remove keywords that assert nothing, because formats other than JSON do not ignore them."""
         known = ASSERTIONS | DEFINITIONS | NOTES | {"$id", "id", "$anchor", "$dynamicAnchor"}
         for node in schemas_in(self._schema):
             for word in set(node) - known:
@@ -153,7 +153,7 @@ class Loosening:
     def _step(self, error: InvalidRequestError) -> InvalidRequestError | None:
         """Remove the part that this error is about.
 
-        Returns the next error, None if there is none, or the same error if nothing helps.
+        Returns the next error, None if none is left, or the same error if nothing helps.
         """
         if not isinstance(error, SchemaError) or error.pointer is None:
             return self._remove_properties(error)
@@ -203,7 +203,7 @@ class Loosening:
             yield _Cut(place, None if step.is_word else {})
 
     def _remove_properties(self, error: InvalidRequestError) -> InvalidRequestError | None:
-        """Simplify each property that is refused by itself, then the words around the properties."""
+        """Simplify each property that is refused separately, then the keywords around the properties."""
         found = self._schema.get("properties")
         properties: Schema = found if isinstance(found, dict) else {}
         shared = {word: self._schema[word] for word in DEFINITIONS & self._schema.keys()}
@@ -226,7 +226,7 @@ class Loosening:
         return self._tried(self._schema) if changed else error
 
     def _give_up(self, name: str, parameters: Mapping[str, Any], problem: str) -> Loosened:
-        warning = f"tool {name!r}: its whole schema is left out, its arguments may be any object: {problem:.200}"
+        warning = f"tool {name!r}: its whole schema is left out, so its arguments may be any object: {problem:.200}"
         loosest = anything_for(parameters, is_json=self._is_json)
         for _ in range(len(loosest.get("properties", {})) + 1):
             error = self._tried(loosest)

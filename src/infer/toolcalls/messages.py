@@ -1,4 +1,4 @@
-"""Messages with tools, calls and results, as a chat template can show them."""
+"""Messages with tools, calls and results, in the form that a chat template can show."""
 
 import json
 from collections import Counter, deque
@@ -15,11 +15,11 @@ from infer.toolcalls.tools import Tool
 Message = Mapping[str, Any]
 _SYSTEM_ROLES = ("system", "developer")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-_AFTER_RESULTS = "\nNow answer with this, in words."  # without it small models write the call again
+_AFTER_RESULTS = "\nNow answer with this, in words."  # without it, small models repeat the call
 
 
 def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: TemplateFormats) -> list[Message]:
-    """Return the messages with everything that the template does not show written into their texts."""
+    """Return the messages, with everything that the template does not show written into their texts."""
     messages, _ = with_values(messages)
     if formats.shows_calls and not formats.calls.is_parallel:
         messages = _with_single_calls(messages)
@@ -47,15 +47,15 @@ def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: 
 
 
 def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with one call in each, and the results of a call after it."""
+    """Return the messages with one call each, each followed by the results of its call."""
     found = list[Message]()
-    pending = deque[Message]()  # messages with the further calls of a message
-    num_pending = Counter[str | None]()  # those of each call's id
+    pending = deque[Message]()  # messages with the further calls of one message
+    num_pending = Counter[str | None]()  # number of these per call id
     for message in messages:
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
         if _role_of(message) == "tool" and pending:
             wanted = _text_of(message, "tool_call_id")
-            is_next = num_pending[wanted] == 0  # it belongs to a call that stands before it already
+            is_next = num_pending[wanted] == 0  # its call is already before it
             while not is_next:
                 found.append(pending.popleft())
                 call_id = _text_of(found[-1]["tool_calls"][0], "id")
@@ -74,7 +74,7 @@ def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_text_before_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the text of each message with calls in a message before it."""
+    """Return the messages, with the text of a message with calls moved to a message before it."""
     found = list[Message]()
     for message in messages:
         if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content"):
@@ -85,7 +85,7 @@ def _with_text_before_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_results_in_calls(messages: Sequence[Message], names: Mapping[str, str]) -> list[Message]:
-    """Return the messages with the results of calls in the message that calls, and the text that answers them."""
+    """Return the messages with the results of calls inside the calling message, and the text that answers them."""
     found = list[Message]()
     for message in messages:
         last = found[-1] if found and isinstance(found[-1], Mapping) else {}

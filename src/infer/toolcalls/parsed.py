@@ -21,7 +21,7 @@ class Parsed(NamedTuple):
 class Parser(ABC):
     """Parser of one answer. `mark_by_id` has the characters that represent control tokens in its text.
 
-    `_held` is text that is not yet read, `_text` and `_deltas` are parts that are not yet returned.
+    `_held` is text that was not read yet; `_text` and `_deltas` are parts that were not returned yet.
     """
 
     def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:

@@ -1,7 +1,7 @@
 """Parse an answer's text as it arrives: reasoning, text, calls.
 
-The input is text that the answer's grammar allows, or the beginning of such text, so the parser never guesses. The
-joined results are the same for every way to cut the text into pieces.
+The input is text that the answer's grammar allows, or a prefix of such text, so the parser never guesses. The joined
+results are the same for every division of the text into pieces.
 """
 
 from collections.abc import Callable
@@ -33,13 +33,13 @@ def make_parser(form: AnswerFormat, id_of: Callable[[int], str]) -> Parser:
 class AnswerParser(Parser):
     """Parser of one answer. It holds back text that could begin another part.
 
-    Spaces around reasoning and before calls are not text. If a control token opens reasoning, it may do so after text.
+    Spaces around reasoning and before calls are not text. Reasoning may begin after text if a control token opens it.
     """
 
     def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:
         super().__init__(form, id_of)
         self._arguments: ArgumentScanner = JsonArguments()
-        self._reasons = False  # some was found
+        self._reasons = False  # True after any reasoning was found
         self._calls_in_reasoning = form.calls_in_reasoning
         self._literal, self._after = "", self._name
         opening = form.reasoning.opening if form.reasoning is not None and form.is_apart else ""
@@ -60,9 +60,9 @@ class AnswerParser(Parser):
         return self._take()
 
     def flush(self) -> Parsed:
-        """Return the text that is held back, at the end of the answer.
+        """Return the held text at the end of the answer.
 
-        The known part of a call that was cut has already been returned.
+        The known part of an incomplete call was already returned.
         """
         if self.is_reasoning:
             self._reason(self._held.rstrip(SPACES))
@@ -71,7 +71,7 @@ class AnswerParser(Parser):
         self._held = ""
         return self._take()
 
-    # The states: each reads of what is held, and says whether the next one may go on
+    # The states. Each reads a part of the held text, and returns True if the next state may read the rest.
 
     def _start(self) -> bool:
         """Read the start of an answer that may begin with reasoning."""

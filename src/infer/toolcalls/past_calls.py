@@ -1,6 +1,6 @@
-"""Calls of a history, with their arguments as values, because chat templates write the arguments themselves.
+"""Past calls with their arguments as values, because chat templates write the arguments themselves.
 
-Clients send a call back as they received it, and an answer that was cut has only a part of its arguments.
+Clients send a call back as they received it, and a truncated answer has only a part of its arguments.
 """
 
 import json
@@ -28,7 +28,7 @@ def past_arguments(text: str | None) -> tuple[dict[str, Any], str | None]:
         elif is_deeper(found, _MAX_DEPTH):
             problem = f"they are nested more than {_MAX_DEPTH} deep"
         else:
-            json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is no text
+            json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is not text
             return found, None
     except RecursionError:
         problem = f"they are nested more than {_MAX_DEPTH} deep"

@@ -1,7 +1,7 @@
-"""Remove words from a JSON schema so that it allows at least everything that it allowed before.
+"""Remove keywords from a JSON schema so that it allows at least everything that it allowed before.
 
-A word cannot simply be deleted everywhere. `not` with fewer words forbids more. Two branches of `oneOf` that lose a
-word may both hold. `additionalProperties: false` forbids every name that `properties` no longer has.
+A keyword cannot simply be deleted everywhere. `not` with fewer keywords forbids more. Two branches of `oneOf` that lose
+a keyword may both hold. `additionalProperties: false` forbids every name that is no longer in `properties`.
 """
 
 import json
@@ -21,7 +21,7 @@ _DEFINITIONS = ("$defs", "definitions")
 _UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 _OTHERS = ("additionalProperties", "unevaluatedProperties")
 _OTHER_ITEMS = ("items", "additionalItems", "unevaluatedItems")
-# Words that forbid more once a word beside them is gone.
+# Keywords that forbid more after a keyword next to them was removed.
 _COMPANIONS: dict[str, tuple[str, ...]] = {
     "properties": _OTHERS,
     "patternProperties": _OTHERS,
@@ -39,7 +39,7 @@ _APPLICATORS = frozenset(
 
 
 class SchemaStep(NamedTuple):
-    """One step into a schema: `holder[key]` is a word of a schema, or a schema in a word's object or list."""
+    """One step into a schema: `holder[key]` is a keyword of a schema, or a schema in a keyword's object or list."""
 
     holder: Any
     key: str | int
@@ -87,9 +87,10 @@ def schemas_in(schema: Any) -> Iterator[Schema]:
 
 
 def cut(schema: Schema, pointers: Sequence[str], value: Schema | None = None) -> list[str]:
-    """Remove words in place, and make schemas `value`, or `{}`, which allows anything. Return the pointer of each cut.
+    """Remove keywords in place, or replace schemas by `value` or by `{}`, which allows anything.
 
-    A pointer to a missing place removes the deepest existing place on its way, but never the root.
+    Return the pointer of each cut. A pointer to a missing place removes the deepest existing place on its path, but
+    never the root.
     """
     ways = [_until_negative(steps_to(schema, pointer)) for pointer in pointers]
     found = [pointer_of(steps) for steps in ways]
@@ -137,7 +138,7 @@ def _schemas_with_steps(schema: Any) -> Iterator[tuple[list[SchemaStep], Schema]
 
 
 def _until_negative(steps: list[SchemaStep]) -> list[SchemaStep]:
-    """Return the steps to the word to remove: the first one that forbids more when it asserts less, or the last."""
+    """Return the steps to the keyword to remove: the first that forbids more when it asserts less, or the last."""
     negative = next((index for index, step in enumerate(steps) if step.is_negative), len(steps))
     return steps[: negative + 1]
 
@@ -158,7 +159,7 @@ def _unevaluated_in(schema: Schema) -> list[list[SchemaStep]]:
 
 
 def _with_references_in(schema: Schema) -> list[list[SchemaStep]]:
-    """Return the words that may forbid more when a definition asserts less, and the branches of such choices."""
+    """Return the keywords that may forbid more when a definition asserts less, and the branches of such choices."""
     found = list[list[SchemaStep]]()
     for steps, node in _schemas_with_steps(schema):
         for word in ("not", "if", "contains", "oneOf"):
@@ -167,7 +168,7 @@ def _with_references_in(schema: Schema) -> list[list[SchemaStep]]:
                 continue
             found.append([*steps, step])
             if word == "oneOf":
-                found[-1].append(SchemaStep({"": None}, "", "", True))  # nothing more is cut than the choice itself
+                found[-1].append(SchemaStep({"": None}, "", "", True))  # only the choice itself is cut
     return found
 
 
@@ -179,7 +180,7 @@ def _cut_at(schema: Schema, steps: Sequence[SchemaStep], value: Schema | None) -
         step.holder.pop(step.key, None)
         _remove(step.holder, _COMPANIONS.get(step.word, ()))
         if step.holder is schema and step.word not in ("required", "type"):
-            schema.setdefault("additionalProperties", True)  # else it is closed where tools are held
+            schema.setdefault("additionalProperties", True)  # otherwise it is closed in constrained tools
     elif not step.is_word and step.word == "patternProperties":
         step.holder.pop(step.key, None)
         _remove(steps[-2].holder, _OTHERS)

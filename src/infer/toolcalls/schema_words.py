@@ -1,4 +1,4 @@
-"""Helpers that read a tool's schema for a format of calls: its properties, and which words the format can enforce."""
+"""Read a tool's schema for a format of calls: its properties, and the keywords that the format can enforce."""
 
 import json
 import re
@@ -19,7 +19,7 @@ GEMMA_KEYS = {
     "const": {"const", "type"},
     "type": {"type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems"}
     | {"format", "pattern", *LENGTHS, *NUMBER_KEYS},
-}  # each with the words that may stand beside it
+}  # each with the keywords that may be next to it
 NOTES = frozenset({"title", "description", "default", "examples", "$schema", "deprecated"})
 NOT_HELD = NOTES | {"$defs", "definitions"}
 OBJECT_KEYS = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
@@ -48,7 +48,7 @@ class Spot(NamedTuple):
         return Spot(self.name, self.pointer + "".join(f"/{step}" for step in steps))
 
     def member(self, name: str) -> "Spot":
-        """Return the spot of a property, which messages call by its own name."""
+        """Return the place of a property. Messages name it by the property's name."""
         escaped = name.replace("~", "~0").replace("/", "~1")
         return Spot(name, f"{self.pointer}/properties/{escaped}")
 
@@ -57,9 +57,9 @@ class Spot(NamedTuple):
         raise SchemaError(problem, self.pointer)
 
     def allow(self, schema: Mapping[str, Any], words: Set[str], kind: str = "") -> None:
-        """Raise SchemaError for words that are not among these."""
+        """Raise SchemaError for keywords that are not among these."""
         if others := sorted(set(schema) - words):
-            self.refuse(f"{others[0]} of {kind}{self.name} cannot be held in this tool format: leave it out")
+            self.refuse(f"{others[0]} of {kind}{self.name} cannot be enforced in this tool format: leave it out")
 
 
 ROOT = Spot("the parameters", "")
@@ -73,7 +73,7 @@ def as_pattern(text: str) -> str:
 def properties_of(tool: Tool, form: str) -> dict[str, Any]:
     """Return each property with the definitions to which it may refer. Raises SchemaError."""
     if others := sorted(set(tool.parameters) - OBJECT_KEYS):
-        ROOT.refuse(f"{others[0]} cannot be held in the tool format {form}: leave it out")
+        ROOT.refuse(f"{others[0]} cannot be enforced in the tool format {form}: leave it out")
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
     return {
         name: {**shared, **schema} if shared and isinstance(schema, Mapping) else schema
@@ -82,7 +82,7 @@ def properties_of(tool: Tool, form: str) -> dict[str, Any]:
 
 
 def of_texts(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the words that constrain texts."""
+    """Return the keywords that constrain texts."""
     return {key: schema[key] for key in ("pattern", *LENGTHS) if key in schema}
 
 
@@ -101,7 +101,7 @@ def check_member_name(spot: Spot, form: ToolCallFormat) -> None:
 
 
 def words_of(problem: str) -> list[str]:
-    """Return the words in a message, some of which may be words of a schema."""
+    """Return the words in a message, some of which may be keywords of a schema."""
     return re.findall(r"\$?\w+", problem)
 
 
@@ -153,6 +153,6 @@ def has_texts(schema: Any) -> bool:
 
 
 def in_single_quotes(value: Any) -> list[str]:
-    """Return the text in single quotes, or [] if it is no text or needs an escape there."""
+    """Return the text in single quotes, or [] if it is not a text or needs an escape there."""
     is_simple = isinstance(value, str) and json.dumps(value, ensure_ascii=False) == f'"{value}"' and "'" not in value
     return [f"'{value}'"] if is_simple else []

@@ -18,7 +18,7 @@ Schema = dict[str, Any]
 
 
 def tool_of_function(function: Callable[..., Any]) -> Schema:
-    """Return the function's schema in OpenAI's form. A parameter with a default is optional.
+    """Return the function's schema in OpenAI's format. A parameter with a default is optional.
 
     Raises InvalidRequestError if the function has no schema.
     """
@@ -32,7 +32,7 @@ def tool_of_function(function: Callable[..., Any]) -> Schema:
     properties, required = dict[str, Schema](), list[str]()
     for parameter in signature.parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise InvalidRequestError(f"the tool {name}: {parameter} has no name to be given by: leave it out")
+            raise InvalidRequestError(f"the tool {name}: {parameter} cannot be passed by name: leave it out")
         schema = _schema_of(hints.get(parameter.name, Any), f"the tool {name}: {parameter.name}")
         if text := descriptions.get(parameter.name):
             schema = {**schema, "description": text}

@@ -1,4 +1,4 @@
-"""Notation of a chat template, found by rendering it: how it writes calls, and which parts of tools it shows."""
+"""The notation of a chat template, found by rendering it: how it writes calls, and which parts of tools it shows."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -25,22 +25,23 @@ _TOOL = Tool("probed_weather", "", {"type": "object", "properties": _PROPERTIES,
 _ARGUMENTS = {"probed_city": "Paris"}
 _RESULT = "probed result"
 _USER = {"role": "user", "content": "Hello"}
-_ID = "abcdefghi"  # what Mistral's templates take
+_ID = "abcdefghi"  # an id that Mistral's templates accept
 _STYLES = ((False, True), (True, True), (False, False), (True, False))  # takes_no_content, takes_values
-_RESPONSES = "tool_responses"  # of a message with calls, in the first templates of Gemma 4
-_PHI_TOOLS = "<|tool|>"  # a template with it reads the tools of a system message
-# Text of templates that list tools, and leave it to the model to know how calls are written.
+_RESPONSES = "tool_responses"  # key of a message with calls, in the first templates of Gemma 4
+_PHI_TOOLS = "<|tool|>"  # a template with this text reads the tools of a system message
+# Text of templates that list tools, but do not describe how calls are written.
 _SIGNS = {"<|tool_list_start|>": "lfm2", "List of tools: [": "lfm2"}
 
 
 @final
 @dataclass(frozen=True)
 class TemplateFormats:
-    """Format of tool calls, and how the template takes them.
+    """Format of tool calls, and how the template expects them.
 
     `shows_…` is true if the template writes tools, past calls or their results; otherwise our own messages contain
-    them. With `takes_tools_in_system` it takes tools as a system message's `tools`, and with `takes_results_in_calls`
-    results as a calling message's `tool_responses`. The other fields say how it expects a message with calls.
+    them. With `takes_tools_in_system`, it expects tools as a system message's `tools`, and with
+    `takes_results_in_calls`, results as a calling message's `tool_responses`. The other fields describe how it expects
+    a message with calls.
     """
 
     calls: ToolCallFormat
@@ -48,11 +49,11 @@ class TemplateFormats:
     shows_calls: bool = True
     shows_results: bool = True
     takes_tools_in_system: bool = False
-    takes_values: bool = True  # arguments as values, not as a text
-    takes_no_content: bool = False  # of a message with calls and no text
-    takes_both: bool = True  # reasoning and text, in a message with calls
+    takes_values: bool = True  # arguments are values, not a text
+    takes_no_content: bool = False  # None as the content of a message with calls but no text
+    takes_both: bool = True  # both reasoning and text in a message with calls
     takes_results_in_calls: bool = False
-    takes_text_before_calls: bool = True  # in the message that calls, and not after the results
+    takes_text_before_calls: bool = True  # text in the calling message is shown before the calls, not after the results
 
 
 def reasoning_of(source: str) -> ReasoningFormat | None:
@@ -61,7 +62,7 @@ def reasoning_of(source: str) -> ReasoningFormat | None:
 
 
 def probe_template(render: Render, source: str, name: str | None) -> TemplateFormats:
-    """Return the formats of a template, with the call format of this name or the one that the template writes.
+    """Return the formats of a template. The call format is the one with this name, or the one that the template writes.
 
     Raises InvalidRequestError for an unknown name, or if the template's own call format is unknown.
     """
@@ -71,14 +72,14 @@ def probe_template(render: Render, source: str, name: str | None) -> TemplateFor
     if reasoning is not None and reasoning.body and name not in (None, HEADED):
         raise InvalidRequestError(f"tool_format must be {HEADED} with this chat template, got {name!r:.80}")
     in_system = _PHI_TOOLS in source
-    num_names = _tried(render, [_USER], [_TOOL.to_json()]).count(_TOOL.name)  # in the list of tools
+    num_names = _tried(render, [_USER], [_TOOL.to_json()]).count(_TOOL.name)  # occurrences in the list of tools
     shows_tools = num_names > 0
     past_calls = [_past_call(render, *style) for style in _STYLES]
     found = FORMATS[name] if name is not None else _written_format(past_calls) or _named_format(source)
     if found is None and any(text.count(_TOOL.name) > num_names for text in past_calls) and shows_tools:
         known = ", ".join(FORMATS)
         raise InvalidRequestError(
-            f"the chat template writes tool calls in a way of its own: give tool_format, one of {known}"
+            f"the chat template writes tool calls in an unknown format: set tool_format to one of {known}"
         )
     found = found if found is not None and (shows_tools or in_system or name) else GENERIC
     styles = [style for style, text in zip(_STYLES, past_calls, strict=True) if _is_written(found, text)]
@@ -107,7 +108,7 @@ def _past_call(render: Render, takes_no_content: bool, takes_values: bool) -> st
 
 
 def _takes_both(render: Render, takes_values: bool) -> bool:
-    """Return False if the template refuses reasoning beside the text of a message with calls, and takes the text."""
+    """Return False if the template refuses reasoning next to the text of a message with calls, but accepts the text."""
     message = _call_message(_ARGUMENTS if takes_values else json.dumps(_ARGUMENTS)) | {"content": "probed text"}
     both = message | {"reasoning_content": "probed reasoning"}
     tools = [_TOOL.to_json()]
@@ -128,7 +129,7 @@ def _tried(render: Render, messages: Sequence[Message], tools: Sequence[Mapping[
 
 
 def _written_format(past_calls: Sequence[str]) -> ToolCallFormat | None:
-    """Return the format that the template writes exactly, or else one that differs only in spaces."""
+    """Return the format that the template writes exactly, or otherwise one that differs only in spaces."""
     for squeeze in (str, _squeezed):
         for form in FORMATS.values():
             if any(_is_written(form, text, squeeze) for text in past_calls):
@@ -139,7 +140,7 @@ def _written_format(past_calls: Sequence[str]) -> ToolCallFormat | None:
 def _is_written(form: ToolCallFormat, text: str, squeeze: Callable[[str], str] | None = None) -> bool:
     squeeze = squeeze or _squeezed
     written = form.start + _TOOL.name + form.before_arguments + written_arguments(form, _TOOL, _ARGUMENTS)
-    if form.syntax == "python":  # some templates write texts with the other quotes
+    if form.syntax == "python":  # some templates write texts in single quotes
         text = text.replace("'", '"')
     return pattern_of(squeeze(written)).search(squeeze(text)) is not None
 
@@ -149,7 +150,7 @@ def _squeezed(text: str) -> str:
 
 
 def _named_format(source: str) -> ToolCallFormat | None:
-    """Return the format of a template that tells the model how to call, and leaves past calls to the caller."""
+    """Return the format of a template that tells the model how to call, but does not write past calls itself."""
     if _PHI_TOOLS in source:
         return FORMATS["phi-4-mini"]
     forms = [form for form in FORMATS.values() if form.trigger and form.name != "phi-4-mini"]
@@ -165,7 +166,7 @@ def _shows_results(render: Render, shows_calls: bool) -> bool:
 
 
 def _takes_results_in_calls(render: Render, source: str) -> bool:
-    """Return True if the template shows the results in a message with calls, and a message with a result elsewhere."""
+    """Return True if the template shows the results in a message with calls, and no separate message with a result."""
     if _RESPONSES not in source:
         return False
     inside, found, _ = _with_result(render, "", is_inside=True).partition(_RESULT)
@@ -179,7 +180,7 @@ def _takes_text_before_calls(render: Render, takes_results_in_calls: bool) -> bo
 
 
 def _with_result(render: Render, text: str, *, is_inside: bool) -> str:
-    """Return a rendered conversation with a text, a call and its result, which `is_inside` the message or a message."""
+    """Return a rendered conversation with a text, a call and its result, inside the calling message or separate."""
     call = _call_message(_ARGUMENTS) | {"content": text}
     result = {"role": "tool", "tool_call_id": _ID, "name": _TOOL.name, "content": _RESULT}
     responses = [{"name": _TOOL.name, "response": _RESULT}]

@@ -1,4 +1,4 @@
-"""The tools of an answer with schemas that a grammar can enforce: strict ones unchanged, the others loosened."""
+"""The tools of an answer with schemas that a grammar can enforce: strict ones are unchanged, others are loosened."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from infer.toolcalls.loosening import Allowance, Loosened, Loosening, anything_f
 from infer.toolcalls.tools import Tool
 
 MAX_KNOWN_BYTES = 16 << 20
-_BYTES_PER_CHARACTER = 12  # of a schema as JSON, as Python's objects
+_BYTES_PER_CHARACTER = 12  # memory of Python objects per character of a schema as JSON
 
 
 @final
@@ -34,7 +34,7 @@ class ToolSchemas:
             return form
         allowance, found = Allowance(), dict[int, Loosened]()
         texts = {index: json.dumps(tool.parameters) for index, tool in enumerate(calls.tools) if not tool.is_strict}
-        for index in sorted(texts, key=lambda each: len(texts[each])):  # one bad schema is often a large one
+        for index in sorted(texts, key=lambda each: len(texts[each])):  # the bad schema is often a large one
             found[index] = self._loosened(form, calls.tools[index], texts[index], allowance)
         tools = tuple(
             replace(tool, parameters=found[index].parameters) if index in found else tool
@@ -70,8 +70,8 @@ class ToolSchemas:
         if (found := self._known.get(key)) is not None:
             return found
         is_json = form.calls.form.syntax == "json"
-        if allowance.seconds <= 0:  # and not kept: the next request has time for it
-            warning = f"tool {tool.name!r}: its schema is left out: other tools took the time to compile it"
+        if allowance.seconds <= 0:  # not cached, because the next request has new time for it
+            warning = f"tool {tool.name!r}: its schema is left out, because other tools used up the time to compile it"
             return Loosened(anything_for(tool.parameters, is_json=is_json), (warning,))
         loosening = Loosening(
             lambda schema: check_tool(form, replace(tool, parameters=schema), self._rules),

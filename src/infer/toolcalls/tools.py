@@ -20,11 +20,10 @@ Kind = Literal["auto", "none", "required"]
 @final
 @dataclass(frozen=True)
 class Tool:
-    """A tool. `parameters` is the JSON schema of an object. `warnings` name the parts of the given tool that were left
-    out.
+    """A tool. `parameters` is the JSON schema of an object. `warnings` name the parts that were left out.
 
-    The schema of a strict tool is enforced exactly, or the tool is refused. For another tool, parts that cannot be
-    built are left out.
+    The schema of a strict tool is enforced exactly, or the tool is refused. For any other tool, parts that cannot be
+    enforced are left out.
     """
 
     name: str
@@ -39,12 +38,12 @@ class Tool:
         return found if isinstance(found, Mapping) else {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the tool as chat templates take it."""
+        """Return the tool in the form that chat templates expect."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
     def as_given(self) -> dict[str, Any]:
-        """Return the tool as `read_tools` takes it."""
+        """Return the tool in the form that `read_tools` accepts."""
         found = self.to_json()
         if self.is_strict:
             found["function"]["strict"] = True
@@ -54,7 +53,7 @@ class Tool:
 @final
 @dataclass(frozen=True)
 class ToolChoice:
-    """Choice of calls: allowed, required or none, of the tools with these names or of all.
+    """Choice of calls: allowed, required or none, for the tools with these names or for all.
 
     `is_named` is true if one tool is requested by name.
     """
@@ -65,7 +64,7 @@ class ToolChoice:
 
 
 def read_tools(given: Any) -> tuple[Tool, ...]:
-    """Return tools from functions or schemas, in OpenAI's form or as the function only.
+    """Return tools from functions or schemas, in OpenAI's format or as the function only.
 
     Equal tools with the same name count once. Raises InvalidRequestError for an invalid tool.
     """
@@ -78,7 +77,7 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
     for tool in tools:
         known = found.setdefault(tool.name, tool)
         if known is not tool and tool.name not in texts:
-            texts[tool.name] = _text_of(known.parameters)  # once: it may be long
+            texts[tool.name] = _text_of(known.parameters)  # only once, because it may be long
         if known is not tool and _text_of(tool.parameters) != texts[tool.name]:
             raise InvalidRequestError(
                 f"tools: names must differ, got {tool.name!r} twice with different parameters: rename one"
@@ -97,7 +96,7 @@ def _text_of(schema: Mapping[str, Any]) -> str:
 
 
 def read_tool_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """Return the choice that is given as "auto", "none", "required", a name, or OpenAI's objects.
+    """Return the choice that is given as "auto", "none", "required", a name, or an object of OpenAI's API.
 
     Raises InvalidRequestError for an invalid choice or an unknown tool.
     """
@@ -107,7 +106,9 @@ def read_tool_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
         raise InvalidRequestError(f"tool_choice {given!r:.80} needs tools: add them to the request")
     for name in choice.names or ():
         if name not in known:
-            raise InvalidRequestError(f"tool_choice: {name!r:.80} is no tool; there are {', '.join(known) or 'none'}")
+            raise InvalidRequestError(
+                f"tool_choice: {name!r:.80} is not a tool of the request: use one of {', '.join(known) or 'none'}"
+            )
     return choice
 
 
@@ -137,7 +138,7 @@ def _allowed_name(tool: Any) -> str:
     match tool:
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return name
-    raise InvalidRequestError(f"tool_choice.tools must hold functions with names, got {tool!r:.80}")
+    raise InvalidRequestError(f"tool_choice.tools must contain functions with names, got {tool!r:.80}")
 
 
 def _tool(path: str, given: Any) -> Tool:
@@ -159,7 +160,7 @@ def _tool(path: str, given: Any) -> Tool:
     return _with_parameters(path, Tool(name, description or "", _EMPTY, function.get("strict") is True), function)
 
 
-_MAX_DEPTH = 200  # that templates are shown
+_MAX_DEPTH = 200  # of schemas for templates
 _EMPTY: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -175,7 +176,7 @@ def _with_parameters(path: str, tool: Tool, function: Mapping[str, Any]) -> Tool
     if not isinstance(given, Mapping):
         problem = f"the parameters of {tool.name} must be a schema, got {given!r:.80}"
     elif is_deeper(given, _MAX_DEPTH):
-        problem = f"the parameters of {tool.name} may be nested {_MAX_DEPTH} deep"
+        problem = f"the parameters of {tool.name} must be nested at most {_MAX_DEPTH} deep"
     if problem or not isinstance(given, Mapping):
         if tool.is_strict:
             raise InvalidRequestError(f"{path}: {problem}")

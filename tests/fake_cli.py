@@ -72,7 +72,7 @@ class FakeModel:
         cancel: threading.Event | None = None,
         speculation: str | None = None,
         num_draft_tokens: int = 15,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         on_prefill: OnProgress | None = None,
         overflow: str = "error",
     ) -> GenerationResult:
@@ -126,7 +126,7 @@ class FakeModel:
         batch_size: int = 8,
         speculation: str | None = None,
         num_draft_tokens: int = 15,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         cancel: threading.Event | None = None,
         on_progress: OnProgress = lambda done, total: None,
         on_result: OnResult | None = None,

@@ -36,6 +36,7 @@ from infer.engine.scheduler import (
 )
 from infer.engine.step_costs import StepCosts, StepWork
 from infer.engine.step_shares import StepPart, StepShares
+from infer.operands.limits import HOST_STEP
 
 
 @dataclass(eq=False)
@@ -136,7 +137,7 @@ class Simulation:
 
     def run(self) -> None:
         machine = self.machine
-        self.scheduler, self.tenants = Scheduler(64, prompt_seconds=0.1), Tenants(self.weights)
+        self.scheduler, self.tenants = Scheduler(HOST_STEP, prompt_seconds=0.1), Tenants(self.weights)
         self.shares = StepShares(self.scheduler.costs, self.tenants.weight)
         self.free, self.served = machine.num_pages, dict.fromkeys((each.tenant for each in self.requests), 0)
         self.lengths, self.is_full, self.kept = AnswerLengths(self.expected_answer), False, KeptSlots()

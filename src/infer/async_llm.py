@@ -252,8 +252,9 @@ class AsyncLLM:
             [' or three-', ' and blue are']
         """
         check_callback("on_result", on_result)
-        check_batch_size(batch_size)
-        host, (options, sampling) = self.host, split_options(options, keywords)
+        host = self.host
+        check_batch_size(host, batch_size)
+        options, sampling = split_options(options, keywords)
         pairs = pairs_of(prompts, params)
         requests = await host.answers.prepare(
             lambda check: list(host.requests.numbered(pairs, options, sampling, check=check))

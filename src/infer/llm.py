@@ -386,7 +386,7 @@ class LLM:
         Args:
             prompts: The prompts. All are checked before the first answer begins.
             params: The same for all prompts, or a list with one per prompt.
-            batch_size: Number of answers that are computed together, at most 64.
+            batch_size: Number of answers that are computed together, at most 64 on a CPU and 512 on a GPU.
             on_progress: Called with the number of finished answers and the number of all answers.
             on_result: Called as `on_result(index, result)` when an answer ends.
             options: Options of the request besides its sampling. None: the default options.
@@ -402,7 +402,7 @@ class LLM:
             [' or three-', ' and blue are']
         """
         host = self._opened
-        check_batch_size(batch_size)
+        check_batch_size(host, batch_size)
         options, sampling = split_options(options, keywords)
         requests = list(host.requests.numbered(pairs_of(prompts, params), options, sampling))
         return results_of(host.loop, requests, batch_size, on_progress, on_result)
@@ -425,7 +425,7 @@ class LLM:
         Args:
             prompts: The prompts.
             params: The same for all prompts, or a list with one per prompt.
-            batch_size: Number of answers that are computed together, at most 64.
+            batch_size: Number of answers that are computed together, at most 64 on a CPU and 512 on a GPU.
             on_error: Called as `on_error(index, error)` for a refused prompt. The other answers then continue.
             options: Options of the request besides its sampling. None: the default options.
             keywords: Fields of `SamplingParams` and of `RequestOptions`. Sampling fields exclude `params`.
@@ -441,7 +441,7 @@ class LLM:
         """
         check_callback("on_error", on_error)
         host = self._opened
-        check_batch_size(batch_size)
+        check_batch_size(host, batch_size)
         options, sampling = split_options(options, keywords)
         requests = host.requests.numbered(pairs_as_needed(prompts, params), options, sampling, on_error)
         return answer_all(host.loop, begun(requests), batch_size)

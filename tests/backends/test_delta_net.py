@@ -18,7 +18,7 @@ from infer.kvcache.page_sizes import page_bytes
 from infer.operands.activation_values import Activations
 from infer.operands.architecture import Layer
 from infer.operands.delta_net_cache import DeltaNetCache
-from infer.operands.limits import MAX_STEP_TOKENS
+from infer.operands.limits import HOST_STEP
 from infer.operands.mixers import GatedDeltaNet
 from infer.operands.step import Step
 from infer.operands.weights import DeltaNetWeights, Norm, Projection, StoredWeight
@@ -296,14 +296,14 @@ def long_text() -> LongText:
 
 
 def test_a_text_of_8192_tokens_does_not_drift(long_text: LongText) -> None:
-    found = in_chunks(long_text.projected, long_text.weights, [MAX_STEP_TOKENS])
+    found = in_chunks(long_text.projected, long_text.weights, [HOST_STEP.tokens])
     assert not long_text.drifts(found)
 
 
 @pytest.mark.parametrize("share", [1 + 1e-3, 1 - 1e-3])
 def test_gates_that_are_a_little_wrong_drift(long_text: LongText, share: float) -> None:
     wrong = replace(long_text.weights, decay=long_text.weights.decay * share)
-    assert long_text.drifts(in_chunks(long_text.projected, wrong, [MAX_STEP_TOKENS]))
+    assert long_text.drifts(in_chunks(long_text.projected, wrong, [HOST_STEP.tokens]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -311,7 +311,7 @@ def test_states_that_are_rounded_drift(long_text: LongText, dtype: torch.dtype) 
     def round_states(cache: DeltaNetCache) -> None:
         cache.states.copy_(cache.states.to(dtype))
 
-    found = in_chunks(long_text.projected, long_text.weights, [MAX_STEP_TOKENS], after_step=round_states)
+    found = in_chunks(long_text.projected, long_text.weights, [HOST_STEP.tokens], after_step=round_states)
     assert long_text.drifts(found)
 
 
@@ -319,7 +319,7 @@ def test_states_that_grow_by_two_millionths_in_each_step_drift(long_text: LongTe
     found = in_chunks(
         long_text.projected,
         long_text.weights,
-        [MAX_STEP_TOKENS],
+        [HOST_STEP.tokens],
         after_step=lambda cache: cache.states.mul_(1 + 2e-6),
     )
     assert long_text.drifts(found)

@@ -12,6 +12,7 @@ import pytest
 
 from extent import IS_WHOLE
 from infer import LLM
+from infer.backends.cpu.backend import CpuBackend
 from infer.sampling_params import SamplingParams
 from path_cases import (
     CASES,
@@ -137,8 +138,8 @@ def test_what_was_dropped_behind_a_stop_leaves_no_trace_in_the_context(
 def test_steps_larger_than_the_recording_run_in_pieces_that_say_the_same(
     world: World, expected: dict[str, Outcome], way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.runner.runner.MAX_STEP_TOKENS", 6)
-    monkeypatch.setattr("infer.runner.runner.MAX_STEP_LOGITS", 4)
+    capture = CpuBackend.capture
+    monkeypatch.setattr(CpuBackend, "capture", lambda backend, forward, *_: capture(backend, forward, 6, 4))
     check(together(world, CASES[::4], way, expected), expected, way)
 
 

@@ -13,11 +13,12 @@ import torch
 from converted import convert
 from converted_encoders import write_gguf
 from encoder_models import BY_NAME, make_encoder
-from infer.bench import importance
+from infer.backends.base import Backend
 from infer.bench.importance import squares_of_inputs
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.importance_matrix import ImportanceMatrix, InputSquares, open_importance_matrix
 from infer.cli import main
+from infer.operands.limits import HOST_STEP
 from test_session import make_model
 from tiny import TINY, make_tiny
 
@@ -73,7 +74,7 @@ def test_squares_of_an_encoder_are_those_of_hooks_on_transformers(
     model = make_encoder(BY_NAME[name], tmp_path)
     expected, path = seen_by_hooks(model, architecture), tmp_path / "model.gguf"
     write_gguf(model, path, {"tokenizer.ggml.tokens": [f"[{index}]" for index in range(300)]}, pooling=1)
-    monkeypatch.setattr(importance, "MAX_STEP_TOKENS", 2 * len(CHUNKS[0]))
+    monkeypatch.setattr(Backend, "step_limits", HOST_STEP._replace(tokens=2 * len(CHUNKS[0])))
     for files in (tmp_path, path):
         steps: list[int] = []
         found = squares_of_inputs(open_checkpoint(files), None, CHUNKS, lambda done, total, to=steps: to.append(done))

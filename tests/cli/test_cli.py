@@ -260,7 +260,7 @@ def test_a_bad_schema_is_told_before_a_model_is_loaded(
 
 def test_the_path_is_chosen_by_options(fake: FakeModel, capsys: Capture) -> None:
     assert main(["generate", "-q", "--prompt", "path"]) == 0
-    assert capsys.readouterr().out == "echo: None 15 512 error \n"
+    assert capsys.readouterr().out == "echo: None 15 None error \n"
     options = ["--speculation", "ngram", "--draft-tokens", "3", "--prefill-chunk", "7", "--overflow", "truncate_left"]
     assert main(["generate", "-q", "--prompt", "path", *options]) == 0
     assert capsys.readouterr().out == "echo: ngram 3 7 truncate_left \n"
@@ -432,7 +432,7 @@ def test_loading_shows_a_bar_on_a_terminal_alone(
         (["generate", "a", "-p", "b"], "PROMPT and --prompt are both given"),
         (["generate", "a", "--logprobs", "2"], "--logprobs needs --json or --json-lines"),
         (["generate", "a", "--stop-token-ids", "x"], "'x' is not a list of ids"),
-        (["generate", "a", "--batch-size", "65"], "65 is not in the range"),
+        (["generate", "a", "--batch-size", "65"], "--batch-size must be at most 64 with --device cpu, got 65"),
         (["generate", "--tempature", "1"], "Did you mean.*--temperature"),
         (["generate", "--logit-bias", "x=1"], "not ID=VALUE"),
         (["generate", "--logit-bias", "1=nan"], "logit_bias"),

@@ -246,6 +246,7 @@ REFUSED = [
     *["--eviction-policy snapkv --eviction-window 30", "--memory-threshold-mb 5", "--protected-prefix -1"],
     *["--logit-bias 99999999=3", "--stop-token-ids 99999999", "--allowed-token-ids 49152", "--top-p 2", "-n 0"],
     *["--min-new-tokens 9 -n 3", "--seed -1", "--draft-tokens 0", "--prefill-chunk 0", "--regex a(b", "--preset none"],
+    *["--prefill-chunk 513", "--device opencl --prefill-chunk 513", "--device cuda --prefill-chunk 8193"],
     *["--dtype float16 --weights q8", "--prompt-file /no/such", "--prompts-file /dev/zero", "--system x"],
 ]
 

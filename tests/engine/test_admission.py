@@ -17,6 +17,7 @@ from infer.engine.fair_queueing import (
 from infer.engine.scheduler import Demand, Scheduler
 from infer.engine.step_costs import Costs, StepCosts, StepWork
 from infer.engine.step_shares import MOST_OWED, StepPart, StepShares
+from infer.operands.limits import HOST_STEP
 
 # Tenants
 
@@ -112,7 +113,7 @@ def test_slots_change_hands_when_three_times_the_tokens_that_were_wasted_have_be
 
 
 def test_a_prompt_gets_a_token_of_a_step_that_others_fill() -> None:
-    scheduler = Scheduler(64)
+    scheduler = Scheduler(HOST_STEP)
     for step_tokens in (1, 4, 5):
         plan = scheduler.plan([*[Demand(1, 3)] * 4, Demand(100, number=9)], step_tokens)
         assert plan.num_tokens == [1, 1, 1, 1, 1]
@@ -122,7 +123,7 @@ def test_a_prompt_gets_a_token_of_a_step_that_others_fill() -> None:
 
 
 def test_a_prompt_that_ends_in_a_step_is_followed_by_as_many_drafts_as_the_step_holds() -> None:
-    scheduler = Scheduler(64)
+    scheduler = Scheduler(HOST_STEP)
     for room, expected in ((0, 0), (1, 1), (3, 3), (9, 3)):
         plan = scheduler.plan([Demand(5, 3, number=1)], 5 + room)
         assert (plan.num_tokens, plan.num_drafts) == ([5], [expected])
@@ -132,7 +133,7 @@ def test_a_prompt_that_ends_in_a_step_is_followed_by_as_many_drafts_as_the_step_
 
 
 def test_a_step_that_was_taken_counts_the_tokens_of_all_its_steps() -> None:
-    scheduler = Scheduler(64)
+    scheduler = Scheduler(HOST_STEP)
     decoding, prompt = Demand(1, max_steps=8), Demand(20, number=9)
     for demands, num_steps in (([decoding] * 3, 4), ([decoding] * 2, 1), ([decoding, prompt], 1), ([prompt], 1)):
         scheduler.update(scheduler.plan(demands, 512), num_steps, 0.5, None)
@@ -142,7 +143,7 @@ def test_a_step_that_was_taken_counts_the_tokens_of_all_its_steps() -> None:
 
 def test_the_time_of_a_step_with_prompts_is_that_which_was_set_last() -> None:
     """A token of a prompt takes a millisecond: as much as a sequence, or a step."""
-    scheduler, prompt = Scheduler(64), Demand(8000, number=1)
+    scheduler, prompt = Scheduler(HOST_STEP), Demand(8000, number=1)
     scheduler.costs.learn(StepWork(1, 1, 0), 2e-3)
     scheduler.costs._costs = Costs(1e-3, 1e-3, 1e-3, 0.0)
     assert scheduler.plan([prompt], 512).num_tokens == [512]
@@ -232,7 +233,7 @@ def test_a_tenant_that_sat_out_for_long_is_owed_a_second_at_most() -> None:
 
 def test_a_prompt_s_step_ends_at_a_checkpoint_whose_state_it_would_not_keep() -> None:
     """A step keeps the states of its last two page borders, and of the end of its last page."""
-    scheduler, end = Scheduler(64), 600
+    scheduler, end = Scheduler(HOST_STEP), 600
     for num_computed, checkpoints, expected in (
         (0, (), end),
         (0, (63,), end),
@@ -249,4 +250,4 @@ def test_a_prompt_s_step_ends_at_a_checkpoint_whose_state_it_would_not_keep() ->
         plan = scheduler.plan([demand], end)
         assert plan.num_tokens == [expected - num_computed], checkpoints
         assert plan.work.num_tokens == plan.num_tokens[0] + plan.num_drafts[0]
-    assert Scheduler(64, page_tokens=16).plan([Demand(end, checkpoints=(300,))], end).num_tokens == [288]
+    assert Scheduler(HOST_STEP, page_tokens=16).plan([Demand(end, checkpoints=(300,))], end).num_tokens == [288]

@@ -312,6 +312,7 @@ REFUSED = {
     "llm.generate('a', speculation='magic')": "speculation must be 'ngram' or None",
     "llm.generate('a', num_draft_tokens='3')": "num_draft_tokens must be a whole number",
     "llm.generate('a', prefill_chunk='3')": "prefill_chunk must be a whole number",
+    "llm.generate('a', prefill_chunk=513)": r"prefill_chunk must be a whole number in \[1, 512\], got 513",
     "llm.generate('a', cancel=5)": "cancel must be a threading.Event",
     "llm.generate('a', on_token=5)": "on_token must be a function",
     "llm.stream('a', on_prefill=5)": "on_prefill must be a function",

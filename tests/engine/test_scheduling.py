@@ -17,6 +17,7 @@ from infer.engine.scheduler import (
     Scheduler,
 )
 from infer.engine.step_costs import Costs, StepWork, context_of
+from infer.operands.limits import HOST_STEP
 from infer.outputs import percentile
 from simulation import Machine, Request, Simulation
 
@@ -158,13 +159,13 @@ def test_a_short_prompt_passes_a_long_one_and_streams_go_on(machine: Machine, no
 
 
 def test_prompts_share_a_step_by_what_is_left_and_the_oldest_gets_its_quarter() -> None:
-    scheduler = Scheduler(64)
+    scheduler = Scheduler(HOST_STEP)
     found = scheduler.plan([Demand(8000, number=1), Demand(600, number=2), Demand(300, number=3)], 512).num_tokens
     assert found == [128, 84, 300]
 
 
 def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None:
-    scheduler, machine = Scheduler(64), MACHINES["2 cores"]
+    scheduler, machine = Scheduler(HOST_STEP), MACHINES["2 cores"]
     for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
         work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))
         scheduler.costs.learn(work, machine.seconds(work))
@@ -179,7 +180,7 @@ def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None
     longer = scheduler.plan([*streams, Demand(8000, number=9)], 512)
     assert machine.seconds(longer.work) > 1.6 * machine.seconds(plan.work)
     scheduler.gap_seconds /= 2
-    slow = Scheduler(64)
+    slow = Scheduler(HOST_STEP)
     for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
         work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))
         slow.costs.learn(work, 0.05 + machine.seconds(work))
@@ -191,7 +192,7 @@ def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None
 def test_a_step_reads_as_many_tokens_of_prompts_as_was_told_before(
     base: float, is_streamed: bool, num_decoding: int
 ) -> None:
-    scheduler, machine = Scheduler(64, prompt_seconds=0.1), MACHINES["2 cores"]
+    scheduler, machine = Scheduler(HOST_STEP, prompt_seconds=0.1), MACHINES["2 cores"]
     assert scheduler.prompt_tokens_beside(num_decoding, 0, is_streamed=True) == FIRST_PROMPT_TOKENS
     for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
         work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))
@@ -203,7 +204,7 @@ def test_a_step_reads_as_many_tokens_of_prompts_as_was_told_before(
 
 
 def test_a_short_prompt_is_read_at_its_own_cost_beside_one_that_is_far_on() -> None:
-    scheduler, machine = Scheduler(64), MACHINES["2 cores"]
+    scheduler, machine = Scheduler(HOST_STEP), MACHINES["2 cores"]
     for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
         work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))
         scheduler.costs.learn(work, machine.seconds(work))
@@ -216,7 +217,7 @@ def test_a_short_prompt_is_read_at_its_own_cost_beside_one_that_is_far_on() -> N
 
 def test_a_prompt_whose_tokens_cost_their_positions_alone_keeps_to_the_time_too() -> None:
     """Far on in a prompt all steps are alike: their cost may be found in the positions, and none in the tokens."""
-    scheduler = Scheduler(64)
+    scheduler = Scheduler(HOST_STEP)
     scheduler.costs.learn(StepWork(1, 1, 0), 0.01)
     scheduler.costs._costs = Costs(0.01, 0.0, 0.0, 1e-3)
     streams = [Demand(1, is_streamed=True, number=number) for number in range(3)]
@@ -224,7 +225,7 @@ def test_a_prompt_whose_tokens_cost_their_positions_alone_keeps_to_the_time_too(
 
 
 def test_one_that_ends_soon_ends_no_steps_of_its_neighbours() -> None:
-    scheduler = Scheduler(64, 64)
+    scheduler = Scheduler(HOST_STEP, 64)
     few, many = Demand(1, 0, 1000, 3), Demand(1, 0, 1000, 60)
     assert scheduler.plan([few], 512).num_steps == 3
     assert scheduler.plan([few, many], 512).num_steps == 3
@@ -233,7 +234,7 @@ def test_one_that_ends_soon_ends_no_steps_of_its_neighbours() -> None:
 
 
 def test_the_drafts_of_a_few_wait_for_the_steps_of_the_others() -> None:
-    scheduler = Scheduler(64, 64)
+    scheduler = Scheduler(HOST_STEP, 64)
     drafting, plain = Demand(1, 7, 1000, 60, steps_to_draft=1), Demand(1, 0, 1000, 60)
     assert scheduler.plan([drafting], 512).num_drafts == [7]
     assert scheduler.plan([drafting, plain], 512).num_drafts == [7, 0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from infer import LLM
 from infer.engine.engine import Engine
 from infer.engine.scheduler import FIRST_STEPS, Demand, Plan, Scheduler
-from infer.operands.limits import MAX_STEP_LOGITS
+from infer.operands.limits import HOST_STEP
 from infer.sampling_params import SamplingParams
 from infer.speculation.policy import DraftPolicy
 from test_session import make_model
@@ -36,7 +36,7 @@ ROWS = st.builds(
 
 
 def plan(rows: Sequence[Row], step_tokens: int) -> Plan:
-    scheduler = Scheduler(MAX_STEP_LOGITS, 64)
+    scheduler = Scheduler(HOST_STEP, 64)
     most = scheduler.max_drafts(len(rows))
     demands = [
         Demand(row.pending, min(row.num_drafts, most), row.max_steps, number=number) for number, row in enumerate(rows)
@@ -52,7 +52,7 @@ def test_no_step_is_longer_than_its_chunk_and_every_sequence_gets_on(rows: list[
     decoding = [row.pending == 1 for row in rows]
     assert sum(num_tokens) + sum(num_drafts) <= max(chunk, sum(decoding) + (not all(decoding)))
     has_logits = [count == row.pending for count, row in zip(num_tokens, rows, strict=True)]
-    assert sum(1 + count for count, has in zip(num_drafts, has_logits, strict=True) if has) <= MAX_STEP_LOGITS
+    assert sum(1 + count for count, has in zip(num_drafts, has_logits, strict=True) if has) <= HOST_STEP.logits
     assert all(count >= 1 for count, decodes in zip(num_tokens, decoding, strict=True) if decodes)
     reading = [index for index, decodes in enumerate(decoding) if not decodes]
     assert not reading or any(num_tokens[index] for index in reading)
@@ -78,7 +78,7 @@ def test_drafts_after_forced_tokens_leave_no_more_than_the_chunk_to_a_prompt() -
 
 
 def test_the_scheduler_learns_how_many_steps_take_a_tenth_of_a_second() -> None:
-    scheduler, demands = Scheduler(MAX_STEP_LOGITS), [Demand(1, 0, 1000, 1000)] * 2
+    scheduler, demands = Scheduler(HOST_STEP), [Demand(1, 0, 1000, 1000)] * 2
     first = scheduler.plan(demands, 512)
     assert first.num_steps == FIRST_STEPS
     scheduler.update(first, first.num_steps, first.num_steps * 0.004, None)

@@ -21,7 +21,7 @@ from infer.kvcache.page_sizes import text_cache_bytes
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.model.memory_estimate import LoadSettings, estimate
-from infer.operands.limits import MAX_STEP_TEXTS, MAX_STEP_TOKENS
+from infer.operands.limits import HOST_STEP, MAX_STEP_TEXTS
 from infer.runner.text_encoder import TextEncoder
 
 TOLERANCE = 1e-4
@@ -288,7 +288,7 @@ def test_the_estimate_is_what_is_allocated(name: str, tmp_path: Path) -> None:
     from infer.backends.cpu.workspace import step_buffers
     from infer.model.memory_estimate import loaded_types
 
-    sizes = StepSizes(CONTEXT, MAX_STEP_TOKENS, 1, "exact", CPU.num_threads())
+    sizes = StepSizes(CONTEXT, HOST_STEP.tokens, 1, "exact", CPU.num_threads())
     expected = step_buffers(architecture, loaded_types(architecture, checkpoint.tensors, LoadSettings()), sizes, 1)
     counted = {key: size for key, size in expected.items() if "scratch" not in key[0] and "unpacked" not in key[0]}
     assert sorted(counted) == sorted((key[0], tensor.numel() * tensor.element_size()) for key, tensor in fixed.items())

@@ -39,7 +39,7 @@ from infer.model.memory_estimate import (
     weight_bytes,
 )
 from infer.model.transformer import Transformer
-from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
+from infer.operands.limits import HOST_STEP
 from infer.operands.mixers import Attention, Rope
 from infer.operands.weights import Heads, Projection
 from infer.quantization.kv_formats import QUANTIZED
@@ -143,15 +143,15 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
     is_beyond = capacity > model.architecture.most_positions
     cache = make_cache(model, capacity, settings=CacheSettings(eviction_policy="sliding" if is_beyond else "none"))
     cache.reserve(0, 1)
-    captured = CapturedForward(lambda step: model.forward(step, cache), MAX_STEP_TOKENS, MAX_STEP_LOGITS)
+    captured = CapturedForward(lambda step: model.forward(step, cache), *HOST_STEP)
     held: dict[str, int] = {}
     for (role, *_), tensor in captured._recording._workspace.items():
         role = "quantized" if role.startswith("quantized") else role
         held[role] = held.get(role, 0) + tensor.nbytes
     said: dict[str, int] = {}
     types = loaded_types(model.architecture, checkpoint.tensors, LoadSettings(weights=weights))
-    sizes = StepSizes(capacity, MAX_STEP_TOKENS, MAX_STEP_LOGITS, "exact", thread_pool().num_threads)
-    buffers = step_buffers(model.architecture, types, sizes, MAX_STEP_LOGITS)
+    sizes = StepSizes(capacity, *HOST_STEP, "exact", thread_pool().num_threads)
+    buffers = step_buffers(model.architecture, types, sizes, HOST_STEP.logits)
     for (role, _), size in buffers.items():
         role = "quantized" if role.startswith("quantized") else role
         said[role] = said.get(role, 0) + size

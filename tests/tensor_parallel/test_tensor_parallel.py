@@ -24,7 +24,7 @@ from infer.errors import InferError, InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_checked
-from infer.operands.limits import MAX_STEP_TOKENS
+from infer.operands.limits import HOST_STEP
 from infer.operands.step import Chunk
 from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
@@ -222,7 +222,7 @@ def test_shared_memory_has_room_for_a_whole_step_of_experts(tmp_path: Path) -> N
     """The shared expert is as wide as all chosen experts together, as in Qwen1.5-MoE."""
     sizes = {"num_experts_per_tok": 6, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 6 * 256}
     make_tiny(Tiny("experts", Qwen2MoeConfig.from_dict(CONFIGS["experts"].to_dict() | sizes)), tmp_path)
-    length = MAX_STEP_TOKENS // NUM_SLOTS
+    length = HOST_STEP.tokens // NUM_SLOTS
     ids = torch.randint(3, 96, (NUM_SLOTS, length), generator=torch.Generator().manual_seed(0)).tolist()
 
     def logits_of(ranks: Ranks | None) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Layer, ModelOutline
 from infer.operands.group import Group
+from infer.operands.limits import HOST_STEP, StepLimits
 from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.outputs import TokenLogprob
 from infer.sampling.columns import SamplingColumns
@@ -187,6 +188,11 @@ class Backend(ABC):
     @abstractmethod
     def computes_on_host(self) -> bool:
         """True if a forward keeps the cores busy that Python runs on."""
+
+    @property
+    def step_limits(self) -> StepLimits:
+        """Limits of a step, as `before_load.step_limits` returns them for the device."""
+        return HOST_STEP
 
     @abstractmethod
     def activation_dtype(self, dtype: torch.dtype | None) -> torch.dtype:

@@ -1,6 +1,6 @@
-"""Work of a backend before torch is loaded: the memory that a model needs on a device, and kernels to compile ahead.
+"""Facts of a backend before torch is loaded: limits of a step, memory that a model needs, kernels to compile ahead.
 
-Both use a model's headers only.
+The last two use a model's headers only.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,9 +10,11 @@ from importlib import import_module
 from typing import Protocol, cast, final, runtime_checkable
 
 from infer.operands.architecture import Architecture, ModelOutline
+from infer.operands.limits import GPU_STEP, HOST_STEP, StepLimits
 
 # Each module is a `MemoryRules`. A device with other kernels has a line of its own.
 _MEMORY_RULES = {"cpu": "infer.backends.cpu.workspace", "cuda": "infer.backends.gpu_memory"}
+_STEP_LIMITS = {"cuda": GPU_STEP, "auto": GPU_STEP}  # `Backend.step_limits`, if they are not HOST_STEP
 _COMPILERS = {"cpu": "infer.backends.cpu.needed_kernels"}  # each has `begin_compiling(make_outline)`
 
 
@@ -40,6 +42,11 @@ class MemoryRules(Protocol):
 
         `types` are the loaded matrices' types, by name.
         """
+
+
+def step_limits(device: str) -> StepLimits:
+    """Return the limits of a step on a device, with or without an index. For "auto", return the largest limits."""
+    return _STEP_LIMITS.get(device.partition(":")[0], HOST_STEP)
 
 
 def memory_rules(device: str = "cpu") -> MemoryRules:

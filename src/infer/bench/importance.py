@@ -25,7 +25,7 @@ from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_checked, load_tokenizer, threads_if_loaded
 from infer.model.load import OnProgress
 from infer.model.transformer import Transformer
-from infer.operands.limits import MAX_STEP_TEXTS, MAX_STEP_TOKENS
+from infer.operands.limits import MAX_STEP_TEXTS
 from infer.operands.mixers import GatedDeltaNet
 from infer.operands.step import Chunk, Step
 from infer.runner.caches import make_cache
@@ -175,7 +175,7 @@ def _decode(network: Transformer, chunks: Sequence[Sequence[int]], size: int) ->
 def _encode(network: Transformer, chunks: Sequence[Sequence[int]], size: int) -> Iterator[int]:
     """Run chunks through an encoder, as `_decode` does through a decoder."""
     encoder = TextEncoder(network, "f32", capture=False)
-    num_texts = min(max(1, MAX_STEP_TOKENS // size), MAX_STEP_TEXTS)
+    num_texts = min(max(1, encoder.step_tokens // size), MAX_STEP_TEXTS)
     for start in range(0, len(chunks), num_texts):
         some = chunks[start : start + num_texts]
         for _ in encoder.of(some, [size] * len(some)):

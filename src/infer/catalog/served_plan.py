@@ -12,7 +12,6 @@ from infer.model.context_length import context_length
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import Estimate, LoadSettings, check_fits, estimate
 from infer.model.tensors import check_tensors
-from infer.operands.limits import MAX_STEP_LOGITS
 from infer.request_limits import MAX_FULL_CONTEXTS
 
 
@@ -53,7 +52,7 @@ def plan_served(
     if architecture.reads_whole_texts:
         pages, num_rows = None, 1
     else:
-        each, num_rows = num_pages(context, cache.page_tokens), MAX_STEP_LOGITS
+        each, num_rows = num_pages(context, cache.page_tokens), load.step.logits
         counts = [pool_pages] if pool_pages else [each * count for count in range(MAX_FULL_CONTEXTS, 0, -1)]
         pages = next((count for count in counts if needed(count, num_rows).total <= share_bytes), counts[-1])
     found = needed(pages, num_rows)

@@ -27,7 +27,7 @@ from infer.engine.model_settings import (
     WeightsType,
 )
 from infer.kvcache.cache_settings import CacheSettings
-from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
+from infer.operands.limits import GPU_STEP
 from infer.outputs import Pooling
 from infer.request_limits import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 from infer.system.byte_size import parse_size
@@ -81,7 +81,7 @@ class ManyPromptsOptions:
         help="Answer many prompts: one per line, or JSON lines if the name ends in .jsonl, each a string or an object "
              "of prompt and its own sampling parameters; - is stdin. Answers are in the order of the prompts, with an "
              "empty line between them, or one JSON object per line with --json.")
-    batch_size: int = option(type=click.IntRange(1, MAX_STEP_LOGITS), default=8,
+    batch_size: int = option(type=click.IntRange(1, GPU_STEP.logits), default=8,
                              help="With --prompts-file: number of prompts answered together.")
     overflow: Overflow = option(default="error", help="For a prompt that is too long: refuse it, or cut its beginning.")
 
@@ -116,8 +116,8 @@ class PathOptions:
     num_draft_tokens: int = option(
         "--num-draft-tokens", "--draft-tokens", default=NUM_DRAFT_TOKENS, type=click.IntRange(1, MAX_DRAFT_TOKENS),
         help="With --speculation: limit of drafted tokens per step.")
-    prefill_chunk: int = option(type=click.IntRange(1, MAX_STEP_TOKENS), default=MAX_STEP_TOKENS,
-                                help="Limit of prompt tokens per step.")
+    prefill_chunk: int | None = option(type=click.IntRange(1, GPU_STEP.tokens),
+                                       help="Limit of prompt tokens per step.  [default: 512 on a CPU, 8192 on a GPU]")
     stats: bool = option(help="Print on stderr which path ran and what it did.")
 
 
@@ -232,7 +232,7 @@ class BatchOptions(SamplingOptions, LoadOptions, RerankerOption):
     source: Path = argument(metavar="IN.jsonl")
     output: Path = argument(metavar="OUT.jsonl")
     workers: int = option(type=AT_LEAST_1, default=1, help="Number of processes, each with the model.")
-    batch_size: int = option(type=click.IntRange(1, MAX_STEP_LOGITS), default=16,
+    batch_size: int = option(type=click.IntRange(1, GPU_STEP.logits), default=16,
                              help="Number of rows that each process answers together.")
     retry_errors: bool = option(help="Answer again the rows whose line is an error.")
     seed: int | None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import click
 
+from infer.backends.before_load import step_limits
 from infer.cli.command_options import BenchOptions, LoadOptions, RunningOptions
 from infer.cli.model_loading import cache_values
 from infer.cli.server_options import DeployOptions, ServeOptions
@@ -49,9 +50,20 @@ def check_loading(options: _Loading) -> CacheSettings:
         check_num_threads(options.threads)
     checked = {name: value for name in _SETTINGS if (value := getattr(options, name, None)) is not None}
     check_settings(checked)
+    _check_step(options)
     if options.dtype != "auto" and options.weights != "auto":
         raise InvalidRequestError("--dtype and --weights contradict each other: give one of them")
     return settings
+
+
+def _check_step(options: _Loading) -> None:
+    """Raise InvalidRequestError for an option that is above the limits of a step on the device."""
+    limits = step_limits(options.device)
+    for name, most in (("slots", limits.logits), ("batch_size", limits.logits), ("prefill_chunk", limits.tokens)):
+        value = getattr(options, name, None)
+        if value is not None and value > most:
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidRequestError(f"{flag} must be at most {most} with --device {options.device}, got {value}")
 
 
 def check_constraints(context: click.Context) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import final
 
 import infer
+from infer.backends.before_load import step_limits
 from infer.cli.model_loading import bytes_for_prefixes
 from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.distributed.front import run_replicas
@@ -111,7 +112,9 @@ def make_settings(options: ServeOptions | DeployOptions) -> ServerSettings:
     keys = read_keys(options.api_key_file) if options.api_key_file else {}
     model, *aliases = options.served_names or [options.model]
     return ServerSettings(
-        **given | {"model": model, "aliases": tuple(aliases), "api_keys": keys, "model_path": options.model}
+        **given
+        | {"max_slots": step_limits(options.device).logits}
+        | {"model": model, "aliases": tuple(aliases), "api_keys": keys, "model_path": options.model}
     )
 
 

@@ -8,7 +8,7 @@ import click
 
 from infer.cli.command_options import ByteSize, ModelArgument, ModelOption, PrefixOption, ServedOptions
 from infer.cli.option_fields import argument, option
-from infer.operands.limits import MAX_STEP_LOGITS
+from infer.operands.limits import GPU_STEP
 
 _SECONDS = click.FloatRange(min=0.1)
 _COUNT = click.IntRange(min=1)
@@ -63,8 +63,8 @@ class ProcessOptions:
 class SchedulingOptions:
     """Options for the amount of work in one step, and for the waits of requests."""
 
-    slots: int = option(type=click.IntRange(1, MAX_STEP_LOGITS), default=16,
-                        help="Number of answers that are computed together.")
+    slots: int = option(type=click.IntRange(1, GPU_STEP.logits), default=16,
+                        help="Number of answers that are computed together, at most 64 on a CPU and 512 on a GPU.")
     pool_pages: int | None = option(type=_COUNT,
                                     help="Pages of 64 tokens that all answers share.  [default: 8 full contexts]")
     step_ms: float = option(type=click.FloatRange(min=1), default=38.0, metavar="MILLISECONDS",

@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 import infer
+from infer.backends.before_load import step_limits
 from infer.distributed.exchange import Exchange, ReplicaFailedError
 from infer.distributed.front import Front
 from infer.distributed.router import RoutedPrompt
@@ -74,9 +75,9 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     given = dict(arguments)
     load = {"model": "smollm2", "threads": 1, "reuse_prefixes": True, **given.pop("load", {})}
     keys = read_keys(Path(given.pop("api_key_file"))) if "api_key_file" in given else {}
-    settings = ServerSettings(
-        **{"model": load["model"], "api_keys": keys, "drain_seconds": DRAIN_SECONDS, **given.pop("settings", {})}
-    )
+    limits = step_limits(str(load.get("device", "cpu")))
+    own = {"model": load["model"], "api_keys": keys, "drain_seconds": DRAIN_SECONDS, "max_slots": limits.logits}
+    settings = ServerSettings(**{**own, **given.pop("settings", {})})
     return application(Deployed(load=load, settings=settings, **given))
 
 

@@ -24,7 +24,7 @@ from infer.engine.snapshot import EngineSnapshot, take_snapshot
 from infer.engine.step_costs import StepKind, context_of
 from infer.engine.step_shares import StepPart, StepShares
 from infer.errors import InferError, OutOfPagesError, closed
-from infer.operands.limits import MAX_STEP_LOGITS, STATE_TOKENS
+from infer.operands.limits import STATE_TOKENS
 from infer.operands.step import Chunk, Clock, Interrupt, Masks, StepEnd
 from infer.runner.runner import Runner
 from infer.runner.sample_loop import SampledTokens
@@ -87,7 +87,7 @@ class Engine:
         self._looked_at = 0.0  # when the watched ones that wait were last looked at
         self.max_running = runner.num_slots  # at the same time
         page_tokens = runner.checkpoint_tokens or STATE_TOKENS
-        self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps, page_tokens=page_tokens)
+        self.scheduler = Scheduler(runner.model.backend.step_limits, max_steps, page_tokens=page_tokens)
         self._shares = StepShares(self.scheduler.costs, self._queue.tenants.weight)
         if prefixes is not None:
             prefixes.is_busy = lambda: bool(self._sequences)
@@ -383,7 +383,7 @@ class Engine:
             sequence.demand(room, self._drafting.steps_to_draft(sequence, times))
             for sequence, room in zip(active, rooms, strict=True)
         ]
-        step_tokens = min([sequence.request.prefill_chunk for sequence in active])
+        step_tokens = self.scheduler.step_tokens(sequence.request.prefill_chunk for sequence in active)
         if (most_steps := self._shares.most_steps) is not None:
             demands = [demand._replace(max_steps=min(demand.max_steps, most_steps)) for demand in demands]
         num_waiting = len(self._slots.waiting) + len(self._resting)

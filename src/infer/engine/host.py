@@ -26,7 +26,6 @@ from infer.errors import InvalidRequestError, closed
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.prefix_store import open_store
 from infer.model.transformer import Transformer
-from infer.operands.limits import MAX_STEP_LOGITS
 from infer.runner.caches import default_pool_pages
 from infer.runner.hidden_states import HiddenStates
 from infer.runner.runner import Runner
@@ -237,7 +236,8 @@ class Host:
 
 def _make_runner(model: Transformer, settings: HostSettings, ranks: Ranks | None) -> Runner:
     pool_pages = settings.pool_pages or default_pool_pages(model, settings.cache)
-    asked = RunnerSettings(model.max_seq_len, settings.cache, MAX_STEP_LOGITS, pool_pages, settings.capture)
+    num_slots = model.backend.step_limits.logits
+    asked = RunnerSettings(model.max_seq_len, settings.cache, num_slots, pool_pages, settings.capture)
     if ranks is None:
         return Runner(model, **asked._asdict())
     ranks.load(asked)

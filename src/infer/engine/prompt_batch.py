@@ -4,22 +4,22 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import NamedTuple, final
 
 from infer.engine.async_answers import AsyncAnswers
+from infer.engine.host import Host
 from infer.engine.loop import Loop
 from infer.engine.loop_messages import Backlog
 from infer.engine.mailbox import Mailbox, Waiters
 from infer.engine.request import Request
 from infer.engine.request_options import check_count
 from infer.engine.sequence import Sequence
-from infer.operands.limits import MAX_STEP_LOGITS
 from infer.outputs import GenerationResult
 
 OnResult = Callable[[int, GenerationResult], None]
 BATCH_SIZE = 8  # prompts answered together
 
 
-def check_batch_size(value: object) -> None:
-    """Raise InvalidRequestError for a batch size that is not allowed."""
-    check_count("batch_size", value, 1, MAX_STEP_LOGITS)
+def check_batch_size(host: Host, value: object) -> None:
+    """Raise InvalidRequestError for a batch size that the model's device does not allow."""
+    check_count("batch_size", value, 1, host.model.backend.step_limits.logits)
 
 
 class Ended(NamedTuple):

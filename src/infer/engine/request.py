@@ -12,7 +12,7 @@ from infer.errors import ContextLengthError, InvalidRequestError
 from infer.grammar.constraint import Constraint
 from infer.grammar.grammar import grammar_of
 from infer.model.transformer import Transformer
-from infer.operands.limits import MAX_STEP_TOKENS
+from infer.operands.limits import StepLimits
 from infer.sampling_params import SEED_BITS, SamplingParams
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat
@@ -30,7 +30,7 @@ class Request:
     vocab_size: int
     make_constraint: Callable[[], Constraint] | None = None  # makes the grammar's matcher, at the grammar's start
     num_draft_tokens: int = 0
-    prefill_chunk: int = MAX_STEP_TOKENS
+    prefill_chunk: int | None = None  # tokens of a prompt in one step; None: as many as a step may have
     cancel: threading.Event | None = None
     num_truncated: int = 0  # tokens that were truncated on the left of the prompt
     tenant: str = ""  # its owner: tenants share the engine
@@ -59,17 +59,18 @@ class Request:
 
 
 class Limits(NamedTuple):
-    """The range of ids and the number of tokens that a model and its tokenizer accept."""
+    """The range of ids and the number of tokens that a model and its tokenizer accept, and the limits of a step."""
 
     vocab_size: int
     max_seq_len: int
     bos_token_id: int | None
+    step: StepLimits
 
 
 def limits_of(model: Transformer, tokenizer: Tokenizer) -> Limits:
     """Return the limits of a model. Either the model or the tokenizer may have more ids."""
     vocab_size = min(model.architecture.vocab_size, tokenizer.vocab_size)
-    return Limits(vocab_size, model.max_seq_len, tokenizer.bos_token_id)
+    return Limits(vocab_size, model.max_seq_len, tokenizer.bos_token_id, model.backend.step_limits)
 
 
 def make_request(

@@ -15,7 +15,7 @@ from infer.engine.async_answers import Check
 from infer.engine.conversation import Conversation, TemplateProbes
 from infer.engine.prompt_encoding import Prompt, PromptIds, fitted, is_conversation, prompt_ids
 from infer.engine.request import Limits, Request, check_ids, make_request
-from infer.engine.request_options import RequestOptions, split_options
+from infer.engine.request_options import RequestOptions, check_count, split_options
 from infer.engine.sequence import Sequence
 from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning, about
 from infer.grammar.budget import Budget, BudgetConstraint
@@ -201,7 +201,7 @@ class RequestMaker:
             found = conversation.encode(prompt)
             return found if ask.respell is None else ask.respell(found)
 
-        _, most, bos_token_id = self.limits
+        most, bos_token_id = self.limits.max_seq_len, self.limits.bos_token_id
         ids = fitted(prompt, encode, bos_token_id, most, params, overflow)
         checkpoints: tuple[int, ...] = ()
         if conversation is not None and ids.messages and 0 < self._least_with_checkpoints < len(ids.token_ids):
@@ -219,6 +219,8 @@ class RequestMaker:
         message_warnings = () if conversation is None else tuple(with_values(ids.messages)[1])
         self._warn(SchemaWarning, schema_warnings)
         self._warn(MessageWarning, message_warnings)
+        if options.prefill_chunk is not None:
+            check_count("prefill_chunk", options.prefill_chunk, 1, self.limits.step.tokens)
         check_ids("answer_prefix", options.answer_prefix, self.limits.vocab_size)
         return replace(
             make_request(self.limits, self._tokenizer, ids.token_ids, params),

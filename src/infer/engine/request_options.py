@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, final, get_args, no_type_check
 
 from infer.engine.model_settings import Overflow, Speculation
-from infer.operands.limits import MAX_STEP_TOKENS
+from infer.operands.limits import GPU_STEP
 from infer.parameters import (
     Count,
     Flag,
@@ -49,7 +49,8 @@ class RequestOptions:
         cancel: Event that ends the answer when another thread sets it.
         speculation: "ngram" verifies drafted tokens in one step. The tokens of the answer stay the same.
         num_draft_tokens: Largest number of drafted tokens per step.
-        prefill_chunk: Largest number of tokens of the prompt per step.
+        prefill_chunk: Largest number of tokens of the prompt per step: at most 512 on a CPU and 8,192 on a GPU. None is
+            the device's limit.
         overflow: "truncate_left" drops the beginning of a prompt that is too long; "error" refuses the prompt.
         tenant: Name of a user. Under load, tenants get equal shares of the computed work.
         priority: Each level lets a request pass others of its tenant that were submitted up to 10 seconds earlier.
@@ -82,8 +83,8 @@ class RequestOptions:
     num_draft_tokens: int = parameter(
         NUM_DRAFT_TOKENS, Count(1, MAX_DRAFT_TOKENS), "Limit of drafted tokens per step.", bodies="generating"
     )
-    prefill_chunk: int = parameter(
-        MAX_STEP_TOKENS, Count(1, MAX_STEP_TOKENS), "Largest number of prompt tokens per step."
+    prefill_chunk: int | None = parameter(
+        None, Count(1, GPU_STEP.tokens, none="the device's limit"), "Largest number of prompt tokens per step."
     )
     overflow: Overflow = parameter(
         "error", OneOf(get_args(Overflow)), "Policy for a prompt that is too long.", bodies="generating"
@@ -129,7 +130,7 @@ class RequestKeywords(SamplingKeywords, total=False):
     cancel: threading.Event | None
     speculation: Speculation | None
     num_draft_tokens: int
-    prefill_chunk: int
+    prefill_chunk: int | None
     overflow: Overflow
     tenant: str
     priority: int

@@ -7,13 +7,13 @@ most `gap_seconds`.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from operator import add
 from typing import NamedTuple, Self, final
 
 from infer.engine.step_costs import StepCosts, StepWork, context_of
-from infer.operands.limits import MAX_STEP_TOKENS, RECENT_PAGES, STATE_TOKENS
+from infer.operands.limits import RECENT_PAGES, STATE_TOKENS, StepLimits
 from infer.speculation.policy import StepTimes
 
 FIRST_STEPS = 8  # steps without a return to Python, while their time is unknown
@@ -73,19 +73,19 @@ NO_PLAN = Plan([], [], 1, StepWork(0, 0, 0))
 class Scheduler:
     def __init__(
         self,
-        max_logits: int,
+        limits: StepLimits,
         max_steps: int | None = None,
         prompt_seconds: float = inf,
         page_tokens: int = STATE_TOKENS,
     ) -> None:
         """Begin without known costs.
 
-        A step has at most `max_logits` logits. A multi-step has at most `max_steps` steps; if that is None, at most
+        `limits` are those of the device. A multi-step has at most `max_steps` steps; if that is None, at most
         `MAX_STEPS` that take at most `MAX_SECONDS`. A step with prompts takes `prompt_seconds` if no answer is
         streamed, and `gap_seconds` otherwise. Checkpoints are at the borders of pages of `page_tokens` tokens.
         """
         self._page_tokens = page_tokens
-        self._max_logits, self._max_steps, self._prompt_seconds = max_logits, max_steps, prompt_seconds
+        self._limits, self._max_steps, self._prompt_seconds = limits, max_steps, prompt_seconds
         self.gap_seconds = GAP_SECONDS
         self._num_plain = PLAIN_STEPS  # steps since the last one with drafts
         self._has_decoded = False  # True if the time of decoding steps is known
@@ -94,7 +94,11 @@ class Scheduler:
 
     def max_drafts(self, num_sequences: int) -> int:
         """Return the largest number of drafts per sequence."""
-        return self._max_logits // num_sequences - 1
+        return self._limits.logits // num_sequences - 1
+
+    def step_tokens(self, chunks: Iterable[int | None]) -> int:
+        """Return the number of tokens that a step may have. `chunks` are the limits of its sequences, None for none."""
+        return min([self._limits.tokens, *(chunk for chunk in chunks if chunk is not None)])
 
     def limit_prompts(self, seconds: float) -> None:
         """Set the seconds that a step with prompts may take if no answer is streamed."""
@@ -110,7 +114,7 @@ class Scheduler:
             return FIRST_PROMPT_TOKENS
         seconds = self._seconds_beside(StepWork(num_decoding, num_decoding, context), is_streamed)
         if seconds == inf:
-            return MAX_STEP_TOKENS
+            return self._limits.tokens
         least = min(LEAST_PROMPT_TOKENS, costs.tokens_in(STREAM_SECONDS / 2, 0))
         return max(1, least, costs.tokens_in(seconds, 0))
 

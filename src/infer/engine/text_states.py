@@ -10,7 +10,7 @@ from torch import Tensor
 from infer.engine.host import Host
 from infer.engine.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
 from infer.engine.vector_options import TextIds
-from infer.operands.limits import MAX_STEP_TEXTS, MAX_STEP_TOKENS
+from infer.operands.limits import MAX_STEP_TEXTS
 from infer.runner.hidden_states import MAX_SHARED_TOKENS, MAX_TEXTS, STEP_TOKENS
 
 
@@ -45,7 +45,7 @@ def text_states(host: Host, given: TextIds, *, only_last: bool = False) -> Itera
 
 def _of_encoder(host: Host, texts: Sequence[list[int]], second_starts: Sequence[int]) -> Iterator[TextStep]:
     encoder = host.text_encoder()
-    for batch in _batches(list(map(len, texts)), MAX_STEP_TOKENS, MAX_STEP_TEXTS):
+    for batch in _batches(list(map(len, texts)), encoder.step_tokens, MAX_STEP_TEXTS):
         for step in encoder.of([texts[index] for index in batch], [second_starts[index] for index in batch]):
             yield TextStep([(batch[row], states) for row, states in step])
         yield TextStep([], ends_batch=True)

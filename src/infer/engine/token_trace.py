@@ -17,7 +17,6 @@ from infer.engine.request_maker import Ask
 from infer.engine.request_options import check_count
 from infer.engine.text_states import step_tokens
 from infer.errors import InferError, InvalidRequestError
-from infer.operands.limits import MAX_STEP_LOGITS
 from infer.outputs import SampleTrace, TokenLogprob
 from infer.request_limits import MAX_LOGPROBS
 from infer.sampling.masks import num_mask_words
@@ -38,7 +37,7 @@ def logits_of(
 
 
 def logits_beside(host: Host, token_ids: Sequence[int], first: int) -> Iterator[Float[Tensor, "tokens vocab"] | None]:
-    """Yield the float32 logits after each token from index `first` on, at most 64 tokens at a time.
+    """Yield the float32 logits after each token from index `first` on, at most as many at a time as a step may have.
 
     They are computed in a slot of the engine, one chunk per `next`. After a chunk before `first`, it yields None. If
     others take the slot, tokens are computed again, and it yields None meanwhile. Each time it computes twice as many
@@ -62,7 +61,7 @@ def logits_beside(host: Host, token_ids: Sequence[int], first: int) -> Iterator[
                 chunk = token_ids[num_held : min(num_held + most, first)]
                 runner.extend(slot, chunk)
             else:
-                chunk = token_ids[num_held : num_held + min(most, MAX_STEP_LOGITS)]
+                chunk = token_ids[num_held : num_held + min(most, host.model.backend.step_limits.logits)]
                 logits = runner.append(slot, chunk, len(chunk))
             num_held = num_done = num_held + len(chunk)
         lease.token_ids = list(token_ids[:num_held])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol, runtime_checkable
 
-from infer.backends.before_load import StepSizes, memory_rules
+from infer.backends.before_load import StepSizes, memory_rules, step_limits
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
@@ -20,7 +20,7 @@ from infer.kvcache.pages import num_pages
 from infer.model.tensors import expected_shapes
 from infer.operands.architecture import Architecture
 from infer.operands.feed_forwards import PER_LAYER_TABLE, Experts
-from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TEXTS, MAX_STEP_TOKENS
+from infer.operands.limits import HOST_STEP, MAX_STEP_TEXTS, StepLimits
 from infer.operands.mixers import KEPT_AS_FLOATS, Attention, Mixer
 from infer.quantization.ggml_types import TYPES_OF_FLOATS
 
@@ -50,6 +50,11 @@ class LoadSettings:
     precision: str = "exact"
     num_threads: int = 1
     device: str = "cpu"  # only the kind, without an index
+
+    @property
+    def step(self) -> StepLimits:
+        """Limits of a step on the device."""
+        return step_limits(self.device)
 
     @property
     def kv_type(self) -> str:
@@ -100,10 +105,10 @@ def estimate(
         return _estimate_of_encoder(architecture, types, load, cache, num_tokens)
     kv_type = kv_type_of(architecture, load, cache)
     history = num_rows * (8 * architecture.vocab_size + 8 * num_tokens)
-    sizes = StepSizes(num_tokens, MAX_STEP_TOKENS, MAX_STEP_LOGITS, load.precision, load.num_threads)
+    sizes, layers = StepSizes(num_tokens, *load.step, load.precision, load.num_threads), architecture.cached_mixers
     return Estimate(
         weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
-        cache=cache_bytes(architecture.cached_mixers, cache, kv_type, num_tokens, num_rows, pool_pages),
+        cache=cache_bytes(layers, cache, kv_type, num_tokens, num_rows, pool_pages, load.step.tokens),
         workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, num_rows) + history,
         process=0 if load.device == "cuda" else PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
     )
@@ -119,12 +124,12 @@ def _estimate_of_encoder(
     architecture: Architecture, types: Mapping[str, str], load: LoadSettings, cache: CacheSettings, num_tokens: int
 ) -> Estimate:
     """Return the memory of an encoder. Its cache has two layers of one text, or of the texts of a tile."""
-    sizes = StepSizes(num_tokens, MAX_STEP_TOKENS, 1, load.precision, load.num_threads)
+    sizes = StepSizes(num_tokens, load.step.tokens, 1, load.precision, load.num_threads)
     kv_type = kv_type_of(architecture, load, cache)
     stream = 4 * num_tokens * architecture.hidden_size  # for a text with several tiles
     return Estimate(
         weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
-        cache=text_cache_bytes(architecture.attention[0], MAX_STEP_TEXTS, max(num_tokens, MAX_STEP_TOKENS), kv_type),
+        cache=text_cache_bytes(architecture.attention[0], MAX_STEP_TEXTS, max(num_tokens, load.step.tokens), kv_type),
         workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, 1) + 2 * stream,
         process=PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
     )
@@ -168,6 +173,7 @@ def check_rows_fit(
     num_tokens: int,
     num_rows: int,
     pool_pages: int | None = None,
+    step_tokens: int,
     available: int | None,
 ) -> None:
     """Raise InvalidRequestError, with a setting that would fit, if memory allocated after loading is too large.
@@ -178,7 +184,7 @@ def check_rows_fit(
     def needed(tokens: int, rows: int, pages: int | None = None) -> int:
         full = rows if pages is None else min(rows, num_pages(pages, num_pages(tokens, cache.page_tokens)))
         each = 12 * vocab_size + 8 * tokens
-        return cache_bytes(layers, cache, kv_type, tokens, rows, pages) + full * each
+        return cache_bytes(layers, cache, kv_type, tokens, rows, pages, step_tokens) + full * each
 
     total = needed(num_tokens, num_rows, pool_pages)
     if available is None or total <= available:
@@ -191,7 +197,7 @@ def check_rows_fit(
     what = f"{num_rows} x {num_tokens:,} tokens of cache"
     if pool_pages is not None:
         what += f" in {pool_pages:,} pages"
-        least = most_pages(make_groups(layers, cache, num_tokens, MAX_STEP_TOKENS))
+        least = most_pages(make_groups(layers, cache, num_tokens, step_tokens))
         fitting = bisect_right(
             range(least, pool_pages), available, key=lambda count: needed(num_tokens, num_rows, count)
         )
@@ -224,7 +230,7 @@ def largest_context(
     def fits(count: int) -> bool:
         if architecture.reads_whole_texts:
             return estimate(architecture, tensors, load, cache, num_tokens=count).model <= available
-        groups = make_groups(architecture.cached_mixers, cache, count, MAX_STEP_TOKENS)
+        groups = make_groups(architecture.cached_mixers, cache, count, load.step.tokens)
         if pool_pages is not None and most_pages(groups) > pool_pages:
             return False
         sizes = estimate(architecture, tensors, load, cache, num_tokens=count, num_rows=num_rows, pool_pages=pool_pages)
@@ -320,9 +326,10 @@ def cache_bytes(
     num_tokens: int,
     num_rows: int,
     pool_pages: int | None = None,
+    step_tokens: int = HOST_STEP.tokens,
 ) -> int:
     """Return the bytes of the cache after every page of the pools has been written."""
-    groups, total = make_groups(layers, settings, num_tokens, MAX_STEP_TOKENS), 0
+    groups, total = make_groups(layers, settings, num_tokens, step_tokens), 0
     for group, count in zip(groups, pool_sizes(groups, num_rows, pool_pages, num_tokens), strict=True):
         total += count * sum(page_bytes(layers[index], kv_type, settings.page_tokens) for index in group.layers)
     return total

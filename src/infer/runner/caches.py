@@ -9,7 +9,6 @@ from infer.kvcache.paged import PagedCache
 from infer.kvcache.pages import num_pages
 from infer.model.memory_estimate import check_rows_fit
 from infer.model.transformer import Transformer
-from infer.operands.limits import MAX_STEP_TOKENS
 from infer.request_limits import MAX_FULL_CONTEXTS
 
 
@@ -19,16 +18,17 @@ def make_cache(
     num_rows: int = 1,
     *,
     settings: CacheSettings | None = None,
-    step_tokens: int = MAX_STEP_TOKENS,
+    step_tokens: int | None = None,
     pool_pages: int | None = None,
 ) -> PagedCache:
-    """Return a cache whose rows get up to `step_tokens` tokens in one step.
+    """Return a cache whose rows get up to `step_tokens` tokens in one step. None is the backend's limit.
 
     It has `pool_pages` pages, or enough pages for all rows when full. Raises InvalidRequestError, with nothing
     allocated, if the available memory would not hold all pages.
     """
     settings = settings or CacheSettings()
     kv_type, layers = _kv_type(model, settings), model.own_mixers
+    step_tokens = step_tokens or model.backend.step_limits.tokens
     check_rows_fit(
         layers,
         model.architecture.vocab_size,
@@ -37,6 +37,7 @@ def make_cache(
         num_tokens=capacity,
         num_rows=num_rows,
         pool_pages=pool_pages,
+        step_tokens=step_tokens,
         available=model.backend.available_bytes(),
     )
     with ops.using(model.backend):
@@ -61,7 +62,14 @@ def default_pool_pages(model: Transformer, settings: CacheSettings) -> int:
     for count in range(MAX_FULL_CONTEXTS, 1, -1):
         with suppress(InvalidRequestError):
             check_rows_fit(
-                layers, vocab_size, settings, kv_type, num_tokens=num_tokens, num_rows=count, available=available
+                layers,
+                vocab_size,
+                settings,
+                kv_type,
+                num_tokens=num_tokens,
+                num_rows=count,
+                step_tokens=model.backend.step_limits.tokens,
+                available=available,
             )
             return count * each
     return each

@@ -17,7 +17,6 @@ from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.snapkv import PromptCompression
 from infer.model.transformer import Transformer
-from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.runner.caches import make_cache
 from infer.runner.sample_loop import SampledTokens, verify
@@ -49,7 +48,7 @@ class Runner:
         The slots share `pool_pages` pages. If it is None, there are enough pages for all slots when full.
         """
         self.model, self._backend = model, model.backend
-        self._step_tokens = step_tokens or MAX_STEP_TOKENS
+        self._step_tokens = step_tokens or model.backend.step_limits.tokens
         self._cache = make_cache(
             model, capacity, num_slots, settings=settings, step_tokens=self._step_tokens, pool_pages=pool_pages
         )
@@ -59,7 +58,7 @@ class Runner:
     def _capture(self) -> ops.Recorded | None:
         self._cache.reserve(0, 1)  # the recording has a step of its own, which is not run
         captured = self._backend.capture(
-            lambda step: self.model.forward(step, self._cache), self._step_tokens, MAX_STEP_LOGITS
+            lambda step: self.model.forward(step, self._cache), self._step_tokens, self._backend.step_limits.logits
         )
         self._cache.truncate(0, 0)
         return captured

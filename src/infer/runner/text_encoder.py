@@ -1,7 +1,8 @@
 """Hidden states of whole texts by an encoder, whose tokens see the tokens after them.
 
 A layer can begin when the layer before it has ended for all tokens of a text. So a long text goes through a stage in
-tiles of `MAX_STEP_TOKENS`, then through the next stage. Texts that fit one tile together go through all stages at once.
+tiles of as many tokens as a step may have, then through the next stage. Texts that fit one tile together go through all
+stages in one batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 from infer.errors import InvalidRequestError
 from infer.kvcache.text_cache import TextCache
 from infer.model.transformer import Transformer
-from infer.operands.limits import MAX_STEP_TEXTS, MAX_STEP_TOKENS
+from infer.operands.limits import MAX_STEP_TEXTS
 from infer.operands.step import Step
 
 
@@ -26,14 +27,14 @@ class TextEncoder:
 
     def __init__(self, model: Transformer, kv_type: str, *, capture: bool) -> None:
         """Make the cache. Raises InvalidRequestError for a type of keys that the model's heads cannot have."""
-        self._model = model
+        self._model, self.step_tokens = model, model.backend.step_limits.tokens
         kv_type = "f32" if kv_type == "auto" else kv_type
         self._cache = TextCache(
-            model.architecture.attention, MAX_STEP_TEXTS, model.max_seq_len, MAX_STEP_TOKENS, kv_type, model.backend
+            model.architecture.attention, MAX_STEP_TEXTS, model.max_seq_len, self.step_tokens, kv_type, model.backend
         )
         stages = [partial(self._stage, index) for index in range(model.num_stages)]
         with torch.inference_mode():
-            self._stages = model.backend.make_stages(stages, MAX_STEP_TOKENS, capture=capture)
+            self._stages = model.backend.make_stages(stages, self.step_tokens, capture=capture)
 
     def _stage(self, index: int, x: Tensor | None, step: Step) -> Float[Tensor, "tokens hidden"]:
         return self._model.run_stage(index, x, step, self._cache)
@@ -47,16 +48,16 @@ class TextEncoder:
         indices of texts with their next tokens' float32 states, which only the last stage has.
         """
         lengths = [len(text) for text in texts]
-        if len(texts) > 1 and sum(lengths) > MAX_STEP_TOKENS:
-            raise InvalidRequestError(f"texts must have {MAX_STEP_TOKENS} tokens together, got {sum(lengths)}")
+        if len(texts) > 1 and sum(lengths) > self.step_tokens:
+            raise InvalidRequestError(f"texts must have {self.step_tokens} tokens together, got {sum(lengths)}")
         self._cache.hold(lengths, second_starts)
         step, num_stages = _step_of(texts), self._model.num_stages
-        if len(step.tokens) <= MAX_STEP_TOKENS:
+        if len(step.tokens) <= self.step_tokens:
             states = self._final(self._stages.run(0, num_stages, None, self._placed(step)))
             ends = accumulate(lengths)
             yield [(row, states[end - count : end]) for row, (count, end) in enumerate(zip(lengths, ends, strict=True))]
             return
-        tiles = [_tile(step, start) for start in range(0, len(step.tokens), MAX_STEP_TOKENS)]
+        tiles = [_tile(step, start, self.step_tokens) for start in range(0, len(step.tokens), self.step_tokens)]
         streams: list[Tensor | None] = [None] * len(tiles)
         for index in range(num_stages):
             for number, tile in enumerate(tiles):
@@ -85,6 +86,6 @@ def _step_of(texts: Sequence[Sequence[int]]) -> Step:
     )
 
 
-def _tile(step: Step, start: int) -> Step:
-    end = start + MAX_STEP_TOKENS
+def _tile(step: Step, start: int, num_tokens: int) -> Step:
+    end = start + num_tokens
     return Step(step.tokens[start:end], step.positions[start:end], step.rows[start:end], step.logit_indices)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import final
 
 from infer.engine.scheduler import GAP_SECONDS
+from infer.operands.limits import HOST_STEP
 from infer.protocols.agent_prompts import AgentPrompts
 from infer.protocols.unknown_fields import UnknownFields
 
@@ -24,6 +25,7 @@ class ServerSettings:
     aliases: tuple[str, ...] = ()
     model_path: str = ""
     slots: int = 16  # answers in one step
+    max_slots: int = HOST_STEP.logits  # that the device allows
     host: str = "127.0.0.1"
     port: int = 8000
     tls_cert: Path | None = None

@@ -14,7 +14,6 @@ import infer
 from infer.engine.scheduler import StepTaken
 from infer.engine.step_costs import StepCosts
 from infer.errors import ClosedError, InferError, InvalidRequestError
-from infer.operands.limits import MAX_STEP_LOGITS
 from infer.server.call import Call
 from infer.server.door import Door
 from infer.server.http_errors import ApiError
@@ -25,7 +24,7 @@ from infer.server.wait_forecast import Forecast, RemainingWork
 
 # Settings that may change while requests are served, with their type and their largest value.
 CHANGEABLE: dict[str, tuple[Any, float]] = {
-    "slots": (int, MAX_STEP_LOGITS),
+    "slots": (int, math.inf),  # `max_slots` is the limit
     "step_ms": (int | float, math.inf),
     "max_queue": (int, math.inf),
     "max_ttft": (int | float, math.inf),
@@ -130,6 +129,7 @@ class ServerState:
                     f"{name} cannot be changed while requests are served: {', '.join(CHANGEABLE)} can"
                 )
             kind, most = CHANGEABLE[name]
+            most = self.settings.max_slots if name == "slots" else most
             if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= most:
                 raise InvalidRequestError(f"{name} must be a number above 0 and at most {most:g}, got {value!r:.60}")
         self.settings = self.door.settings = replace(self.settings, **limits)

@@ -34,7 +34,7 @@ from infer.model.families import make_architecture
 from infer.model.sharding import check_experts
 from infer.operands.architecture import Architecture
 from infer.operands.group import Group
-from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
+from infer.operands.limits import HOST_STEP
 from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport, check_shared
 
 Call = tuple[str, tuple[Any, ...]]  # a method of the runner, and its arguments
@@ -68,8 +68,8 @@ def exchange_bytes(architecture: Architecture) -> int:
     """
     parts = {part for layer in architecture.layers for part in layer.parts}
     widths = {(type(part), place, width) for part in parts for place, width in enumerate(part.widths)}
-    floats = 2 * (MAX_STEP_TOKENS + _SPARE) * (2 * architecture.hidden_size + sum(width for *_, width in widths))
-    return 2 * 4 * (floats + 2 * MAX_STEP_LOGITS * architecture.vocab_size) + _HEADER_BYTES
+    floats = 2 * (HOST_STEP.tokens + _SPARE) * (2 * architecture.hidden_size + sum(width for *_, width in widths))
+    return 2 * 4 * (floats + 2 * HOST_STEP.logits * architecture.vocab_size) + _HEADER_BYTES
 
 
 @final

@@ -14,6 +14,7 @@ from infer.backends.cuda.graphs import CudaGraphs, Repeats
 from infer.backends.only_dense import check_only_dense
 from infer.backends.torch_backend import KV_TYPE_BY_DTYPE, TorchBackend
 from infer.operands.architecture import Layer
+from infer.operands.limits import GPU_STEP, StepLimits
 
 
 @final
@@ -21,6 +22,10 @@ class CudaBackend(TorchBackend):
     @property
     def kernels(self) -> ModuleType:
         return cuda
+
+    @property
+    def step_limits(self) -> StepLimits:
+        return GPU_STEP
 
     def activation_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return float32: the residual stream is tiny compared with the weights."""

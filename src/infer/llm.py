@@ -615,11 +615,10 @@ class LLM:
             pooling: "mean", "last", "cls", "max", "weightedmean" or "mean_sqrt_len". None: the pooling that the model
                 was made for, otherwise the mean.
             prompt_name: Name of a prompt in the model's files, such as "query", to put before each text. None: the
-            default
-                prompt of the files, if any.
-            dimensions: Number of first dimensions to keep. None: all. normalize: True for vectors of length 1, False
-            for vectors of any length. None: the setting in the model's files,
-                otherwise True.
+                default prompt of the files, if any.
+            dimensions: Number of first dimensions to keep. None: all.
+            normalize: True for vectors of length 1, False for vectors of any length. None: the setting in the model's
+                files, otherwise True.
             truncate: True to cut texts that do not fit the context, with a `TruncationWarning`. False refuses them.
 
         Returns:

@@ -546,7 +546,7 @@ def test_an_error_keeps_the_session() -> None:
     told = done.stderr
     for part in (
         "infer: temperature must be in [0, 2], got 9",
-        "infer: no command /nope",
+        "infer: there is no command /nope",
         "did you mean /help",
         "no longer fits",
         "did you mean top_p",

@@ -108,7 +108,7 @@ def test_an_endless_stdin_is_read_up_to_the_limit(monkeypatch: pytest.MonkeyPatc
     endless = ["sh", "-c", f"yes | {sys.executable} {' '.join(FAKE[1:])} generate --grammar - x"]
     done = subprocess.run(endless, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "infer: the file of --grammar - is too long: 1 MiB at most\n"
+    assert done.stderr == "infer: the file of --grammar - is too long: it must have at most 1 MiB\n"
 
 
 @pytest.mark.parametrize("num_words", [1, 50_000])

@@ -76,7 +76,7 @@ def test_a_matrix_is_read_and_one_of_another_model_refused(model: Path, tmp_path
     assert read_gguf(with_it).metadata["quantize.imatrix.file"] == "i.gguf"
     ImportanceMatrix({"blk.9.ffn_up.weight": InputSquares(np.ones((1, 64)), np.ones(1))}).write(tmp_path / "i.gguf")
     assert main(["quantize", str(model), str(plain), "-f", "--imatrix", str(tmp_path / "i.gguf")]) == 2
-    assert "i.gguf has no tensor of m.gguf: make it with this model" in capsys.readouterr().err
+    assert "i.gguf has no tensor of m.gguf: make it with infer imatrix" in capsys.readouterr().err
 
 
 def test_outputs_are_only_replaced_on_demand_and_never_the_model(model: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -92,7 +92,7 @@ def test_outputs_are_only_replaced_on_demand_and_never_the_model(model: Path, tm
     assert "Q8_0" in out
     assert "is the input" in err
     assert main(["quantize", str(output), str(tmp_path / "again.gguf"), "-t", "Q4_0"]) == 3
-    assert "is Q8_0 already" in capsys.readouterr().err
+    assert "is already Q8_0" in capsys.readouterr().err
     assert main(["quantize", str(output), str(tmp_path / "again.gguf"), "-t", "Q4_0", "--requantize"]) == 0
 
 

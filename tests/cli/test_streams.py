@@ -64,7 +64,7 @@ def test_what_stderr_refuses_is_lost_and_nothing_else(closed: str) -> None:
 
 def test_a_missing_stdin_is_empty_and_a_missing_stdout_takes_the_text() -> None:
     assert shell(["chat"], "<&-").returncode == 0
-    assert shell(["generate", "-q", "--prompts-file", "-"], "<&-").stderr.endswith("holds no prompt\n")
+    assert shell(["generate", "-q", "--prompts-file", "-"], "<&-").stderr.endswith("has no prompt: write one per line\n")
     done = shell(["chat"], ">&-", "hello\n")
     assert (done.returncode, "own failure" in done.stderr) == (0, False)
     assert shell(["generate", "--prompt", "a"], "<&- >&- 2>&-").returncode == 0
@@ -167,7 +167,7 @@ end_process(7)
         (OSError(12, "Cannot allocate memory"), "out of memory: "),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory: "),
         (OSError(24, "Too many open files", "x.py"), "too many open files: this process may open "),
-        (RuntimeError("can't start new thread"), "no more threads: "),
+        (RuntimeError("can't start new thread"), "the system refuses to start another thread: "),
         (OSError(28, "No space left on device", "talk.json"), "talk.json: No space left on device"),
     ],
 )

@@ -373,7 +373,7 @@ def test_one_task_reads_at_a_time(llm: LLM, steps: Steps) -> None:
             await anext(stream)
         steps.may_run.set()
         assert await reading == llm.generate("hello", SHORT).token_ids
-        with pytest.raises(TypeError, match="under way"):
+        with pytest.raises(TypeError, match="a running answer"):
             copy.copy(stream)
 
     run(ask)

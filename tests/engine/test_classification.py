@@ -176,7 +176,7 @@ def test_a_model_without_labels_says_what_it_lacks(embedder: LLM) -> None:
         ({"problem_type": ["odd"]}, "problem_type: expected one of"),
         (
             {"architectures": ["Qwen3ForTokenClassification"]},
-            "Qwen3ForTokenClassification labels tokens; supported are",
+            "Qwen3ForTokenClassification labels tokens: supported are",
         ),
     ],
 )

@@ -361,7 +361,7 @@ def test_models_sessions_and_streams_are_not_copied(llm: LLM) -> None:
     for thing, instead in (
         (llm, "load it again"),
         (llm.session(), r"fork\(\) copies it"),
-        (llm.stream("a"), "under way"),
+        (llm.stream("a"), "a running answer"),
     ):
         for way in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match=instead):

@@ -91,7 +91,7 @@ def test_a_text_above_the_limit_is_refused_or_cut(bert: tuple[LLM, Any, Any]) ->
 
 def test_an_eviction_policy_is_refused(tmp_path: Path) -> None:
     make_folder(tmp_path, "bert")
-    with pytest.raises(InvalidRequestError, match="eviction_policy sliding is for models that generate"):
+    with pytest.raises(InvalidRequestError, match="eviction_policy sliding needs a model that generates"):
         LLM(tmp_path, eviction_policy="sliding")
 
 

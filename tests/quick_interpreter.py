@@ -88,8 +88,15 @@ def _make_types_once(patch: pytest.MonkeyPatch) -> None:
 
 def _dot(_builder: Any, a: Any, b: Any, addend: Any, _precision: Any, _imprecise: Any) -> Any:
     """Return a @ b + addend as `tl.dot` does; `multiply_in_one_order` gives the product."""
-    product = multiply_in_one_order(a.data, b.data, addend.data.dtype)
+    product = multiply_in_one_order(_numbers(a), _numbers(b), addend.data.dtype)
     return interpreter.TensorHandle(product + addend.data, addend.dtype.scalar)
+
+
+def _numbers(handle: Any) -> Any:
+    """Return the numbers of a tensor. The interpreter stores a bfloat16 as the upper half of a float32."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle.data
+    return (handle.data.astype(np.uint32) << 16).view(np.float32)
 
 
 def multiply_in_one_order(

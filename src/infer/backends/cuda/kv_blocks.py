@@ -16,6 +16,7 @@ from infer.quantization.kv_layout import LayerCache
 Q8 = tl.constexpr(KV_TYPES.index("q8"))
 Q4 = tl.constexpr(KV_TYPES.index("q4"))
 LANES = tl.constexpr(16)  # positions of a block
+TURN = tl.constexpr(64)  # positions that attention reads at a time
 GROUP = tl.constexpr(32)  # dimensions that share a scale
 CODES = tl.constexpr(512)  # bytes of a record of 8-bit codes
 RECORD = tl.constexpr(544)  # with its scales
@@ -23,6 +24,7 @@ NARROW_CODES = tl.constexpr(256)  # of 4-bit codes
 NARROW_RECORD = tl.constexpr(320)  # with scales and minima
 ROUNDER = tl.constexpr(1.5 * 2**23)  # x + it − it is x rounded to the nearest integer, ties to even
 ROOT = tl.constexpr(32**-0.5)
+QUANTIZED_UNIT = tl.constexpr(2.0**-7)  # quantised keys and values divided by 128 are no larger than a float16
 
 _STORED = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "q8": torch.int8, "q4": torch.int8}
 
@@ -83,49 +85,109 @@ def place_of(cache, row, slot):
 
 
 @triton.jit
-def load_keys(cache, head, page, block, i, DIM: tl.constexpr, KV_TYPE: tl.constexpr):
-    """Return a block's keys, float32 [dims, lanes], for dims i. Quantised keys are mixed.
+def locate_turn(cache, row, start, is_read):
+    """Return the page, the block and the lane of the TURN slots from `start` on, a multiple of TURN.
 
-    Keys that were never written can be anything, including NaN.
+    The page is one number unless pages are smaller than a turn. Then no page is looked up if `is_read` is false.
     """
-    i, lanes = i[:, None], tl.arange(0, LANES)[None, :]
-    at = head * cache.key_head + page * cache.key_page + block * cache.key_block
-    is_there = i < DIM
-    if KV_TYPE >= Q8:
-        record = i // GROUP * RECORD
-        codes = tl.load(cache.key_codes + at + record + i % GROUP * LANES + lanes, mask=is_there, other=0)
-        scales = tl.load(cache.key_scales + (at + record + CODES) // 2 + lanes, mask=is_there, other=0.0)
-        return codes.to(tl.float32) * scales.to(tl.float32)
-    else:  # noqa: RET505 - a constant condition: only one of the two is compiled
-        return tl.load(cache.key_codes + at + i * LANES + lanes, mask=is_there, other=0.0).to(tl.float32)
+    slots = start + tl.arange(0, TURN)
+    line = cache.table + row * cache.table_row
+    if cache.PAGE_TOKENS >= TURN:
+        page = tl.load(line + start // cache.PAGE_TOKENS)
+    else:
+        page = tl.load(line + slots // cache.PAGE_TOKENS, mask=is_read, other=0)
+    block = start % cache.PAGE_TOKENS // LANES + tl.arange(0, TURN) // LANES
+    if cache.PAGE_TOKENS < TURN:
+        block = slots % cache.PAGE_TOKENS // LANES
+    return page, block, tl.arange(0, TURN) % LANES
 
 
 @triton.jit
-def load_values(cache, head, page, block, i, DIM: tl.constexpr, KV_TYPE: tl.constexpr):
-    """Return a block's values, float32 [lanes, dims]. Values never written can be anything, as in `load_keys`."""
-    i, lanes = i[None, :], tl.arange(0, LANES)[:, None]
-    at = head * cache.value_head + page * cache.value_page + block * cache.value_block
-    is_there = i < DIM
+def load_keys(cache, head, page, block, lane, i, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr):
+    """Return a turn's keys [dims, slots] for dims i. Quantised keys are mixed.
+
+    Floats are returned in the stored type, other keys in float32 and divided by QUANTIZED_UNIT. Keys that were never
+    written can be anything, including NaN.
+    """
+    first, columns = _offsets(head, page, block, cache.key_head, cache.key_page, cache.key_block)
+    is_there = (i < DIM)[:, None]
+    if KV_TYPE >= Q8:
+        columns = _aligned(columns)
+        at = cache.key_codes + first + (columns + lane)[None, :] + (i // GROUP * RECORD + i % GROUP * LANES)[:, None]
+        codes = tl.load(at) if SIZE == DIM else tl.load(at, mask=is_there, other=0)
+        group = tl.arange(0, SIZE // GROUP)[:, None]
+        halves = cache.key_scales + first // 2 + (columns // 2 + lane)[None, :] + group * (RECORD // 2) + CODES // 2
+        scales = tl.load(halves, mask=group * GROUP < DIM, other=0.0).to(tl.float32) * QUANTIZED_UNIT
+        wide = tl.broadcast_to(scales[:, None, :], (SIZE // GROUP, GROUP, TURN))
+        return codes.to(tl.float32) * tl.reshape(wide, (SIZE, TURN))
+    else:  # noqa: RET505 - a constant condition: only one of the two is compiled
+        at = cache.key_codes + first + (_aligned(columns) + lane)[None, :] + (i * LANES)[:, None]
+        return tl.load(at) if SIZE == DIM else tl.load(at, mask=is_there, other=0.0)
+
+
+@triton.jit
+def load_values(
+    cache, head, page, block, lane, i, is_seen, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr
+):
+    """Return a turn's values [slots, dims], as `load_keys` does. Values that are not seen are 0."""
+    first, lines = _offsets(head, page, block, cache.value_head, cache.value_page, cache.value_block)
+    is_there = is_seen[:, None] if SIZE == DIM else is_seen[:, None] & (i < DIM)[None, :]
+    if KV_TYPE >= Q8:
+        stored, halves_at = _quantized_values(cache, first, lines, lane, i, is_there, KV_TYPE)
+        group = tl.arange(0, SIZE // GROUP)[None, :]
+        step = RECORD // 2 if KV_TYPE == Q8 else NARROW_RECORD // 2
+        halves = cache.value_scales + first // 2 + (lines // 2 + lane)[:, None] + group * step + halves_at
+        is_group = is_seen[:, None] & (group * GROUP < DIM)
+        value = stored * _by_dimension(tl.load(halves, mask=is_group, other=0.0), SIZE)
+        if KV_TYPE == Q4:
+            value += _by_dimension(tl.load(halves + LANES, mask=is_group, other=0.0), SIZE)
+        return value
+    else:  # noqa: RET505 - a constant condition: only one of the two is compiled
+        at = cache.value_codes + first + (lines + lane * DIM)[:, None] + i[None, :]
+        return tl.load(at, mask=is_there, other=0.0)
+
+
+@triton.jit
+def _quantized_values(cache, first, lines, lane, i, is_there, KV_TYPE: tl.constexpr):
+    """Return the codes of values in float32, and the number of halves in a record before its scales."""
     if KV_TYPE == Q8:
-        record = i // GROUP * RECORD
-        codes = tl.load(cache.value_codes + at + record + lanes * GROUP + i % GROUP, mask=is_there, other=0)
-        scales = tl.load(cache.value_scales + (at + record + CODES) // 2 + lanes, mask=is_there, other=0.0)
-        return codes.to(tl.float32) * scales.to(tl.float32)
-    elif KV_TYPE == Q4:  # noqa: RET505 - constant conditions: only one of the three is compiled
-        record = i // GROUP * NARROW_RECORD
-        both = tl.load(cache.value_codes + at + record + lanes * 16 + i % 16, mask=is_there, other=0)
-        codes = tl.where(i % GROUP < 16, both & 15, (both >> 4) & 15)
-        halves = cache.value_scales + (at + record + NARROW_CODES) // 2 + lanes
-        scales = tl.load(halves, mask=is_there, other=0.0).to(tl.float32)
-        return scales * codes.to(tl.float32) + tl.load(halves + LANES, mask=is_there, other=0.0).to(tl.float32)
+        at = cache.value_codes + first + (lines + lane * GROUP)[:, None] + (i // GROUP * RECORD + i % GROUP)[None, :]
+        return tl.load(at, mask=is_there, other=0).to(tl.float32), CODES // 2
+    else:  # noqa: RET505 - a constant condition: only one of the two is compiled
+        at = cache.value_codes + first + (lines + lane * 16)[:, None] + (i // GROUP * NARROW_RECORD + i % 16)[None, :]
+        both = tl.load(at, mask=is_there, other=0)
+        return tl.where((i % GROUP < 16)[None, :], both & 15, (both >> 4) & 15).to(tl.float32), NARROW_CODES // 2
+
+
+@triton.jit
+def _by_dimension(halves, SIZE: tl.constexpr):
+    """Return halves [slots, groups], of each dimension's group [slots, SIZE], divided by 1 / QUANTIZED_UNIT."""
+    wide = (halves.to(tl.float32) * QUANTIZED_UNIT)[:, :, None]
+    return tl.reshape(tl.broadcast_to(wide, (TURN, SIZE // GROUP, GROUP)), (TURN, SIZE))
+
+
+@triton.jit
+def _offsets(head, page, block, head_stride, page_stride, block_stride):
+    """Return an offset that all slots of a turn share, and those of each slot's block from there."""
+    first = head.to(tl.int64) * head_stride
+    if len(page.shape) == 0:
+        first += page * page_stride
+        blocks = block * block_stride
     else:
-        return tl.load(cache.value_codes + at + lanes * DIM + i, mask=is_there, other=0.0).to(tl.float32)
+        blocks = page * page_stride + block * block_stride
+    return first, blocks
+
+
+@triton.jit
+def _aligned(blocks):
+    """Return offsets of blocks, known to be alike in 16 neighbouring slots. Otherwise loads become narrow."""
+    return tl.max_constancy(tl.multiple_of(blocks, 16), 16)
 
 
 @triton.jit
 def store_key(cache, head, page, block, lane, x, i, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr):
     """Store x [SIZE], of which the first DIM elements count. If the key is quantised, x is already mixed."""
-    at = head * cache.key_head + page * cache.key_page + block * cache.key_block
+    at = head.to(tl.int64) * cache.key_head + page * cache.key_page + block * cache.key_block
     if KV_TYPE >= Q8:
         codes, scales, records = _in_8_bits(x, SIZE)
         within = tl.arange(0, GROUP)[None, :]
@@ -140,7 +202,7 @@ def store_key(cache, head, page, block, lane, x, i, DIM: tl.constexpr, SIZE: tl.
 
 @triton.jit
 def store_value(cache, head, page, block, lane, x, i, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr):
-    at = head * cache.value_head + page * cache.value_page + block * cache.value_block
+    at = head.to(tl.int64) * cache.value_head + page * cache.value_page + block * cache.value_block
     if KV_TYPE == Q8:
         codes, scales, records = _in_8_bits(x, SIZE)
         within = tl.arange(0, GROUP)[None, :]

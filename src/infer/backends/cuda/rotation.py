@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from infer.backends.cuda.attention_items import plan_items
 from infer.backends.cuda.kv_blocks import Q8, mix, place_of, store_key, store_value
 
 NO_NORM = tl.constexpr(0)
@@ -32,55 +33,72 @@ class Rotation(NamedTuple):
     furthest: Any
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "num_slots"])
 def rotate_append(
-    qkv, near, far, arrivals, rows, positions, rotation, cache,
+    qkv, near, far, items, capacity, num_slots, rows, positions, rotation, cache,
+    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_FAR: tl.constexpr,
+    KV_TYPE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Store the rotated queries in near and far [tokens, heads, DIM], and keys and values in the cache.
+
+    SIZE and GROUP_SIZE are DIM and the heads of a group, rounded up to powers of 2. Programs of index 0 have no token:
+    one of them plans the items of `attention_chunks`. The others set their number of arrivals to 0.
+    """
+    index, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows + tl.maximum(index - 1, 0))
+    if index > 0:
+        tl.store(items.arrivals + (index - 1) * KV_HEADS + head, 0)
+        if row >= 0:
+            _rotate_token(
+                qkv, near, far, index - 1, head, row, positions, rotation, cache,
+                NUM_HEADS, KV_HEADS, DIM, HALF, SIZE, GROUP_SIZE, Q_NORM, K_NORM, HAS_FAR, KV_TYPE,
+            )  # fmt: skip
+    elif head == 0:
+        num_tokens = tl.num_programs(0) - 1
+        plan_items(items.fields, rows, positions, num_tokens, capacity, num_slots, cache, SPLITS, TILE)
+
+
+@triton.jit
+def _rotate_token(
+    qkv, near, far, token, head, row, positions, rotation, cache,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_FAR: tl.constexpr,
     KV_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Store the rotated queries in near and far [tokens, heads, DIM], and keys and values in the cache.
+    position = tl.load(positions + token)
+    i, group = tl.arange(0, SIZE)[None, :], tl.arange(0, GROUP_SIZE)[:, None]
+    x = qkv + token * ((NUM_HEADS + 2 * KV_HEADS) * DIM)
+    angles = tl.minimum(tl.load(rotation.rope_sets + row), rotation.num_sets - 1) * rotation.set_size
 
-    SIZE and GROUP_SIZE are DIM and the heads of a group, rounded up to powers of 2. Sets `arrivals` [tokens, kv heads]
-    to 0 for `attention`.
-    """
-    token, head = tl.program_id(0), tl.program_id(1)
-    tl.store(arrivals + token * KV_HEADS + head, 0)
-    row = tl.load(rows + token)
-    if row >= 0:
-        position = tl.load(positions + token)
-        i, group = tl.arange(0, SIZE)[None, :], tl.arange(0, GROUP_SIZE)[:, None]
-        x = qkv + token * ((NUM_HEADS + 2 * KV_HEADS) * DIM)
-        angles = tl.minimum(tl.load(rotation.rope_sets + row), rotation.num_sets - 1) * rotation.set_size
-
-        per_group: tl.constexpr = NUM_HEADS // KV_HEADS
-        heads = head * per_group + group
-        is_mine = (group < per_group) & (i < DIM)
-        scale = _scale(x, rotation.q_norm, heads, rotation.q_eps, i, is_mine, NUM_HEADS, DIM, Q_NORM)
-        at = (token * NUM_HEADS + heads) * DIM + i
-        angle = angles + position * HALF
-        q = _rotated(x, rotation.q_norm, heads, scale, rotation, angle, i, is_mine, DIM, HALF, Q_NORM)
+    per_group: tl.constexpr = NUM_HEADS // KV_HEADS
+    heads = head * per_group + group
+    is_mine = (group < per_group) & (i < DIM)
+    scale = _scale(x, rotation.q_norm, heads, rotation.q_eps, i, is_mine, NUM_HEADS, DIM, Q_NORM)
+    at = (token * NUM_HEADS + heads) * DIM + i
+    angle = angles + position * HALF
+    q = _rotated(x, rotation.q_norm, heads, scale, rotation, angle, i, is_mine, DIM, HALF, Q_NORM)
+    if KV_TYPE >= Q8:
+        q = mix(q, GROUP_SIZE, SIZE)
+    tl.store(near + at, q, mask=is_mine)
+    if HAS_FAR:
+        capped = angles + tl.minimum(position, rotation.furthest) * HALF
+        q = _rotated(x, rotation.q_norm, heads, scale, rotation, capped, i, is_mine, DIM, HALF, Q_NORM)
         if KV_TYPE >= Q8:
             q = mix(q, GROUP_SIZE, SIZE)
-        tl.store(near + at, q, mask=is_mine)
-        if HAS_FAR:
-            capped = angles + tl.minimum(position, rotation.furthest) * HALF
-            q = _rotated(x, rotation.q_norm, heads, scale, rotation, capped, i, is_mine, DIM, HALF, Q_NORM)
-            if KV_TYPE >= Q8:
-                q = mix(q, GROUP_SIZE, SIZE)
-            tl.store(far + at, q, mask=is_mine)
+        tl.store(far + at, q, mask=is_mine)
 
-        x += NUM_HEADS * DIM
-        one = tl.full((1, 1), 0, tl.int32) + head
-        scale = _scale(x, rotation.k_norm, one, rotation.k_eps, i, i < DIM, KV_HEADS, DIM, K_NORM)
-        k = _rotated(x, rotation.k_norm, one, scale, rotation, angle, i, i < DIM, DIM, HALF, K_NORM)
-        if KV_TYPE >= Q8:
-            k = mix(k, 1, SIZE)
-        page, block, lane = place_of(cache, row, position - tl.load(cache.shifts + row))
-        i = tl.arange(0, SIZE)
-        store_key(cache, head, page, block, lane, tl.reshape(k, (SIZE,)), i, DIM, SIZE, KV_TYPE)
-        v = tl.load(x + (KV_HEADS + head) * DIM + i, mask=i < DIM, other=0.0)
-        store_value(cache, head, page, block, lane, v, i, DIM, SIZE, KV_TYPE)
+    x += NUM_HEADS * DIM
+    one = tl.full((1, 1), 0, tl.int32) + head
+    scale = _scale(x, rotation.k_norm, one, rotation.k_eps, i, i < DIM, KV_HEADS, DIM, K_NORM)
+    k = _rotated(x, rotation.k_norm, one, scale, rotation, angle, i, i < DIM, DIM, HALF, K_NORM)
+    if KV_TYPE >= Q8:
+        k = mix(k, 1, SIZE)
+    page, block, lane = place_of(cache, row, position - tl.load(cache.shifts + row))
+    i = tl.arange(0, SIZE)
+    store_key(cache, head, page, block, lane, tl.reshape(k, (SIZE,)), i, DIM, SIZE, KV_TYPE)
+    v = tl.load(x + (KV_HEADS + head) * DIM + i, mask=i < DIM, other=0.0)
+    store_value(cache, head, page, block, lane, v, i, DIM, SIZE, KV_TYPE)
 
 
 @triton.jit

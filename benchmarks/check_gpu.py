@@ -1,197 +1,156 @@
-"""Check and time the kernels of a CUDA GPU: every op from `embed` up, and models on every path.
+"""Check, profile and time the kernels of a CUDA GPU: every op from `embed` up, and models on every path.
 
-    python benchmarks/check_gpu.py --report                         every section, within 8 minutes
-    python benchmarks/check_gpu.py --sections sampler weights       some of the sections
-    python benchmarks/check_gpu.py --device cpu --tiny              the same in Triton's interpreter, without a GPU
+    python benchmarks/check_gpu.py --all --out FOLDER               every section, within ten minutes
+    python benchmarks/check_gpu.py --sections sampler "weights 1"   some of the sections
+    python benchmarks/check_gpu.py --device cpu --tiny --all        the same in Triton's interpreter, without a GPU
 
-Each section is a process of its own, because a fault on a device ends all that a process has there. A section prints a
-line of JSON per result. A section that fails or runs out of time is reported with its last line, and the next one
-begins. Ends with 1 if a result is wrong or a section failed.
+Needs torch, triton, numpy and jaxtyping, and `src` in PYTHONPATH. Each section is a process of its own with a time
+limit, because a fault on a device ends all that a process has there. FOLDER/results.jsonl has a line per section, from
+the moment at which the section ended; FOLDER/SECTION.jsonl has each result from the moment at which it was known.
+`--model FILE.gguf` adds a section with the text of a real model. This makes one of 55 MB:
+
+    infer quantize smollm2 FILE.gguf --type Q4_0 --pure --requantize --token-embedding-type Q4_0 --tensor-type ffn=Q2_0
+
+ Ends with 1 if a result is wrong or a section failed.
 """
 
 import argparse
-import json
 import os
-import re
 import shutil
-import subprocess
+import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-import torch
+from harness import REPORTS, make_parser, say, write_report
+from section_runs import Result, Section, run_sections
 
-from harness import make_parser, say, write_report
+SECONDS = 570.0  # for all sections: ten minutes with the start and processes that cannot be killed
+CHECK_SECONDS = 200.0
+TYPES_PER_SECTION, NUM_WEIGHT_SECTIONS = 3, 10  # a section compiles the kernels of three types in about a minute
 
-Result = dict[str, Any]
-Section = Callable[[torch.device, bool], Iterator[Result]]
-SECONDS, CHECK_SECONDS = 470, 200  # for all of it, and for one check: what hangs leaves time for timings
-
-
-def weights(device: torch.device, is_tiny: bool) -> Iterator[Result]:
-    import gpu_weights
-
-    rows, columns, counts, trials = (5, 256, [1, 9], 1) if is_tiny else (2048, 2048, [1, 2, 8, 16, 512], 120)
-    yield from gpu_weights.check_values(device, rows, columns, counts)
-    yield from gpu_weights.check_invariance(device, rows, columns, counts[-1] + 1, trials)
-
-
-def attention(device: torch.device, is_tiny: bool) -> Iterator[Result]:
-    from gpu_attention import check_attention
-
-    yield from check_attention(device, is_tiny)
-
-
-def sampler(device: torch.device, is_tiny: bool) -> Iterator[Result]:
-    from gpu_sampler import check_logprobs, check_tokens
-
-    yield from check_tokens(device, *((2, [300]) if is_tiny else (16, [1000, 128_256])))
-    yield from check_logprobs(device, *((2, 300) if is_tiny else (16, 128_256)))
-
-
-def models(device: torch.device, is_tiny: bool) -> Iterator[Result]:
-    from gpu_models import check_paths
-
-    yield from check_paths(device, is_tiny)
-
-
-def models_poisoned(device: torch.device, is_tiny: bool) -> Iterator[Result]:
-    """Fill allocated memory with NaN, for results and pages of a cache: it must not be read before it is written."""
-    from gpu_models import check_paths
-
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it
-    yield from check_paths(device, is_tiny, types=["Q4_0"])
-
-
-def products_time(device: torch.device, is_tiny: bool) -> Iterator[Result]:
-    import gpu_weights
-
-    if device.type == "cuda":
-        yield from gpu_weights.time_products(device, 8192, 4096, [1, 4, 64, 512])
-
-
-def sampler_time(device: torch.device, is_tiny: bool) -> Iterator[Result]:
-    from gpu_sampler import CONFIGURATIONS, time_configuration
-
-    if device.type == "cuda":
-        for name in CONFIGURATIONS:
-            yield time_configuration(name, device, 64, 128_256, 10)
-
-
-def models_time(device: torch.device, is_tiny: bool) -> Iterator[Result]:
-    from gpu_models import time_models
-
-    yield from time_models(device, is_tiny)
-
-
-SECTIONS: Mapping[str, Section] = {
-    "weights": weights,
-    "attention": attention,
-    "sampler": sampler,
-    "models": models,
-    "models, poisoned": models_poisoned,
-    "models, sanitized": models,
-    "models, time": models_time,
-    "products, time": products_time,
-    "sampler, time": sampler_time,
-}
-
-
-def run_section(name: str, device: torch.device, is_tiny: bool) -> None:
-    for result in SECTIONS[name](device, is_tiny):
-        print(json.dumps(result), flush=True)
-
-
-def run_all(device: torch.device, is_tiny: bool, sections: Sequence[str] = tuple(SECTIONS)) -> list[Result]:
-    """Return a report per section: its results, and why it ended early if it did.
-
-    Checks run beside one another, because most of their time is a compiler's. Then each timing runs alone.
-    """
-    run = partial(_report_of, device=device, is_tiny=is_tiny, ends=time.monotonic() + SECONDS)
-    checks, timings = ([name for name in sections if is_timing(name) == which] for which in (False, True))
-    reports = list[Result]()
-    for names, at_once in ((checks, max(1, (os.cpu_count() or 1) // 2)), (timings, 1)):
-        with ThreadPoolExecutor(at_once) as pool:
-            for report in pool.map(run, names):
-                reports.append(report)
-                _print(report)
-    return reports
+# The profile comes first, because it says why a step is slow. Checks run beside one another, because most of their time
+# is a compiler's. Then each timing runs alone.
+SECTIONS = (
+    Section("machine", 90),
+    Section("profile, BF16", 80),
+    Section("profile, Q4_K", 80),
+    *(Section(f"weights {number + 1}", CHECK_SECONDS, False) for number in range(NUM_WEIGHT_SECTIONS)),
+    Section("attention", CHECK_SECONDS, False),
+    Section("models", CHECK_SECONDS, False),
+    Section("sampler", CHECK_SECONDS, False),
+    Section("sums", 120, False),
+    Section("file", 120, False),
+    Section("models, poisoned", CHECK_SECONDS, False, {"INFER_POISON": "1"}),
+    Section("several GPUs", 120, False),
+    Section("models, sanitized", CHECK_SECONDS, False),
+    Section("contexts, time", 70),
+    Section("memory", 50),
+    Section("sweeps, time", 70),
+    Section("models, time", 90),
+    Section("products, time", 70),
+    Section("sampler, time", 40),
+)
 
 
 def is_timing(name: str) -> bool:
     return name.endswith("time")
 
 
-def _print(report: Result) -> None:
+def chosen_sections(names: Iterable[str], device: str, model: Path | None) -> list[Section]:
+    """Return the sections with these names, in order; those that cannot run here say why."""
+    found, wanted = list[Section](), set(names)
+    for section in SECTIONS:
+        if section.name not in wanted:
+            continue
+        if device == "cpu":
+            section = section._replace(environment={**section.environment, "TRITON_INTERPRET": "1"})
+        if section.name == "models, sanitized":
+            tool = None if device == "cpu" else shutil.which("compute-sanitizer")
+            section = section._replace(
+                prefix=("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"),
+                skipped="" if tool else "compute-sanitizer is not here",
+            )
+        if section.name == "file" and model is None:
+            section = section._replace(skipped="no --model is given")
+        found.append(section)
+    return found
+
+
+def command_of(section: Section, seconds: float, options: argparse.Namespace) -> list[str]:
+    program = str(Path(__file__).with_name("gpu_sections.py"))
+    command = [sys.executable, "-W", "ignore", program, section.name, "--device", options.device]
+    command += ["--seconds", f"{seconds:.0f}"]
+    command += ["--tiny"] if options.tiny or section.name == "models, sanitized" else []
+    return command + (["--model", str(options.model)] if options.model else [])
+
+
+def print_report(report: Result) -> None:
     results = report["results"]
     counts = f"{len(results)} results, {report['wrong']} wrong"
     print(f"{report['section']:18} {report['seconds']:6.1f} s, {counts}", report["trouble"], flush=True)
     for result in results:
-        if "is_right" not in result or not result["is_right"]:
-            print("   ", *result.values(), flush=True)
+        if not result.get("is_right", False):
+            print("   ", *(_shown(*each) for each in result.items()), flush=True)
 
 
-def _report_of(name: str, device: torch.device, is_tiny: bool, ends: float) -> Result:
-    started = time.monotonic()
-    left = ends - started
-    results, trouble = _in_process(name, device, is_tiny, left if is_timing(name) else min(left, CHECK_SECONDS))
-    wrong = sum(not result.get("is_right", True) for result in results)
-    seconds = round(time.monotonic() - started, 1)
-    return {"section": name, "seconds": seconds, "wrong": wrong, "trouble": trouble, "results": results}
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{name}: {len(value)} entries"
+    return f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
 
 
-def _in_process(name: str, device: torch.device, is_tiny: bool, seconds: float) -> tuple[list[Result], str]:
-    command = [sys.executable, __file__, "--section", name, "--device", str(device)]
-    command += ["--tiny"] if is_tiny else []
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    if device.type == "cpu":
-        environment["TRITON_INTERPRET"] = "1"
-    if name.endswith("poisoned"):
-        environment["INFER_POISON"] = "1"
-    if name.endswith("sanitized"):
-        if device.type == "cpu" or shutil.which("compute-sanitizer") is None:
-            return [{"skipped": "compute-sanitizer is not here"}], ""
-        command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *command, "--tiny"]
-    if seconds <= 0:
-        return [], "no time was left"
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=seconds, check=False)
-        output, trouble = done.stdout, ""
-        if done.returncode:
-            trouble = f"ended with {done.returncode}: {(done.stderr.decode().strip().splitlines() or [''])[-1]}"
-    except subprocess.TimeoutExpired as error:
-        output, trouble = error.stdout or b"", "no time was left"
-    return [json.loads(line) for line in re.findall(rb"^{.*}\n", output, re.MULTILINE)], trouble
+def run_all(options: argparse.Namespace, names: Sequence[str], folder: Path) -> list[Result]:
+    """Run the sections, print their reports, and return these."""
+    reports = list[Result]()
+    sections = chosen_sections(names, options.device, options.model)
+    at_once = max(1, (os.cpu_count() or 1) // 2)
+    for report in run_sections(
+        sections, lambda section, seconds: command_of(section, seconds, options), folder,
+        seconds=SECONDS, num_at_once=at_once,
+    ):  # fmt: skip
+        reports.append(report)
+        print_report(report)
+        if report["section"] == "machine" and _has_no_gpu(report):
+            say("there is no CUDA GPU: --device cpu --tiny checks the kernels in Triton's interpreter")
+            break
+    return reports
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    import triton
+def _has_no_gpu(report: Result) -> bool:
+    return any(result.get("num_gpus") == 0 for result in report["results"])
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, interpreted"
-    return {"torch": torch.__version__, "triton": triton.__version__, "device": name}
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with --tiny (cuda)")
+    names = [section.name for section in SECTIONS]
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--all", action="store_const", const=names, dest="sections", help="run every section")
+    which.add_argument("--sections", nargs="+", choices=names, metavar="NAME", help=f"of {'; '.join(names)}")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, for the interpreter")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the results (benchmarks/reports/gpu-TIME)")
+    parser.add_argument("--model", type=Path, metavar="FILE", help="a GGUF file, for the section `file`")
+    return parser.parse_args(arguments)
+
+
+def _end(*_: Any) -> None:
+    sys.exit(143)  # the sections' processes are killed on the way out
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME",
-                        help=f"of {'; '.join(SECTIONS)}")  # fmt: skip
-    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, for the interpreter")
-    parser.add_argument("--section", help=argparse.SUPPRESS)  # in this process
-    options = parser.parse_args()
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        say("there is no CUDA GPU: --device cpu --tiny checks the kernels in Triton's interpreter")
+    options = parse()
+    signal.signal(signal.SIGTERM, _end)
+    folder = options.out or REPORTS / f"gpu-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    names = dict.fromkeys(["machine", *options.sections])  # no section runs if that one finds no GPU
+    reports = run_all(options, list(names), folder)
+    write_report(options, sections=reports)
+    print(f"results: {folder / 'results.jsonl'}")
+    if _has_no_gpu(reports[0]):
         return 2
-    if options.section:
-        run_section(options.section, device, options.tiny)
-        return 0
-    reports = run_all(device, options.tiny, options.sections)
-    write_report(options, **describe(device), sections=reports)
-    return int(any(report["wrong"] or report["trouble"] for report in reports))
+    return int(any(report["wrong"] or (report["trouble"] and not report["is_skipped"]) for report in reports))
 
 
 if __name__ == "__main__":

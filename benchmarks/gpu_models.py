@@ -1,14 +1,19 @@
-"""`check_gpu`'s sections on models of random weights: the same bits on every path, and tokens per second."""
+"""`check_gpu`'s sections on models: the same bits on every path, a file's own text, and tokens per second."""
 
+import functools
 import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from infer import ops
+from infer.checkpoint import open_checkpoint
+from infer.checkpoint.lazy_weights import LazyWeights
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.model.tensors import expected_shapes
@@ -25,7 +30,7 @@ _LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, 
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3.2-1B": _LLAMA | {
         "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
     },
     "Qwen3-0.6B": {
         "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
@@ -41,16 +46,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
     },
 }  # fmt: skip
+GREEDY = {"temperature": 0.0}
 STEPS = 16  # without a return
 WARM_UP = 2  # steps before those that are timed
+TEXT_TOKENS, MOST_DIVERGENCE = 64, 1e-4  # of a file's own text; KL of the reference's next tokens, in nats
 
 
-def make_model(shape: str, type_: str, device: torch.device, context: int) -> Transformer:
+def make_model(
+    shape: str, type_: str, device: torch.device, context: int, *, shares_layers: bool = False
+) -> Transformer:
+    """Return a model of random weights. With `shares_layers`, matrices of one shape have the same values: it is faster
+    to make.
+    """
     architecture = make_architecture(SHAPES[shape])
+    make = functools.cache(make_weight) if shares_layers else make_weight
     weights = dict[str, FileWeight]()
     for name, size in expected_shapes(architecture).items():
         if len(size) == 2:
-            weights[name] = make_weight(type_, *size)
+            weights[name] = make(type_, *size)
         else:
             weights[name] = StoredWeight("F32", size, torch.ones(size))
     with ops.using("cuda"):
@@ -61,6 +74,13 @@ def make_model(shape: str, type_: str, device: torch.device, context: int) -> Tr
 def make_runner(model: Transformer, rows: int, context: int, **options: Any) -> Runner:
     with ops.using(model.backend):
         return Runner(model, context, num_slots=rows, **options)
+
+
+def at_context(runner: Runner, slot: int, context: int) -> None:
+    """Give the slot a cache of `context` tokens without computing them: its pages hold whatever they held."""
+    runner.truncate(slot, 0)
+    runner.reserve(slot, context)
+    runner.commit(slot, context)
 
 
 def columns_of(model: Transformer, rows: int, **params: Any) -> SamplingColumns:
@@ -139,7 +159,7 @@ def check_paths(
     for type_ in types[:1] if is_tiny else types:
         model = make_model(shape, type_, device, context)
         prompts = [random_ids(length, length, vocab_size) for length in lengths]
-        for params in ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}, penalties):
+        for params in (GREEDY, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}, penalties):
             one_by_one = make_runner(model, 1, context, capture=False)
             expected = generated(one_by_one, prompts[:1], count, 1, **params)[0]
             for name, found in every_path(model, context, prompts, expected, **params):
@@ -159,8 +179,45 @@ def every_path(
     yield "drafts", verified(make_runner(model, 1, context), prompts[0], expected, **params)
 
 
-def time_model(model: Transformer, name: str, rows: int, context: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Return the median tokens per second of greedy decoding after 16 tokens, and of reading a prompt of 512."""
+def check_file(device: torch.device, is_tiny: bool, path: Path) -> Iterator[dict[str, Any]]:
+    """Check that a file's model writes the same text on every path, and that plain torch finds it as probable.
+
+    Yields the divergence of the next tokens' probabilities from those that `reference` computes on the CPU.
+    """
+    checkpoint, count = open_checkpoint(path), 3 if is_tiny else TEXT_TOKENS
+    architecture, context, read = make_architecture(checkpoint.config), 4 * count, list[Tensor]()
+    start = [int(checkpoint.metadata.get("tokenizer.ggml.bos_token_id", 1))]
+    for name, place in (("cuda", device), ("reference", torch.device("cpu"))):
+        with ops.using(name):
+            backend = ops.backend_of(place)
+        weights = LazyWeights(checkpoint.tensors)
+        model = load_transformer(architecture, weights, backend=backend, max_seq_len=context)
+        if name == "cuda":
+            params = {"temperature": 0.7, "top_p": 0.9}
+            ids = generated(make_runner(model, 1, context, capture=False), [start], count, 1, **params)[0]
+            for path_name, found in every_path(model, context, [start, [*start, *ids]], ids, **params):
+                is_right = found == ids
+                yield {"op": f"file, {path_name}", "type": path.name, "tokens": count, "error": float(not is_right),
+                       "is_right": is_right}  # fmt: skip
+        with ops.using(backend):
+            runner = make_runner(model, 1, context, capture=False)
+            read.append(runner.append(0, [*start, *ids][:count], count).cpu().double().log_softmax(-1))
+    ours, expected = read
+    divergence = float((expected.exp() * (expected - ours)).nan_to_num(posinf=0.0).sum(-1).mean())
+    same_best = float((ours.argmax(-1) == expected.argmax(-1)).double().mean())
+    words = checkpoint.metadata.get("tokenizer.ggml.tokens", [])
+    text = "".join(words[each] for each in ids if each < len(words)).replace("Ġ", " ").replace("Ċ", "\n")
+    yield {"op": "file, beside plain torch", "type": path.name, "tokens": count, "error": divergence,
+           "same_best": same_best, "text": text, "is_right": abs(divergence) < MOST_DIVERGENCE}  # fmt: skip
+
+
+def time_model(
+    model: Transformer, name: str, rows: int, context: int, tokens: int, rounds: int, *, after: int = 0
+) -> dict[str, Any]:
+    """Return the median tokens per second of greedy decoding after 16 tokens, and of reading a prompt of 512.
+
+    With `after`, both begin after a context of so many tokens, which is not computed.
+    """
     decode, prefill = [], []
     for _ in range(rounds + 1):
         runner = make_runner(model, rows, context)
@@ -168,6 +225,7 @@ def time_model(model: Transformer, name: str, rows: int, context: int, tokens: i
         columns = columns_of(model, rows, temperature=0.0)
         chunks = [Chunk(slot, [5]) for slot in range(rows)]
         for slot in range(rows):
+            at_context(runner, slot, after)
             runner.extend(slot, prompts[slot])
             runner.reserve(slot, WARM_UP + tokens)
         runner.multi_step(chunks, WARM_UP, columns, None, ())  # captures the sampler of these columns
@@ -178,13 +236,14 @@ def time_model(model: Transformer, name: str, rows: int, context: int, tokens: i
         runner.multi_step(chunks, tokens, columns, None, ())
         decode.append(rows * tokens / (time.perf_counter() - started))
         runner.reset()
-        length = min(512, context)
+        at_context(runner, 0, after)
+        length = min(512, context - after)
         started = time.perf_counter()
         runner.extend(0, random_ids(length, 1, model.architecture.vocab_size))
         model.backend.synchronize()
         prefill.append(length / (time.perf_counter() - started))
     return {
-        "model": name, "rows": rows, "decode_tokens_per_second": statistics.median(decode[1:]),
+        "model": name, "rows": rows, "after": after, "decode_tokens_per_second": statistics.median(decode[1:]),
         "prefill_tokens_per_second": statistics.median(prefill[1:]),
     }  # fmt: skip
 
@@ -194,13 +253,26 @@ def time_models(device: torch.device, is_tiny: bool) -> Iterator[dict[str, Any]]
         yield time_model(make_model("tiny", "Q8_0", device, 32), "tiny, Q8_0", 2, 32, 2, 1)
         return
     for type_ in ("BF16", "Q8_0", "Q4_0"):
-        model = make_model("Llama-3.2-1B", type_, device, 2048)
+        model = make_model("Llama-3.2-1B", type_, device, 2048, shares_layers=True)
         yield time_model(model, f"Llama-3.2-1B, {type_}", 1, 2048, 256, 3)
         del model
-    model = make_model("Qwen3-0.6B", "BF16", device, 2048)
+    model = make_model("Qwen3-0.6B", "BF16", device, 2048, shares_layers=True)
     for rows in (1, 8, 64):  # a step has 64 lines of logits
         yield time_model(model, "Qwen3-0.6B, BF16", rows, 1024, 128, 3)
     yield time_many(model, 256, 2048)
+
+
+def time_contexts(device: torch.device, is_tiny: bool) -> Iterator[dict[str, Any]]:
+    """Yield the speed of decoding and of reading a prompt after long contexts, for one row and for several."""
+    shape, contexts, tokens, rounds = ("tiny", (70,), 2, 1) if is_tiny else ("Llama-3.2-1B", (1024, 8192), 64, 2)
+    capacity = contexts[-1] + (24 if is_tiny else 512)
+    for type_ in ("Q4_0",) if is_tiny else ("Q4_K", "BF16"):
+        model = make_model(shape, type_, device, capacity, shares_layers=True)
+        for context in contexts:
+            for rows in (2,) if is_tiny else (1, 8, 32):
+                room = context + capacity - contexts[-1]
+                yield time_model(model, f"{shape}, {type_}", rows, room, tokens, rounds, after=context)
+        del model
 
 
 def time_many(model: Transformer, num_requests: int, context: int) -> dict[str, Any]:

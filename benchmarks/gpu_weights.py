@@ -7,6 +7,7 @@ which the same device copies memory.
 """
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ from random_weights import make_weight
 
 TOLERANCE = 1e-5  # of the largest value
 CACHE_BYTES = 1 << 28
+COMMON = (
+    "Q4_K", "Q6_K", "Q8_0", "BF16", "Q4_0", "Q5_K", "F16", "Q3_K", "Q2_K", "IQ4_XS", "IQ3_XXS", "MXFP4", "Q5_0", "Q4_1",
+)  # fmt: skip
 FAST = ("Q8_0", "Q4_1", "Q6_K", "IQ4_NL")  # types that are multiplied with one plane, too
 
 
@@ -39,9 +43,11 @@ def meant(x: Tensor, weight: StoredWeight, planes: int) -> Tensor:
     return (whole * scales.double()[:, :, None]).flatten(1)
 
 
-def check_values(device: torch.device, rows: int, columns: int, token_counts: list[int]) -> Iterator[dict[str, Any]]:
+def check_values(
+    device: torch.device, rows: int, columns: int, token_counts: list[int], types: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """Yield the largest error of each type, precision and number of tokens, relative to the largest value."""
-    for type_ in LAYOUTS:
+    for type_ in types:
         weight = make_weight(type_, rows, columns)
         table = cuda.prepare(Projection((weight,)), device).parts[0]
         ids = torch.tensor([0, rows - 1], device=device)
@@ -61,11 +67,11 @@ def check_values(device: torch.device, rows: int, columns: int, token_counts: li
 
 
 def check_invariance(
-    device: torch.device, rows: int, columns: int, most_tokens: int, trials: int
+    device: torch.device, rows: int, columns: int, most_tokens: int, trials: int, types: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """Yield for each type the number of trials in which a token's bits depended on the tokens beside it."""
     generator, norm = random.Random(0), Norm(torch.ones(columns, device=device), 1e-5)
-    for type_ in LAYOUTS:
+    for type_ in types:
         gate_up = Projection(tuple(make_weight(type_, rows, columns, seed) for seed in (1, 2)))
         prepared = cuda.prepare(gate_up, device)
         x = make_activations(most_tokens, columns, 3, device)
@@ -81,29 +87,43 @@ def check_invariance(
 
 def copy_rate(device: torch.device) -> float:
     """Return the bytes per second that the device reads and writes when it copies memory."""
-    source = torch.zeros(CACHE_BYTES, dtype=torch.int32, device=device)
+    source = torch.zeros(CACHE_BYTES if device.type == "cuda" else 64, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
-    return 2 * 4 * CACHE_BYTES / (_replayed(lambda: target.copy_(source), 1) * 1e-6)
+    return 2 * source.nbytes / (replayed(lambda: target.copy_(source), 1, device) * 1e-6)
 
 
-def time_products(device: torch.device, rows: int, columns: int, token_counts: list[int]) -> Iterator[dict[str, Any]]:
+def time_products(
+    device: torch.device, rows: int, columns: int, token_counts: list[int], types: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """Yield the microseconds of a product with its quantisation, and its bandwidth relative to a copy's."""
     rate = copy_rate(device)
-    for type_ in LAYOUTS:
-        weight = make_weight(type_, rows, columns)
-        count = max(1, CACHE_BYTES // weight.num_bytes)
-        matrices = [cuda.prepare(Projection((weight,)), device) for _ in range(count)]
+    for type_ in types:
+        matrices = many_matrices(type_, rows, columns, device)
         for tokens in token_counts:
-            x = make_activations(tokens, columns, tokens, device)
-            norm = Norm(torch.ones(columns, device=device), 1e-5)
-
-            def every_matrix(x: Tensor = x, norm: Norm = norm, matrices: list[Projection] = matrices) -> None:
-                for matrix in matrices:
-                    cuda.norm_project(x, norm, matrix)
-
-            microseconds = _replayed(every_matrix, count)
+            launch = product_of_each(matrices, tokens, device)
+            microseconds = replayed(launch, len(matrices), device)
             share = matrices[0].parts[0].num_bytes / (microseconds * 1e-6) / rate
             yield {"type": type_, "tokens": tokens, "microseconds": microseconds, "share_of_copy_rate": share}
+
+
+def many_matrices(type_: str, rows: int, columns: int, device: torch.device) -> list[Projection]:
+    """Return as many copies of a random matrix as exceed the cache; on a CPU one."""
+    weight = make_weight(type_, rows, columns)
+    count = max(1, CACHE_BYTES // weight.num_bytes) if device.type == "cuda" else 1
+    return [cuda.prepare(Projection((weight,)), device) for _ in range(count)]
+
+
+def product_of_each(matrices: Sequence[Projection], tokens: int, device: torch.device) -> Callable[[], Tensor]:
+    """Return a function that multiplies random activations by each matrix, and returns the last product."""
+    columns = matrices[0].parts[0].in_features
+    x, norm = make_activations(tokens, columns, tokens, device), Norm(torch.ones(columns, device=device), 1e-5)
+
+    def launch() -> Tensor:
+        for matrix in matrices:
+            found = cuda.norm_project(x, norm, matrix).floats
+        return found
+
+    return launch
 
 
 def captured(launch: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -127,7 +147,11 @@ def microseconds(launches: Sequence[Callable[[], Any]]) -> float:
     return start.elapsed_time(end) * 1000 / len(launches)
 
 
-def _replayed(launch: Callable[[], Any], count: int) -> float:
-    """Return the microseconds of one of `count` launches in a graph, the least of ten replays."""
+def replayed(launch: Callable[[], Any], count: int, device: torch.device) -> float:
+    """Return the microseconds of one of `count` launches in a graph, the least of ten replays. A CPU runs them once."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        launch()
+        return (time.perf_counter() - started) * 1e6 / count
     graph = captured(launch)
     return min(microseconds([graph.replay]) for _ in range(10)) / count

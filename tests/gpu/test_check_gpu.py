@@ -1,45 +1,225 @@
-"""Claims about `check_gpu`: a section that fails is reported, and the next one begins."""
+"""Claims about `check_gpu`: no section that hangs, crashes or prints nonsense loses the results of any other."""
 
+import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import check_gpu
+import section_runs
+from section_runs import Result, Section, run_sections
+from watched import python_command
+
+RIGHT, WRONG = '{"op": "embed", "is_right": true}', '{"op": "product", "is_right": false}'
+CODE: Mapping[str, str] = {
+    "right": f"print('{RIGHT}')",
+    "wrong": f"print('{RIGHT}'); print('{WRONG}')",
+    "crash": f"import os; print('{RIGHT}', flush=True); print('CUDA error: bad address', file=sys.stderr); os._exit(7)",
+    "killed": f"import os; print('{RIGHT}', flush=True); os.kill(os.getpid(), 11)",
+    "hang": f"import time; print('{RIGHT}', flush=True); print('{RIGHT[:9]}', end='', flush=True); time.sleep(60)",
+    "garbage": f"sys.stdout.buffer.write(bytes(range(256)) + b'\\n' + b'[' * 99999 + b'\\n[1]\\n'); print('{RIGHT}')",
+    "flood": f"print('{RIGHT}', flush=True)\nwhile True: print('x' * 65536)",
+}
 
 
-def test_sections_that_fail_or_run_out_of_time_are_reported_with_what_they_found(
-    monkeypatch: pytest.MonkeyPatch,
+def fake_command(section: Section, seconds: float) -> list[str]:
+    return [sys.executable, "-S", "-c", f"import sys\n{CODE[section.name]}"]
+
+
+def results_in(folder: Path) -> list[Result]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_every_section_is_reported_whatever_becomes_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, wrong = b'{"op": "embed", "is_right": true}\n', b'{"op": "product", "is_right": false}\n'
-    asked = list[str]()
+    monkeypatch.setattr(section_runs, "MOST_BYTES", 1 << 20)
+    sections = [Section(name, 1.5 if name == "hang" else 30.0) for name in CODE]
+    reports = {report["section"]: report for report in run_sections(sections, fake_command, tmp_path, seconds=60)}
+    assert list(reports) == list(CODE)
+    assert results_in(tmp_path) == list(reports.values())
+    assert all(report["results"][0] == json.loads(RIGHT) for report in reports.values())
+    assert {name: report["wrong"] for name, report in reports.items() if report["wrong"]} == {"wrong": 1}
+    troubles = {name: report["trouble"] for name, report in reports.items()}
+    assert troubles["right"] == troubles["wrong"] == ""
+    assert troubles["crash"] == "ended with 7: CUDA error: bad address"
+    assert troubles["killed"] == "ended with -11: "
+    assert troubles["hang"] == "took more than 2 s; 1 lines are no results"
+    assert re.fullmatch(r"\d+ lines are no results", troubles["garbage"])
+    assert troubles["flood"].startswith("printed more than 1 MiB")
 
-    def run(command: list[str], **options: Any) -> CompletedProcess[bytes]:
-        name = command[command.index("--section") + 1]
-        asked.append(name)
-        if name == "attention":
-            return CompletedProcess(
-                command, 7, b"a line\n" + right + wrong, b"Traceback\nCUDA error: misaligned address\n"
-            )
-        if name == "sampler":
-            raise subprocess.TimeoutExpired(command, options["timeout"], output=right + b'{"op": "samp')
-        return CompletedProcess(command, 0, right, b"")
 
-    monkeypatch.setattr(subprocess, "run", run)
-    reports = {report.pop("section"): report for report in check_gpu.run_all(torch.device("cpu"), is_tiny=True)}
-    assert list(reports) == list(check_gpu.SECTIONS)
-    assert set(asked) == check_gpu.SECTIONS.keys() - {"models, sanitized"}
-    timings = [name for name in check_gpu.SECTIONS if check_gpu.is_timing(name)]
-    assert asked[-len(timings) :] == timings
-    assert reports["attention"]["trouble"] == "ended with 7: CUDA error: misaligned address"
-    assert reports["attention"]["wrong"] == 1
-    assert len(reports["attention"]["results"]) == 2
-    assert reports["sampler"]["trouble"] == "no time was left"
-    assert len(reports["sampler"]["results"]) == 1
-    assert reports["weights"]["trouble"] == ""
+def test_a_report_is_in_the_file_before_the_next_section_ends(tmp_path: Path) -> None:
+    reports = run_sections([Section("right", 30.0), Section("hang", 0.5)], fake_command, tmp_path, seconds=60)
+    assert next(reports)["section"] == "right"
+    assert [report["section"] for report in results_in(tmp_path)] == ["right"]
+    assert next(reports)["section"] == "hang"
+    assert len(results_in(tmp_path)) == 2
+
+
+def test_a_result_is_in_its_file_while_its_section_runs(tmp_path: Path) -> None:
+    class EndedError(Exception):
+        pass
+
+    def command_of(section: Section, seconds: float) -> list[str]:
+        if section.name == "right":  # the other one runs at the same time
+            deadline = time.monotonic() + 20
+            while not (tmp_path / "hang.jsonl").read_bytes() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise EndedError
+        return fake_command(section, seconds)
+
+    sections = [Section("hang", 30.0, is_alone=False), Section("right", 30.0, is_alone=False)]
+    with pytest.raises(EndedError):
+        list(run_sections(sections, command_of, tmp_path, seconds=60, num_at_once=2))
+    found, num_others = section_runs.read_results(tmp_path / "hang.jsonl")
+    assert (found, num_others) == ([json.loads(RIGHT)], 1)
+
+
+def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(section_runs, "KILL_SECONDS", 0.2)
+    left = list[Any]()
+    monkeypatch.setattr(section_runs._Run, "_signal", lambda run: left.append(run))  # as if it hung in a driver
+    sections = [Section("hang", 0.5), Section("right", 30.0)]
+    hung, right = run_sections(sections, fake_command, tmp_path, seconds=60)
+    found = re.fullmatch(r"took .* process (\d+) does not end and is left behind; 1 lines .*", hung["trouble"])
+    assert found is not None
+    os.killpg(int(found[1]), signal.SIGKILL)
+    left[0].wait_until(time.monotonic() + 20)
+    assert hung["results"] == right["results"] == [json.loads(RIGHT)]
+
+
+def test_what_a_section_has_started_ends_with_it(tmp_path: Path) -> None:
+    child = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, file=sys.stderr, flush=True)"
+    command = [sys.executable, "-c", f"import sys\n{child}"]
+    list(run_sections([Section("parent", 30.0)], lambda *_: command, tmp_path, seconds=60))
+    pid, deadline = int((tmp_path / "parent.log").read_text()), time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_checks_run_beside_one_another_and_a_timing_alone(tmp_path: Path) -> None:
+    code = "import time, json; a = time.time(); time.sleep(0.4); print(json.dumps({'span': [a, time.time()]}))"
+    sections = [*(Section(f"check {index}", 30.0, is_alone=False) for index in range(4)), Section("time", 30.0)]
+    command = [sys.executable, "-S", "-c", code]
+    reports = run_sections(sections, lambda *_: command, tmp_path, seconds=60, num_at_once=2)
+    spans = {report["section"]: report["results"][0]["span"] for report in reports}
+    beside = {name: [each for each in spans if overlap(spans[name], spans[each])] for name in spans}
+    assert beside["time"] == ["time"]
+    assert max(len(each) for each in beside.values()) > 1
+    assert all(num_at(spans, begin) <= 2 for begin, _ in spans.values())
+
+
+def overlap(a: list[float], b: list[float]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def num_at(spans: Mapping[str, list[float]], moment: float) -> int:
+    return sum(begin <= moment < end for begin, end in spans.values())
+
+
+def test_all_sections_together_keep_to_their_time(tmp_path: Path) -> None:
+    sections = [Section("hang", 30.0), Section("right", 30.0)]
+    hung, late = run_sections(sections, fake_command, tmp_path, seconds=0.7)
+    assert hung["trouble"].startswith("took more than 1 s")
+    assert (late["trouble"], late["results"]) == ("no time was left", [])
+
+
+@pytest.fixture
+def fake_sections(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Code of sections by name; those that are not named print a right result."""
+    code = {"machine": "print('{\"num_gpus\": 1}')"}
+
+    def command_of(section: Section, seconds: float, options: Any) -> list[str]:
+        return [sys.executable, "-S", "-c", f"import sys\n{code.get(section.name, CODE['right'])}"]
+
+    monkeypatch.setattr(check_gpu, "command_of", command_of)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield code
+    signal.signal(signal.SIGTERM, handler)
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["check_gpu.py", *arguments])
+    return check_gpu.main()
+
+
+def test_all_runs_every_section_and_says_why_some_do_not_run(
+    fake_sections: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check_gpu.shutil, "which", lambda name: None)
+    assert run_main(monkeypatch, "--all", "--out", str(tmp_path)) == 0
+    reports = {report["section"]: report for report in results_in(tmp_path)}
+    assert reports.keys() == {section.name for section in check_gpu.SECTIONS}
+    skipped = {name: report["trouble"] for name, report in reports.items() if report["is_skipped"]}
+    assert skipped == {"file": "no --model is given", "models, sanitized": "compute-sanitizer is not here"}
+    told = capsys.readouterr().out
+    assert f"results: {tmp_path / 'results.jsonl'}" in told
+    assert re.search(r"^file .* no --model is given$", told, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["wrong", "crash"])
+def test_the_status_is_1_if_a_section_failed(
+    name: str, fake_sections: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_sections["attention"] = CODE[name]
+    assert run_main(monkeypatch, "--sections", "attention", "sampler", "--out", str(tmp_path)) == 1
+    assert results_in(tmp_path)[0]["section"] == "machine"
+
+
+def test_no_section_runs_if_there_is_no_gpu(
+    fake_sections: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_sections["machine"] = "print('{\"num_gpus\": 0}')"
+    assert run_main(monkeypatch, "--all", "--out", str(tmp_path)) == 2
+    assert [report["section"] for report in results_in(tmp_path)] == ["machine"]
+
+
+def test_the_profile_comes_first_and_timings_last() -> None:
+    names = [section.name for section in check_gpu.SECTIONS]
+    assert names[:3] == ["machine", "profile, BF16", "profile, Q4_K"]
+    checks = [index for index, section in enumerate(check_gpu.SECTIONS) if not section.is_alone]
+    assert checks == list(range(3, 3 + len(checks)))
+    assert all(index > checks[-1] for index, name in enumerate(names) if check_gpu.is_timing(name))
+    assert check_gpu.SECONDS + section_runs.KILL_SECONDS < 600
+
+
+def test_a_program_that_is_ended_ends_its_sections(tmp_path: Path) -> None:
+    code = f"""
+import signal, sys
+sys.path.append({str(Path(check_gpu.__file__).parent)!r})
+import check_gpu
+from section_runs import Section
+check_gpu.command_of = lambda section, seconds, options: [
+    sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+sys.argv = ["check_gpu.py", "--sections", "sampler", "--out", {str(tmp_path)!r}]
+check_gpu.main()
+"""
+    process = subprocess.Popen(python_command(code), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    output, deadline = tmp_path / "machine.jsonl", time.monotonic() + 60
+    while not (output.exists() and output.read_bytes().endswith(b"\n")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(60) == 143
+    pid = int(output.read_text())
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(pid)

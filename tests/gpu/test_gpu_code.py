@@ -100,6 +100,13 @@ def test_products_of_many_tokens_are_made_by_tensor_cores(kernels: Kernels) -> N
             assert kernel["loop_barriers"] <= 6, name
 
 
+def test_the_tiles_that_a_gpu_is_asked_about_are_instructions_of_different_shapes(code: dict[str, Any]) -> None:
+    for name, depth in (("bf16", 16), ("f16", 16), ("tf32", 8)):
+        for tokens in (16, 128):
+            assert code["sums"][f"{name} 64x{tokens}"] == [f"wgmma m64n{tokens}k{depth}"]
+        assert code["sums"][f"{name} 16x16"] == [f"mma m16n8k{depth}"]
+
+
 def test_the_last_program_of_a_tile_sees_what_the_others_have_left(kernels: Kernels) -> None:
     for name, kernel in kernels.items():
         if name.startswith("attend"):

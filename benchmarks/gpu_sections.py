@@ -1,0 +1,163 @@
+"""The sections of `check_gpu`, which runs this program once per section. It prints a line of JSON per result."""
+
+import argparse
+import faulthandler
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+import triton
+
+import gpu_attention
+import gpu_memory_use
+import gpu_models
+import gpu_profile
+import gpu_sampler
+import gpu_sums
+import gpu_sweeps
+import gpu_weights
+import several_gpus
+from check_gpu import NUM_WEIGHT_SECTIONS, TYPES_PER_SECTION
+from infer.backends import gpus
+from infer.backends.cuda.layouts import LAYOUTS
+
+Result = dict[str, Any]
+DUMP_SECONDS = 3.0  # before the section is killed: its stacks are written then
+
+
+@final
+class Setting(NamedTuple):
+    device: torch.device
+    is_tiny: bool
+    model: Path | None  # a GGUF file
+
+
+def machine(setting: Setting) -> Iterator[Result]:
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+    found = list(map(str, gpus.visible_gpus())) if setting.device.type == "cuda" else None
+    yield {**versions, "cores": os.cpu_count(), "gpus": found, "num_gpus": None if found is None else len(found)}
+    if found:
+        yield {"copy_bytes_per_second": gpu_weights.copy_rate(setting.device)}
+
+
+def profile(setting: Setting, type_: str) -> Iterator[Result]:
+    yield from gpu_profile.profile_steps(setting.device, setting.is_tiny, type_)
+
+
+def weights(setting: Setting, number: int) -> Iterator[Result]:
+    types = list(LAYOUTS)[number * TYPES_PER_SECTION : (number + 1) * TYPES_PER_SECTION]
+    rows, columns, counts, trials = (5, 256, [1, 9], 1) if setting.is_tiny else (2048, 2048, [1, 2, 8, 16, 512], 120)
+    yield from gpu_weights.check_values(setting.device, rows, columns, counts, types)
+    yield from gpu_weights.check_invariance(setting.device, rows, columns, counts[-1] + 1, trials, types)
+
+
+def attention(setting: Setting) -> Iterator[Result]:
+    yield from gpu_attention.check_attention(setting.device, setting.is_tiny)
+
+
+def sampler(setting: Setting) -> Iterator[Result]:
+    device = setting.device
+    yield from gpu_sampler.check_tokens(device, *((2, [300]) if setting.is_tiny else (16, [1000, 128_256])))
+    yield from gpu_sampler.check_logprobs(device, *((2, 300) if setting.is_tiny else (16, 128_256)))
+
+
+def models(setting: Setting) -> Iterator[Result]:
+    yield from gpu_models.check_paths(setting.device, setting.is_tiny)
+
+
+def models_poisoned(setting: Setting) -> Iterator[Result]:
+    """Fill allocated memory with NaN, for results and pages of a cache: it must not be read before it is written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it
+    yield from gpu_models.check_paths(setting.device, setting.is_tiny, types=["Q4_0"])
+
+
+def file(setting: Setting) -> Iterator[Result]:
+    assert setting.model is not None
+    yield from gpu_models.check_file(setting.device, setting.is_tiny, setting.model)
+
+
+def sums(setting: Setting) -> Iterator[Result]:
+    yield from gpu_sums.compare_sums(setting.device, setting.is_tiny)
+
+
+def contexts_time(setting: Setting) -> Iterator[Result]:
+    yield from gpu_models.time_contexts(setting.device, setting.is_tiny)
+
+
+def memory(setting: Setting) -> Iterator[Result]:
+    yield from gpu_memory_use.measure_memory(setting.device, setting.is_tiny)
+
+
+def sweeps(setting: Setting) -> Iterator[Result]:
+    yield from gpu_sweeps.sweep_constants(setting.device, setting.is_tiny)
+
+
+def models_time(setting: Setting) -> Iterator[Result]:
+    yield from gpu_models.time_models(setting.device, setting.is_tiny)
+
+
+def products_time(setting: Setting) -> Iterator[Result]:
+    size = (64, 256, [1, 9]) if setting.is_tiny else (8192, 4096, [1, 4, 64, 512])
+    yield from gpu_weights.time_products(
+        setting.device, *size, types=gpu_weights.COMMON[: 1 if setting.is_tiny else None]
+    )
+
+
+def sampler_time(setting: Setting) -> Iterator[Result]:
+    if setting.device.type != "cuda":
+        yield {"skipped": "the sampler is timed by graphs, on a GPU only"}
+        return
+    for name in gpu_sampler.CONFIGURATIONS:
+        yield gpu_sampler.time_configuration(name, setting.device, 64, 128_256, 10)
+
+
+def gpus_together(setting: Setting) -> Iterator[Result]:
+    yield from several_gpus.check_gpus(setting.device, setting.is_tiny)
+
+
+RUN_BY_NAME: dict[str, Callable[[Setting], Iterator[Result]]] = {
+    "machine": machine,
+    "profile, BF16": partial(profile, type_="BF16"),
+    "profile, Q4_K": partial(profile, type_="Q4_K"),
+    **{f"weights {number + 1}": partial(weights, number=number) for number in range(NUM_WEIGHT_SECTIONS)},
+    "attention": attention,
+    "models": models,
+    "sampler": sampler,
+    "sums": sums,
+    "file": file,
+    "models, poisoned": models_poisoned,
+    "several GPUs": gpus_together,
+    "models, sanitized": models,
+    "contexts, time": contexts_time,
+    "memory": memory,
+    "sweeps, time": sweeps,
+    "models, time": models_time,
+    "products, time": products_time,
+    "sampler, time": sampler_time,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=RUN_BY_NAME)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--model", type=Path)
+    options = parser.parse_args()
+    faulthandler.dump_traceback_later(max(1.0, options.seconds - DUMP_SECONDS))
+    started = time.perf_counter()
+    for result in RUN_BY_NAME[options.name](Setting(options.device, options.tiny, options.model)):
+        at = round(time.perf_counter() - started, 2)
+        print(json.dumps({**result, "at": at}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

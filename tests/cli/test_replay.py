@@ -112,7 +112,7 @@ def test_another_answer_is_told_by_its_hash_and_another_model_by_its_fingerprint
         ({"v": 1, "route": CHAT, "body": {}}, "messages is missing: it is required"),
         ({"v": 1, "route": CHAT, "body": {"messages": MESSAGES, "temprature": 1}}, "did you mean temperature?"),
         ({"v": 1, "route": CHAT, "body": {"messages": MESSAGES, "n": 2}}, "must ask for one answer, got 2"),
-        ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "max_tokens": 0}}, "the permalink's body must ask for one answer, got 0"),
+        ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "max_tokens": 0}}, "must ask for one answer, got 0"),
         ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "echo": True}}, "echo must not be true"),
         ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "regex": "a["}}, "regex"),
         ({"v": 1, "route": COMPLETIONS, "body": {"prompt": [10**6]}}, "ids must be"),

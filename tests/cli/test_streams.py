@@ -64,7 +64,7 @@ def test_what_stderr_refuses_is_lost_and_nothing_else(closed: str) -> None:
 
 def test_a_missing_stdin_is_empty_and_a_missing_stdout_takes_the_text() -> None:
     assert shell(["chat"], "<&-").returncode == 0
-    assert shell(["generate", "-q", "--prompts-file", "-"], "<&-").stderr.endswith("has no prompt: write one per line\n")
+    assert shell(["generate", "-q", "--prompts-file", "-"], "<&-").stderr.endswith(": write one per line\n")
     done = shell(["chat"], ">&-", "hello\n")
     assert (done.returncode, "own failure" in done.stderr) == (0, False)
     assert shell(["generate", "--prompt", "a"], "<&- >&- 2>&-").returncode == 0

@@ -55,7 +55,9 @@ def mean_of(total, values, KV_TYPE: tl.constexpr):
 
 
 @triton.jit
-def store_part(parts, part, is_mine, largest, total, values, DIM: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr):
+def store_part(
+    parts, part, is_mine, largest, total, values, DIM: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr
+):
     at = part.to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
     i = tl.arange(0, SIZE)
     tl.store(parts.largests + at, largest, mask=is_mine)
@@ -64,9 +66,7 @@ def store_part(parts, part, is_mine, largest, total, values, DIM: tl.constexpr, 
 
 
 @triton.jit
-def merged_parts(
-    parts, part, step, count, is_mine, DIM: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr
-):
+def merged_parts(parts, part, step, count, is_mine, DIM: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr):
     """Return `count` parts, `step` apart from `part` on, merged from the left."""
     largest, total, values = nothing(QUERIES, SIZE)
     for start in range(0, count, AT_ONCE):

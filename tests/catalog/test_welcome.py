@@ -114,7 +114,7 @@ def test_the_banner_is_written_once_and_as_scripts_know_it(folder: Path, replica
         try:
             assert process.stderr is not None
             first = process.stderr.readline()
-            url = re.findall(r"^loading .*; (http://\S+) answers meanwhile$", first)[0]
+            url = re.findall(r"^loading .*; (http://\S+) already answers$", first)[0]
             wait_until_ready(url)
             if replicas > 1:
                 wait_for_replicas(url, replicas)

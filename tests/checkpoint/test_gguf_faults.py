@@ -77,7 +77,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
         raw_file((key_value("k", 9, struct.pack("<IQ", 8, 2) + text("a") + text(b"\xff")),)),
         "string 1 is not UTF-8",
     ),
-    "array of arrays": (raw_file((key_value("k", 9, struct.pack("<IQ", 9, 0)),)), "arrays of arrays are not read"),
+    "array of arrays": (raw_file((key_value("k", 9, struct.pack("<IQ", 9, 0)),)), "arrays of arrays are not supported"),
     "no dimensions": (raw_file((), (tensor_entry("abcdefghi", (), 0, 0),), bytes(32)), "1 to 4 dimensions, got 0"),
     "five dimensions": (raw_file((), (tensor_entry("a", (1,) * 5, 0, 0),), bytes(32)), "1 to 4 dimensions, got 5"),
     "no elements": (raw_file((), (tensor_entry("a", (8, 0), 0, 0),), bytes(32)), "has no elements"),

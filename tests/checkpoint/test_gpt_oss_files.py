@@ -75,7 +75,7 @@ def test_parts_of_a_stack_are_the_rows_of_each_expert(tmp_path: Path) -> None:
     ("change", "problem"),
     [
         (lambda tensors, at: tensors.pop(f"{at}_scales"), "expected a tensor of its scales next to it"),
-        (lambda tensors, at: tensors.pop(f"{at}_blocks"), "expected a tensor of its blocks beside it"),
+        (lambda tensors, at: tensors.pop(f"{at}_blocks"), "expected a tensor of its blocks next to it"),
         (lambda tensors, at: tensors.update({f"{at}_scales": torch.zeros(6, 192, 3, dtype=torch.uint8)}), "the shape"),
         (lambda tensors, at: tensors.update({f"{at}_scales": torch.zeros(6, 192, 2)}), r"expected bytes \(U8\)"),
         (lambda tensors, at: tensors.update({f"{at}_scales": torch.zeros((), dtype=torch.uint8)}), "experts, rows and"),

@@ -259,7 +259,7 @@ TRAPS: dict[str, tuple[tuple[str, ...], Any, str]] = {
         ("post_processor",), {**TEMPLATE, "single": [{"SpecialToken": {"id": "x", "type_id": 0}}]}, "'x', which",
     ),
     "a template of a second text": (
-        ("post_processor",), {**TEMPLATE, "single": [{"Sequence": {"id": "B", "type_id": 0}}]}, "a second one",
+        ("post_processor",), {**TEMPLATE, "single": [{"Sequence": {"id": "B", "type_id": 0}}]}, "contains a second",
     ),
     "an id of 2³² − 1": (("model", "vocab", "!"), 2**32 - 1, "expected ids below 1000000, got 4294967295"),
     "an id twice": (("model", "vocab", "!"), 65, "two tokens have the same id"),

@@ -190,7 +190,7 @@ def test_a_broken_config_is_refused(tmp_path: Path, content: str) -> None:
 def test_types_that_need_a_quantiser_of_their_own_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = make_folder(tmp_path, {"lm_head.weight": torch.ones(2, 2).to(dtype)})
     with pytest.raises(
-        UnsupportedModelError, match=r"'lm_head\.weight' is (F8_E5M2|I32|F64); supported are F32, F16, BF16"
+        UnsupportedModelError, match=r"'lm_head\.weight' is (F8_E5M2|I32|F64): supported are F32, F16, BF16"
     ):
         open_checkpoint(folder)
 
@@ -346,5 +346,5 @@ def test_folders_of_unknown_methods_of_quantisation_are_refused_with_what_to_tak
     config = {"model_type": "llama", **quantised, **({"text_config": CONFIG} if is_nested else CONFIG)}
     folder = make_folder(tmp_path / "Model-4bit", {"lm_head.qweight": torch.zeros(2, dtype=torch.int32)}, config)
     expected = method or "a method that config.json does not name"
-    with pytest.raises(UnsupportedModelError, match=f"Model-4bit: .* by {expected}, .* take .*bfloat16 .* GGUF"):
+    with pytest.raises(UnsupportedModelError, match=f"Model-4bit: .* by {expected}, .* use .*bfloat16 .* GGUF"):
         open_checkpoint(folder)

@@ -58,7 +58,7 @@ def test_parts_under_each_others_names_are_refused(parts: list[Path]) -> None:
     parts[1].rename(spare)
     parts[2].rename(parts[1])
     spare.rename(parts[2])
-    with pytest.raises(ModelFormatError, match=r"m-00002.*: split\.no: expected 1 of a part of this name, got 2"):
+    with pytest.raises(ModelFormatError, match=r"m-00002.*: split\.no: expected 1 in a part of this name, got 2"):
         open_checkpoint(parts[0])
 
 

@@ -169,7 +169,7 @@ def test_slots_on_both_sides_of_the_border_take_steps_together_up_to_it(pair: tu
 def test_only_an_empty_row_changes_its_factors(pair: tuple[Any, LLM]) -> None:
     _, llm = pair
     cache = runner_of(llm, [3, 100]).cache
-    with pytest.raises(InvalidRequestError, match=r"only an empty row .*, row 0 has tokens"):
+    with pytest.raises(InvalidRequestError, match=r"only an empty row .*, but row 0 has tokens"):
         cache.set_rope(0, is_long=True)
     cache.copy_row(0, 1)
     assert cache.is_long(0)

@@ -183,7 +183,7 @@ def test_bodies_of_other_programs_are_answered_without_a_warning(
         ("generate", {"prompt": "a", "template": "{{ .Prompt }}"}, "raw: true"),
         ("generate", {"prompt": "a", "context": [1]}, "/api/chat"),
         ("generate", {"prompt": "a", "raw": True, "system": "b"}, "put the text into prompt"),
-        ("pull", {"model": "llama3.2"}, "org/repository"),
+        ("pull", {"model": "llama3.2"}, "org/repo"),
         ("copy", {"source": "tiny", "destination": "b"}, "--served-model-name"),
         ("create", {"from": "tiny"}, "infer quantize"),
         ("push", {}, "not uploaded"),

@@ -273,7 +273,7 @@ def test_a_branch_has_the_bits_of_its_answer_up_to_the_other_token(served: Serve
         ("trace", {"prompt": "a", "answer_token_ids": [97, 9999]}, "answer_token_ids[1]", "from 0 to"),
         ("trace", {"prompt": "a", "answer_token_ids": [98, 97], "position": 1, "regex": "a+"}, "answer_token_ids",
          "the grammar does not allow token 98"),
-        ("trace", {"prompt": "a", "stream": True}, "stream", "whole"),
+        ("trace", {"prompt": "a", "stream": True}, "stream", "not streamed"),
         ("trace", {"prompt": "a", "n": 2}, "n", "must not be 2"),
         ("trace", {}, "prompt", "one of prompt and messages"),
         ("trace", {"prompt": "a", "messages": MESSAGES}, "prompt", "one of prompt and messages"),

@@ -121,7 +121,7 @@ def test_a_special_token_that_a_text_can_still_spell_is_refused(tmp_path: Path) 
     tokenizer = Tokenizer(backend, named_tokens={"unk_token": "[UNK]"})
     assert tokenizer.encode_pair("a", "b").ids == [1, 2, 1, 0, 1]
     for pair in (("cls", "a"), ("a", "cls")):
-        with pytest.raises(InvalidRequestError, match=r"\Aa message holds 'cls'[^\n]*remove it\Z"):
+        with pytest.raises(InvalidRequestError, match=r"\Aa message contains 'cls'[^\n]*remove it\Z"):
             tokenizer.encode_pair(*pair)
 
 

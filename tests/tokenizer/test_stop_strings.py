@@ -95,7 +95,7 @@ def test_one_string_is_a_list_of_one() -> None:
 
 
 def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="non-empty"):
+    with pytest.raises(InvalidRequestError, match="not empty"):
         StopStrings(["a", ""])
 
 

@@ -306,5 +306,5 @@ def test_a_session_calls_hears_the_result_and_keeps_what_was_said(folder: Path, 
         session.save(tmp_path / "session")
     with llm.load_session(tmp_path / "session") as session:
         assert session.send("again", **asked).tool_calls
-        with pytest.raises(InvalidRequestError, match="no tool"):
+        with pytest.raises(InvalidRequestError, match="is not a tool"):
             session.send("again", tool_choice="other")

@@ -342,7 +342,7 @@ def test_a_choice_of_tools_is_checked() -> None:
     function = {"type": "function", "function": {"name": "now"}}
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [function]}}
     assert read_tool_choice(allowed, TOOLS).names == ("now",)
-    for wrong, rule in [("later", "no tool"), ({"type": "x"}, "tool_choice must be"), (3, "tool_choice must be")]:
+    for wrong, rule in [("later", "is not a tool"), ({"type": "x"}, "tool_choice must be"), (3, "tool_choice must be")]:
         with pytest.raises(InvalidRequestError, match=rule):
             read_tool_choice(wrong, TOOLS)
     with pytest.raises(InvalidRequestError, match="needs tools"):

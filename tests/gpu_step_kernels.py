@@ -1,4 +1,4 @@
-"""Compiles the kernels of a step besides its products: rotation, attention, `advance`, `accept`."""
+"""Compiles the kernels of a step besides its products: rotation, attention, `advance`, `accept`, `take`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from gpu_compiler import AMD, LEFT, code_of, compiled
 from infer.backends.cuda.attention import KV_TYPES, ChunkParts, attend_chunks
 from infer.backends.cuda.kv_blocks import Blocks
 from infer.backends.cuda.rotation import Rotation, rotate_append
-from infer.backends.cuda.sampling.after_sampling import accept_rows, advance_rows
+from infer.backends.cuda.sampling.after_sampling import accept_rows, advance_rows, take_tokens
 
 _STORED = {"f32": "*fp32!", "f16": "*fp16!", "bf16": "*bf16!", "q8": "*i8!", "q4": "*i8!"}
 _ADVANCE = {
@@ -23,6 +23,8 @@ _ACCEPT = {
     **_ADVANCE, **dict.fromkeys(("drafts", "starts", "token_ids"), "*i64!"), "occurrences": "*i32!", "counts": "*i64!",
     "LINES": 64,
 }  # fmt: skip
+
+_TAKE = {**dict.fromkeys(("tokens", "starts", "token_ids"), "*i64!"), "size": "i32", "BLOCK": 128}
 
 
 def step_kernel(kernel: Any, kv_type: str, dim: int, target: str | int, *, is_split: bool = False) -> CompiledKernel:
@@ -57,5 +59,6 @@ def step_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"rotate {kv_type} 90", code_of(step_kernel(rotate_append, kv_type, 128, 90))
     yield "advance 90", code_of(compiled(advance_rows, _ADVANCE, 90, num_warps=1))
     yield "accept 90", code_of(compiled(accept_rows, _ACCEPT, 90, num_warps=1))
+    yield "take 90", code_of(compiled(take_tokens, _TAKE, 90, num_warps=1))
     for target in AMD:
         step_kernel(attend_chunks, "f16", 64, target)

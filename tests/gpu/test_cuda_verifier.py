@@ -90,7 +90,7 @@ def test_all_lines_at_once_give_what_they_give_one_by_one_and_the_history_sees_i
         padded = torch.full((MAX_LINES, VOCAB_SIZE + 3), torch.nan)
         padded[: len(rows.logits), :VOCAB_SIZE] = rows.logits
         forward = Recording(lambda: None, padded)
-        found = verifier.run(forward, chunks_of(drafts), starts, rows.columns, ours, masks).token_ids
+        found = verifier.launch(forward, chunks_of(drafts), starts, rows.columns, ours, masks).wait().token_ids
         assert found == one_by_one(rows, drafts, theirs)
         for name in ("lengths", "last", "counts", "tokens"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
@@ -108,7 +108,9 @@ def test_a_draft_is_in_the_history_of_the_lines_after_it(name: str) -> None:
     history.begin(0, [3, 4])
     verifier = Verifier(4, CPU, Repeats())
     padded = torch.cat([logits, logits[:1]])
-    found = verifier.run(Recording(lambda: None, padded), [Chunk(0, [4, 5, 9], 2)], [1], columns, history, None)
+    found = verifier.launch(
+        Recording(lambda: None, padded), [Chunk(0, [4, 5, 9], 2)], [1], columns, history, None
+    ).wait()
     assert found.token_ids == [[5, 9, 5]]
 
 
@@ -118,7 +120,9 @@ def test_log_probabilities_are_those_of_the_lines_that_count() -> None:
     options = ({"temperature": 0, "logprobs": 2}, {"temperature": 0}, filtered)
     columns = SamplingColumns.of([SamplingParams(**each) for each in options], VOCAB_SIZE)
     chunks = [Chunk(0, [1, int(logits[0].argmax())], 1), Chunk(1, [1]), Chunk(2, [1])]
-    found = Verifier(4, CPU, Repeats()).run(Recording(lambda: None, logits), chunks, [3] * 3, columns, None, None)
+    found = (
+        Verifier(4, CPU, Repeats()).launch(Recording(lambda: None, logits), chunks, [3] * 3, columns, None, None).wait()
+    )
     expected, _ = verify(logits, chunks, [4] * 3, columns, None, None)
     assert found.token_ids == [tokens.token_ids for tokens in expected]
     assert found.logprobs == [tokens.logprobs for tokens in expected]

@@ -119,7 +119,7 @@ def test_blocks_of_the_cache_are_read_in_wide_words(kernels: Kernels) -> None:
             assert count(kernel, r"ld\.global\.v4\.b32") >= 4, name  # of keys, of values and of queries
 
 
-@pytest.mark.parametrize("name", ["advance 90", "accept 90"])
+@pytest.mark.parametrize("name", ["advance 90", "accept 90", "take 90"])
 def test_what_stands_after_the_sampler_is_one_warp_without_a_barrier(kernels: Kernels, name: str) -> None:
     assert count(kernels[name], r"bar\.") == 0
 

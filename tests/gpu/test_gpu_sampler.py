@@ -208,8 +208,9 @@ def test_log_probabilities_are_those_of_the_definition(seed: int, vocab_size: in
     logprobs = Logprobs(torch.device("cpu"), Repeats())
     records = logprobs.records(columns, 9, torch.zeros(1, dtype=torch.int64))
     token_ids = choose_by(tiling, logits, columns, history, positions, allowed, None, records).tolist()
-    logprobs.fetch(columns, 9)
-    found = logprobs.of(columns, [range(i, i + 1) for i in range(9)], [[token_id] for token_id in token_ids])
+    fetched = logprobs.fetch(columns, 9)
+    assert fetched is not None
+    found = fetched.of([range(i, i + 1) for i in range(9)], [[token_id] for token_id in token_ids])
     expected = sampler.sample(logits, columns, history, positions, allowed)
     assert token_ids == expected.token_ids.tolist()
     for i, (count, token_id) in enumerate(zip(columns.num_logprobs, token_ids, strict=True)):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,30 @@ class Generated(NamedTuple):
     token_ids: list[list[int]]
     ends: list[StepEnd]
     logprobs: list[list[TokenLogprob]]
+
+
+@final
+class PendingStep:
+    """A step that was launched. Until it has ended, another step may be launched behind it."""
+
+    def __init__(self, wait: Callable[[], Generated], *, is_running: bool) -> None:
+        """Take the function that waits for the step's end. With `is_running` the device runs the step."""
+        self._wait: Callable[[], Generated] | None = wait
+        self._generated: Generated | None = None
+        self.is_running = is_running
+
+    @classmethod
+    def ended(cls, generated: Generated) -> Self:
+        """Return a step that has ended with these tokens."""
+        return cls(lambda: generated, is_running=False)
+
+    def wait(self) -> Generated:
+        """Wait until the step has ended, and return its tokens. Another call returns them again."""
+        if self._wait is not None:
+            self._generated = self._wait()
+            self._wait, self.is_running = None, False  # `wait` refers to memory
+        assert self._generated is not None
+        return self._generated
 
 
 class Recorded(ABC):
@@ -120,6 +144,24 @@ class Captured(Recorded):
 
         These are the drafts that were right, and the token after them.
         """
+
+    def launch(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        columns: SamplingColumns,
+        history: History | None = None,
+        masks: Masks | None = None,
+        behind: PendingStep | None = None,
+    ) -> PendingStep:
+        """Begin `run_verified`. If the device can run steps on its own, the step may still run when this returns.
+
+        With `behind`, a step that is running and was launched last, a chunk may be one id of
+        `operands.step.sampled_after`. A recording whose steps have ended when `launch` returns is never asked for it.
+        """
+        if behind is not None:
+            raise InvalidRequestError("a step can only be launched behind one that is running")
+        return PendingStep.ended(self.run_verified(chunks, starts, columns, history, masks))
 
     def _has_room(self, chunks: Sequence[Chunk]) -> bool:
         num_tokens = sum([len(chunk.token_ids) for chunk in chunks])

@@ -46,6 +46,14 @@ class Chunk(NamedTuple):
         return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
 
+def sampled_after(chunk_index: int) -> int:
+    """Return the id that stands for the token which the step before samples after its chunk of this index.
+
+    Only a step that is launched behind that one may have such an id. The device puts the token in its place.
+    """
+    return -2 - chunk_index
+
+
 @dataclass(frozen=True)
 class Step:
     """One forward. A sequence's tokens are contiguous and its positions increase by one."""

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.backends.base import Backend, Captured, KernelStore, Precision, Recorded
+from infer.backends.base import Backend, Captured, Generated, KernelStore, PendingStep, Precision, Recorded
 from infer.operands.activation_values import Activations
 from infer.operands.delta_net_cache import DeltaNetCache
 from infer.operands.feed_forwards import Activation
@@ -50,7 +50,9 @@ __all__ = [
     "Activations",
     "Backend",
     "Captured",
+    "Generated",
     "KernelStore",
+    "PendingStep",
     "Precision",
     "Recorded",
     "add_experts",

@@ -227,17 +227,22 @@ class Runner:
             self.commit(slot, len(token_ids))
         return logits
 
-    def sample(
-        self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None
-    ) -> tuple[list[SampledTokens], list[StepEnd]]:
-        """Run the chunks, and sample after each chunk that has logits, line by line while its drafts are right.
+    def launch(
+        self,
+        chunks: Sequence[Chunk],
+        columns: SamplingColumns,
+        history: History | None,
+        masks: Masks | None = None,
+        behind: ops.PendingStep | None = None,
+    ) -> ops.PendingStep:
+        """Begin to run the chunks, and to sample after each chunk that has logits, while its drafts are right.
 
-        Entry i of `columns` belongs to chunk i. The sampled tokens are added to `history`. Also returns the end of each
-        round of sampling.
+        Entry i of `columns` belongs to chunk i. The sampled tokens are added to `history`. If the device can run steps
+        on its own, the step may still run when this returns. With `behind`, a step that is running and was launched
+        last, a chunk may be one id of `operands.step.sampled_after`. `takes` must be True of the chunks then.
         """
         if (captured := self._captured_for(chunks, columns)) is not None:
-            found = captured.run_verified(chunks, self.starts(chunks), columns, history, masks)
-            return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
+            return captured.launch(chunks, self.starts(chunks), columns, history, masks, behind)
         positions = [self.lengths[chunk.slot] + len(chunk.token_ids) - chunk.num_drafts for chunk in chunks]
         with self._backend.threads(), ops.using(self._backend), torch.inference_mode():
             logits = self.forward(chunks)[:, : columns.vocab_size]
@@ -247,9 +252,19 @@ class Runner:
                 masks.wait()
             words = None if masks is None else masks.words
             sampled, ended = verify(logits, chunks, positions, columns, history, words)
-        return sampled, [StepEnd(*pair) for pair in pairwise([forward_ended, *ended])]
+        ends = [StepEnd(*pair) for pair in pairwise([forward_ended, *ended])]
+        token_ids, logprobs = [each.token_ids for each in sampled], [each.logprobs for each in sampled]
+        return ops.PendingStep.ended(ops.Generated(token_ids, ends, logprobs))
 
-    def can_multi_step(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
+    def sample(
+        self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None
+    ) -> tuple[list[SampledTokens], list[StepEnd]]:
+        """Launch a step, and return the tokens sampled after each chunk, and the end of each round of sampling."""
+        found = self.launch(chunks, columns, history, masks).wait()
+        return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
+
+    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
+        """Return True if a recording runs these chunks and samples after them."""
         return self._captured_for(chunks, columns) is not None
 
     def multi_step(

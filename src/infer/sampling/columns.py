@@ -194,7 +194,7 @@ class SamplingColumns:
             self._join(lists)
             self._has_lists = has_lists
         if self._on_device is not self._on_host:
-            self._on_device.copy_(self._on_host)
+            self._on_device.copy_(_ready_to_send(self._on_host, self.device), non_blocking=True)
         self.selection, self._slots = object(), slots
 
     def _join(self, lists: Sequence[_Lists]) -> None:
@@ -205,11 +205,14 @@ class SamplingColumns:
         self._bias_starts[: len(lists) + 1] = [0, *accumulate(len(each.biases) for each in lists)]
         self._end_starts[: len(lists) + 1] = [0, *accumulate(len(each.end_ids) for each in lists)]
         self._host["mask_index"][: len(lists)] = _numbered([each.mask is not None for each in lists])
-        self.bias_ids = torch.tensor([token_id for token_id, _ in biases], dtype=torch.int64, device=self.device)
-        self.biases = torch.tensor([bias for _, bias in biases], dtype=torch.float64, device=self.device)
-        self.end_ids = torch.tensor(end_ids, dtype=torch.int64, device=self.device)
+        self.bias_ids = self._sent(torch.tensor([token_id for token_id, _ in biases], dtype=torch.int64))
+        self.biases = self._sent(torch.tensor([bias for _, bias in biases], dtype=torch.float64))
+        self.end_ids = self._sent(torch.tensor(end_ids, dtype=torch.int64))
         nothing = torch.zeros(0, num_mask_words(self.vocab_size), dtype=torch.int32)
-        self.masks = torch.cat([nothing, *(each.mask for each in lists if each.mask is not None)]).to(self.device)
+        self.masks = self._sent(torch.cat([nothing, *(each.mask for each in lists if each.mask is not None)]))
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        return _ready_to_send(tensor, self.device).to(self.device, non_blocking=True)
 
     def __len__(self) -> int:
         return len(self.num_logprobs)
@@ -331,6 +334,11 @@ def uses_history(params: SamplingParams) -> bool:
     """Return True if the row's logits depend on its previous tokens."""
     repeats = params.repetition_penalty != 1 and params.repetition_window != 0
     return repeats or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+def _ready_to_send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on the host from which a copy to the device need not wait for the steps that run there."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def _check(params: SamplingParams, vocab_size: int) -> None:

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from infer.errors import InferError
-from infer.operands.step import Chunk
+from infer.operands.step import Chunk, Masks
+from infer.ops import PendingStep
 from infer.runner.runner import Runner
+from infer.sampling.columns import SamplingColumns
+from infer.sampling.history import History
 from infer.tensor_parallel.ranks import Ranks, digest_of
 
 _Parameters = ParamSpec("_Parameters")
@@ -71,6 +74,19 @@ def _chunks_and_count(runner: Runner, chunks: Sequence[Chunk], count: int, *othe
     return chunks, runner.starts(chunks), count
 
 
+def _run_whole(
+    runner: Any,
+    /,
+    chunks: Sequence[Chunk],
+    columns: SamplingColumns,
+    history: History | None,
+    masks: Masks | None = None,
+    behind: PendingStep | None = None,
+) -> PendingStep:
+    """Launch a step and wait for its end, because the other ranks run whole steps."""
+    return PendingStep.ended(Runner.launch(runner, chunks, columns, history, masks, behind).wait())
+
+
 @final
 class LeadingRunner(Runner):
     """Takes `ranks`, which have loaded, and the arguments of `Runner`. `cache` has rank 0's heads only."""
@@ -80,11 +96,12 @@ class LeadingRunner(Runner):
         self.ranks, self.is_leading = ranks, False
 
     forward = led(Runner.forward, is_step=True, sent=_chunks)
+    launch = led(_run_whole, is_step=True, name="forward", sent=_chunks)
     sample = led(Runner.sample, is_step=True, name="forward", sent=_chunks)
     multi_step = led(
         Runner.multi_step,
         is_step=True,
-        only_if=lambda runner, chunks, count, columns, *others: runner.can_multi_step(chunks, columns),
+        only_if=lambda runner, chunks, count, columns, *others: runner.takes(chunks, columns),
         sent=_chunks_and_count,
     )
     extend = led(Runner.extend, is_step=True)

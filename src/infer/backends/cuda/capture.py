@@ -6,20 +6,19 @@ weight. Every kernel computes a token in the same order, whatever its neighbours
 the same ops run one by one, to the bit.
 """
 
-import time
 from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
-from infer.backends.base import Captured, Forward, Generated, check_multi_step, check_verified
+from infer.backends.base import Captured, Forward, Generated, PendingStep, check_multi_step, check_verified
 from infer.backends.cuda.graphs import Graphs, Recording
 from infer.backends.cuda.multi_step import MultiStep
 from infer.backends.cuda.step_inputs import StepInputs
 from infer.backends.cuda.verifier import Verifier
 from infer.errors import InvalidRequestError
-from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
+from infer.operands.step import Chunk, Interrupt, Masks, Step
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
@@ -67,7 +66,6 @@ class CapturedForward(Captured):
             step = self._inputs.step(*size)
             return self._multi_step.run(forward, step, count, columns, history, stop_ids, masks, interrupt)
 
-    @torch.inference_mode()
     def run_verified(
         self,
         chunks: Sequence[Chunk],
@@ -76,19 +74,30 @@ class CapturedForward(Captured):
         history: History | None = None,
         masks: Masks | None = None,
     ) -> Generated:
+        return self.launch(chunks, starts, columns, history, masks).wait()
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        columns: SamplingColumns,
+        history: History | None = None,
+        masks: Masks | None = None,
+        behind: PendingStep | None = None,
+    ) -> PendingStep:
         check_verified(chunks, columns)
         step = Step.of_chunks(chunks, starts)
-        if not len(step.logit_indices):
-            self.run(step)
-            return Generated([[] for _ in chunks], [], [[] for _ in chunks])
-        size = _size_of(len(step.tokens), self.capacity), _size_of(len(step.logit_indices), self.max_logits)
+        num_logits = len(step.logit_indices)
+        size = _size_of(len(step.tokens), self.capacity), _size_of(num_logits, self.max_logits)
         with self._graphs.on_device():
             forward = self._recording(*size)
             self._inputs.fill(step, *size)
-            found = self._verifier.run(forward, chunks, starts, columns, history, masks)
-        ended = time.perf_counter()
-        ends = [StepEnd(ended, ended) for _ in range(max(map(len, found.token_ids)))]
-        return Generated(found.token_ids, ends, found.logprobs)
+            if behind is not None:
+                self._verifier.take_sampled(behind, self._inputs.tokens)
+            if not num_logits:
+                return self._verifier.launch_without_logits(forward.replay, len(chunks))
+            return self._verifier.launch(forward, chunks, starts, columns, history, masks)
 
     def profile(self, step: Step) -> list[tuple[str, int]]:
         raise InvalidRequestError("a profile counts the cycles of a CPU's commands: on a GPU use Nsight Systems")

@@ -1,9 +1,10 @@
 """Recording and replay of work on a device: as CUDA graphs, or on CPU tensors by repeating the work."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, Protocol, Self, final
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Wait until the moment has passed."""
 
+    def seconds_since(self, earlier: Self) -> float:
+        """Return the device's time between two moments that have passed."""
+
 
 class Graphs(ABC):
     @abstractmethod
@@ -37,6 +41,14 @@ class Graphs(ABC):
 
     @abstractmethod
     def event(self) -> Event: ...
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Let the device do the work after all that was submitted before."""
+        work()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy between the device and a mirror, in the order of the device's work and without a wait."""
+        self.submit(lambda: target.copy_(source, non_blocking=True))
 
     @abstractmethod
     def on_device(self) -> AbstractContextManager[None]:
@@ -72,11 +84,21 @@ class CudaGraphs(Graphs):
             return torch.zeros(size, dtype=torch.int64, pin_memory=True)
 
     def event(self) -> Event:
-        event: Event = torch.cuda.Event()
-        return event
+        return _CudaEvent(torch.cuda.Event(enable_timing=True))
 
     def on_device(self) -> AbstractContextManager[None]:
         return torch.cuda.device(self._device)
+
+
+@final
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+        self.record, self.synchronize = event.record, event.synchronize
+
+    def seconds_since(self, earlier: Self) -> float:
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1000
 
 
 @final
@@ -99,8 +121,14 @@ class Repeats(Graphs):
 
 @final
 class _Now:
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
     def record(self) -> None:
-        return
+        self._seconds = time.perf_counter()
 
     def synchronize(self) -> None:
         return
+
+    def seconds_since(self, earlier: Self) -> float:
+        return self._seconds - earlier._seconds

@@ -66,15 +66,16 @@ class MultiStep:
 
         steps = DeviceSteps(GROUP, forward.replay, enqueue_sampler, self._mark, self._look, self._ids)
         token_ids, ends = steps.run(count, num_rows, masks, interrupt)
-        if columns.has_logprobs:
-            self._sampler.logprobs.fetch(columns, len(ends) * num_rows)
-            self._wait()
+        records = self._sampler.logprobs.fetch(columns, len(ends) * num_rows)
+        if records is None:
+            return Generated(token_ids, ends, [[] for _ in token_ids])
+        self._wait()
         lines = [range(row, len(ends) * num_rows, num_rows) for row in range(num_rows)]
-        return Generated(token_ids, ends, self._sampler.logprobs.of(columns, lines, token_ids))
+        return Generated(token_ids, ends, records.of(lines, token_ids))
 
     def _mark(self) -> Callable[[], bool]:
         copy = next(self._copies)
-        copy.words.copy_(self._control[:_HEADER], non_blocking=True)
+        self._graphs.copy(copy.words, self._control[:_HEADER])
         copy.copied.record()
 
         def is_over() -> bool:
@@ -85,7 +86,7 @@ class MultiStep:
 
     def _look(self) -> Header:
         """Copy the results to the host, wait for them, and return the header. The tokens are then in `_ids`."""
-        self._on_host.copy_(self._on_device, non_blocking=True)
+        self._graphs.copy(self._on_host, self._on_device)
         self._wait()
         return Header(int(self._words[NUM_GENERATED]), bool(self._words[IS_STOPPED]))
 
@@ -99,7 +100,7 @@ class MultiStep:
         words[:] = 0
         words[NUM_STOP_IDS] = len(stop_ids)
         words[_HEADER + self._max_rows :][: len(stop_ids)] = stop_ids
-        self._control.copy_(self._on_host[:size], non_blocking=True)
+        self._graphs.copy(self._control, self._on_host[:size])
 
     def _make_room(self, num_steps: int, num_stop_ids: int) -> None:
         """Allocate `control` and the generated tokens, in this order, on the device and on the host."""

@@ -5,6 +5,7 @@ from itertools import accumulate
 from typing import final
 
 import torch
+from torch import Tensor
 
 from infer.backends.cuda.graphs import Graphs
 from infer.operands.step import Step
@@ -18,8 +19,14 @@ class StepInputs:
 
     def __init__(self, capacity: int, max_logits: int, device: torch.device, graphs: Graphs) -> None:
         size = _parts(capacity, max_logits)[-1].stop
-        self._mirror, self._copied = graphs.mirror(size), graphs.event()
+        self._graphs, self._mirror, self._copied = graphs, graphs.mirror(size), graphs.event()
+        self._capacity = capacity
         self._words, self._device = self._mirror.numpy(), torch.zeros(size, dtype=torch.int64, device=device)
+
+    @property
+    def tokens(self) -> Tensor:
+        """Memory that every step's tokens begin in. The numbers after the tokens are −1 or more."""
+        return self._device[: self._capacity]
 
     def step(self, num_tokens: int, num_logits: int) -> Step:
         """Return the step that a recording reads. `fill` changes its contents."""
@@ -33,7 +40,7 @@ class StepInputs:
             words = self._words[part]
             words[: len(mine)], words[len(mine) :] = mine.numpy(), rest
         size = _parts(num_tokens, num_logits)[-1].stop
-        self._device[:size].copy_(self._mirror[:size], non_blocking=True)
+        self._graphs.copy(self._device[:size], self._mirror[:size])
         self._copied.record()
 
     def clear(self, num_tokens: int, num_logits: int) -> None:

@@ -4,20 +4,25 @@ Noise is keyed by the position, and a line counts only if every draft before it 
 they were right, penalties included, and the lines after a wrong draft are dropped.
 """
 
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple, final
 
 import torch
 import triton
 from torch import Tensor
 
-from infer.backends.cuda.graphs import Graphs, Recording
-from infer.backends.cuda.sampling.after_sampling import accept_rows
+from infer.backends.base import Generated, PendingStep
+from infer.backends.cuda.graphs import Event, Graphs, Recording
+from infer.backends.cuda.sampling.after_sampling import accept_rows, take_tokens
 from infer.backends.cuda.sampling.kernel_arguments import Lines
 from infer.backends.cuda.sampling.recorded_sampler import RecordedSampler, SamplerArguments
 from infer.backends.cuda.step_inputs import aligned_parts
-from infer.operands.step import Chunk, Masks
-from infer.outputs import TokenLogprob
+from infer.errors import InvalidRequestError
+from infer.operands.step import Chunk, Masks, StepEnd
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
@@ -36,26 +41,59 @@ class _Words(NamedTuple):
     starts: Any  # a row's first line; one more than there are rows
 
 
-class Verified(NamedTuple):
-    """Accepted tokens after each chunk, and their log-probabilities if a row asks for them."""
+class _Place(NamedTuple):
+    """Memory and events of a step that was launched."""
 
-    token_ids: list[list[int]]
-    logprobs: list[list[TokenLogprob]]
+    on_host: Tensor
+    host: _Words
+    began: Event
+    ended: Event
+
+
+_TAKEN = 128  # tokens that one program of `take_tokens` looks at
 
 
 @final
 class Verifier:
+    """Launches steps that verify drafts. Two of them may be under way: each has a place of its own on the host.
+
+    On the device they follow one another in the same memory, because a stream runs its work in order.
+    """
+
     def __init__(self, max_logits: int, device: torch.device, graphs: Graphs) -> None:
-        self._max_logits = max_logits
+        self._max_logits, self._graphs = max_logits, graphs
         parts = aligned_parts([max_logits] * 6 + [max_logits + 1])
-        self._on_host, self._copied = graphs.mirror(parts[-1].stop), graphs.event()
-        self._on_device = self._on_host.to(device, copy=True)
-        self._host = _Words(*(self._on_host[part].numpy() for part in parts))
+        self._on_device = torch.zeros(parts[-1].stop, dtype=torch.int64, device=device)
         self._words = _Words(*(self._on_device[part] for part in parts))
+        self._places = cycle([self._make_place(parts) for _ in range(2)])
         self._sampler = RecordedSampler(max_logits, device, graphs)
         self._no_steps = torch.zeros(1, dtype=torch.int64, device=device)
+        self._launched = deque[PendingStep](maxlen=2)
+        self._ended = 0.0  # when the last step ended that was waited for, by time.perf_counter
+        self._take: Recording | None = None
 
-    def run(
+    def _make_place(self, parts: Sequence[slice]) -> _Place:
+        on_host = self._graphs.mirror(parts[-1].stop)
+        words = _Words(*(on_host[part].numpy() for part in parts))
+        return _Place(on_host, words, self._graphs.event(), self._graphs.event())
+
+    def take_sampled(self, behind: PendingStep, tokens: Tensor) -> None:
+        """Replace ids of `sampled_after` by the tokens that the last step sampled. `tokens` is always the same memory.
+
+        A row that failed gets the token 0. Nothing of what follows it counts.
+        """
+        if not self._launched or behind is not self._launched[-1]:
+            raise InvalidRequestError("a step can only be launched behind the one that was launched last")
+        if self._take is None:
+            self._take = self._graphs.record(partial(self._replace, tokens))  # this replaces them, too
+        self._take.replay()
+
+    def _replace(self, tokens: Tensor) -> Tensor:
+        grid = (triton.cdiv(len(tokens), _TAKEN),)
+        take_tokens[grid](tokens, self._words.starts, self._words.token_ids, len(tokens), BLOCK=_TAKEN, num_warps=1)
+        return tokens
+
+    def launch(
         self,
         forward: Recording,
         chunks: Sequence[Chunk],
@@ -63,28 +101,68 @@ class Verifier:
         columns: SamplingColumns,
         history: History | None,
         masks: Masks | None,
-    ) -> Verified:
-        """Run and verify a step. `forward` has a line for each of the chunks' logits, or more."""
+    ) -> PendingStep:
+        """Launch a step. `forward` has a line for each of the chunks' logits, or more."""
+        place, launched_at = self._next_place(), time.perf_counter()
+        place.began.record()
         sampler = self._record(forward.result, columns, history, masks)
-        self._fill(chunks, starts)
-        self._on_device.copy_(self._on_host, non_blocking=True)
+        self._fill(place.host, chunks, starts)
+        self._graphs.copy(self._on_device, place.on_host)
         forward.replay()
         if masks is not None:
             masks.wait()
             self._sampler.allow(masks.words)
         sampler.replay()
-        self._sampler.logprobs.fetch(columns, self._max_logits)
-        self._on_host.copy_(self._on_device, non_blocking=True)
-        self._copied.record()
-        self._copied.synchronize()
-        firsts, counts = (each[: len(chunks)].tolist() for each in (self._host.starts, self._host.counts))
-        lines = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
-        token_ids = [self._host.token_ids[mine.start : mine.stop].tolist() for mine in lines]
-        return Verified(token_ids, self._sampler.logprobs.of(columns, lines, token_ids))
+        records = self._sampler.logprobs.fetch(columns, self._max_logits)
+        self._graphs.copy(place.on_host, self._on_device)
+        place.ended.record()
+        num_rows, is_in_use = len(chunks), (forward, sampler)  # as long as the device may run them
 
-    def _fill(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
+        def wait() -> Generated:
+            place.ended.synchronize()
+            assert is_in_use
+            firsts, counts = (each[:num_rows].tolist() for each in (place.host.starts, place.host.counts))
+            lines = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+            token_ids = [place.host.token_ids[mine.start : mine.stop].tolist() for mine in lines]
+            ends = [self._end_of(place, launched_at)] * max(map(len, token_ids))
+            return Generated(token_ids, ends, [[] for _ in lines] if records is None else records.of(lines, token_ids))
+
+        return self._pending(wait)
+
+    def launch_without_logits(self, forward: Callable[[], object], num_rows: int) -> PendingStep:
+        """Launch a step that samples nothing."""
+        place, launched_at = self._next_place(), time.perf_counter()
+        place.began.record()
+        forward()
+        place.ended.record()
+
+        def wait() -> Generated:
+            place.ended.synchronize()
+            nothing: list[list[Any]] = [[] for _ in range(num_rows)]
+            return Generated(nothing, [self._end_of(place, launched_at)], nothing)
+
+        return self._pending(wait)
+
+    def _pending(self, wait: Callable[[], Generated]) -> PendingStep:
+        self._launched.append(PendingStep(wait, is_running=True))
+        return self._launched[-1]
+
+    def _next_place(self) -> _Place:
+        """Return the place of the next step, after the end of the step that had it before."""
+        if len(self._launched) == 2:
+            self._launched[0].wait()
+        return next(self._places)
+
+    def _end_of(self, place: _Place, launched_at: float) -> StepEnd:
+        """Return the end of a step by the host's clock. A host that waits too late does not lengthen the step."""
+        seconds = place.ended.seconds_since(place.began)
+        self._ended = min(time.perf_counter(), max(launched_at, self._ended) + seconds)
+        return StepEnd(self._ended, self._ended)
+
+    @staticmethod
+    def _fill(host: _Words, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
         """Fill the words on the host. Unused lines are sampled with the parameters of the first row."""
-        host, line = self._host, 0
+        line = 0
         host.rows[:], host.entries[:], host.drafts[:] = 0, 0, _NONE
         for row, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):
             host.starts[row], count = line, chunk.num_logits
@@ -101,8 +179,12 @@ class Verifier:
     ) -> Recording:
         records = self._sampler.logprobs.records(columns, self._max_logits, self._no_steps)
         return self._sampler.recording(
-            logits, columns, history, masks, records, self._on_device, self._on_device.zero_, self._sample
-        )  # without a line, no row is changed
+            logits, columns, history, masks, records, self._on_device, self._clear, self._sample
+        )
+
+    def _clear(self) -> None:
+        """Let the sampler change no row: there is no line."""
+        self._graphs.submit(self._on_device.zero_)
 
     def _sample(self, logits: Tensor, arguments: SamplerArguments) -> Tensor:
         words = _Words(*(each[: len(logits)] for each in self._words))

@@ -1,5 +1,7 @@
 """Kernels after the sampler: `advance_rows` in a multi-step, and `accept_rows` in a step that verifies drafts.
 
+`take_tokens` prepares a step that was launched before the tokens of the step before were known.
+
 `control`, which `advance_rows` reads and writes, is a header, a flag for each row that met a stop id, and the stop ids.
 One warp handles a row, or all rows, so that no thread reads too early what another writes.
 """
@@ -92,3 +94,14 @@ def accept_rows(
             tl.store(last + entry, (length + last_equal + 1).to(tl.int32), mask=is_kept)
             tl.store(occurrences + entry, before + num_equal, mask=is_kept)
             tl.store(lengths + slot, length + tl.sum(is_kept.to(tl.int64)))
+
+
+@triton.jit(do_not_specialize=["size"])
+def take_tokens(tokens, starts, token_ids, size, BLOCK: tl.constexpr):
+    """Replace each id −2 − i by the token that was sampled in the first line of row i, or by 0 if the row failed."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + at, mask=at < size, other=0)
+    is_awaited = token < -1
+    start = tl.load(starts - 2 - token, mask=is_awaited, other=0)
+    sampled = tl.load(token_ids + start, mask=is_awaited, other=0)
+    tl.store(tokens + at, tl.maximum(sampled, 0), mask=is_awaited)

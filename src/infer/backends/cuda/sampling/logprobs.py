@@ -58,50 +58,27 @@ class BlockParts(NamedTuple):
     ids: Any
 
 
-@final
-class Logprobs:
-    """Records on the device, and their mirror on the host."""
+class FetchedRecords(NamedTuple):
+    """A step's records on the host, for the rows that were selected then."""
 
-    def __init__(self, device: torch.device, graphs: Graphs) -> None:
-        self._graphs, self._on_host = graphs, graphs.mirror(0)
-        self._on_device = torch.zeros(0, dtype=torch.int64, device=device)
+    words: Tensor
+    num_logprobs: tuple[int | None, ...]
+    vocab_size: int
 
-    def records(self, columns: SamplingColumns, num_lines: int, done: Tensor) -> Records | None:
-        """Return records for `num_lines` lines, at the same address as before if there is room; None if no row asks for
-        any.
-        """
-        if not columns.has_logprobs:
-            return None
-        most = _most(columns)
-        size = num_lines * (_COUNTS + 2 * most)
-        if size > len(self._on_host):
-            self._on_host = self._graphs.mirror(size)
-            self._on_device = self._on_host.to(self._on_device.device, copy=True)
-        return Records(self._on_device, done, most)
-
-    def fetch(self, columns: SamplingColumns, num_lines: int) -> None:
-        """Start copying the records to the host. `of` may read them when the device has finished the copy."""
-        size = num_lines * (_COUNTS + 2 * _most(columns)) if columns.has_logprobs else 0
-        self._on_host[:size].copy_(self._on_device[:size], non_blocking=True)
-
-    def of(
-        self, columns: SamplingColumns, lines: Sequence[range], token_ids: Sequence[Sequence[int]]
-    ) -> list[list[TokenLogprob]]:
+    def of(self, lines: Sequence[range], token_ids: Sequence[Sequence[int]]) -> list[list[TokenLogprob]]:
         """Return the log-probabilities of each row's tokens, which were sampled in these lines.
 
         Rows that ask for none have an empty list. Failure codes have no entry.
         """
         return [
-            [] if count is None else self._of_row(columns, count, mine, [each for each in ids if each >= 0])
-            for count, mine, ids in zip(columns.num_logprobs, lines, token_ids, strict=True)
+            [] if count is None else self._of_row(count, mine, [each for each in ids if each >= 0])
+            for count, mine, ids in zip(self.num_logprobs, lines, token_ids, strict=True)
         ]
 
-    def _of_row(
-        self, columns: SamplingColumns, num_top: int, lines: range, token_ids: Sequence[int]
-    ) -> list[TokenLogprob]:
-        most, num_top = _most(columns), min(num_top, columns.vocab_size)
+    def _of_row(self, num_top: int, lines: range, token_ids: Sequence[int]) -> list[TokenLogprob]:
+        most, num_top = _most(self.num_logprobs), min(num_top, self.vocab_size)
         width, mine = _COUNTS + 2 * most, list(lines[: len(token_ids)])
-        words = self._on_host[: len(self._on_host) // width * width].view(-1, width)[mine]
+        words = self.words[: len(self.words) // width * width].view(-1, width)[mine]
         logits = words.to(torch.int32).view(torch.float32)
         largest, totals, top = logits[:, 1:2], words[:, 2:3], logits[:, _COUNTS + most :][:, :num_top]
         sampled = Sampled(
@@ -114,8 +91,44 @@ class Logprobs:
         return [sampled.logprob_of(index, num_top) for index in range(len(token_ids))]
 
 
-def _most(columns: SamplingColumns) -> int:
-    most: int = triton.next_power_of_2(max(1, *(count or 0 for count in columns.num_logprobs)))
+@final
+class Logprobs:
+    """Records on the device, and two mirrors on the host: one step may be read while the next one runs."""
+
+    def __init__(self, device: torch.device, graphs: Graphs) -> None:
+        self._graphs = graphs
+        self._on_device = torch.zeros(0, dtype=torch.int64, device=device)
+        self._mirrors = [graphs.mirror(0), graphs.mirror(0)]
+
+    def records(self, columns: SamplingColumns, num_lines: int, done: Tensor) -> Records | None:
+        """Return records for `num_lines` lines, at the same address as before if there is room; None if no row asks for
+        any.
+        """
+        if not columns.has_logprobs:
+            return None
+        most = _most(columns.num_logprobs)
+        size = num_lines * (_COUNTS + 2 * most)
+        if size > len(self._on_device):
+            self._mirrors = [self._graphs.mirror(size), self._graphs.mirror(size)]
+            self._on_device = torch.zeros(size, dtype=torch.int64, device=self._on_device.device)
+        return Records(self._on_device, done, most)
+
+    def fetch(self, columns: SamplingColumns, num_lines: int) -> FetchedRecords | None:
+        """Start copying the records to the host; None if no row asks for any.
+
+        They may be read when the device has finished the copy, until the copy after the next one begins.
+        """
+        if not columns.has_logprobs:
+            return None
+        self._mirrors.reverse()
+        on_host = self._mirrors[0]
+        size = num_lines * (_COUNTS + 2 * _most(columns.num_logprobs))
+        self._graphs.copy(on_host[:size], self._on_device[:size])
+        return FetchedRecords(on_host, columns.num_logprobs, columns.vocab_size)
+
+
+def _most(num_logprobs: Sequence[int | None]) -> int:
+    most: int = triton.next_power_of_2(max(1, *(count or 0 for count in num_logprobs)))
     return most
 
 

@@ -14,9 +14,9 @@ from infer.backends.cuda.sampling.after_sampling import accept_rows, advance_row
 
 _STORED = {"f32": "*fp32!", "f16": "*fp16!", "bf16": "*bf16!", "q8": "*i8!", "q4": "*i8!"}
 _ADVANCE = {
-    **dict.fromkeys(("sampled", "tokens", "positions", "control", "generated", "history_slots", "lengths"), "*i64!"),
+    **dict.fromkeys(("sampled", "tokens", "positions", "control", "generated", "fields", "lengths"), "*i64!"),
     **dict.fromkeys(("seen", "last", "counts"), "*i32!"),
-    **dict.fromkeys(("num_rows", "max_rows", "capacity", "vocab_size"), "i32"),
+    **dict.fromkeys(("max_rows", "capacity", "vocab_size"), "i32"),
     "ROWS": 64, "HAS_HISTORY": True,
 }  # fmt: skip
 _ACCEPT = {

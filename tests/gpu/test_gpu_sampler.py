@@ -29,7 +29,7 @@ import triton.language as tl  # noqa: E402 - there may be no Triton
 
 from infer.backends import cuda  # noqa: E402
 from infer.backends.cuda.graphs import Repeats  # noqa: E402
-from infer.backends.cuda.sampling.kernel_arguments import fields_of  # noqa: E402
+from infer.backends.cuda.sampling.kernel_arguments import Selection, Stages  # noqa: E402
 from infer.backends.cuda.sampling.keys_and_weights import (  # noqa: E402
     key_of,
     logit_of,
@@ -37,7 +37,8 @@ from infer.backends.cuda.sampling.keys_and_weights import (  # noqa: E402
 )
 from infer.backends.cuda.sampling.logprobs import Logprobs  # noqa: E402
 from infer.backends.cuda.sampling.noise import ROUGH_ERROR, gumbel_of, rough_gumbel  # noqa: E402
-from infer.backends.cuda.sampling.sampler import EXACT, Tiling, choose_by, tiling_of  # noqa: E402
+from infer.backends.cuda.sampling.sampler import EXACT, Tiling, choose_by, choose_selected, tiling_of  # noqa: E402
+from infer.backends.cuda.sampling.selected_rows import SelectedRows  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -240,18 +241,30 @@ def test_kept_sets_end_at_the_smallest_ids_among_equals(top_k: int | None, top_p
 
 def test_another_selection_is_read_where_the_first_one_was() -> None:
     generator = random.Random(5)
-    params = [SamplingParams(seed=seed, top_k=5 if seed % 2 else None, logit_bias={seed: 3.0}) for seed in range(6)]
+    params = [
+        SamplingParams(seed=seed, top_k=5 if seed % 2 else None, logit_bias={seed: 3.0}, allowed_token_ids=range(99))
+        for seed in range(6)
+    ]
     columns, logits = SamplingColumns(6, 200), drawn_logits(generator, 6, 200)
     for slot, each in enumerate(params):
         columns.write(slot, each)
-    places = set()
+    rows = SelectedRows(8, torch.device("cpu"), Repeats())
+    columns.select([3])
+    rows.fill(columns)
+    places = [each.data_ptr() for each in (rows.fields, *rows.lists[:3])]
     for slots in ([0, 1, 2, 3, 4, 5], [4, 1], [5, 0, 2]):
         columns.select(slots)
-        positions = torch.arange(len(slots))
-        expected = sampler.choose_tokens(logits[slots], columns, None, positions)
-        assert choose_by(SMALL, logits[slots], columns, None, positions).tolist() == expected.tolist()
-        places.add(fields_of(columns).data_ptr())
-    assert len(places) == 1
+        rows.fill(columns)
+        positions = torch.arange(8)
+        expected = sampler.choose_tokens(logits[slots], columns, None, positions[: len(slots)])
+        selection = Selection(200, Stages.of(columns, None), rows.fields, rows.lists, None)
+        padded = torch.full((8, 200), torch.nan)
+        padded[: len(slots)] = logits[slots]
+        assert choose_selected(SMALL, padded, selection, positions)[: len(slots)].tolist() == expected.tolist()
+        assert [each.data_ptr() for each in (rows.fields, *rows.lists[:3])] == places
+    columns.select(range(6))
+    with pytest.raises(InvalidRequestError, match="at most 5 rows are sampled in one step, got 6"):
+        SelectedRows(5, torch.device("cpu"), Repeats()).fill(columns)
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])

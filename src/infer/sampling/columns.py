@@ -217,6 +217,15 @@ class SamplingColumns:
     def __len__(self) -> int:
         return len(self.num_logprobs)
 
+    def on_host(self, name: str) -> npt.NDArray[Any]:
+        """Return a column as numbers on the host, one per row. The next `select` may overwrite them."""
+        return self._host[name][: len(self)]
+
+    @property
+    def starts_on_host(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Starts of the rows' biases and of their ends on the host. Both have one entry more than there are rows."""
+        return self._bias_starts[: len(self) + 1], self._end_starts[: len(self) + 1]
+
     @property
     def bias_starts(self) -> Int[Tensor, "starts"]:
         return self.whole["bias_starts"][: len(self) + 1]
@@ -237,12 +246,12 @@ class SamplingColumns:
 
     @property
     def has_penalty(self) -> bool:
-        return bool((self._of("history_slot") >= 0).any())
+        return bool((self.on_host("history_slot") >= 0).any())
 
     @property
     def penalised(self) -> Int[Tensor, "penalised"]:
         """Indices of the rows that have a history slot."""
-        return self._indices(self._of("history_slot") >= 0)
+        return self._indices(self.on_host("history_slot") >= 0)
 
     @property
     def has_bias(self) -> bool:
@@ -264,7 +273,7 @@ class SamplingColumns:
     @property
     def max_top_k(self) -> int:
         """The largest k of a sampled row; 0 if none has one."""
-        return int((self._of("top_k") * self._is_sampled).max(initial=0))
+        return int((self.on_host("top_k") * self._is_sampled).max(initial=0))
 
     @property
     def has_top_p(self) -> bool:
@@ -277,19 +286,19 @@ class SamplingColumns:
 
     @property
     def has_min_p(self) -> bool:
-        return bool(((self._of("log_min_p") > -math.inf) & self._is_sampled).any())
+        return bool(((self.on_host("log_min_p") > -math.inf) & self._is_sampled).any())
 
     @property
     def has_temperature(self) -> bool:
-        return bool((self._is_sampled & (self._of("temperature") != 1)).any())
+        return bool((self._is_sampled & (self.on_host("temperature") != 1)).any())
 
     @property
     def has_temperature_last(self) -> bool:
-        return bool(self._of("temperature_last").any())
+        return bool(self.on_host("temperature_last").any())
 
     @property
     def all_temperature_last(self) -> bool:
-        return bool(self._of("temperature_last").all())
+        return bool(self.on_host("temperature_last").all())
 
     @property
     def bias_rows(self) -> Int[Tensor, "biases"]:
@@ -310,17 +319,14 @@ class SamplingColumns:
             is_processed=params.logprobs_mode == "processed",
         )
 
-    def _of(self, name: str) -> npt.NDArray[Any]:
-        return self._host[name][: len(self)]
-
     @property
     def _is_sampled(self) -> npt.NDArray[np.bool_]:
-        is_sampled: npt.NDArray[np.bool_] = self._of("temperature") != 0
+        is_sampled: npt.NDArray[np.bool_] = self.on_host("temperature") != 0
         return is_sampled
 
     @property
     def _has_top_p(self) -> npt.NDArray[np.bool_]:
-        has_top_p: npt.NDArray[np.bool_] = self._is_sampled & (self._of("top_p") < 1)
+        has_top_p: npt.NDArray[np.bool_] = self._is_sampled & (self.on_host("top_p") < 1)
         return has_top_p
 
     def _indices(self, is_one: npt.NDArray[np.bool_]) -> Int[Tensor, "indices"]:

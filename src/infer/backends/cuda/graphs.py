@@ -31,6 +31,10 @@ class Event(Protocol):
 
 
 class Graphs(ABC):
+    """Recordings on a device. With `records_ahead`, kernels are compiled, so some are made before the first request."""
+
+    records_ahead = True
+
     @abstractmethod
     def record(self, work: Callable[[], Tensor]) -> Recording:
         """Record the work. It runs once before, which must have no lasting effect."""
@@ -104,6 +108,8 @@ class _CudaEvent:
 @final
 class Repeats(Graphs):
     """Recordings without a device: Triton interprets, and a replay repeats the work."""
+
+    records_ahead = False  # nothing is compiled
 
     def record(self, work: Callable[[], Tensor]) -> Recording:
         result = work()

@@ -12,7 +12,6 @@ from itertools import cycle
 from typing import Any, NamedTuple, final
 
 import torch
-import triton
 from torch import Tensor
 
 from infer.backends.base import Generated, PendingStep
@@ -26,6 +25,8 @@ from infer.operands.step import Chunk, Masks, StepEnd
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
+_PROGRAMS = 8, 64  # of `accept_rows`, one per row, or as many as there may be rows: so there are few recordings
+_LINES = 64  # of a row that a program takes, or all lines
 _NONE = -1  # what is drafted after a row's last line
 
 
@@ -105,7 +106,7 @@ class Verifier:
         """Launch a step. `forward` has a line for each of the chunks' logits, or more."""
         place, launched_at = self._next_place(), time.perf_counter()
         place.began.record()
-        sampler = self._record(forward.result, columns, history, masks)
+        sampler = self.record(forward.result, chunks, columns, history, masks)
         self._fill(place.host, chunks, starts)
         self._graphs.copy(self._on_device, place.on_host)
         forward.replay()
@@ -113,7 +114,7 @@ class Verifier:
             masks.wait()
             self._sampler.allow(masks.words)
         sampler.replay()
-        records = self._sampler.logprobs.fetch(columns, self._max_logits)
+        records = self._sampler.logprobs.fetch(columns, len(forward.result))
         self._graphs.copy(place.on_host, self._on_device)
         place.ended.record()
         num_rows, is_in_use = len(chunks), (forward, sampler)  # as long as the device may run them
@@ -161,9 +162,9 @@ class Verifier:
 
     @staticmethod
     def _fill(host: _Words, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
-        """Fill the words on the host. Unused lines are sampled with the parameters of the first row."""
+        """Fill the words on the host. Unused lines belong to the line of padding after all rows."""
         line = 0
-        host.rows[:], host.entries[:], host.drafts[:] = 0, 0, _NONE
+        host.rows[:], host.entries[:], host.drafts[:] = len(host.rows), 0, _NONE
         for row, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):
             host.starts[row], count = line, chunk.num_logits
             if count:
@@ -172,26 +173,36 @@ class Verifier:
                 host.positions[lines] = range(end - count, end)
                 host.drafts[line : line + count - 1] = chunk.drafts
             line += count
-        host.starts[len(chunks)] = line
+        host.starts[len(chunks) :] = line
 
-    def _record(
-        self, logits: Tensor, columns: SamplingColumns, history: History | None, masks: Masks | None
+    def record(
+        self,
+        logits: Tensor,
+        chunks: Sequence[Chunk],
+        columns: SamplingColumns,
+        history: History | None,
+        masks: Masks | None,
     ) -> Recording:
+        """Return the recording of the sampler and `accept_rows` for the stages of the selected rows."""
+        num_lines = max([chunk.num_logits for chunk in chunks], default=0)
+        num_programs = next((each for each in _PROGRAMS if len(chunks) <= each < self._max_logits), self._max_logits)
+        variant = num_programs, _LINES if num_lines <= _LINES else 1 << (self._max_logits - 1).bit_length()
         records = self._sampler.logprobs.records(columns, self._max_logits, self._no_steps)
         return self._sampler.recording(
-            logits, columns, history, masks, records, self._on_device, self._clear, self._sample
-        )
+            logits, columns, history, masks, records, self._on_device, self._clear,
+            partial(self._sample, *variant), variant=variant,
+        )  # fmt: skip
 
     def _clear(self) -> None:
         """Let the sampler change no row: there is no line."""
         self._graphs.submit(self._on_device.zero_)
 
-    def _sample(self, logits: Tensor, arguments: SamplerArguments) -> Tensor:
+    def _sample(self, num_programs: int, width: int, logits: Tensor, arguments: SamplerArguments) -> Tensor:
         words = _Words(*(each[: len(logits)] for each in self._words))
         sampled = arguments.choose(logits, words.positions, Lines(words.rows, words.entries, words.drafts))
         arguments.launch_after(
-            accept_rows, (len(arguments.columns),), sampled, words.drafts, self._words.starts, self._words.counts,
-            words.token_ids, LINES=triton.next_power_of_2(len(logits)),
+            accept_rows, (num_programs,), sampled, words.drafts, self._words.starts, self._words.counts,
+            words.token_ids, LINES=width,
         )  # fmt: skip
         token_ids: Tensor = words.token_ids
         return token_ids

@@ -1,21 +1,23 @@
 """Arguments of every sampling kernel: the logits, each row's parameters as one line of 64-bit fields, the edits.
 
 A field holds an integer, or the bits of a float. One short line per row replaces a dozen columns in as many places. The
-lines are made once per selection, and stay where they are while the columns live, so a captured graph may keep their
-address.
+lines are made on the host, once per selection. `selected_rows` keeps them at one address for captured graphs.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
+from infer.sampling.masks import num_mask_words
 
 (
     TEMPERATURE,
@@ -39,12 +41,13 @@ from infer.sampling.history import History
     NUM_DRAFTS,  # of the row before this line: its history ends with them
     NUM_TOP,  # alternatives beside its log-probability; −1: none is asked for
     IS_PROCESSED,  # log-probabilities are of what the filters leave
-) = map(tl.constexpr, range(21))  # places of the fields in a row's line
-NUM_FIELDS = tl.constexpr(21)
+    IS_UNUSED,  # the line is padding: nothing is sampled
+) = map(tl.constexpr, range(22))  # places of the fields in a row's line
+NUM_FIELDS = tl.constexpr(22)
 
 
 class Batch(NamedTuple):
-    """Arguments that all kernels share. Tensors that are not read are `fields`, so that each argument is a pointer."""
+    """Arguments that all kernels share. Each argument is a pointer of one type, even if it is not read."""
 
     logits: Any
     row_stride: Any
@@ -81,40 +84,83 @@ class Seen(NamedTuple):
     lengths: Tensor
 
 
-def seen_of(columns: SamplingColumns, history: History | None) -> Seen | None:
+class ParameterLists(NamedTuple):
+    """Lists and masks of the rows, one after the other. A row's line says which are its own."""
+
+    bias_ids: Int[Tensor, "biases"]
+    biases: Float[Tensor, "biases"]
+    end_ids: Int[Tensor, "ends"]
+    masks: Int[Tensor, "masks words"]
+
+    @classmethod
+    def of(cls, columns: SamplingColumns) -> Self:
+        return cls(columns.bias_ids, columns.biases, columns.end_ids, columns.masks)
+
+
+class Stages(NamedTuple):
+    """The optional stages in which a row takes part. They decide which kernels run, and how these are compiled."""
+
+    has_filters: bool
+    has_top_p: bool
+    has_edits: bool
+    has_history: bool
+
+    @classmethod
+    def of(cls, columns: SamplingColumns, history: History | None) -> Self:
+        return cls(
+            has_filters=columns.max_top_k > 0 or columns.has_top_p or columns.has_min_p,
+            has_top_p=columns.has_top_p,
+            has_edits=columns.has_edits,
+            has_history=history is not None and columns.has_penalty,
+        )
+
+
+class Selection(NamedTuple):
+    """The selected rows as kernels read them."""
+
+    vocab_size: int
+    stages: Stages
+    fields: Int[Tensor, "rows fields"]
+    lists: ParameterLists
+    seen: Seen | None  # of the stage with a history
+
+    @classmethod
+    def of(cls, columns: SamplingColumns, history: History | None) -> Self:
+        """Return the rows as they are selected now."""
+        stages = Stages.of(columns, history)
+        seen = seen_of(history, stages)
+        return cls(columns.vocab_size, stages, _fields_of(columns), ParameterLists.of(columns), seen)
+
+
+def seen_of(history: History | None, stages: Stages) -> Seen | None:
     """Return the history's tensors; None if no row has a penalty."""
-    if history is None or not columns.has_penalty:
+    if history is None or not stages.has_history:
         return None
     return Seen(history.tokens, history.last, history.counts, history.lengths)
 
 
 def make_batch(
-    logits: Tensor,
-    columns: SamplingColumns,
-    history: History | None,
-    positions: Tensor,
-    allowed: Tensor | None,
-    lines: Lines | None,
+    logits: Tensor, selection: Selection, positions: Tensor, allowed: Tensor | None, lines: Lines | None
 ) -> Batch:
     """Return the kernels' arguments. Without `lines`, each row has one line."""
-    fields = fields_of(columns)
+    fields, lists = selection.fields, selection.lists
     if lines is not None:
         fields = fields[lines.rows]
         fields[:, NUM_DRAFTS.value] = lines.entries
-    seen = seen_of(columns, history) or Seen(fields, fields, fields, fields)
+    seen = selection.seen or Seen(lists.masks, lists.masks, lists.masks, fields)
     return Batch(
         logits=logits,
         row_stride=logits.stride(0),
-        vocab_size=columns.vocab_size,
+        vocab_size=selection.vocab_size,
         fields=fields,
         positions=positions,
-        allowed=fields if allowed is None else allowed,
+        allowed=lists.masks if allowed is None else allowed,
         allowed_stride=0 if allowed is None else allowed.stride(0),
-        masks=columns.masks if columns.has_mask else fields,
-        num_words=columns.masks.shape[1],
-        bias_ids=columns.bias_ids if columns.has_bias else fields,
-        biases=columns.biases if columns.has_bias else fields,
-        end_ids=columns.end_ids if columns.has_min_new_tokens else fields,
+        masks=lists.masks,
+        num_words=num_mask_words(selection.vocab_size),
+        bias_ids=lists.bias_ids,
+        biases=lists.biases,
+        end_ids=lists.end_ids,
         last=seen.last,
         counts=seen.counts,
         lengths=seen.lengths,
@@ -125,47 +171,60 @@ def make_batch(
 _fields_by_columns: WeakKeyDictionary[SamplingColumns, tuple[object, Tensor]] = WeakKeyDictionary()
 
 
-def fields_of(columns: SamplingColumns) -> Tensor:
-    """Return int64 [slots, fields], with one line written per row. Greedy rows have no filter."""
+def _fields_of(columns: SamplingColumns) -> Int[Tensor, "rows fields"]:
     selection, fields = _fields_by_columns.get(columns, (None, None))
-    if fields is None:
-        fields = torch.empty(columns.num_slots, NUM_FIELDS.value, dtype=torch.int64, device=columns.device)
-    if selection is columns.selection:
-        return fields
-    is_sampled = columns.temperature != 0
-    top_k = torch.where(is_sampled, columns.top_k, 0)
-    top_p = torch.where(is_sampled, columns.top_p, 1.0)
-    log_min_p = torch.where(is_sampled, columns.log_min_p, -torch.inf)
-    column_by_field = {
-        TEMPERATURE.value: _bits(columns.temperature),
-        TEMPERATURE_LAST.value: columns.temperature_last.to(torch.int64),
-        TOP_K.value: top_k,
-        TOP_P.value: top_p.view(torch.int64),
-        LOG_MIN_P.value: _bits(log_min_p),
-        IS_FILTERED.value: ((top_k > 0) | (top_p < 1) | (log_min_p > -torch.inf)).to(torch.int64),
-        SEED.value: columns.seed,
-        FIRST_FREE_POSITION.value: columns.num_prompt_tokens + columns.min_new_tokens,
-        MASK_INDEX.value: columns.mask_index,
-        HISTORY_SLOT.value: columns.history_slot,
-        REPETITION_PENALTY.value: _bits(columns.repetition_penalty),
-        REPETITION_WINDOW.value: columns.repetition_window,
-        FREQUENCY_PENALTY.value: _bits(columns.frequency_penalty),
-        PRESENCE_PENALTY.value: _bits(columns.presence_penalty),
-        BIAS_START.value: columns.bias_starts[:-1],
-        BIAS_STOP.value: columns.bias_starts[1:],
-        END_START.value: columns.end_starts[:-1],
-        END_STOP.value: columns.end_starts[1:],
-        NUM_DRAFTS.value: torch.zeros_like(columns.seed),
-        NUM_TOP.value: columns.top_logprobs,
-        IS_PROCESSED.value: columns.logprobs_processed.to(torch.int64),
-    }
-    torch.stack([column_by_field[field] for field in range(NUM_FIELDS.value)], dim=1, out=fields[: len(columns)])
-    _fields_by_columns[columns] = columns.selection, fields
+    if fields is None or selection is not columns.selection:
+        fields = torch.from_numpy(make_fields(columns)).to(columns.device)
+        _fields_by_columns[columns] = columns.selection, fields
     return fields
 
 
-def _bits(column: Tensor) -> Tensor:
-    return column.contiguous().view(torch.int32).to(torch.int64)
+def make_fields(columns: SamplingColumns) -> npt.NDArray[np.int64]:
+    """Return the lines of the rows on the host. Greedy rows have no filter."""
+    of, (bias_starts, end_starts) = columns.on_host, columns.starts_on_host
+    is_sampled = of("temperature") != 0
+    top_k = np.where(is_sampled, of("top_k"), 0)
+    top_p = np.where(is_sampled, of("top_p"), 1.0)
+    log_min_p = np.where(is_sampled, of("log_min_p"), np.float32(-np.inf))
+    column_by_field = {
+        TEMPERATURE.value: _bits(of("temperature")),
+        TEMPERATURE_LAST.value: of("temperature_last"),
+        TOP_K.value: top_k,
+        TOP_P.value: top_p.view(np.int64),
+        LOG_MIN_P.value: _bits(log_min_p),
+        IS_FILTERED.value: (top_k > 0) | (top_p < 1) | (log_min_p > -np.inf),
+        SEED.value: of("seed"),
+        FIRST_FREE_POSITION.value: of("num_prompt_tokens") + of("min_new_tokens"),
+        MASK_INDEX.value: of("mask_index"),
+        HISTORY_SLOT.value: of("history_slot"),
+        REPETITION_PENALTY.value: _bits(of("repetition_penalty")),
+        REPETITION_WINDOW.value: of("repetition_window"),
+        FREQUENCY_PENALTY.value: _bits(of("frequency_penalty")),
+        PRESENCE_PENALTY.value: _bits(of("presence_penalty")),
+        BIAS_START.value: bias_starts[:-1],
+        BIAS_STOP.value: bias_starts[1:],
+        END_START.value: end_starts[:-1],
+        END_STOP.value: end_starts[1:],
+        NUM_TOP.value: of("top_logprobs"),
+        IS_PROCESSED.value: of("logprobs_processed"),
+    }
+    fields = np.zeros((len(columns), NUM_FIELDS.value), np.int64)
+    for field, column in column_by_field.items():
+        fields[:, field] = column
+    return fields
+
+
+def unused_line() -> npt.NDArray[np.int64]:
+    """Return the line of padding: every stage passes over it."""
+    line = np.zeros(NUM_FIELDS.value, np.int64)
+    line[[MASK_INDEX.value, HISTORY_SLOT.value, NUM_TOP.value]] = -1
+    line[TOP_P.value] = np.ones(1).view(np.int64)[0]
+    line[IS_UNUSED.value] = 1
+    return line
+
+
+def _bits(column: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
+    return np.ascontiguousarray(column).view(np.int32)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from infer.backends.cuda.sampling.filters import choose_filtered, weigh_blocks
-from infer.backends.cuda.sampling.kernel_arguments import Batch, Lines, make_batch
+from infer.backends.cuda.sampling.kernel_arguments import Batch, Lines, Selection, make_batch
 from infer.backends.cuda.sampling.logprobs import BlockParts, Found, Records, join_scores, weigh_scores
 from infer.backends.cuda.sampling.unfiltered import choose_plain, score_blocks
 from infer.sampling.columns import SamplingColumns
@@ -60,7 +60,20 @@ def choose_by(
     lines: Lines | None = None,
     records: Records | None = None,
 ) -> Tensor:
-    """Return the tokens, which are the same for any tiling.
+    """Return the tokens of the rows as they are selected now."""
+    return choose_selected(tiling, logits, Selection.of(columns, history), positions, allowed, lines, records)
+
+
+def choose_selected(
+    tiling: Tiling,
+    logits: Tensor,
+    selection: Selection,
+    positions: Tensor,
+    allowed: Tensor | None = None,
+    lines: Lines | None = None,
+    records: Records | None = None,
+) -> Tensor:
+    """Return the tokens, which are the same for any tiling. Those of unused lines may be anything.
 
     With `lines`, rows may have several. Each line is sampled as if the drafts before it were right. Values that
     log-probabilities need are stored in `records`.
@@ -73,11 +86,11 @@ def choose_by(
         logits = logits.float().contiguous()
     positions = positions.contiguous()
     allowed = None if allowed is None else allowed.contiguous()
-    num_blocks, num_chunks = (triton.cdiv(columns.vocab_size, size) for size in (tiling.block, tiling.chunk))
-    has_filters = columns.max_top_k > 0 or columns.has_top_p or columns.has_min_p
-    edits = {"EDITS": 2 if allowed is not None else int(columns.has_edits)}
+    num_blocks, num_chunks = (triton.cdiv(selection.vocab_size, size) for size in (tiling.block, tiling.chunk))
+    has_filters, has_top_p, has_edits, _ = selection.stages
+    edits = {"EDITS": 2 if allowed is not None else int(has_edits)}
     blocks = {"BLOCK": tiling.block, "BLOCKS": triton.next_power_of_2(num_blocks)}
-    batch = make_batch(logits, columns, history, positions, allowed, lines)
+    batch = make_batch(logits, selection, positions, allowed, lines)
 
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_lines, *shape, dtype=dtype, device=logits.device)
@@ -97,7 +110,7 @@ def choose_by(
     found = Found(token_ids, largests, raw_largests, ends)
     if has_filters:
         logprobs = {"LOGPROBS": records is not None}
-        _choose_filtered(tiling, batch, found, maxima, num_blocks, blocks | edits, logprobs, columns.has_top_p)
+        _choose_filtered(tiling, batch, found, maxima, num_blocks, blocks | edits, logprobs, has_top_p)
     if records is not None:
         _record_logprobs(batch, found, records, num_lines, num_blocks, blocks | edits | {"FILTERS": has_filters})
     return token_ids

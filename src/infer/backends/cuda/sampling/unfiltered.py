@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from infer.backends.cuda.sampling.edits import INFINITY, bans_ends, edited, raw_logits, shift_of, tempered
-from infer.backends.cuda.sampling.kernel_arguments import IS_FILTERED, SEED, TEMPERATURE, integer, single
+from infer.backends.cuda.sampling.kernel_arguments import IS_FILTERED, IS_UNUSED, SEED, TEMPERATURE, integer, single
 from infer.backends.cuda.sampling.keys_and_weights import MAX_ID, best_of, key_of
 from infer.backends.cuda.sampling.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel
 
@@ -27,26 +27,27 @@ def score_blocks(
     the largest raw logit.
     """
     block, row, num_blocks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    raw = raw_logits(batch, row, ids)
-    x = edited(raw, batch, row, ids, 0, EDITS)
-    is_faulty = tl.max(((raw != raw) | (raw == INFINITY)).to(tl.int32)) > 0
-    at = row * num_blocks + block
-    tl.store(largests + at, tl.where(is_faulty, float("nan"), tl.max(x)))
-    if LOGPROBS:
-        tl.store(raw_largests + at, tl.max(raw))
-    is_filtered = FILTERS
-    if FILTERS:
-        is_filtered = integer(batch, row, IS_FILTERED) != 0
-    if is_filtered:
-        num_chunks = tl.cdiv(batch.vocab_size, CHUNK)
-        chunks = block * (BLOCK // CHUNK) + tl.arange(0, BLOCK // CHUNK)
-        keys = tl.max(tl.reshape(key_of(x), (BLOCK // CHUNK, CHUNK)), axis=1)
-        tl.store(maxima + row * num_chunks + chunks, keys, mask=chunks < num_chunks)
-    else:
-        score, token = _best_token(x, batch, row, ids)
-        tl.store(scores + at, score)
-        tl.store(score_ids + at, token)
+    if integer(batch, row, IS_UNUSED) == 0:
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        raw = raw_logits(batch, row, ids)
+        x = edited(raw, batch, row, ids, 0, EDITS)
+        is_faulty = tl.max(((raw != raw) | (raw == INFINITY)).to(tl.int32)) > 0
+        at = row * num_blocks + block
+        tl.store(largests + at, tl.where(is_faulty, float("nan"), tl.max(x)))
+        if LOGPROBS:
+            tl.store(raw_largests + at, tl.max(raw))
+        is_filtered = FILTERS
+        if FILTERS:
+            is_filtered = integer(batch, row, IS_FILTERED) != 0
+        if is_filtered:
+            num_chunks = tl.cdiv(batch.vocab_size, CHUNK)
+            chunks = block * (BLOCK // CHUNK) + tl.arange(0, BLOCK // CHUNK)
+            keys = tl.max(tl.reshape(key_of(x), (BLOCK // CHUNK, CHUNK)), axis=1)
+            tl.store(maxima + row * num_chunks + chunks, keys, mask=chunks < num_chunks)
+        else:
+            score, token = _best_token(x, batch, row, ids)
+            tl.store(scores + at, score)
+            tl.store(score_ids + at, token)
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def choose_plain(
 ):  # fmt: skip
     """Store the best token of the row's blocks, or the code of its failure."""
     row = tl.program_id(0).to(tl.int64)
-    if integer(batch, row, IS_FILTERED) == 0:
+    if (integer(batch, row, IS_FILTERED) == 0) & (integer(batch, row, IS_UNUSED) == 0):
         blocks = tl.arange(0, BLOCKS)
         at = row * num_blocks + blocks
         has_fault, largest = largest_of_row(largests, row, num_blocks, BLOCKS)

@@ -25,6 +25,8 @@ from infer.operands.step import Chunk, Step
 
 CPU, CONTEXT, ROWS = torch.device("cpu"), 256, 8
 GREEDY = {"temperature": 0.0}
+SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
+BIASED = {**SAMPLED, "logit_bias": {3: 1.0}}
 FILTERED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "logprobs": 3}
 # What a capture may contain besides launches: memory of its pool, and work that waits for nothing.
 ALLOWED = {"empty", "empty_like", "empty_strided", "add", "index", "copy_", "fill_", "zero_", "where"}
@@ -108,6 +110,7 @@ class StubGraphs(Graphs):
         self.captures: list[dict[str, Any]] = []
 
     def record(self, work: Callable[[], Tensor]) -> Recording:
+        num_before = self._library.num_modules
         work()
         first, num_modules = self._library.num_launches, self._library.num_modules
         with self._library.capturing(), _Operations() as operations:
@@ -115,6 +118,7 @@ class StubGraphs(Graphs):
         self.captures.append(
             {
                 "launches": self._library.launches(first),
+                "compiled_before": num_modules - num_before,
                 "compiled": self._library.num_modules - num_modules,
                 "forbidden": sorted(operations.names - ALLOWED),
             }
@@ -148,8 +152,10 @@ def run(type_: str, library: _Library) -> list[dict[str, Any]]:
         for num_tokens in (1, 8, 64):
             captured.run(Step.of([1] * num_tokens))
             note(f"forward of {num_tokens}")
-        for name, params in (("greedy", GREEDY), ("filtered", FILTERED)):
-            for num_rows in (1, ROWS):
+        captured.record_ahead([gpu_models.columns_of(model, 1, **each) for each in (GREEDY, SAMPLED, BIASED)])
+        note("ahead")
+        for name, params in (("greedy", GREEDY), ("sampled", SAMPLED), ("biased", BIASED), ("filtered", FILTERED)):
+            for num_rows in (1, 3, ROWS):
                 columns, history = gpu_models.sampling_of(model, [[1, 2, 3]] * num_rows, 16, **params)
                 chunks, starts = [Chunk(row, [1]) for row in range(num_rows)], [0] * num_rows
                 captured.run_multi_step(chunks, starts, 3, columns, history, (2,))

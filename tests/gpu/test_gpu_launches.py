@@ -8,7 +8,8 @@ import torch
 
 from infer import ops
 from infer.model.transformer import Transformer
-from infer.operands.step import Step
+from infer.operands.limits import GPU_STEP
+from infer.operands.step import Chunk, Step
 from infer.runner.runner import Runner
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -20,6 +21,7 @@ from gpu_launches import num_variants, recorded_launches
 from infer.backends import cuda
 from infer.backends.cuda.capture import CapturedForward
 from infer.backends.cuda.graphs import Repeats
+from infer.backends.cuda.step_sizes import StepSize, sizes_ahead
 
 CPU = torch.device("cpu")
 PLAIN = ["advance_rows", "choose_plain", "score_blocks"]
@@ -72,6 +74,26 @@ def test_a_bucket_compiles_nothing_that_another_has_compiled() -> None:
             captured._recording(count, count)
             captured._recording(count, 1)
     assert num_variants(launches) == compiled
+
+
+@torch.inference_mode()
+def test_sizes_recorded_ahead_compile_what_all_other_sizes_need() -> None:
+    model = make_model("Q4_0")
+    runner: Runner = gpu_models.make_runner(model, 1, 1024, capture=False)
+    columns = [gpu_models.columns_of(model, 1, temperature=0), gpu_models.columns_of(model, 1, top_p=0.9)]
+    with ops.using(model.backend):
+        captured = CapturedForward(lambda step: model.forward(step, runner.cache), *GPU_STEP, CPU, Repeats())
+    assert captured.record_ahead(columns) == 0, "where nothing is compiled, nothing is recorded ahead"
+    with recorded_launches() as launches, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Repeats, "records_ahead", True)
+        assert captured.record_ahead(columns) == len(list(sizes_ahead(GPU_STEP))) == 5
+        compiled = num_variants(launches)
+        for size in (StepSize(4, 4), StepSize(512, 512), StepSize(2048, 64), StepSize(4096, 0), StepSize(8192, 512)):
+            forward = captured._recording(*size)
+            for each in columns if size.tokens == size.logits else []:
+                captured._multi_step.record(forward.result, captured._inputs.step(*size), each, None, None)
+                captured._verifier.record(forward.result, [Chunk(0, [1])] * 3, each, None, None)
+        assert num_variants(launches) == compiled
 
 
 def test_a_chunk_without_logits_computes_no_line_of_the_head() -> None:

@@ -128,7 +128,7 @@ def test_a_longer_context_and_more_logits_take_more() -> None:
     architecture = make_architecture(config)
 
     def taken(context: int, logits: int) -> int:
-        return gpu_memory.step_bytes(architecture, {}, StepSizes(context, 512, 64, "exact", 1), logits)
+        return gpu_memory.step_bytes(architecture, {}, StepSizes(context, 8192, 512, "exact", 1), logits)
 
     assert taken(4096, 1) > taken(1024, 1)
-    assert taken(1024, 64) - taken(1024, 1) == 2 * 4 * 63 * 100
+    assert taken(1024, 512) - taken(1024, 1) == 2 * 4 * (512 - gpu_memory.FEW_LINES) * 100

@@ -108,6 +108,13 @@ class Captured(Recorded):
     capacity: int  # tokens that one replay holds
     max_logits: int
 
+    def record_ahead(self, selections: Sequence[SamplingColumns]) -> int:
+        """Record steps before the first request, so that no request waits for the compilation of kernels.
+
+        Samplers are recorded for the stages of these selections. Return the number of steps, 0 if nothing is compiled.
+        """
+        return 0
+
     @abstractmethod
     def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
         """Return True if the chunks fit one replay and can be sampled there with these parameters."""

@@ -9,6 +9,7 @@ from infer.operands.mixers import Attention
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 CHUNK_SLOTS, SPLIT_TOKENS = 256, 16  # of attention
+FEW_LINES = 64  # of logits, for which a device has memory from the beginning
 # Of a block whose planes take more than the file. Small scales are bytes there, a scale of MXFP4 is two bytes, patterns
 # are codes of 4 bits, and a scale of more than 32 values is repeated.
 _BLOCK_BYTES = {"Q2_K": 100, "Q3_K": 114, "Q4_K": 148, "Q5_K": 180, "IQ4_XS": 138, "MXFP4": 18, "NVFP4": 40}
@@ -31,12 +32,14 @@ def matrix_bytes(type: str, rows: int, columns: int) -> int:
 
 
 def step_bytes(architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int) -> int:
-    """Return the bytes of a step's buffers. All layers share one layer's buffers.
+    """Return the bytes of a step's buffers. All layers and all recordings share one layer's buffers.
 
-    Recordings of 1, 2, 4 … logits share everything except the logits: twice as many lines as the largest recording has.
+    Logits take twice their lines: they are computed, then copied to the memory in which the sampler reads them. It has
+    room for `FEW_LINES` from the beginning.
     """
     layer = max(_layer_bytes(layer, architecture.hidden_size, sizes) for layer in architecture.layers)
-    return layer + 2 * 4 * min(num_logits, sizes.logits) * architecture.vocab_size
+    lines = min(max(num_logits, FEW_LINES), sizes.logits)
+    return layer + 2 * 4 * lines * architecture.vocab_size
 
 
 def _layer_bytes(layer: Layer, hidden: int, sizes: StepSizes) -> int:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -78,6 +79,7 @@ class Host:
             loop.own_none(model.backend)
         else:
             self._open_runner = loop.run(_make_runner, model, settings, ranks)
+            loop.run(_warm_up, self._open_runner, limits_of(model, tokenizer).vocab_size)
             self.engine_if_any = Engine(self._open_runner, prefixes=self._open_prefixes(self._open_runner))
             loop.own(self.engine_if_any)
         self.answers = AsyncAnswers(loop)
@@ -244,6 +246,12 @@ def _make_runner(model: Transformer, settings: HostSettings, ranks: Ranks | None
     leading = LeadingRunner(ranks, model, **asked._asdict())
     leading.check_logits()
     return leading
+
+
+def _warm_up(runner: Runner, vocab_size: int) -> None:
+    started = time.perf_counter()
+    if count := runner.warm_up(vocab_size):
+        log.info("recorded %d steps for the device in %.1f s", count, time.perf_counter() - started)
 
 
 def _digest(text: str) -> str:

@@ -5,6 +5,7 @@ What a step computes is provisional until `commit` keeps the first tokens of a c
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -22,6 +23,7 @@ from infer.runner.caches import make_cache
 from infer.runner.sample_loop import SampledTokens, verify
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
+from infer.sampling_params import SamplingParams
 
 _MANY = 1 << 30
 
@@ -62,6 +64,19 @@ class Runner:
         )
         self._cache.truncate(0, 0)
         return captured
+
+    def warm_up(self, vocab_size: int) -> int:
+        """Record steps before the first request, if the device compiles kernels for them, and return their number.
+
+        Samplers are recorded for greedy answers, for filters, and for filters of logits that parameters change.
+        """
+        if not isinstance(self._captured, ops.Captured):
+            return 0
+        filtered = SamplingParams(temperature=1, top_k=20, top_p=0.9, seed=0)
+        params = SamplingParams(temperature=0), filtered, replace(filtered, logit_bias={0: 1.0})
+        return self._captured.record_ahead(
+            [SamplingColumns.of([each], vocab_size, device=self.model.device) for each in params]
+        )
 
     # State of the slots
 

@@ -1,4 +1,4 @@
-"""A forward recorded for steps of 1, 2, 4, 8 … tokens and logits. Each size is recorded when it first occurs.
+"""A forward recorded in the sizes of `step_sizes`: some of them before the first request, the others when they occur.
 
 A recording reads its step from `StepInputs`. If the step is shorter than the recording, the rest are padding tokens
 with id and row −1. They have no effect. They are embedded as NaN, which their products pass on without reading a
@@ -16,8 +16,11 @@ from infer.backends.base import Captured, Forward, Generated, PendingStep, check
 from infer.backends.cuda.graphs import Graphs, Recording
 from infer.backends.cuda.multi_step import MultiStep
 from infer.backends.cuda.step_inputs import StepInputs
+from infer.backends.cuda.step_sizes import StepSize, size_for, sizes_ahead
 from infer.backends.cuda.verifier import Verifier
+from infer.backends.gpu_memory import FEW_LINES
 from infer.errors import InvalidRequestError
+from infer.operands.limits import StepLimits
 from infer.operands.step import Chunk, Interrupt, Masks, Step
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
@@ -31,7 +34,9 @@ class CapturedForward(Captured):
         self.capacity, self.max_logits = capacity, max_logits
         self._forward, self._graphs, self._device = forward, graphs, device
         self._inputs = StepInputs(capacity, max_logits, device, graphs)
-        self._recordings: dict[tuple[int, int], Recording] = {}
+        self._limits = StepLimits(capacity, max_logits)
+        self._recordings: dict[StepSize, Recording] = {}
+        self._results: dict[int, Tensor] = {}  # by their number of lines
         self._multi_step = MultiStep(max_logits, device, graphs)
         self._verifier = Verifier(max_logits, device, graphs)
 
@@ -42,6 +47,21 @@ class CapturedForward(Captured):
             if len(pieces) == 1:
                 return self._run_piece(step)
             return torch.cat([self._run_piece(piece).clone() for piece in pieces])
+
+    @torch.inference_mode()
+    def record_ahead(self, selections: Sequence[SamplingColumns]) -> int:
+        if not self._graphs.records_ahead:
+            return 0
+        num_before = len(self._recordings)
+        with self._graphs.on_device():
+            for size in sizes_ahead(self._limits):
+                forward = self._recording(*size)
+                if size.tokens == size.logits:
+                    step = self._inputs.step(*size)
+                    for columns in selections:
+                        self._multi_step.record(forward.result, step, columns, None, None)
+                        self._verifier.record(forward.result, [], columns, None, None)
+        return len(self._recordings) - num_before
 
     def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
         return self._has_room(chunks)
@@ -59,7 +79,7 @@ class CapturedForward(Captured):
         interrupt: Interrupt | None = None,
     ) -> Generated:
         check_multi_step(chunks, columns)
-        size = _size_of(len(chunks), self.capacity), _size_of(len(chunks), self.max_logits)
+        size = size_for(len(chunks), len(chunks), self._limits)
         with self._graphs.on_device():
             forward = self._recording(*size)
             self._inputs.fill(Step.of_chunks(chunks, starts), *size)
@@ -89,7 +109,7 @@ class CapturedForward(Captured):
         check_verified(chunks, columns)
         step = Step.of_chunks(chunks, starts)
         num_logits = len(step.logit_indices)
-        size = _size_of(len(step.tokens), self.capacity), _size_of(num_logits, self.max_logits)
+        size = size_for(len(step.tokens), num_logits, self._limits)
         with self._graphs.on_device():
             forward = self._recording(*size)
             self._inputs.fill(step, *size)
@@ -104,7 +124,7 @@ class CapturedForward(Captured):
 
     def _run_piece(self, step: Step) -> Tensor:
         num_logits = len(step.logit_indices)
-        size = _size_of(len(step.tokens), self.capacity), _size_of(num_logits, self.max_logits)
+        size = size_for(len(step.tokens), num_logits, self._limits)
         recording = self._recording(*size)
         self._inputs.fill(step, *size)
         recording.replay()
@@ -112,14 +132,21 @@ class CapturedForward(Captured):
 
     def _recording(self, num_tokens: int, num_logits: int) -> Recording:
         """Return the recording of this size. A new one is recorded with padding tokens only."""
-        size = num_tokens, num_logits
+        size = StepSize(num_tokens, num_logits)
         if size not in self._recordings:
             step = self._inputs.step(*size)
             self._inputs.clear(*size)
-            self._recordings[size] = self._graphs.record(lambda: self._forward(step))
+            self._recordings[size] = self._graphs.record(lambda: self._with_result(self._forward(step)))
         return self._recordings[size]
 
+    def _with_result(self, logits: Tensor) -> Tensor:
+        """Copy the logits to the memory that all recordings share, so that they take that of one, and return it.
 
-def _size_of(count: int, most: int) -> int:
-    """Return the next power of 2, but at most `most`. Nothing stays 0: without logits the head reads no weight."""
-    return min(most, 1 << (count - 1).bit_length()) if count else 0
+        Few requests need many lines. Memory for these is allocated when they are first needed.
+        """
+        if not len(logits):
+            return logits
+        num_lines = min(FEW_LINES, self.max_logits) if len(logits) <= FEW_LINES else self.max_logits
+        if num_lines not in self._results:
+            self._results[num_lines] = logits.new_empty(num_lines, logits.shape[1])
+        return self._results[num_lines][: len(logits)].copy_(logits)

@@ -151,7 +151,10 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
         stacks.setdefault(re.sub(r"(?<=\.experts\.)\d+\.", "", name), []).append(weight)
     repeated = functools.cache(lambda weight, times: np.repeat(weight.data.numpy()[None], times, axis=0))
     for name, stack in stacks.items():
-        values = repeated(stack[0], len(stack)) if len(stack) > 1 else stack[0].data.numpy()
+        if stack[0].type == "BF16" and len(stack) == 1:
+            values = stack[0].data.view(torch.uint8).numpy()  # NumPy has no such type
+        else:
+            values = repeated(stack[0], len(stack)) if len(stack) > 1 else stack[0].data.numpy()
         if name not in names and ".experts.up_proj." in name:
             continue  # it stands with gate's
         if name not in names and ".experts.gate_proj." in name:

@@ -61,6 +61,7 @@ class LLM:
     Args:
         model: A folder, a `.gguf` file, an installed package (`smollm2`), or a name on the hub (`org/repo:Q4_K_M`).
         device: "cpu", "cuda", "opencl", or "auto"; "cuda:1" and "opencl:NAME" choose one of several.
+            "cuda:0,1" shares the model among GPUs.
         dtype: "auto" keeps the weights in their file's format. A float type dequantises them at load.
         weights: "q8" or "q4" quantises float weights at load, "bf16" rounds them.
         precision: Precision of activations for quantised weights on a CPU: "exact" (16 bits) or "fast" (8 bits).

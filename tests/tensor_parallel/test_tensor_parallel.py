@@ -389,7 +389,7 @@ def test_a_model_that_is_shared_out_answers_converses_and_is_closed(world: World
 
 @pytest.mark.parametrize(("settings", "problem"), [
     ({"tensor_parallel": 0}, "tensor_parallel must be a whole number from 1, got 0"),
-    ({"tensor_parallel": 2, "device": "cuda"}, "tensor_parallel=2 needs device cpu, got 'cuda'"),
+    ({"tensor_parallel": 2, "device": "cuda"}, "tensor_parallel=2 needs device cpu or a list of GPUs"),
     ({"tensor_parallel": 2, "eviction_policy": "sliding", "memory_threshold_mb": 1}, "would evict at different"),
 ])  # fmt: skip
 def test_what_cannot_be_shared_out_is_refused(

@@ -107,6 +107,7 @@ class Captured(Recorded):
 
     capacity: int  # tokens that one replay holds
     max_logits: int
+    is_followed = False  # True if other ranks can `follow` it; otherwise rank 0 of a group samples after `run`
 
     def record_ahead(self, selections: Sequence[SamplingColumns]) -> int:
         """Record steps before the first request, so that no request waits for the compilation of kernels.

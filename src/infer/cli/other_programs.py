@@ -110,7 +110,7 @@ def _spelled(arguments: Sequence[str], known: Collection[str]) -> Iterable[str]:
 
 
 class Device(click.ParamType):  # type: ignore[type-arg]  # only new versions of click are generic
-    """auto, cpu, cuda, cuda:N, opencl or opencl:NAME. The error for another name lists the known kinds."""
+    """auto, cpu, cuda, cuda:N, cuda:N,N, opencl or opencl:NAME. The error for another name lists the known kinds."""
 
     name = "device"
     _ELSEWHERE: Mapping[str, str] = {
@@ -127,6 +127,8 @@ class Device(click.ParamType):  # type: ignore[type-arg]  # only new versions of
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         kind, colon, index = str(value).partition(":")
         if kind in ("cpu", "cuda") and (not colon or index.isdecimal()):
+            return str(value)
+        if kind == "cuda" and all(each.isdecimal() for each in index.split(",")):
             return str(value)
         if kind == "opencl" or value == "auto":
             return str(value)

@@ -52,7 +52,8 @@ def load_host(
     defaults, forms = defaults_of(checkpoint), (kept_dtype, given.weights, given.precision)
     ranks = start_ranks(checkpoint, forms, str(given.device), cache, given.tensor_parallel)
     loop, group = Loop(), None if ranks is None else ranks.group
-    asked = checkpoint, tokenizer, given.device, given.dtype, given.weights, given.precision, given.max_seq_len
+    device = given.device if ranks is None else ranks.source.device_of(0)
+    asked = checkpoint, tokenizer, device, given.dtype, given.weights, given.precision, given.max_seq_len
     # Rows of weights are allocated on the memory node of the thread that packs them.
     network = loop.load(lambda show: load_checked(*asked, show, cache, group=group), on_progress)
     fingerprint = f"{checkpoint.fingerprint()} {given.weights} {given.precision} {kept_dtype}"

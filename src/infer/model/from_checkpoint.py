@@ -133,7 +133,10 @@ def load_checked(
     with backend.compiling([make_outline(architecture, checkpoint.tensors, load, cache)]):
         if tokenizer is not None:
             asked = replace(load, num_threads=backend.num_threads(), device=backend.device.type)
-            context = _checked_context(checkpoint, architecture, asked, cache, context, backend, max_seq_len is None)
+            available = backend.available_bytes()
+            if group is not None and available is not None and not backend.computes_on_host:
+                available *= group.size  # each rank has a device of its own
+            context = _checked_context(checkpoint, architecture, asked, cache, context, available, max_seq_len is None)
         give_back_freed()
         with backend.threads():
             model = load_transformer(
@@ -171,7 +174,7 @@ def _checked_context(
     load: LoadSettings,
     cache: CacheSettings,
     context: int,
-    backend: ops.Backend,
+    available: int | None,
     may_shrink: bool,
 ) -> int:
     """Return the context length that fits in memory, before anything is allocated.
@@ -179,7 +182,7 @@ def _checked_context(
     If the context `may_shrink`, return the part of it that fits, and warn if it is reduced. Raise ModelError if the
     model does not fit.
     """
-    name, tensors, available = checkpoint.path.name, checkpoint.tensors, backend.available_bytes()
+    name, tensors = checkpoint.path.name, checkpoint.tensors
     found = context
     if may_shrink:
         found = fitting_length(architecture, tensors, load, cache, most=context, available=available)

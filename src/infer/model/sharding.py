@@ -1,6 +1,6 @@
 """The part of a model that each rank of a group runs: rows of each matrix, and heads with their keys."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Architecture
@@ -60,6 +60,17 @@ def check_experts(architecture: Architecture, num_ranks: int) -> None:
                     f"tensor_parallel={num_ranks} gives a rank fewer than {_ROWS} of an expert's {rows} rows: "
                     f"use at most {max(1, rows // _ROWS)}"
                 )
+
+
+def check_even_heads(architecture: Architecture, num_ranks: int) -> None:
+    """Raise InvalidRequestError if ranks would get different numbers of heads, as GPUs cannot."""
+    for attention in {mixer for mixer in architecture.mixers if isinstance(mixer, Attention)}:
+        starts = head_starts(attention, num_ranks)
+        if starts is not None and len({end - start for start, end in pairwise(starts)}) > 1:
+            raise InvalidRequestError(
+                f"{num_ranks} GPUs cannot have equal shares of {attention.num_heads} heads with "
+                f"{attention.num_kv_heads} heads of keys: use a number of GPUs that divides both"
+            )
 
 
 def part_ranges(counts: tuple[int, ...], rows: Range) -> list[Range]:

@@ -72,9 +72,11 @@ class Follower:
         checkpoint = open_checkpoint(source.path).without_metadata()
         if checkpoint.fingerprint() != source.fingerprint:
             raise InferError(f"{source.path} changed while its ranks were loading it: load it again")
-        keep_rank_on_node(group.rank, group.size, source.num_threads)
-        set_num_threads(source.num_threads, group.rank, group.size)
-        asked = "cpu", source.dtype, source.weights, source.precision, settings.capacity, None, settings.settings
+        device = source.device_of(group.rank)
+        if device == "cpu":
+            keep_rank_on_node(group.rank, group.size, source.num_threads)
+            set_num_threads(source.num_threads, group.rank, group.size)
+        asked = device, source.dtype, source.weights, source.precision, settings.capacity, None, settings.settings
         model = load_checked(checkpoint, None, *asked, group=group)
         self._runner = Runner(model, **settings._asdict())
         self._logits = torch.empty(0, 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from infer.errors import InferError
 from infer.operands.step import Chunk, Masks
-from infer.ops import PendingStep
+from infer.ops import Captured, PendingStep
 from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
@@ -118,6 +118,10 @@ class LeadingRunner(Runner):
     after_answer = led(Runner.after_answer)
     give_back_free = led(Runner.give_back_free)
     copy_slot = led(Runner.copy_slot)
+
+    def _captured_for(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> Captured | None:
+        captured = super()._captured_for(chunks, columns)
+        return captured if captured is not None and captured.is_followed else None
 
     def reset(self) -> None:
         self.ranks.begin_anew()

@@ -1,4 +1,4 @@
-"""Settings of a model that ranks share: its source, and the settings that the ranks start with."""
+"""Settings of a model that ranks share: its source, its devices, and the settings that the ranks start with."""
 
 from pathlib import Path
 from typing import Literal, NamedTuple, final
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, final
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 
-Transport = Literal["memory", "gloo"]
+Transport = Literal["memory", "gloo", "nccl"]
 
 
 @final
@@ -19,6 +19,10 @@ class ModelSource(NamedTuple):
     weights: str
     precision: str
     num_threads: int  # of each rank
+    devices: tuple[str, ...] = ()  # of the ranks; (): all are on the CPU
+
+    def device_of(self, rank: int) -> str:
+        return self.devices[rank] if self.devices else "cpu"
 
 
 @final
@@ -32,10 +36,34 @@ class RunnerSettings(NamedTuple):
     capture: bool
 
 
-def check_shared(num_ranks: int, device: str, cache: CacheSettings) -> None:
-    """Raise InvalidRequestError if a model cannot be shared out among `num_ranks` ranks."""
-    if device != "cpu":
-        raise InvalidRequestError(f"tensor_parallel={num_ranks} needs device cpu, got {device!r:.80}")
+def rank_devices(device: str, num_ranks: int) -> tuple[str, ...]:
+    """Return the device of each rank. A list of GPUs, such as "cuda:0,1", has a rank for each.
+
+    Raises InvalidRequestError if the list, or its length, is wrong.
+    """
+    kind, _, listed = device.partition(":")
+    indices = listed.split(",")
+    if kind != "cuda" or len(indices) == 1:
+        if num_ranks > 1 and device != "cpu":
+            raise InvalidRequestError(
+                f"tensor_parallel={num_ranks} needs device cpu or a list of GPUs such as cuda:0,1, got {device!r:.80}"
+            )
+        return (device,) * num_ranks
+    if not all(index.isdecimal() and index.isascii() for index in indices):
+        raise InvalidRequestError(f"device must list GPUs by number, as in cuda:0,1, got {device!r:.80}")
+    devices = tuple(f"cuda:{int(index)}" for index in indices)
+    if twice := [name for place, name in enumerate(devices) if name in devices[:place]]:
+        raise InvalidRequestError(f"device {device:.80} names {twice[0]} twice: name each GPU once")
+    if num_ranks not in (1, len(devices)):
+        raise InvalidRequestError(
+            f"tensor_parallel={num_ranks} and device {device:.80} contradict each other: leave tensor_parallel out, "
+            "each GPU has a process"
+        )
+    return devices
+
+
+def check_shared(num_ranks: int, cache: CacheSettings) -> None:
+    """Raise InvalidRequestError if ranks cannot share a model with such a cache."""
     if cache.memory_threshold_mb is not None:
         raise InvalidRequestError(
             f"memory_threshold_mb={cache.memory_threshold_mb}: the ranks of tensor_parallel={num_ranks} would evict "

@@ -24,20 +24,21 @@ from typing import Any, BinaryIO, final
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, distributed
 
 from infer import ops
 from infer.checkpoint import Checkpoint
 from infer.errors import InferError, InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
-from infer.model.sharding import check_experts
+from infer.model.sharding import check_even_heads, check_experts
 from infer.operands.architecture import Architecture
 from infer.operands.group import Group
 from infer.operands.limits import HOST_STEP
-from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport, check_shared
+from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport, check_shared, rank_devices
 
 Call = tuple[str, tuple[Any, ...]]  # a method of the runner, and its arguments
+PROGRAM = ("-m", "infer.tensor_parallel.follower")  # of every rank except the first
 _HEADER_BYTES, _SPARE = 1 << 14, 16  # _SPARE tokens: that kernels read after a step's
 
 
@@ -48,16 +49,28 @@ def start_ranks(
 
     `load` is the model's dtype, weights and precision. Raises InvalidRequestError if the model cannot be shared out.
     """
-    if size == 1:
+    devices = rank_devices(device, size)
+    if (size := len(devices)) == 1:
         return None
-    check_shared(size, device, cache)
+    check_shared(size, cache)
     architecture = make_architecture(checkpoint.config)
     if architecture.reads_whole_texts:
         raise InvalidRequestError(f"tensor_parallel={size} is for models that generate, and this is an encoder: use 1")
+    if has_gpus := devices[0] != "cpu":
+        _check_gpus(devices)
+        check_even_heads(architecture, size)
     check_experts(architecture, size)
-    num_threads = ops.backend_of(torch.device(device)).num_threads()
-    source = ModelSource(checkpoint.path, checkpoint.fingerprint(), *load, num_threads)
-    return Ranks(source, architecture, size)
+    num_threads = ops.backend_of(torch.device(devices[0])).num_threads()
+    source = ModelSource(checkpoint.path, checkpoint.fingerprint(), *load, num_threads, devices)
+    return Ranks(source, architecture, size, "nccl" if has_gpus else "memory")
+
+
+def _check_gpus(devices: Sequence[str]) -> None:
+    """Raise InvalidRequestError if one of the GPUs cannot be used, or nothing connects them."""
+    for device in devices:
+        ops.cuda_backend(device)
+    if not distributed.is_nccl_available():
+        raise InvalidRequestError(f"devices {', '.join(devices)}: this torch has no NCCL to connect them: use one GPU")
 
 
 def exchange_bytes(architecture: Architecture) -> int:
@@ -87,7 +100,7 @@ class Ranks:
         self._failure: str | None = None
         self._is_closed = self._is_midway = False
         self._processes, self._pipes = list[subprocess.Popen[bytes]](), list[Connection]()
-        folder = tempfile.mkdtemp(prefix="infer-ranks-") if transport == "gloo" else None
+        folder = None if transport == "memory" else tempfile.mkdtemp(prefix="infer-ranks-")
         self._end = weakref.finalize(self, _end, self._processes, self._pipes, folder)
         if folder is None:
             with _shared_memory(exchange_bytes(architecture)) as memory:
@@ -226,7 +239,7 @@ def _start(
     rank: int, size: int, transport: Transport, place: str, descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes]:
     """Start the process of a rank. The first descriptor is the rank's pipe."""
-    program = [sys.executable, "-m", "infer.tensor_parallel.follower"]
+    program = [sys.executable, *PROGRAM]
     return subprocess.Popen(
         [*program, str(rank), str(size), transport, place, str(descriptors[0])],
         stdin=subprocess.DEVNULL,
@@ -243,7 +256,7 @@ def make_group(rank: int, size: int, transport: Transport, place: str) -> Group:
     """
     if transport == "memory":
         return ops.backend_of(torch.device("cpu")).make_group(rank, size, mmap.mmap(int(place), 0))
-    made: Group = import_module("infer.tensor_parallel.torch_group").TorchGroup(rank, size, Path(place))
+    made: Group = import_module("infer.tensor_parallel.torch_group").TorchGroup(rank, size, Path(place), transport)
     return made
 
 

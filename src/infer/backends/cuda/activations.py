@@ -18,7 +18,9 @@ from torch import Tensor
 
 from infer.backends.cuda.layouts import BLOCK
 from infer.backends.cuda.sampling.sampler import EXACT
+from infer.backends.reference_parts import gathered
 from infer.operands.activation_values import Activations
+from infer.operands.group import Shares
 from infer.operands.weights import Norm
 
 _BLOCKS = 32  # that a program has at once
@@ -49,6 +51,13 @@ class Twin(NamedTuple):
 def twin_of(x: Activations) -> Twin:
     """Return the twin of activations; one of floats without integers if they have none."""
     return x.twin if isinstance(x.twin, Twin) else Twin(planes=0)
+
+
+def activations_of_all(own: Float[Tensor, "tokens own"], twin: Twin | None, shares: Shares | None) -> Activations:
+    """Return all ranks' columns with the twin of this rank's, whose integers are left out if there are other ranks."""
+    if shares is None:
+        return Activations(own, twin)
+    return Activations(gathered(own, shares), None if twin is None else twin._replace(quantized=None))
 
 
 def room_for(y: Tensor, planes: int) -> Quantized | None:

@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from infer.backends.cuda.activations import Quantized, Twin, room_for, twin_of
+from infer.backends.cuda.activations import Quantized, Twin, activations_of_all, room_for, twin_of
 from infer.backends.cuda.attention_chunks import LOG2_E, attend_chunks
 from infer.backends.cuda.attention_items import CHUNK, FIELDS, SLOTS, Items, num_splits
 from infer.backends.cuda.attention_merge import ChunkParts
@@ -44,7 +44,7 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     )  # fmt: skip
 
     out = torch.empty_like(near)
-    left = room_for(out, planes)
+    left = room_for(out, planes) if heads.shares is None else None
     to, leaves = (Quantized(out, out, out), 0) if left is None else (left.in_bytes(), planes)
     softcap = {"softcap": heads.softcap or 1.0, "HAS_SOFTCAP": heads.softcap is not None}
     scale = float(heads.scale) * (1.0 if softcap["HAS_SOFTCAP"] else LOG2_E.value)
@@ -53,7 +53,7 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
         NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, QUERIES=queries, LEAVES=leaves,
         STAGES=2, **shape, num_warps=num_warps, **EXACT,
     )  # fmt: skip
-    return Activations(out.flatten(1), Twin(planes, left))
+    return activations_of_all(out.flatten(1), Twin(planes, left), heads.shares)
 
 
 def _items(num_tokens: int, kv_heads: int, chunks: int, device: torch.device) -> Items:

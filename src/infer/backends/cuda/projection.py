@@ -6,7 +6,16 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.backends.cuda.activations import Quantized, Twin, add_normalized, normalized, quantized, room_for, twin_of
+from infer.backends.cuda.activations import (
+    Quantized,
+    Twin,
+    activations_of_all,
+    add_normalized,
+    normalized,
+    quantized,
+    room_for,
+    twin_of,
+)
 from infer.backends.cuda.blocks import matrix_of
 from infer.backends.cuda.dense import dense
 from infer.backends.cuda.epilogue import Output
@@ -14,7 +23,7 @@ from infer.backends.cuda.layouts import PackedWeight
 from infer.backends.cuda.matmul import matmul
 from infer.backends.cuda.matvec import matvec, num_lanes
 from infer.backends.cuda.sampling.sampler import EXACT
-from infer.backends.reference_parts import gated
+from infer.backends.reference_parts import gated, gathered
 from infer.operands.activation_values import Activations
 from infer.operands.feed_forwards import Activation
 from infer.operands.weights import Norm, Projection
@@ -31,7 +40,7 @@ DENSE_TILE = {"TOKENS": 16, "ROWS": 32, "DEPTH": 128, "num_warps": 4}
 
 def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
     y = torch.empty(len(x), projection.out_features, device=x.device)
-    return Activations(y, multiply(Activations(x), norm, projection, y))
+    return activations_of_all(y, multiply(Activations(x), norm, projection, y), projection.shares)
 
 
 def project_add(
@@ -42,11 +51,15 @@ def project_add(
     scale: float = 1.0,  # `check_only_dense` refuses others
 ) -> Float[Tensor, "tokens hidden"]:
     """Add the projection to `residual` in place, and return it."""
-    if post_norm is None:
+    if post_norm is None and projection.shares is None:
         multiply(x, None, projection, residual, add=True)
+        return residual
+    y = torch.empty(len(residual), projection.out_features, device=residual.device)
+    multiply(x, None, projection, y)
+    y = gathered(y, projection.shares)
+    if post_norm is None:
+        residual += y
     else:
-        y = torch.empty(len(residual), projection.out_features, device=residual.device)
-        multiply(x, None, projection, y)
         add_normalized(residual, y, post_norm)
     return residual
 
@@ -55,10 +68,13 @@ def norm_gate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
 ) -> Activations:
     if len(gate_up.parts) > 1:  # gate and up are of two types
-        gate, up = norm_project(x, norm, gate_up).floats.chunk(2, dim=-1)
-        return Activations(gated(gate, up, activation))
+        both = torch.empty(len(x), gate_up.out_features, device=x.device)
+        multiply(Activations(x), norm, gate_up, both)
+        gate, up = both.chunk(2, dim=-1)
+        return activations_of_all(gated(gate, up, activation), None, gate_up.shares)
     y = torch.empty(len(x), gate_up.out_features // 2, device=x.device)
-    return Activations(y, multiply(Activations(x), norm, gate_up, y, activation=activation))
+    twin = multiply(Activations(x), norm, gate_up, y, activation=activation)
+    return activations_of_all(y, twin, gate_up.shares)
 
 
 def normalize(x: Float[Tensor, "tokens hidden"], norm: Norm) -> Float[Tensor, "tokens hidden"]:
@@ -74,7 +90,7 @@ def head(
 ) -> Float[Tensor, "logits vocab"]:
     y = torch.empty(len(logit_indices), projection.out_features, device=x.device)
     multiply(Activations(x), norm, projection, y, indices=logit_indices, softcap=softcap)
-    return y
+    return gathered(y, projection.shares)
 
 
 def multiply(

@@ -35,6 +35,8 @@ class CapturedForward(Captured):
     The tensors that forward reads and writes (weights, cache) must stay where they are.
     """
 
+    is_followed = True
+
     def __init__(self, forward: Forward, capacity: int = 512, max_logits: int = 32) -> None:
         with record(capacity, max_logits) as self._recording:
             self._logits = forward(self._recording.step)

@@ -12,6 +12,7 @@ from itertools import cycle
 from typing import Any, NamedTuple, final
 
 import torch
+import triton
 from torch import Tensor
 
 from infer.backends.base import Generated, PendingStep

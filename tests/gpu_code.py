@@ -36,7 +36,7 @@ def sums_code(is_whole: bool) -> Iterator[tuple[str, list[str]]]:
 
 def main() -> None:
     is_whole = sys.argv[1:] == ["all"]
-    kernels = dict([*weights_code(is_whole), *step_code(is_whole)])
+    kernels = dict([*weights_code(is_whole), *step_code()])
     sums = dict(sums_code(is_whole))
     json.dump({"sampler": dict(sampler_code()), "sums": sums, "kernels": kernels}, sys.stdout)
 

@@ -20,7 +20,7 @@ from layer_caches import make_layer
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from infer.backends import cuda
-from infer.backends.cuda import attention
+from infer.backends.cuda import attention, attention_items
 from infer.backends.cuda.activations import Twin, quantized, twin_of
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -123,13 +123,42 @@ def at_once(heads: Heads, layer: LayerCache, qkv: Tensor, start: int, sizes: Seq
     ("kv_type", "pages"), [("f32", {}), ("q8", {"windows": 40, "sinks": 3}), ("f16", {"windows": 30, "furthest": 200})]
 )
 def test_bits_depend_on_no_chunk_of_a_prompt(kv_type: str, pages: dict[str, int]) -> None:
-    """One by one and few at a time chunks are programs of their own; 17 and more go through them in one."""
     heads, start, count = make_heads(2, 1, 32), 247, 18
     qkv = make_qkv(heads, count)
     whole = at_once(heads, filled(heads, kv_type, start, **pages), qkv, start, [count])
     assert torch.isfinite(whole).all()
     for sizes in ([1, 16, 1], [2, 1, 1, 3, 11]):
         assert torch.equal(at_once(heads, filled(heads, kv_type, start, **pages), qkv, start, sizes), whole)
+
+
+@pytest.mark.parametrize(("kv_type", "pages"), [("bf16", {}), ("q4", {"windows": 400, "sinks": 70})])
+def test_bits_depend_on_no_split(kv_type: str, pages: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program for all chunks, one for each chunk, and one for two of them."""
+    heads, start, count = make_heads(2, 1, 32), 610, 9
+    qkv, found = make_qkv(heads, count), list[Tensor]()
+    for programs, slots in ((1, 512), (512, 512), (2, 512), (512, 0)):
+        monkeypatch.setattr(attention_items, "PROGRAMS", programs)
+        monkeypatch.setattr(attention, "SLOTS", slots)
+        layer = filled(heads, kv_type, start, **pages)
+        found.append(at_once(heads, layer, qkv, start, [count]))
+    assert torch.isfinite(found[0]).all()
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize("page_tokens", [16, 32, 256])
+def test_bits_depend_on_no_size_of_pages(page_tokens: int) -> None:
+    heads, start = make_heads(2, 1, 32), 270
+    layer, qkv = filled(heads, "f16", start), make_qkv(heads, 2)
+    expected = at_once(heads, layer, qkv, start, [2])
+    layer = filled(heads, "f16", start)
+    blocks = layer.pages.table.shape[1] * 4 // (page_tokens // 16) * (page_tokens // 16)
+    keys, values = (
+        x.reshape(1, 2, -1, x.shape[-1])[:, :, :blocks].reshape(1, -1, page_tokens // 16, x.shape[-1])
+        for x in (layer.keys, layer.values)
+    )
+    table = torch.arange(keys.shape[1]).view(2, -1)
+    pages = replace(layer.pages, page_tokens=page_tokens, table=table)
+    assert torch.equal(at_once(heads, LayerCache("f16", keys, values, pages), qkv, start, [2]), expected)
 
 
 def test_bits_depend_on_no_neighbour_and_on_no_page_and_a_token_that_is_none_changes_nothing() -> None:

@@ -14,7 +14,7 @@ from infer.backends.cuda.sampling.sampler import EXACT
 from infer.operands.activation_values import Activations
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm
-from infer.quantization.kv_formats import KV_TYPES
+from infer.quantization.kv_formats import KV_TYPES, QUANTIZED
 from infer.quantization.kv_layout import LayerCache, Pages
 
 QUERIES = 16  # of a program: rows of a tensor core's product
@@ -25,7 +25,7 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     num_tokens, kv_heads = len(floats), heads.num_kv_heads
     cache, kv_type = make_blocks(layer), KV_TYPES.index(layer.kv_type)
     size, group = max(16, triton.next_power_of_2(dim)), heads.num_heads // kv_heads
-    group_size, num_warps = triton.next_power_of_2(group), 4 if size <= 128 else 8
+    group_size = triton.next_power_of_2(group)
     half = 0 if heads.rope is None else heads.rope.cos.shape[-1]
     shape = {"DIM": dim, "SIZE": size, "KV_TYPE": kv_type, "HAS_FAR": pages.furthest is not None}
     queries = max(QUERIES, group_size)
@@ -40,7 +40,7 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
         _rotation(heads, pages, near), cache,
         NUM_HEADS=heads.num_heads, KV_HEADS=kv_heads, HALF=half, GROUP_SIZE=group_size, Q_NORM=_kind(heads.q_norm, dim),
         K_NORM=_kind(heads.k_norm, dim), SPLITS=num_splits(kv_heads), TILE=queries // group_size, **shape,
-        num_warps=num_warps, **EXACT,
+        num_warps=4, **EXACT,
     )  # fmt: skip
 
     out = torch.empty_like(near)
@@ -51,9 +51,20 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     attend_chunks[len(items.fields), kv_heads](
         near, far, out, to, parts, items, step.rows, step.positions, num_tokens, cache, scale, **softcap,
         NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, QUERIES=queries, LEAVES=leaves,
-        STAGES=2, **shape, num_warps=num_warps, **EXACT,
+        **shape, **tuning_of(size, layer.kv_type), **EXACT,
     )  # fmt: skip
     return activations_of_all(out.flatten(1), Twin(planes, left), heads.shares)
+
+
+def tuning_of(size: int, kv_type: str) -> dict[str, int]:
+    """Return warps, turns in flight and registers of `attend_chunks` for heads of `size`, by what ptxas makes of it."""
+    has_wide_tiles = size > 128
+    is_converted = kv_type in QUANTIZED
+    tuning = {"num_warps": 8 if has_wide_tiles or (is_converted and size > 64) else 4}
+    tuning["STAGES"] = 1 if has_wide_tiles and kv_type in ("f32", "q4") else 2  # 99 KB of shared memory on sm_89
+    if tuning["num_warps"] == 4 and torch.version.hip is None:  # four or three programs per multiprocessor
+        tuning["maxnreg"] = 128 if size <= 64 and kv_type in ("f16", "bf16") else 168
+    return tuning
 
 
 def _items(num_tokens: int, kv_heads: int, chunks: int, device: torch.device) -> Items:

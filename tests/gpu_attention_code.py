@@ -1,0 +1,95 @@
+"""Compiles `attend_chunks` and prints as JSON what `test_attention_code` asks of its code. Needs no GPU.
+
+    python gpu_attention_code.py          for some types and sizes
+    python gpu_attention_code.py all      for every type and size, and GPUs of AMD
+
+A program of its own: in the tests' process Triton interprets.
+"""
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.compiler import CompiledKernel
+
+from gpu_compiler import AMD, LEFT, code_of, compiled, cuobjdump
+from infer.backends.cuda.attention import tuning_of
+from infer.backends.cuda.attention_chunks import attend_chunks
+from infer.backends.cuda.attention_items import Items
+from infer.backends.cuda.attention_merge import ChunkParts
+from infer.backends.cuda.kv_blocks import Blocks
+from infer.quantization.kv_formats import KV_TYPES
+
+STORED = {"f32": "*fp32!", "f16": "*fp16!", "bf16": "*bf16!", "q8": "*i8!", "q4": "*i8!"}
+ADDRESS = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?);")
+BRANCH = re.compile(r"BRA(?:\.\w+)*\s+(?:!?U?P\w+,\s*)?(?:`\(\.L_x_\d+\)|0x([0-9a-f]+))")
+
+
+def blocks(kv_type: str) -> Blocks:
+    stored, sizes = STORED[kv_type], ("i32!",) * 3
+    scales = "*fp16!" if stored == "*i8!" else stored
+    return Blocks(
+        stored, scales, *sizes, stored, scales, *sizes, "*i64!", "i32", tl.constexpr(64), "*i64!", "*i64!", "*i64!"
+    )
+
+
+def attention_kernel(kv_type: str, dim: int, target: str | int) -> CompiledKernel:
+    """32 heads on 8."""
+    size, options = triton.next_power_of_2(dim), tuning_of(triton.next_power_of_2(dim), kv_type)
+    arguments = {
+        **dict.fromkeys(("near", "far", "out"), "*fp32!"), "rows": "*i64!", "positions": "*i64!",
+        "cache": blocks(kv_type), "parts": ChunkParts("*fp32!", "*fp32!", "*fp32!"), "items": Items("*i32!", "*i32!"),
+        "num_tokens": "i32", "scale": "fp32", "softcap": "fp32", "left": LEFT, "LEAVES": 2, "NUM_HEADS": 32,
+        "GROUP": 4, "GROUP_SIZE": 4, "QUERIES": 16, "DIM": dim, "SIZE": size, "KV_TYPE": KV_TYPES.index(kv_type),
+        "HAS_FAR": False, "HAS_SOFTCAP": False, "STAGES": options.pop("STAGES"),
+    }  # fmt: skip
+    if isinstance(target, str):
+        options.pop("maxnreg", None)
+    return compiled(attend_chunks, arguments, target, **options)
+
+
+def turn_of(kernel: CompiledKernel) -> dict[str, int]:
+    """Return how often each instruction of the device occurs in the innermost loop that multiplies: in one turn."""
+    (listing,) = cuobjdump(kernel, "-sass")
+    code = [(int(found[1], 16), found[2]) for line in listing.splitlines() if (found := ADDRESS.match(line))]
+    index = {address: at for at, (address, _) in enumerate(code)}
+    loops = [
+        [name.split()[0] for _, name in code[index[to] : at + 1]]
+        for at, (address, name) in enumerate(code)
+        if (found := BRANCH.match(name)) and found[1] and (to := int(found[1], 16)) < address
+    ]
+    product = "HMMA" if "HMMA" in listing else "FFMA"
+    inner = min((loop for loop in loops if any(name.startswith(product) for name in loop)), key=len)
+    return dict(Counter(name.partition(".")[0] for name in inner))
+
+
+def attention_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    cases = [("bf16", 128, target) for target in (80, 89, 90, 120)]
+    cases += [("f16", 64, 90), ("f16", 128, 90), ("bf16", 256, 90), ("q8", 128, 90), ("q4", 64, 90), ("f32", 128, 90)]
+    if is_whole:
+        cases += [(kv_type, dim, target) for kv_type in STORED for dim in (64, 128, 256) for target in (89, 90)]
+        cases += [("f16", 80, 90), ("bf16", 96, 90)]
+        for target in AMD:
+            attention_kernel("f16", 64, target)
+    for kv_type, dim, target in dict.fromkeys(cases):
+        kernel = attention_kernel(kv_type, dim, target)
+        facts = code_of(kernel)
+        yield (
+            f"{kv_type} {dim} {target}",
+            {name: facts[name] for name in ("registers", "spilled", "instructions")}
+            | {"turn": turn_of(kernel), "shared": kernel.metadata.shared},
+        )
+
+
+def main() -> None:
+    found = {"triton": triton.__version__, "kernels": dict(attention_code(sys.argv[1:] == ["all"]))}
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 The forward is a table of logits by token, so a step costs nothing, and what is said can be computed token by token.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from infer.engine import host
 from infer.operands.step import Chunk, Step
+from infer.runner.runner import Runner
 from infer.sampling import sampler
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
@@ -215,3 +218,19 @@ def test_one_replay_holds_more_than_512_tokens() -> None:
     logits = captured.run(Step.of(token_ids, logit_indices=indices))
     assert torch.equal(logits, TABLE[[token_ids[index] for index in indices]])
     assert graphs.num_recordings == 1
+
+
+def test_a_load_logs_how_long_the_recordings_took(caplog: pytest.LogCaptureFixture) -> None:
+    class Warm(Runner):
+        def __init__(self, num_recorded: int) -> None:
+            self.num_recorded = num_recorded
+
+        def warm_up(self, vocab_size: int) -> int:
+            assert vocab_size == VOCAB_SIZE
+            return self.num_recorded
+
+    with caplog.at_level("INFO", "infer.server"):
+        for num_recorded in (5, 0):
+            host._warm_up(Warm(num_recorded), VOCAB_SIZE)
+    assert len(caplog.messages) == 1
+    assert re.fullmatch(r"recorded 5 steps for the device in \d+\.\d s", caplog.messages[0])

@@ -320,7 +320,7 @@ class Simulation:
                 self.trim(request)
 
     def plan(self, active: Items[Request], resting: Items[Request]) -> Plan:
-        """Mirror `Engine._plan`."""
+        """Mirror `StepPlanner._plan`."""
         demands = [self.demand(each) for each in active]
         if (most_steps := self.shares.most_steps) is not None:
             demands = [demand._replace(max_steps=min(demand.max_steps, most_steps)) for demand in demands]

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer import LLM
-from infer.engine.engine import Engine
 from infer.engine.scheduler import FIRST_STEPS, Demand, Plan, Scheduler
+from infer.engine.slots import Slots
+from infer.engine.step_plans import StepPlanner
 from infer.operands.limits import HOST_STEP
 from infer.sampling_params import SamplingParams
 from infer.speculation.policy import DraftPolicy
@@ -98,15 +99,15 @@ def test_forced_tokens_with_drafts_beside_a_long_prompt_are_as_alone(
     answering = SamplingParams(temperature=0, max_new_tokens=40)
     prompts, params = ["{" * 9, "hello", "once " * 60], [forcing, answering, answering]
     alone = [llm.generate(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    sizes, plan_step = list[int](), Engine._plan
+    sizes, plan_step = list[int](), StepPlanner._plan
 
-    def noting(engine: Engine, active: Sequence[Any]) -> Any:
-        found, works = plan_step(engine, active)
+    def noting(planner: StepPlanner, slots: Slots, active: Sequence[Any]) -> Any:
+        found, works = plan_step(planner, slots, active)
         sizes.append(sum(len(work.chunk.token_ids) for work in works))
         return found, works
 
     monkeypatch.setattr(DraftPolicy, "num_draft_tokens", lambda *state: 15)
-    monkeypatch.setattr(Engine, "_plan", noting)
+    monkeypatch.setattr(StepPlanner, "_plan", noting)
     together = llm.generate_all(
         prompts, params, batch_size=2, speculation="ngram", num_draft_tokens=15, prefill_chunk=16
     )

@@ -21,7 +21,7 @@ import gpu_models
 from infer import ops
 from infer.backends.cuda.capture import CapturedForward
 from infer.backends.cuda.graphs import Event, Graphs, Recording, Repeats
-from infer.operands.step import Chunk, Step
+from infer.operands.step import Chunk, Step, sampled_after
 
 CPU, CONTEXT, ROWS = torch.device("cpu"), 256, 8
 GREEDY = {"temperature": 0.0}
@@ -163,6 +163,10 @@ def run(type_: str, library: _Library) -> list[dict[str, Any]]:
                 drafted = [Chunk(row, [1, 2, 3], num_drafts=2) for row in range(num_rows)]
                 captured.run_verified(drafted, starts, columns, history)
                 note(f"{name} verifier of {num_rows}")
+        pending = captured.launch(chunks, starts, columns, history)
+        behind = [Chunk(row, [sampled_after(row)]) for row in range(len(chunks))]
+        captured.launch(behind, [1] * len(chunks), columns, history, None, pending)
+        note("tokens of the step before")
     return found
 
 

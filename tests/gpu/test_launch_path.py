@@ -36,20 +36,24 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[os.environ.get("INFER_TRITON", "")])
 def captures(request: pytest.FixtureRequest, stub: Path) -> list[dict[str, Any]]:
     """Return what each path captures. The cache is new, so every kernel is compiled."""
+    found: list[dict[str, Any]] = run_on(stub, request.param, "stub_program.py", *TYPES)["captures"]
+    return found
+
+
+def run_on(stub: Path, triton: str, program: str, *arguments: str) -> Any:
+    """Return what a program prints that runs on the stub. `triton` is a folder with another version, or empty."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [*filter(None, [request.param]), *sys.path, str(HERE.parents[1] / "benchmarks")]
+    paths = [*filter(None, [triton]), *sys.path, str(HERE.parents[1] / "benchmarks")]
     environment |= {
         "PYTHONPATH": os.pathsep.join(paths),
         "LD_LIBRARY_PATH": str(stub),
         "TRITON_LIBCUDA_PATH": str(stub),
         "TRITON_CACHE_DIR": str(stub / "cache"),
     }
-    ended = subprocess.run(
-        [sys.executable, HERE / "stub_program.py", *TYPES], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, HERE / program, *arguments]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    found: list[dict[str, Any]] = json.loads(ended.stdout)["captures"]
-    return found
+    return json.loads(ended.stdout)
 
 
 def test_every_path_passes_the_launcher_within_the_device_s_limits(captures: list[dict[str, Any]]) -> None:
@@ -98,3 +102,12 @@ def test_a_forward_is_eleven_launches(
         layer = [name, "rotate_append", "attend_chunks", name, to_integers, name, name]
         expected = [embed, to_integers, *layer, to_integers, one]  # the head has one line
         assert [launch["name"] for launch in capture["launches"]] == expected
+
+
+def test_a_device_that_reads_prompts_beside_answers_waits_for_no_plan(stub: Path) -> None:
+    """A step takes 6 ms of the device's clock, which is more than the host takes to plan the next one."""
+    (found,) = run_on(stub, os.environ.get("INFER_TRITON", ""), "stub_timeline.py", "4")
+    assert found["one by one"]["mixed"] > 0.5
+    assert found["behind"]["mixed"] > 0.5
+    assert found["one by one"]["median"] > 0
+    assert found["behind"]["median"] == 0

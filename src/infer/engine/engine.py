@@ -1,57 +1,47 @@
 """The engine of a loaded model. All sequences go through its steps, whoever asked for them.
 
-`launch` plans a step (`Scheduler`) and runs it (`Runner`). Then `collect` lets each sequence accept its sampled tokens,
-and the cache keeps these. One step may serve chunks of prompts, single tokens and drafts, with a grammar or without.
+`launch` plans a step (`StepPlanner`) and runs it (`Runner`). Then `collect` lets each sequence accept its sampled
+tokens, and the cache keeps these. One step may serve chunks of prompts, single tokens and drafts, with a grammar or
+without.
+
+On a device that runs steps on its own, the next step is launched before the tokens of this one are collected, if none
+of them can change it but by ending a sequence. What that step then computes of the ended sequence is dropped. The
+cache keeps a chunk as soon as all its tokens are accepted, so between two calls of `step` a sequence looks the same
+whether a step with it runs or not.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
-from typing import NamedTuple, TypeVar, final
+from typing import TypeVar, final
 
 from infer.engine.drafting import Drafting
 from infer.engine.grammar_masks import MaskFiller
+from infer.engine.launched_step import LaunchedStep, Work
 from infer.engine.place import Lease
 from infer.engine.prefix_disk import PrefixDisk
 from infer.engine.prefix_ends import PrefixEnds
 from infer.engine.queue import Queue
-from infer.engine.scheduler import NO_PLAN, Plan, Scheduler
+from infer.engine.scheduler import Plan, Scheduler
 from infer.engine.sequence import Sequence
 from infer.engine.slot_params import SlotParams
 from infer.engine.slots import Slots
 from infer.engine.snapshot import EngineSnapshot, take_snapshot
-from infer.engine.step_costs import StepKind, context_of
+from infer.engine.step_costs import context_of
+from infer.engine.step_ends import StepEnds
+from infer.engine.step_plans import StepPlanner
 from infer.engine.step_shares import StepPart, StepShares
 from infer.errors import InferError, OutOfPagesError, closed
 from infer.operands.limits import STATE_TOKENS
-from infer.operands.step import Chunk, Clock, Interrupt, Masks, StepEnd
+from infer.operands.step import Interrupt, Masks
+from infer.ops import Generated, PendingStep
 from infer.runner.runner import Runner
-from infer.runner.sample_loop import SampledTokens
+from infer.sampling.columns import SamplingColumns
 from infer.speculation.drafter import Drafter
-from infer.speculation.policy import StepTimes
 
 _LOOK_SECONDS = 0.05  # between two looks at sequences that wait or pause, and may be cancelled or time out
 _Found = TypeVar("_Found")
-
-
-class _Work(NamedTuple):
-    """One sequence's share of a step."""
-
-    sequence: Sequence
-    chunk: Chunk
-
-
-class _Launched(NamedTuple):
-    """A step that runs, or has run."""
-
-    plan: Plan
-    works: list[_Work]
-    sampled: list[SampledTokens]
-    ends: list[StepEnd]
-    is_multi_step: bool
-    started: float  # by time.perf_counter
-    held_up: float  # seconds, for which it waited for grammars
 
 
 @final
@@ -92,7 +82,9 @@ class Engine:
         if prefixes is not None:
             prefixes.is_busy = lambda: bool(self._sequences)
             prefixes.seconds_to_compute = self._seconds_to_compute
-        self._resting: list[Sequence] = []  # that sit a step out
+        self._planner = StepPlanner(self.scheduler, self._shares, self._drafting)
+        self._ends = StepEnds(self._planner, self.scheduler, self._shares, self._drafting)
+        self._pending: LaunchedStep | None = None  # launched behind the last step that was collected
         self._slot_params = SlotParams(runner)
         self._filler = MaskFiller(runner.model.backend)
         self._interrupt = Interrupt()  # set by those who have a message for the loop
@@ -225,6 +217,7 @@ class Engine:
 
     def abandon(self) -> None:
         """End all sequences without a further step."""
+        self._pending = None
         for sequence in self._sequences:
             sequence.end()
         self._drafting.clear()
@@ -234,6 +227,7 @@ class Engine:
 
     def recover(self) -> None:
         """Empty the cache after a step that raised. All sequences are computed again from their ids."""
+        self._pending = None
         self._filler.close()  # it may still fill a mask of a sequence
         self._slots.reset()
         for sequence in self._sequences:
@@ -249,25 +243,51 @@ class Engine:
 
         Return the sequences that took part or ended; their new `pieces` are the last.
         """
-        return self.collect(self.launch())
+        launched, self._pending = self._pending or self.launch(), None
+        self._pending = self._launch_behind(launched)
+        return self.collect(launched)
 
-    def launch(self) -> _Launched | None:
-        """Choose who takes part in a step, plan it, and run the forward. Return None if nobody wants anything."""
+    def launch(self, behind: LaunchedStep | None = None) -> LaunchedStep | None:
+        """Choose who takes part in a step, plan it, and run the forward. Return None if nobody wants anything.
+
+        A step `behind` another one is planned before that one's tokens are known. It is None if it needs them.
+        """
         self._drop_finished()
         self._admit()
-        active = self._take_turns([each for each in self._slots.sequences if not each.is_paused])
+        wanting = [each for each in self._slots.sequences if not each.is_paused]
+        if behind is not None:
+            wanting = [each for each in wanting if not each.awaited or each.room > 0]
+            return self._run(self._planner.take_turns(wanting), behind)
+        active = self._planner.take_turns(wanting)
         self._taking_part.update(dict.fromkeys(active))
         self._leaving.update(dict.fromkeys(active))
         for sequence in active:
             if sequence.grammar is not None:
                 self._force(sequence)
-        return self._run([sequence for sequence in active if not sequence.is_finished])
+        return self._run([sequence for sequence in active if not sequence.is_finished], None)
 
-    def collect(self, launched: _Launched | None) -> list[Sequence]:
+    def _launch_behind(self, launched: LaunchedStep | None) -> LaunchedStep | None:
+        """Launch the next step while this one runs, if it needs none of its tokens on the host."""
+        if launched is None or not launched.may_be_followed or not self._grows_evenly:
+            return None
+        self._ends.keep_early(launched, self.runner)
+        return self.launch(launched)
+
+    @property
+    def _grows_evenly(self) -> bool:
+        """True if a row grows by what its steps compute, and by nothing else, whatever is sampled."""
+        return not self.runner.compresses_prompts and self.runner.model.rope_border is None
+
+    def collect(self, launched: LaunchedStep | None) -> list[Sequence]:
         """End a step: each sequence accepts its sampled tokens, and the cache keeps these."""
         if launched is not None:
-            self._settle_all(launched)
+            self._ends.settle(launched, self._slots, self._slot_params, self._filler)
+            for sequence, _ in launched.works:
+                if not sequence.has_ended:
+                    self._taking_part[sequence] = self._leaving[sequence] = None
         self._drop_finished()
+        if self._pending is not None and not self._pending.counts:
+            self._pending = None
         if self.prefixes is not None:
             self.prefixes.notify()
         found = list(self._taking_part)
@@ -300,18 +320,6 @@ class Engine:
             if self.runner.shares_prefixes:
                 self._prefix_ends.look(sequence)
 
-    def _take_turns(self, wanting: list[Sequence]) -> list[Sequence]:
-        """Return the sequences that take part in the next step."""
-        is_shared = len({each.request.tenant for each in wanting}) > 1
-        chosen = self._shares.choose(
-            StepPart(each.request.tenant, 1, each.num_computed) for each in wanting if is_shared
-        )
-        if not is_shared:
-            self._resting = []
-            return wanting
-        self._resting = [each for each in wanting if each.request.tenant not in chosen]
-        return [each for each in wanting if each.request.tenant in chosen]
-
     def _force(self, sequence: Sequence) -> None:
         """Accept the tokens that are the only ones that the grammar allows."""
         forced, forcing = list[int](), sequence.force()
@@ -322,155 +330,40 @@ class Engine:
         self._slot_params.extend(sequence, forced)
         self._drafting.observe(sequence)
 
-    def _run(self, active: list[Sequence]) -> _Launched | None:
-        """Plan a step of these sequences and run it."""
-        started = time.perf_counter()
-        plan, works = self._plan_what_fits(active)
+    def _run(self, active: list[Sequence], behind: LaunchedStep | None) -> LaunchedStep | None:
+        """Plan a step of these sequences and launch it."""
+        started, params = time.perf_counter(), self._slot_params
+        plan, works = (self._planner.plan if behind is None else self._planner.plan_behind)(self._slots, active)
         if not works:
             return None
-        masks = self._filler.start(works)
-        sampled, ends, is_multi_step = self._sample(plan, works, masks)
-        if masks is not None:
-            masks.wait()
-        held_up = 0.0 if masks is None else self._filler.held_up(ends)
-        return _Launched(plan, works, sampled, ends, is_multi_step, started, held_up)
-
-    def _settle_all(self, launched: _Launched) -> None:
-        works = launched.works
-        clock = Clock(launched.started, launched.ends, time.perf_counter())
-        num_steps, held_up = len(clock.ends) if launched.is_multi_step else 1, launched.held_up
-        self._learn(launched.plan, works, num_steps, clock, held_up)
-        is_shared, parts = self._shares.is_shared, list[StepPart]()
-        if is_shared:
-            parts = [StepPart(each.request.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
-        each_held_up = held_up / max(1, sum(sequence.grammar is not None for sequence, _ in works))
-        for index, (work, found) in enumerate(zip(works, launched.sampled, strict=True)):
-            settled = time.perf_counter() if is_shared else 0.0
-            self._settle(work, found, clock, is_multi_step=launched.is_multi_step)
-            if is_shared and work.sequence.grammar is not None:
-                parts[index] = parts[index]._replace(delay=each_held_up + time.perf_counter() - settled)
-        if is_shared:
-            self._shares.computed(parts, num_steps, clock.ended - clock.started - held_up)
-        self._slot_params.renew()
-        shares = self.runner.shares_prefixes
-        for sequence, _ in works:
-            if shares and not sequence.has_fault:
-                self.runner.remember(sequence.slot, sequence.token_ids, sequence.request.salt)
-            if sequence.must_end_prompt:
-                self._end_prompt(sequence)
-
-    def _plan_what_fits(self, active: list[Sequence]) -> tuple[Plan, list[_Work]]:
-        """Return a plan and its work, without sequences that failed meanwhile or got no pages."""
-        slots, reserve = self._slots, self.runner.reserve
-        while True:
-            plan, works = self._plan(active)
-            for sequence, chunk in works:
-                if not sequence.is_finished and sequence.has_slot:
-                    num_tokens = max(plan.num_steps, len(chunk.token_ids))
-                    slots.with_pages(sequence, partial(reserve, sequence.slot, num_tokens))
-            able = [sequence for sequence in active if sequence.has_slot and not sequence.is_finished]
-            if len(able) == len(active):
-                return plan, works
-            active = able
-
-    def _plan(self, active: Items[Sequence]) -> tuple[Plan, list[_Work]]:
-        if not active:
-            return NO_PLAN, []
-        times, rooms = self._step_times(active), [self._rope_room(sequence) for sequence in active]
-        if times is not None:
-            self._drafting.propose(active, rooms, self.scheduler.max_drafts(len(active)), times)
-        demands = [
-            sequence.demand(room, self._drafting.steps_to_draft(sequence, times))
-            for sequence, room in zip(active, rooms, strict=True)
-        ]
-        step_tokens = self.scheduler.step_tokens(sequence.request.prefill_chunk for sequence in active)
-        if (most_steps := self._shares.most_steps) is not None:
-            demands = [demand._replace(max_steps=min(demand.max_steps, most_steps)) for demand in demands]
-        num_waiting = len(self._slots.waiting) + len(self._resting)
-        others_stream = any(each.is_streamed and each.is_decoding for each in self._resting)
-        plan = self.scheduler.plan(demands, step_tokens, num_waiting, others_stream=others_stream)
-        return plan, [
-            _Work(sequence, sequence.schedule(num_tokens, num_drafts))
-            for sequence, num_tokens, num_drafts in zip(active, plan.num_tokens, plan.num_drafts, strict=True)
-        ]
-
-    def _step_times(self, active: Items[Sequence]) -> StepTimes | None:
-        """Return the step times that drafts of these sequences have to save, or None if nobody drafts."""
-        if not any(map(self._drafting.is_drafted, active)):
+        columns = params.select([sequence for sequence, _ in works])
+        if behind is not None and not self.runner.takes([chunk for _, chunk in works], columns):
             return None
-        num_constrained = sum(sequence.grammar is not None for sequence in active)
-        num_greedy = sum(sequence.params.temperature == 0 for sequence in active)
-        return self.scheduler.costs.by_kind[StepKind(len(active), num_constrained, num_greedy)]
-
-    def _rope_room(self, sequence: Sequence) -> int:
-        """Return how many tokens may follow with the same rope factors.
-
-        If a longer text needs others, empty the slot.
-        """
-        length, runner = len(sequence.token_ids), self.runner
-        if runner.choose_rope(sequence.slot, length):
-            sequence.forget_computed()
-        return runner.rope_room(length)
+        parts = list[StepPart]()
+        if self._shares.is_shared:
+            parts = [StepPart(each.request.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
+        masks = self._filler.start(works)
+        pending, is_multi_step = self._sample(plan, works, columns, masks, behind)
+        for sequence, chunk in works:
+            sequence.launch(chunk)
+        return LaunchedStep(plan, works, pending, masks, parts, started, is_multi_step, behind is not None)
 
     def _sample(
-        self, plan: Plan, works: Items[_Work], masks: Masks | None
-    ) -> tuple[list[SampledTokens], list[StepEnd], bool]:
-        """Return the tokens sampled after each chunk, the time at which each round ended, and whether it was a
-        multi-step.
-        """
-        params = self._slot_params
-        chunks, columns = [work.chunk for work in works], params.select([work.sequence for work in works])
+        self,
+        plan: Plan,
+        works: Items[Work],
+        columns: SamplingColumns,
+        masks: Masks | None,
+        behind: LaunchedStep | None,
+    ) -> tuple[PendingStep, bool]:
+        """Launch a step, or run a multi-step. Return it, and whether it is a multi-step."""
+        chunks, history = [work.chunk for work in works], self._slot_params.history
         if plan.num_steps > 1:
             stop_ids = frozenset[int]().union(*(work.sequence.stop_ids for work in works))
-            count, history, interrupt = plan.num_steps, params.history, self._interrupt
-            sampled, ends = self.runner.multi_step(chunks, count, columns, history, stop_ids, masks, interrupt)
+            interrupt = self._interrupt
+            sampled, ends = self.runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, interrupt)
             if ends:
-                if masks is not None:
-                    self._cut(works, sampled)
-                return sampled, ends, True
-        return *self.runner.sample(chunks, columns, params.history, masks), False
-
-    def _cut(self, works: Items[_Work], sampled: list[SampledTokens]) -> None:
-        """Discard tokens that a multi-step sampled after a sequence's grammar ended, forced a token, or failed."""
-        for row, count in self._filler.num_counted.items():
-            if count < len(sampled[row].token_ids):
-                del sampled[row].token_ids[count:], sampled[row].logprobs[count:]
-                self._slot_params.mark_stale(works[row].sequence)
-
-    def _learn(self, plan: Plan, works: Items[_Work], num_steps: int, clock: Clock, held_up: float) -> None:
-        """Learn the costs of a step from its time, before its tokens are accepted."""
-        times = self._step_times([work.sequence for work in works])
-        if not all(sequence.pieces and len(chunk.token_ids) == chunk.num_logits for sequence, chunk in works):
-            times = None
-        self.scheduler.update(plan, num_steps, clock.ended - clock.started, times, held_up)
-
-    def _settle(self, work: _Work, sampled: SampledTokens, clock: Clock, *, is_multi_step: bool) -> None:
-        sequence, chunk = work
-        if not chunk.has_logits:
-            self.runner.commit(chunk.slot, len(chunk.token_ids))
-            sequence.prefilled(len(chunk.token_ids), clock.ended - clock.started)
-            return
-        num_before = len(sequence.pieces)
-        num_drafts = 0 if is_multi_step else len(sampled.token_ids) - 1  # right ones
-        sequence.attempt(partial(sequence.accept_all, sampled, num_drafts), None)
-        num_accepted = len(sequence.pieces) - num_before
-        self.runner.commit(chunk.slot, len(chunk.token_ids) - chunk.num_drafts + max(0, num_accepted - 1))
-        sequence.stepped(chunk, sampled, num_accepted, clock, is_multi_step=is_multi_step)
-        self._drafting.observe(sequence)
-
-    def _end_prompt(self, sequence: Sequence) -> None:
-        """Compress the prompt once it is computed and a token was sampled. The time counts with the next token."""
-        if sequence.num_computed != sequence.num_prompt_tokens or not sequence.pieces:
-            return
-        started, runner, prompt = time.perf_counter(), self.runner, sequence.token_ids[: sequence.num_prompt_tokens]
-
-        def compress() -> None:
-            if runner.lengths[sequence.slot] < len(prompt):  # pages were short midway: it is read again
-                runner.truncate(sequence.slot, 0)
-                sequence.forget_computed()
-            else:
-                runner.after_prompt(sequence.slot, prompt)
-                sequence.compress_prompt(must=False)
-
-        self._slots.with_pages(sequence, compress)
-        sequence.timer.waited(time.perf_counter() - started)
+                token_ids, logprobs = [each.token_ids for each in sampled], [each.logprobs for each in sampled]
+                return PendingStep.ended(Generated(token_ids, ends, logprobs)), True
+        before = None if behind is None else behind.pending
+        return self.runner.launch(chunks, columns, history, masks, before), False

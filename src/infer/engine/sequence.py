@@ -44,9 +44,10 @@ class Sequence:
         self.request, self.params = request, request.params
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.num_computed = 0
-        self.slot = NO_SLOT
+        self.num_computed, self.slot = 0, NO_SLOT
         self.pieces: list[Piece] = []
+        self.launched: tuple[Chunk, ...] = ()  # its shares of the steps that run, of which one may wait for another
+        self.awaited: Items[int] = ()  # what stands for the next token, while a step is planned behind its own
         self.is_paused = False  # True while its reader is too far behind
         self.is_streamed = True  # True if its tokens are read while they are generated
         self.place = Place()
@@ -74,7 +75,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + len(self.awaited) - self.num_computed
 
     @property
     def generated(self) -> list[int]:
@@ -82,8 +83,8 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """Number of tokens that may follow."""
-        return self._text.limit - len(self.pieces)
+        """Number of tokens that may follow, after the one that is awaited."""
+        return self._text.limit - len(self.pieces) - len(self.awaited)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -180,6 +181,7 @@ class Sequence:
     def leave(self) -> None:
         """Drop the state that only further tokens need, because the sequence has ended or waits for a slot."""
         self.slot, self._drafts = NO_SLOT, ()
+        self.launched = self.awaited = ()
 
     def end(self) -> None:
         """Leave the engine for good. An unfinished sequence counts as cancelled."""
@@ -294,6 +296,8 @@ class Sequence:
 
     def schedule(self, num_tokens: int, num_drafts: int) -> Chunk:
         """Return its part of a step: `num_tokens` pending tokens and, if no others are pending, `num_drafts` drafts."""
+        if self.awaited:
+            return Chunk(self.slot, self.awaited)
         taken = self.token_ids[self.num_computed : self.num_computed + num_tokens]
         if not 0 < len(taken) == self.num_pending:
             return Chunk(self.slot, taken, has_logits=False)
@@ -304,13 +308,19 @@ class Sequence:
         assert self.grammar is not None
         self.stats.masks_filled += self.grammar.fill(masks, drafts)
 
+    def launch(self, chunk: Chunk) -> None:
+        """Note its share of a step that now runs."""
+        self.launched = (*self.launched, chunk)
+
+    def computed(self, count: int, awaited: Items[int] = ()) -> None:
+        """Record that the cache keeps the next `count` tokens. `awaited` stands for the token that follows them."""
+        self.num_computed, self.awaited = self.num_computed + count, awaited
+
     # After a step
 
-    def prefilled(self, count: int, seconds: float) -> None:
-        """Record a step that computed `count` pending tokens and sampled nothing."""
-        self.num_computed += count
-        self.timer.waited(seconds)
-        self.stats.prefill_steps += count > 0
+    def collect(self) -> None:
+        """Note that the first of its steps has ended. What was sampled is about to be accepted."""
+        self.launched, self.awaited = self.launched[1:], ()
 
     def accept_all(self, sampled: SampledTokens, num_drafts: int) -> None:
         """Accept sampled tokens until the sequence is finished. The first `num_drafts` of them were drafted."""
@@ -346,8 +356,11 @@ class Sequence:
     def stepped(
         self, chunk: Chunk, sampled: SampledTokens, num_accepted: int, clock: Clock, *, is_multi_step: bool
     ) -> None:
-        """Record a step or a multi-step: all accepted tokens except the last one are computed."""
-        self.num_computed += len(chunk.token_ids) - chunk.num_drafts + max(0, num_accepted - 1)
+        """Record a step or a multi-step."""
+        if not chunk.has_logits:
+            self.timer.waited(clock.ended - clock.started)
+            self.stats.prefill_steps += len(chunk.token_ids) > 0
+            return
         self.timer.stepped(num_accepted, clock)
         if is_multi_step:
             self.stats.multi_steps += 1

@@ -1,0 +1,49 @@
+"""A step between its launch and its end, and each sequence's part in it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+from infer.engine.scheduler import Plan
+from infer.engine.sequence import Sequence
+from infer.engine.step_shares import StepPart
+from infer.operands.step import Chunk, Masks
+from infer.ops import PendingStep
+
+
+class Work(NamedTuple):
+    """One sequence's share of a step."""
+
+    sequence: Sequence
+    chunk: Chunk
+
+    @property
+    def counts(self) -> bool:
+        """True unless the sequence ended or lost its slot after the launch. Then what the step computes is dropped."""
+        return any(chunk is self.chunk for chunk in self.sequence.launched)
+
+
+@final
+@dataclass
+class LaunchedStep:
+    """A step that runs or has ended."""
+
+    plan: Plan
+    works: list[Work]
+    pending: PendingStep
+    masks: Masks | None
+    parts: list[StepPart]  # those of several tenants
+    started: float  # by time.perf_counter, before it was planned
+    is_multi_step: bool
+    is_behind: bool  # it was planned while another one ran
+    is_kept: bool = False  # the cache keeps its chunks already, because a step is planned while it runs
+
+    @property
+    def counts(self) -> bool:
+        """True if any sequence still takes part."""
+        return any(work.counts for work in self.works)
+
+    @property
+    def may_be_followed(self) -> bool:
+        """True if it is known without its tokens how many tokens of each sequence the cache will keep."""
+        is_single = not self.is_multi_step and not any(self.plan.num_drafts)
+        return self.pending.is_running and is_single and self.masks is None

@@ -1,0 +1,183 @@
+"""Steps that are launched before the tokens of the step before them are known, on a device that runs on its own."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from infer.engine.engine import Engine
+from infer.engine.place import Lease
+from infer.engine.sequence import Sequence
+from infer.kvcache.cache_settings import CacheSettings
+from infer.runner.runner import Runner
+from infer.sampling_params import SamplingParams
+from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
+from steps_behind import RunsOnItsOwn
+
+LONG = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=30, ignore_eos=True))
+SHORT = Case("short", tuple(b"cab"), SamplingParams(temperature=0.8, seed=3, max_new_tokens=4, ignore_eos=True))
+PROMPT = Case(
+    "prompt", tuple(b"cab abc" * 12), SamplingParams(temperature=0.7, seed=4, max_new_tokens=3, ignore_eos=True)
+)
+PENALISED = SamplingParams(temperature=0.8, seed=1, max_new_tokens=20, ignore_eos=True, frequency_penalty=0.7)
+COUNTED = Case("counted", tuple(b"bca"), PENALISED)
+
+
+class Place:
+    """An engine whose runner's steps run on their own, and whose steps are all single ones."""
+
+    def __init__(self, world: World, num_slots: int = 3) -> None:
+        self.world = world
+        settings = CacheSettings(page_tokens=16, reuse_prefixes=True)
+        self.runner = Runner(world.model, CONTEXT, num_slots=num_slots, settings=settings)
+        self.device = RunsOnItsOwn.replace(self.runner)
+        self.engine = Engine(self.runner, max_steps=1)
+
+    def submit(self, case: Case, lease: Lease | None = None, **options: object) -> Sequence:
+        sequence = make_sequence(self.world, case, Way(chunk=7))
+        sequence.request = replace(sequence.request, **options)  # type: ignore[arg-type]
+        return self.engine.submit(sequence, lease)
+
+    def run(self) -> None:
+        while self.engine.sequences:
+            self.engine.step()
+            self.runner.cache.check_integrity()
+
+    def check(self, sequence: Sequence, case: Case) -> None:
+        assert Outcome.of(sequence.result()) == by_definition(self.world, case)
+
+
+@pytest.fixture
+def place(world: World) -> Place:
+    return Place(world)
+
+
+def test_each_step_is_launched_before_the_one_before_it_is_waited_for(place: Place) -> None:
+    sequence = place.submit(PROMPT)
+    place.run()
+    place.check(sequence, PROMPT)
+    num_steps = place.device.num_launched
+    assert num_steps == len(PROMPT.prompt) // 7 + 2  # three tokens, the first of which the last chunk gives
+    expected = [("launch", 0)]
+    for number in range(1, num_steps):
+        expected += [("launch", number), ("wait", number - 1)]
+    assert place.device.calls == [*expected, ("wait", num_steps - 1)]
+
+
+def test_answers_beside_prompts_are_their_own_whatever_samples_them(place: Place) -> None:
+    cases = [LONG, COUNTED, PROMPT, SHORT]
+    asked = [(place.submit(case), case) for case in cases]
+    place.run()
+    for sequence, case in asked:
+        place.check(sequence, case)
+    assert place.device.num_behind > place.device.num_launched // 2
+
+
+def stopping(world: World) -> tuple[Case, int]:
+    """Return a case that ends at a token which nobody knows before it is sampled, and its number of tokens."""
+    token_ids = by_definition(world, LONG).token_ids
+    index = next(index for index in range(4, 20) if token_ids[index] not in token_ids[:index])
+    return replace(LONG, params=replace(LONG.params, stop_token_ids=[token_ids[index]])), index + 1
+
+
+def test_a_step_behind_the_last_token_is_dropped_and_the_lease_holds_what_it_held(world: World) -> None:
+    (case, count), held = stopping(world), list[list[int]]()
+    for is_behind in (True, False):
+        place, lease = Place(world), Lease()
+        place.device.is_alone = is_behind
+        sequence = place.submit(case, lease)
+        place.run()
+        place.check(sequence, case)
+        assert place.runner.lengths[lease.slot] == len(lease.token_ids)
+        held.append(list(lease.token_ids))
+        assert place.device.num_launched == count + is_behind
+        turn = replace(SHORT, prompt=(*case.prompt, *sequence.generated, *b" b"))
+        then = place.submit(turn, lease)
+        place.run()
+        place.check(then, turn)
+        assert then.num_reused == len(held[-1])
+    assert held[0] == held[1] == [*case.prompt, *sequence.generated[:-1]]
+
+
+def test_no_step_is_launched_behind_a_token_that_is_the_last_one(place: Place) -> None:
+    place.submit(SHORT)
+    place.run()
+    assert place.device.num_launched == 4
+
+
+def test_a_cancelled_sequence_ends_beside_others_and_its_slot_serves_another(world: World) -> None:
+    place = Place(world, num_slots=2)
+    cancelled, other = place.submit(COUNTED), place.submit(LONG)
+    for _ in range(4):
+        place.engine.step()
+    waiting = place.submit(COUNTED)
+    place.engine.cancel(cancelled)
+    found = place.engine.step()
+    assert cancelled in found
+    assert cancelled.has_ended
+    assert cancelled not in place.engine.step()
+    place.run()
+    assert cancelled.generated == by_definition(world, COUNTED).token_ids[: len(cancelled.generated)]
+    place.check(other, LONG)
+    place.check(waiting, COUNTED)
+
+
+def test_a_paused_sequence_gets_the_token_that_is_under_way_and_then_none(place: Place) -> None:
+    paused, other = place.submit(LONG), place.submit(COUNTED)
+    while len(paused.pieces) < 3:
+        place.engine.step()
+    place.engine.pause(paused)
+    for _ in range(5):
+        place.engine.step()
+    assert len(paused.pieces) == 4
+    place.engine.proceed(paused)
+    place.run()
+    place.check(paused, LONG)
+    place.check(other, COUNTED)
+
+
+def test_what_a_wait_raises_leaves_all_to_be_computed_again(place: Place) -> None:
+    asked = [(place.submit(case), case) for case in (LONG, COUNTED, PROMPT)]
+    for _ in range(3):
+        place.engine.step()
+    place.device.error = RuntimeError("planted")
+    with pytest.raises(RuntimeError, match="planted"):
+        place.engine.step()
+    place.engine.recover()
+    place.run()
+    for sequence, case in asked:
+        place.check(sequence, case)
+
+
+def test_times_of_steps_do_not_overlap(place: Place) -> None:
+    """The steps wait for the host here, so their times may not add up to more than the whole."""
+    started = time.perf_counter()
+    asked = [place.submit(LONG), place.submit(PROMPT)]
+    place.run()
+    whole = time.perf_counter() - started
+    taken = [step.seconds for step in place.engine.scheduler.taken]
+    assert len(taken) == place.device.num_launched
+    assert all(seconds > 0 for seconds in taken)
+    assert sum(taken) <= whole
+    for sequence in asked:
+        timing = sequence.result().timing
+        assert timing.prefill_time_s + sum(timing.decode_times_s) + sum(timing.sampling_times_s) <= whole
+
+
+def test_tenants_share_steps_that_are_launched_behind_others(place: Place) -> None:
+    cases = [(LONG, "a"), (COUNTED, "b"), (PROMPT, "b")]
+    asked = [(place.submit(case, tenant=tenant), case) for case, tenant in cases]
+    place.run()
+    for sequence, case in asked:
+        place.check(sequence, case)
+    assert place.device.num_behind > 20
+
+
+def test_a_step_with_a_grammar_or_drafts_has_none_behind_it(world: World) -> None:
+    constrained = Case("regex", tuple(b"ab"), SamplingParams(temperature=0, max_new_tokens=8, regex="[a-c]{6}"))
+    for case, way in ((constrained, Way(chunk=7)), (LONG, Way("ngram", chunk=7))):
+        place = Place(world)
+        sequence = place.engine.submit(make_sequence(world, case, way))
+        place.run()
+        place.check(sequence, case)
+        assert not place.device.num_behind

@@ -1,0 +1,83 @@
+"""A device that runs steps on its own, as small as one can be: a CPU's recording whose tokens are seen after a wait."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from infer.backends.base import Captured, Generated, PendingStep
+from infer.operands.step import Chunk, Step
+from infer.runner.runner import Runner
+from infer.sampling.columns import SamplingColumns
+
+
+@final
+class RunsOnItsOwn(Captured):
+    """Runs each step when it is launched, as a stream runs its work in order.
+
+    `calls` are the launches and waits with the numbers of their steps. `error` is raised by the next wait.
+    """
+
+    def __init__(self, recording: Captured) -> None:
+        self.capacity, self.max_logits = recording.capacity, recording.max_logits
+        self._recording = recording
+        self._last: tuple[PendingStep, Generated] | None = None
+        self.calls = list[tuple[str, int]]()
+        self.num_launched = self.num_behind = 0
+        self.is_alone = True  # the device needs no host; without this, each step has ended when it was launched
+        self.error: Exception | None = None
+
+    @classmethod
+    def replace(cls, runner: Runner) -> "RunsOnItsOwn":
+        """Let a runner launch its steps here."""
+        assert isinstance(runner._captured, Captured)
+        runner._captured = cls(runner._captured)
+        return runner._captured
+
+    def launch(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        columns: SamplingColumns,
+        history: Any = None,
+        masks: Any = None,
+        behind: PendingStep | None = None,
+    ) -> PendingStep:
+        if behind is not None:
+            self.num_behind += 1
+            assert self._last is not None
+            assert behind is self._last[0]
+            chunks = [self._resolved(chunk, self._last[1]) for chunk in chunks]
+        assert all(token_id >= 0 for chunk in chunks for token_id in chunk.token_ids)
+        found, number = self._recording.run_verified(chunks, starts, columns, history, masks), self.num_launched
+        self.num_launched += 1
+        self.calls.append(("launch", number))
+
+        def wait() -> Generated:
+            self.calls.append(("wait", number))
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise error
+            return found
+
+        self._last = PendingStep(wait, is_running=self.is_alone), found
+        return self._last[0]
+
+    @staticmethod
+    def _resolved(chunk: Chunk, before: Generated) -> Chunk:
+        """Replace what stands for a token by the token. A failed row gives the token 0."""
+        ids = [max(0, before.token_ids[-2 - each][0]) if each < -1 else each for each in chunk.token_ids]
+        return chunk._replace(token_ids=ids)
+
+    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
+        return self._recording.takes(chunks, columns)
+
+    def run(self, step: Step) -> Any:
+        return self._recording.run(step)
+
+    def run_multi_step(self, *arguments: Any, **options: Any) -> Generated:
+        return self._recording.run_multi_step(*arguments, **options)
+
+    def run_verified(self, *arguments: Any, **options: Any) -> Generated:
+        return self._recording.run_verified(*arguments, **options)
+
+    def profile(self, step: Step) -> list[tuple[str, int]]:
+        return self._recording.profile(step)

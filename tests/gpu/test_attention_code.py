@@ -30,7 +30,7 @@ MOST_INSTRUCTIONS = {
 }
 # Tensor cores multiply each key and value with so many parts of a query or weight.
 PRODUCTS = {"f16": 2, "bf16": 3, "q8": 3, "q4": 3}
-MOST_BARRIERS = 16
+MOST_BARRIERS = 18
 
 
 @pytest.fixture(scope="module", params=[os.environ.get("INFER_TRITON", "")])
@@ -68,7 +68,7 @@ def test_every_architecture_and_every_type_is_compiled(kernels: Kernels) -> None
 
 def test_a_program_fits_the_registers_and_the_shared_memory_of_every_gpu(kernels: Kernels) -> None:
     for name, kernel in kernels.items():
-        assert kernel["spilled"] <= 40, name  # some words, outside of turns
+        assert kernel["spilled"] <= (80 if name.startswith("f32") else 32), name  # some words, outside of turns
         assert not kernel["turn"].keys() & {"LDL", "STL"}, name
         assert kernel["shared"] <= MAX_SHARED_BYTES, name
         kv_type, dim, _ = parts_of(name)

@@ -25,7 +25,6 @@ LISTED = {
     r"ld\.global\.v4": r"LDG\.E\.128",
     r"w?g?mma\S*\.s8": "IMMA|IGMMA",
     r"w?g?mma\S*\.(bf16|tf32)": "HMMA|HGMMA",
-    r"fma\.rn\.f32": "FFMA",
     r"bar\.sync": r"BAR\.SYNC",
 }
 

@@ -62,8 +62,9 @@ def tuning_of(size: int, kv_type: str) -> dict[str, int]:
     is_converted = kv_type in QUANTIZED
     tuning = {"num_warps": 8 if has_wide_tiles or (is_converted and size > 64) else 4}
     tuning["STAGES"] = 1 if has_wide_tiles and kv_type in ("f32", "q4") else 2  # 99 KB of shared memory on sm_89
-    if tuning["num_warps"] == 4 and torch.version.hip is None:  # four or three programs per multiprocessor
-        tuning["maxnreg"] = 128 if size <= 64 and kv_type in ("f16", "bf16") else 168
+    if torch.version.hip is None:  # four programs per multiprocessor, three, or one; ptxas alone spills float32
+        fits_four = size <= 64 and kv_type in ("f16", "bf16")
+        tuning["maxnreg"] = 255 if tuning["num_warps"] == 8 else 128 if fits_four else 168
     return tuning
 
 

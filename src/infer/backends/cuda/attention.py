@@ -62,9 +62,11 @@ def tuning_of(size: int, kv_type: str) -> dict[str, int]:
     is_converted = kv_type in QUANTIZED
     tuning = {"num_warps": 8 if has_wide_tiles or (is_converted and size > 64) else 4}
     tuning["STAGES"] = 1 if has_wide_tiles and kv_type in ("f32", "q4") else 2  # 99 KB of shared memory on sm_89
-    if torch.version.hip is None:  # four programs per multiprocessor, three, or one; ptxas alone spills float32
+    if has_wide_tiles and kv_type == "f32":
+        tuning["num_warps"] = 16  # with 8 ptxas spills on sm_89
+    if torch.version.hip is None:  # four programs per multiprocessor, three, or one
         fits_four = size <= 64 and kv_type in ("f16", "bf16")
-        tuning["maxnreg"] = 255 if tuning["num_warps"] == 8 else 128 if fits_four else 168
+        tuning["maxnreg"] = {4: 128 if fits_four else 168, 8: 255, 16: 128}[tuning["num_warps"]]
     return tuning
 
 

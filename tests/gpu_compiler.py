@@ -16,13 +16,14 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from infer.backends.cuda.activations import Quantized, normalize_rows, quantize_rows
 from infer.backends.cuda.blocks import Matrix, constants_of
-from infer.backends.cuda.dense import dense
+from infer.backends.cuda.dense import DEPTHS, TILES, DenseTile, dense, num_stages
 from infer.backends.cuda.embed import embed_floats, embed_rows
 from infer.backends.cuda.epilogue import Output
+from infer.backends.cuda.float_planes import NUM_PLANES
 from infer.backends.cuda.layouts import LAYOUTS, Layout
 from infer.backends.cuda.matmul import matmul
 from infer.backends.cuda.matvec import MAX_LANES, matvec
-from infer.backends.cuda.projection import BLOCK_TILE, DENSE_TILE, MATMUL_TILE, MATVEC_TILE
+from infer.backends.cuda.projection import BLOCK_TILE, FORMS, MATVEC_TILE, matmul_tile
 from infer.backends.cuda.sampling import filters, logprobs, unfiltered
 from infer.backends.cuda.sampling.kernel_arguments import Batch
 from infer.backends.cuda.sampling.logprobs import BlockParts, Found
@@ -32,6 +33,7 @@ from infer.quantization.ggml_types import BLOCK_FIELDS
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 QUANTIZED = [name for name, layout in LAYOUTS.items() if not layout.is_float]
 LEFT = Quantized("*i8!", "*fp32!", "*i32!")
+SHARED_BYTES: dict[str | int, int] = {80: 166_912, 89: 101_376, 90: 232_448, 120: 101_376}  # of a program at most
 AMD = ("gfx942", "gfx1100")
 INSTRUCTION = re.compile(r"\s+(?:@!?%p\d+\s+)?([a-z]\w*(?:\.\w+)+)")  # of PTX
 LABEL, BRANCH = re.compile(r"\$(L__BB\w+):"), re.compile(r"\bbra(?:\.uni)?\s+\$(L__BB\w+)")
@@ -65,8 +67,8 @@ def compiled(
 
 
 def code_of(kernel: CompiledKernel, *, is_listed: bool = False) -> dict[str, Any]:
-    """Resources, how often each instruction of PTX occurs, and barriers in the innermost loop that multiplies. Listed,
-    also how often each instruction of the device itself does, which takes half a second."""
+    """Resources, and how often each instruction of PTX occurs: in all, and in the shortest loop that multiplies. If
+    listed, also how often each instruction of the device itself does, which takes half a second."""
     usage, *listing = cuobjdump(kernel, "--dump-resource-usage", *(["-sass"] if is_listed else []))
     resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     lines = kernel.asm["ptx"].splitlines()
@@ -83,7 +85,9 @@ def code_of(kernel: CompiledKernel, *, is_listed: bool = False) -> dict[str, Any
         "registers": int(resources["REG"]),
         "spilled": int(resources["STACK"]) + int(resources["LOCAL"]),
         "instructions": Counter(name for _, name in instructions),
-        "loop_barriers": sum(name.startswith("bar.") and inner[0] <= at < inner[1] for at, name in instructions),
+        "loop": Counter(name for at, name in instructions if inner[0] <= at < inner[1]),
+        "shared": kernel.metadata.shared,
+        "threads": 32 * kernel.metadata.num_warps,
         "has_wide_offsets": has_wide_offsets(kernel.asm["ttir"]),
         "listed": Counter(LISTED.findall("".join(listing))),
     }
@@ -108,6 +112,8 @@ def has_wide_offsets(code: str) -> bool:
             wide.discard(name)
             if source in wide or (operation == "addptr" and re.search(r"i64>?\s*(?:loc|$)", types)):
                 wide.add(name)
+        elif arguments := re.search(r"scf\.for .*iter_args\((.*?)\)", line):
+            wide |= {own for own, first in re.findall(r"(%\w+) = (%\w+)", arguments[1]) if first in wide}
         elif access := re.search(r"tt\.(?:load|store) (%\w+)", line):
             pointer = access[1]
             if pointer not in wide and bases.get(pointer) != "%weight":
@@ -180,16 +186,24 @@ def matvec_code(type_: str, target: str | int, gate: str = "") -> CompiledKernel
 
 
 def matmul_code(type_: str, target: str | int, gate: str = "") -> CompiledKernel:
-    arguments = quantized_arguments(type_, "*u8!", "*i8!", gate) | MATMUL_TILE
-    return compiled(matmul, arguments, target, **warps_of(MATMUL_TILE))
+    tile = matmul_tile(LAYOUTS[type_], 64, gate)
+    arguments = quantized_arguments(type_, "*u8!", "*i8!", gate) | {"DP4A": isinstance(target, int)} | tile
+    return compiled(matmul, arguments, target, **warps_of(tile))
 
 
-def dense_code(type_: str, target: str | int, gate: str = "") -> CompiledKernel:
-    pointer = {"F32": "*fp32!", "F16": "*fp16!", "BF16": "*bf16!"}[type_]
-    arguments = quantized_arguments("Q8_0", "*i32", "*i32", gate) | DENSE_TILE
-    arguments |= {"x": "*fp32!", "codes": pointer, "num_inputs": "i32!"}
-    splits = type_ != "F32" and isinstance(target, int)
-    return compiled(dense, arguments | {"SPLITS": splits}, target, **warps_of(DENSE_TILE))
+def dense_code(type_: str, target: str | int, gate: str = "", size: int = -1) -> CompiledKernel:
+    """`size`: the place of the tile in `TILES`."""
+    form, shared_bytes = FORMS[type_], SHARED_BYTES.get(target, 65_536)
+    tile: DenseTile = TILES[form][size]
+    planes = {"F32": "*fp32!", "F16": "*fp16!", "BF16": "*bf16!"}[type_]
+    forms = Quantized(planes, "*fp32!" if type_ == "F16" else planes, planes)
+    arguments = quantized_arguments("Q8_0", "*i32", "*i32", gate) | {
+        "x": forms, "left": forms, "codes": planes, "num_inputs": "i32!", "num_blocks": "i32!",
+        "PLANES": form, "NUM_PLANES": NUM_PLANES[form], "TOKENS": tile.TOKENS, "ROWS": tile.ROWS,
+        "DEPTH": DEPTHS[form], "IS_WHOLE": True, "LEAVES": gate != "" and form > 0,
+    }  # fmt: skip
+    stages = num_stages(tile, form, shared_bytes)
+    return compiled(dense, arguments, target, num_warps=tile.num_warps, num_stages=stages)
 
 
 def rows_code(type_: str, target: str | int, gate: str = "") -> Iterator[CompiledKernel]:
@@ -211,7 +225,7 @@ def weights_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     makers: list[tuple[Callable[..., CompiledKernel], list[str], list[str]]] = [
         (matvec_code, QUANTIZED if is_whole else one_each(), ["Q4_0"]),
         (matmul_code, QUANTIZED if is_whole else ["Q6_K"], ["Q4_0"]),
-        (dense_code, ["F32", "F16", "BF16"] if is_whole else ["F32"], ["BF16"]),
+        (dense_code, ["F32", "F16"], ["BF16"]),
     ]
     for make, types_on_90, types in makers:
         name = make.__name__.removesuffix("_code")
@@ -222,5 +236,10 @@ def weights_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{name} gated 90", code_of(make(types[0], 90, "silu"))
         for target in AMD:
             make(types[0], target)
+    for type_ in ("BF16", "F16"):
+        for size, tile in enumerate(TILES[FORMS[type_]][:-1]):
+            for target in targets if is_whole else (90,):
+                name = f"dense {type_} {tile.ROWS} {tile.TOKENS} gated {target}"
+                yield name, code_of(dense_code(type_, target, "silu", size))
     for kernel in rows_code("Q6_K", 90):
         yield kernel.metadata.name, code_of(kernel)

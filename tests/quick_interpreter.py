@@ -92,11 +92,11 @@ def _dot(_builder: Any, a: Any, b: Any, addend: Any, _precision: Any, _imprecise
     return interpreter.TensorHandle(product + addend.data, addend.dtype.scalar)
 
 
-def _numbers(handle: Any) -> Any:
-    """Return the numbers of a tensor. The interpreter stores a bfloat16 as the upper half of a float32."""
-    if handle.dtype.scalar != tl.bfloat16:
-        return handle.data
-    return (handle.data.astype(np.uint32) << 16).view(np.float32)
+def _numbers(tensor: Any) -> np.ndarray[Any, Any]:
+    """Return a tensor's numbers: the interpreter has bfloat16 as integers of its bits."""
+    if tensor.dtype.scalar.name != "bf16":
+        return tensor.data
+    return (tensor.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def multiply_in_one_order(

@@ -23,8 +23,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from infer.backends import cuda
 from infer.backends.cuda import packing, projection
 from infer.backends.cuda.activations import Twin, quantized, twin_of
+from infer.backends.cuda.dense import TILES, dense_tile
 from infer.backends.cuda.layouts import LAYOUTS, PLANES, PackedWeight
-from infer.backends.cuda.projection import multiply
+from infer.backends.cuda.projection import FORMS, multiply
 from quick_interpreter import multiply_in_one_order
 
 CPU = torch.device("cpu")
@@ -100,6 +101,78 @@ def test_products_are_those_of_the_definition_and_have_one_order_for_any_number_
     x, y, prepared = products(type_, columns, precision)
     for first, last in ((0, 1), (3, 5), (1, 10)):
         assert torch.equal(cuda.norm_project(x[first:last], None, prepared).floats, y[first:last])
+
+
+@pytest.mark.parametrize(("type_", "columns"), [("BF16", 320), ("BF16", 45), ("F16", 320), ("F16", 45)])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_every_tile_of_floats_gives_a_token_the_same_bits(
+    type_: str, columns: int, is_gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = Projection((weight_of(type_, 96, columns, 1), weight_of(type_, 96, columns, 2)))
+    prepared, x, norm = cuda.prepare(stored, CPU), activations(64, columns), norm_of(columns)
+    found = []
+    for tile in TILES[FORMS[type_]]:
+        monkeypatch.setattr(projection, "dense_tile", lambda *_, tile=tile: tile)
+        for count in (1, 8, 9, 16, 17, 64):
+            part = x[:count]
+            y = cuda.norm_gate(part, norm, prepared, "silu") if is_gated else cuda.norm_project(part, norm, prepared)
+            found.append(y.floats)
+            if is_gated:
+                planes = twin_of(y).quantized
+                assert planes is not None
+                for left, made in zip(planes, quantized(y.floats, None, FORMS[type_]), strict=True):
+                    assert torch.equal(left, made)
+    assert len(found) >= 12
+    for y in found:
+        assert torch.equal(y, found[-1][: len(y)])
+
+
+@pytest.mark.parametrize("type_", ["BF16", "F16"])
+def test_planes_have_the_bits_of_activations(type_: str) -> None:
+    """BF16 has all 24. F16 has 22 of the numbers that are not tiny beside the block's largest."""
+    x = activations(5, 96) * torch.tensor([[1.0], [1e-30], [0.0], [1e30], [1e-6]])
+    codes, scales, _ = quantized(x, None, FORMS[type_])
+    values = codes.double().sum(1).flatten(1)
+    if type_ == "F16":
+        values *= scales.double().repeat_interleave(32, dim=1)
+    largest = x.double().view(5, 3, 32).abs().amax(2).repeat_interleave(32, dim=1)
+    bits, absolute = (24, 1e-40) if type_ == "BF16" else (22, largest * 2.0**-38)
+    assert bool(((values - x.double()).abs() <= x.double().abs() * 2.0**-bits + absolute).all())
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "place"),
+    [(1, 128_256, -1), (16, 8192, -1), (64, 2048, -1), (64, 8192, 1), (512, 2048, 0)],
+)
+def test_a_tile_is_as_large_as_leaves_enough_programs(num_tokens: int, num_rows: int, place: int) -> None:
+    assert dense_tile(num_tokens, num_rows, FORMS["BF16"]) == TILES[FORMS["BF16"]][place]
+
+
+@pytest.mark.parametrize("type_", ["BF16", "F16"])
+def test_products_of_floats_are_no_further_from_float64_than_those_of_two_tf32_numbers(type_: str) -> None:
+    weight, x = weight_of(type_, 64, 1024), activations(8, 1024)
+    exact = x.double() @ reference.dense(weight).double().T
+    high = (x.view(torch.int32) & -(1 << 13)).view(torch.float32)
+    low = ((x - high).view(torch.int32) & -(1 << 13)).view(torch.float32)
+    as_tf32 = (high.double() + low.double()) @ reference.dense(weight).double().T
+    found = cuda.norm_project(x, None, cuda.prepare(Projection((weight,)), CPU)).floats.double()
+    rounded = float(exact.abs().amax()) * 2.0**-24
+    assert float((found - exact).abs().mean()) <= float((as_tf32 - exact).abs().mean()) + rounded
+
+
+@pytest.mark.parametrize("type_", QUANTIZED if IS_WHOLE else ["Q4_0", "Q6_K", "IQ4_XS"])
+def test_every_number_of_tokens_has_the_bits_of_one(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """18 quads in 8 lanes: two lanes take three, the others two."""
+    columns = 2304
+    prepared = cuda.prepare(Projection((weight_of(type_, 5, columns),)), CPU)
+    x = activations(64, columns)
+    by_few = cuda.norm_project(x[:8], None, prepared).floats
+    for count in (1, 8, 9, 16, 17, 64):
+        found = cuda.norm_project(x[:count], None, prepared).floats
+        assert torch.equal(found[:8], by_few[:count])
+    monkeypatch.setattr(projection, "FEW_TOKENS", 0)
+    for count in (1, 8, 17):
+        assert torch.equal(cuda.norm_project(x[:count], None, prepared).floats, found[:count])
 
 
 def test_no_product_is_left_to_a_library_that_rounds_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:

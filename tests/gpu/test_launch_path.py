@@ -91,7 +91,7 @@ def test_what_is_recorded_ahead_compiles_all_kernels_of_greedy_filtered_and_bias
     ("type_", "embed", "to_integers", "one", "many"),
     [
         ("Q4_0", "embed_rows", "quantize_rows", "matvec", "matmul"),
-        ("BF16", "embed_floats", "normalize_rows", "dense", "dense"),
+        ("BF16", "embed_floats", "quantize_rows", "dense", "dense"),
     ],
 )
 def test_a_forward_is_eleven_launches(

@@ -85,7 +85,7 @@ class StepPlanner:
             sequence.demand(room, self._drafting.steps_to_draft(sequence, times))
             for sequence, room in zip(active, rooms, strict=True)
         ]
-        step_tokens = self.scheduler.step_tokens(sequence.request.prefill_chunk for sequence in active)
+        step_tokens = self._scheduler.step_tokens(sequence.request.prefill_chunk for sequence in active)
         if (most_steps := self._shares.most_steps) is not None:
             demands = [demand._replace(max_steps=min(demand.max_steps, most_steps)) for demand in demands]
         num_waiting = len(slots.waiting) + len(self._resting)

@@ -1,8 +1,13 @@
-"""Activations in the form that products take: normalised, in float32 or in integers with one scale per block of 32.
+"""Activations in the form that products take: normalised, in float32 or in planes of blocks of 32.
 
-By the CPU's rule a block's scale is max |x| / 32512, or / 127 if there is one plane. x is the nearest multiple of the
-scale: an integer of 16 bits in two planes of signed bytes, 256 high + low. Beside the integers are the sums of each
-half block. They are multiplied with what a type subtracts from its codes or adds to a block.
+Quantised weights are multiplied with integers. By the CPU's rule a block's scale is max |x| / 32512, or / 127 if there
+is one plane. x is the nearest multiple of the scale: an integer of 16 bits in two planes of signed bytes, 256 high +
+low. Beside the integers are the sums of each half block. They are multiplied with what a type subtracts from its codes
+or adds to a block.
+
+Weights of 16 bits are multiplied with floats of 16 bits, which tensor cores take. For BF16, x is the sum of three bf16
+numbers, which have all 24 bits. For F16, x is a scale times the sum of two f16 numbers, which have 22 bits. The scale
+is a power of two that lifts the block's largest value to 2¹⁴ or above.
 
 If an activation is NaN, all products of its token are NaN: `is_none` finds that without reading a weight. Padding
 tokens are NaN too, and so are unused lines of logits, whose index is −1.
@@ -16,6 +21,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from infer.backends.cuda.float_planes import BF16_PLANES, F16_PLANES, lifted, store_bf16, store_f16
 from infer.backends.cuda.layouts import BLOCK
 from infer.backends.cuda.sampling.sampler import EXACT
 from infer.backends.reference_parts import gathered
@@ -30,22 +36,22 @@ ROUNDER_BITS = tl.constexpr(0x4B400000)
 
 
 class Quantized(NamedTuple):
-    """Activations of some tokens in integers."""
+    """Activations of some tokens in planes."""
 
-    codes: Any  # int32 [tokens, planes, blocks, 8], or the same memory as int8
-    scales: Any  # float32 [tokens, blocks]
-    sums: Any  # int32 [tokens, blocks, 2], of the first 16 and the last
+    codes: Any  # int32 [tokens, planes, blocks, 8], or as int8; bf16 or f16 [tokens, planes, blocks, 32]
+    scales: Any  # float32 [tokens, blocks]; `codes` in bf16
+    sums: Any  # int32 [tokens, blocks, 2], of the first 16 and the last; `codes` in bf16 and f16
 
     def in_bytes(self) -> "Quantized":
-        """Return the codes as int8, the form that kernels write."""
-        return self._replace(codes=self.codes.view(torch.int8))
+        """Return the codes as kernels write them: integers as int8."""
+        return self._replace(codes=self.codes.view(torch.int8)) if self.codes.dtype == torch.int32 else self
 
 
 class Twin(NamedTuple):
     """The twin of an op's result, and how the op computed the result."""
 
-    planes: int  # of the activations that the op multiplied; 0: floats
-    quantized: Quantized | None = None  # the result in as many planes, for the product that is next
+    planes: int  # form of the activations that the op multiplied: 0 float32, 1 or 2 planes of int8, or one of 16 bits
+    quantized: Quantized | None = None  # the result in the same form, for the product that is next
 
 
 def twin_of(x: Activations) -> Twin:
@@ -61,13 +67,19 @@ def activations_of_all(own: Float[Tensor, "tokens own"], twin: Twin | None, shar
 
 
 def room_for(y: Tensor, planes: int) -> Quantized | None:
-    """Return buffers for y [tokens, …] in integers; None without planes, or if y's last axis has no whole blocks."""
+    """Return buffers for y [tokens, …] in planes; None without planes, or if y's last axis has no whole blocks."""
     if not planes or y.shape[-1] % BLOCK:
         return None
     return _empty(len(y), y.flatten(1).shape[1] // BLOCK, planes, y.device)
 
 
 def _empty(num_tokens: int, num_blocks: int, planes: int, device: torch.device) -> Quantized:
+    if planes == BF16_PLANES.value:
+        codes = torch.empty(num_tokens, 3, num_blocks, BLOCK, dtype=torch.bfloat16, device=device)
+        return Quantized(codes, codes, codes)
+    if planes == F16_PLANES.value:
+        codes = torch.empty(num_tokens, 2, num_blocks, BLOCK, dtype=torch.float16, device=device)
+        return Quantized(codes, torch.empty(num_tokens, num_blocks, device=device), codes)
     codes = torch.empty(num_tokens, planes, num_blocks, 8, dtype=torch.int32, device=device)
     scales = torch.empty(num_tokens, num_blocks, device=device)
     return Quantized(codes, scales, torch.empty(num_tokens, num_blocks, 2, dtype=torch.int32, device=device))
@@ -92,8 +104,8 @@ def normalized(
 def quantized(
     x: Float[Tensor, "tokens in"], norm: Norm | None, planes: int, indices: Int[Tensor, "logits"] | None = None
 ) -> Quantized:
-    """Return norm(x), or norm(x[indices]), in `planes` int8 planes."""
-    num_tokens, num_blocks = len(x) if indices is None else len(indices), x.shape[1] // BLOCK
+    """Return norm(x), or norm(x[indices]), in planes. A last block that is not whole ends with zeros."""
+    num_tokens, num_blocks = len(x) if indices is None else len(indices), triton.cdiv(x.shape[1], BLOCK)
     found = _empty(num_tokens, num_blocks, planes, x.device)
     if num_tokens:
         quantize_rows[num_tokens, triton.cdiv(num_blocks, _BLOCKS)](
@@ -143,7 +155,7 @@ def quantize_rows(
     HAS_INDICES: tl.constexpr, HAS_NORM: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Quantise rows of norm(x). Every program of a row computes the whole row's norm itself."""
-    token, num_blocks = tl.program_id(0).to(tl.int64), features // 32
+    token, num_blocks = tl.program_id(0).to(tl.int64), tl.cdiv(features, 32)
     index = tl.load(indices + token) if HAS_INDICES else token
     row = x + tl.maximum(index, 0) * features
     blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -157,7 +169,20 @@ def quantize_rows(
 
 @triton.jit
 def store_quantized(to, value, tokens, blocks, num_blocks, mask, PLANES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Store value [BLOCKS, 32] in integers. Each line is one block of a token that has `num_blocks` blocks."""
+    """Store value [BLOCKS, 32] in planes. Each line is one block of a token that has `num_blocks` blocks."""
+    inputs, width = blocks[:, None] * 32 + tl.arange(0, 32)[None, :], num_blocks * 32
+    if PLANES == BF16_PLANES:
+        store_bf16(to.codes, value, tokens[:, None], inputs, width, mask[:, None])
+    elif PLANES == F16_PLANES:
+        value, scale = lifted(value, 1)
+        store_f16(to.codes, value, tokens[:, None], inputs, width, mask[:, None])
+        tl.store(to.scales + tokens[:, None] * num_blocks + blocks[:, None], scale, mask=mask[:, None])
+    else:
+        _store_integers(to, value, tokens, blocks, num_blocks, mask, PLANES, BLOCKS)
+
+
+@triton.jit
+def _store_integers(to, value, tokens, blocks, num_blocks, mask, PLANES: tl.constexpr, BLOCKS: tl.constexpr):
     q, scale = _nearest(value, 32512.0 if PLANES == 2 else 127.0)
     codes = to.codes + ((tokens * PLANES * num_blocks + blocks) * 32)[:, None] + tl.arange(0, 32)[None, :]
     high = (q + 128) >> 8 if PLANES == 2 else q
@@ -186,7 +211,7 @@ def _nearest(x, unit):
 @triton.jit
 def is_none(first, num_tokens, TOKENS: tl.constexpr):
     """Return True if every token of a tile is NaN, judged by its first number. With one tile, always return False."""
-    number = tl.load(first, mask=tl.zeros(first.shape, tl.int32) + num_tokens > TOKENS, other=0.0)
+    number = tl.load(first, mask=tl.zeros(first.shape, tl.int32) + num_tokens > TOKENS, other=0.0).to(tl.float32)
     return tl.sum((number == number).to(tl.int32)) == 0
 
 

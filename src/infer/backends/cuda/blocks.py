@@ -174,15 +174,52 @@ def integers(matrix, at, inputs):
 
 
 @triton.jit
+def signed_integers(matrix, at, inputs, DP4A: tl.constexpr):
+    """Return `integers` less the type's offset."""
+    if DP4A and matrix.LOW_BITS == 4 and matrix.HIGH_BITS == 0 and matrix.TABLE_LOW == 0:
+        packed = tl.load(matrix.codes + at * 16 + inputs % 16)
+        is_high = tl.where(inputs >= 16, 255, 0).to(tl.uint8) + (packed & 0)
+        # Four weights at a time. No byte borrows from the next one, because its top bit is set.
+        q = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 high;
+            and.b32 high, $1, 0xF0F0F0F0;
+            shr.b32 high, high, 4;
+            and.b32 $0, $1, 0x0F0F0F0F;
+            lop3.b32 $0, $2, high, $0, 0xCA;
+            or.b32 $0, $0, 0x80808080;
+            sub.s32 $0, $0, $3;
+            xor.b32 $0, $0, 0x80808080;
+            }""",
+            "=&r,r,r,r",
+            [packed, is_high, tl.full(packed.shape, matrix.OFFSET, tl.uint8)],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        q = integers(matrix, at, inputs)
+        if matrix.OFFSET != 0:
+            q = (q - matrix.OFFSET).to(tl.int8)
+    return q
+
+
+@triton.jit
 def block_values(matrix, row, block, first, second, first_sum, second_sum, mask):
     """Return Σ w a of a block without the scale of a.
 
     `first` and `second` are Σ q a of its halves; the sums are Σ a.
     """
-    at = row * matrix.num_blocks + block
     if matrix.OFFSET != 0:
         first -= matrix.OFFSET * first_sum
         second -= matrix.OFFSET * second_sum
+    return scaled_values(matrix, row, block, first, second, first_sum, second_sum, mask)
+
+
+@triton.jit
+def scaled_values(matrix, row, block, first, second, first_sum, second_sum, mask):
+    """Return what `block_values` does for integers from which the type's offset is already subtracted."""
+    at = row * matrix.num_blocks + block
     if matrix.SCALES == 0:
         value = number(matrix.scales, at, mask) * (first + second).to(tl.float32)
         if matrix.HAS_MINIMUM:

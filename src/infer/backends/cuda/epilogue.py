@@ -28,9 +28,9 @@ def biased(value, y, rows):
 
 
 @triton.jit
-def store(y, token, rows, value, mask):
-    """Store a value. `token` and `rows` broadcast to its shape."""
-    to = y.out + token * y.stride + rows
+def store(y, start, offsets, value, mask):
+    """Store a value at `offsets` of its shape from `start`, both in numbers: a token has `y.stride`."""
+    to = y.out + start + offsets
     if y.HAS_SOFTCAP:
         value = y.softcap * tanh(value / y.softcap)
     if y.ADD:

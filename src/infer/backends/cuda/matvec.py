@@ -1,8 +1,9 @@
 """Quantised matrices times few tokens: integer products of words by dp4a, one program for some rows and one token.
 
-The order of a row's sum depends only on the number of its blocks. Lane l of L (`num_lanes`) adds blocks l, l + L, l + 2
-L, … one after another. Then neighbouring lanes are added, then neighbouring pairs, and so on. `matmul` has the same
-order, and any number of tokens gives the same bits.
+The order of a row's sum depends only on the number of its blocks. Four neighbouring blocks are a quad, (b0 + b1) + (b2
++ b3): 128 inputs. Lane l of L / 4 (`num_lanes` is L) adds quads l, l + L / 4, l + 2 L / 4, … one after another. Then
+neighbouring lanes are added, then neighbouring pairs, and so on. `matmul` has the same order, and any number of tokens
+gives the same bits.
 """
 
 import triton
@@ -16,7 +17,8 @@ MAX_LANES = 32
 
 
 def num_lanes(num_blocks: int) -> int:
-    return min(MAX_LANES, 1 << (num_blocks - 1).bit_length())
+    """Return the number of blocks that a program adds at a time, a power of two and at least a quad."""
+    return max(4, min(MAX_LANES, 1 << (num_blocks - 1).bit_length()))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -40,7 +42,7 @@ def matvec(
         if GATE != "":
             up = row_sums(x, token, matrix, read + num_rows, PLANES, ROWS, LANES, DP4A)
             sums = gated(sums, biased(up, y, read + num_rows), GATE)
-    store(y, token, rows, sums, rows < num_rows)
+    store(y, token * y.stride, rows, sums, rows < num_rows)
     if LEAVES:
         count: tl.constexpr = ROWS // 32
         blocks, num_blocks = (program // num_tokens).to(tl.int64) * count + tl.arange(0, count), num_rows // 32
@@ -50,25 +52,27 @@ def matvec(
 
 @triton.jit
 def row_sums(x, token, matrix, rows, PLANES: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, DP4A: tl.constexpr):
-    """Return the rows' sums, float32 [ROWS]."""
+    """Return the rows' sums, float32 [ROWS]. Activations have one line for all rows, so they are loaded once."""
     lanes, words = tl.arange(0, LANES)[None, :], tl.arange(0, 4)[None, None, :]
     row, num_blocks = rows[:, None] + lanes * 0, matrix.num_blocks
-    total = tl.zeros((ROWS, LANES), tl.float32)
+    total = tl.zeros((ROWS, LANES // 4), tl.float32)
     for start in range(0, num_blocks, LANES):
-        block = start + lanes + rows[:, None] * 0
-        mask = block < num_blocks
-        first, second = word_pair(matrix, (row * num_blocks + block)[:, :, None], words, mask[:, :, None], DP4A)
+        block = start + lanes
+        is_there = block < num_blocks
+        own_block = block + rows[:, None] * 0
+        mask = own_block < num_blocks
+        first, second = word_pair(matrix, (row * num_blocks + own_block)[:, :, None], words, mask[:, :, None], DP4A)
         at = token * num_blocks + block
         codes = x.codes + (token * PLANES * num_blocks + block)[:, :, None] * 8 + words
-        first, second = _products(codes, num_blocks * 8, first, second, mask[:, :, None], PLANES, DP4A)
-        first_sum = tl.load(x.sums + at * 2, mask=mask, other=0)
-        second_sum = tl.load(x.sums + at * 2 + 1, mask=mask, other=0)
-        scale = tl.load(x.scales + at, mask=mask, other=0)
+        first, second = _products(codes, num_blocks * 8, first, second, is_there[:, :, None], PLANES, DP4A)
+        first_sum = tl.load(x.sums + at * 2, mask=is_there, other=0)
+        second_sum = tl.load(x.sums + at * 2 + 1, mask=is_there, other=0)
+        scale = tl.load(x.scales + at, mask=is_there, other=0)
         value = block_values(
-            matrix, row, block, tl.sum(first, axis=2), tl.sum(second, axis=2), first_sum, second_sum, mask
+            matrix, row, own_block, tl.sum(first, axis=2), tl.sum(second, axis=2), first_sum, second_sum, mask
         )
-        total += scale * value
-    return tree_sum(total, ROWS, LANES)
+        total += tree_sums(scale * value, ROWS, LANES, LANES // 4)
+    return tl.reshape(tree_sums(total, ROWS, LANES // 4, 1), (ROWS,))
 
 
 @triton.jit
@@ -98,10 +102,10 @@ def dot4(a, b, DP4A: tl.constexpr):
 
 
 @triton.jit
-def tree_sum(x, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Return each row's sum, adding neighbours first. A sum of two has one order, so a compiler's layout cannot change
-    it.
+def tree_sums(x, ROWS: tl.constexpr, COUNT: tl.constexpr, LEFT: tl.constexpr):
+    """Return sums [ROWS, LEFT] of x [ROWS, COUNT], adding neighbours first. A sum of two has one order, so a compiler's
+    layout cannot change it.
     """
-    for level in tl.static_range(1, LANES.bit_length()):
-        x = tl.sum(tl.reshape(x, (ROWS, LANES >> level, 2)), axis=2)
-    return tl.reshape(x, (ROWS,))
+    for level in tl.static_range(1, (COUNT // LEFT).bit_length()):
+        x = tl.sum(tl.reshape(x, (ROWS, COUNT >> level, 2)), axis=2)
+    return x

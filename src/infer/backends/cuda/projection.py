@@ -1,5 +1,7 @@
 """The ops that multiply by weights: activations in the form that each matrix takes, then a kernel by type and size."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -17,9 +19,10 @@ from infer.backends.cuda.activations import (
     twin_of,
 )
 from infer.backends.cuda.blocks import matrix_of
-from infer.backends.cuda.dense import dense
+from infer.backends.cuda.dense import DEPTHS, SHARED_BYTES, dense, dense_tile, num_stages
 from infer.backends.cuda.epilogue import Output
-from infer.backends.cuda.layouts import PackedWeight
+from infer.backends.cuda.float_planes import BF16_PLANES, F16_PLANES, NUM_PLANES
+from infer.backends.cuda.layouts import BLOCK, Layout, PackedWeight
 from infer.backends.cuda.matmul import matmul
 from infer.backends.cuda.matvec import matvec, num_lanes
 from infer.backends.cuda.sampling.sampler import EXACT
@@ -30,12 +33,12 @@ from infer.operands.weights import Norm, Projection
 
 IS_INTERPRETED = triton.knobs.runtime.interpret
 HAS_DP4A = not IS_INTERPRETED and torch.version.hip is None
-FEW_TOKENS = 8  # up to which each has programs of its own: the matrix comes from memory once, then from the cache
-# Bits depend on no tile's size but that of `dense`. The interpreter takes about as long for many rows as for one.
+FEW_TOKENS = 8  # up to which each has programs of its own: about as many as cost what a tile does (docs/benchmarks.md)
+# Bits depend on no tile's size. The interpreter takes about as long for many rows as for one.
 MATVEC_TILE = {"ROWS": 256 if IS_INTERPRETED else 2, "num_warps": 1}
 BLOCK_TILE = {"ROWS": 256 if IS_INTERPRETED else 32, "num_warps": 16}  # of what leaves whole blocks in integers
-MATMUL_TILE = {"TOKENS": 32, "ROWS": 64, "num_warps": 8, "num_stages": 1}  # six sums of a tile fit the registers
-DENSE_TILE = {"TOKENS": 16, "ROWS": 32, "DEPTH": 128, "num_warps": 4}
+MATMUL_TILE = {"TOKENS": 16, "ROWS": 64, "num_warps": 4, "num_stages": 3}  # seven sums of a tile fit the registers
+FORMS = {"F32": 0, "F16": F16_PLANES.value, "BF16": BF16_PLANES.value}  # of the activations of a float type
 
 
 def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
@@ -111,15 +114,15 @@ def multiply(
     if not len(y):
         return None
     floats, twin, column, bias = x.floats.float().contiguous(), twin_of(x), 0, projection.bias
-    forms: dict[int, Tensor | Quantized] = {}
+    forms: dict[int, Quantized] = {}
     if twin.quantized is not None and norm is None and indices is None:
         forms[twin.planes] = twin.quantized
     made = None
     for weight in projection.parts:
         assert isinstance(weight, PackedWeight)
-        form = 0 if weight.layout.is_float else weight.planes
+        form = FORMS.get(weight.layout.type, weight.planes)
         if form not in forms:
-            forms[form] = quantized(floats, norm, form, indices) if form else normalized(floats, norm, indices)
+            forms[form] = _in_form(floats, norm, form, indices)
         output = Output(
             out=y[:, column:],
             stride=y.stride(0),
@@ -137,33 +140,67 @@ def multiply(
     return made
 
 
-def launch(
-    x: Tensor | Quantized, weight: PackedWeight, y: Output, left: Quantized | None, num_tokens: int, gate: str
-) -> None:
+def _in_form(
+    floats: Float[Tensor, "tokens in"], norm: Norm | None, form: int, indices: Int[Tensor, "logits"] | None
+) -> Quantized:
+    """Return norm(floats), or norm(floats[indices]), in planes or as they are."""
+    if form:
+        return quantized(floats, norm, form, indices)
+    x = normalized(floats, norm, indices)
+    return Quantized(x, x, x)
+
+
+def launch(x: Quantized, weight: PackedWeight, y: Output, left: Quantized | None, num_tokens: int, gate: str) -> None:
     """Launch the kernel for the weight's type and the number of tokens.
 
     `gate` is the activation of the first half of the rows, which multiplies the second half; or "". If `left` is given,
-    the product is also stored there in integers.
+    the product is also stored there in planes.
     """
-    if not isinstance(x, Quantized):
-        tiles = triton.cdiv(num_tokens, DENSE_TILE["TOKENS"]), triton.cdiv(y.num_rows, DENSE_TILE["ROWS"])
-        dense[tiles](
-            x, weight.codes, y, num_tokens, weight.in_features,
-            SPLITS=weight.layout.type != "F32" and torch.version.hip is None, GATE=gate, **DENSE_TILE, **EXACT,
-        )  # fmt: skip
+    to = (x if left is None else left).in_bytes()
+    if weight.layout.is_float:
+        _launch_dense(x, weight, y, to, num_tokens, gate, leaves=left is not None)
         return
     constants = {
         "PLANES": weight.planes, "LANES": num_lanes(weight.codes.shape[1]), "GATE": gate, "LEAVES": left is not None,
     }  # fmt: skip
-    to = (x if left is None else left).in_bytes()
     if num_tokens <= FEW_TOKENS:
         tile = MATVEC_TILE if left is None else BLOCK_TILE
         matvec[(num_tokens * triton.cdiv(y.num_rows, tile["ROWS"]),)](
             x, matrix_of(weight, torch.int32), y, to, num_tokens, DP4A=HAS_DP4A, **constants, **tile, **EXACT,
         )  # fmt: skip
     else:
-        tiles = triton.cdiv(num_tokens, MATMUL_TILE["TOKENS"]), triton.cdiv(y.num_rows, MATMUL_TILE["ROWS"])
+        tile = matmul_tile(weight.layout, num_tokens, gate)
+        tiles = triton.cdiv(num_tokens, tile["TOKENS"]), triton.cdiv(y.num_rows, tile["ROWS"])
         matmul[tiles](
             x.in_bytes(), matrix_of(weight, torch.uint8), y, to, num_tokens,
-            **constants, **MATMUL_TILE, **EXACT,
+            DP4A=HAS_DP4A, **constants, **tile, **EXACT,
         )  # fmt: skip
+
+
+def matmul_tile(layout: Layout, num_tokens: int, gate: str) -> dict[str, int]:
+    """Return the tile of a product of many tokens. Twice as many share the weights if the registers have room."""
+    has_room = not gate and layout.scales_per_block < 2 and layout.low_bits >= 4 and not layout.high_bits
+    return MATMUL_TILE | {"TOKENS": 32} if has_room and num_tokens > MATMUL_TILE["TOKENS"] else MATMUL_TILE
+
+
+def _launch_dense(
+    x: Quantized, weight: PackedWeight, y: Output, to: Quantized, num_tokens: int, gate: str, *, leaves: bool
+) -> None:
+    form, num_inputs = FORMS[weight.layout.type], weight.in_features
+    shared_bytes = _shared_bytes(weight.codes.device)
+    tile = dense_tile(num_tokens, y.num_rows, form)
+    dense[(triton.cdiv(num_tokens, tile.TOKENS) * triton.cdiv(y.num_rows, tile.ROWS),)](
+        x, weight.codes, y, to, num_tokens, num_inputs, triton.cdiv(num_inputs, BLOCK),
+        PLANES=form, NUM_PLANES=NUM_PLANES[form], TOKENS=tile.TOKENS, ROWS=tile.ROWS, DEPTH=DEPTHS[form],
+        IS_WHOLE=num_inputs % DEPTHS[form] == 0, GATE=gate, LEAVES=leaves,
+        num_warps=tile.num_warps, num_stages=num_stages(tile, form, shared_bytes), **EXACT,
+    )  # fmt: skip
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that a program may have."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))

@@ -1,1 +1,1 @@
-"""`infer batch`: a file of requests and a file of results, with which a killed run can continue."""
+"""`infer batch`: a file of requests, and a file of results from which a killed run can continue."""

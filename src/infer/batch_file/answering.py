@@ -1,4 +1,4 @@
-"""Answer rows with one model in this process: as a batch of the engine, with one line per row, also after a failure."""
+"""Answer rows with one model in this process, as a batch of the engine. Each row gets a line, also after a failure."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The line that answers a row. The same row gives the same bytes: neither a clock nor chance affects it."""
+"""The line that answers a row. The same row always gives the same bytes, independent of time and chance."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelli
 
 
 def texts_line(row: Row, values: dict[str, Any], num_tokens: int, model: str, warnings: Sequence[str]) -> Line:
-    """Return the line of a row that asked for vectors, scores or labels. `values` are those fields of the answer."""
+    """Return the line of a row that requested vectors, scores or labels. `values` are these fields of the answer."""
     kind = str(row.endpoint).removeprefix("/v1/")
     head = {"object": "list"} if kind == "embeddings" else {"id": _named(kind, row.id)}
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

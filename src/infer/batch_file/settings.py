@@ -1,4 +1,4 @@
-"""The settings that all rows of a run share. No torch: the process that writes the lines needs none."""
+"""The settings that all rows of a run share. Loads no torch, because the process that writes the lines needs none."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ Write = Callable[[Line], None]
 @final
 @dataclass(frozen=True)
 class BatchSettings:
-    """The settings of a run. `model` is its name in the lines.
+    """The settings of a run. `model` is the model's name in the lines.
 
-    `values` are fields of `SamplingParams`, for rows that have none of their own.
+    `values` are fields of `SamplingParams`, for rows that do not set them.
     """
 
     model: str

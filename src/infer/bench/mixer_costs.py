@@ -1,6 +1,6 @@
-"""Costs of the mixers of a step, by the names that a profile has for them: bytes of the cache, and operations.
+"""Costs of the mixers of a step, by their names in a profile: bytes of the cache, and operations.
 
-Operations are those of products: a multiplication with its addition counts as two. Scales, exponentials, gates and
+Only operations of products count: a multiplication with its addition counts as two. Scales, exponentials, gates and
 norms are not counted.
 """
 
@@ -53,8 +53,8 @@ def _delta_net_bytes(net: GatedDeltaNet, position: int) -> int:
     """Return the bytes that the token at a position reads and writes.
 
     The token reads a state, the log of the page's earlier tokens (k, u and log α), and inputs of the convolution. It
-    writes its own input and log entry. The first token of a page reads the state and the whole log of the page before,
-    and writes a state.
+    writes its own input and log entry. The first token of a page reads the state and the whole log of the previous
+    page, and writes a state.
     """
     place = position % STATE_TOKENS
     entry = net.num_key_heads * net.key_dim + net.value_features + net.num_value_heads
@@ -75,10 +75,11 @@ def _flops(mixer: Mixer, position: int) -> int:
 
 
 def _delta_rule_flops(net: GatedDeltaNet, position: int) -> int:
-    """Return the operations of k and q with the state, with the keys of the log, and of the log's u with both results.
+    """Return the operations of k and q with the state and with the keys of the log, and of the log's u with both
+    results.
 
-    k meets the tokens before its own, and q also its own. The first token of a page adds the log of the page before
-    to a state.
+    k is multiplied by the keys before its own, and q also by its own. The first token of a page adds the log of the
+    previous page to a state.
     """
     place = position % STATE_TOKENS
     with_log = 2 * (2 * place + 1)

@@ -1,6 +1,6 @@
-"""Measure the time of a step, per operation and per layer, with the recorded table's own counters.
+"""Measure the time of a step, per operation and per layer, with the counters of the recorded table.
 
-Cycles are converted to seconds by the clock's time for the same runs of the dispatch loop.
+Cycles are converted to seconds with the clock's time for the same runs of the dispatch loop.
 """
 
 import time
@@ -26,16 +26,16 @@ from infer.model.transformer import Transformer
 from infer.operands.weights import Projection
 from infer.runner.runner import Runner
 
-CALIBRATION_TOKENS = 256  # a step that is long beside what Python adds to it
+CALIBRATION_TOKENS = 256  # tokens of a step that is long compared with Python's overhead
 PREFILL_STEPS, DECODE_STEPS = 3, 32
-_Cycles = list[tuple[str, int]]  # a step's commands: label, cycles
-NORMS = ("normalize", "post_norm")  # commands of several operations, shown as one
+_Cycles = list[tuple[str, int]]  # per command of a step: label and cycles
+NORMS = ("normalize", "post_norm")  # kinds of commands that are shown as one
 
 
 @final
 @dataclass(frozen=True)
 class StepOperation:
-    """All commands of a kind. Seconds, bytes and floating-point operations are per token.
+    """All commands of one kind. Seconds, bytes and floating-point operations are per token.
 
     A multiplication with its addition counts as two operations.
     """
@@ -43,15 +43,16 @@ class StepOperation:
     kind: str
     calls: int
     seconds: float
-    num_bytes: int  # read from memory, and written by layers with a state; 0 if many tokens share the reads
+    num_bytes: int  # read from memory, or written by layers with a state; 0 if many tokens share the reads
     num_flops: int
 
 
 @final
 @dataclass(frozen=True)
 class Profile:
-    """One step of `num_tokens` tokens after `context` others. Layers are `embed`, `L0` …, `head`, with seconds per
-    token.
+    """One step of `num_tokens` tokens after `context` others.
+
+    Layers are `embed`, `L0` …, `head`, each with its seconds per token.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Profile:
     context: int
     operations: tuple[StepOperation, ...]
     layers: tuple[tuple[str, float], ...]
-    read_bandwidth: float  # bytes per second that as many threads read, measured before and after
+    read_bandwidth: float  # bytes per second with the same number of threads, measured before and after
 
     @property
     def seconds(self) -> float:
@@ -146,7 +147,7 @@ def split_label(label: str) -> tuple[str, str]:
 
 
 def flops_by_kind(model: Transformer, num_tokens: int, context: int) -> dict[str, int]:
-    """Return a token's share of a step's operations. Only the step's last token goes through the head."""
+    """Return a token's share of a step's operations. Only the step's last token is multiplied by the head."""
     kinds = projections_by_kind(model).items()
     flops = {kind: sum(_flops(each) for each in found) for kind, found in kinds}
     flops["head"] //= num_tokens
@@ -158,7 +159,7 @@ def _flops(projection: Projection) -> int:
 
 
 def _calibrate(runner: Runner, token_ids: Sequence[int]) -> float:
-    """Return the seconds per cycle: the smallest of a few, because disturbances only add to the clock's time."""
+    """Return the seconds per cycle: the smallest of a few, because disturbances only increase the clock's time."""
     rates = []
     for _ in range(PREFILL_STEPS):
         started = time.perf_counter()

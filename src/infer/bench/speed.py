@@ -1,6 +1,6 @@
 """Measure the speed of a model here: prefill, decode, the time between tokens, the share of the memory's speed.
 
-Bandwidth is measured between the repeats, in the same process, with the same number of threads. Neighbours on the
+Bandwidth is measured between the repeats, in the same process, with the same number of threads. Other programs on the
 machine affect both, so a share is valid only within one run.
 """
 
@@ -26,7 +26,7 @@ from infer.operands.weights import Projection
 from infer.outputs import GenerationTiming, percentile
 from infer.sampling_params import SamplingParams
 
-READ_BYTES = 512 << 20  # by all threads together, more if they are many; larger than any cache
+READ_BYTES = 512 << 20  # read by all threads together, and more by many threads; larger than any cache
 BYTES_PER_THREAD, PIECES_PER_THREAD = 32 << 20, 16
 
 OnProgress = Callable[[int, int], None]
@@ -39,7 +39,7 @@ class Workload:
 
     prompt_tokens: int = 512
     new_tokens: int = 128
-    context: int | None = None  # None: as many as the prompt
+    context: int | None = None  # None: as many as the prompt has
     repeats: int = 3
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Workload:
 
     @property
     def max_seq_len(self) -> int:
-        """The smallest length that has room for the workload."""
+        """The smallest context length with room for the workload."""
         return max(self.prompt_tokens, self.depth) + self.new_tokens + 1
 
 
@@ -72,7 +72,7 @@ class Speed:
     inter_token_p95_s: float
     inter_token_p99_s: float
     weight_bytes: int
-    kv_bytes: int  # read, on average over the answer
+    kv_bytes: int  # bytes read, averaged over the answer
     read_bandwidth: float  # the best rate at which the same number of threads read memory
     peak_resident_bytes: int
 
@@ -98,12 +98,12 @@ def measure(
 ) -> Speed:
     """Warm up once, then measure the repeats, with the bandwidth before, between and after them.
 
-    `read_bytes` is the number of bytes that the bandwidth's measurement reads. None is more than the caches hold.
+    `read_bytes` is the number of bytes that the bandwidth's measurement reads. None means more than the caches' size.
     """
     prefill, decode = list[GenerationTiming](), list[GenerationTiming]()
     num_parts = workload.repeats + 1
     _run(llm, workload, seed=0)
-    peak = peak_resident_bytes()  # before the buffers that bandwidth is measured with
+    peak = peak_resident_bytes()  # before the buffers for measuring bandwidth
     on_progress(1, num_parts)
     threads = llm.model.backend.num_threads()
     with MemoryProbe(threads, read_bytes) as memory:
@@ -145,16 +145,16 @@ def _generate(llm: LLM, prompt_tokens: int, new_tokens: int, seed: int) -> Gener
 
 
 def make_prompt(model: Transformer, num_tokens: int, seed: int) -> list[int]:
-    """Return ids without meaning, others for every seed, so that nothing is found in a cache."""
+    """Return ids without meaning, which differ for every seed, so that nothing is found in a cache."""
     draw = Random(seed)
     return [draw.randrange(model.architecture.vocab_size) for _ in range(num_tokens)]
 
 
-# What a token costs
+# Costs of a token
 
 
 def projections_by_kind(model: Transformer) -> dict[str, list[Projection]]:
-    """Return the matrices that every token is multiplied with, by the names that a profile has for them."""
+    """Return the matrices by which every token is multiplied, by their names in a profile."""
     by_kind = defaultdict[str, list[Projection]](list)
     for projection in model.projections:
         by_kind[projection.label.rpartition(".")[2]].append(projection)
@@ -174,7 +174,7 @@ def _bytes_per_token(projection: Projection) -> int:
 
 
 def kv_bytes(model: Transformer, context: int) -> int:
-    """Return the bytes that a decode step reads of a cache that holds `context` tokens and evicts none."""
+    """Return the bytes that a decode step reads of a cache with `context` tokens that evicts none."""
     return sum(read_bytes(layer, model.kv_type, context) for layer in model.architecture.mixers)
 
 
@@ -212,6 +212,6 @@ class MemoryProbe:
 
 
 def peak_resident_bytes() -> int:
-    """Return the largest memory that this process has held, in bytes."""
+    """Return the largest memory that this process has used, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

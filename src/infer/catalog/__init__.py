@@ -1,1 +1,1 @@
-"""The models that exist here, and the contents of a model."""
+"""The models on this machine, and the contents of a model."""

@@ -1,4 +1,4 @@
-"""Look for faults in a model's files: from headers, and from one pass over the tensors. No engine is made."""
+"""Search a model's files for faults: in the headers, and in one pass over the tensors. No engine is created."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -25,7 +25,7 @@ from infer.operands.architecture import Architecture
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings about a model, and how much was read for them."""
+    """The findings about a model, and the amount of data that was read for them."""
 
     path: str
     num_tensors: int
@@ -67,7 +67,7 @@ def examine(model: str | Path, on_progress: OnProgress) -> Diagnosis:
         check = check_templates(tokenizer, stated, is_gguf=bool(checkpoint.metadata))
         findings += check.findings
         markers = check.markers
-    elif not of_ids:  # which name the cause
+    elif not of_ids:  # findings about ids name the cause
         findings.append(tokenizer)
     read = read_tensors(checkpoint.tensors, unused_ids(checkpoint, stated, markers), on_progress)
     findings += read.findings

@@ -31,7 +31,7 @@ _WORD_STARTS = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that are the same. `values` are those that not all layers share."""
+    """Layers that are the same. `values` are the values that not all layers share."""
 
     layers: tuple[int, ...]
     values: Mapping[str, Any]
@@ -52,7 +52,7 @@ class TokenizerSummary:
 @dataclass(frozen=True)
 class StoredWeights:
     type: str
-    method: str  # that quantised them in several tensors, which become this type; "": the file has the type
+    method: str  # that quantised them into several tensors, read as this type; "": the file has the type
     num_tensors: int
     num_values: int
     num_bytes: int
@@ -62,7 +62,7 @@ class StoredWeights:
 class CacheSize:
     kv_type: str
     bytes_per_1000_tokens: int
-    bytes_per_1000_tokens_beyond_windows: int  # where layers with a window of their own have filled it
+    bytes_per_1000_tokens_beyond_windows: int  # after layers with a window have filled it
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class Explanation:
     file_bytes: int
     num_parameters: int
     architecture: Mapping[str, Any]
-    common: Mapping[str, Any]  # what all layers share
+    common: Mapping[str, Any]  # values that all layers share
     layer_groups: tuple[LayerGroup, ...]
     tokenizer: TokenizerSummary
     sampling_defaults: Mapping[str, Any]
     weights: tuple[StoredWeights, ...]
     weight_bytes: int  # in memory
     cache: tuple[CacheSize, ...]
-    state_bytes: int  # of layers that keep a state: of a sequence, for each page of 64 tokens that it holds
-    is_encoder: bool  # it generates nothing
-    uses: tuple[str, ...]  # of whole texts: what its files have heads for
+    state_bytes: int  # of layers with a state: per page of 64 tokens that a sequence holds
+    is_encoder: bool  # an encoder generates no text
+    uses: tuple[str, ...]  # the uses for whole texts for which its files have heads
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -91,7 +91,7 @@ class Explanation:
 def explain(model: str | Path) -> Explanation:
     """Return the explanation of a model.
 
-    Raises the errors of loading it: for a family, a tensor or a tokenizer that we do not run.
+    Raises the errors of loading it: for an unsupported family, tensor or tokenizer.
     """
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
@@ -156,11 +156,11 @@ def _plain(value: Any) -> Any:
     return _rope(value) if isinstance(value, Rope) else value
 
 
-_STILL = 1e20  # pairs with larger factors do not turn: files write 1e30
+_STILL = 1e20  # pairs with larger factors do not rotate; files have 1e30
 
 
 def _rope(rope: Rope) -> dict[str, Any]:
-    """Return the rope's values. A table of factors becomes its smallest and its largest factor of pairs that turn."""
+    """Return the rope's values. A table of factors becomes its smallest and largest factor of rotating pairs."""
     found: dict[str, Any] = {"theta": rope.theta, "dim": rope.dim}
     if rope.frequency_factors is not None:
         turned = [factor for factor in rope.frequency_factors if factor < _STILL]
@@ -175,7 +175,7 @@ def _rope(rope: Rope) -> dict[str, Any]:
 
 
 def _kv_types(layers: Sequence[Attention]) -> Iterator[str]:
-    """Yield the types in which the network's heads can be cached."""
+    """Yield the types in which the keys and values of the network's heads can be cached."""
     for kv_type in KV_TYPES:
         if kv_type not in QUANTIZED or all(layer.head_dim % VALUES_PER_SCALE == 0 for layer in layers):
             yield kv_type
@@ -213,10 +213,10 @@ def _summarize(checkpoint: Checkpoint) -> TokenizerSummary:
 
 
 def _without_words(metadata: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[int]]:
-    """Return the metadata of a tokenizer without plain words, and the ids that its tokens had.
+    """Return the metadata of a tokenizer without plain words, and the ids of its tokens.
 
-    To create the words and merges of a large vocabulary takes seconds, but they do not affect how a text begins and
-    ends. The words of an encoder stay: they are created quickly.
+    Creating the words and merges of a large vocabulary takes seconds, but they do not affect how a text begins and
+    ends. The words of an encoder stay, because they are created quickly.
     """
     if is_encoder(metadata):
         return metadata, range(len(metadata.get("tokenizer.ggml.tokens") or ()))

@@ -11,7 +11,7 @@ class Finding:
     """One fault of a model's files: its place, the value with the rule that it breaks, and the fix."""
 
     kind: Kind
-    place: str  # the tensor or the key, by the name that the file has for it
+    place: str  # the tensor or the key, by its name in the file
     problem: str
     fix: str
     requantise: str = ""  # the tensor that must be quantised again

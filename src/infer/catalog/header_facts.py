@@ -16,7 +16,7 @@ from infer.tokenizer.infill import find_marks
 from infer.tokenizer.tokenizer_files import read_template, read_token_names
 from infer.toolcalls.template_formats import reasoning_of
 
-_MOST_MODELS = 256  # whose facts are kept
+_MOST_MODELS = 256  # most models whose facts are cached
 
 
 def read_facts(model: str) -> ModelFacts:
@@ -26,7 +26,7 @@ def read_facts(model: str) -> ModelFacts:
 
 @lru_cache(_MOST_MODELS)
 def _facts(path: Path, versions: tuple[FileVersion, ...]) -> ModelFacts:
-    """Read the facts. `versions` only tells files of the same path apart."""
+    """Read the facts. `versions` only distinguishes files with the same path."""
     checkpoint = open_checkpoint(path)
     architecture = make_architecture(checkpoint.config)
     is_encoder = architecture.reads_whole_texts

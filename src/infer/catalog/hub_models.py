@@ -31,7 +31,7 @@ class StoredAs:
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model that can be downloaded. `name` is the value that `--model` takes; `config` has Hugging Face's names."""
+    """A model that can be downloaded. `name` is the value for `--model`; `config` has Hugging Face's names."""
 
     name: str
     num_bytes: int  # of the download
@@ -72,7 +72,7 @@ class _Types:
         return "Q6_K" if is_precise else "Q4_K"
 
     def _has_more_bits(self, layer: int) -> bool:
-        """Return True by llama.cpp's rule: for the first and the last eighth, and every third layer in between."""
+        """Return True for a layer with more bits in llama.cpp: the first and last eighth, and every third between."""
         eighth = self.num_layers // 8
         return layer < eighth or layer >= 7 * self.num_layers // 8 or (layer - eighth) % 3 == 2
 
@@ -113,7 +113,7 @@ HUB_MODELS = (  # the smallest first
 def three_that_fit(available: int | None) -> list[tuple[HubModel, ModelForecast]]:
     """Return a small model, one from the middle, and the largest whose process fits `available` bytes.
 
-    Fewer models are returned if fewer fit. If the available memory is not known (None), every model counts as fitting.
+    Fewer models are returned if fewer fit. If the available memory is unknown (None), every model counts as fitting.
     """
     found = [(model, model.forecast()) for model in HUB_MODELS]
     fitting = [each for each in found if available is None or each[1].memory_bytes <= _USABLE_SHARE * available]
@@ -124,7 +124,7 @@ def three_that_fit(available: int | None) -> list[tuple[HubModel, ModelForecast]
 
 @final
 class HubProbe:
-    """One request to the hub on its own thread, which starts with the construction."""
+    """One request to the hub on its own thread, which starts in the constructor."""
 
     def __init__(self) -> None:
         self._is_reachable = False
@@ -134,7 +134,7 @@ class HubProbe:
     def is_reachable(self) -> bool:
         """Return True if the hub answers within two seconds.
 
-        A name server that does not answer is waited for no longer.
+        A name server that does not answer does not make this wait longer.
         """
         self._thread.join(_HUB_SECONDS)
         return self._is_reachable

@@ -1,4 +1,4 @@
-"""Facts about a model, as lists of models show them: values, which load nothing."""
+"""Facts about a model, for lists of models: values only, which load nothing."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ class ModelFacts(NamedTuple):
     """Facts about a model.
 
     `num_bytes` is the size of its files, and `digest` identifies them. `modified_at` is in seconds. `template` is the
-    chat template, or "". `abilities` are in Ollama's words.
+    chat template, or "". `abilities` have Ollama's names.
     """
 
     file_format: str

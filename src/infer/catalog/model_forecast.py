@@ -10,7 +10,7 @@ from infer.operands.architecture import Architecture
 from infer.system.cores import default_num_threads
 from infer.system.memory_speed import read_bandwidth
 
-# The share of the memory's speed that decode reaches: `infer bench` measured 0.72 to 0.76 on two cores of a Zen 3.
+# Share of the memory's speed that decode reaches: `infer bench` measured 0.72 to 0.76 on two cores of a Zen 3.
 BANDWIDTH_SHARE = 0.75
 FORECAST_CONTEXT = 512  # tokens before the decoded ones
 
@@ -33,6 +33,6 @@ def forecast(architecture: Architecture, tensors: Mapping[str, StoredMatrix]) ->
 def tokens_per_second(
     architecture: Architecture, tensors: Mapping[str, StoredMatrix], load: LoadSettings, kv_type: str
 ) -> float:
-    """Return the predicted decode rate of one row: the memory's speed over the bytes that a step reads."""
+    """Return the predicted decode rate of one row: the memory's speed divided by the bytes that a step reads."""
     num_bytes = decode_bytes(architecture, loaded_types(architecture, tensors, load), kv_type, FORECAST_CONTEXT)
     return BANDWIDTH_SHARE * read_bandwidth(load.num_threads) / num_bytes

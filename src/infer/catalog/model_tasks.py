@@ -1,4 +1,4 @@
-"""The tasks for which a model's files have heads, by the names of the commands."""
+"""The tasks for which a model's files have heads, named like the commands."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ Task = Literal["embed", "rerank", "classify"]
 
 
 def tasks_of(checkpoint: Checkpoint, *, is_encoder: bool) -> tuple[Task, ...]:
-    """Return the tasks of a model. A decoder without any of these heads has none: it generates."""
+    """Return the tasks of a model. A decoder without any of these heads has none, because it generates."""
     found: dict[Task, bool] = {
         "embed": checkpoint.embedding is not None or (is_encoder and checkpoint.classifier is None),
         "rerank": checkpoint.reranker is not None,

@@ -1,4 +1,4 @@
-"""The models at hand: installed packages, the hub's local cache, and the folder that $INFER_MODELS names."""
+"""The models on this machine: installed packages, the hub's local cache, and the folder $INFER_MODELS."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,9 +31,9 @@ _FILE_TYPES = {  # llama.cpp's names of mixtures, by general.file_type
 
 @dataclass(frozen=True)
 class ModelAtHand:
-    """A model at hand. `name` is the value for `--model`.
+    """A model on this machine. `name` is the value for `--model`.
 
-    Values that only an opened file has are None if it cannot be opened.
+    Values that are only in the file are None if the file cannot be opened.
     """
 
     name: str
@@ -51,9 +51,9 @@ class ModelAtHand:
 
 
 def models_at_hand() -> Iterator[ModelAtHand]:
-    """Yield the models at hand, sorted by source and name.
+    """Yield the models on this machine, sorted by source and name.
 
-    Only headers are opened. Packages that come in parts are not put together for it.
+    Only headers are opened. Packages in parts are not assembled for this.
     """
     for name, paths, path in installed_models():
         found = ModelAtHand(name, "package", str(path), sum(part.stat().st_size for part in paths))
@@ -66,7 +66,7 @@ def models_at_hand() -> Iterator[ModelAtHand]:
 
 
 def names_at_hand() -> Iterator[tuple[str, str]]:
-    """Yield the name and the value for `--model` of each model at hand, without a look at its headers."""
+    """Yield the name and the value for `--model` of each model on this machine, without reading its headers."""
     for name, _, _ in installed_models():
         yield name, name
     for name, path in _in_hub_cache():
@@ -93,14 +93,14 @@ def _opened(found: ModelAtHand) -> ModelAtHand:
 def _generates(config: Mapping[str, Any]) -> bool:
     try:
         return not make_architecture(config).reads_whole_texts
-    except InferError:  # loading it says why
+    except InferError:  # loading it reports the reason
         return True
 
 
 def _with_header(found: ModelAtHand, parts: Sequence[Path]) -> ModelAtHand:
-    """Return the model of a package whose parts are not put together yet.
+    """Return the model of a package whose parts are not assembled yet.
 
-    The first part holds the header of the whole.
+    The first part contains the header of the whole.
     """
     try:
         file = read_gguf(parts[0], file_size=found.num_bytes)
@@ -116,7 +116,7 @@ def _with_header(found: ModelAtHand, parts: Sequence[Path]) -> ModelAtHand:
 
 
 def weights_name(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
-    """Return the mixture that a GGUF file names, or the type that most of the weights have."""
+    """Return the mixture in a GGUF file's metadata, or the type of most weights."""
     named = _FILE_TYPES.get(_count(metadata.get("general.file_type")) or 0)
     if "general.file_type" in metadata and named is not None:
         return named
@@ -152,7 +152,7 @@ def _in_hub_cache() -> Iterator[tuple[str, Path]]:
 
 
 def folder_models(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name and the path of each model in a folder and its folders."""
+    """Yield the name and the path of each model in a folder and in its subfolders."""
     files = list_files(folder)
     for file in files:
         if file.endswith("/config.json"):

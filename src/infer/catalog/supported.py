@@ -1,12 +1,12 @@
-"""The families of models that load, by maker and age, and on what each was proven. Loads no torch."""
+"""The families of models that load, by maker and age, and the tests of each. Loads no torch."""
 
 from typing import NamedTuple
 
 
 class SupportedModels(NamedTuple):
-    """Models of one family. `published` is the model of which tests run the published file, if there is one."""
+    """Models of one family. If tests run a published file, `published` is the model of that file."""
 
-    model_type: str  # as configs have it
+    model_type: str  # the value in configs
     models: str
     published: str | None = None
 

@@ -1,4 +1,4 @@
-"""How far the matrices of a model are from those of another file of the same model."""
+"""The differences between the matrices of a model and those of another file of the same model."""
 
 from collections.abc import Mapping
 from math import isfinite, prod, sqrt
@@ -17,8 +17,8 @@ from infer.quantization.ggml_types import BLOCK_TYPES
 def weight_errors(reference: Checkpoint, other: Checkpoint, on_progress: OnProgress) -> dict[str, float]:
     """Return ‖other − reference‖ / ‖reference‖ of each matrix, by our names.
 
-    It is empty if the checkpoints are of different networks, whose matrices differ in names or shapes. A matrix whose
-    error is no finite number is left out. Raises ModelError if reading fails.
+    It is empty if the checkpoints have different networks, whose matrices differ in names or shapes. A matrix whose
+    error is not a finite number is left out. Raises ModelError if reading fails.
     """
     ours, theirs = (_matrices(each.tensors) for each in (reference, other))
     if {name: info.shape for name, info in ours.items()} != {name: info.shape for name, info in theirs.items()}:

@@ -1,4 +1,4 @@
-"""A body in the process that clients talk to: its prompt, for the router, and a seed if it has none."""
+"""A body in the process that clients talk to: its prompt for the router, and a seed if it has none."""
 
 import secrets
 from hashlib import blake2b
@@ -17,9 +17,9 @@ _FIELDS = (
     "input_prefix",
     "prompt",
     "input",
-)  # of the bodies of all APIs
+)  # fields with prompts in the bodies of all APIs
 _BYTES_PER_TOKEN, _KEY_BYTES = 4, 16
-_ANSWER_TOKENS, _ANSWER_COST = 150, 8.0  # of a usual answer; what a token of it costs in tokens of a prompt
+_ANSWER_TOKENS, _ANSWER_COST = 150, 8.0  # tokens of a usual answer; cost of its token in tokens of a prompt
 _NULL = msgspec.Raw(b"null")
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -37,12 +37,12 @@ class AskedBody(NamedTuple):
     content: bytes
     prompt: RoutedPrompt
     is_repeatable: bool
-    model: str | None = None  # None: the body names none
+    model: str | None = None  # None: the body names no model
 
 
 def read_asked(content: bytes, session: str, tenant: str, *, is_repeatable: bool) -> AskedBody:
     prompt = prompt_of_body(content, session, tenant)
-    if not prompt.num_tokens:  # no JSON object stays as it is: the replica's refusal names its bytes
+    if not prompt.num_tokens:  # not a JSON object: unchanged, because the replica's refusal names its bytes
         return AskedBody(content, prompt, is_repeatable)
     model = _named_decoder.decode(content).model
     content = with_seed(content) if is_repeatable else content
@@ -52,7 +52,7 @@ def read_asked(content: bytes, session: str, tenant: str, *, is_repeatable: bool
 def with_seed(content: bytes) -> bytes:
     """Return the body with a random seed if it has none.
 
-    Content that is not a JSON object stays as it is, because the replica refuses it.
+    Content that is not a JSON object stays unchanged, because the replica refuses it.
     """
     try:
         fields = _decoder.decode(content)
@@ -80,6 +80,6 @@ def prompt_of_body(body: bytes, session: str, tenant: str) -> RoutedPrompt:
     return RoutedPrompt(
         num_tokens=len(text) // _BYTES_PER_TOKEN,
         keys=text_keys(text, tenant.encode()),
-        session=digest.hexdigest() if named else "",  # a client's name may be as long as a body
+        session=digest.hexdigest() if named else "",  # hashed, because a client's name may be as long as a body
         answer=_ANSWER_TOKENS * _ANSWER_COST,
     )

@@ -1,6 +1,6 @@
-"""One request to a replica and its answer, passed on byte by byte, over its own connection.
+"""One request to a replica and its answer, forwarded byte by byte, over its own connection.
 
-The other side is the same server, on a socket that no one else has.
+The other side is the same server, on a socket that only this process uses.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class GoneError(Exception):
 
 
 class ReplicaFailedError(GoneError):
-    """The other side's engine has failed: its process is alive, but answers nothing any more."""
+    """The other side's engine has failed: its process is alive, but does not answer any more."""
 
 
 class ResponseHead(NamedTuple):
@@ -52,7 +52,7 @@ def request_bytes(method: str, target: bytes, headers: Headers, body: bytes = b"
 
 @runtime_checkable
 class ByteReader(Protocol):
-    """A reader like asyncio's, or one of bytes that arrive in another way."""
+    """A reader like asyncio's, or a reader of bytes that arrive in another way."""
 
     async def read(self, num_bytes: int, /) -> bytes: ...
 
@@ -74,9 +74,9 @@ class Exchange:
         self._headers = list[tuple[bytes, bytes]]()
         self._chunks = list[bytes]()
         self._has_head = self._has_ended = False
-        self.load_seconds = 0.0  # for which the request waited until the other side was loaded
+        self.load_seconds = 0.0  # that the request waited until the other side was loaded
 
-    # What the parser calls
+    # Callbacks of the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name.lower(), value))
@@ -112,8 +112,7 @@ class Exchange:
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         """Yield the events that have arrived, for a body that is a stream of events or of lines.
 
-        An incomplete event is dropped. A comment between lines, which only a process of ours writes, has the end of an
-        event.
+        An incomplete event is dropped. A comment between lines, which only our own processes write, ends like an event.
         """
         rest, end = b"", _LINE_END if media_type_of(self._headers) == LINES else _END
         async for chunk in self._body_chunks():
@@ -152,7 +151,7 @@ class Exchanges(Protocol):
     def are_several(self) -> bool: ...
 
     def exchange(self, prompt: RoutedPrompt) -> AbstractAsyncContextManager[Exchange]:
-        """Return an exchange with the replica that the prompt goes to, once one is ready.
+        """Yield an exchange with the replica chosen for the prompt, when a replica is ready.
 
         Raises GoneError if that replica dies meanwhile.
         """

@@ -1,4 +1,4 @@
-"""`--isolate` and `--replicas`: clients talk to a process without a model. Its children have the model, and may die."""
+"""`--isolate` and `--replicas`: clients talk to a process without a model. Its children have the model and may die."""
 
 import asyncio
 import socket
@@ -29,11 +29,11 @@ from infer.system.locked_folder import locked_folder
 
 _OF_TEXTS = ("embeddings", "rerank", "classify")
 _REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", *_OF_TEXTS)}
-_HUNG = b'{"status":"hung"}'  # no replica answers
+_HUNG = b'{"status":"hung"}'  # the answer if no replica answers
 _FAILURES = {
     "/v1/messages": failure_event,
     **dict.fromkeys(("/completion", "/infill"), failure_of_llamacpp),
-}  # of streams whose replica died
+}  # routes whose streams can continue after their replica died
 _SESSION_HEADER = "x-session-id"
 
 

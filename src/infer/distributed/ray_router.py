@@ -1,4 +1,4 @@
-"""`router.Router` for Ray Serve. Each process that sends requests has a router, which learns from what it sends."""
+"""`router.Router` for Ray Serve. Each process that sends requests has its own router, which learns from them."""
 
 from typing import final
 
@@ -18,7 +18,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the best replica, then all others: Ray takes one that is not full."""
+        """Return the best replica, then all others. Ray uses the first one that is not full."""
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True

@@ -13,7 +13,7 @@ from infer.distributed.router import NUM_PAGES, ReplicaRouter, RoutedPrompt
 from infer.errors import InferError
 
 log = logging.getLogger("infer.server")
-_PAUSE_SECONDS = 10.0  # before one is tried again
+_PAUSE_SECONDS = 10.0  # before a failed replica is started again
 _END_SECONDS = 10.0  # for a replica without requests to end after SIGTERM
 
 
@@ -21,7 +21,7 @@ _END_SECONDS = 10.0  # for a replica without requests to end after SIGTERM
 class Replicas:
     """For the event loop only. `commands` start the replicas, each with its own socket.
 
-    `on_change` is called when the first replica becomes ready, when the last one is lost, and when none can start. With
+    `on_change` is called when the first replica becomes ready, when the last one is lost, and when none can start. If
     `has_spares`, each replica has a spare process.
     """
 
@@ -34,13 +34,13 @@ class Replicas:
         *,
         has_spares: bool,
     ) -> None:
-        self.failure: Exception | None = None  # why none can start
+        self.failure: Exception | None = None  # the reason why no replica can start
         self._on_change, self._has_spares, self._router = on_change, has_spares, ReplicaRouter(NUM_PAGES)
         self._replicas = [
             Replica(str(index), own, command, self._notice, watchdog_seconds)
             for index, (own, command) in enumerate(zip(sockets, commands, strict=True))
         ]
-        self._queued = {replica.name: 0.0 for replica in self._replicas}  # tokens
+        self._queued = {replica.name: 0.0 for replica in self._replicas}  # queued tokens per replica
         self._is_any_ready, self._is_settled = asyncio.Event(), asyncio.Event()
         self._lives = list[asyncio.Task[None]]()
 
@@ -53,12 +53,12 @@ class Replicas:
         return len(self._replicas) > 1
 
     async def start(self) -> None:
-        """Start the replicas, and return when one is ready or `failure` says why none can start."""
+        """Start the replicas, and return when one is ready or `failure` has the reason why none can start."""
         self._lives = [asyncio.create_task(self._keep(replica)) for replica in self._replicas]
         await self._is_settled.wait()
 
     async def stop(self) -> None:
-        """End the replicas, which have no requests, and return when their processes are gone."""
+        """End the replicas, which have no requests, and return when their processes have ended."""
         self.terminate()
         _, late = await asyncio.wait(self._lives, timeout=_END_SECONDS)
         if late:
@@ -67,7 +67,7 @@ class Replicas:
 
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
-        """Yield an exchange with the replica that the prompt goes to, once one is ready.
+        """Yield an exchange with the replica chosen for the prompt, when a replica is ready.
 
         Raises GoneError if that replica dies meanwhile.
         """
@@ -109,7 +109,7 @@ class Replicas:
         while True:
             try:
                 await replica.live(has_spare=self._has_spares)
-                self._is_settled.set()  # also if it was ended before it was ready
+                self._is_settled.set()  # even if it was ended before it was ready
                 return
             except (InferError, OSError) as error:
                 if not self.is_ready:
@@ -120,7 +120,7 @@ class Replicas:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _choosable(self) -> list[Replica]:
-        """Return the replicas that are ready. Those that hang are included only if all hang."""
+        """Return the ready replicas. Hanging replicas are included only if all hang."""
         ready = [each for each in self._replicas if each.is_ready]
         return [each for each in ready if not each.hangs] or ready
 

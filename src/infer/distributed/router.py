@@ -1,37 +1,37 @@
 """Choose the replica of the least cost for a request. No clock, no I/O.
 
     cost of a replica = tokens queued there
-                      + 8 × tokens of the prompt that its cache lacks  (all later requests wait for them)
-                      + 0.2 × tokens that it was sent recently           (idle replicas share new conversations)
+                        + 8 × tokens of the prompt that its cache does not have (all later requests wait for them)
+                        + 0.2 × tokens that were sent to it recently (idle replicas share new conversations)
 
-The contents of a cache are known from what was sent there, by the keys of a prompt's first pages. With token ids, these
-are `kvcache.page_rows.page_keys`, which the cache itself uses. Without a tokenizer, they are `text_keys`. The replica
-of a session is taken to have the whole prompt.
+The contents of a cache are estimated from the sent prompts, by the keys of their first pages. With token ids, these are
+`kvcache.page_rows.page_keys`, which the cache itself uses. Without a tokenizer, they are `text_keys`. The replica of a
+session is assumed to have the whole prompt.
 
-    router = Router(num_pages=4096)            # of a replica's cache
-    prompt = RoutedPrompt(num_tokens, keys, session)
-    replica = router.choose(prompt, queued)    # queued: tokens by name, of the replicas that may be asked now
-    router.sent(prompt, replica)               # from now on it is taken to have these pages
-    router.forget(replica)                     # it was started again, or is gone: its cache is empty
+        router = Router(num_pages=4096)            # pages of a replica's cache
+        prompt = RoutedPrompt(num_tokens, keys, session)
+        replica = router.choose(prompt, queued)    # queued: tokens by name, for the replicas that may be used now
+        router.sent(prompt, replica)               # from now on it is assumed to have these pages
+        router.forget(replica)                     # it was restarted or is gone, so its cache is empty
 """
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, TypeVar, final
 
-_TEXT_BLOCK, _KEY_BYTES = 256, 16  # a page of 64 tokens is some 256 bytes of English
+_TEXT_BLOCK, _KEY_BYTES = 256, 16  # a page of 64 tokens is about 256 bytes of English
 _MOST_SESSIONS = 1 << 16
-NUM_PAGES = 1024  # that a replica is taken to keep: those of 8 full contexts
-_MISSING_COST, _SENT_COST = 8.0, 0.2  # of a token, where one that is queued costs 1
-_KEPT = 0.999  # of what was sent, with each request: some thousand of them are remembered
+NUM_PAGES = 1024  # that a replica is assumed to keep: the pages of 8 full contexts
+_MISSING_COST, _SENT_COST = 8.0, 0.2  # per token; a queued token costs 1
+_KEPT = 0.999  # factor of the sent tokens per request, so that about 1,000 requests are remembered
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
 class RoutedPrompt(NamedTuple):
-    """A prompt for the router. `keys` are those of its first pages; each covers a page and all pages before it.
+    """A prompt for the router. `keys` are the keys of its first pages; each covers a page and all pages before it.
 
-    An empty `session` means none. `answer` is the expected cost of the answer, in tokens of a prompt.
+    An empty `session` means no session. `answer` is the expected cost of the answer, in tokens of a prompt.
     """
 
     num_tokens: int
@@ -41,7 +41,7 @@ class RoutedPrompt(NamedTuple):
 
     @property
     def work(self) -> float:
-        """Tokens that are queued at a replica until it has answered."""
+        """Tokens that count as queued at a replica until it has answered."""
         return self.num_tokens + self.answer
 
 
@@ -56,17 +56,17 @@ def text_keys(text: bytes, salt: bytes = b"") -> list[bytes]:
 
 @final
 class ReplicaRouter:
-    """Chooses replicas. Each replica keeps `num_pages` pages; the least recently sent pages are evicted first."""
+    """Chooses replicas. Each is assumed to keep `num_pages` pages; the least recently sent pages are evicted first."""
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
-        self._pages: dict[str, dict[bytes, None]] = {}  # by replica, in the order of their use
+        self._pages: dict[str, dict[bytes, None]] = {}  # by replica, ordered by use
         self._replica_by_session: dict[str, str] = {}
         self._sent: dict[str, float] = {}
 
     def choose(self, prompt: RoutedPrompt, queued: Mapping[str, float]) -> str:
         """Return one of the names in `queued`, which must not be empty."""
-        if new := queued.keys() - self._sent.keys():  # they begin as the least of the others
+        if new := queued.keys() - self._sent.keys():  # they begin with the smallest count of the others
             self._sent |= dict.fromkeys(new, min(self._sent.values(), default=0.0))
 
         def cost(name: str) -> float:
@@ -78,14 +78,16 @@ class ReplicaRouter:
         sent = self._sent.get(replica, 0.0) + self._missing(prompt, replica) + prompt.answer
         self._sent = {name: _KEPT * tokens for name, tokens in (self._sent | {replica: sent}).items()}
         pages = self._pages.setdefault(replica, {})
-        for key in reversed(prompt.keys):  # a page is of no use without those before it
+        for key in reversed(prompt.keys):  # because a page is useless without the pages before it
             _put_last(pages, key, None, self._num_pages)
         if prompt.session:
             _put_last(self._replica_by_session, prompt.session, replica, _MOST_SESSIONS)
 
     def forget(self, replica: str) -> None:
         self._pages.pop(replica, None)
-        self._sent.pop(replica, None)  # else a new replica would begin at this one's count, which decays towards 0
+        self._sent.pop(
+            replica, None
+        )  # otherwise a new replica would begin with this one's count, which decays towards 0
         self._replica_by_session = {
             session: name for session, name in self._replica_by_session.items() if name != replica
         }
@@ -103,7 +105,7 @@ class ReplicaRouter:
 
 
 def _put_last(found: dict[_Key, _Value], key: _Key, value: _Value, most: int) -> None:
-    """Put the key last in the dict, and drop the oldest keys beyond `most`."""
+    """Put the key last in the dict, and drop the oldest keys above `most`."""
     found.pop(key, None)
     found[key] = value
     while len(found) > most:

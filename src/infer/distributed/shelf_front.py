@@ -1,4 +1,4 @@
-"""A server of several models: the process that clients talk to, and its routes. Each model has a process of its own."""
+"""A server of several models: the process that clients talk to, and its routes. Each model has its own process."""
 
 import asyncio
 import json
@@ -35,9 +35,9 @@ from infer.server.routes.served_models import ModelStatus, ServedModel, ServedMo
 from infer.server.server_state import ServerState
 from infer.system.locked_folder import locked_folder
 
-_EVENTS = "/v1/engine/events"  # which watch a model, and do not use it
-_OWN = [*health.ROUTES, *web_files.ROUTES]  # they need no model
-_STATUS_BY_PHASE: Mapping[ModelPhase, StatusValue] = {  # in llama.cpp's words
+_EVENTS = "/v1/engine/events"  # these requests watch a model, but do not use it
+_OWN = [*health.ROUTES, *web_files.ROUTES]  # routes without a model
+_STATUS_BY_PHASE: Mapping[ModelPhase, StatusValue] = {  # llama.cpp's names
     "unloaded": "unloaded", "loading": "loading", "ready": "loaded", "unloading": "unloading", "failed": "failed",
 }  # fmt: skip
 
@@ -80,7 +80,7 @@ class ModelBody(Parameters, kw_only=True):
 
 @final
 class ShelvedReplicas:
-    """The process of one model, as `failover` needs it: it is loaded first if it is not, and `on_admitted` called."""
+    """The process of one model, in the form that `failover` needs. It is first loaded; then `on_admitted` is called."""
 
     are_several = False
 
@@ -105,9 +105,9 @@ class ShelvedReplicas:
 
 @final
 class ShelfFront:
-    """The handlers of all routes. A request goes to the model that its body or its query names.
+    """The handlers of all routes. A request is for the model that its body or its query names.
 
-    Without a name it goes to the first model for the task of its route.
+    Without a name, it is for the first model that can do the task of its route.
     """
 
     def __init__(self, shelf: Shelf) -> None:

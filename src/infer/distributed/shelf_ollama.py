@@ -1,4 +1,4 @@
-"""Ollama's API of a server of several models: its lists, and `keep_alive`, which loads models and unloads them."""
+"""Ollama's API of a server of several models: its lists, and `keep_alive`, which loads and unloads models."""
 
 import math
 import time
@@ -27,7 +27,9 @@ from infer.server.routes.ollama_pull import pull_unless
 from infer.server.server_state import ServerState
 
 OLLAMA_ANSWERS = [route.path for route in ROUTES if route.operation]  # the routes that use a model
-MakeExchanges = Callable[[ShelvedModel, str, Callable[[], None]], Exchanges]  # for a tenant
+MakeExchanges = Callable[
+    [ShelvedModel, str, Callable[[], None]], Exchanges
+]  # arguments: model, tenant, call on admission
 
 
 class _Wish(msgspec.Struct):
@@ -53,7 +55,7 @@ class ShelfOllama:
 
     @property
     def handlers(self) -> dict[str, Handler]:
-        """The handlers by path, of the routes that use no model."""
+        """The handlers by path, for the routes that use no model."""
         own: dict[str, Handler] = {
             route.path: route.handler for route in ROUTES if route.handler in (refuse_change, version)
         }
@@ -65,7 +67,7 @@ class ShelfOllama:
         }
 
     async def answer(self, request: Request, state: ServerState) -> Response:
-        """Hand a request on, and note for how long its model stays loaded.
+        """Forward a request, and note for how long its model stays loaded.
 
         A request without a prompt only loads the model. If its `keep_alive` is 0, it unloads the model.
         """
@@ -80,7 +82,7 @@ class ShelfOllama:
             shape = OllamaShape(call_of(request), None, is_chat=request.url.path == "/api/chat")
             return json_response(shape.without_prompt(is_unloaded=True))
 
-        def keep() -> None:  # not before: the model may be unloaded until then
+        def keep() -> None:  # not earlier, because the model may be unloaded until then
             model.idle_seconds = seconds
 
         return await hand_on(request, asked, self._exchanges_of(model, call_of(request).key_name, keep))
@@ -116,7 +118,7 @@ class ShelfOllama:
 
 
 def _wish_of(content: bytes) -> _Wish:
-    """Return the fields of a body. A body of another form is refused by the model's process."""
+    """Return the fields of a body. The model's process refuses a body of another form."""
     try:
         return msgspec.json.decode(content, type=_Wish)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

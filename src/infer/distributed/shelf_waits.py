@@ -1,4 +1,4 @@
-"""The seconds that a request is expected to wait for its model in a server of several."""
+"""The expected seconds that a request waits for its model in a server of several."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -9,8 +9,9 @@ from infer.distributed.shelved_model import ShelvedModel
 def wait_seconds(model: ShelvedModel, models: Collection[ShelvedModel], waiting: Collection[str], budget: int) -> float:
     """Return the expected seconds until the model is ready.
 
-    `waiting` are the names of the models for which requests wait. Loads take turns, and answers end before their model
-    makes room. A model that is kept for clients makes no room before they can be back.
+    `waiting` are the names of the models for which requests wait. Models are loaded one after the other, and a model
+    makes room only after its answers have ended. A model that is kept for clients makes no room before they can be
+    back.
     """
     if model.phase == "loading":
         return model.load_seconds
@@ -22,7 +23,7 @@ def wait_seconds(model: ShelvedModel, models: Collection[ShelvedModel], waiting:
 
 
 def _kept_seconds(model: ShelvedModel, others: Sequence[ShelvedModel], budget: int) -> float:
-    """Return for how long models that are kept for clients leave no room for this one."""
+    """Return for how long models that are kept for clients prevent the load of this one."""
     kept = [each for each in others if each.is_in_memory and (each.is_wanted or each.source.is_pinned)]
     if model.num_bytes + sum(each.num_bytes for each in kept) <= budget:
         return 0.0

@@ -13,23 +13,23 @@ from infer.distributed.wishes import Wishes
 from infer.errors import InferError
 
 log = logging.getLogger("infer.server")
-_START_SECONDS, _BYTES_PER_SECOND = 4.0, 5e8  # to load a model that was never loaded here
-_ANSWER_SECONDS, _LEARNING = 5.0, 0.2  # of an answer, before one has ended; the weight of the newest in the mean
+_START_SECONDS, _BYTES_PER_SECOND = 4.0, 5e8  # estimates for a model that was never loaded here
+_ANSWER_SECONDS, _LEARNING = 5.0, 0.2  # of an answer before one has ended; weight of the newest answer in the mean
 ModelPhase = Literal["unloaded", "loading", "ready", "unloading", "failed"]
 
 
 class ModelSource(NamedTuple):
-    """A model that can be loaded. `path` is the value of `--model`, and `name` what clients call it."""
+    """A model that can be loaded. `path` is the value of `--model`, and `name` is the name for clients."""
 
     name: str
     path: str
-    is_pinned: bool = False  # loaded at the start, and never unloaded
+    is_pinned: bool = False  # True if it is loaded at the start and never unloaded
 
 
 class ModelPlan(NamedTuple):
-    """The plan for a model, by its headers.
+    """The plan for a model, from its headers.
 
-    `num_bytes` is the memory that it takes at most if its process gets these `options`. `takes` are its tasks.
+    `num_bytes` is the most memory that it uses if its process gets these `options`. `takes` are its tasks.
     """
 
     num_bytes: int
@@ -40,19 +40,19 @@ class ModelPlan(NamedTuple):
 
 @final
 class ShelvedModel:
-    """A model, loaded or not. A model that `must_go` takes no more requests, and is unloaded after its last answer."""
+    """A model, loaded or not. A model that `must_go` accepts no requests, and is unloaded after its last answer."""
 
     def __init__(self, source: ModelSource, own: socket.socket, on_failure: Callable[[], None]) -> None:
         self.source, self.own, self._on_failure = source, own, on_failure
         self.phase: ModelPhase = "unloaded"
         self.plan: ModelPlan | None = None  # None before its headers were read
-        self.version: Hashable = None  # of the files that the plan is for
-        self.failure: Exception | None = None  # why it could not be loaded
+        self.version: Hashable = None  # version of the files for which the plan was made
+        self.failure: Exception | None = None  # the reason why it could not be loaded
         self.replicas: Replicas | None = None
-        self.must_go = self.is_leaving = False  # for another model; because it was asked for
-        self.num_requests = 0  # that are being answered
-        self.used_at = -math.inf  # end of its last answer
-        self.idle_seconds: float | None = None  # after which it is unloaded; None: as the server's setting says
+        self.must_go = self.is_leaving = False  # unloaded for another model; unloaded on request
+        self.num_requests = 0  # active requests
+        self.used_at = -math.inf  # time of the end of its last answer
+        self.idle_seconds: float | None = None  # it is unloaded after this idle time; None: the server's setting
         self.wishes = Wishes()
         self._began_at, self._load_seconds = 0.0, 0.0
         self._answer_seconds = _ANSWER_SECONDS
@@ -66,7 +66,7 @@ class ShelvedModel:
         return 0 if self.plan is None else self.plan.num_bytes
 
     def takes_one_of(self, tasks: Sequence[str]) -> bool:
-        """Return True if the model takes one of the tasks, if there are none, or if its headers were not read."""
+        """Return True if the model can do one of the tasks, if there are none, or if its headers were not read."""
         return not tasks or self.plan is None or not set(tasks).isdisjoint(self.plan.takes)
 
     @property
@@ -89,7 +89,7 @@ class ShelvedModel:
 
     @property
     def load_seconds(self) -> float:
-        """The expected seconds until the model is loaded, from its beginning or from now.
+        """The expected seconds until the model is loaded, from the start of its load or from now.
 
         A load that takes longer than expected is expected to take half as long again.
         """
@@ -101,7 +101,7 @@ class ShelvedModel:
 
     @property
     def busy_seconds(self) -> float:
-        """The expected seconds until its answers have ended."""
+        """The expected seconds until its active answers have ended."""
         return self._answer_seconds if self.num_requests else 0.0
 
     def begin_answer(self) -> float:
@@ -117,7 +117,7 @@ class ShelvedModel:
     async def load(self, command: Sequence[str], watchdog_seconds: float) -> None:
         """Start the process of a model in phase "loading", and return in phase "ready" or "failed".
 
-        A process that is ended meanwhile leaves it in phase "loading".
+        If the process is ended meanwhile, the phase stays "loading".
         """
         self._began_at = time.monotonic()
         replicas = Replicas([command], [self.own], watchdog_seconds, self._follow, has_spares=False)

@@ -5,20 +5,20 @@ from typing import NamedTuple
 
 
 class Resident(NamedTuple):
-    """A model in memory. A busy one is unloaded after its last answer; one that is kept is never chosen."""
+    """A model in memory. A busy model is unloaded after its last answer; a model that is kept is never chosen."""
 
     name: str
     num_bytes: int
-    used_at: float  # when its last answer ended
+    used_at: float  # end of its last answer
     is_busy: bool = False
     is_kept: bool = False
 
 
 def models_to_unload(missing_bytes: int, residents: Sequence[Resident]) -> list[str] | None:
-    """Return the names of the models whose memory is at least the missing bytes; None if there are too few.
+    """Return the names of models that together have at least the missing bytes of memory, or None if there are too few.
 
-    Idle models are chosen before busy ones, and among these the least recently used first. None of the chosen models
-    could stay: the memory of the others would not do.
+    Idle models are chosen before busy ones, and among these the least recently used first. All chosen models are
+    needed: the memory of the others would not be enough.
     """
     candidates = [each for each in residents if not each.is_kept]
     candidates.sort(key=lambda each: (each.is_busy, each.used_at))
@@ -30,7 +30,7 @@ def models_to_unload(missing_bytes: int, residents: Sequence[Resident]) -> list[
         freed += each.num_bytes
     if freed < missing_bytes:
         return None
-    for each in reversed(list(chosen)):  # the most recently used ones stay if they can
+    for each in reversed(list(chosen)):  # the most recently used ones stay if possible
         if freed - each.num_bytes >= missing_bytes:
             chosen.remove(each)
             freed -= each.num_bytes

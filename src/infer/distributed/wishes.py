@@ -1,15 +1,15 @@
-"""Clients of a model that were told when to retry. The model is loaded meanwhile, and kept until they can be back."""
+"""Clients of a model that were told when to retry. The model is loaded and kept until they can be back."""
 
 import math
 from typing import NamedTuple, final
 
 from infer.server.waiting_line import MAX_RETRY_SECONDS
 
-SLACK_SECONDS = 10.0  # after the time that a client was told: until then its model is kept
+SLACK_SECONDS = 10.0  # for which a model is kept after the time that a client was told
 
 
 class _Wish(NamedTuple):
-    """A client that wants the model since a time, returns at `due_at`, and is waited for until a time."""
+    """A client: since when it wants the model, when it is to return, and until when it is awaited."""
 
     since: float
     due_at: float
@@ -24,13 +24,14 @@ class Wishes:
         self._wishes = list[_Wish]()
 
     def add(self, since: float, now: float, seconds: float) -> None:
-        """Add a client that was told to return after these seconds, or after the longest time that clients are told."""
+        """Add a client that was told to return after these seconds, but at most after the longest time that is told."""
         self._wishes.append(_Wish(since, now + min(seconds, MAX_RETRY_SECONDS), now + seconds + SLACK_SECONDS))
 
     def take(self, now: float) -> float:
-        """Remove the wish of a client that returns, and return since when it wants the model: now if it is new.
+        """Remove the wish of a returning client, and return the time since which it wants the model. For a new client:
+        now.
 
-        Clients cannot be told apart, so the first one that is due is taken for the one that returns.
+        Clients cannot be distinguished, so the returning client is assumed to be the first one that is due.
         """
         due = [wish for wish in self._alive(now) if wish.due_at <= now]
         if not due:
@@ -40,7 +41,7 @@ class Wishes:
         return found.since
 
     def since(self, now: float) -> float:
-        """Return since when the model is wanted: infinite if it is not."""
+        """Return the time since which the model is wanted, or infinity if it is not wanted."""
         return min((wish.since for wish in self._alive(now)), default=math.inf)
 
     def seconds_left(self, now: float) -> float:

@@ -1,8 +1,7 @@
-"""Description of a network, as frozen values without a tensor: `families` makes it from a config, `transformer` runs
-it.
+"""Description of a network, as frozen values without tensors. `families` makes it from a config; `transformer` runs it.
 
-A layer describes what it computes, never which family it belongs to. A new value is a field here and a line in
-`families`. A new kind of part is a class here, and what `docs/dev/design.md` lists.
+A layer describes its computation, never its family. A new value is a field here and a line in `families`. A new kind of
+part is a class here, and the changes that `docs/dev/design.md` lists.
 """
 
 from collections.abc import Mapping
@@ -21,16 +20,16 @@ class Norms:
     They are RMSNorm (arXiv:1910.07467) or, with `are_centred`, LayerNorm (arXiv:1607.06450), which subtracts the mean.
     """
 
-    before: bool = True  # of the part's input
-    after: bool = False  # of the part's result, before it is added to the residual stream
-    of_sum: bool = False  # of the residual stream, after the part's result is added to it
-    eps_after: float | None = None  # of the norms after; None: that of all norms
+    before: bool = True  # norm of the part's input
+    after: bool = False  # norm of the part's result, before it is added to the residual stream
+    of_sum: bool = False  # norm of the residual stream, after the part's result is added
+    eps_after: float | None = None  # eps of the norms after; None: the eps of all norms
     are_centred: bool = False
     have_bias: bool = False
-    skip_mixer: bool = False  # the mixer's input is the residual stream as it is
+    skip_mixer: bool = False  # the mixer's input is the residual stream without a norm
 
     def shapes(self, name: str, hidden: int) -> Shapes:
-        """Return the shape of each tensor of the norm of this name."""
+        """Return the shape of each tensor of the norm with this name."""
         return {f"{name}.{kind}": (hidden,) for kind in (("weight", "bias") if self.have_bias else ("weight",))}
 
     @property
@@ -46,7 +45,7 @@ class TextInputs:
     One row is for the position, one for the type: the first text of a pair has type 0, the second type 1.
     """
 
-    num_positions: int = 0  # rows of learned positions; 0: none
+    num_positions: int = 0  # rows of learned positions; 0: no learned positions
     num_types: int = 0
 
     def shapes(self, hidden: int, norms: Norms) -> Shapes:
@@ -67,11 +66,11 @@ class Layer:
     feed_forward: FeedForward | None
     norms: Norms = Norms()
     per_layer_input: PerLayerInput | None = None
-    has_scale: bool = False  # the residual stream is multiplied by a number of the layer after its last part
+    has_scale: bool = False  # after the last part, the residual stream is multiplied by a number of the layer
 
     @property
     def parts(self) -> tuple[Mixer | FeedForward | PerLayerInput, ...]:
-        """The parts that there are, in the order in which they run."""
+        """The existing parts, in the order in which they run."""
         return tuple(part for part in (self.mixer, self.feed_forward, self.per_layer_input) if part is not None)
 
     def shapes(self, hidden: int) -> Shapes:
@@ -90,12 +89,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Architecture:
-    family: str  # for people to read; nothing may branch on it
+    family: str  # only for people; code must not branch on it
     vocab_size: int
     hidden_size: int
     layers: tuple[Layer, ...]
     norm_eps: float
-    max_positions: int  # the context the model was made for
+    max_positions: int  # the context for which the model was made
     embedding_scale: float = 1.0
     has_embedding_norm: bool = False  # a token's embedding is divided by its root mean square
     logit_scale: float = 1.0
@@ -106,12 +105,12 @@ class Architecture:
 
     @property
     def reads_whole_texts(self) -> bool:
-        """Return True for an encoder: a token sees the whole text, so nothing can be generated after it."""
+        """Return True for an encoder: a token attends to the whole text, so no text can be generated after it."""
         return any(not mixer.is_causal for mixer in self.attention)
 
     @property
     def norms(self) -> Norms:
-        """The norms of the layers, of which some may skip their mixer's."""
+        """The norms of the layers. Some layers may have no norm before their mixer."""
         return self.layers[-1].norms
 
     @property
@@ -126,7 +125,7 @@ class Architecture:
 
     @property
     def cached_mixers(self) -> tuple[Mixer, ...]:
-        """The mixers that keep something of every token or a state. The cache has a layer for each, in this order."""
+        """The mixers that keep values of every token, or a state. The cache has a layer for each, in this order."""
         return tuple(mixer for mixer in self.mixers if keeps(mixer))
 
     @property
@@ -141,34 +140,34 @@ class Architecture:
 
     @property
     def per_layer_input(self) -> PerLayerInput | None:
-        """The part of this kind, which all layers or none have."""
+        """The part of this kind. Either all layers have it, or none."""
         return self.layers[0].per_layer_input
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The layers' ropes, each once."""
+        """The different ropes of the layers."""
         return tuple({mixer.rope: None for mixer in self.attention if mixer.rope is not None})
 
     @property
     def query_scales(self) -> tuple[QueryScale, ...]:
-        """The scales of the layers' queries, each once."""
+        """The different scales of the layers' queries."""
         return tuple({mixer.query_scale: None for mixer in self.attention if mixer.query_scale is not None})
 
     @property
     def long_ropes(self) -> tuple[LongRope, ...]:
-        """The layers' long ropes, each once."""
+        """The different long ropes of the layers."""
         return tuple({rope.long: None for rope in self.ropes if rope.long is not None})
 
     @property
     def most_positions(self) -> int:
-        """Longest context that may be requested: some ropes can be stretched."""
+        """Longest context that may be requested. Some ropes can be stretched."""
         return int(self.max_positions * max((long.growth or 1.0 for long in self.long_ropes), default=1.0))
 
 
 class ModelOutline(NamedTuple):
-    """A model before it is loaded, known from its headers. A backend compiles kernels from it."""
+    """A model before it is loaded, known from its headers. A backend uses it to compile kernels."""
 
     architecture: Architecture
-    types: Mapping[str, str]  # of the loaded matrices, by name
+    types: Mapping[str, str]  # types of the loaded matrices, by name
     kv_type: str
-    precision: str  # of the activations: exact or fast
+    precision: str  # precision of the activations: exact or fast

@@ -1,4 +1,4 @@
-"""The feed-forwards of layers, which process each token by itself, as values: dense ones, experts, per-layer inputs."""
+"""The feed-forwards of layers, which process each token separately, as values: dense, experts, per-layer inputs."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,8 +6,8 @@ from typing import Literal
 from infer.operands.shapes import Shapes
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared", "clamped_swiglu"]
-MAX_EXPERTS = 4096  # of a layer: each has tensors of its own
-# A table that stays in its file: a step reads the rows of its tokens.
+MAX_EXPERTS = 4096  # per layer: each expert has its own tensors
+# A table that stays in its file. A step reads the rows of its tokens.
 PER_LAYER_TABLE = "model.embed_tokens_per_layer.weight"
 
 
@@ -39,20 +39,20 @@ class Router:
     """How a token chooses its experts, and how it weighs them. All numbers are float32.
 
     A token has a score for each expert. It chooses the experts with the highest scores (plus a correction, if there is
-    one); among equal ones the lower number. Their weights are the scores of the chosen.
+    one); if scores are equal, the lower number. The weights of the chosen experts are their scores.
     """
 
     num_experts: int
     num_chosen: int
-    # The last two choose by logits, and are taken of the chosen experts' logits.
+    # The last two choose by logits, and are computed from the chosen experts' logits.
     scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen"]
     is_normalized: bool = False  # the chosen scores are divided by (their sum + floor)
     floor: float = 0.0
     scale: float = 1.0  # multiplies the weights
-    has_bias: bool = False  # of the logits
-    has_correction: bool = False  # is added to the scores to choose, and not to weigh
-    has_expert_scales: bool = False  # each expert's weight is multiplied by a number of the expert at last
-    weighs_inputs: bool = False  # the weights multiply what the experts are given, and not their results
+    has_bias: bool = False  # the logits have a bias
+    has_correction: bool = False  # a correction is added to the scores for the choice, but not for the weights
+    has_expert_scales: bool = False  # at the end, each expert's weight is multiplied by a number of the expert
+    weighs_inputs: bool = False  # the weights multiply the experts' inputs, not their results
 
     def shapes(self, hidden: int) -> Shapes:
         shapes: Shapes = {"mlp.router.weight": (self.num_experts, hidden)}
@@ -67,19 +67,20 @@ class Router:
 
 @dataclass(frozen=True)
 class Experts:
-    """A feed-forward: the weighted sum of what the chosen experts give, and of what all tokens' shared expert gives.
+    """A feed-forward: the weighted sum of the chosen experts' results, plus the result of an expert for all tokens.
 
-    An expert is what `Dense` is. The matrices of all experts are stacked: expert e has the rows from e × rows on.
+    An expert has the form of `Dense`. The matrices of all experts are stacked: expert e has the rows from e × rows on.
     """
 
     router: Router
     intermediate_size: int  # of each expert
     activation: Activation = "silu"
     has_bias: bool = False
-    shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
+    shared_size: int = 0  # intermediate size of the shared expert; 0: no shared expert
     has_shared_gate: bool = False  # the shared expert's result is multiplied by sigmoid(gate · x)
-    # The router and the chosen experts have norms of their own before them. Their sum and the shared expert's result
-    # have one each after them. The norms of the layer are the shared expert's before, and that of all together after.
+    # The router and the chosen experts each have a norm before them. Their sum and the shared expert's result each have
+    # a norm after them. The norms of the layer are the one before the shared expert, and the one after the sum of
+    # everything.
     has_norms: bool = False
 
     @property
@@ -89,7 +90,7 @@ class Experts:
 
     @property
     def shared_module(self) -> str:
-        """The beginning of the names of the shared expert's tensors: in some models it is the layer's usual MLP."""
+        """The beginning of the names of the shared expert's tensors. Some models call them as a layer's MLP."""
         return "mlp" if self.has_norms else "mlp.shared_expert"
 
     @property
@@ -127,8 +128,8 @@ def _mlp_shapes(at: str, hidden: int, intermediate: int, *, has_bias: bool) -> S
 class PerLayerInput:
     """A part after the feed-forward: norm(projection(activation(gate(x)) × p)), for p of a token and a layer.
 
-    All layers' p are made before the first layer of what is embedded there, x₀, and of a table with a row for each
-    token: p = (norm(model_projection(x₀)) + √dim × row) / √2, in which each layer has `dim` columns.
+    The p of all layers are made before the first layer, from the embeddings x₀ and from a table with one row per token:
+    p = (norm(model_projection(x₀)) + √dim × row) / √2, in which each layer has `dim` columns.
     """
 
     dim: int

@@ -1,7 +1,7 @@
 """A model divided among ranks: each rank of a group computes some columns of an activation, and all are gathered.
 
-One rank sums each output element completely, always in the same order. So a group's results equal those of a single
-process, to the bit.
+Each output element is summed by one rank, always in the same order. So a group's results equal those of a single
+process to the bit.
 """
 
 from abc import ABC, abstractmethod
@@ -15,14 +15,14 @@ from torch import Tensor
 
 
 class Group(ABC):
-    """The ranks that run a model together, as seen by one rank. All call the same ops in the same order."""
+    """The ranks that run a model together, as seen by one rank. All ranks call the same ops in the same order."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     @abstractmethod
     def gather(self, own: Float[Tensor, "rows own"], widths: Sequence[int]) -> Float[Tensor, "rows width"]:
-        """Return the ranks' columns side by side; `widths` are their numbers, by rank.
+        """Return the ranks' columns side by side. `widths` are the numbers of columns, by rank.
 
         Raises InferError if a rank has ended.
         """
@@ -33,7 +33,7 @@ class Group(ABC):
         return False
 
     def fail(self) -> None:
-        """Let no rank wait for another. For any thread of any rank."""
+        """Release every rank from waiting for another. For any thread of any rank."""
         return
 
     def begin_anew(self) -> None:
@@ -44,14 +44,14 @@ class Group(ABC):
         return
 
     def mend(self) -> None:
-        """Let the ranks wait for each other again, after all ranks have begun anew."""
+        """Let the ranks wait for each other again, after all ranks were reset."""
         return
 
 
 @final
 @dataclass(frozen=True)
 class Shares:
-    """The ranks' shares of the columns: rank r computes [starts[r], starts[r + 1])."""
+    """The parts of the columns: rank r computes [starts[r], starts[r + 1])."""
 
     group: Group
     starts: tuple[int, ...]

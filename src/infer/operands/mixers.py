@@ -6,8 +6,8 @@ from typing import Literal
 from infer.operands.shapes import Shapes
 
 GateCurve = Literal["sigmoid", "softplus"]
-QKNorm = Literal["head", "head_unweighted", "all"]  # over each head, or over all heads together
-# Matrices that are never quantised here: what is lost of them adds up along a text.
+QKNorm = Literal["head", "head_unweighted", "all"]  # the norm is over each head, or over all heads together
+# Matrices that are never quantised here, because their errors add up along a text.
 KEPT_AS_FLOATS = ("linear_attn.a_proj.weight", "linear_attn.b_proj.weight")
 
 
@@ -22,10 +22,10 @@ class LongRope:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions (arXiv:2104.09864): pair (i, i + half) turns by position × theta^(−2i / dim) / factor_i."""
+    """Rotary positions (arXiv:2104.09864): pair (i, i + half) rotates by position × theta^(−2i / dim) / factor_i."""
 
     theta: float
-    dim: int  # how many of a head's elements rotate; if odd, one more does
+    dim: int  # number of a head's elements that rotate; if odd, one more rotates
     frequency_factors: tuple[float, ...] | None = None  # `half` divisors of the frequencies; None is all ones
     attention_factor: float = 1.0  # multiplies cos and sin
     long: LongRope | None = None
@@ -46,7 +46,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class QueryScale:
-    """Queries that grow with their position: × 1 + growth × log(1 + floor((position + offset) / period))."""
+    """Queries that grow with their position. The factor is 1 + growth × log(1 + ⌊(position + offset) / period⌋)."""
 
     growth: float
     period: int
@@ -55,10 +55,10 @@ class QueryScale:
 
 @dataclass(frozen=True)
 class Attention:
-    """A mixer: softmax(q kᵀ × scale) v over the tokens before. It keeps keys and values of every token.
+    """A mixer: softmax(q kᵀ × scale) v over the earlier tokens. It keeps keys and values of every token.
 
-    With `shared_from` it has neither, and attends to those of an earlier layer of the same kind. Attention that is not
-    causal sees the tokens after, too: a network with it reads whole texts.
+    With `shared_from` it has no keys and values of its own, and attends to those of an earlier layer of the same kind.
+    Attention that is not causal also sees the later tokens: a network with it reads whole texts.
     """
 
     num_heads: int
@@ -66,16 +66,16 @@ class Attention:
     head_dim: int
     rope: Rope | None
     scale: float  # multiplies q · k
-    window: int | None = None  # a token sees itself and the window − 1 before it; if not causal, as many after it
-    chunk: int | None = None  # a token sees the tokens of its own chunk up to itself: chunks begin at multiples
+    window: int | None = None  # a token sees itself and window − 1 tokens before it; if not causal, as many after it
+    chunk: int | None = None  # a token sees the tokens of its own chunk up to itself; chunks begin at multiples
     softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap)
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     qk_norm: QKNorm | None = None
-    has_sinks: bool = False  # a logit of each head beside the scores in the softmax, whose share is nobody's
-    has_gate: bool = False  # what a head attends to is multiplied by gate_curve(gate · x), element by element
+    has_sinks: bool = False  # the softmax includes one more logit per head, whose share is dropped
+    has_gate: bool = False  # a head's result is multiplied by gate_curve(gate · x), element by element
     gate_curve: GateCurve = "sigmoid"
-    are_gates_of_heads: bool = False  # a head has one gate, for all its elements
+    are_gates_of_heads: bool = False  # one gate per head, for all of its elements
     has_v_norm: bool = False  # each head's v is divided by its root mean square
     are_values_keys: bool = False  # v is k as projected, before its norm and rotation
     shared_from: int | None = None  # the layer whose keys and values this one attends to
@@ -89,12 +89,12 @@ class Attention:
 
     @property
     def most_seen(self) -> int | None:
-        """The largest number of tokens that a token sees, if it does not see all tokens before it."""
+        """The largest number of tokens that a token sees, if it does not see all earlier tokens."""
         return self.window if self.chunk is None else self.chunk
 
     @property
     def projected(self) -> tuple[tuple[str, int], ...]:
-        """The matrices whose products stand side by side, in order, with their rows: q, k, v and the gates."""
+        """The matrices whose products are side by side, in order, with their rows: q, k, v and the gates."""
         kv = (("k", self.kv_features), ("k" if self.are_values_keys else "v", self.kv_features))
         gate = (("gate", self.num_heads if self.are_gates_of_heads else self.query_features),)
         return (("q", self.query_features), *(kv if self.has_keys else ()), *(gate if self.has_gate else ()))
@@ -142,7 +142,7 @@ class ShortConv:
 
     num_channels: int
     num_taps: int
-    has_bias: bool = False  # of both projections and of the convolution
+    has_bias: bool = False  # both projections and the convolution have a bias
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -161,10 +161,10 @@ class ShortConv:
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """A mixer with a state S [key_dim, value_dim] for each value head (arXiv:2412.06464). All numbers are float32.
+    """A mixer with a state S [key_dim, value_dim] per value head (arXiv:2412.06464). All numbers are float32.
 
-    q, k and v are channels of silu(conv(qkv_proj(x))), a causal convolution of each channel as in `ShortConv`. Each
-    token does S ← α S; u = β (v − Sᵀk); S ← S + k uᵀ; o = Sᵀq, with q / (|q| √key_dim) and k / |k| as q and k,
+    q, k and v are channels of silu(conv(qkv_proj(x))), a causal convolution of each channel as in `ShortConv`. For each
+    token: S ← α S; u = β (v − Sᵀk); S ← S + k uᵀ; o = Sᵀq, with q / (|q| √key_dim) and k / |k| as q and k,
     α = exp(decay × softplus(a_proj(x) + dt_bias)) and β = beta_scale × sigmoid(b_proj(x)). The result is
     out_proj(norm(o) × silu(z_proj(x))).
     """
@@ -176,9 +176,9 @@ class GatedDeltaNet:
     num_taps: int
     is_decay_log: bool = True  # files store log(−decay); otherwise decay itself
     are_heads_tiled: bool = False  # value head h uses key head h mod num_key_heads; otherwise neighbours share one
-    are_parts_apart: bool = False  # files have q, k and v in matrices of their own, and their taps
-    beta_scale: float = 1.0  # with 2, a token may turn S around in the direction of k
-    norm_eps: float | None = None  # of the norm of o; None: that of all norms
+    are_parts_apart: bool = False  # files have separate matrices for q, k and v, and separate taps
+    beta_scale: float = 1.0  # with 2, a token may reverse S in the direction of k
+    norm_eps: float | None = None  # eps of the norm of o; None: the eps of all norms
 
     @property
     def num_channels(self) -> int:
@@ -200,7 +200,7 @@ class GatedDeltaNet:
 
     @property
     def projected(self) -> dict[str, int]:
-        """The matrices whose products stand side by side, in order, with their rows."""
+        """The matrices whose products are side by side, in order, with their rows."""
         heads = self.num_value_heads
         return self._channels | {"z": self.value_features, "b": heads, "a": heads}
 
@@ -216,7 +216,7 @@ class GatedDeltaNet:
         return self.num_channels + self.value_features + 2 * self.num_value_heads, self.value_features
 
     def page_shapes(self, page_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the float32 tensors in a page of the cache: `delta_net_cache` names them."""
+        """Return the shapes of the float32 tensors in a page of the cache, which `delta_net_cache` names."""
         return (
             (page_tokens, self.num_channels),
             (self.num_value_heads, self.key_dim, self.value_dim),
@@ -236,10 +236,10 @@ class GatedDeltaNet:
         return shapes
 
 
-Recurrent = ShortConv | GatedDeltaNet  # mixers that keep a state of what came before, instead of every token
+Recurrent = ShortConv | GatedDeltaNet  # mixers that keep a state of the earlier tokens, instead of every token
 Mixer = Attention | Recurrent
 
 
 def keeps(mixer: Mixer | None) -> bool:
-    """Return True if a mixer has a layer of the cache of its own."""
+    """Return True if a mixer has its own layer of the cache."""
     return mixer is not None and (not isinstance(mixer, Attention) or mixer.has_keys)

@@ -1,4 +1,4 @@
-"""Cached values of layers with a state, by page. `kv_layout` has their twin for keys and values."""
+"""Cached values of layers with a state, by page. `kv_layout` has the same for keys and values."""
 
 from dataclasses import dataclass
 from typing import final
@@ -12,10 +12,10 @@ from infer.quantization.kv_layout import Pages
 @final
 @dataclass(frozen=True)
 class ConvCache:
-    """The inputs of a causal convolution. A row's token at position p has the place p % page_tokens in its page.
+    """The inputs of a causal convolution. A row's token at position p has place p % page_tokens in its page.
 
-    Within a step, pages of a row that are three apart may share memory: kernels read what earlier tokens of the same
-    step wrote from the step itself.
+    Within a step, pages of a row that are three apart may share memory. So kernels read the inputs of the step's own
+    tokens from the step itself.
     """
 
     inputs: Float[Tensor, "pages page_tokens channels"]

@@ -1,4 +1,4 @@
-"""The parts of layers beside usual attention and dense feed-forwards, by their names for people."""
+"""The parts of layers other than usual attention and dense feed-forwards, with their names for people."""
 
 from collections.abc import Callable, Iterable
 
@@ -24,7 +24,7 @@ _OF_ATTENTION: dict[str, Callable[[Attention], bool]] = {
 
 
 def unusual_parts(layers: Iterable[Layer]) -> set[str]:
-    """Return the names of the layers' parts beside usual attention and dense feed-forwards."""
+    """Return the names of the layers' parts other than usual attention and dense feed-forwards."""
     layers = list(layers)
     parts = [part for layer in layers for part in layer.parts]
     others = {_NAMES[type(part)] for part in parts if type(part) in _NAMES}

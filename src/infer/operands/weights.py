@@ -1,6 +1,6 @@
-"""Weights as `ops` takes them: matrices in the form their file stores, and the small values around them.
+"""Weights in the form that `ops` accepts: matrices as in their file, and the small values around them.
 
-`StoredWeight` keeps the file's bytes; `ops.prepare` turns it into what a kernel module wants to read.
+`StoredWeight` keeps the file's bytes; `ops.prepare` converts it to the form that a kernel module reads.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +36,7 @@ class Weight(ABC):
 @final
 @dataclass(frozen=True)
 class StoredWeight(Weight):
-    """A tensor as its file stores it: GGML's name of the type, the logical shape, the bytes.
+    """A tensor as in its file: GGML's name of the type, the logical shape, the bytes.
 
     `data` has the logical shape and a float dtype for F32, F16 and BF16. For block types it is uint8 `[rows, bytes per
     row]`, and the last axis of `shape` is a multiple of the block.
@@ -60,7 +60,7 @@ class StoredWeight(Weight):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of memory that reading one row takes."""
+        """Bytes of memory that are needed to read one row."""
         return self.num_bytes // self.out_features
 
     def rows(self, first: int, last: int) -> "StoredWeight":
@@ -69,7 +69,7 @@ class StoredWeight(Weight):
 
 
 class FilePlace(NamedTuple):
-    """A place in a file where rows follow each other, for kernels that read it themselves."""
+    """A place in a file with contiguous rows, for kernels that read it themselves."""
 
     descriptor: int  # open as long as the weight's `read` exists
     offset: int
@@ -86,7 +86,7 @@ class UnreadWeight(Weight):
     type: str
     shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]  # rows [first, last) → their `StoredWeight.data`
-    place: FilePlace | None = None  # None: the file has the rows in another order, or with others between them
+    place: FilePlace | None = None  # None: the file has the rows in another order, or with other bytes between them
 
     @property
     def out_features(self) -> int:
@@ -119,7 +119,7 @@ FileWeight = StoredWeight | UnreadWeight
 
 @dataclass(frozen=True)
 class _OfSource(Weight):
-    """A matrix that is made of another one of the same shape."""
+    """A matrix that is made from another one of the same shape."""
 
     source: FileWeight
 
@@ -135,9 +135,9 @@ class _OfSource(Weight):
 @final
 @dataclass(frozen=True)
 class ConvertedWeight(_OfSource):
-    """A stored matrix on its way to another type.
+    """A stored matrix that is converted to another type.
 
-    Rows are converted on request, so that a large matrix is never in memory as a whole in floats.
+    Rows are converted on request, so that a large matrix is never completely in memory in floats.
     """
 
     type: str
@@ -149,7 +149,7 @@ class ConvertedWeight(_OfSource):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of memory that reading one row takes: six times its floats."""
+        """Bytes of memory that are needed to read one row: six times its floats."""
         return 24 * self.in_features
 
     def rows(self, first: int, last: int) -> StoredWeight:
@@ -178,16 +178,16 @@ class ObservedWeight(_OfSource):
 @final
 @dataclass(frozen=True)
 class Projection:
-    """y = x Wᵀ (+ bias). W is its parts one below the other (q, k, v; gate, up), and each part keeps its own type.
+    """y = x Wᵀ (+ bias). W consists of its parts, stacked (q, k, v; gate, up), and each part keeps its own type.
 
-    With `shares`, the parts are one rank's rows, and the values made of y are gathered from all ranks.
+    With `shares`, the parts are one rank's rows, and the values computed from y are gathered from all ranks.
     """
 
     parts: tuple[Weight, ...]
     bias: Float[Tensor, "out"] | None = None
     shares: Shares | None = None
     label: str = ""  # its name in profiles: L3.qkv
-    used_share: float = 1.0  # of the rows, how many one token is multiplied with: of experts' those that it chooses
+    used_share: float = 1.0  # share of the rows by which one token is multiplied; for experts, the chosen ones
 
     @property
     def in_features(self) -> int:
@@ -205,7 +205,7 @@ class SharedExpert:
 
     gate_up: Projection
     down: Projection
-    gate: Projection | None  # of one row, in float32
+    gate: Projection | None  # one row, in float32
 
 
 @final
@@ -225,12 +225,12 @@ class Norm:
 @final
 @dataclass(frozen=True)
 class ExpertNorms:
-    """Norms of a layer of experts besides those that any feed-forward has."""
+    """Norms of a layer of experts, in addition to those that any feed-forward has."""
 
-    router: Norm  # of what the router reads of the residual stream
-    experts: Norm  # of what the chosen experts read of it
-    post_experts: Norm  # of the chosen experts' sum
-    post_shared: Norm  # of the shared expert's result
+    router: Norm  # before the router
+    experts: Norm  # before the chosen experts
+    post_experts: Norm  # after the chosen experts' sum
+    post_shared: Norm  # after the shared expert's result
 
 
 @final
@@ -253,12 +253,12 @@ class ExpertWeights:
 @final
 @dataclass(frozen=True)
 class PerLayerWeights:
-    """The weights that make the inputs of all layers for a token: `PerLayerInput`."""
+    """The weights from which the inputs of all layers for a token are made: `PerLayerInput`."""
 
     table: UnreadWeight  # [vocab, layers × dim]
     table_scale: float
-    projection: Projection  # of the embedded token
-    norm: Norm  # of each layer's columns
+    projection: Projection  # multiplies the embedding of the token
+    norm: Norm  # norm of each layer's columns
 
     @property
     def dim(self) -> int:
@@ -268,7 +268,7 @@ class PerLayerWeights:
 @final
 @dataclass(frozen=True)
 class ConvWeights:
-    """A causal convolution of each channel by itself. The last tap is the token's own."""
+    """A causal convolution of each channel separately. The last tap is for the token itself."""
 
     taps: Float[Tensor, "taps channels"]
     bias: Float[Tensor, "channels"] | None
@@ -280,10 +280,10 @@ class DeltaNetWeights:
     """The values of a gated delta net between its projections, in float32: `GatedDeltaNet` has the equations."""
 
     net: GatedDeltaNet
-    taps: Float[Tensor, "taps channels"]  # of the convolution; the last is the token's own
+    taps: Float[Tensor, "taps channels"]  # taps of the convolution; the last one is for the token itself
     dt_bias: Float[Tensor, "value_heads"]
     decay: Float[Tensor, "value_heads"]  # negative
-    norm: Norm  # of each head's result
+    norm: Norm  # norm of each head's result
 
 
 @final
@@ -301,7 +301,7 @@ class TextInputWeights:
 class RopeTable:
     """cos and sin of every position's angles, one pair for each two elements that rotate together (i, i + dim / 2).
 
-    If there is a second set, it is for the rows that `Pages.rope_sets` names; otherwise all rows use the first.
+    A second set, if there is one, is for the rows in `Pages.rope_sets`; otherwise all rows use the first set.
     """
 
     cos: Float[Tensor, "sets positions half"]
@@ -311,26 +311,28 @@ class RopeTable:
 @final
 @dataclass(frozen=True)
 class Heads:
-    """A layer's values that attention needs besides q, k and v."""
+    """A layer's values that attention needs in addition to q, k and v."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     rope: RopeTable | None
-    q_norm: Norm | None  # before rotation: over each head, or over all together if its weight is as long as they are
+    q_norm: Norm | None  # before rotation: over each head, or over all heads together if its weight is as long
     k_norm: Norm | None
-    softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap), before what is not seen is left out
-    sinks: Float[Tensor, "heads"] | None = None  # a logit of each head beside its scores, not scaled
-    shares: Shares | None = None  # with them these are one rank's heads; what they attended to is gathered
-    qkv_starts: tuple[int, int, int] | None = None  # where these heads begin in qkv of all ranks; None: it has no other
-    gate_start: int | None = None  # the first column of these heads' gates, after q, k and v; None: they have none
-    v_eps: float | None = None  # of the norm of each head of v, which has no weight; None: it is not normalised
+    softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap), before invisible tokens are left out
+    sinks: Float[Tensor, "heads"] | None = None  # one more logit per head, not scaled
+    shares: Shares | None = None  # if given, these are one rank's heads, and their results are gathered
+    qkv_starts: tuple[int, int, int] | None = (
+        None  # where these heads begin in qkv of all ranks; None: qkv has only these heads
+    )
+    gate_start: int | None = None  # the first column of these heads' gates, after q, k and v; None: no gates
+    v_eps: float | None = None  # eps of the norm of each head of v, which has no weight; None: no norm
     gate_curve: GateCurve = "sigmoid"
-    are_gates_of_heads: bool = False  # otherwise there is a gate for each element of each head
+    are_gates_of_heads: bool = False  # one gate per head; otherwise one per element of each head
     query_scales: Float[Tensor, "positions"] | None = None  # multiply the queries of each position
-    has_keys: bool = True  # otherwise qkv has q alone, and keys and values are already in the cache
-    num_ahead: int = 0  # slots after its own that a token sees, up to the end of its text
+    has_keys: bool = True  # otherwise qkv has only q, and keys and values are already in the cache
+    num_ahead: int = 0  # number of slots after its own that a token sees, up to the end of its text
 
     @property
     def starts(self) -> tuple[int, int, int]:

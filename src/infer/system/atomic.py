@@ -12,8 +12,8 @@ from typing import BinaryIO
 def replacing(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
     """Yield a file to write, which replaces the path when the block ends.
 
-    The path has the old content or the new, never a part of one. Raises OSError, with the old content unchanged.
-    `mode` has the new file's permissions, of which the process's umask removes some.
+    The path has the old content or the new one, never a part of one. Raises OSError, with the old content unchanged.
+    `mode` has the new file's permissions, which the process's umask restricts.
     """
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -30,11 +30,11 @@ def replacing(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the folder, so that the new name survives a power cut as well."""
+    """Sync the folder, so that the new name survives a power failure, too."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:  # not every file system can
+    except OSError:  # some file systems cannot do this
         pass
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The memory that is available, by the machine and by the process's control groups.
+"""The available memory, limited by the machine and by the process's control groups.
 
 Freed memory of this process can be returned to the system.
 """
@@ -16,9 +16,9 @@ _ROOT = Path("/")
 
 
 def available_memory_bytes(root: Path = _ROOT) -> int | None:
-    """Return the bytes that this process may take before the system swaps or ends its container. None if unknown.
+    """Return the bytes that this process may use before the system swaps or ends its container. None if unknown.
 
-    `root` is the folder that holds `/proc` and `/sys`. It is not `/` only in tests.
+    `root` is the folder that contains `/proc` and `/sys`. It differs from `/` only in tests.
     """
     return _least(_meminfo(root, "MemAvailable"), memory_left_bytes(root))
 
@@ -33,9 +33,9 @@ def _least(*amounts: int | None) -> int | None:
 
 
 def give_back_freed() -> None:
-    """Return freed memory to the operating system immediately, if the C library would keep it (glibc does).
+    """Return freed memory to the operating system immediately, if the C library would keep it, as glibc does.
 
-    For example, reading the tokenizer.json of 262,144 tokens keeps 200 MB.
+    For example, reading a tokenizer.json of 262,144 tokens keeps 200 MB.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -44,7 +44,7 @@ def give_back_freed() -> None:
 
 @cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """Return the C library's malloc_trim, or None if it has none. musl has none, but keeps little."""
+    """Return the C library's malloc_trim, or None if it has none. musl has none, but keeps little memory."""
     if sys.platform == "linux":
         with suppress(AttributeError):
             trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim

@@ -6,7 +6,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 
 def parse_size(text: str) -> int | None:
-    """Return the number of bytes that a text stands for, or None if it is no size."""
+    """Return the number of bytes that a text means, or None if it is not a size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text.strip(), re.IGNORECASE)
     unit = "" if found is None else found[2].upper()
     unit += "B" if unit and not unit.endswith("B") else ""

@@ -1,7 +1,7 @@
 """The limits of the process's control groups (Linux, versions 1 and 2) for processor time and memory.
 
-A limit counts in the process's own group and in any group above it, as far as they can be seen. `root` is the folder
-that holds `/proc` and `/sys`. It is not `/` only in tests.
+A limit applies in the process's own group and in any group above it, as far as they are visible. `root` is the folder
+that contains `/proc` and `/sys`. It differs from `/` only in tests.
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _ROOT = Path("/")
-_UNLIMITED_BYTES = 1 << 60  # and more: how version 1 writes that there is no limit
-_MOST_BYTES = 1 << 20  # of a file that is read here
+_UNLIMITED_BYTES = 1 << 60  # at least this number means no limit in version 1
+_MOST_BYTES = 1 << 20  # most bytes of a file that is read here
 
 
 class _Mount(NamedTuple):
@@ -22,7 +22,7 @@ class _Mount(NamedTuple):
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """Return the number of cores whose time the process may use: the smallest quota, or None if there is none."""
+    """Return the number of cores whose time the process may use: the smallest quota, or None without a quota."""
     quotas = []
     for mount, group in _groups("cpu", root):
         if mount.version == 2:
@@ -41,7 +41,7 @@ def memory_limit_bytes(root: Path = _ROOT) -> int | None:
 
 
 def memory_left_bytes(root: Path = _ROOT) -> int | None:
-    """Return the bytes that may be taken before the first limit is reached, or None without a limit.
+    """Return the bytes that may be used before the first limit is reached, or None without a limit.
 
     Inactive cached files do not count as used, because the system evicts them.
     """
@@ -69,7 +69,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[_Mount, Path]]:
         path = path_by_version.get(mount.version)
         if path is None:
             continue
-        # Without a namespace of its own a container's files show only what lies below its group.
+        # Without its own namespace, a container's files show only the part below its group.
         below = path.removeprefix(mount.top) if (path + "/").startswith(mount.top.rstrip("/") + "/") else ""
         names = [name for name in below.split("/") if name not in ("", ".", "..")]
         for count in range(len(names), -1, -1):

@@ -1,7 +1,7 @@
-"""A program of ours in its own process, which may hang, crash or run out of memory in place of ours.
+"""Our program in its own process, which may hang, crash or run out of memory without harm to this process.
 
-Question and answer are one line of JSON each. The process is started when it is first needed. It is started again when
-it has ended, or when a fork of our process asks.
+Question and answer are one line of JSON each. The process is started when it is first needed. It is started again if it
+has ended, or if a fork of this process asks.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, final
 
-_START_SECONDS = 120.0  # a machine under load, and libraries that load torch
+_START_SECONDS = 120.0  # for a busy machine, and for libraries that load torch
 _PART_BYTES = 1 << 16
 
 
@@ -35,13 +35,13 @@ class ChildError(Exception):
 class Child:
     """A process that several threads may ask, one at a time.
 
-    A fork of our process starts its own child. There, the pipes of the first child are closed, and a lock that another
-    thread held is not waited for.
+    A fork of this process starts its own child. In the fork, the pipes of the first child are closed, and a lock that
+    another thread held is replaced.
     """
 
     def __init__(self, program: Path, *arguments: str) -> None:
         self._command = [sys.executable, "-P", str(program), *arguments]
-        # -P: beside the program lie modules with the names of libraries
+        # -P: modules next to the program have the names of libraries
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
@@ -56,15 +56,15 @@ class Child:
     def ask(self, question: Any, seconds: float) -> Any:
         """Return the answer.
 
-        Raises ChildError if the process ends twice over this question, or once by SIGPROF, its own limit of processor
-        time. Raises TimeoutError if it needs longer than `seconds`, including the time to read the question. After a
-        TimeoutError, the process is gone.
+        Raises ChildError if the process ends twice while it has this question, or once by SIGPROF, its own limit of
+        processor time. Raises TimeoutError if it needs longer than `seconds`, including the time to read the question.
+        After a TimeoutError, the process has ended.
         """
         line = json.dumps(question).encode() + b"\n"
         with self._lock:
             try:
                 return self._ask_once(line, seconds)
-            except ChildError as error:  # it may have died before it was asked: of memory, or by someone's signal
+            except ChildError as error:  # it may have died before the question: by lack of memory, or by a signal
                 if error.signal == signal.SIGPROF:
                     raise
                 return self._ask_once(line, seconds)
@@ -84,13 +84,14 @@ class Child:
         except (EOFError, BrokenPipeError):
             self.close()
             raise ChildError(-process.returncode if process.returncode < 0 else None) from None
-        except BaseException:  # too late, or Ctrl-C: the answer to this question must not meet the next one
+        except BaseException:  # timeout or Ctrl-C: the answer must not be read for the next question
             self.close()
             raise
 
     def _ready(self) -> subprocess.Popen[bytes]:
-        """Return the process when it is ready, which it reports by an empty answer. Raises RuntimeError if it does not
-        start.
+        """Return the process when it is ready, which it reports with an empty answer.
+
+        Raises RuntimeError if it does not start.
         """
         process = self._started()
         if not self._is_ready:
@@ -99,14 +100,14 @@ class Child:
             except (EOFError, TimeoutError):
                 self.close()
                 raise RuntimeError(f"{self._command[2]} does not start in a process of its own") from None
-            except BaseException:  # Ctrl-C: whether it has told so already is not known
+            except BaseException:  # Ctrl-C: it is unknown whether the process has reported already
                 self.close()
                 raise
             self._is_ready = True
         return process
 
     def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is not None:  # it died while nobody asked
+        if self._process is not None and self._process.poll() is not None:  # it died between two questions
             self.close()
         if self._process is None:
             self._is_ready = False
@@ -117,24 +118,24 @@ class Child:
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                start_new_session=True,  # Ctrl-C is ours
+                start_new_session=True,  # so that Ctrl-C reaches only this process
             )
             assert process.stdin is not None
             os.set_blocking(process.stdin.fileno(), False)
-            self._process = process  # one that an exception came before ends with its pipes
+            self._process = process  # after an exception before this line, it ends with its pipes
         else:
-            self._process.send_signal(signal.SIGCONT)  # whoever stopped it
+            self._process.send_signal(signal.SIGCONT)  # in case it was stopped
         return self._process
 
     def _forget(self) -> None:
-        """Forget the process in a fork, because it is the parent's."""
+        """Forget the process in a fork, because it belongs to the parent."""
         self._lock = Lock()
         process, self._process = self._process, None
         if process is not None:
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
                 pipe.close()
-            process.returncode = 0  # never ours to wait for
+            process.returncode = 0  # a fork must not wait for it
 
 
 def _unless_gone(method: "weakref.WeakMethod[Callable[[], None]]") -> Callable[[], None]:
@@ -168,7 +169,7 @@ def _answer(process: subprocess.Popen[bytes], deadline: float) -> Any:
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
-    """Raise TimeoutError unless the descriptor is ready before the deadline. `select` would allow none above 1,023."""
+    """Raise TimeoutError unless the descriptor is ready before the deadline. `select` allows none above 1,023."""
     poll = select.poll()
     poll.register(descriptor, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):

@@ -1,4 +1,4 @@
-"""Reserve cores for one of several processes that compute at the same time: on shared cores they would wait."""
+"""Reserve cores for one of several processes that compute at the same time, because they would wait on shared cores."""
 
 import fcntl
 import os
@@ -9,9 +9,9 @@ from infer.system.cores import processors_by_core
 
 
 def take_cores(num_threads: int) -> list[int]:
-    """Pin this thread, and the threads that it starts, to `num_threads` processors that no other process has taken.
+    """Pin this thread, and the threads that it starts, to `num_threads` processors that no other process has reserved.
 
-    They are taken until the process ends. If there are too few, the list is empty, and threads run anywhere.
+    They are reserved until the process ends. If there are too few, the list is empty, and threads run anywhere.
     """
     locks = dict[int, int]()
     for processor in processors_by_core():

@@ -1,4 +1,4 @@
-"""A few processes of one program. Each tenant uses one at a time, so that no tenant keeps the others waiting."""
+"""A few processes of one program. Each tenant uses one at a time, so that no tenant makes the others wait."""
 
 import os
 import threading
@@ -28,12 +28,12 @@ def asking_for(tenant: str) -> Iterator[None]:
 
 @final
 class Lane:
-    """Processes that any thread may ask. They start when needed, or at `start`; a fork of our process has its own."""
+    """Processes that any thread may ask. They start when needed, or at `start`; a fork of this process has its own."""
 
     def __init__(self, program: Path, *arguments: str) -> None:
         self._free = [Child(program, *arguments) for _ in range(MOST_PROCESSES)]
         self._children = tuple(self._free)
-        self._asking = set[str]()  # the tenants that have a process
+        self._asking = set[str]()  # tenants whose question is being answered
         self._changed = threading.Condition()
         lane = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(lane))
@@ -43,7 +43,7 @@ class Lane:
         self._children[-1].start()
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """Return the answer of a process, which is asked when one is free. Raises the errors of `Child.ask`."""
+        """Return the answer of a process, which gets the question when it is free. Raises the errors of `Child.ask`."""
         tenant = _tenant.get()
         with self._changed:
             self._changed.wait_for(lambda: self._free and tenant not in self._asking)
@@ -53,13 +53,13 @@ class Lane:
             return child.ask(question, seconds)
         finally:
             with changed:
-                if changed is self._changed:  # no fork came between
+                if changed is self._changed:  # there was no fork meanwhile
                     self._asking.discard(tenant)
                     self._free.append(child)
                     changed.notify_all()
 
     def forget(self) -> None:
-        """Reset the lane in a fork: nobody asks there, whatever the parent's threads did."""
+        """Reset the lane in a fork, where no thread is asking, whatever the parent's threads did."""
         self._changed, self._asking = threading.Condition(), set()
         self._free = list(self._children)
 

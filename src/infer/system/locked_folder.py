@@ -1,4 +1,4 @@
-"""A temporary folder that does not outlive its process for long: the next process removes that of a killed one."""
+"""A temporary folder. If its process is killed, the next process removes it."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ _LOCK = "lock"
 def locked_folder(prefix: str) -> Iterator[Path]:
     """Yield a new folder of this process, and remove it at the end.
 
-    The process holds a lock in its folder. A folder of the same prefix whose lock nobody holds is removed first.
+    The process locks a file in its folder. First, folders with the same prefix whose lock is free are removed.
     """
     _remove_abandoned(prefix)
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
@@ -23,13 +23,13 @@ def locked_folder(prefix: str) -> Iterator[Path]:
         unnamed = folder / f"{_LOCK}.new"
         with unnamed.open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            unnamed.rename(folder / _LOCK)  # a lock that another process can see is held
+            unnamed.rename(folder / _LOCK)  # a visible lock file is always locked
             yield folder
 
 
 def _remove_abandoned(prefix: str) -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with suppress(OSError):  # held, or of a process that has just begun or ended
+        with suppress(OSError):  # locked, or of a process that has just begun or ended
             if folder.lstat().st_uid == os.getuid():
                 with (folder / _LOCK).open("rb") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

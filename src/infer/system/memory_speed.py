@@ -1,11 +1,11 @@
-"""The rate at which this machine reads memory: the limit of every decode step."""
+"""The rate at which this machine reads memory, which limits every decode step."""
 
 import ctypes
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-_BUFFER_BYTES = 128 << 20  # more than the caches of most processors hold
+_BUFFER_BYTES = 128 << 20  # more than the caches of most processors
 _PIECES_PER_THREAD, _TRIES = 8, 5
 _FILLED, _SOUGHT = 1, 2
 
@@ -14,8 +14,8 @@ _FILLED, _SOUGHT = 1, 2
 def read_bandwidth(num_threads: int) -> float:
     """Return the best rate at which `num_threads` threads read memory together, in bytes per second.
 
-    The C library searches a buffer for a byte that the buffer does not contain, without Python's lock. The measurement
-    takes about 0.1 s and 128 MiB, and is made once per process.
+    The C library searches a buffer for a byte that it does not contain, without Python's lock. The measurement takes
+    about 0.1 s and 128 MiB, and is made once per process.
     """
     search = ctypes.CDLL(None).memchr
     search.argtypes, search.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p

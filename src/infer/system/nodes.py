@@ -1,6 +1,6 @@
-"""The machine's memory nodes, each with cores that reach it faster than others do (Linux), and pinning to nodes.
+"""The machine's memory nodes, each with cores that reach it faster than the other cores (Linux), and pinning to nodes.
 
-`root` is the folder that holds `/sys`. It is not `/` only in tests.
+`root` is the folder that contains `/sys`. It differs from `/` only in tests.
 """
 
 import os
@@ -13,7 +13,7 @@ _ROOT = Path("/")
 
 
 def cpus_by_node(root: Path = _ROOT) -> list[frozenset[int]]:
-    """Return the processors of each node that has any, ordered by the nodes' numbers.
+    """Return the processors of each node that has processors, ordered by the nodes' numbers.
 
     The list is empty if the system does not report nodes.
     """
@@ -26,7 +26,7 @@ def cpus_by_node(root: Path = _ROOT) -> list[frozenset[int]]:
 
 
 def _numbers(text: str) -> frozenset[int]:
-    """Return the numbers of a list as the kernel writes it: 0-3,8."""
+    """Return the numbers of a list in the kernel's notation, such as 0-3,8."""
     found = set[int]()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -52,7 +52,7 @@ def cpus_of_thread(thread: int, num_threads: int, allowed: Set[int], root: Path 
 
 
 def cpus_of_rank(rank: int, num_ranks: int, num_threads: int, allowed: Set[int], root: Path = _ROOT) -> Set[int] | None:
-    """Return the processors of the one node of all threads of a rank. None if there is no such node, or only one."""
+    """Return the processors of the node on which all threads of a rank run. None if there is no such node, or only one."""
     threads = range(rank * num_threads, (rank + 1) * num_threads)
     first, *others = (cpus_of_thread(thread, num_ranks * num_threads, allowed, root) for thread in threads)
     return first if all(other == first for other in others) else None
@@ -80,7 +80,7 @@ def visit(cpus: Set[int]) -> Iterator[None]:
 
 
 def keep_rank_on_node(rank: int, num_ranks: int, num_threads: int) -> None:
-    """Pin the calling thread, and all threads that a rank's process starts from now on, to the rank's node."""
+    """Pin the calling thread, and all threads that a rank's process starts later, to the rank's node."""
     if sys.platform == "linux":
         _keep_on(cpus_of_rank(rank, num_ranks, num_threads, os.sched_getaffinity(0)))
 

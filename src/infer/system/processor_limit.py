@@ -1,6 +1,6 @@
 """Limits of processor time for a block of Python, for the main thread of a program that runs nothing else.
 
-Only the processor's time counts, so a busy machine refuses nothing.
+Only processor time counts, so a busy machine does not change the result.
 """
 
 import math
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-_LEAST_SECONDS = 1e-3  # of a timer: 0 would stop it
+_LEAST_SECONDS = 1e-3  # shortest timer: 0 would stop it
 
 
 class LateError(BaseException):
-    """The time of a block is over. Our handlers must not mistake it for a fault of what the block reads."""
+    """The time of a block is over. Handlers must not mistake it for a fault of the data that the block reads."""
 
 
 class OverLimitError(Exception):

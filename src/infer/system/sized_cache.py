@@ -12,16 +12,16 @@ _Value = TypeVar("_Value")
 class SizedCache(Generic[_Value]):
     """Keeps the most recently used values, up to `most_bytes` in total.
 
-    `get_or_make` is for any thread. A caller of `get` and `put` must hold a lock of its own.
+    `get_or_make` is for any thread. A caller of `get` and `put` must hold its own lock.
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._lock = threading.RLock()  # guards what is below, for `get_or_make`
+        self._lock = threading.RLock()  # guards the attributes below, for `get_or_make`
         self._most_bytes, self._num_bytes = most_bytes, 0
         self._kept: OrderedDict[Hashable, tuple[_Value, int]] = OrderedDict()
 
     def get_or_make(self, key: Hashable, make: Callable[[], _Value], size: Callable[[_Value], int]) -> _Value:
-        """Return the value of a key, and make it if it is not kept. Other threads use the cache meanwhile.
+        """Return the value of a key. Make it if it is not cached. Other threads can use the cache meanwhile.
 
         `size` returns the number of bytes of a value.
         """
@@ -41,7 +41,7 @@ class SizedCache(Generic[_Value]):
         return found[0]
 
     def put(self, key: Hashable, value: _Value, num_bytes: int) -> None:
-        """Keep a value of `num_bytes` bytes. A value larger than `most_bytes` is not kept."""
+        """Cache a value of `num_bytes` bytes. A value larger than `most_bytes` is not cached."""
         self._drop(key)
         if num_bytes > self._most_bytes:
             return

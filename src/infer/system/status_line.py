@@ -1,7 +1,7 @@
-"""The status line of a process that makes someone wait: one line of stderr on a terminal, removed at the end.
+"""The status line of a process that makes a person wait: one line of stderr on a terminal, removed at the end.
 
-If several parts of the process want the line, the newest has it. If stderr is not a terminal, only notices are written,
-as lines that stay.
+If several parts of the process need the line, the newest one gets it. If stderr is not a terminal, only notices are
+written, as lines that stay.
 """
 
 import sys
@@ -51,14 +51,14 @@ _speech = _Speech()
 
 
 def silence(is_silent: bool = True) -> None:
-    """Suppress notices and status lines from now on, as `--quiet` asks for, or allow them again."""
+    """Suppress notices and status lines from now on, for `--quiet`, or allow them again."""
     _speech.is_silent = is_silent
 
 
 def write_notice(text: str) -> None:
-    """Write a line of its own, after removing the status line.
+    """Write a separate line, after removing the status line.
 
-    A terminal gets it as well, because it says why someone waits.
+    It is also written to a terminal, because it explains a wait.
     """
     if not _speech.is_silent and sys.stderr is not None:
         sys.stderr.write(f"\r\x1b[K{text}\n" if _is_terminal() else f"{text}\n")

@@ -1,4 +1,4 @@
-"""Checks of JSON that others wrote, where Python's own reader is lenient: constants, repeated keys and depth."""
+"""Checks of JSON from others, for faults that Python's own reader accepts: constants, repeated keys and depth."""
 
 from collections import Counter
 from collections.abc import Mapping

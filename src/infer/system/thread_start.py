@@ -1,21 +1,21 @@
-"""Start threads that run dispatch tables: with a sufficient stack, and with signals left to the main thread."""
+"""Start threads that run dispatch tables: with a sufficient stack, and with signals only on the main thread."""
 
 import os
 import signal
 import threading
 
 _STACK_BYTES = 2 << 20
-# Faults of the thread itself are its own: faulthandler shows where they come from.
+# A thread must receive its own faults, so that faulthandler shows their place.
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
 
-_starting = threading.RLock()  # the size of new stacks is the process's
+_starting = threading.RLock()  # the size of new stacks is a setting of the process
 os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
 
 
 def start_thread(thread: threading.Thread, *, blocks_signals: bool = False) -> None:
-    """Start a thread with enough stack, whatever the program or the C library gives its threads.
+    """Start a thread with enough stack, whatever the default of the program or of the C library is.
 
-    With `blocks_signals`, no system call of the thread, nor of those that it starts, is interrupted by a signal.
+    With `blocks_signals`, signals interrupt no system call of the thread or of the threads that it starts.
     """
     with _starting:
         size = threading.stack_size(_STACK_BYTES)

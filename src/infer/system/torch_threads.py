@@ -1,7 +1,7 @@
-"""Number of threads that torch computes with in the calling thread. The setting belongs to each thread.
+"""The number of threads with which torch computes in the calling thread. The setting belongs to each thread.
 
-A child of a fork has none of its parent's OpenMP threads, and GNU's OpenMP waits for them for ever. So torch gets one
-thread in a child.
+A child of a fork has none of its parent's OpenMP threads, and GNU's OpenMP waits for them forever. So in a child, torch
+gets one thread.
 """
 
 import os
@@ -16,7 +16,7 @@ import torch
 
 @final
 class _Ours(threading.local):
-    """Per thread: how often it has entered `one_thread`, and how many threads torch had before."""
+    """Per thread: how often it has entered `one_thread`, and torch's earlier number of threads."""
 
     depth = 0
     before = 1
@@ -27,14 +27,14 @@ _ours = _Ours()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Make torch compute with one thread, in this thread only. Afterwards torch has as many threads as before."""
+    """Make torch compute with one thread, in this thread only. Afterwards torch has its earlier number of threads."""
     depth = _ours.depth
     try:
         if depth == 0:
             _ours.before = torch.get_num_threads()
             if _ours.before > 1:
                 torch.set_num_threads(1)
-                # Which is also what a thread begins with that torch has not seen: another one's call mends that.
+                # This is also the initial number in a new thread, unless another thread sets it, as here.
                 other = threading.Thread(target=torch.set_num_threads, args=(_ours.before,))
                 other.start()
                 other.join()

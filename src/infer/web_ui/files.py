@@ -1,4 +1,4 @@
-"""The files of the page, as the server sends them."""
+"""The files of the page, ready to be sent by the server."""
 
 import hashlib
 from pathlib import Path

@@ -1,7 +1,7 @@
 """A report as one HTML page that needs no other file, host or script: facts, lists, and bars by layer.
 
-It has the colours of the page that the server shows, light or dark as the reader's system asks. A bar's value appears
-when a pointer rests on it.
+It has the colours of the server's page, light or dark as in the reader's system. A bar's value appears when the pointer
+is over the bar.
 """
 
 import re
@@ -55,7 +55,7 @@ rect.marked { fill:var(--chosen) }
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar per value, from zero up. Values are at least 0.
+    """One bar per value, starting at zero. Values are at least 0.
 
     Attributes:
         title: The quantity with its unit.
@@ -85,7 +85,7 @@ class ChartRow:
 
 
 def page(title: str, subtitle: str, sections: Sequence[str]) -> str:
-    """Return the page. `sections` are what the other functions return."""
+    """Return the page. `sections` are results of the other functions."""
     body = "\n".join(sections)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -117,7 +117,7 @@ def section(heading: str, explanation: str, content: str) -> str:
 
 
 def remarks(items: Sequence[tuple[str, str]], *, instead: str) -> str:
-    """Return a list of a place and a text each, or what is said if there are none."""
+    """Return a list of places, each with a text, or `instead` if there are none."""
     if not items:
         return f'<ul><li class="good">{escape(instead)}</li></ul>'
     return f"<ul>{''.join(f'<li><b>{escape(place)}</b> {escape(text)}</li>' for place, text in items)}</ul>"

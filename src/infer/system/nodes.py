@@ -52,7 +52,7 @@ def cpus_of_thread(thread: int, num_threads: int, allowed: Set[int], root: Path 
 
 
 def cpus_of_rank(rank: int, num_ranks: int, num_threads: int, allowed: Set[int], root: Path = _ROOT) -> Set[int] | None:
-    """Return the processors of the node on which all threads of a rank run. None if there is no such node, or only one."""
+    """Return the processors of a rank's node. None if its threads have several nodes, or the machine has one."""
     threads = range(rank * num_threads, (rank + 1) * num_threads)
     first, *others = (cpus_of_thread(thread, num_ranks * num_threads, allowed, root) for thread in threads)
     return first if all(other == first for other in others) else None

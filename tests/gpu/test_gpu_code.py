@@ -17,7 +17,7 @@ from test_gpu_sampler import run_compiled
 
 HERE = Path(__file__).parent
 Kernels = dict[str, dict[str, Any]]
-STEP = ("rotate", "advance", "accept")
+STEP = ("rotate", "advance", "accept", "take")
 MOST_REGISTERS = dict.fromkeys((*STEP, "matvec"), 96)
 # What ptxas makes of instructions that the claims are about.
 LISTED = {

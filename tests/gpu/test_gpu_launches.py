@@ -86,7 +86,7 @@ def test_sizes_recorded_ahead_compile_what_all_other_sizes_need() -> None:
     assert captured.record_ahead(columns) == 0, "where nothing is compiled, nothing is recorded ahead"
     with recorded_launches() as launches, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Repeats, "records_ahead", True)
-        assert captured.record_ahead(columns) == len(list(sizes_ahead(GPU_STEP))) == 5
+        assert captured.record_ahead(columns) == len(list(sizes_ahead(GPU_STEP))) == 6
         compiled = num_variants(launches)
         for size in (StepSize(4, 4), StepSize(512, 512), StepSize(2048, 64), StepSize(4096, 0), StepSize(8192, 512)):
             forward = captured._recording(*size)

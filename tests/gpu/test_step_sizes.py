@@ -28,7 +28,7 @@ def test_each_step_has_a_size_with_room_for_it(limits: StepLimits) -> None:
 
 
 def test_few_sizes_are_recorded_ahead_and_a_step_may_have_one_of_them() -> None:
-    assert list(sizes_ahead(GPU_STEP)) == [(1, 1), (8, 8), (64, 64), (512, 8), (8192, 8)]
+    assert list(sizes_ahead(GPU_STEP)) == [(1, 1), (8, 8), (16, 16), (64, 64), (512, 8), (8192, 8)]
     assert list(sizes_ahead(StepLimits(16, 4))) == [(1, 1), (16, 4)]
     for size in sizes_ahead(GPU_STEP):
         assert size_for(size.tokens, size.logits, GPU_STEP) == size

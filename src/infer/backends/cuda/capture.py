@@ -54,6 +54,7 @@ class CapturedForward(Captured):
             return 0
         num_before = len(self._recordings)
         with self._graphs.on_device():
+            self._verifier.record_taking(self._inputs.tokens)
             for size in sizes_ahead(self._limits):
                 forward = self._recording(*size)
                 if size.tokens == size.logits:

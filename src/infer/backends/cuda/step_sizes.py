@@ -10,7 +10,7 @@ from typing import NamedTuple
 from infer.operands.limits import StepLimits
 
 _LINES = 8, 64  # of a step with prompts; or the most lines
-_TOKENS_AHEAD = 1, 8, 64  # of steps of decoding: other sizes are compiled alike
+_TOKENS_AHEAD = 1, 8, 16, 64  # of steps of decoding: other sizes are compiled alike
 _PROMPT_AHEAD = 512
 
 

@@ -86,9 +86,13 @@ class Verifier:
         """
         if not self._launched or behind is not self._launched[-1]:
             raise InvalidRequestError("a step can only be launched behind the one that was launched last")
+        self.record_taking(tokens).replay()
+
+    def record_taking(self, tokens: Tensor) -> Recording:
+        """Return the recording that `take_sampled` replays."""
         if self._take is None:
             self._take = self._graphs.record(partial(self._replace, tokens))  # this replaces them, too
-        self._take.replay()
+        return self._take
 
     def _replace(self, tokens: Tensor) -> Tensor:
         grid = (triton.cdiv(len(tokens), _TAKEN),)

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +35,12 @@ def open_in(folder: Path, max_bytes: int = 1 << 20, fingerprint: str = "ours") -
 
 
 def num_bytes_in(folder: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in folder.glob("*/*"))
+    """Return the bytes of files on disk. Other processes may remove some meanwhile."""
+    total = 0
+    for file in folder.glob("*/*"):
+        with suppress(FileNotFoundError):
+            total += file.stat().st_blocks * 512
+    return total
 
 
 def test_a_stored_page_is_found_by_its_name_and_by_another_process(tmp_path: Path) -> None:
@@ -176,6 +183,15 @@ while True:
 """
 
 
+@contextmanager
+def ended(process: "subprocess.Popen[str]") -> Iterator[None]:
+    """Kill a process at the end, also after a failure, so that nobody waits for it."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def test_processes_that_share_a_folder_and_are_killed_leave_whole_pages_within_the_budget(tmp_path: Path) -> None:
     most, delays = 100 * ON_DISK, random.Random(1)
 
@@ -183,11 +199,11 @@ def test_processes_that_share_a_folder_and_are_killed_leave_whole_pages_within_t
         command = [sys.executable, "-c", _WRITER, *map(str, (tmp_path, most, seed, PAGE))]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
-    with start(0) as steady:
+    with start(0) as steady, ended(steady):
         assert steady.stdout is not None
         steady.stdout.readline()
         for seed in range(1, 9):
-            with start(seed) as killed:
+            with start(seed) as killed, ended(killed):
                 assert killed.stdout is not None
                 assert killed.stdout.readline() == "ready\n"
                 time.sleep(delays.uniform(0, 0.1))

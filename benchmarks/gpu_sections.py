@@ -119,7 +119,7 @@ def sampler_time(setting: Setting) -> Iterator[Result]:
 
 
 def gpus_together(setting: Setting) -> Iterator[Result]:
-    yield from several_gpus.check_gpus(setting.device, setting.is_tiny)
+    yield from several_gpus.check_gpus(setting.device, setting.is_tiny, setting.model)
 
 
 RUN_BY_NAME: dict[str, Callable[[Setting], Iterator[Result]]] = {

@@ -26,6 +26,7 @@ from tiny import TINY, make_tiny
 pytest.importorskip("triton", reason="Triton is not installed")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+from gpu_ranks import check_ranks
 from random_weights import write_gguf
 
 CONFIG = {
@@ -44,7 +45,7 @@ def on_gpus(quick_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield
 
 
-def check_ranks(path: Path, size: int, captures: tuple[bool, ...] = (True,)) -> None:
+def check_same_bits(path: Path, size: int, captures: tuple[bool, ...] = (True,)) -> None:
     expected = steps(runner_of(path))
     ranks = ranks_of(path, size, "gloo")
     try:
@@ -60,14 +61,21 @@ def check_ranks(path: Path, size: int, captures: tuple[bool, ...] = (True,)) -> 
 def test_two_ranks_have_the_bits_of_one(type_: str, captures: tuple[bool, ...], tmp_path: Path, on_gpus: None) -> None:
     """With steps that are recorded, and op by op."""
     write_gguf(tmp_path / "model.gguf", CONFIG, 1, type_, CONFIG["vocab_size"])
-    check_ranks(tmp_path / "model.gguf", 2, captures)
+    check_same_bits(tmp_path / "model.gguf", 2, captures)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "olmo2"] if IS_WHOLE else ["gemma2"])
 def test_norms_of_results_and_of_all_heads_have_the_bits_of_one(name: str, tmp_path: Path, on_gpus: None) -> None:
     """One family has norms after its products, the other has norms over all heads, which each rank then has."""
     make_tiny(next(tiny for tiny in TINY if tiny.name == name), tmp_path)
-    check_ranks(tmp_path, 2)
+    check_same_bits(tmp_path, 2)
+
+
+def test_check_gpu_finds_the_tokens_of_one_rank(tmp_path: Path, on_gpus: None) -> None:
+    write_gguf(tmp_path / "model.gguf", CONFIG, 1, "Q4_0", CONFIG["vocab_size"])
+    found = list(check_ranks(tmp_path / "model.gguf", ("cpu", "cpu"), "gloo", 3))
+    assert [each["op"] for each in found] == ["2 ranks, recorded", "2 ranks, op by op"]
+    assert all(each["is_right"] for each in found)
 
 
 @pytest.mark.parametrize(("device", "num_ranks", "expected"), [

@@ -113,6 +113,7 @@ class Ranks:
 
         Raises InferError with the message of a rank that cannot load.
         """
+        self._pending.clear()  # calls for their previous runners
         self._send((self.source, settings))
         for problem in self._answers():
             if problem is not None:

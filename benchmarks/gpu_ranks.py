@@ -1,0 +1,47 @@
+"""`check_gpu`'s check of ranks on several devices: a shared model of a file has the bits of one process.
+
+The ranks' program imports `tokenizers`, which the other sections do not need.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpu_models import generated, random_ids
+from infer.checkpoint import open_checkpoint
+from infer.kvcache.cache_settings import CacheSettings
+from infer.model.families import make_architecture
+from infer.model.from_checkpoint import load_checked
+from infer.runner.runner import Runner
+from infer.tensor_parallel.leading import LeadingRunner
+from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
+from infer.tensor_parallel.ranks import Ranks
+
+
+def check_ranks(path: Path, devices: Sequence[str], transport: Transport, count: int) -> Iterator[dict[str, Any]]:
+    """Check that a rank per device, with recorded steps and op by op, writes the tokens of one process."""
+    checkpoint, context = open_checkpoint(path), 2 * count + 32
+    architecture = make_architecture(checkpoint.config)
+    prompt, cache = random_ids(20, 0, architecture.vocab_size), CacheSettings()
+    source = ModelSource(checkpoint.path, checkpoint.fingerprint(), "auto", "auto", "exact", 1, tuple(devices))
+
+    def write(ranks: Ranks | None, *, capture: bool) -> list[int]:
+        asked = devices[0], "auto", "auto", "exact", context, None, cache
+        model = load_checked(checkpoint, None, *asked, group=None if ranks is None else ranks.group)
+        given = RunnerSettings(context, cache, 1, None, capture)
+        if ranks is None:
+            return generated(Runner(model, **given._asdict()), [prompt], count, 1, temperature=0.8)[0]
+        ranks.load(given)
+        runner = LeadingRunner(ranks, model, **given._asdict())
+        runner.check_logits()
+        return generated(runner, [prompt], count, 1, temperature=0.8)[0]
+
+    expected = write(None, capture=True)
+    ranks = Ranks(source, architecture, len(devices), transport)
+    try:
+        for capture in (True, False):
+            is_right = write(ranks, capture=capture) == expected
+            yield {"op": f"{len(devices)} ranks, {'recorded' if capture else 'op by op'}", "type": path.name,
+                   "tokens": count, "error": float(not is_right), "is_right": is_right}  # fmt: skip
+    finally:
+        ranks.close()

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 
 import click
 
-from infer.cli.option_fields import argument, option
-from infer.cli.option_files import MAX_GRAMMAR_BYTES, read_text
+from infer.cli.option_fields import ByteSize, argument, option
+from infer.cli.option_files import read_grammar, read_schema
 from infer.cli.other_programs import Device
 from infer.cli.prompts import PromptOptions
 from infer.cli.sampling_options import logprobs_options, sampling_options
@@ -30,36 +30,11 @@ from infer.kvcache.cache_settings import CacheSettings
 from infer.operands.limits import GPU_STEP
 from infer.outputs import Pooling
 from infer.request_limits import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
-from infer.system.byte_size import parse_size
 
 Decorators = tuple[Callable[..., Any], ...]
 AT_LEAST_1 = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
 _CACHE = CacheSettings()
-
-
-class ByteSize(click.ParamType):  # type: ignore[type-arg]  # only new versions of click are generic
-    """A number of bytes, such as 800MB or 1.5GiB."""
-
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        num_bytes = parse_size(str(value))
-        if num_bytes is None:
-            self.fail(f"{value!r:.40} is not a size: write a number and a unit, such as 800MB or 12GB", param, ctx)
-        return num_bytes
-
-
-def _read_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> str | None:
-    what = f"the file of --{str(parameter.name).replace('_', '-')}"
-    return None if path is None else read_text(path, what, MAX_GRAMMAR_BYTES)
-
-
-def _read_schema(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Return the schema. A value that begins with a brace is the schema itself; any other value names a file."""
-    if value is None or value.lstrip().startswith("{"):
-        return value
-    return _read_file(context, parameter, Path(value))
 
 
 def _or_none(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -91,10 +66,10 @@ class ConstraintOptions:
     """Constraints, of which at most one may be given. They are fields of `SamplingParams`."""
 
     json_schema: str | None = option(
-        metavar="FILE", callback=_read_schema,
+        metavar="FILE", callback=read_schema,
         help="The answer must be JSON of this schema: a file, or the schema itself, {…}.")
     regex: str | None = option(metavar="PATTERN", help="The answer must match this pattern as a whole.")
-    grammar: str | None = option(type=FILE, metavar="FILE", callback=_read_file,
+    grammar: str | None = option(type=FILE, metavar="FILE", callback=read_grammar,
                                  help="The answer must follow this grammar in Lark's notation.")
     choice: tuple[str, ...] | None = option(metavar="TEXT", callback=_or_none,
                                             help="The answer must be one of these. Repeatable, or as --choice yes no.")
@@ -193,7 +168,7 @@ class RunningOptions(DeviceOption):
     tensor_parallel: int = option(type=AT_LEAST_1, default=1,
                                   help="Number of processes that divide the model, each with --threads; same tokens.")
     no_capture: bool = option(help="Run each operation separately: slower, with the same tokens.")
-    chat_template: str | None = option(type=FILE, metavar="FILE", callback=_read_file,
+    chat_template: str | None = option(type=FILE, metavar="FILE", callback=read_grammar,
                                        help="A Jinja template for conversations, in place of the model's own.")
     allow_special: bool = option(help="Read control tokens in a message as control tokens, not as text.")
     quiet: bool = option("-q", "--quiet", help="Print only the text.")

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 
+from infer.system.byte_size import parse_size
 from infer.system.status_line import silence
 
 Options = TypeVar("Options")
@@ -94,3 +95,15 @@ def _settings_of(annotation: Any, *, is_option: bool) -> dict[str, Any]:
     if annotation is bool:
         return {"is_flag": True}
     return {"type": click.Path(path_type=Path) if annotation is Path else annotation}
+
+
+class ByteSize(click.ParamType):  # type: ignore[type-arg]  # only new versions of click are generic
+    """A number of bytes, such as 800MB or 1.5GiB."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        num_bytes = parse_size(str(value))
+        if num_bytes is None:
+            self.fail(f"{value!r:.40} is not a size: write a number and a unit, such as 800MB or 12GB", param, ctx)
+        return num_bytes

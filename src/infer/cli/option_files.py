@@ -117,3 +117,16 @@ def is_stdin_taken() -> bool:
 
 def _too_long(what: str, limit: int) -> str:
     return f"{what} is too long: it must have at most {limit >> 20} MiB"
+
+
+def read_grammar(context: click.Context, parameter: click.Parameter, path: Path | None) -> str | None:
+    """Return the text of the file that an option of click names."""
+    what = f"the file of --{str(parameter.name).replace('_', '-')}"
+    return None if path is None else read_text(path, what, MAX_GRAMMAR_BYTES)
+
+
+def read_schema(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Return the schema. A value that begins with a brace is the schema itself; any other value names a file."""
+    if value is None or value.lstrip().startswith("{"):
+        return value
+    return read_grammar(context, parameter, Path(value))

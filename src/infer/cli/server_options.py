@@ -6,8 +6,8 @@ from typing import Literal
 
 import click
 
-from infer.cli.command_options import ByteSize, ModelArgument, ModelOption, PrefixOption, ServedOptions
-from infer.cli.option_fields import argument, option
+from infer.cli.command_options import ModelArgument, ModelOption, PrefixOption, ServedOptions
+from infer.cli.option_fields import ByteSize, argument, option
 from infer.operands.limits import GPU_STEP
 
 _SECONDS = click.FloatRange(min=0.1)

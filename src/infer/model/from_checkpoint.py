@@ -133,10 +133,8 @@ def load_checked(
     with backend.compiling([make_outline(architecture, checkpoint.tensors, load, cache)]):
         if tokenizer is not None:
             asked = replace(load, num_threads=backend.num_threads(), device=backend.device.type)
-            available = backend.available_bytes()
-            if group is not None and available is not None and not backend.computes_on_host:
-                available *= group.size  # each rank has a device of its own
-            context = _checked_context(checkpoint, architecture, asked, cache, context, available, max_seq_len is None)
+            available, is_default = _available_bytes(backend, group), max_seq_len is None
+            context = _checked_context(checkpoint, architecture, asked, cache, context, available, is_default)
         give_back_freed()
         with backend.threads():
             model = load_transformer(
@@ -154,6 +152,14 @@ def load_checked(
     checkpoint.check_unchanged()
     give_back_freed()
     return model
+
+
+def _available_bytes(backend: ops.Backend, group: Group | None) -> int | None:
+    """Return the available memory of all devices of a model, or None if it is unknown."""
+    available = backend.available_bytes()
+    if group is None or available is None or backend.computes_on_host:
+        return available
+    return available * group.size  # each rank has a device of its own
 
 
 def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:

@@ -21,7 +21,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.backends.cuda.float_planes import BF16_PLANES, F16_PLANES, lifted, store_bf16, store_f16
+from infer.backends.cuda.float_planes import BF16_PLANES, F16_PLANES, lifted, store_planes
 from infer.backends.cuda.layouts import BLOCK
 from infer.backends.cuda.sampling.sampler import EXACT
 from infer.backends.reference_parts import gathered
@@ -172,10 +172,10 @@ def store_quantized(to, value, tokens, blocks, num_blocks, mask, PLANES: tl.cons
     """Store value [BLOCKS, 32] in planes. Each line is one block of a token that has `num_blocks` blocks."""
     inputs, width = blocks[:, None] * 32 + tl.arange(0, 32)[None, :], num_blocks * 32
     if PLANES == BF16_PLANES:
-        store_bf16(to.codes, value, tokens[:, None], inputs, width, mask[:, None])
+        store_planes(to.codes, value, tokens[:, None], inputs, width, mask[:, None], PLANES)
     elif PLANES == F16_PLANES:
         value, scale = lifted(value, 1)
-        store_f16(to.codes, value, tokens[:, None], inputs, width, mask[:, None])
+        store_planes(to.codes, value, tokens[:, None], inputs, width, mask[:, None], PLANES)
         tl.store(to.scales + tokens[:, None] * num_blocks + blocks[:, None], scale, mask=mask[:, None])
     else:
         _store_integers(to, value, tokens, blocks, num_blocks, mask, PLANES, BLOCKS)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from infer.backends.cuda.activations import is_none
 from infer.backends.cuda.epilogue import biased, gated, store
-from infer.backends.cuda.float_planes import BF16_PLANES, F16_PLANES, NUM_PLANES, lifted, store_bf16, store_f16
+from infer.backends.cuda.float_planes import BF16_PLANES, F16_PLANES, NUM_PLANES, lifted, store_planes
 
 DEPTHS = {0: 128, BF16_PLANES.value: 64, F16_PLANES.value: 64}  # inputs of a trip, by form
 BYTES = {0: 4, BF16_PLANES.value: 2, F16_PLANES.value: 2}  # of a number, by form
@@ -148,12 +148,14 @@ def _store_planes(
     tokens, rows = tl.arange(0, TOKENS)[None, :], tl.arange(0, ROWS)[:, None]
     mask = (tokens <= last_token) & (rows <= last_row)
     if PLANES == BF16_PLANES:
-        store_bf16(left.codes + first_token * (3 * num_rows) + first_row, value, tokens, rows, num_rows, mask)
+        codes = left.codes + first_token * (3 * num_rows) + first_row
+        store_planes(codes, value, tokens, rows, num_rows, mask, PLANES)
     else:
         count: tl.constexpr = ROWS // 32
         value, scale = lifted(tl.reshape(value, (count, 32, TOKENS)), 1)
         value = tl.reshape(value, (ROWS, TOKENS))
-        store_f16(left.codes + first_token * (2 * num_rows) + first_row, value, tokens, rows, num_rows, mask)
+        codes = left.codes + first_token * (2 * num_rows) + first_row
+        store_planes(codes, value, tokens, rows, num_rows, mask, PLANES)
         blocks, num_blocks = tl.arange(0, count)[:, None], num_rows // 32
         mask = (tokens <= last_token) & (blocks <= last_row // 32)
         to = left.scales + first_token * num_blocks + first_row // 32 + tokens * num_blocks + blocks

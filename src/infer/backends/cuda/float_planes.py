@@ -13,22 +13,16 @@ NUM_PLANES = {0: 1, 1: 1, 2: 2, BF16_PLANES.value: 3, F16_PLANES.value: 2}  # by
 
 
 @triton.jit
-def store_bf16(codes, value, tokens, inputs, width, mask):
-    """Store a value in three planes. `tokens` and `inputs` broadcast to its shape; a plane of a token has `width`."""
-    to = codes + tokens * (width * 3) + inputs
-    for _ in tl.static_range(3):
-        part = value.to(tl.bfloat16)
-        tl.store(to, part, mask=mask)
-        value -= part.to(tl.float32)
-        to += width
+def store_planes(codes, value, tokens, inputs, width, mask, FORM: tl.constexpr):
+    """Store a value in the planes of a form of 16 bits; for f16, the value is lifted.
 
-
-@triton.jit
-def store_f16(codes, value, tokens, inputs, width, mask):
-    """Store a lifted value in two planes."""
-    to = codes + tokens * (width * 2) + inputs
-    for _ in tl.static_range(2):
-        part = value.to(tl.float16)
+    `tokens` and `inputs` broadcast to the value's shape. A plane of a token has `width` numbers.
+    """
+    count: tl.constexpr = 3 if FORM == BF16_PLANES else 2
+    dtype: tl.constexpr = tl.bfloat16 if FORM == BF16_PLANES else tl.float16
+    to = codes + tokens * (width * count) + inputs
+    for _ in tl.static_range(count):
+        part = value.to(dtype)
         tl.store(to, part, mask=mask)
         value -= part.to(tl.float32)
         to += width

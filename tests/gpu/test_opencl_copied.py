@@ -127,7 +127,7 @@ def test_what_the_device_has_no_memory_for_is_refused_before_anything_is_loaded(
 ) -> None:
     folder = make_model(tmp_path)
     monkeypatch.setattr(memory, "available_bytes", lambda: 200_000)
-    with pytest.raises(ModelError, match=r"of weights, .* of cache .*, and 0 MB are available: "):
+    with pytest.raises(ModelError, match=r"of weights, .* of cache .*, but 0 MB are available: "):
         LLM(folder, device="opencl", max_seq_len=256)
     with pytest.raises(InvalidRequestError, match=r"has room for 0 MB in one piece, and 1\.0 MB are needed: a smaller"):
         memory.zeros((1_000_000,), torch.uint8)

@@ -211,6 +211,6 @@ def test_attention_leaves_what_the_next_product_takes(sizes: tuple[int, int, int
 def test_pages_are_those_of_the_layout() -> None:
     """A kernel reads what `Pages` says: none of its fields may be forgotten."""
     known = {"page_tokens", "table", "shifts", "sinks", "windows", "rope_sets", "furthest"}
-    refused = {"ends"}  # of attention without a mask, by `only_dense`
+    refused = {"ends"}  # of attention without a mask, by `unusual_layers`
     assert set(Pages.__dataclass_fields__) == known | refused
     assert attention.KV_TYPES == KV_TYPES

@@ -264,11 +264,11 @@ def test_settings_that_are_not_computed_are_refused(
 
 
 def test_gpus_refuse_encoders_in_one_line(tmp_path: Path) -> None:
-    from infer.backends.only_dense import check_only_dense
+    from infer.backends.unusual_layers import check_unusual_parts
 
     make_encoder(BY_NAME["bert"], tmp_path)
     with pytest.raises(InferError, match=r"no kernels for .*attention without a mask.*: use device cpu"):
-        check_only_dense(make_architecture(open_checkpoint(tmp_path).config).layers, "cuda")
+        check_unusual_parts(make_architecture(open_checkpoint(tmp_path).config).layers, "cuda")
 
 
 @pytest.mark.parametrize("name", ["modernbert", "embedding-gemma"])

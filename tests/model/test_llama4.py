@@ -9,7 +9,7 @@ import torch
 
 from byte_tokenizer import write_byte_tokenizer
 from converted import convert
-from infer.backends.only_dense import check_only_dense
+from infer.backends.unusual_layers import check_unusual_parts
 from infer.checkpoint.config import config_from_gguf
 from infer.checkpoint.gguf import read_gguf
 from infer.cli import main
@@ -79,7 +79,7 @@ def test_devices_without_kernels_refuse_chunks_in_a_line() -> None:
         with pytest.raises(
             UnsupportedModelError, match=rf"^device {device} has no kernels for {names}: use device cpu$"
         ):
-            check_only_dense(layers, device)
+            check_unusual_parts(layers, device)
 
 
 def test_explain_names_chunks_and_weighted_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

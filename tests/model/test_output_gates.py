@@ -9,7 +9,7 @@ import torch
 from byte_tokenizer import write_byte_tokenizer
 from infer import ops
 from infer.backends.cuda.backend import CudaBackend
-from infer.backends.only_dense import check_only_dense
+from infer.backends.unusual_layers import check_unusual_parts
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.cli import main
@@ -45,7 +45,7 @@ def test_devices_without_kernels_refuse_a_part_and_explain_names_it(
     with pytest.raises(UnsupportedModelError, match=f"^device cuda has no kernels for {part}: use device cpu$"):
         load_transformer(architecture, LazyWeights(checkpoint.tensors), backend=CudaBackend(CPU))
     with pytest.raises(UnsupportedModelError, match=f"^device opencl has no kernels for {part}: use device cpu$"):
-        check_only_dense(architecture.layers, "opencl")
+        check_unusual_parts(architecture.layers, "opencl")
     assert main(["explain", str(tmp_path)]) == 0
     assert told in capsys.readouterr().out
 

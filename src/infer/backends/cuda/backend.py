@@ -11,10 +11,12 @@ from infer.backends import cuda
 from infer.backends.base import Captured, Forward
 from infer.backends.cuda.capture import CapturedForward
 from infer.backends.cuda.graphs import CudaGraphs, Repeats
-from infer.backends.only_dense import check_only_dense
 from infer.backends.torch_backend import KV_TYPE_BY_DTYPE, TorchBackend
+from infer.backends.unusual_layers import check_unusual_parts
 from infer.operands.architecture import Layer
 from infer.operands.limits import GPU_STEP, StepLimits
+
+_COMPUTED_PARTS = frozenset[str]()  # of `unusual_parts`
 
 
 @final
@@ -41,7 +43,7 @@ class CudaBackend(TorchBackend):
         return "bf16" if stored == "BF16" else "f16"
 
     def check_layers(self, layers: Iterable[Layer]) -> None:
-        check_only_dense(layers, "cuda")
+        check_unusual_parts(layers, "cuda", _COMPUTED_PARTS)
 
     def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured:
         graphs = CudaGraphs(self.device) if self.device.type == "cuda" else Repeats()

@@ -19,7 +19,7 @@ def embed(
     table: Weight,
     token_ids: Int[Tensor, "tokens"],
     scale: float,
-    norm_eps: None = None,  # `check_only_dense` refuses models with such a norm
+    norm_eps: None = None,  # `check_unusual_parts` refuses models with such a norm
 ) -> Float[Tensor, "tokens hidden"]:
     assert isinstance(table, PackedWeight)
     x = torch.empty(len(token_ids), table.in_features, device=token_ids.device)

@@ -51,7 +51,7 @@ def project_add(
     x: Activations,
     projection: Projection,
     post_norm: Norm | None,
-    scale: float = 1.0,  # `check_only_dense` refuses others
+    scale: float = 1.0,  # `check_unusual_parts` refuses others
 ) -> Float[Tensor, "tokens hidden"]:
     """Add the projection to `residual` in place, and return it."""
     if post_norm is None and projection.shares is None:

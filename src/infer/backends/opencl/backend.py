@@ -9,12 +9,12 @@ from torch import Tensor
 
 from infer.backends import reference
 from infer.backends.base import Captured, Forward
-from infer.backends.only_dense import check_only_dense
 from infer.backends.opencl.capture import CapturedForward
 from infer.backends.opencl.devices import choose, full_name
 from infer.backends.opencl.operations import Operations
 from infer.backends.opencl.runtime import Runtime
 from infer.backends.torch_backend import TorchBackend
+from infer.backends.unusual_layers import check_unusual_parts
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Layer
 from infer.operands.weights import Norm, Projection, StoredWeight
@@ -67,7 +67,7 @@ class OpenCLBackend(TorchBackend):
         self._memory.finish()
 
     def check_layers(self, layers: Iterable[Layer]) -> None:
-        check_only_dense(layers, "opencl")
+        check_unusual_parts(layers, "opencl")
 
     def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured:
         return CapturedForward(self._runtime, forward, capacity, max_logits)

@@ -63,7 +63,7 @@ class Operations:
         table: Weight,
         token_ids: Int[Tensor, "tokens"],
         scale: float,
-        norm_eps: None = None,  # `check_only_dense` refuses models with such a norm
+        norm_eps: None = None,  # `check_unusual_parts` refuses models with such a norm
     ) -> Float[Tensor, "tokens hidden"]:
         weight, tokens = packed(table), token_ids.to(torch.int64).contiguous()
         (rows, features), records = weight.shape, weight.layout.num_records(weight.in_features)
@@ -123,7 +123,7 @@ class Operations:
         x: Activations,
         projection: Projection,
         post_norm: Norm | None,
-        scale: float = 1.0,  # `check_only_dense` refuses others
+        scale: float = 1.0,  # `check_unusual_parts` refuses others
     ) -> Float[Tensor, "tokens hidden"]:
         with scope(self._runtime, len(x.floats)) as run:
             if post_norm is None:

@@ -173,7 +173,7 @@ def test_log_probabilities_come_with_several_steps_as_one_by_one(device_world: W
 
 def test_a_step_of_many_tokens_and_more_than_64_rows_has_the_bits_of_smaller_steps(device_world: World) -> None:
     """Prompts are computed beside 66 rows of one token, and then some rows are computed alone."""
-    assert device_world.model.backend.step_limits == (8192, 512)
+    assert device_world.model.step_limits == (8192, 512)
     lengths = [78 if IS_WHOLE else 8] * 6 + [1] * 66  # as a whole more than 512 tokens
     whole, alone = (Runner(device_world.model, 80, num_slots=72, capture=False) for _ in range(2))
     chunks = [Chunk(slot, random_ids(length, seed=slot)) for slot, length in enumerate(lengths)]

@@ -1,5 +1,8 @@
 """Claims about the context where nothing is asked for: the model's own, up to the default, as far as memory goes."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from infer import LLM
@@ -7,9 +10,11 @@ from infer.backends import base
 from infer.checkpoint import open_checkpoint
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
-from infer.model.context_length import context_length, fitting_length
+from infer.model.context_length import context_length, fitting_length, fitting_step
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, estimate
+from infer.operands.limits import GPU_STEP, HOST_STEP
+from test_session import make_model
 
 SETTINGS, LOAD = CacheSettings(), LoadSettings()
 
@@ -49,3 +54,36 @@ def test_a_cut_is_a_warning_and_what_was_asked_for_is_refused(monkeypatch: pytes
     assert 512 <= llm.max_seq_len <= 2112
     with pytest.raises(ModelError, match=r"max_seq_len=\d+ fits"):
         LLM("smollm2", threads=1, max_seq_len=4096)
+
+
+def test_a_gpu_with_little_memory_has_smaller_steps() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+
+    def workspace(step_tokens: int) -> int:
+        load = replace(LOAD, device="cuda", step_tokens=step_tokens)
+        return estimate(architecture, checkpoint.tensors, load, SETTINGS, num_tokens=2048).workspace
+
+    def fits(available: int | None, device: str = "cuda", most: int = GPU_STEP.tokens) -> int:
+        load = replace(LOAD, device=device)
+        return fitting_step(
+            architecture, checkpoint.tensors, load, SETTINGS, num_tokens=2048, most=most, available=available
+        )
+
+    assert fits(None) == fits(8 * workspace(8192)) == 8192
+    assert fits(8 * workspace(8192) - 8) == fits(8 * workspace(4096)) == 4096
+    assert fits(8 * workspace(1024)) == 1024
+    assert fits(1) == 512
+    assert fits(1, "cpu", HOST_STEP.tokens) == HOST_STEP.tokens
+
+
+def test_a_model_is_loaded_for_the_steps_that_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder, prompt = make_model(tmp_path, context=1024), [number % 40 + 3 for number in range(900)]
+    monkeypatch.setattr(base.Backend, "step_limits", GPU_STEP)
+    llm = LLM(folder, threads=1)
+    assert llm._host.model.step_limits == GPU_STEP
+    expected = llm.generate(prompt, max_new_tokens=4, prefill_chunk=1024, seed=1).token_ids
+    monkeypatch.setattr(base, "available_memory_bytes", lambda: 60_000_000)
+    llm = LLM(folder, threads=1)
+    assert 512 <= llm._host.model.step_limits.tokens < 8192
+    assert llm.generate(prompt, max_new_tokens=4, prefill_chunk=1024, seed=1).token_ids == expected

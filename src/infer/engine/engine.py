@@ -77,7 +77,7 @@ class Engine:
         self._looked_at = 0.0  # when the watched ones that wait were last looked at
         self.max_running = runner.num_slots  # at the same time
         page_tokens = runner.checkpoint_tokens or STATE_TOKENS
-        self.scheduler = Scheduler(runner.model.backend.step_limits, max_steps, page_tokens=page_tokens)
+        self.scheduler = Scheduler(runner.model.step_limits, max_steps, page_tokens=page_tokens)
         self._shares = StepShares(self.scheduler.costs, self._queue.tenants.weight)
         if prefixes is not None:
             prefixes.is_busy = lambda: bool(self._sequences)

@@ -238,8 +238,10 @@ class Host:
 
 def _make_runner(model: Transformer, settings: HostSettings, ranks: Ranks | None) -> Runner:
     pool_pages = settings.pool_pages or default_pool_pages(model, settings.cache)
-    num_slots = model.backend.step_limits.logits
-    asked = RunnerSettings(model.max_seq_len, settings.cache, num_slots, pool_pages, settings.capture)
+    num_slots = model.step_limits.logits
+    asked = RunnerSettings(
+        model.max_seq_len, settings.cache, num_slots, pool_pages, settings.capture, model.step_limits.tokens
+    )
     if ranks is None:
         return Runner(model, **asked._asdict())
     ranks.load(asked)

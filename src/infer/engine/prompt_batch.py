@@ -19,7 +19,7 @@ BATCH_SIZE = 8  # prompts answered together
 
 def check_batch_size(host: Host, value: object) -> None:
     """Raise InvalidRequestError for a batch size that the model's device does not allow."""
-    check_count("batch_size", value, 1, host.model.backend.step_limits.logits)
+    check_count("batch_size", value, 1, host.model.step_limits.logits)
 
 
 class Ended(NamedTuple):

@@ -61,7 +61,7 @@ def logits_beside(host: Host, token_ids: Sequence[int], first: int) -> Iterator[
                 chunk = token_ids[num_held : min(num_held + most, first)]
                 runner.extend(slot, chunk)
             else:
-                chunk = token_ids[num_held : num_held + min(most, host.model.backend.step_limits.logits)]
+                chunk = token_ids[num_held : num_held + min(most, host.model.step_limits.logits)]
                 logits = runner.append(slot, chunk, len(chunk))
             num_held = num_done = num_held + len(chunk)
         lease.token_ids = list(token_ids[:num_held])

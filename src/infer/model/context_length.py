@@ -1,18 +1,21 @@
-"""The number of tokens in a context: the requested number, checked, or the most that the model and memory allow.
+"""The number of tokens in a context, and in a step: requested and checked, or the most that model and memory allow.
 
 Arithmetic on headers: loads no torch and allocates nothing.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.memory_estimate import LoadSettings, estimate, largest_context
 from infer.operands.architecture import Architecture
+from infer.operands.limits import HOST_STEP
 from infer.request_limits import MAX_CONTEXT
 
 _LEAST, _MULTIPLE = 512, 64  # smallest context that is cut to the memory, and its unit
+_WORKSPACE_SHARE = 8  # a step's buffers may take an eighth of the memory
 
 
 def context_length(max_seq_len: int | None, architecture: Architecture, cache: CacheSettings) -> int:
@@ -44,3 +47,25 @@ def fitting_length(
         return most
     fits = largest_context(architecture, tensors, load, cache, available=available, most=most) // _MULTIPLE * _MULTIPLE
     return fits if fits >= _LEAST else most
+
+
+def fitting_step(
+    architecture: Architecture,
+    tensors: Mapping[str, TensorInfo],
+    load: LoadSettings,
+    cache: CacheSettings,
+    *,
+    num_tokens: int,
+    most: int,
+    available: int | None,
+) -> int:
+    """Return the largest number of tokens in a step: `most`, or less on a device with little memory.
+
+    The number is halved until the step's buffers take an eighth of the available memory, but not below 512.
+    """
+    while available is not None and most // 2 >= HOST_STEP.tokens:
+        needed = estimate(architecture, tensors, replace(load, step_tokens=most), cache, num_tokens=num_tokens)
+        if needed.workspace <= available // _WORKSPACE_SHARE:
+            break
+        most //= 2
+    return most

@@ -16,7 +16,7 @@ from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import check_layers
 from infer.model.compile_ahead import make_outline
-from infer.model.context_length import context_length, fitting_length
+from infer.model.context_length import context_length, fitting_length, fitting_step
 from infer.model.families import make_architecture
 from infer.model.load import OnProgress, load_transformer
 from infer.model.memory_estimate import LoadSettings, check_fits
@@ -25,6 +25,7 @@ from infer.model.transformer import Transformer
 from infer.model.weight_loader import FloatsAs, OnInput
 from infer.operands.architecture import Architecture
 from infer.operands.group import Group
+from infer.operands.limits import StepLimits
 from infer.ops import Precision
 from infer.system.available_memory import give_back_freed
 from infer.system.cores import check_num_threads, default_num_threads
@@ -130,11 +131,12 @@ def load_checked(
     chosen_precision = _choice("precision", precision, get_args(Precision))
     load = LoadSettings(dtype_name(dtype), weights, precision)
     check_tensors(architecture, checkpoint.tensors)
+    step = backend.step_limits
     with backend.compiling([make_outline(architecture, checkpoint.tensors, load, cache)]):
         if tokenizer is not None:
             asked = replace(load, num_threads=backend.num_threads(), device=backend.device.type)
-            available, is_default = _available_bytes(backend, group), max_seq_len is None
-            context = _checked_context(checkpoint, architecture, asked, cache, context, available, is_default)
+            memory = backend, _available_bytes(backend, group)
+            context, step = _fitting(checkpoint, architecture, asked, cache, context, *memory, max_seq_len is None)
         give_back_freed()
         with backend.threads():
             model = load_transformer(
@@ -145,6 +147,7 @@ def load_checked(
                 keep_floats_as=keep_floats_as,
                 precision=chosen_precision,
                 max_seq_len=context,
+                step_limits=step,
                 on_progress=on_progress,
                 group=group,
                 on_input=on_input,
@@ -174,22 +177,24 @@ def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:
         )
 
 
-def _checked_context(
+def _fitting(
     checkpoint: Checkpoint,
     architecture: Architecture,
     load: LoadSettings,
     cache: CacheSettings,
     context: int,
+    backend: ops.Backend,
     available: int | None,
     may_shrink: bool,
-) -> int:
-    """Return the context length that fits in memory, before anything is allocated.
+) -> tuple[int, StepLimits]:
+    """Return the context length and the limits of a step that fit in memory, before anything is allocated.
 
     If the context `may_shrink`, return the part of it that fits, and warn if it is reduced. Raise ModelError if the
     model does not fit.
     """
-    name, tensors = checkpoint.path.name, checkpoint.tensors
-    found = context
+    name, tensors, step = checkpoint.path.name, checkpoint.tensors, backend.step_limits
+    tokens = fitting_step(architecture, tensors, load, cache, num_tokens=context, most=step.tokens, available=available)
+    load, found = replace(load, step_tokens=tokens), context
     if may_shrink:
         found = fitting_length(architecture, tensors, load, cache, most=context, available=available)
     if found < context:
@@ -199,7 +204,7 @@ def _checked_context(
             stacklevel=5,
         )
     check_fits(name, architecture, tensors, load, cache, num_tokens=found, available=available)
-    return found
+    return found, step._replace(tokens=tokens)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from infer.model.transformer import Transformer
 from infer.model.weight_loader import FloatsAs, OnInput, WeightLoader, Weights
 from infer.operands.architecture import Architecture
 from infer.operands.group import Group
+from infer.operands.limits import StepLimits
 from infer.operands.mixers import Attention, QueryScale, Rope
 from infer.operands.weights import Projection, RopeTable
 
@@ -30,6 +31,7 @@ def load_transformer(
     keep_floats_as: FloatsAs = "auto",
     precision: ops.Precision = "exact",
     max_seq_len: int | None = None,
+    step_limits: StepLimits | None = None,
     on_progress: OnProgress | None = None,
     group: Group | None = None,
     on_input: OnInput | None = None,
@@ -38,8 +40,8 @@ def load_transformer(
 
     If `dtype` is None, each weight keeps the type of its file; otherwise all weights become dense in `dtype`.
     `keep_floats_as` quantises matrices that are stored as floats. Matrices that the file stores quantised stay
-    unchanged. `on_input` is called with the name and the inputs of each matrix of a layer, before each product; only
-    the reference backend calls it.
+    unchanged. If `step_limits` is None, a step has the backend's limits. `on_input` is called with the name and the
+    inputs of each matrix of a layer, before each product; only the reference backend calls it.
 
     Raises ModelError that lists every missing, extra and misshapen tensor, at most twenty.
     """
@@ -73,6 +75,7 @@ def load_transformer(
         norm=loader.norm("model.norm", architecture.logit_scale) if architecture.has_last_norm else None,
         head=head,
         max_seq_len=positions,
+        step_limits=step_limits or backend.step_limits,
         backend=backend,
         dtype=backend.activation_dtype(dtype),
         kv_type=backend.kv_type(dtype, _type_of_keys(architecture, weights)),

@@ -50,11 +50,13 @@ class LoadSettings:
     precision: str = "exact"
     num_threads: int = 1
     device: str = "cpu"  # only the kind, without an index
+    step_tokens: int | None = None  # largest number of tokens in a step; None: the device's
 
     @property
     def step(self) -> StepLimits:
-        """Limits of a step on the device."""
-        return step_limits(self.device)
+        """Limits of a step of the model."""
+        limits = step_limits(self.device)
+        return limits if self.step_tokens is None else limits._replace(tokens=self.step_tokens)
 
     @property
     def kv_type(self) -> str:

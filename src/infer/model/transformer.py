@@ -15,6 +15,7 @@ from infer.kvcache.paged import PagedCache
 from infer.kvcache.text_cache import TextCache
 from infer.model.layers import LoadedAttention, LoadedLayer
 from infer.operands.architecture import Architecture
+from infer.operands.limits import StepLimits
 from infer.operands.mixers import Mixer, keeps
 from infer.operands.step import Step
 from infer.operands.weights import Norm, PerLayerWeights, Projection, TextInputWeights
@@ -31,6 +32,7 @@ class Transformer:
     norm: Norm | None  # None if each layer ends with a norm
     head: Projection  # an encoder has the embedding here, but does not use it as a head
     max_seq_len: int  # positions that the rope tables cover
+    step_limits: StepLimits  # the backend's, or less if its memory is small
     backend: ops.Backend
     dtype: torch.dtype  # of the residual stream
     kv_type: str  # default type of stored keys and values

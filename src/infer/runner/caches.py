@@ -21,14 +21,14 @@ def make_cache(
     step_tokens: int | None = None,
     pool_pages: int | None = None,
 ) -> PagedCache:
-    """Return a cache whose rows get up to `step_tokens` tokens in one step. None is the backend's limit.
+    """Return a cache whose rows get up to `step_tokens` tokens in one step. None is the model's limit.
 
     It has `pool_pages` pages, or enough pages for all rows when full. Raises InvalidRequestError, with nothing
     allocated, if the available memory would not hold all pages.
     """
     settings = settings or CacheSettings()
     kv_type, layers = _kv_type(model, settings), model.own_mixers
-    step_tokens = step_tokens or model.backend.step_limits.tokens
+    step_tokens = step_tokens or model.step_limits.tokens
     check_rows_fit(
         layers,
         model.architecture.vocab_size,
@@ -68,7 +68,7 @@ def default_pool_pages(model: Transformer, settings: CacheSettings) -> int:
                 kv_type,
                 num_tokens=num_tokens,
                 num_rows=count,
-                step_tokens=model.backend.step_limits.tokens,
+                step_tokens=model.step_limits.tokens,
                 available=available,
             )
             return count * each

@@ -50,7 +50,7 @@ class Runner:
         The slots share `pool_pages` pages. If it is None, there are enough pages for all slots when full.
         """
         self.model, self._backend = model, model.backend
-        self._step_tokens = step_tokens or model.backend.step_limits.tokens
+        self._step_tokens = step_tokens or model.step_limits.tokens
         self._cache = make_cache(
             model, capacity, num_slots, settings=settings, step_tokens=self._step_tokens, pool_pages=pool_pages
         )
@@ -60,7 +60,7 @@ class Runner:
     def _capture(self) -> ops.Recorded | None:
         self._cache.reserve(0, 1)  # the recording has a step of its own, which is not run
         captured = self._backend.capture(
-            lambda step: self.model.forward(step, self._cache), self._step_tokens, self._backend.step_limits.logits
+            lambda step: self.model.forward(step, self._cache), self._step_tokens, self.model.step_limits.logits
         )
         self._cache.truncate(0, 0)
         return captured

@@ -27,7 +27,7 @@ class TextEncoder:
 
     def __init__(self, model: Transformer, kv_type: str, *, capture: bool) -> None:
         """Make the cache. Raises InvalidRequestError for a type of keys that the model's heads cannot have."""
-        self._model, self.step_tokens = model, model.backend.step_limits.tokens
+        self._model, self.step_tokens = model, model.step_limits.tokens
         kv_type = "f32" if kv_type == "auto" else kv_type
         self._cache = TextCache(
             model.architecture.attention, MAX_STEP_TEXTS, model.max_seq_len, self.step_tokens, kv_type, model.backend

@@ -34,6 +34,7 @@ class RunnerSettings(NamedTuple):
     num_slots: int
     pool_pages: int | None
     capture: bool
+    step_tokens: int | None = None
 
 
 def rank_devices(device: str, num_ranks: int) -> tuple[str, ...]:

@@ -45,6 +45,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
     },
+    "tiny experts": {
+        "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "max_position_embeddings": 256,
+    },
 }  # fmt: skip
 GREEDY = {"temperature": 0.0}
 STEPS = 16  # without a return

@@ -30,6 +30,7 @@ BIASED = {**SAMPLED, "logit_bias": {3: 1.0}}
 FILTERED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "logprobs": 3}
 # What a capture may contain besides launches: memory of its pool, and work that waits for nothing.
 ALLOWED = {"empty", "empty_like", "empty_strided", "add", "index", "copy_", "fill_", "zero_", "where"}
+ALLOWED |= {"full", "zeros"}  # memory that is filled
 
 
 class StubDriver(CudaDriver):
@@ -135,6 +136,23 @@ class StubGraphs(Graphs):
         return nullcontext()
 
 
+def run_experts(type_: str, library: _Library) -> list[dict[str, Any]]:
+    """Return what forwards of a model with experts capture: one with few pairs for each expert, and one with many."""
+    model, found = gpu_models.make_model("tiny experts", type_, CPU, CONTEXT), list[dict[str, Any]]()
+    with ops.using(model.backend):
+        runner = gpu_models.make_runner(model, ROWS, CONTEXT, capture=False)
+        graphs = StubGraphs(library)
+        captured = CapturedForward(lambda step: model.forward(step, runner.cache), 64, 64, CPU, graphs)
+        runner.reserve(0, 64)
+        for num_tokens in (1, 64):
+            captured.run(Step.of([1] * num_tokens))
+            found.extend(
+                {"type": f"{type_} experts", "path": f"forward of {num_tokens}", **each} for each in graphs.captures
+            )
+            graphs.captures.clear()
+    return found
+
+
 def run(type_: str, library: _Library) -> list[dict[str, Any]]:
     """Return what each path of a model with weights of this type captures."""
     model, found = gpu_models.make_model("tiny", type_, CPU, CONTEXT), list[dict[str, Any]]()
@@ -173,7 +191,7 @@ def run(type_: str, library: _Library) -> list[dict[str, Any]]:
 def main() -> None:
     triton.runtime.driver.set_active(StubDriver())
     library = _Library()
-    captures = [each for type_ in sys.argv[1:] for each in run(type_, library)]
+    captures = [each for type_ in sys.argv[1:] for make in (run, run_experts) for each in make(type_, library)]
     print(json.dumps({"triton": triton.__version__, "captures": captures}))
 
 

@@ -5,6 +5,7 @@ Triton's interpreter, in which all other tests run them, has neither. INFER_TRIT
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -102,6 +103,18 @@ def test_a_forward_is_eleven_launches(
         layer = [name, "rotate_append", "attend_chunks", name, to_integers, name, name]
         expected = [embed, to_integers, *layer, to_integers, one]  # the head has one line
         assert [launch["name"] for launch in capture["launches"]] == expected
+
+
+@pytest.mark.parametrize(("type_", "few", "many"), [("Q4_0", "matvec", "matmul"), ("BF16", "dense", "dense")])
+def test_experts_are_launched_without_a_wait_for_the_choice(
+    type_: str, few: str, many: str, captures: list[dict[str, Any]]
+) -> None:
+    for path, name in (("forward of 1", few), ("forward of 64", many)):
+        (capture,) = (each for each in captures if (each["type"], each["path"]) == (f"{type_} experts", path))
+        names = [launch["name"] for launch in capture["launches"]]
+        tiles = [] if name == "matvec" else ["plan_tiles", "fill_tiles"]
+        expected = ["choose_experts", *tiles, f"expert_{name}", f"expert_{name}", "add_pairs"]
+        assert [each for each in names if re.match("expert_|choose_experts|add_pairs|plan|fill", each)] == expected
 
 
 def test_a_device_that_reads_prompts_beside_answers_waits_for_no_plan(stub: Path) -> None:

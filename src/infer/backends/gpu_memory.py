@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 from infer.backends.before_load import StepSizes
 from infer.operands.architecture import Architecture, Layer
-from infer.operands.feed_forwards import Dense
+from infer.operands.feed_forwards import Dense, Experts
 from infer.operands.mixers import Attention
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 CHUNK_SLOTS, SPLIT_TOKENS = 256, 16  # of attention
+MOST_PAIRS = 16_384  # of a token and one of its experts, that are computed at a time
 FEW_LINES = 64  # of logits, for which a device has memory from the beginning
 # Of a block whose planes take more than the file. Small scales are bytes there, a scale of MXFP4 is two bytes, patterns
 # are codes of 4 bits, and a scale of more than 32 values is repeated.
@@ -58,4 +59,15 @@ def _layer_bytes(layer: Layer, hidden: int, sizes: StepSizes) -> int:
     if isinstance(layer.feed_forward, Dense):  # gate, up and their product
         inner = layer.feed_forward.intermediate_size
         floats += 3 * inner
+    if isinstance(layer.feed_forward, Experts):
+        chunks += _floats_of_experts(layer.feed_forward, hidden, sizes.tokens)
     return 4 * (sizes.tokens * floats + chunks) + 3 * sizes.tokens * (hidden + max(wide, inner))
+
+
+def _floats_of_experts(experts: Experts, hidden: int, num_tokens: int) -> int:
+    """Return the memory of experts, in float32 numbers: of some tokens, then of their pairs, and the shared expert."""
+    chosen, inner = experts.router.num_chosen, experts.intermediate_size
+    tokens = min(num_tokens, max(1, MOST_PAIRS // chosen))
+    pair = hidden + 3 * inner + (2 * hidden if experts.router.weighs_inputs else 0)  # planes take up to as much
+    token = 5 * hidden + experts.router.num_experts + 3 * experts.shared_size
+    return tokens * (token + chosen * pair)

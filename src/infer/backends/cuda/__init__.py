@@ -6,12 +6,14 @@ slowly.
 
 from infer.backends.cuda.attention import attend
 from infer.backends.cuda.embed import embed
+from infer.backends.cuda.experts import add_experts
 from infer.backends.cuda.packing import prepare
 from infer.backends.cuda.projection import head, norm_gate, norm_project, normalize, project_add
 from infer.backends.cuda.sampling.sampler import choose_tokens
 from infer.backends.reference_attention import attention_weights
 
 __all__ = [
+    "add_experts",
     "attend",
     "attention_weights",
     "choose_tokens",

@@ -16,7 +16,11 @@ from infer.backends.unusual_layers import check_unusual_parts
 from infer.operands.architecture import Layer
 from infer.operands.limits import GPU_STEP, StepLimits
 
-_COMPUTED_PARTS = frozenset[str]()  # of `unusual_parts`
+_COMPUTED_PARTS = frozenset(
+    {
+        "experts",
+    }
+)  # of `unusual_parts`
 
 
 @final

@@ -83,12 +83,12 @@ def dense(
     else:
         scales = x.scales + first_token * num_blocks + read_tokens * num_blocks
         weights = codes + first_row * num_inputs
-        sums = _tile_sums(
+        sums = weight_sums(
             planes, scales, weights, read, num_inputs, width, PLANES, NUM_PLANES, TOKENS, ROWS, DEPTH, IS_WHOLE
         )
         sums = biased(sums, y, (first_row + read)[:, None])
         if GATE != "":
-            up = _tile_sums(
+            up = weight_sums(
                 planes, scales, weights + num_rows.to(tl.int64) * num_inputs, read, num_inputs, width,
                 PLANES, NUM_PLANES, TOKENS, ROWS, DEPTH, IS_WHOLE,
             )  # fmt: skip
@@ -109,7 +109,7 @@ def _place(token_tiles, row_tiles):
 
 
 @triton.jit
-def _tile_sums(
+def weight_sums(
     planes, scales, weights, rows, num_inputs, width,
     PLANES: tl.constexpr, NUM_PLANES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     IS_WHOLE: tl.constexpr,

@@ -122,7 +122,7 @@ def multiply(
         assert isinstance(weight, PackedWeight)
         form = FORMS.get(weight.layout.type, weight.planes)
         if form not in forms:
-            forms[form] = _in_form(floats, norm, form, indices)
+            forms[form] = in_form(floats, norm, form, indices)
         output = Output(
             out=y[:, column:],
             stride=y.stride(0),
@@ -140,7 +140,7 @@ def multiply(
     return made
 
 
-def _in_form(
+def in_form(
     floats: Float[Tensor, "tokens in"], norm: Norm | None, form: int, indices: Int[Tensor, "logits"] | None
 ) -> Quantized:
     """Return norm(floats), or norm(floats[indices]), in planes or as they are."""
@@ -187,18 +187,17 @@ def _launch_dense(
     x: Quantized, weight: PackedWeight, y: Output, to: Quantized, num_tokens: int, gate: str, *, leaves: bool
 ) -> None:
     form, num_inputs = FORMS[weight.layout.type], weight.in_features
-    shared_bytes = _shared_bytes(weight.codes.device)
     tile = dense_tile(num_tokens, y.num_rows, form)
     dense[(triton.cdiv(num_tokens, tile.TOKENS) * triton.cdiv(y.num_rows, tile.ROWS),)](
         x, weight.codes, y, to, num_tokens, num_inputs, triton.cdiv(num_inputs, BLOCK),
         PLANES=form, NUM_PLANES=NUM_PLANES[form], TOKENS=tile.TOKENS, ROWS=tile.ROWS, DEPTH=DEPTHS[form],
         IS_WHOLE=num_inputs % DEPTHS[form] == 0, GATE=gate, LEAVES=leaves,
-        num_warps=tile.num_warps, num_stages=num_stages(tile, form, shared_bytes), **EXACT,
+        num_warps=tile.num_warps, num_stages=num_stages(tile, form, shared_bytes(weight.codes.device)), **EXACT,
     )  # fmt: skip
 
 
 @cache
-def _shared_bytes(device: torch.device) -> int:
+def shared_bytes(device: torch.device) -> int:
     """Return the shared memory that a program may have."""
     if device.type != "cuda":
         return SHARED_BYTES

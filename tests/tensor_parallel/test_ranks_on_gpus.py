@@ -64,9 +64,9 @@ def test_two_ranks_have_the_bits_of_one(type_: str, captures: tuple[bool, ...], 
     check_same_bits(tmp_path / "model.gguf", 2, captures)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "olmo2"] if IS_WHOLE else ["gemma2"])
-def test_norms_of_results_and_of_all_heads_have_the_bits_of_one(name: str, tmp_path: Path, on_gpus: None) -> None:
-    """One family has norms after its products, the other has norms over all heads, which each rank then has."""
+@pytest.mark.parametrize("name", ["gemma2", "qwen2_moe", "olmo2"] if IS_WHOLE else ["gemma2", "qwen2_moe"])
+def test_families_have_the_bits_of_one_rank(name: str, tmp_path: Path, on_gpus: None) -> None:
+    """One has norms after its products, one has experts, and one has norms over all heads, which each rank then has."""
     make_tiny(next(tiny for tiny in TINY if tiny.name == name), tmp_path)
     check_same_bits(tmp_path, 2)
 

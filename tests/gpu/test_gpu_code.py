@@ -1,6 +1,11 @@
-"""Claims about the machine code of the kernels. Triton compiles it without a GPU."""
+"""Claims about the machine code of the kernels. Triton compiles it without a GPU.
+
+INFER_TRITON names a folder with another version of Triton. An older one moves the activations of a gated `matvec`
+between its warps, which takes two barriers in a trip and some registers.
+"""
 
 import json
+import os
 import re
 import struct
 from pathlib import Path
@@ -18,7 +23,9 @@ from test_gpu_sampler import run_compiled
 HERE = Path(__file__).parent
 Kernels = dict[str, dict[str, Any]]
 STEP = ("rotate", "advance", "accept", "take")
-MOST_REGISTERS = dict.fromkeys((*STEP, "matvec"), 96)
+IS_OLDER = "INFER_TRITON" in os.environ
+MOST_REGISTERS = dict.fromkeys(STEP, 96) | {"matvec": 104 if IS_OLDER else 96}
+MOST_BARRIERS = 2 if IS_OLDER else 0  # in a trip of a gated matvec
 # What ptxas makes of instructions that the claims are about.
 LISTED = {
     r"dp4a": r"IDP\.4A",
@@ -83,9 +90,9 @@ def test_a_matvec_streams_wide_words_into_integer_products_without_a_barrier(ker
         assert count(kernel, "dp4a") == rows * 16, name  # 8 words of 4 inputs, in two planes
         has_narrow_codes = re.search("Q2_K|Q3_K|Q2_0|TQ", name) is not None  # words of 2 bits are read in pairs
         codes = 0 if has_narrow_codes else 4 if "Q8_0" in name else 2  # of two rows
-        wide = rows // 2 * (4 + codes)  # activations come once for the rows of a loop
+        wide = rows // 2 * (4 + codes) + 4 * MOST_BARRIERS  # activations come once for the rows of a loop
         assert rows * 2 <= count(kernel, r"ld\.global\.v4\.b32") <= wide, name
-        assert count(kernel, r"bar\.", "loop") == 0, name
+        assert count(kernel, r"bar\.", "loop") <= (MOST_BARRIERS if "gated" in name else 0), name
 
 
 def test_products_of_many_tokens_are_made_by_tensor_cores(kernels: Kernels) -> None:

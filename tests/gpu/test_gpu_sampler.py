@@ -373,8 +373,11 @@ def test_every_vocabulary_has_a_tiling_that_one_program_can_search(vocab_size: i
 
 
 def run_compiled(script: Path, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program that does not inherit the interpreter."""
+    """Run a program that does not inherit the interpreter. INFER_TRITON names a folder with another Triton for it."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [os.environ.get("INFER_TRITON"), os.environ.get("PYTHONPATH")])
+    )
     command = script_command(script, *arguments)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,7 +7,7 @@
 
     LLM, llama.cpp                  libraries, each in a process of its own
     serve, isolated, replicas       `infer serve`, with `--isolate`, and with `--replicas 2`
-    ray                             `infer ray deploy`; needs `pip install 'infer-engine[ray]'`
+    ray                             `infer ray deploy`; needs `pip install '.[ray]'` in the clone
     llama-server                    llama.cpp's program: $LLAMA_SERVER, or on the path
 
     closed          clients that ask again when they are answered

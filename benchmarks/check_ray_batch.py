@@ -3,7 +3,7 @@
     python benchmarks/check_ray_batch.py --kills 100 --report
 
 A killed program is run again, and continues after what it has written. Ends with 1 if a line differs. Needs
-`pip install 'infer-engine[ray]'`.
+`pip install '.[ray]'` in the clone.
 """
 
 import json
@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from harness import make_parser, say, write_report
+from infer.system.extras import install_extra
 from ray_cluster import RayCluster, environment_of, running_cluster, wait_until
 
 ENGINE = "ray::MapWorker(MapBatches(BatchEngine)"
@@ -66,7 +67,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     if find_spec("ray") is None:
-        sys.exit("Ray is missing: pip install 'infer-engine[ray]'")
+        sys.exit(f"Ray is not installed: {install_extra('ray')}")
     rng, files, until = random.Random(options.seed), list[dict[str, int]](), time.monotonic() + options.seconds
     with running_cluster(num_cpus=2) as cluster:
         rows, expected = cluster.folder / "in.jsonl", cluster.folder / "expected.jsonl"

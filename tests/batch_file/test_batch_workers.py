@@ -65,7 +65,7 @@ def test_processes_that_die_end_no_run_while_there_are_answers_between(tmp_path:
 
 def test_three_processes_that_die_one_after_the_other_end_a_run(tmp_path: Path) -> None:
     load = {"folder": tmp_path, "deaths": {"5": 3}}
-    with pytest.raises(InferError, match=r"3 processes died one after the other \(exit status 3\): is there memory"):
+    with pytest.raises(InferError, match=r"3 processes died in a row \(exit status 3\), perhaps because the memory"):
         answered(load, num_workers=1)
 
 

@@ -104,7 +104,7 @@ def test_a_row_takes_what_the_server_takes() -> None:
         ({"stream": True}, "stream must not be true here: leave it out"),
         ({"max_tokens": 0}, "max_tokens must be at least 1 in a row, or -1 for the whole context, got 0"),
         ({"echo": True}, "echo must not be true here: leave it out"),
-        ({"prompt": ["a", "b"]}, "prompt must be one prompt in a row, got 2: write a row for each"),
+        ({"prompt": ["a", "b"]}, "a row must have one prompt, got 2: write one row per prompt"),
     ],
 )
 def test_a_row_asks_for_one_whole_answer(fields: dict[str, Any], problem: str) -> None:

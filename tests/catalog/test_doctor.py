@@ -180,7 +180,7 @@ def test_a_broken_template_is_one_line(tmp_path: Path, capsys: Capture) -> None:
 
 def test_files_of_old_converters_are_known(tmp_path: Path, capsys: Capture) -> None:
     (line,) = lines_of(write_file(tmp_path, name="Qwen3 Embedding 0.6B"), capsys)
-    assert line.startswith("tokenizer.ggml.add_eos_token: it is not true, as in files of Qwen3-Embedding")
+    assert line.startswith("tokenizer.ggml.add_eos_token: it is not true, because an old converter wrote the file")
     keys = {"add_eos_token": True}
     path = write_file(tmp_path, keys, name="Qwen3 Embedding 0.6B")
     assert examine(path, lambda done, total: None).findings == ()
@@ -199,7 +199,7 @@ def test_encoders_are_examined_too(name: str, tmp_path: Path, capsys: Capture) -
     if is_xlmr:
         write_gguf(model, path, as_gguf(folder, add_eos_token=None), 2)
         (line,) = lines_of(path, capsys)
-        assert line.startswith("tokenizer.ggml.add_eos_token: it is not true, as in files of bge-m3")
+        assert line.startswith("tokenizer.ggml.add_eos_token: it is not true, because an old converter wrote the file")
 
 
 def test_faults_of_a_folders_tokenizer_are_lines(tmp_path: Path, capsys: Capture) -> None:
@@ -226,9 +226,9 @@ def _scale(name: str, factor: float) -> Callable[[dict[str, np.ndarray]], object
         (_fill(DOWN, np.nan, slice(2)), f"{DOWN}: 192 of 6,144 values are NaN and 0 are infinite; every value must be"),
         (_fill(DOWN, -np.inf, slice(1)), f"{DOWN}: 0 of 6,144 values are NaN and 96 are infinite; every value must be"),
         (_fill("blk.2.attn_norm.weight", np.nan, slice(1)), "blk.2.attn_norm.weight: 1 of 64 values are NaN"),
-        (_fill(DOWN, 0.0, slice(3)), f"{DOWN}: 9 of 192 blocks (4.7%) hold zeros only; at most 1% may be"),
-        (_fill(EMBEDDING, 0.0, slice(30, 32)), f"{EMBEDDING}: 2 rows are all zero (ids 30, 31); a token that is used"),
-        (_fill(EMBEDDING, 0.0, slice(4, 5)), f"{EMBEDDING}: 1 row is all zero (ids 4); a token that is used"),
+        (_fill(DOWN, 0.0, slice(3)), f"{DOWN}: 9 of 192 blocks (4.7%) have only zeros; at most 1% may"),
+        (_fill(EMBEDDING, 0.0, slice(30, 32)), f"{EMBEDDING}: 2 rows are all zero (ids 30, 31); a used token must"),
+        (_fill(EMBEDDING, 0.0, slice(4, 5)), f"{EMBEDDING}: 1 row is all zero (ids 4); a used token must"),
         (_scale(DOWN, 10), f"{DOWN}: the root mean square is 10.1, and 0.997 is the median over layers; it may"),
         (_fill(DOWN, 200.0, slice(0, 1)), f"{DOWN}: the root mean square is "),
     ],
@@ -254,8 +254,8 @@ def test_rows_of_padding_and_of_unwritten_control_tokens_may_be_zero(tmp_path: P
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"\x00\x7e", "32 of 6,144 values are NaN and 0 are infinite, because 1 of 192 blocks have such a scale"),
-        (b"\x00\x7c", "are infinite, because 1 of 192 blocks have such a scale"),
+        (b"\x00\x7e", "32 of 6,144 values are NaN and 0 are infinite, because 1 of 192 blocks have a scale like that"),
+        (b"\x00\x7c", "are infinite, because 1 of 192 blocks have a scale like that"),
     ],
 )
 def test_a_bad_scale_names_the_tensor_to_quantise_again(

@@ -136,7 +136,7 @@ FAULTS: dict[str, tuple[Files, str]] = {
     "an end that is a fraction": ({"generation_config_json": {"eos_token_id": 1.5}}, "eos_token_id: expected an id or"),
     "ends that are lists": ({"generation_config_json": {"eos_token_id": [[1]]}}, "eos_token_id: expected an id or"),
     "a config that is a device": ({"config_json": Path("/dev/zero")}, "it has no config.json"),
-    "a generation config that is a device": ({"generation_config_json": Path("/dev/zero")}, "lies outside the model's"),
+    "a generation config that is a device": ({"generation_config_json": Path("/dev/zero")}, "is outside the model's"),
     "a tokenizer that is a device": ({"tokenizer_json": Path("/dev/zero")}, "tokenizer.json: file: is not a regular"),
 }  # fmt: skip
 

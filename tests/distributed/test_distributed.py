@@ -84,9 +84,9 @@ def test_the_engine_of_a_data_set_writes_the_lines_of_infer_batch(model: Path, t
     columns = Table([dict.fromkeys(names) | row for row in rows])
     for table in (Table([{"text": json.dumps(row)} for row in rows]), columns):
         assert {each["id"]: each["line"] for each in engine(table).rows} == expected
-    with pytest.raises(InvalidRequestError, match="each row needs an id of its own"):
+    with pytest.raises(InvalidRequestError, match="each row must have its own id"):
         engine(Table([{"prompt": "a"}]))
-    with pytest.raises(InvalidRequestError, match='needs batch_format="pyarrow", got batches as dict'):
+    with pytest.raises(InvalidRequestError, match='must have batch_format="pyarrow", got batches of dict'):
         engine({"prompt": ["a"]})
 
 
@@ -124,4 +124,4 @@ def test_without_ray_its_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["ray", "deploy", "--model", str(model)]) == 2
-    assert capsys.readouterr().err == "infer: ray is not installed: pip install 'infer-engine[ray]'\n"
+    assert capsys.readouterr().err == "infer: ray is not installed: run pip install '.[ray]' in the clone of infer\n"

@@ -258,7 +258,7 @@ def test_the_requests_of_one_tenant_fill_no_line_but_their_own(on_shelf: Callabl
 
         running += [asyncio.create_task(ask("greedy")) for _ in range(2)]
         await soon()
-        with pytest.raises(ApiError, match="2 requests wait for models already") as caught:
+        with pytest.raises(ApiError, match="at most 2 requests of a key may wait for models") as caught:
             await ask("greedy")
         assert (caught.value.status, "Retry-After" in caught.value.headers) == (429, True)
         running.append(asyncio.create_task(ask("other")))

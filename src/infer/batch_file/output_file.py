@@ -14,24 +14,24 @@ from typing import Any, NamedTuple, Self, final
 
 from infer.errors import InvalidRequestError
 
-_SYNC_SECONDS = 1.0  # after a crash of the machine so much is answered again
+_SYNC_SECONDS = 1.0  # between two syncs: after a crash of the machine, the rows of this time are answered again
 _MOST_SEEDS = 64
 
 
 class Finished(NamedTuple):
-    """A row that has its line."""
+    """A row whose line is in the file."""
 
     id: str
     has_failed: bool
     line: bytes
-    seed: int | None = None  # of a plain row's answer
+    seed: int | None = None  # the seed of a plain row's answer
 
 
 @final
 class OutputFile:
-    """The file of results, which one run writes at a time. `finished` are the ids that have a line.
+    """The file of results, which one run writes at a time. `finished` has the ids of the rows with a line.
 
-    With `retry_errors`, the lines of failed rows are removed first. `seeds` are those of some answers, by id.
+    With `retry_errors`, the lines of failed rows are removed first. `seeds` has the seeds of some answers, by id.
     """
 
     def __init__(self, path: Path, model: str, *, retry_errors: bool = False) -> None:
@@ -77,7 +77,9 @@ class OutputFile:
 
     def _open(self) -> Any:
         if self.path.exists() and not self.path.is_file():
-            raise InvalidRequestError(f"the output {self.path} must be a regular file: the next run reads it")
+            raise InvalidRequestError(
+                f"the output {self.path} must be a regular file, because the next run reads it: name another output"
+            )
         try:
             file = self.path.open("a+b")
         except OSError as error:
@@ -87,7 +89,7 @@ class OutputFile:
         except OSError:
             file.close()
             raise InvalidRequestError(
-                f"another infer batch writes {self.path}: wait for it, or name another file"
+                f"another infer batch writes {self.path}: wait until it ends, or name another output"
             ) from None
         return file
 

@@ -33,7 +33,7 @@ _BODIES_OF_TEXTS: Mapping[str, type[EmbeddingsBody | RerankBody | ClassifyBody]]
     "/v1/rerank": RerankBody,
     "/v1/classify": ClassifyBody,
 }
-# Fields of a body that a line cannot answer, with the values that ask for nothing.
+# Fields of a body that a line cannot answer, with the values that have no effect and are accepted.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("stream", "echo", "return_token_ids"), (False,)),
     "n": (1,),
@@ -89,7 +89,7 @@ def row_of(record: dict[str, Any], name: str) -> Row:
     try:
         if row_id != str(named) or not row_id or not _is_text(row_id):
             row_id = name
-            raise InvalidRequestError(f"an id must be a text that is not empty, or a whole number, got {named!r:.60}")
+            raise InvalidRequestError(f"an id must be a whole number or a text with characters, got {named!r:.60}")
         if is_plain:
             return _plain(row_id, record)
         endpoint = _endpoint(record)
@@ -109,7 +109,7 @@ def _plain(row_id: str, record: dict[str, Any]) -> Row:
     options = {name: record[name] for name in _TOOL_OPTIONS if name in record}
     prompts = [record[name] for name in ("prompt", "messages") if name in record]
     if len(prompts) != 1 or not isinstance(prompts[0], str | list):
-        raise InvalidRequestError('a row needs "prompt", a text or ids, or "messages", a list: one of the two')
+        raise InvalidRequestError('a row must have either "prompt", a text or ids, or "messages", a list')
     if record.get("messages") == []:
         raise InvalidRequestError("messages must hold at least one message, got none")
     return Row(row_id, None, prompts[0], values, options)
@@ -146,7 +146,7 @@ def _of_openai(row_id: str, endpoint: Endpoint, record: dict[str, Any]) -> Row:
         _check(completion)
         prompts = prompts_of(completion.prompt)
         if len(prompts) != 1:
-            raise refuse(f"prompt must be one prompt in a row, got {len(prompts)}: write a row for each", "prompt")
+            raise refuse(f"a row must have one prompt, got {len(prompts)}: write one row per prompt", "prompt")
         row = Row(row_id, endpoint, prompts[0], completion_values(completion), values_of(completion, OPTIONS))
         seed = completion.seed
     values = {**row.values, **({} if seed is None else {"seed": seed % 2**64})}
@@ -154,7 +154,7 @@ def _of_openai(row_id: str, endpoint: Endpoint, record: dict[str, Any]) -> Row:
 
 
 def _check(body: ChatBody | CompletionBody) -> None:
-    """Raise BodyError for what one line cannot answer."""
+    """Raise BodyError if one line cannot answer the body."""
     refuse_unless_neutral(body, _NEUTRAL)
     for name in ("max_tokens", "max_completion_tokens"):
         if getattr(body, name, None) == 0:

@@ -22,7 +22,7 @@ from infer.protocols.retrieval_bodies import (
 
 
 def line_of_texts(llm: LLM, row: Row, model: str) -> Line:
-    """Return the line of a row. Raises InvalidRequestError for what the model cannot compute."""
+    """Return the line of a row. Raises InvalidRequestError if the model cannot compute it."""
     if isinstance(row.texts, EmbeddingsBody):
         return _vectors(llm, row, row.texts, model)
     if isinstance(row.texts, ClassifyBody):
@@ -34,7 +34,7 @@ def line_of_texts(llm: LLM, row: Row, model: str) -> Line:
 def _vectors(llm: LLM, row: Row, body: EmbeddingsBody, model: str) -> Line:
     host, options = llm._opened, vector_options(body)
     if host.settings.heads.embedder is None and body.pooling is None:
-        raise InvalidRequestError("this model was not trained for embeddings: give pooling to have them anyway")
+        raise InvalidRequestError("this model was not trained for embeddings: give pooling to use it anyway")
     ids = texts_to_embed(host, texts_of(body.input), options)
     vectors = host.loop.call(embed(host, ids, options)).get().numpy()
     data = [

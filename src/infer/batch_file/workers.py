@@ -21,9 +21,9 @@ from infer.batch_file.row import Row
 from infer.batch_file.settings import BatchSettings, Line, Write
 from infer.errors import InferError
 
-_CHUNKS_AHEAD = 2  # that a process has: while it answers one, it need not wait for the next
-_MOST_DEATHS = 3  # one after the other, without an answer between
-_LOOK_SECONDS = 0.2  # for a signal
+_CHUNKS_AHEAD = 2  # chunks per process: while it answers one, it already has the next
+_MOST_DEATHS = 3  # deaths in a row, without an answer between them
+_LOOK_SECONDS = 0.2  # between two checks for a signal
 
 
 @final
@@ -31,7 +31,7 @@ _LOOK_SECONDS = 0.2  # for a signal
 class _Worker:
     process: BaseProcess
     pipe: Connection
-    rows: dict[str, Row] = field(default_factory=dict)  # handed out and not answered, by id
+    rows: dict[str, Row] = field(default_factory=dict)  # rows that were handed out and are not answered, by id
 
 
 def answer_by_workers(
@@ -44,7 +44,7 @@ def answer_by_workers(
 ) -> None:
     """Answer the rows in `num_workers` processes. `load` are the arguments of `LLM` in each process.
 
-    Raises InferError if processes die again and again, or cannot load the model.
+    Raises InferError if several processes die in a row, or one cannot load the model.
     """
     workers = _Workers(rows, settings, load)
     try:
@@ -64,7 +64,7 @@ class _Workers:
         self._rows, self._settings, self._load = rows, settings, load
         self._given_back = deque[Row]()
         self._workers: list[_Worker] = []
-        self._num_deaths = 0  # since the last answer
+        self._num_deaths = 0  # deaths since the last answer
 
     @property
     def are_busy(self) -> bool:
@@ -113,8 +113,8 @@ class _Workers:
         self._num_deaths += 1
         if self._num_deaths == _MOST_DEATHS:
             raise InferError(
-                f"{self._num_deaths} processes died one after the other ({_cause(dead.process)}): is there memory for "
-                f"{len(self._workers)} models? Try fewer --workers"
+                f"{self._num_deaths} processes died in a row ({_cause(dead.process)}), perhaps because the memory is "
+                f"too small for {len(self._workers)} models: use fewer --workers"
             ) from None
         self._given_back.extend(dead.rows.values())
         worker = self._workers[self._workers.index(dead)] = self._start_one()
@@ -131,7 +131,7 @@ class _Workers:
             worker.rows |= {row.id: row for row in chunk}
             try:
                 worker.pipe.send(chunk)
-            except OSError:  # it died: the next wait sees it
+            except OSError:  # the process died: the next wait notices it
                 return
 
 
@@ -169,9 +169,9 @@ def _receive(pipe: Connection, chunks: "SimpleQueue[list[Row]]") -> None:
 
 
 def _received(chunks: "SimpleQueue[list[Row]]") -> Iterator[Row]:
-    """Yield the rows of one chunk after another, as long as there is one.
+    """Yield the rows of the next chunk, and of the chunks that have arrived by its end.
 
-    Before the next chunk is waited for, the answers in progress must end.
+    It does not wait for a later chunk: the answers in progress end first.
     """
     yield from chunks.get()
     while not chunks.empty():

@@ -56,7 +56,8 @@ class _SquaresByTensor:
         if inputs is not self._inputs:  # q, k and v have the same ones, and so have gate and up
             self._inputs, self._squares = inputs, inputs.square().sum(0)
             if not self._squares.isfinite().all():
-                raise ModelError(f"inputs of {place.tensor!r:.80} are not finite: the model's weights are broken")
+                fix = "the model's weights are damaged, so copy or download it again"
+                raise ModelError(f"inputs of {place.tensor!r:.80} are not finite: {fix}")
         if place.tensor not in self._found:
             self._found[place.tensor] = InputSquares.zeros(self._num_matrices[place.tensor], inputs.shape[1])
         total = self._found[place.tensor]

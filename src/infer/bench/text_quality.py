@@ -17,10 +17,10 @@ from infer.bench.text_windows import cut
 from infer.errors import InvalidRequestError, ModelError
 from infer.llm import LLM
 
-_ROWS = 32  # of logits at a time in float64
+_ROWS = 32  # rows of logits that are in float64 at a time
 _QUANTILE = 0.99
-_LARGEST_LOSS = 700.0  # e to a larger one is no float
-_INSTEAD = "or its files are of another model: take a fresh copy"
+_LARGEST_LOSS = 700.0  # e to the power of a larger loss is not a float
+_UNUSABLE = "its weights are damaged or belong to another model; copy or download the model again"
 
 OnWindow = Callable[[int, int], None]  # windows that are done, and all
 
@@ -149,11 +149,11 @@ def _windows(llm: LLM, text: str, context: int) -> list[list[int]]:
 
 
 def _scored(llm: LLM, window: list[int]) -> _Scored:
-    """Return what a model predicts of a window. Raises ModelError for logits that are no numbers."""
+    """Return a model's predictions of a window. Raises ModelError if its logits are not finite."""
     first = len(window) // 2 + 1
     logits = llm.logits(window[:-1], last=len(window) - first).cpu()
     if not logits.isfinite().all():
-        raise ModelError(f"logits of the model are not finite: its weights are broken, {_INSTEAD}")
+        raise ModelError(f"logits of the model are not finite: {_UNUSABLE}")
     return _Scored(torch.tensor(window[first:]), logits)
 
 
@@ -195,7 +195,7 @@ def _compared(reference: _Scored, other: _Scored) -> Iterator[_Compared]:
 def _perplexity(losses: Float[Tensor, "tokens"], num_windows: int, context: int) -> Perplexity:
     mean, count = float(losses.mean()), len(losses)
     if mean > _LARGEST_LOSS:
-        raise ModelError(f"the perplexity is above e to the {mean:.0f}: the model's weights are broken, {_INSTEAD}")
+        raise ModelError(f"the model's perplexity must be at most e^{_LARGEST_LOSS:.0f}, got e^{mean:.0f}: {_UNUSABLE}")
     deviation = float(losses.std()) if count > 1 else 0.0
     perplexity = math.exp(mean)
     return Perplexity(perplexity, perplexity * deviation / math.sqrt(count), count, num_windows, context)

@@ -36,8 +36,8 @@ def plan_served(
 ) -> ServedPlan:
     """Return the plan of a model that takes at most `most_bytes`.
 
-    Unless `pool_pages` says how many pages its cache has, they hold as many full contexts as fit in `share_bytes`: 8 at
-    most, and at least one. Raises ModelError, with the context that would fit, if one context is too much.
+    The cache has `pool_pages` pages. If that is None, it has pages for as many full contexts as fit in `share_bytes`,
+    from 1 to 8. Raises ModelError, which names the context that would fit, if one context is too large.
     """
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
@@ -63,7 +63,7 @@ def plan_served(
         except ModelError as error:
             allowed, taken = most_bytes // 1_000_000, beside // 1_000_000
             raise ModelError(
-                f"{error}; {allowed:,} MB are allowed, and its process takes {taken:,} MB of them"
+                f"{error}; {allowed:,} MB are allowed, and the process takes {taken:,} MB of them"
             ) from error
     tasks = tasks_of(checkpoint, is_encoder=architecture.reads_whole_texts)
     return ServedPlan(found.total, context, pages, tasks or ("generate",))

@@ -1,6 +1,6 @@
 """Check a model's weights in one pass over its files, some rows at a time.
 
-A tensor becomes a `TensorSummary`, and the checks compare summaries. So memory depends on a piece, not on the model.
+A tensor becomes a `TensorSummary`, and the checks compare summaries. So the memory needed does not grow with the model.
 """
 
 import re
@@ -25,13 +25,13 @@ from infer.quantization.ggml_types import BLOCK_TYPES
 OnProgress = Callable[[int, int], None]
 
 BY_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")  # matrices with one row per token
-_VALUES_PER_PIECE = 1 << 20  # that are read
-_VALUES_AT_ONCE = 1 << 15  # that are counted: they stay in a core's cache, and torch keeps to one thread
+_VALUES_PER_PIECE = 1 << 20  # read at a time
+_VALUES_AT_ONCE = 1 << 15  # counted at a time: they stay in a core's cache, and torch uses one thread
 _FLOAT_BLOCK = 32
 _MOST_ZERO_BLOCKS = 0.01  # share of a matrix's blocks
 _LEAST_LAYERS = 5  # with fewer, a median over layers says little
 _MOST_DEVIATIONS = 10.0  # median absolute deviations of the logarithm
-_LEAST_FACTORS = {"root mean square": 8.0, "largest value": 32.0}  # layers at hand differ by 4 at most
+_LEAST_FACTORS = {"root mean square": 8.0, "largest value": 32.0}  # layers of known models differ by 4 at most
 _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 _MAX_LISTED = 5
 
@@ -49,9 +49,9 @@ class TensorSummary:
     squares: float = 0.0
     num_blocks: int = 0
     num_zero_blocks: int = 0
-    num_zero_scales: int = 0  # of blocks
-    num_bad_scales: int = 0  # of blocks: NaN or infinite
-    zero_rows: list[int] = field(default_factory=list)  # of matrices with one row per token
+    num_zero_scales: int = 0  # blocks whose scale is 0
+    num_bad_scales: int = 0  # blocks whose scale is NaN or infinite
+    zero_rows: list[int] = field(default_factory=list)  # only for matrices with one row per token
 
     @property
     def rms(self) -> float:
@@ -156,7 +156,7 @@ def _not_finite(summary: TensorSummary) -> Iterator[Finding]:
         return
     problem = f"{summary.num_nan:,} of {summary.num_values:,} values are NaN and {summary.num_infinite:,} are infinite"
     if summary.num_bad_scales:
-        problem += f", because {summary.num_bad_scales:,} of {summary.num_blocks:,} blocks have such a scale"
+        problem += f", because {summary.num_bad_scales:,} of {summary.num_blocks:,} blocks have a scale like that"
     yield _finding(summary, "not finite", f"{problem}; every value must be finite")
 
 
@@ -165,9 +165,9 @@ def _zeros(summary: TensorSummary) -> Iterator[Finding]:
     if len(summary.info.shape) < 2 or "embed" in summary.name or summary.name in BY_TOKEN:
         return
     least = _MOST_ZERO_BLOCKS * summary.num_blocks
-    rule = f"at most {_MOST_ZERO_BLOCKS:.0%} may be"
+    rule = f"at most {_MOST_ZERO_BLOCKS:.0%} may"
     if summary.num_zero_blocks > least:
-        problem = f"{_share(summary.num_zero_blocks, summary)} hold zeros only; {rule}"
+        problem = f"{_share(summary.num_zero_blocks, summary)} have only zeros; {rule}"
         yield _finding(summary, "zeros", problem)
     elif summary.num_zero_scales > least:
         yield _finding(summary, "scales", f"{_share(summary.num_zero_scales, summary)} have a scale of 0; {rule}")
@@ -178,7 +178,7 @@ def _zero_rows(summary: TensorSummary, unused_ids: Collection[int]) -> Iterator[
     if rows:
         listed = ", ".join(map(str, rows[:_MAX_LISTED])) + (", …" if len(rows) > _MAX_LISTED else "")
         count = "1 row is" if len(rows) == 1 else f"{len(rows):,} rows are"
-        yield _finding(summary, "zeros", f"{count} all zero (ids {listed}); a token that is used must have values")
+        yield _finding(summary, "zeros", f"{count} all zero (ids {listed}); a used token must have other values")
 
 
 def outliers(summaries: Sequence[TensorSummary]) -> Iterator[Finding]:
@@ -200,7 +200,7 @@ def outliers(summaries: Sequence[TensorSummary]) -> Iterator[Finding]:
                 if group[index].name not in found:
                     found.add(group[index].name)
                     problem = f"the {measure} is {values[index]:.3g}, and {usual:.3g} is the median over layers"
-                    rule = f"it may differ by a factor of {_LEAST_FACTORS[measure]:g}"
+                    rule = f"it may differ by a factor of at most {_LEAST_FACTORS[measure]:g}"
                     yield _finding(group[index], "outlier", f"{problem}; {rule}")
 
 

@@ -1,6 +1,6 @@
 """Check a model's tokenizer against itself, its chat templates and its embedding.
 
-The checks read what the files say. Loading a model repairs some of it, such as the type of `<|im_end|>`, but other
+The checks read the files as they are. Loading a model repairs some faults, such as the type of `<|im_end|>`, but other
 programs do not.
 """
 
@@ -124,7 +124,7 @@ def id_findings(stated: StatedTokens, metadata: Mapping[str, Any], *, generates:
         place = f"{_GGUF}eos_token_id" if metadata else stated.end_place
         yield Finding("ids", place, "it is missing, so no token ends an answer", "set it to the id of the last token")
     if metadata.get(f"{_GGUF}add_bos_token") and f"{_GGUF}bos_token_id" not in dict(stated.named_ids):
-        problem = "it is missing, and add_bos_token asks for it"
+        problem = "it is missing, although add_bos_token is true"
         yield Finding("ids", f"{_GGUF}bos_token_id", problem, "set it to the id of the first token of a text")
 
 
@@ -151,11 +151,11 @@ def converter_findings(metadata: Mapping[str, Any]) -> Iterator[Finding]:
     for name in ("bos", "eos"):
         key = f"{_GGUF}add_{name}_token"
         if metadata.get(f"{_GGUF}model") == "t5" and not metadata.get(key, False):
-            problem = "it is not true, as in files of bge-m3 of old converters (llama.cpp#14280)"
+            problem = "it is not true, because an old converter wrote the file (bge-m3, llama.cpp#14280)"
             yield Finding("converter", key, problem, "convert it again: XLM-R's texts begin and end with a token")
     name = str(metadata.get("general.name", "")).lower().replace(" ", "-")
     if "qwen3-embedding" in name and not metadata.get(f"{_GGUF}add_eos_token", False):
-        problem = "it is not true, as in files of Qwen3-Embedding of old converters (llama.cpp#14252)"
+        problem = "it is not true, because an old converter wrote the file (Qwen3-Embedding, llama.cpp#14252)"
         fix = "convert it again: a vector is the state of <|endoftext|> after the text"
         yield Finding("converter", f"{_GGUF}add_eos_token", problem, fix)
 
@@ -203,7 +203,7 @@ def _marker(tokenizer: Tokenizer, stated: StatedTokens, place: str, text: str) -
     if token_id is None:
         count = len(tokenizer.encode(text, add_special_tokens=False))
         problem = f"it writes {text!r}, which is {count} tokens; a marker must be one control token"
-        yield Finding("template", place, problem, "take the tokenizer of the original model, unless it lacks it too")
+        yield Finding("template", place, problem, "take the original model's tokenizer, if it has the marker")
     elif token_id not in stated.control_ids and (token_id not in stated.added_ids or text in END_NAMES):
         kind = "user-defined" if token_id in stated.added_ids else "plain text"
         problem = f"it writes {text!r}, whose token {token_id} is {kind}; a marker must be one control token"

@@ -18,6 +18,7 @@ from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.sampling_params import CONSTRAINTS, SamplingParams
 from infer.system.cores import check_num_threads
+from infer.system.extras import install_extra
 
 _CACHE_DEFAULTS = CacheSettings()
 _SETTINGS = ("max_seq_len", "threads", "grammar_backend")
@@ -81,8 +82,7 @@ def needs_extra() -> Iterator[None]:
     except ModuleNotFoundError as error:
         for extra, modules in _OF_EXTRA.items():
             if error.name in modules:
-                message = f"{error.name} is not installed: pip install 'infer-engine[{extra}]'"
-                raise InvalidRequestError(message) from error
+                raise InvalidRequestError(f"{error.name} is not installed: {install_extra(extra)}") from error
         raise
 
 

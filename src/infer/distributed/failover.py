@@ -41,14 +41,14 @@ from infer.server.resumption import FAILED, NOTE, SentPart, pack, read_note
 from infer.server.sse import EventStream
 
 Fail = Callable[[ApiError], bytes]
-_MOST_DEATHS = 3  # of replicas that have the same request: it may be what they die of
-_FAILED_CODES = (ENGINE_FAILED, "failed")  # of a process whose engine has failed: it is about to end
+_MOST_DEATHS = 3  # replicas that may die while they answer one request, because the request may be the cause
+_FAILED_CODES = (ENGINE_FAILED, "failed")  # sent by a process whose engine has failed, and which is about to end
 _NOT_HANDED_ON = HOP_BY_HOP | {
     *(b"authorization", b"x-api-key", b"x-request-id", b"content-length"),
     *(KEY_NAME_HEADER, ID_HEADER, CREATED_HEADER, SENT_HEADER, LOAD_HEADER),
 }
 _DIED = ApiError(
-    503, "the engine's process died: it is started again", code="engine_died", headers={"Retry-After": "2"}
+    503, "the engine's process died and starts again: retry later", code="engine_died", headers={"Retry-After": "2"}
 )
 
 
@@ -57,7 +57,7 @@ class _Error(msgspec.Struct):
 
 
 class _ErrorBody(msgspec.Struct):
-    """An error of any of the protocols: Ollama's is a text, with its code beside it."""
+    """An error of any of the protocols. Ollama's is a text, and its code is a field next to it."""
 
     error: _Error | str
     code: str | None = None
@@ -74,15 +74,15 @@ class Answering:
         self._request, self._asked, self._replicas, self._fail = request, asked, replicas, fail
         self._call = call_of(request)
         self._noted = list[SentPart]()  # parts whose events come next
-        self._sent = list[SentPart]()  # those of which the client has an event
-        self._num_sent = 0  # events
-        self._num_seen = 0  # of the replica that answers now
-        self._fingerprint: bytes | None = None  # of the model that began the stream
+        self._sent = list[SentPart]()  # parts of which the client has an event
+        self._num_sent = 0  # events that the client has
+        self._num_seen = 0  # events of the replica that is answering
+        self._fingerprint: bytes | None = None  # the fingerprint of the model that began the stream
 
     async def response(self) -> Response:
         """Return the response.
 
-        Raises ApiError if no replica can answer: then the call is no longer the replica's.
+        Raises ApiError if no replica can answer. Then the call counts as the front's again.
         """
         self._call.is_forwarded = True
         answer = self._answer()

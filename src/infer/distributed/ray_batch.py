@@ -28,9 +28,9 @@ _NO_ID = ""
 
 @final
 class BatchEngine:
-    """Answers rows. `seed` and `values` are those of all rows, as in `infer batch`; `settings` are those of `LLM`.
+    """Answers rows. `seed` and `values` apply to all rows, as in `infer batch`. `settings` are arguments of `LLM`.
 
-    Rows whose id is in `finished` give no line.
+    Rows whose id is in `finished` get no line.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BatchEngine:
 
         rows = [row for row in _rows_of(batch) if row.id not in self._finished]
         if len({row.id for row in rows} - {_NO_ID}) < len(rows):
-            raise InvalidRequestError("each row needs an id of its own: a line is told from others by it alone")
+            raise InvalidRequestError("each row must have its own id: only the id says which row a line answers")
         answer_rows(self._llm, rows, self._settings, keep)
         found = [lines[row.id] for row in rows]
         return type(batch).from_pydict({"id": [row.id for row in rows], "line": found})
@@ -70,7 +70,7 @@ def _rows_of(batch: Any) -> Iterator[Row]:
     try:
         records = batch.to_pylist()
     except AttributeError:
-        message = f'map_batches(BatchEngine, …) needs batch_format="pyarrow", got batches as {type(batch).__name__}'
+        message = f'map_batches(BatchEngine, …) must have batch_format="pyarrow", got batches of {type(batch).__name__}'
         raise InvalidRequestError(message) from None
     for record in records:
         if record.keys() == {_TEXT}:

@@ -38,9 +38,9 @@ from infer.system.core_share import take_cores
 
 _READ_BYTES, _NO_LIMIT = 2**16, 1 << 60
 _HEALTH_SECONDS = 2.0
-_ANSWER_SECONDS = 3.0  # of an engine that is asked how it is
-_ENDING_SECONDS = 2.0  # of an engine's process, after the engine has failed
-DRAIN_SECONDS = 600.0  # at most, for answers under way: a long one takes minutes on a CPU
+_ANSWER_SECONDS = 3.0  # for an engine's answer about its health
+_ENDING_SECONDS = 2.0  # until a process has ended whose engine has failed
+DRAIN_SECONDS = 600.0  # at most, for answers in progress: a long one takes minutes on a CPU
 _ROUTER = "infer.distributed.ray_router.PrefixRouter"
 
 
@@ -49,8 +49,8 @@ _ROUTER = "infer.distributed.ray_router.PrefixRouter"
 class Deployed:
     """The settings of an application. `load` are the arguments of `LLM`, including `threads`.
 
-    `fronts` is the number of fronts: one may die. With `max_replicas`, engines are added while more requests are active
-    than there are slots, and removed again.
+    `fronts` is the number of fronts; with two, one may die. With `max_replicas`, engines are added while there are more
+    active requests than slots, and removed later.
     """
 
     load: Mapping[str, Any]
@@ -58,12 +58,12 @@ class Deployed:
     replicas: int = 1
     fronts: int = 2
     max_replicas: int | None = None
-    upscale_seconds: float = 10.0  # of more requests, before an engine is added
-    downscale_seconds: float = 300.0  # of fewer, before one is taken away
+    upscale_seconds: float = 10.0  # seconds of more requests before an engine is added
+    downscale_seconds: float = 300.0  # seconds of fewer requests before an engine is removed
 
     def __post_init__(self) -> None:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
-            message = f"max_replicas must be as many as replicas ({self.replicas}) or more, got {self.max_replicas}"
+            message = f"max_replicas must be at least replicas, {self.replicas}, got {self.max_replicas}"
             raise InvalidRequestError(message)
 
 
@@ -145,7 +145,7 @@ class RayEngine:
         self._ending = asyncio.create_task(_end_when_failed(self._state))
 
     async def answer(self, request: bytes, prompt: RoutedPrompt) -> AsyncGenerator[bytes, None]:
-        """Yield the answer as HTTP's bytes, to a request in HTTP's bytes. The prompt is for the router."""
+        """Yield the bytes of the HTTP answer to the bytes of an HTTP request. The prompt is for the router."""
         reader, writer = await self._server.connect()
         try:
             writer.write(request)
@@ -168,7 +168,7 @@ class RayEngine:
         Ray restarts an engine whose check raises three times in a row.
         """
         if not is_alive(self._state):
-            raise InferError(f"the engine is {self._state.phase}, or hangs in a step")
+            raise InferError(f"the engine, in phase {self._state.phase!r}, has failed or hangs in a step")
 
     async def reconfigure(self, limits: Mapping[str, Any]) -> None:
         """Apply the YAML's `user_config`, which can change without a restart. Raises InvalidRequestError."""
@@ -209,7 +209,8 @@ class EngineConnection:
             found: bytes = await anext(self._answer, b"")
         except BackPressureError as error:
             headers = {"Retry-After": "1", "x-should-retry": "true"}
-            raise ApiError(429, "too many requests wait", code="rate_limit_exceeded", headers=headers) from error
+            message = "too many requests are waiting: retry later"
+            raise ApiError(429, message, code="rate_limit_exceeded", headers=headers) from error
         except (RayError, RayServeException):
             return b""
         return found

@@ -26,10 +26,10 @@ from infer.system.parent_end import end_after_parent
 log = logging.getLogger("infer.server")
 _POLL_SECONDS, _NOTICE_SECONDS, _ANSWER_SECONDS = 0.05, 0.002, 1.0
 _CHECK_SECONDS = 1.0
-_MOST_MISSED = 2  # checks of its health in a row, before it is taken to hang
-_SHORT_LIFE = 10.0  # seconds: one that lived no longer, and answered nothing, is not started for ever
-_MOST_SHORT = 5  # of them in a row
-_GRACE_SECONDS = 1.0  # to end by itself, for a child whose parent has died
+_MOST_MISSED = 2  # health checks without an answer, in a row, after which a replica counts as hanging
+_SHORT_LIFE = 10.0  # seconds: a shorter life without an answer is a failure
+_MOST_SHORT = 5  # failures in a row, after which the process is not started again
+_GRACE_SECONDS = 1.0  # for a child to end by itself after its parent has died
 
 
 def await_turn() -> bool:
@@ -72,7 +72,7 @@ class Replica:
     async def live(self, *, has_spare: bool) -> None:
         """Run the replica until it is terminated, and start it again when it dies.
 
-        Raises InferError if it cannot start, or dies again and again.
+        Raises InferError if it cannot start, or dies many times in a row.
         """
         num_short = 0
         while not self._is_ending:
@@ -80,11 +80,11 @@ class Replica:
             is_short = served_seconds < _SHORT_LIFE and not self.num_answered
             num_short = num_short + 1 if is_short else 0
             if num_short > _MOST_SHORT:
-                raise InferError("the engine's process dies again and again")
+                raise InferError(f"the engine's process died {num_short} times in a row within {_SHORT_LIFE:g} s")
 
     @property
     def hangs(self) -> bool:
-        """True if the replica is alive but gives no answer."""
+        """True if the replica is alive but does not answer."""
         return self._num_missed >= _MOST_MISSED
 
     @asynccontextmanager
@@ -199,10 +199,10 @@ class Replica:
             waited_seconds = min(time.monotonic() - asked_at, _ANSWER_SECONDS)
             self._silent_seconds = self._silent_seconds + _CHECK_SECONDS + waited_seconds if is_missed else 0.0
             if self.hangs != did_hang:
-                log.error("replica %s %s", self.name, "gives no answer" if self.hangs else "answers again")
+                log.error("replica %s %s", self.name, "does not answer" if self.hangs else "answers again")
                 self._on_change(self)
             if self.hangs and self._silent_seconds >= self._watchdog_seconds:
-                log.error("replica %s has given no answer for %g s: it is killed", self.name, self._watchdog_seconds)
+                log.error("replica %s did not answer for %g s: killing it", self.name, self._watchdog_seconds)
                 _signal(process, signal.SIGKILL)
 
     async def _spawn(self) -> asyncio.subprocess.Process:

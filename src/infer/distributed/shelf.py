@@ -213,7 +213,8 @@ class Shelf:
         Raises ApiError 409 for a pinned model.
         """
         if model.source.is_pinned:
-            raise ApiError(409, f"the model {model.name!r:.80} is pinned: it stays loaded", code="model_pinned")
+            message = f"the model {model.name!r:.80} is pinned, so it cannot be unloaded"
+            raise ApiError(409, message, code="model_pinned")
         if model.is_in_memory:
             model.is_leaving = True
             self._pump()
@@ -225,7 +226,7 @@ class Shelf:
         except InferError as error:
             raise ApiError(503, str(error), code="model_failed", headers=_NO_RETRY) from error
         if sum(each.tenant == tenant for each in self._waiting) >= self.settings.most_waiting:
-            message = f"{self.settings.most_waiting} requests wait for models already: that is the limit of a key"
+            message = f"at most {self.settings.most_waiting} requests of a key may wait for models: retry later"
             headers = retry_headers(self._wait_seconds(model))
             raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
         arrived_at = model.wishes.take(time.monotonic())  # a client that returns keeps its place
@@ -253,12 +254,13 @@ class Shelf:
         self._pump()
 
     def _told_to_retry(self, ticket: _Ticket) -> ApiError:
-        """Return the refusal of a request that has waited too long. Its model is loaded nevertheless."""
+        """Return the refusal of a request that has waited too long. Its model is loaded all the same."""
         model, seconds = ticket.model, self._wait_seconds(ticket.model)
         model.wishes.add(ticket.arrived_at, time.monotonic(), seconds)
         asyncio.get_running_loop().call_later(seconds + SLACK_SECONDS, self._pump)
-        state = "is loading" if model.phase == "loading" else "waits for room: other models are answering"
-        return ApiError(503, f"the model {model.name!r:.80} {state}", code="loading", headers=retry_headers(seconds))
+        state = "is loading" if model.phase == "loading" else "waits for memory that models with active answers use"
+        message = f"the model {model.name!r:.80} {state}: retry later"
+        return ApiError(503, message, code="loading", headers=retry_headers(seconds))
 
     def _wait_seconds(self, model: ShelvedModel) -> float:
         """Return the expected seconds until the model is ready."""
@@ -270,7 +272,7 @@ class Shelf:
 
         Raises InferError if it cannot be loaded or never fits.
         """
-        if model.phase == "failed":  # its files may be whole by now
+        if model.phase == "failed":  # its files may be complete now
             model.phase, model.failure, model.plan = "unloaded", None, None
         if not model.is_in_memory:
             plan, version = await self._plan_of(model)
@@ -286,10 +288,10 @@ class Shelf:
         most_bytes = self.settings.budget - sum(each.num_bytes for each in pinned)
         return await asyncio.to_thread(self._work.plan, model.source, most_bytes), version
 
-    # Who goes on, who is loaded and who must go
+    # Which requests continue, and which models are loaded or unloaded
 
     def _pump(self) -> None:
-        """Admit the requests that may go on, and make room for the model that has been wanted for the longest time."""
+        """Admit the requests that may continue, and free memory for the model that was wanted first."""
         for model in self.models.values():
             model.must_go = model.is_leaving
         wanted = None if self._is_ending else self._first_wanted()
@@ -308,7 +310,7 @@ class Shelf:
         changed.set()
 
     def _first_wanted(self) -> tuple[float, str] | None:
-        """Return the model without a process that has been wanted for the longest time, and since when."""
+        """Return the model without a process that was wanted first, after the time since which it is wanted."""
         now = time.monotonic()
         since = {model.name: model.wishes.since(now) for model in self.models.values() if model.is_wanted}
         for ticket in self._waiting:
@@ -317,7 +319,7 @@ class Shelf:
         return min(found, default=None)
 
     def _make_room(self, model: ShelvedModel) -> None:
-        """Begin to load the model if there is room. Else note which models must go, besides those that are leaving."""
+        """Begin to load the model if its memory is free. Otherwise mark the models that must be unloaded for it."""
         missing = self.used_bytes + model.num_bytes - self.settings.budget
         if missing <= 0:
             self._begin_load(model)
@@ -355,7 +357,7 @@ class Shelf:
             self._pump()
             return
         await model.load(self._work.command(model.source, model.plan), self.settings.watchdog_seconds)
-        if model.phase == "ready":  # a load serves all that waited for it, also those behind requests for other models
+        if model.phase == "ready":  # all requests for this model continue, also those behind requests for others
             for ticket in [each for each in self._waiting if each.model is model]:
                 self._let_in(ticket)
             self._unload_if_idle(model)

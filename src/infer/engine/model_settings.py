@@ -13,6 +13,7 @@ from typing import Any, Literal, ParamSpec, get_args
 from infer.errors import InvalidRequestError
 from infer.sampling_params import ALIASES, PARAMETER_NAMES
 from infer.system.byte_size import parse_size
+from infer.system.extras import install_extra
 
 WeightsType = Literal["auto", "bf16", "q8", "q4"]
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
@@ -34,7 +35,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "reranker": get_args(RerankerName),
 }
 _FLAGS = ("capture", "allow_special", "reuse_prefixes")
-_INSTALL_BY_BACKEND = {"llguidance": "llguidance", "xgrammar": "'infer-engine[xgrammar]'"}
+_INSTALL_BY_BACKEND = {"llguidance": "run pip install llguidance", "xgrammar": install_extra("xgrammar")}
 
 # Names in llama.cpp, vLLM and transformers, and our names.
 _OTHER_NAMES = {
@@ -138,9 +139,7 @@ def _check_count(name: str, value: object, least: int) -> None:
 
 def _check_installed(backend: str) -> None:
     if importlib.util.find_spec(backend) is None:
-        raise InvalidRequestError(
-            f"grammar_backend {backend} is not installed: pip install {_INSTALL_BY_BACKEND[backend]}"
-        )
+        raise InvalidRequestError(f"grammar_backend {backend} is not installed: {_INSTALL_BY_BACKEND[backend]}")
 
 
 def _unknown(name: str, names: tuple[str, ...]) -> str:

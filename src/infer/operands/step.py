@@ -111,7 +111,9 @@ class Step:
             return
         logit_indices = self.logit_indices.tolist()
         if logit_indices != sorted(logit_indices):
-            raise InvalidRequestError("the logit indices of a step longer than the recording must be in order")
+            raise InvalidRequestError(
+                f"the logit indices of a step of more than {capacity} tokens or {max_logits} logits must be in order"
+            )
         start = 0
         while start < num_tokens:
             end = min(num_tokens, start + capacity)
@@ -153,8 +155,8 @@ class Masks:
 
     words: Int[Tensor, "lines words"]
     is_ready: npt.NDArray[np.int64]  # one number: 1 when all are filled
-    wait: Callable[[], object]  # returns when they are
+    wait: Callable[[], object]  # returns when all are filled
     advance: Callable[[TokenIds, int, int], bool]
-    """In a multi-step, called after each step: the array in which its tokens stand, row after row, the number of its
-    steps, and how many of them are done. It fills the lines for the next one, or has them filled; False ends the
-    multi-step. Nothing is warm after a step: the less it touches, the sooner it returns."""
+    """A multi-step calls it after each step, with the array of its tokens, row after row, the number of its steps, and
+    the number of those that are done. It makes sure that the lines of the next step are filled. False ends the
+    multi-step. A step leaves nothing of Python's in the caches, so the call must touch little memory."""

@@ -13,6 +13,7 @@ import torch
 from infer.backends import gpus
 from infer.backends.base import Backend
 from infer.errors import InvalidRequestError
+from infer.system.extras import install_extra
 
 # Each module has `make(device)`.
 MODULE_BY_NAME = {
@@ -68,7 +69,7 @@ def backend_named(name: str) -> Backend:
     Raises InvalidRequestError if pyopencl is missing or no such device can be used.
     """
     if find_spec("pyopencl") is None:
-        raise InvalidRequestError("device opencl needs pyopencl: pip install 'infer-engine[opencl]'")
+        raise InvalidRequestError(f"device opencl needs pyopencl: {install_extra('opencl')}")
     return _named(name.partition(":")[2])
 
 

@@ -70,8 +70,8 @@ def check_num_threads(threads: object) -> int:
     most = most_threads()
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= most:
         raise InvalidRequestError(
-            f"threads must be a whole number from 1 to {most} here, got {_short(threads)}: "
-            f"leave it out for {default_num_threads()}, one for each core"
+            f"threads must be a whole number from 1 to {most} on this machine, got {_short(threads)}: "
+            f"leave it out for {default_num_threads()}, one per core"
         )
     return threads
 

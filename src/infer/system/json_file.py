@@ -92,7 +92,7 @@ def inside(folder: Path, name: str) -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelFormatError(folder, f"file {name!r:.80}", "is missing") from error
     if not any(path.is_relative_to(root) for root in roots):
-        raise ModelFormatError(folder, f"file {name!r:.80}", "lies outside the model's folder, copy it there")
+        raise ModelFormatError(folder, f"file {name!r:.80}", "is outside the model's folder: copy it there")
     if not is_file:
         raise ModelFormatError(folder, f"file {name!r:.80}", "is not a regular file")
     return path

@@ -12,7 +12,7 @@ from typing import NoReturn, final
 
 from infer.errors import ModelError, ModelFormatError
 
-AGAIN = "copy or download the file again"  # what to do about one that is not whole
+AGAIN = "copy or download the file again"  # the fix for a file that is not complete
 _LFS_POINTER = b"version https://git-lfs"
 
 

@@ -58,7 +58,7 @@ def folder_problem(folder: Path, *, base: Path) -> str | None:
             if problem := _distrust(step, follows=step == base):
                 return problem
     except OSError as error:
-        return f"{folder} cannot be made ({error.strerror})"
+        return f"{folder} cannot be created ({error.strerror})"
     return None
 
 

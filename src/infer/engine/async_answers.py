@@ -81,10 +81,9 @@ class AsyncAnswers:
         return await self._preparing.run(work)
 
     async def constrain(self, work: Callable[[Check], _Found]) -> _Found:
-        """Do the same for a request with a grammar or tools.
+        """Prepare a request with a grammar or tools, as `prepare` does for other requests.
 
-        It may wait for the process that tries grammars, so it has its own threads, and no other request waits behind
-        it.
+        It may wait for the process that tries grammars. It has its own threads, so that no other request waits for it.
         """
         self.loop.check_open()
         return await self._constraining.run(work)

@@ -1,13 +1,13 @@
-"""The engine of a loaded model. All sequences go through its steps, whoever asked for them.
+"""The engine of a loaded model. Its steps compute all sequences of all callers.
 
 `launch` plans a step (`StepPlanner`) and runs it (`Runner`). Then `collect` lets each sequence accept its sampled
 tokens, and the cache keeps these. One step may serve chunks of prompts, single tokens and drafts, with a grammar or
 without.
 
-On a device that runs steps on its own, the next step is launched before the tokens of this one are collected, if none
-of them can change it but by ending a sequence. What that step then computes of the ended sequence is dropped. The
-cache keeps a chunk as soon as all its tokens are accepted, so between two calls of `step` a sequence looks the same
-whether a step with it runs or not.
+A device such as a GPU runs steps without the host. On such a device the next step is launched before the tokens of this
+one are collected, if these tokens can change it only by ending a sequence. Its results for an ended sequence are
+dropped. The cache keeps a chunk as soon as all its tokens are accepted. So between two calls of `step`, the state of a
+sequence does not depend on whether a step with it is running.
 """
 
 import time
@@ -40,15 +40,16 @@ from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
 from infer.speculation.drafter import Drafter
 
-_LOOK_SECONDS = 0.05  # between two looks at sequences that wait or pause, and may be cancelled or time out
+_LOOK_SECONDS = 0.05  # between two checks of the sequences that wait or pause, for cancels and timeouts
 _Found = TypeVar("_Found")
 
 
 @final
 class Engine:
-    """The engine, for the loop's thread alone (`engine.loop`).
+    """The engine. Only the loop's thread uses it (`engine.loop`).
 
-    A step that raises leaves the engine midway. Then `recover` empties the cache, and all sequences are computed again.
+    A step that raises leaves the engine in an incomplete state. Then `recover` empties the cache, and all sequences are
+    computed again.
     """
 
     def __init__(
@@ -70,12 +71,12 @@ class Engine:
         self._queue, self._drafting = Queue(weights), Drafting(drafter)
         self._open_slots: Slots | None = Slots(runner, self._queue, self._drafting.release)
         self._sequences: dict[Sequence, None] = {}  # being answered, in the order in which they were submitted
-        self._loading: dict[Sequence, None] = {}  # those that wait for pages from disk
-        self._watched: dict[Sequence, None] = {}  # those that may time out, or are cancelled by an event
-        self._leaving: dict[Sequence, None] = {}  # those that may be finished
-        self._taking_part: dict[Sequence, None] = {}  # in the step, and those that have just ended
-        self._looked_at = 0.0  # when the watched ones that wait were last looked at
-        self.max_running = runner.num_slots  # at the same time
+        self._loading: dict[Sequence, None] = {}  # sequences that wait for pages from disk
+        self._watched: dict[Sequence, None] = {}  # sequences that may time out, or have an event that cancels them
+        self._leaving: dict[Sequence, None] = {}  # sequences that may be finished
+        self._taking_part: dict[Sequence, None] = {}  # sequences of the step, and those that have just ended
+        self._looked_at = 0.0  # time of the last check of watched sequences that wait
+        self.max_running = runner.num_slots  # sequences that run at the same time
         page_tokens = runner.checkpoint_tokens or STATE_TOKENS
         self.scheduler = Scheduler(runner.model.step_limits, max_steps, page_tokens=page_tokens)
         self._shares = StepShares(self.scheduler.costs, self._queue.tenants.weight)
@@ -87,7 +88,7 @@ class Engine:
         self._pending: LaunchedStep | None = None  # launched behind the last step that was collected
         self._slot_params = SlotParams(runner)
         self._filler = MaskFiller(runner.model.backend)
-        self._interrupt = Interrupt()  # set by those who have a message for the loop
+        self._interrupt = Interrupt()  # set by threads that send a message to the loop
 
     @property
     def _slots(self) -> Slots:
@@ -126,7 +127,7 @@ class Engine:
         return sequence
 
     def _seconds_to_compute(self, num_tokens: int, start: int) -> float | None:
-        """Return how long so many tokens of a prompt take after `start` others, or None before that is known."""
+        """Return the predicted seconds for `num_tokens` tokens from position `start`, or None if that is unknown."""
         costs = self.scheduler.costs
         is_known = costs.costs.per_token or costs.costs.per_context
         return costs.predict_further(num_tokens, context_of(num_tokens, start)) if is_known else None
@@ -149,13 +150,13 @@ class Engine:
         self._want_slot(sequence)
 
     def _want_slot(self, sequence: Sequence) -> None:
-        """Let a sequence wait for a slot, unless it has one, pauses, or waits for pages from disk first."""
+        """Let a sequence wait for a slot, unless it has one, is paused, or still waits for pages from disk."""
         is_held_up = sequence.is_paused or sequence in self._loading
         if sequence in self._sequences and not (sequence.has_slot or is_held_up):
             self._slots.waiting[sequence] = None
 
     def listen(self) -> None:
-        """Forget earlier interrupts, because the messages behind them are about to be read."""
+        """Clear earlier interrupts, because the loop now reads the messages that they announced."""
         self._interrupt.value = 0
 
     def interrupt(self) -> None:
@@ -168,7 +169,7 @@ class Engine:
         self._leaving[sequence] = None
 
     def pause(self, sequence: Sequence) -> None:
-        """Compute nothing of a sequence until `proceed`. Others may get its slot."""
+        """Leave a sequence out of all steps until `proceed`. Other sequences may get its slot."""
         sequence.set_paused(is_paused=True)
         self._slots.waiting.pop(sequence, None)
 
@@ -180,8 +181,8 @@ class Engine:
     def change(self, lease: Lease, change: Callable[[int], _Found]) -> _Found:
         """Return `change(slot)` of the lease's slot. It must keep `lease.token_ids` correct.
 
-        `change` is called again if it runs out of pages and others can free theirs. It may raise InferError to refuse:
-        then it must not have changed anything.
+        `change` is called again if it runs out of pages and other sequences can free pages. It may raise InferError to
+        refuse, if it has changed nothing.
         """
         while True:
             while (slot := self._slots.hold(lease)) is None:
@@ -197,7 +198,7 @@ class Engine:
                 raise
 
     def trim(self) -> int:
-        """Free the cache memory for which nobody waits, also that of idle sessions. Return the number of bytes.
+        """Free the cache memory that no active sequence needs, also that of idle sessions. Return the number of bytes.
 
         The next answer of such a session is computed from its beginning.
         """
@@ -228,7 +229,7 @@ class Engine:
     def recover(self) -> None:
         """Empty the cache after a step that raised. All sequences are computed again from their ids."""
         self._pending = None
-        self._filler.close()  # it may still fill a mask of a sequence
+        self._filler.close()  # its thread may still fill a mask of a sequence
         self._slots.reset()
         for sequence in self._sequences:
             sequence.restart()
@@ -248,9 +249,10 @@ class Engine:
         return self.collect(launched)
 
     def launch(self, behind: LaunchedStep | None = None) -> LaunchedStep | None:
-        """Choose who takes part in a step, plan it, and run the forward. Return None if nobody wants anything.
+        """Choose the sequences of a step, plan it, and run the forward. Return None if there is nothing to compute.
 
-        A step `behind` another one is planned before that one's tokens are known. It is None if it needs them.
+        A step `behind` another one is planned before the tokens of the other one are known. Return None if the plan
+        needs these tokens.
         """
         self._drop_finished()
         self._admit()
@@ -267,7 +269,7 @@ class Engine:
         return self._run([sequence for sequence in active if not sequence.is_finished], None)
 
     def _launch_behind(self, launched: LaunchedStep | None) -> LaunchedStep | None:
-        """Launch the next step while this one runs, if it needs none of its tokens on the host."""
+        """Launch the next step while this one runs, if the host does not need this one's tokens for it."""
         if launched is None or not launched.may_be_followed or not self._grows_evenly:
             return None
         self._ends.keep_early(launched, self.runner)
@@ -275,7 +277,7 @@ class Engine:
 
     @property
     def _grows_evenly(self) -> bool:
-        """True if a row grows by what its steps compute, and by nothing else, whatever is sampled."""
+        """True if a row's length after a step is known before the step's tokens are sampled."""
         return not self.runner.compresses_prompts and self.runner.model.rope_border is None
 
     def collect(self, launched: LaunchedStep | None) -> list[Sequence]:
@@ -312,7 +314,7 @@ class Engine:
         self._leaving.clear()
 
     def _admit(self) -> None:
-        """Let waiting sequences enter in the queue's order, while there are slots and pages."""
+        """Give slots to waiting sequences in the queue's order, while there are slots and pages."""
         for sequence in self._slots.admit(self.max_running):
             sequence.compress_prompt(must=self.runner.compresses_prompts)
             self._slot_params.write(sequence)
@@ -321,7 +323,7 @@ class Engine:
                 self._prefix_ends.look(sequence)
 
     def _force(self, sequence: Sequence) -> None:
-        """Accept the tokens that are the only ones that the grammar allows."""
+        """Accept forced tokens: a grammar may allow exactly one token."""
         forced, forcing = list[int](), sequence.force()
         while (token_id := sequence.attempt(partial(next, forcing, None), None)) is not None:
             if sequence.attempt(partial(sequence.accept, token_id, origin="forced"), None) is None:

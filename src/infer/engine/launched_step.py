@@ -18,7 +18,7 @@ class Work(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """True unless the sequence ended or lost its slot after the launch. Then what the step computes is dropped."""
+        """False if the sequence ended or lost its slot after the launch. Then the step's results for it are dropped."""
         return any(chunk is self.chunk for chunk in self.sequence.launched)
 
 
@@ -31,11 +31,11 @@ class LaunchedStep:
     works: list[Work]
     pending: PendingStep
     masks: Masks | None
-    parts: list[StepPart]  # those of several tenants
-    started: float  # by time.perf_counter, before it was planned
+    parts: list[StepPart]  # parts of several tenants
+    started: float  # time.perf_counter before the step was planned
     is_multi_step: bool
     is_behind: bool  # it was planned while another one ran
-    is_kept: bool = False  # the cache keeps its chunks already, because a step is planned while it runs
+    is_kept: bool = False  # the cache has already kept its chunks, because a step is planned while it runs
 
     @property
     def counts(self) -> bool:
@@ -44,6 +44,6 @@ class LaunchedStep:
 
     @property
     def may_be_followed(self) -> bool:
-        """True if it is known without its tokens how many tokens of each sequence the cache will keep."""
+        """True if the number of tokens that the cache will keep is known before the step's tokens are."""
         is_single = not self.is_multi_step and not any(self.plan.num_drafts)
         return self.pending.is_running and is_single and self.masks is None

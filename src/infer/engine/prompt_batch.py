@@ -71,7 +71,7 @@ def answer_all(loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size
 async def answer_all_as_task(
     answers: AsyncAnswers, requests: Iterable[tuple[int, Request]], batch_size: int
 ) -> AsyncGenerator[Ended, None]:
-    """Do the same for a task."""
+    """Yield each answer when it ends, as `answer_all` does, for a task."""
     batch = _Batch(answers.loop, begun(requests), batch_size, Waiters(answers.relay()))
     try:
         while await answers.prepare(lambda check: batch.fill()):

@@ -47,7 +47,7 @@ class Sequence:
         self.num_computed, self.slot = 0, NO_SLOT
         self.pieces: list[Piece] = []
         self.launched: tuple[Chunk, ...] = ()  # its shares of the steps that run, of which one may wait for another
-        self.awaited: Items[int] = ()  # what stands for the next token, while a step is planned behind its own
+        self.awaited: Items[int] = ()  # ids that stand for the next token, while a step is planned behind its own
         self.is_paused = False  # True while its reader is too far behind
         self.is_streamed = True  # True if its tokens are read while they are generated
         self.place = Place()
@@ -319,7 +319,7 @@ class Sequence:
     # After a step
 
     def collect(self) -> None:
-        """Note that the first of its steps has ended. What was sampled is about to be accepted."""
+        """Note that the first of its steps has ended. Its sampled tokens are accepted next."""
         self.launched, self.awaited = self.launched[1:], ()
 
     def accept_all(self, sampled: SampledTokens, num_drafts: int) -> None:

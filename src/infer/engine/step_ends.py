@@ -1,4 +1,4 @@
-"""The end of a step: each sequence accepts its tokens, the cache keeps what was right, and costs are learnt."""
+"""The end of a step: each sequence accepts its tokens, the cache keeps the right ones, and costs are learnt."""
 
 import time
 from collections.abc import Sequence as Items
@@ -22,14 +22,14 @@ from infer.runner.sample_loop import SampledTokens
 
 @final
 class StepEnds:
-    """Ends steps, for the engine alone."""
+    """Ends the steps of one engine."""
 
     def __init__(self, planner: StepPlanner, scheduler: Scheduler, shares: StepShares, drafting: Drafting) -> None:
         self._planner, self._scheduler, self._shares, self._drafting = planner, scheduler, shares, drafting
         self._last_ended = 0.0  # when the last step ended, by time.perf_counter
 
     def keep_early(self, launched: LaunchedStep, runner: Runner) -> None:
-        """Let the cache keep the chunks of a step that runs, so that a step can be planned behind it."""
+        """Let the cache keep the chunks of a running step, so that a step can be planned behind it."""
         launched.is_kept = True
         for index, work in enumerate(launched.works):
             if work.counts:
@@ -62,9 +62,9 @@ class StepEnds:
                     _end_prompt(slots, sequence)
 
     def _clock_of(self, launched: LaunchedStep, ends: Items[StepEnd]) -> Clock:
-        """Return the times of a step. A step behind another one begins when that one ends.
+        """Return the times of a step. A step behind another one begins when the other one ends.
 
-        If a step was planned while this one ran, this one ended when the device says so.
+        If another step was planned while this one ran, the device reports the time at which this one ended.
         """
         started, ended = launched.started, time.perf_counter()
         if launched.is_kept or launched.is_behind:
@@ -85,7 +85,7 @@ class StepEnds:
         num_accepted = num_drafts = 0
         if chunk.has_logits:
             num_before = len(sequence.pieces)
-            num_drafts = 0 if launched.is_multi_step else len(sampled.token_ids) - 1  # right ones
+            num_drafts = 0 if launched.is_multi_step else len(sampled.token_ids) - 1  # right drafts
             sequence.attempt(partial(sequence.accept_all, sampled, num_drafts), None)
             num_accepted = len(sequence.pieces) - num_before
         if not launched.is_kept:
@@ -133,7 +133,7 @@ def _end_prompt(slots: Slots, sequence: Sequence) -> None:
     started, runner, prompt = time.perf_counter(), slots.runner, sequence.token_ids[: sequence.num_prompt_tokens]
 
     def compress() -> None:
-        if runner.lengths[sequence.slot] < len(prompt):  # pages were short midway: it is read again
+        if runner.lengths[sequence.slot] < len(prompt):  # pages were short, and the prompt is computed again
             runner.truncate(sequence.slot, 0)
             sequence.forget_computed()
         else:

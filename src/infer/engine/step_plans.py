@@ -1,4 +1,4 @@
-"""Planning of steps: who takes part, with how many tokens and drafts, and whether there are pages for them."""
+"""Planning of steps: their sequences, the tokens and drafts of each, and the pages that these need."""
 
 from collections.abc import Sequence as Items
 from functools import partial
@@ -18,11 +18,11 @@ from infer.speculation.policy import StepTimes
 
 @final
 class StepPlanner:
-    """Plans steps, for the engine alone."""
+    """Plans the steps of one engine."""
 
     def __init__(self, scheduler: Scheduler, shares: StepShares, drafting: Drafting) -> None:
         self._scheduler, self._shares, self._drafting = scheduler, shares, drafting
-        self._resting: list[Sequence] = []  # that sit a step out
+        self._resting: list[Sequence] = []  # sequences that do not take part in the current step
 
     def take_turns(self, wanting: list[Sequence]) -> list[Sequence]:
         """Return the sequences that take part in the next step."""
@@ -50,10 +50,10 @@ class StepPlanner:
             active = able
 
     def plan_behind(self, slots: Slots, active: list[Sequence]) -> tuple[Plan, list[Work]]:
-        """Return a plan and its work for a step behind another one, or nothing if the tokens of that one are needed.
+        """Return a plan and its work for a step behind a running one, or nothing if it needs that one's tokens.
 
-        They are if a multi-step is due, if a sequence has a grammar or drafts, or if pages are short: whoever gives
-        its pages up first accepts its token.
+        The tokens are needed if a multi-step is due, if a sequence has a grammar or drafts, or if pages are short. For
+        pages, because a preempted sequence accepts its token before it loses its pages.
         """
         if any(each.grammar is not None or self._drafting.is_drafted(each) for each in active):
             return NO_PLAN, []
@@ -68,7 +68,7 @@ class StepPlanner:
         return plan, works
 
     def step_times(self, active: Items[Sequence]) -> StepTimes | None:
-        """Return the step times that drafts of these sequences have to save, or None if nobody drafts."""
+        """Return the step times with which drafts of these sequences must pay off, or None if no sequence drafts."""
         if not any(map(self._drafting.is_drafted, active)):
             return None
         num_constrained = sum(sequence.grammar is not None for sequence in active)
@@ -98,9 +98,9 @@ class StepPlanner:
 
 
 def _rope_room(runner: Runner, sequence: Sequence) -> int:
-    """Return how many tokens may follow with the same rope factors.
+    """Return the number of tokens that may follow with the same rope factors.
 
-    If a longer text needs others, empty the slot.
+    If the sequence now needs other factors, empty its slot.
     """
     length = len(sequence.token_ids)
     if runner.choose_rope(sequence.slot, length):

@@ -1,4 +1,4 @@
-"""The cache of a model. It is refused if the available memory would not hold it."""
+"""Make the cache of a model, or refuse it if it does not fit the available memory."""
 
 from contextlib import suppress
 
@@ -21,7 +21,7 @@ def make_cache(
     step_tokens: int | None = None,
     pool_pages: int | None = None,
 ) -> PagedCache:
-    """Return a cache whose rows get up to `step_tokens` tokens in one step. None is the model's limit.
+    """Return a cache whose rows get up to `step_tokens` tokens in one step. None means the model's limit.
 
     It has `pool_pages` pages, or enough pages for all rows when full. Raises InvalidRequestError, with nothing
     allocated, if the available memory would not hold all pages.

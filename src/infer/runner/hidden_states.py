@@ -14,9 +14,9 @@ from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Step
 from infer.runner.caches import make_cache
 
-MAX_TEXTS = 32  # in one step
+MAX_TEXTS = 32  # texts in one step
 STEP_TOKENS = 256
-MAX_SHARED_TOKENS = 1024  # with which all texts of a call begin
+MAX_SHARED_TOKENS = 1024  # tokens with which all texts of a call begin
 _SHARED_ROW = MAX_TEXTS
 
 
@@ -35,12 +35,12 @@ class HiddenStates:
         self._cache = make_cache(
             model, capacity, MAX_TEXTS + 1, settings=settings, step_tokens=STEP_TOKENS, pool_pages=pages
         )
-        self._shared = list[int]()  # what the shared row holds
+        self._shared = list[int]()  # the tokens of the shared row
         self._captured = self._capture() if capture else None
 
     def _capture(self) -> ops.Recorded | None:
         """Record a step without logits. Its logits buffer is the residual stream."""
-        self._cache.reserve(0, 1)  # the recording has a step of its own, which is not run
+        self._cache.reserve(0, 1)  # for the step that is recorded and not run
         captured = self._model.backend.capture(
             lambda step: self._model.residual(step, self._cache), STEP_TOKENS, STEP_TOKENS
         )
@@ -48,7 +48,7 @@ class HiddenStates:
         return captured
 
     def share(self, beginning: Sequence[int], num_step_tokens: Callable[[], int]) -> Iterator[None]:
-        """Compute the beginning of all texts of the next call of `of`, step after step, unless it is still there.
+        """Compute the common beginning of the texts of the next call of `of`, unless the cache still has it.
 
         Rows that an abandoned call left are emptied, so all pages are free for the texts.
         """
@@ -74,7 +74,7 @@ class HiddenStates:
     ) -> Iterator[list[tuple[int, Float[Tensor, "tokens hidden"]]]]:
         """Compute texts that one step could take, or one text of any length, step after step.
 
-        Comes after `share`, which computed the first `num_shared` tokens of each and emptied the rows.
+        `share` must be called before. It computes the first `num_shared` tokens of all texts, and empties the rows.
 
         Yields, for each step, the indices of its texts with the float32 states of their next tokens. `num_step_tokens`
         is called before each step. Only one call may be active: `share` of a later one empties the rows.

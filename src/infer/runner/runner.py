@@ -58,7 +58,7 @@ class Runner:
         self._captured = self._capture() if capture else None
 
     def _capture(self) -> ops.Recorded | None:
-        self._cache.reserve(0, 1)  # the recording has a step of its own, which is not run
+        self._cache.reserve(0, 1)  # for the step that is recorded and not run
         captured = self._backend.capture(
             lambda step: self.model.forward(step, self._cache), self._step_tokens, self.model.step_limits.logits
         )
@@ -307,7 +307,7 @@ class Runner:
         return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
 
     def _captured_for(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> ops.Captured | None:
-        """Return the recording that runs the chunks and samples after them, or None."""
+        """Return the recording that runs the chunks and samples after them, or None if there is none."""
         captured = self._captured
         return captured if isinstance(captured, ops.Captured) and captured.takes(chunks, columns) else None
 

@@ -21,7 +21,7 @@ from infer.system.nodes import keep_rank_on_node
 from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
 from infer.tensor_parallel.ranks import Call, digest_of, make_group
 
-_OWN = {"forward", "multi_step", "leave", "begin_anew", "digest"}  # what a follower does that its runner does not
+_OWN = {"forward", "multi_step", "leave", "begin_anew", "digest"}  # methods of a follower that its runner does not have
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ def led(
     """Return the method, which also calls the method `name` of the other ranks' runners, with `sent(...)`.
 
     By default these are the same name and the same arguments. A call within a led call is part of it, so it is not
-    recorded again. Nothing is sent if `only_if` is False: then the call changes nothing.
+    recorded again. If `only_if` returns False, the call changes nothing, and nothing is sent.
     """
     name = name or method.__name__
 
@@ -62,7 +62,7 @@ def led(
 
 
 def _copied(argument: Any) -> Any:
-    """Return an argument as it is now: a sequence's list of token ids grows before the ranks are sent it."""
+    """Return a copy of a list, because a sequence's list of token ids grows before it is sent to the ranks."""
     return list(argument) if isinstance(argument, Sequence) and not isinstance(argument, bytes) else argument
 
 

@@ -14,12 +14,12 @@ class ModelSource(NamedTuple):
     """Source of a model, and how it is loaded, under the names that `LLM` uses."""
 
     path: Path
-    fingerprint: str  # of its files, which all ranks must find the same
+    fingerprint: str  # fingerprint of the model's files, which must be the same for all ranks
     dtype: str
     weights: str
     precision: str
-    num_threads: int  # of each rank
-    devices: tuple[str, ...] = ()  # of the ranks; (): all are on the CPU
+    num_threads: int  # threads of each rank
+    devices: tuple[str, ...] = ()  # one device per rank; (): all ranks are on the CPU
 
     def device_of(self, rank: int) -> str:
         return self.devices[rank] if self.devices else "cpu"

@@ -38,8 +38,8 @@ from infer.operands.limits import HOST_STEP
 from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport, check_shared, rank_devices
 
 Call = tuple[str, tuple[Any, ...]]  # a method of the runner, and its arguments
-PROGRAM = ("-m", "infer.tensor_parallel.follower")  # of every rank except the first
-_HEADER_BYTES, _SPARE = 1 << 14, 16  # _SPARE tokens: that kernels read after a step's
+PROGRAM = ("-m", "infer.tensor_parallel.follower")  # the program of every rank except the first
+_HEADER_BYTES, _SPARE = 1 << 14, 16  # kernels may read _SPARE tokens after the last one of a step
 
 
 def start_ranks(
@@ -95,7 +95,7 @@ class Ranks:
     def __init__(
         self, source: ModelSource, architecture: Architecture, size: int, transport: Transport = "memory"
     ) -> None:
-        self.source = source  # of what `load` loads
+        self.source = source  # the source from which `load` loads
         self._pending = list[Call]()
         self._failure: str | None = None
         self._is_closed = self._is_midway = False
@@ -113,7 +113,7 @@ class Ranks:
 
         Raises InferError with the message of a rank that cannot load.
         """
-        self._pending.clear()  # calls for their previous runners
+        self._pending.clear()  # these calls are for the previous runners
         self._send((self.source, settings))
         for problem in self._answers():
             if problem is not None:
@@ -145,7 +145,7 @@ class Ranks:
         if self._is_midway:
             self.group.fail()
         self._send([("leave", ())])
-        self._answers()  # until then a slower rank may wait for what this one has come to
+        self._answers()  # a slower rank may still wait for this one in the interrupted step
         self.group.begin_anew()
         self._send([("begin_anew", ())])
         self._answers()
@@ -192,7 +192,7 @@ class Ranks:
 
     def _send(self, message: object) -> None:
         for pipe in self._pipes:
-            with suppress(OSError):  # it has ended, as `_watch` finds
+            with suppress(OSError):  # the rank has ended, which `_watch` notices
                 pipe.send(message)
 
     def _answers(self) -> list[Any]:
@@ -246,7 +246,7 @@ def _start(
         stdin=subprocess.DEVNULL,
         pass_fds=descriptors,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        start_new_session=True,  # Ctrl-C is rank 0's
+        start_new_session=True,  # only rank 0 receives Ctrl-C
     )
 
 

@@ -5,6 +5,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from infer.model.load import load_transformer
 from infer.model.tensors import expected_shapes
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk
-from infer.operands.weights import FileWeight, StoredWeight
+from infer.operands.weights import FileWeight
 from infer.runner.runner import Runner
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling_params import SamplingParams
-from random_weights import make_weight
+from random_weights import make_tensor, make_weight
 
 _LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -41,6 +42,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
     },
+    "two layers of experts": {
+        "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "max_position_embeddings": 1024,
+    },
     "tiny": _LLAMA | {
         "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
@@ -52,6 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "max_position_embeddings": 256,
     },
 }  # fmt: skip
+BOTH_SHAPES = ("two layers", "two layers of experts")  # whose paths are compared
 GREEDY = {"temperature": 0.0}
 STEPS = 16  # without a return
 WARM_UP = 2  # steps before those that are timed
@@ -66,12 +74,8 @@ def make_model(
     """
     architecture = make_architecture(SHAPES[shape])
     make = functools.cache(make_weight) if shares_layers else make_weight
-    weights = dict[str, FileWeight]()
-    for name, size in expected_shapes(architecture).items():
-        if len(size) == 2:
-            weights[name] = make(type_, *size)
-        else:
-            weights[name] = StoredWeight("F32", size, torch.ones(size))
+    shapes = expected_shapes(architecture).items()
+    weights: dict[str, FileWeight] = {name: make_tensor(name, size, type_, make) for name, size in shapes}
     with ops.using("cuda"):
         backend = ops.backend_of(device)
     return load_transformer(architecture, weights, backend=backend, max_seq_len=context)
@@ -159,10 +163,10 @@ def check_paths(
     device: torch.device, is_tiny: bool, types: Sequence[str] = ("Q4_0", "Q8_0", "Q6_K", "BF16")
 ) -> Iterator[dict[str, Any]]:
     """Check that graphs, several steps without a return, company and drafts change no token of eager single steps."""
-    shape, count, lengths = ("tiny", 3, (2, 3)) if is_tiny else ("two layers", 96, (3, 40, 300, 7))
-    context, vocab_size = SHAPES[shape]["max_position_embeddings"], SHAPES[shape]["vocab_size"]
+    shapes, count, lengths = (("tiny", "tiny experts"), 3, (2, 3)) if is_tiny else (BOTH_SHAPES, 96, (3, 40, 300, 7))
     penalties = {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.4}
-    for type_ in types[:1] if is_tiny else types:
+    for shape, type_ in product(shapes, types[:1] if is_tiny else types):
+        context, vocab_size = SHAPES[shape]["max_position_embeddings"], SHAPES[shape]["vocab_size"]
         model = make_model(shape, type_, device, context)
         prompts = [random_ids(length, length, vocab_size) for length in lengths]
         for params in (GREEDY, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}, penalties):
@@ -170,7 +174,7 @@ def check_paths(
             expected = generated(one_by_one, prompts[:1], count, 1, **params)[0]
             for name, found in every_path(model, context, prompts, expected, **params):
                 is_right = found == expected
-                yield {"op": f"model, {name}", "type": type_, "tokens": count, "error": float(not is_right),
+                yield {"op": f"model of {shape}, {name}", "type": type_, "tokens": count, "error": float(not is_right),
                        "is_right": is_right}  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from infer.operands.mixers import Attention
 from infer.operands.weights import StoredWeight
 from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
 
+MakeWeight = Callable[[str, int, int], StoredWeight]
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GGUF_NAMES = {"gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"} | {
     "gemma4_text": "gemma4"
@@ -55,6 +57,17 @@ def make_weight(type_: str, rows: int, columns: int, seed: int = 0, scale: float
     return StoredWeight(type_, (rows, columns), data)
 
 
+def make_tensor(name: str, shape: tuple[int, ...], type_: str, make: MakeWeight) -> StoredWeight:
+    """Return random weights for a tensor of a model. Of matrices, those that are always floats are F32.
+
+    Norms and scales are ones. Other vectors, which are biases, sinks and a state's decay, are zeros.
+    """
+    if len(shape) == 1:
+        is_one = name.endswith(("norm.weight", "layer_scalar", "expert_scales"))
+        return StoredWeight("F32", shape, torch.ones(shape) if is_one else torch.zeros(shape))
+    return make("F32" if "router" in name or name.endswith("taps") else type_, *shape)
+
+
 def random_layers(
     config: dict[str, Any], num_layers: int, type_: str, vocab_size: int
 ) -> tuple[Architecture, dict[str, StoredWeight]]:
@@ -64,18 +77,11 @@ def random_layers(
     """
     architecture = make_architecture(config)
     few = replace(architecture, layers=architecture.layers[:num_layers], vocab_size=vocab_size, tied_embeddings=True)
-    made, weights = dict[tuple[int, ...], StoredWeight](), dict[str, StoredWeight]()
-    ones = ("norm.weight", "layer_scalar", "expert_scales")  # other vectors are biases, sinks and a state's decay
-    for name, shape in expected_shapes(few).items():
-        if len(shape) == 1:
-            weights[name] = StoredWeight("F32", shape, torch.ones(shape) if name.endswith(ones) else torch.zeros(shape))
-        elif "router" in name or name.endswith("taps"):
-            weights[name] = make_weight("F32", *shape)
-        else:
-            if shape not in made:
-                made[shape] = make_weight(type_, *shape, scale=0.01 if "embed" in name else 0.001)
-            weights[name] = made[shape]
-    return few, weights
+    make = functools.cache(make_weight)
+    return few, {
+        name: make_tensor(name, shape, type_, functools.partial(make, scale=0.01 if "embed" in name else 0.001))
+        for name, shape in expected_shapes(few).items()
+    }
 
 
 def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, vocab_size: int = 32_768) -> None:

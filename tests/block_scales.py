@@ -11,7 +11,7 @@ Bytes = NDArray[np.uint8]
 
 
 def put_halves(blocks: Bytes, type_: str, draw: Callable[[], NDArray[np.float16]]) -> None:
-    """Store a drawn f16 in each block, `[..., 1]`, as its scale, and another as its minimum, if it has them."""
+    """Store a random f16, `[..., 1]`, as the scale of each block, and another one as its minimum, if it has one."""
     fields = BLOCK_FIELDS[type_]
     if fields.scale_form == "nibbles":
         bits = draw().view(np.uint16)[..., 0]

@@ -1,4 +1,4 @@
-"""Headless Chromium over its DevTools protocol, through a pipe: no package is needed but the browser itself."""
+"""Headless Chromium over its DevTools protocol, through a pipe. It needs no package except the browser."""
 
 import base64
 import json
@@ -51,7 +51,7 @@ class Browser:
     def __init__(self, path: str, folder: str) -> None:
         for_child, self._out = os.pipe()
         self._in, from_child = os.pipe()
-        # The shell gives the pipes the numbers that Chromium wants, whatever they have here.
+        # The shell gives the pipes the descriptors 3 and 4, which Chromium expects.
         command = f'exec "$@" 3<&{for_child} 4>&{from_child}'
         self._process = subprocess.Popen(
             ["bash", "-c", command, "bash", path, *_FLAGS, f"--user-data-dir={folder}", "about:blank"],
@@ -112,7 +112,7 @@ def _write_all(number: int, content: bytes) -> None:
 
 @final
 class Page:
-    """A tab. What is thrown in it, and each request that it makes, is among `faults` and `requests`."""
+    """A tab. `faults` has its exceptions and logged errors, and `requests` has the requests that it made."""
 
     def __init__(self, browser: Browser, session: str, target: str, width: int, height: int) -> None:
         self._browser, self._session, self._target = browser, session, target
@@ -139,7 +139,7 @@ class Page:
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def run(self, script: str) -> Any:
-        """Return the value of an expression; of a promise, what it gives."""
+        """Return the value of an expression. A promise is awaited."""
         asked = {"expression": script, "awaitPromise": True, "returnByValue": True, "userGesture": True}
         found = self.send("Runtime.evaluate", **asked)
         if "exceptionDetails" in found:
@@ -195,12 +195,12 @@ class Page:
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def choose_file(self, selector: str, path: Path) -> None:
-        """Give a file to an input, as the system's dialog does."""
+        """Set the file of an input element, as the system's dialog does."""
         found = self.send("Runtime.evaluate", expression=f"document.querySelector({json.dumps(selector)})")
         self.send("DOM.setFileInputFiles", files=[str(path)], objectId=found["result"]["objectId"])
 
     def download(self, selector: str, path: Path) -> None:
-        """Wait for the file that a click gives, by its own name in this path's folder."""
+        """Wait for the file that a click downloads. It has its own name, in this path's folder."""
         self._browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(path.parent))
         self.click(selector)
         ends = time.monotonic() + SECONDS
@@ -215,7 +215,7 @@ class Page:
 
     @property
     def faults(self) -> list[str]:
-        """Exceptions and logged errors, except for those of the network."""
+        """Exceptions and logged errors, except for errors of the network."""
         own = [each for each in self._browser.events if each.get("sessionId") == self._session]
         thrown = [each["params"]["exceptionDetails"] for each in own if each["method"] == "Runtime.exceptionThrown"]
         logged = [each["params"]["entry"] for each in own if each["method"] == "Log.entryAdded"]

@@ -19,8 +19,10 @@ def write_byte_tokenizer(
     added: Sequence[str] = (),
     **config: str,
 ) -> None:
-    """`merges` of ASCII texts, spaces among them, are further tokens: ids follow those of the bytes. Then come the two
-    that end the text, further control tokens, and `added` tokens, which are not special."""
+    """Write a tokenizer. Its ids are those of the bytes, of `merges`, of the two ends, of `controls`, and of `added`.
+
+    `merges` are pairs of ASCII texts, which may have spaces. `added` tokens are not special.
+    """
     alphabet = _byte_alphabet()
     spelt = [tuple("".join(alphabet[ord(letter)] for letter in part) for part in merge) for merge in merges]
     vocab = {alphabet[byte]: byte for byte in range(256)}
@@ -35,7 +37,7 @@ def write_byte_tokenizer(
 
 
 def _byte_alphabet() -> list[str]:
-    """GPT-2's printable stand-in for each byte."""
+    """Return GPT-2's printable character for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

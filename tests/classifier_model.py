@@ -15,7 +15,7 @@ LABELS = ("bad", "so-so", "good")
 def make_classifier(
     folder: Path, config_class: Any = None, labels: Sequence[str] | None = LABELS, num_labels: int = 3, **settings: Any
 ) -> Any:
-    """Save a classifier, and return it. Without `labels` its labels have the names of `transformers`."""
+    """Save a classifier, and return it. Without `labels`, its labels have the default names of `transformers`."""
     from transformers import AutoModelForSequenceClassification, Qwen3Config
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def make_classifier(
 
 
 def join_pairs(folder: Path) -> None:
-    """Give the tokenizer a form for pairs: a token between the texts."""
+    """Give the tokenizer a format for pairs: a token between the two texts."""
     path = folder / "tokenizer.json"
     joined = json.loads(path.read_text())
     pieces = {"single": [{"Sequence": {"id": "A", "type_id": 0}}], "special_tokens": {}}

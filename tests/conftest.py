@@ -13,7 +13,7 @@ import pytest
 
 import shapes
 
-if TYPE_CHECKING:  # a file of pure tests must not load torch
+if TYPE_CHECKING:  # files without models must not load torch
     from fake_cli import FakeModel
     from infer import LLM
     from path_cases import World
@@ -25,9 +25,9 @@ HARDWARE = "hardware: "  # a skip whose reason begins so is allowed in CI
 shapes.install()
 sys.path += [str(path) for path in Path(__file__).parent.iterdir() if path.is_dir()]  # for parts of other tests
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported: the kernels for GPUs run on the CPU
-os.environ["INFER_PREFIX_DISK"] = "0"  # what earlier tests asked is not found on disk
-os.environ["INFER_POISON"] = "1"  # pages of a cache that are handed out hold NaN: what was never written is never read
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a run in the background; processes of tests would inherit it
+os.environ["INFER_PREFIX_DISK"] = "0"  # prompts of earlier tests must not be found on disk
+os.environ["INFER_POISON"] = "1"  # new pages of a cache are filled with NaN, so that a read of unwritten values shows
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job: processes of tests would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -42,7 +42,7 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests are slow come first: a long one that came last would keep the other workers waiting."""
+    """Run files with slow tests first, because the other workers would wait for a long one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: ("integration" not in item.path.parts, item.path not in slow))
 
@@ -60,8 +60,8 @@ def _one_thread_per_worker() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_a_module_held_is_given_back(request: pytest.FixtureRequest) -> Generator[None, None, None]:
-    """Vocabularies and models in its caches, and what the C library keeps of them: workers grew to gigabytes."""
+def _free_caches_of_a_module(request: pytest.FixtureRequest) -> Generator[None, None, None]:
+    """Empty the caches of a module, and free the memory that the C library keeps: workers grew to gigabytes."""
     yield
     from infer.system.available_memory import give_back_freed
 
@@ -69,17 +69,17 @@ def _what_a_module_held_is_given_back(request: pytest.FixtureRequest) -> Generat
         if isinstance(value, _lru_cache_wrapper) and not value.__module__.startswith("infer"):
             value.cache_clear()
     gc.collect()
-    gc.freeze()  # what is left stays: no later collection looks at it again, which took half a second a module
+    gc.freeze()  # later collections skip the remaining objects, which took half a second per module
     give_back_freed()
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # libraries complain of what is still there at the end
+    gc.unfreeze()  # libraries report objects that still exist at the end
 
 
 @pytest.fixture(autouse=True)
-def _signals_as_they_were() -> Generator[None, None, None]:
-    """`infer.cli.main` ends with signals ignored, and processes that a later test starts would inherit that."""
+def _restore_signals() -> Generator[None, None, None]:
+    """Restore signals: `infer.cli.main` ignores them at its end, and processes of later tests would inherit that."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -100,7 +100,7 @@ def pytest_runtest_makereport(
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Modules are skipped by the same rule."""
+    """Apply the rule for skips to modules."""
     report = yield
     if report.skipped and os.environ.get("CI") == "true" and isinstance(report.longrepr, tuple):
         _fail_unless_hardware(report, report.longrepr[2])
@@ -114,12 +114,12 @@ def _fail_unless_hardware(report: pytest.TestReport | pytest.CollectReport, skip
         report.longrepr = f"{report.nodeid} was skipped, which CI does not allow: {reason}"
 
 
-# What many tests begin with. A module that needs another one of the same name defines it.
+# Fixtures of many tests. A module that needs another fixture of the same name defines its own.
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of random weights, with bytes as tokens."""
+    """Return the folder of a Llama with random weights, whose tokens are bytes."""
     from test_session import make_model
 
     return make_model(tmp_path_factory.mktemp("model"))
@@ -145,7 +145,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator["LLM"]:
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator["LLM"]:
-    """Return a reranker that is known by its name."""
+    """Return a reranker that is recognised by its name."""
     from infer import LLM
     from reranker_model import make_reranker_model
 
@@ -170,7 +170,7 @@ def labeller(tmp_path_factory: pytest.TempPathFactory) -> Iterator["LLM"]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> "World":
-    """Engines of a model of random weights, and what the definition answers."""
+    """Return engines of a model of random weights, with the answers of the definition."""
     from path_cases import make_world
 
     return make_world("llama", tmp_path_factory.mktemp("llama"))
@@ -186,7 +186,7 @@ def served(llm: "LLM") -> "Iterator[Served]":
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> "FakeModel":
-    """Return the model of a few lines that commands load in place of a real one."""
+    """Return the fake model that commands load in place of a real one."""
     from fake_cli import FakeModel
     from infer.cli import subcommands
 
@@ -197,7 +197,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> "FakeModel":
 
 @pytest.fixture(scope="session")
 def programs() -> "Iterator[Programs]":
-    """Return what runs programs that begin with torch and `infer` imported."""
+    """Return an object that runs programs in which torch and `infer` are already imported."""
     from programs import Programs
 
     made = Programs()
@@ -207,7 +207,7 @@ def programs() -> "Iterator[Programs]":
 
 @pytest.fixture
 def quick_interpreter() -> Iterator[None]:
-    from quick_interpreter import quick_interpreter  # loads Triton, which there may not be
+    from quick_interpreter import quick_interpreter  # it loads Triton, which may not be installed
 
     with quick_interpreter():
         yield

@@ -32,7 +32,7 @@ def closers_of(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def choose(bits: npt.NDArray[np.uint8], closers: list[list[int]], written: int, rng: random.Random) -> int:
-    """Any that is allowed; what ends something more often, the longer the text."""
+    """Return an allowed token. The longer the text, the more often it is one that closes something."""
     if rng.random() < 0.2 + written / 100:
         for ids in closers:
             if wanted := [i for i in ids if bits[i]]:
@@ -42,7 +42,7 @@ def choose(bits: npt.NDArray[np.uint8], closers: list[list[int]], written: int, 
 
 
 def walk(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, rng: random.Random, most: int = 1000) -> bytes:
-    """Return the text of random choices. Now and then it goes back some tokens, and on as before or elsewhere."""
+    """Return the text of random choices. Sometimes some tokens are undone, and the same or other ones follow."""
     written: list[int] = []
     closers = closers_of(tokenizer)
     for _ in range(most):
@@ -69,7 +69,7 @@ def walk(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, rng: ran
 
 
 def random_schema(rng: random.Random, depth: int, *, wide: bool) -> dict[str, Any]:
-    """`wide` uses every keyword that llguidance enforces, else those that every backend does."""
+    """Return a random schema. `wide` uses every keyword that llguidance enforces, not only those of all backends."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "literal string"]
     if depth:
         kinds += ["object", "array", "anyOf", "tuple"] * 2 + (["oneOf", "allOf", "ref"] if wide else [])

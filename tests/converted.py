@@ -63,7 +63,7 @@ _NORMS_PLUS_ONE = {"gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3
 
 
 def convert(folder: Path, path: Path, metadata: Mapping[str, Any] | None = None) -> Path:
-    """Write the file, with the metadata of a tokenizer, and with what follows the states of an embedding model."""
+    """Write the file, with the metadata of a tokenizer, and with the layers after an embedding model's states."""
     config = json.loads((folder / "config.json").read_text())
     family = config["model_type"]
     architecture = _ARCHITECTURES.get(family, family)
@@ -112,7 +112,7 @@ def convert(folder: Path, path: Path, metadata: Mapping[str, Any] | None = None)
 
 
 def _add_embedding(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
-    """Add the pooling and the dense layers of sentence-transformers' modules, and that there is no mask."""
+    """Add the pooling and the dense layers of sentence-transformers' modules, and the key for a missing mask."""
     if config.get("is_causal") is False:
         writer.add_causal_attention(False)
     if (folder / "1_Pooling").exists():
@@ -125,7 +125,7 @@ def _add_embedding(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]
 
 
 def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the tensors with those of experts under GGUF's names, stacked."""
+    """Return the tensors. Those of experts are stacked, under GGUF's names."""
     found, experts = dict[str, np.ndarray](), dict[str, dict[int, np.ndarray]]()
     for name, values in tensors.items():
         if match := _EXPERT.fullmatch(name):
@@ -157,7 +157,7 @@ def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
         elif name.endswith((".e_score_correction_bias", ".feed_forward.expert_bias")):
             found[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = values
         elif name.endswith("mlp.shared_expert_gate.weight"):
-            found[name] = values[0]  # one row, of which llama.cpp's files keep no axis
+            found[name] = values[0]  # one row: llama.cpp's files drop this axis
         elif name.endswith("conv.conv.weight"):
             found[name] = values.squeeze(1)
         else:
@@ -248,7 +248,7 @@ def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         if config["model_type"] in ("gemma3_text", *_GEMMA4, "mellum") or _sliding_rope(config) is not None:
             writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
-    if rope.get("rope_type") == "proportional":  # `_add_gemma4` has the rest
+    if rope.get("rope_type") == "proportional":  # `_add_gemma4` adds the other keys
         writer.add_rope_freq_base(rope["rope_theta"])
         return
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

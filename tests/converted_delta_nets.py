@@ -14,14 +14,14 @@ def add_delta_nets(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
     kinds = [kind == "linear_attention" for kind in config["layer_types"]]
     writer.add_full_attention_interval(4)
-    if kinds != [bool((layer + 1) % 4) for layer in range(len(kinds))]:  # older files have the interval alone
+    if kinds != [bool((layer + 1) % 4) for layer in range(len(kinds))]:  # older files have only the interval
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", kinds)
     if writer.arch != "qwen3next":
         writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def convert_delta_net(name: str, values: np.ndarray, config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return the tensors that a file has for one of a folder."""
+    """Return the tensors of a file for one tensor of a folder."""
     _, _, part = name.partition(".linear_attn.")
     if not part:
         return {name: values}

@@ -18,7 +18,7 @@ ARCHITECTURES = {
     "nomic_bert": "nomic-bert",
     "modernbert": "modern-bert",
 }
-# Of `transformers`' names in turn: the first that fits replaces.
+# Replacements in `transformers`' names: the first pattern that matches is used.
 _PARTS = {
     "embeddings.word_embeddings": "token_embd",
     "embeddings.tok_embeddings": "token_embd",

@@ -1,7 +1,7 @@
-"""Graphs whose work waits, as a device that is always busy: it runs when the host waits for it, and no earlier.
+"""Graphs whose work is deferred, as on a device that is always busy: it runs only when the host waits for it.
 
-What is copied to the host is seen after the wait for an event that was recorded behind the copy. Until then the host
-reads nonsense. A mirror that the host overwrites too early sends what is wrong.
+The host sees a copy after it has waited for an event that was recorded behind the copy. Until then it reads wrong
+values. If the host overwrites a mirror too early, wrong values are sent to the device.
 """
 
 from collections import deque
@@ -61,7 +61,7 @@ class DeferredGraphs(Graphs):
 
     @torch.inference_mode()
     def run(self, last: int | None = None) -> None:
-        """Run what was submitted, up to this number."""
+        """Run the submitted work up to this number."""
         while self._waiting and (last is None or self._waiting[0].number <= last):
             self._waiting.popleft().work()
 
@@ -83,7 +83,7 @@ class DeferredGraphs(Graphs):
 
     @torch.inference_mode()
     def wait_until(self, number: int) -> None:
-        """Run what was submitted, up to this number, and show its results."""
+        """Run the submitted work up to this number, and show its results to the host."""
         self.run(number)
         while self._hidden and self._hidden[0].number <= number:
             _, mirror, content = self._hidden.popleft()
@@ -109,7 +109,7 @@ class _Moment:
 
 
 def defer(patch: pytest.MonkeyPatch) -> DeferredGraphs:
-    """Let recordings for CUDA defer their work. What the host writes to the device waits its turn, as in a stream."""
+    """Let recordings for CUDA defer their work. Copies from the host to the device are ordered as in a stream."""
     graphs, select = DeferredGraphs(), SamplingColumns.select
 
     def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:

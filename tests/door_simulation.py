@@ -1,4 +1,4 @@
-"""Clients at the door of a simulated engine: who is refused comes back when it was told, a number of times."""
+"""Clients at the door of a simulated engine. A refused client retries several times, when it was told to."""
 
 import random
 from collections import defaultdict
@@ -15,7 +15,9 @@ from simulation import Machine, Request, Simulation
 
 @final
 class DoorSimulation:
-    """`told` are the seconds that each refused request was told, `predicted` the wait of each that was taken."""
+    """Requests at a door. `told` has the wait that each refused request was told, in seconds.
+
+    `predicted` has the predicted wait of each accepted request."""
 
     def __init__(
         self, machine: Machine, requests: list[Request], *, num_retries: int = 2, mean: float = 64.0, **limits: float
@@ -29,7 +31,7 @@ class DoorSimulation:
         self.taken_at: dict[Request, float] = {}
         self.told: defaultdict[Request, list[float]] = defaultdict(list)
         self.predicted: dict[Request, float] = {}
-        self.entries: dict[Request, Entry] = {}  # of those that have no token yet
+        self.entries: dict[Request, Entry] = {}  # entries of requests that have no token yet
 
     def run(self) -> None:
         random.seed(7)  # the door's jitter
@@ -64,7 +66,7 @@ class DoorSimulation:
             told = int(refused.headers["retry-after-ms"]) / 1000
             self.told[request].append(told)
             return told if len(self.told[request]) <= self.num_retries else inf
-        entry.submit()  # the engine has it from now on
+        entry.submit()  # from now on, the request is in the engine
         entry.close()
         self.taken_at[request], self.entries[request] = self.life.now, entry
         self.predicted[request] = self.door.wait_ratio.value * forecast.seconds_ahead(
@@ -77,5 +79,5 @@ class DoorSimulation:
         return [each for each in self.requests if each.ended_at is not None]
 
     def waits(self) -> list[float]:
-        """Return the time to the first token of each that was taken, from then on."""
+        """Return the time from acceptance to the first token of each accepted request."""
         return [(each.first_token_at or inf) - self.taken_at[each] for each in self.answered]

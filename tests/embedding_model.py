@@ -47,10 +47,10 @@ def make_embedding_model(
     is_normalized: bool = True,
     **prompts: Any,
 ) -> Any:
-    """Save a model without a head, and return the one of `transformers`.
+    """Save a model without a head, and return the model of `transformers`.
 
-    `flags` are for the tokenizer's config, `pooling` are the settings of that module, which else takes the last token.
-    Each dense layer has a size, a bias or none, and the name of an activation in torch.
+    `flags` are for the tokenizer's config. `pooling` has the settings of the pooling module, which takes the last token
+    by default. Each dense layer is given by its size, True if it has a bias, and the name of an activation in torch.
     """
     make_qwen3(folder)
     model = AutoModel.from_pretrained(folder).eval()
@@ -74,7 +74,7 @@ def make_embedding_model(
 
 
 def write_modules(folder: Path, kinds: Sequence[str]) -> None:
-    """Write the list of modules, each with a folder named after its place and kind; the first has none."""
+    """Write the list of modules. Each has a folder named after its index and kind, except for the first."""
     modules = []
     for place, kind in enumerate(kinds):
         path = f"{place}_{kind}" if place else ""

@@ -101,7 +101,7 @@ def config_of(encoder: Encoder, **settings: Any) -> Any:
 
 
 def make_encoder(encoder: Encoder, folder: Path, **settings: Any) -> Any:
-    """Save a model with random weights, norms and biases included, and return it. With `id2label` it labels texts."""
+    """Save a model with random weights, norms and biases, and return it. With `id2label` it is a classifier."""
     torch.manual_seed(0)
     config = config_of(encoder, **settings)
     kind = AutoModelForSequenceClassification if "id2label" in settings else AutoModel

@@ -28,9 +28,9 @@ SENTENCES = [
 ]
 BERT_NAMES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 XLMR_NAMES = ("<s>", "<pad>", "</s>", "<unk>")
-# The decoder's replacements, and words that it must leave alone.
+# Texts that the decoder replaces, and similar words that it must not change.
 _WORDS = ["n't", "'m", "'s", "'ve", "'re", "...", "?!", "'", "\u0301"]
-# Pieces of characters that are unknown alone. "Þð🙂" is "Þð" and an unknown one if the worst score is -12.
+# Pieces whose single characters are unknown. If the worst score is -12, "Þð🙂" is "Þð" and an unknown token.
 _RARE_PIECES = [("🙂🙃🙂", -3.0), ("Þ", -12.0), ("ð🙂", -12.0), ("Þð", -1.0)]
 _CHARSMAP = {
     "\t": " ", "\n": " ", "\r": " ", "\u3000": " ", "\xa0": " ", "\u200b": " ", "Ａ": "A", "ﬁ": "fi", "½": "1⁄2",
@@ -39,7 +39,7 @@ _CHARSMAP = {
 
 
 def make_bert_folder(folder: Path, *, lowercase: bool = True, **settings: Any) -> Any:
-    """Save a tokenizer, with the truncation and padding of sentence-transformers, and return that of `transformers`."""
+    """Save a tokenizer with sentence-transformers' truncation and padding, and return that of `transformers`."""
     normalizer, cutter = normalizers.BertNormalizer(lowercase=lowercase), pre_tokenizers.BertPreTokenizer()
     cut = [cutter.pre_tokenize_str(normalizer.normalize_str(sentence)) for sentence in SENTENCES]
     words = [word for found in cut for word, _ in found]

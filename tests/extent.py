@@ -1,4 +1,4 @@
-"""How much is tried of what could be tried for ever: a part of it, or with INFER_TESTS=all the whole."""
+"""The extent of tests with very many cases: they run a part of the cases, or with INFER_TESTS=all each one."""
 
 import os
 

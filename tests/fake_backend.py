@@ -1,4 +1,4 @@
-"""A device of our own, as small as one can be: plain torch under other names, which counts what it is asked."""
+"""The smallest device of a third party: plain torch under other names, which counts calls of its kernels."""
 
 from collections import Counter
 from types import ModuleType

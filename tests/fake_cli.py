@@ -1,4 +1,4 @@
-"""The `infer` command with a model of a few lines in place of a real one: `python fake_cli.py chat …`.
+"""The `infer` command with a fake model of a few lines: `python fake_cli.py chat …`.
 
 It answers word by word with what it was asked and how. A prompt that says "slow" takes a while per word, "long" does
 not fit, "broken" fails. The file that $FAKE_BEGUN names appears with the first word.
@@ -34,12 +34,12 @@ OnProgress = Callable[[int, int], None]
 OnResult = Callable[[int, GenerationResult], None]
 OnToken = Callable[[int, str], bool | None]
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-# Where calls are checked, which is where torch is loaded, the fake passes for the class that annotations name.
+# If torch is loaded, calls are checked. Then the fake is registered as the class that annotations name.
 LLM = sys.modules["infer.llm"].LLM if "shapes" in sys.modules and "infer.llm" in sys.modules else None
 
 
 class FakeModel:
-    """Says `echo: PROMPT`, a word a token, and shows its parameters where the prompt says "params"."""
+    """Answers `echo: PROMPT`, one word per token, and shows its parameters if the prompt contains "params"."""
 
     max_seq_len = 100
     can_chat = True
@@ -168,7 +168,7 @@ class FakeModel:
         prompt_ids: Sequence[int] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> SampleTrace:
-        """Three tokens, of which top-k drops one; the prompt and the parameters are shown as the text before."""
+        """Return a trace of three tokens, of which top-k drops one. Its text before shows prompt and parameters."""
         if "long" in prompt:
             raise ContextLengthError("the prompt has 101 tokens and the context holds 100")
         assert params is not None
@@ -192,7 +192,7 @@ class FakeModel:
 
 
 class FakeSession:
-    """Answers as its model does. A saved one is its note."""
+    """Answers as its model does. Its file has only its note."""
 
     def __init__(self, model: FakeModel) -> None:
         self.model, self.messages, self.token_ids = model, list[dict[str, Any]](), list[int]()

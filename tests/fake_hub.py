@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """`repositories` by name: the bytes of each file. What is asked for is written down in `requests`."""
+    """A hub. `repositories` has the bytes of each file, by repository. `requests` records the requested paths."""
 
     repositories: Mapping[str, Mapping[str, bytes]]
     gated: frozenset[str] = frozenset()
@@ -24,7 +24,7 @@ class FakeHub:
 
     @property
     def downloads(self) -> list[str]:
-        """Files of which the content was sent."""
+        """The files whose content was sent."""
         return [request.rpartition("/resolve/")[2].partition("/")[2] for request in self.requests if " GET " in request]
 
 

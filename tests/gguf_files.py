@@ -21,7 +21,7 @@ def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def random_tensors(architecture: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return one layer, as Hugging Face has it, under GGUF's names."""
+    """Return the tensors of one layer in Hugging Face's layout, under GGUF's names."""
     noise = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
@@ -60,7 +60,7 @@ def write_model(
     kv_heads: int | None = KV_HEADS,
     num_layers: int = 1,
 ) -> Path:
-    """Write a model. With `split_tensors` it is several files of so many tensors each, named by the package."""
+    """Write a model. With `split_tensors`, it has several files of that many tensors, with the package's names."""
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_tensors)
     writer.add_block_count(num_layers)
     writer.add_context_length(128)
@@ -97,7 +97,7 @@ def key_value(key: bytes | str, type_id: int, value: bytes) -> bytes:
 
 
 def tensor_entry(name: bytes | str, shape: tuple[int, ...], type_id: int, offset: int) -> bytes:
-    """`shape` in the order of the file: columns first."""
+    """Return a tensor's entry in the header. `shape` is in the order of the file: columns first."""
     sizes = struct.pack(f"<{len(shape)}Q", *shape)
     return text(name) + struct.pack("<I", len(shape)) + sizes + struct.pack("<IQ", type_id, offset)
 
@@ -124,6 +124,6 @@ def read_bytes(folder: Path, content: bytes) -> GGUFFile:
     return read_gguf(path)
 
 
-ONE = tensor_entry("a", (8,), 0, 0)  # eight float32
+ONE = tensor_entry("a", (8,), 0, 0)  # eight float32 values
 TWO = tensor_entry("b", (8,), 0, 32)
 U32 = struct.pack("<I", 7)

@@ -1,9 +1,9 @@
-"""Compiles `attend_chunks` and prints as JSON what `test_attention_code` asks of its code. Needs no GPU.
+"""Compiles `attend_chunks` and prints facts of its code as JSON, for `test_attention_code`. Needs no GPU.
 
     python gpu_attention_code.py          for some types and sizes
     python gpu_attention_code.py all      for every type and size, and GPUs of AMD
 
-A program of its own: in the tests' process Triton interprets.
+It is a separate program, because in the tests' process Triton interprets kernels.
 """
 
 import json
@@ -39,7 +39,7 @@ def blocks(kv_type: str) -> Blocks:
 
 
 def attention_kernel(kv_type: str, dim: int, target: str | int) -> CompiledKernel:
-    """32 heads on 8."""
+    """Return the kernel for 32 query heads and 8 key heads."""
     size, options = triton.next_power_of_2(dim), tuning_of(triton.next_power_of_2(dim), kv_type)
     arguments = {
         **dict.fromkeys(("near", "far", "out"), "*fp32!"), "rows": "*i64!", "positions": "*i64!",
@@ -54,7 +54,7 @@ def attention_kernel(kv_type: str, dim: int, target: str | int) -> CompiledKerne
 
 
 def turn_of(kernel: CompiledKernel) -> dict[str, int]:
-    """Return how often each instruction of the device occurs in the innermost loop that multiplies: in one turn."""
+    """Return how often each instruction of the device occurs in one turn of the innermost loop that multiplies."""
     (listing,) = cuobjdump(kernel, "-sass")
     code = [(int(found[1], 16), found[2]) for line in listing.splitlines() if (found := ADDRESS.match(line))]
     index = {address: at for at, (address, _) in enumerate(code)}

@@ -4,7 +4,7 @@ instructions in the tiles that `check_gpu` compares; of the others registers, sp
     python gpu_code.py          for some types and sizes
     python gpu_code.py all      for every type, size and architecture
 
-A program of its own: in the tests' process Triton interprets.
+It is a separate program, because in the tests' process Triton interprets kernels.
 """
 
 import json

@@ -43,8 +43,10 @@ LISTED = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)")
 def compiled(
     kernel: triton.JITFunction, arguments: dict[str, Any], target: str | int = 90, num_warps: int = 4, **options: Any
 ) -> CompiledKernel:
-    """`arguments`: Triton's names of their types, constants, tuples of both. Pointers and sizes that end with "!" are
-    multiples of 16."""
+    """Compile a kernel. `arguments` has Triton's names of types, constants, and tuples of both.
+
+    A pointer or a size whose type ends with "!" is a multiple of 16.
+    """
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
 
@@ -67,8 +69,10 @@ def compiled(
 
 
 def code_of(kernel: CompiledKernel, *, is_listed: bool = False) -> dict[str, Any]:
-    """Resources, and how often each instruction of PTX occurs: in all, and in the shortest loop that multiplies. If
-    listed, also how often each instruction of the device itself does, which takes half a second."""
+    """Return resources, and counts of PTX instructions: of the whole kernel, and of its shortest loop that multiplies.
+
+    With `is_listed`, also count the device's own instructions, which takes half a second.
+    """
     usage, *listing = cuobjdump(kernel, "--dump-resource-usage", *(["-sass"] if is_listed else []))
     resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     lines = kernel.asm["ptx"].splitlines()
@@ -103,9 +107,9 @@ def cuobjdump(kernel: CompiledKernel, *flags: str) -> Iterator[str]:
 
 
 def has_wide_offsets(code: str) -> bool:
-    """Return True if every address is an argument's plus a 64-bit offset. A norm's weights may have shorter ones."""
+    """Return True if every address is an argument plus a 64-bit offset. Offsets of a norm's weights may be shorter."""
     wide, bases = set(), dict[str, str]()
-    for line in code.splitlines():  # names are used again after a loop
+    for line in code.splitlines():  # a name may have another meaning after a loop
         if step := re.search(r"(%\w+) = tt\.(addptr|splat|broadcast|expand_dims|bitcast|reshape) (%\w+)(.*)", line):
             name, operation, source, types = step.groups()
             bases[name] = bases.get(source, source)
@@ -154,18 +158,18 @@ def matrix_of(type_: str, unit: str) -> Matrix:
 
 
 def scale_types(type_: str) -> tuple[str, str]:
-    """Return the types of the scales of blocks, and of those above them."""
+    """Return the types of the scales of blocks, and of the scales of these scales."""
     scale = {"MXFP4": "*bf16!", "NVFP4": "*fp16!"}.get(type_, "*i8!" if LAYOUTS[type_].scales_per_block else "*fp16!")
     return scale, "*fp16!" if BLOCK_FIELDS[type_].factor == 1 else "*fp32!"
 
 
 def one_each() -> list[str]:
-    """Return a type for each code of kernels, which tables of other values do not change."""
+    """Return one type per kernel code. Types that differ only in their table have the same code."""
     return [*{constants_without_table(name): name for name in QUANTIZED}.values()]
 
 
 def constants_without_table(type_: str) -> Layout:
-    """Return the layout as kernels are compiled for it, but for the values of its table."""
+    """Return the constants with which kernels are compiled for a layout, without the values of its table."""
     return replace(LAYOUTS[type_], type="", table=LAYOUTS[type_].table and (0,))
 
 
@@ -192,7 +196,7 @@ def matmul_code(type_: str, target: str | int, gate: str = "") -> CompiledKernel
 
 
 def dense_code(type_: str, target: str | int, gate: str = "", size: int = -1) -> CompiledKernel:
-    """`size`: the place of the tile in `TILES`."""
+    """Return the code of a product with dense weights. `size` is the index of the tile in `TILES`."""
     form, shared_bytes = FORMS[type_], SHARED_BYTES.get(target, 65_536)
     tile: DenseTile = TILES[form][size]
     planes = {"F32": "*fp32!", "F16": "*fp16!", "BF16": "*bf16!"}[type_]

@@ -14,12 +14,12 @@ from triton.runtime.interpreter import InterpretedFunction
 
 class Launch(NamedTuple):
     kernel: str
-    variant: tuple[Any, ...] = ()  # what Triton compiles a kernel anew for: types, constants, alignment of pointers
+    variant: tuple[Any, ...] = ()  # Triton compiles one kernel per variant: types, constants, alignment of pointers
 
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Results are whatever memory holds."""
+    """Record launches. No kernel runs, so results are uninitialised memory."""
     launches = list[Launch]()
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

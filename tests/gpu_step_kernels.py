@@ -27,7 +27,7 @@ _TAKE = {**dict.fromkeys(("tokens", "starts", "token_ids"), "*i64!"), "size": "i
 
 
 def rotation_kernel(kv_type: str, dim: int, target: int) -> CompiledKernel:
-    """32 heads on 8."""
+    """Return the kernel for 32 query heads and 8 key heads."""
     arguments = {
         **dict.fromkeys(("qkv", "near", "far"), "*fp32!"), "rows": "*i64!", "positions": "*i64!",
         "cache": blocks(kv_type), "items": Items("*i32!", "*i32!"), "capacity": "i32", "num_slots": "i32",

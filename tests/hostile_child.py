@@ -1,4 +1,4 @@
-"""Reads thousands of bad files in a process of its own, where the checks of shapes neither slow nor bloat it.
+"""Reads thousands of bad files in its own process, where checks of shapes need no time and no memory.
 
 `python hostile_child.py FOLDER MODE…`: one line of JSON says for each mode how many files were read and how many
 refused, what escaped, the largest CPU time of one file, and how much memory, how many threads, descriptors and maps of
@@ -31,7 +31,7 @@ NUM_FLIPS = usual_or_all(1500, 10_000)
 
 
 def json_of_any_kind(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
-    """Every place of a JSON file holds every wrong kind of value."""
+    """Yield files of JSON: in each, one place has a value of a wrong kind."""
     write_folder(folder)
     good = json.loads((folder / name).read_text())
     for place in places(good):
@@ -52,7 +52,7 @@ def gguf_of_any_kind(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def truncated(folder: Path) -> Iterator[tuple[str, Path]]:
-    """At every byte of the headers of both formats."""
+    """Yield files of both formats that are truncated, one for every byte of their headers."""
     path = write_gguf(folder / "model.gguf", hostile_files.SMALL_VOCABULARY)
     yield from _cut(path, path, path.read_bytes().index(b"\0" * 32))
     model = write_folder(folder / "model")
@@ -90,7 +90,7 @@ def flipped(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def refused_again_and_again(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield a thousand times the same few faults, at every stage of loading."""
+    """Yield the same few faults a thousand times, in every stage of loading."""
     faults: list[dict[str, Any]] = [
         {"config_json": b"{"},
         {"tokenizer_json": b"{"},
@@ -156,12 +156,12 @@ def report(mode: str, folder: Path) -> dict[str, Any]:
 def explain_and_read(path: Path) -> None:
     with suppress(InferError):
         explain(path).to_json()
-    with suppress(Exception):  # the caller has looked at what is raised
+    with suppress(Exception):  # the caller has already checked the error
         read_everything(path)
 
 
 def prompts_of_any_kind(folder: Path) -> dict[str, Any]:
-    """Return what a small model does with prompts that a program may pass by mistake."""
+    """Return the results of a small model for prompts that a program may pass by mistake."""
     llm = LLM(write_folder(folder))
     deep: list[Any] = []
     for _ in range(5000):

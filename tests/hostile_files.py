@@ -1,4 +1,4 @@
-"""A small model as a folder and as a GGUF file, and what hostile or careless hands make of them."""
+"""A small model as a folder and as a GGUF file, and hostile or careless changes of both."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from infer.model.from_checkpoint import load_tokenizer
 from infer.model.tensors import check_tensors
 from infer.tokenizer import Tokenizer
 
-NUM_TOKENS = 258  # of the GGUF file: bytes, "ab" and the end of a turn; the folder's has one more
+NUM_TOKENS = 258  # tokens of the GGUF file: bytes, "ab" and the end of a turn; the folder has one more
 VOCAB_SIZE = 262  # rows of the embedding
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -68,8 +68,10 @@ def tensors() -> dict[str, Tensor]:
 
 
 def write_folder(folder: Path, **files: Any) -> Path:
-    """`files` replace those of a good model: `config_json=…` is bytes, a value to dump as JSON, a path to link to, or
-    None where there is no such file."""
+    """Write a folder in which `files` replace files of a good model.
+
+    `config_json=…` is bytes, a value to dump as JSON, a path to link to, or None to leave out the file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_byte_tokenizer(folder, merges=[("a", "b")], chat_template="{{ messages[0].content }}")
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -162,7 +164,7 @@ def _little(value: int, size: int) -> bytes:
     return value.to_bytes(size, "little", signed=value < 0)
 
 
-# A header of which each byte can be tried.
+# A header that is short enough to change each byte.
 SMALL_VOCABULARY = {
     "tokenizer.ggml.tokens": gguf_texts(["a", "b", "ab", "<e>"]),
     "tokenizer.ggml.token_type": gguf_numbers([1, 1, 1, 3]),
@@ -187,7 +189,7 @@ GGUF_KINDS: dict[str, bytes] = {
 
 
 def read_everything(path: Path) -> Tokenizer:
-    """Read and check all that loading does before a weight is packed, and encode a text there and back."""
+    """Read and check a model as loading does before it packs a weight, and encode and decode a text."""
     checkpoint = read_network(path)
     tokenizer = load_tokenizer(checkpoint)
     use(tokenizer)
@@ -207,7 +209,7 @@ def read_network(path: Path) -> Checkpoint:
 def use(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Hello, 12 世界 <eos>\0")
     tokenizer.decode(ids)
-    with suppress(InvalidRequestError):  # few tokenizers have a form for pairs
+    with suppress(InvalidRequestError):  # few tokenizers have a format for pairs
         tokenizer.encode_pair("Hello", "12 世界")
     detokenizer = tokenizer.make_detokenizer()
     for token_id in ids:

@@ -1,4 +1,4 @@
-"""Schemas, patterns, grammars and choices made to hang, crash or confuse whoever compiles them: (kind, name) → text."""
+"""Schemas, patterns, grammars and choices made to hang, crash or confuse a compiler: (kind, name) → text."""
 
 import json
 import resource
@@ -27,7 +27,7 @@ def _optional(count: int) -> dict[str, Any]:
 
 
 def _doubling(keyword: str, depth: int) -> dict[str, Any]:
-    """Return definitions that each name the one before twice: 2 ** depth when written out."""
+    """Return definitions that each use the one before twice, so that the text has 2 ** depth parts."""
     definitions: dict[str, Any] = {"d0": {"type": "integer"}}
     for i in range(depth):
         definitions[f"d{i + 1}"] = {keyword: [{"$ref": f"#/$defs/d{i}"}, {"$ref": f"#/$defs/d{i}"}]}
@@ -46,7 +46,7 @@ def _string(**keywords: Any) -> dict[str, Any]:
 
 
 def _stored() -> Iterator[Hostile]:
-    """Yield those of a file. A schema is an object of JSON, or a text that is none."""
+    """Yield the grammars of a file. A schema is a JSON object, or a text that is not JSON."""
     for kind, texts in json.loads(STORED.read_text(encoding="utf-8")).items():
         for name, text in texts.items():
             yield kind, name, text if isinstance(text, str) else json.dumps(text)
@@ -162,11 +162,11 @@ def all_hostile() -> list[Hostile]:
 
 
 def main(backend: str, folder: str) -> None:
-    """Prints what became of each, as lines of JSON, and then the memory that it took, in MiB: a program for tests."""
+    """Print the result of each grammar as a line of JSON, then the memory used in MiB. Tests run it as a program."""
     tokenizer = Tokenizer.from_folder(Path(folder))
     compiler = make_compiler(tokenizer, backend=backend)
     mask = np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)
-    compiler.compile(Grammar("regex", "a"))  # what the libraries themselves need is not counted
+    compiler.compile(Grammar("regex", "a"))  # the memory of the libraries themselves is not counted
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for kind, name, text in all_hostile():
         problem = ""

@@ -16,6 +16,6 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def until_idle(served: Served) -> None:
-    """Fails where a sequence goes on though nobody asks."""
+    """Wait until no sequence is active. Fails if one continues although no client waits for it."""
     engine = served.state.llm().llm._opened.engine
     until(lambda: not engine.snapshot().sequences)

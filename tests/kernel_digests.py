@@ -4,7 +4,7 @@
     python tests/kernel_digests.py Q4_K attend           the cases whose names begin so
     INFER_ISA=avx2 python tests/kernel_digests.py        by another instruction set
 
-Inputs are whole numbers divided by powers of two, so that no library of mathematics takes part in them.
+Inputs are whole numbers divided by powers of two, so that they do not depend on a library of mathematics.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ DRAWN = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=7)
 
 
 def numbers(rng: np.random.Generator, *shape: int) -> Tensor:
-    """Whole multiples of 1/1024 in [-4, 4)."""
+    """Return whole multiples of 1/1024 in [-4, 4)."""
     return torch.from_numpy(rng.integers(-4096, 4096, shape).astype(np.float32) / 1024)
 
 
@@ -89,7 +89,7 @@ def products(type_: str, precision: ops.Precision) -> Iterator[Tensor]:
 
 
 def prompt(type_: str, precision: ops.Precision) -> Iterator[Tensor]:
-    """Products of enough rows and tokens for strips of unpacked weights, three of them, and a panel after them."""
+    """Yield products with enough rows and tokens for three strips of unpacked weights and a panel after them."""
     rng = np.random.default_rng(11)
     columns = 264 if type_ in FLOATS else 1280
     weight = ops.prepare(Projection((sized(rng, type_, 9 * 16, columns),)), CPU, precision)
@@ -102,7 +102,7 @@ def embedding(type_: str) -> Iterator[Tensor]:
 
 
 def attention(kv_type: str, *, has_gates: bool = False, window: int = 100) -> Iterator[Tensor]:
-    """Prompts, tokens and drafts of two rows, the second with a window."""
+    """Yield the results for prompts, tokens and drafts of two rows, the second with a window."""
     rng = np.random.default_rng(3)
     rope = RopeTable(numbers(rng, 1, 512, 32) / 4, numbers(rng, 1, 512, 32) / 4)
     gates = 10 * 64  # their first column
@@ -129,7 +129,7 @@ def activation(name: Any) -> Iterator[Tensor]:
 
 
 def experts(type_: str, scores: Any) -> Iterator[Tensor]:
-    """Six experts, of which each token chooses two, and a shared one."""
+    """Yield the results of a shared expert and of six others, of which each token chooses two."""
     rng, count, hidden, inner = np.random.default_rng(6), 6, 256, 64
 
     def stacked(rows: int, columns: int, kind: str) -> Projection:
@@ -158,7 +158,7 @@ def experts(type_: str, scores: Any) -> Iterator[Tensor]:
 
 
 def experts_with_norms() -> Iterator[Tensor]:
-    """Experts beside an MLP, as Gemma 4 has them."""
+    """Yield the results of experts in parallel to an MLP, as in Gemma 4."""
     rng, count, hidden, inner = np.random.default_rng(8), 6, 256, 64
 
     def ready(*parts: StoredWeight) -> Projection:
@@ -191,7 +191,7 @@ def experts_with_norms() -> Iterator[Tensor]:
 
 
 def per_layer_inputs(type_: str) -> Iterator[Tensor]:
-    """Inputs of three layers from a table in a file, and a layer's gate."""
+    """Yield the inputs of three layers from a table in a file, and the result of a layer's gate."""
     rng, num_layers, dim, hidden, vocab = np.random.default_rng(9), 3, 256, 128, 20
     whole = sized(rng, type_, vocab, num_layers * dim)
     with tempfile.TemporaryFile() as file:
@@ -245,7 +245,7 @@ def tokens() -> Iterator[Tensor]:
 
 
 def cases() -> Iterator[tuple[str, Iterator[Tensor]]]:
-    """By name, not yet computed."""
+    """Return the cases by name. They are not computed yet."""
     for type_ in BLOCK_TYPES:
         yield f"{type_} exact", products(type_, "exact")
         if type_ not in FLOATS:

@@ -1,4 +1,4 @@
-"""The blocks of one layer as tests of kernels want them: each row's pages one behind the other, the rows too."""
+"""The cache of one layer for tests of kernels: the pages of each row follow each other, and so do the rows."""
 
 import torch
 
@@ -12,7 +12,7 @@ PAGE_TOKENS = 64
 def make_layer(
     heads: Heads, rows: int, capacity: int, kv_type: str = "f32", *, window: int | None = None, fill: int = 0
 ) -> LayerCache:
-    """`fill` is every byte of it."""
+    """Return the cache of a layer. Each of its bytes is `fill`."""
     per_row = -(-capacity // PAGE_TOKENS)
     none = torch.zeros(rows, dtype=torch.int64)
     table = torch.arange(rows * per_row).view(rows, per_row)

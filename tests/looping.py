@@ -23,7 +23,7 @@ def loop_of(engine: Engine) -> Loop:
 
 
 def until_freed() -> None:
-    """Wait until the models that were dropped are freed: their loops' threads do it."""
+    """Wait until the threads of dropped models have freed them."""
     gc.collect()
     living = {each._thread for each in loop_module._living}
     for thread in threading.enumerate():
@@ -33,7 +33,7 @@ def until_freed() -> None:
 
 @contextmanager
 def beside(calls: Iterable[Callable[[], object]]) -> Iterator[None]:
-    """Run each call on a thread of its own beside what follows, and raise the first exception of any of them."""
+    """Run each call on its own thread during the body of `with`, and raise the first exception of any thread."""
     raised = list[BaseException]()
 
     def run(call: Callable[[], object]) -> None:

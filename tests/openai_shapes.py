@@ -1,4 +1,4 @@
-"""OpenAI's own schemas (MIT, beside their licence in `data/`), and whether what a server sent is valid by them."""
+"""Check answers of a server against OpenAI's own schemas, which are in `data/` with their licence (MIT)."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ DATA = Path(__file__).parent / "data" / "openai-schemas.json"
 def _components() -> dict[str, Any]:
     """Return OpenAI's schemas, with the nulls that OpenAI sends although its schemas lack them.
 
-    They are the first token of an echoed prompt, and fields of chunks that only the last chunk fills.
+    Nulls are the log-probability of an echoed prompt's first token, and fields that only the last chunk fills.
     """
     components = json.loads(DATA.read_text(encoding="utf-8"))["components"]
     schemas = components["schemas"]
@@ -57,7 +57,7 @@ def events(stream: str) -> Iterator[Any]:
 
 
 def named_events(stream: str) -> Iterator[Any]:
-    """Yield the data of events that have names, those of `/v1/responses`: numbered, and without [DONE]."""
+    """Yield the data of the named events of `/v1/responses`, which are numbered and do not end in [DONE]."""
     for number, block in enumerate(filter(None, stream.split("\n\n"))):
         name, data = block.split("\n")
         found = json.loads(data.removeprefix("data: "))

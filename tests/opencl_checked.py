@@ -1,4 +1,4 @@
-"""Every OpenCL kernel once in Oclgrind, which reports each access out of bounds and each race: a process of its own.
+"""Runs every OpenCL kernel once in Oclgrind, which reports accesses out of bounds and races. It is a separate program.
 
 python tests/opencl_checked.py            nothing is reported
 python tests/opencl_checked.py bounds     a kernel that writes past its buffer is added; `race` adds a race
@@ -44,7 +44,7 @@ PLANTED = {
 
 
 def check_projections(type_: str, precision: ops.Precision) -> None:
-    """Rows that fill no group, and fewer tokens than a work item takes."""
+    """Run products whose rows do not fill a group, with fewer tokens than a work item takes."""
     weight, x, norm = make_weight(type_, 40, 256), torch.randn(3, 256), Norm(torch.rand(256), 1e-5)
     projection = ops.prepare(Projection((weight,), torch.zeros(40)), CPU, precision)
     ops.embed(projection.parts[0], torch.tensor([0, 39]), 1.0)
@@ -55,7 +55,7 @@ def check_projections(type_: str, precision: ops.Precision) -> None:
 
 
 def check_attention(kv_type: str, dim: int) -> None:
-    """Windows, sinks and queries of their own for these, in two chunks, page by page."""
+    """Run attention with windows, sinks and their separate queries, in two chunks, page by page."""
     angles = torch.rand(1, 64, dim // 2)
     rope = RopeTable(angles.cos(), angles.sin())
     heads = Heads(2, 1, dim, 1.0, rope, Norm(torch.rand(dim), 1e-5), Norm(torch.rand(dim), 1e-5), 20.0)

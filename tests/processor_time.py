@@ -8,9 +8,9 @@ _TRIES = 5
 
 
 def least_processor_seconds(call: Callable[[], object], enough: float) -> float:
-    """Return the least processor time of up to five calls; the first that takes less than `enough` is the last.
+    """Return the least processor time of up to five calls. A call that takes less than `enough` is the last.
 
-    The collector of garbage does not run meanwhile: it looks at all that earlier tests have left.
+    The garbage collector does not run meanwhile, because it would visit all objects of earlier tests.
     """
     least, was_enabled = float("inf"), gc.isenabled()
     gc.disable()

@@ -1,6 +1,6 @@
 """Programs in forks of a process that has imported torch and `infer`, which takes longer than most programs do.
 
-Each has an interpreter's whole life to its end: its own streams, signals, functions of `atexit` and finalizers.
+Each runs as a program does, to the interpreter's end: its own streams, signals, functions of `atexit` and finalizers.
 """
 
 import json
@@ -46,7 +46,7 @@ class Programs:
         )
 
     def run(self, code: str, *arguments: object, seconds: float = LIMIT_SECONDS) -> subprocess.CompletedProcess[str]:
-        """Return how `python -c CODE ARGUMENTS` ends, and what it writes. One that hangs says where on stderr."""
+        """Run `python -c CODE ARGUMENTS`. Return status and output. If it hangs, it prints its stack on stderr."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         asked = {"code": code, "arguments": [str(each) for each in arguments], "seconds": seconds}

@@ -1,4 +1,4 @@
-"""Folders as GPTQ, AWQ and other methods publish them, made of a folder of floats, and the numbers that they mean.
+"""Folders of GPTQ, AWQ and other methods, made from a folder of floats, and the numbers that they stand for.
 
 Each `pack` follows the layout that the method publishes, code by code. `values` are computed from codes, zero points
 and scales before they are packed, so they do not depend on how anything is unpacked.
@@ -20,15 +20,15 @@ _IN_FLOATS = ("lm_head", "model.layers.0.mlp.down_proj")  # modules that are not
 
 
 class Packed(NamedTuple):
-    tensors: dict[str, Tensor]  # of a module, by the last part of their names
-    values: Tensor  # what they mean, in float32
+    tensors: dict[str, Tensor]  # tensors of a module, by the last part of their names
+    values: Tensor  # the values that they stand for, in float32
 
 
 class Method(NamedTuple):
     name: str
     config: dict[str, Any]
     pack: Callable[[Tensor], Packed]
-    type: str  # in which the kernels hold the matrix
+    type: str  # type in which the kernels store the matrix
     key: str = "quantization_config"
 
     @property
@@ -125,7 +125,7 @@ def awq(group_size: int) -> Callable[[Tensor], Packed]:
 def packed_integers(
     bits: int, group_size: int, *, is_symmetric: bool, has_order: bool = False
 ) -> Callable[[Tensor], Packed]:
-    """compressed-tensors' `pack-quantized`: codes and zero points with half of their range added."""
+    """Return a function that packs as `pack-quantized`, which adds half of the range to codes and zero points."""
 
     def pack(weight: Tensor) -> Packed:
         size = group_size or weight.shape[1]
@@ -146,7 +146,7 @@ def packed_integers(
 
 
 def plain_integers(*, is_symmetric: bool) -> Callable[[Tensor], Packed]:
-    """compressed-tensors' `int-quantized`: signed bytes, with a scale per row."""
+    """Return a function that packs as `int-quantized` of compressed-tensors: signed bytes, with one scale per row."""
 
     def pack(weight: Tensor) -> Packed:
         found = quantized(weight, 8, weight.shape[1], is_symmetric=is_symmetric)
@@ -172,7 +172,7 @@ def integers(bits: int, group_size: int | None, *, is_symmetric: bool) -> dict[s
 
 
 def fp8(block: tuple[int, int] | None, name: str, dtype: torch.dtype) -> Callable[[Tensor], Packed]:
-    """FP8 with a scale per block, or with `(1, 0)` one per row; None: one of the matrix."""
+    """Return a function that packs as FP8. A block of `(1, 0)` is a row, and None is the whole matrix."""
 
     def pack(weight: Tensor) -> Packed:
         rows, columns = block or (len(weight), weight.shape[1])
@@ -202,7 +202,7 @@ def _fp4_codes(scaled: Tensor) -> Tensor:
 
 
 def nvfp4(names: tuple[str, str], *, divides: bool) -> Callable[[Tensor], Packed]:
-    """FP4 with an FP8 scale per 16 columns and a factor of the matrix. names: of the codes and of the factor."""
+    """Return a function that packs as FP4, with FP8 scales and a factor. `names` are those of codes and factor."""
 
     def pack(weight: Tensor) -> Packed:
         parts = weight.reshape(len(weight), -1, 16)
@@ -368,14 +368,14 @@ METHODS = (
 
 
 def is_quantised(name: str, tensor: Tensor) -> bool:
-    """Return True for the matrices of attention and feed-forwards. The first layer's down stays in floats."""
+    """Return True for the matrices of attention and feed-forwards, except for the first layer's down."""
     return name.endswith("_proj.weight") and tensor.dim() == 2 and name.removesuffix(".weight") not in _IN_FLOATS
 
 
 def write_quantised(
     floats: Path, folder: Path, pack: Callable[[Tensor], Packed], config: dict[str, Any], key: str
 ) -> dict[str, Tensor]:
-    """Write the folder of floats with its matrices packed, and return all tensors as the numbers that they mean."""
+    """Write the folder of floats with its matrices packed, and return the values that all tensors stand for."""
     shutil.copytree(floats, folder, dirs_exist_ok=True)
     tensors = load_file(floats / "model.safetensors")
     meant = dict(tensors)

@@ -1,4 +1,4 @@
-"""Triton's interpreter repeats much work for each operation of a kernel; here it is done once, with the same results.
+"""Make Triton's interpreter faster: work that it repeats for each operation is done once, with the same results.
 
 Products of matrices are summed in one order. NumPy's BLAS rounds by the shape of the matrices on some CPUs.
 """
@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Run kernels without NumPy's warnings: arithmetic with infinities means nothing bad to a kernel."""
+    """Run kernels without NumPy's warnings, because arithmetic with infinities is normal in a kernel."""
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         _prepare_once_a_launch(patch)
         _leave_out_sums_of_no_use(patch)
@@ -55,7 +55,7 @@ def _leave_out_sums_of_no_use(patch: pytest.MonkeyPatch) -> None:
 
 
 def _make_types_once(patch: pytest.MonkeyPatch) -> None:
-    """Types and shapes are values: those of one description are one object."""
+    """Make each type and shape once. They are values, so equal ones can be the same object."""
     make, find, types = tl.block_type, interpreter._get_np_dtype, dict[Any, Any]()
 
     def block_type(element: Any, shape: Any) -> Any:
@@ -93,7 +93,7 @@ def _dot(_builder: Any, a: Any, b: Any, addend: Any, _precision: Any, _imprecise
 
 
 def _numbers(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor's numbers: the interpreter has bfloat16 as integers of its bits."""
+    """Return a tensor's numbers. The interpreter stores bfloat16 as integers of the same bits."""
     if tensor.dtype.scalar.name != "bf16":
         return tensor.data
     return (tensor.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -102,9 +102,9 @@ def _numbers(tensor: Any) -> np.ndarray[Any, Any]:
 def multiply_in_one_order(
     a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: np.dtype[Any]
 ) -> np.ndarray[Any, Any]:
-    """Return a @ b. The terms of a sum are added in an order that depends on their number alone.
+    """Return a @ b. The terms of a sum are added in an order that depends only on their number.
 
-    Neither other rows and columns nor the CPU change a bit of a row: all operations are elementwise. The number of
+    All operations are elementwise, so the bits of a row do not depend on other rows, columns or the CPU. The number of
     terms is a power of two, as `tl.dot` demands.
     """
     terms = a.astype(dtype)[..., :, :, None] * b.astype(dtype)[..., None, :, :]

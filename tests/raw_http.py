@@ -1,4 +1,4 @@
-"""Bytes to a server and what it answers: for requests that no library would send."""
+"""Send bytes to a server and read its answers, for requests that no library would send."""
 
 import json
 import socket
@@ -39,7 +39,7 @@ class Connection:
         self.socket.sendall(content)
 
     def answer(self, *, has_body: bool = True) -> Answer:
-        """Return the next answer, but for those of 100. Raises ConnectionError where the server closes without."""
+        """Return the next answer except "100 Continue". Raises ConnectionError if the server closes instead."""
         line = self._reader.readline()
         if not line:
             raise ConnectionError("closed without an answer")
@@ -56,7 +56,7 @@ class Connection:
         return self._reader.readline()
 
     def is_closed(self) -> bool:
-        """Once the server has closed it, or does so in the time that tests wait."""
+        """Return True if the server has closed the connection, or closes it in the time that tests wait."""
         try:
             return self._reader.read(1) == b""
         except ConnectionError:

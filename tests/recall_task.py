@@ -17,10 +17,10 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from byte_tokenizer import EOS, VOCAB_SIZE, write_byte_tokenizer
 
-STAGES = ((2, 32), (4, 64), (8, 96))  # letters, tokens of a text
+STAGES = ((2, 32), (4, 64), (8, 96))  # number of letters, and of tokens of a text
 NUM_LETTERS = STAGES[-1][0]
-MAX_STEPS = 300  # of a stage; most take about 100
-NUM_TRIES = 3  # each with its own seed: few seeds do not learn
+MAX_STEPS = 300  # steps of a stage; most take about 100
+NUM_TRIES = 3  # each with its own seed: with a few seeds, the model does not learn
 _BATCH, _LEARNING_RATE, _WARM_UP_STEPS, _RECENT_STEPS, _LEARNT = 16, 2e-3, 20, 8, 0.99
 
 CONFIG = Qwen3_5TextConfig(
@@ -51,7 +51,7 @@ class RecallText(NamedTuple):
 
     @property
     def digits(self) -> list[int]:
-        """The token after each position that is asked."""
+        """The token after each of the positions `asked`."""
         return [self.token_ids[position + 1] for position in self.asked]
 
 
@@ -70,7 +70,7 @@ def make_text(rng: Random, num_letters: int, num_tokens: int) -> RecallText:
 
 
 def train(folder: Path) -> Any:
-    """Return a model that answers, which is saved to the folder with its tokenizer. A stage ends when it is learnt.
+    """Train a model, save it to the folder with its tokenizer, and return it. A stage ends when it is learnt.
 
     Raises RuntimeError if no try has learnt every stage.
     """
@@ -91,7 +91,7 @@ def train(folder: Path) -> Any:
 
 @torch.no_grad()
 def _begin_layers(model: Any) -> None:
-    """Set gates and taps as trainings of large models begin: heads forget in 10 to 1,000 tokens."""
+    """Set gates and taps as in the first step of large models' training: heads forget in 10 to 1,000 tokens."""
     for layer in model.model.layers:
         if hasattr(layer, "linear_attn"):
             net = layer.linear_attn
@@ -103,7 +103,7 @@ def _begin_layers(model: Any) -> None:
 
 def _learns(model: Any, optimizer: torch.optim.Optimizer, rng: Random, num_letters: int, num_tokens: int) -> bool:
     """Train until almost all answers of some steps are right. Return False if they are not after `MAX_STEPS` steps."""
-    shares = deque[float](maxlen=_RECENT_STEPS)  # of the right answers in each of the last steps
+    shares = deque[float](maxlen=_RECENT_STEPS)  # share of right answers in each of the last steps
     for step in range(MAX_STEPS):
         optimizer.param_groups[0]["lr"] = _LEARNING_RATE * min(1, (step + 1) / _WARM_UP_STEPS)
         texts = [make_text(rng, num_letters, num_tokens) for _ in range(_BATCH)]

@@ -18,7 +18,7 @@ from infer.runner.runner import Runner
 
 
 class CachelessRunner(Runner):
-    """A runner of one slot without a cache, for a fake: `forward` gives the logits of one chunk."""
+    """A runner of one slot without a cache, for a fake model. `forward` returns the logits of one chunk."""
 
     pool_pages = free_pages = ()
     num_slots, shares_prefixes, compresses_prompts = 1, False, False
@@ -68,7 +68,7 @@ class CachelessRunner(Runner):
 
 
 class RecomputeRunner(CachelessRunner):
-    """Slow, and right whatever a cache does."""
+    """A slow runner that does not depend on a cache, so its answers are right."""
 
     def __init__(self, model: Transformer, settings: CacheSettings | None = None) -> None:
         super().__init__(model)
@@ -84,7 +84,7 @@ class RecomputeRunner(CachelessRunner):
 
 
 def generate_recomputed(llm: LLM, prompt_token_ids: Sequence[int], params: SamplingParams) -> GenerationResult:
-    """Return the result of `LLM.generate`, computed slowly."""
+    """Return the result of `LLM.generate`, computed without a cache."""
     engine = Engine(RecomputeRunner(llm.model))
     answer = engine.submit(
         Answering(make_request(limits_of(llm.model, llm.tokenizer), llm.tokenizer, prompt_token_ids, params))

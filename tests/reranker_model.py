@@ -20,7 +20,7 @@ PAIR_TEMPLATE = (
 
 
 def qwen3_prompt(query: str, document: str, instruction: str = INSTRUCTION) -> str:
-    """Return the prompt as the model card of Qwen3-Reranker spells it."""
+    """Return the prompt of the model card of Qwen3-Reranker."""
     prefix = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
         'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -30,7 +30,7 @@ def qwen3_prompt(query: str, document: str, instruction: str = INSTRUCTION) -> s
 
 
 def make_reranker_model(folder: Path, **settings: Any) -> Any:
-    """Save a model that generates, and return it: nothing but the folder's name says that it is a reranker."""
+    """Save a model that generates, and return it. Only the folder's name says that it is a reranker."""
     from transformers import Qwen3Config
 
     folder.mkdir(parents=True, exist_ok=True)

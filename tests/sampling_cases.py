@@ -1,4 +1,4 @@
-"""Batches to sample from, what the single-row reference makes of each row alone, and hypothesis strategies for them."""
+"""Batches to sample from, the result of the single-row reference for each row, and hypothesis strategies for both."""
 
 import math
 from collections import Counter
@@ -22,14 +22,16 @@ from infer.sampling_params import SamplingParams
 
 INF = math.inf
 
-# What finds the tokens of a batch: the definition in torch, and what the CPU runs.
+# The functions that sample the tokens of a batch: the definition in torch, and the CPU's.
 IMPLEMENTATIONS: dict[str, sampler.Choose] = {"torch": sampler.choose_tokens, "ops": ops.choose_tokens}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a batch: `values` are those of its parameters, the context is prompt and output, `allowed` is what a
-    grammar leaves."""
+    """One row of a batch. `values` are its parameters. Its context is prompt and output.
+
+    `allowed` are the tokens that a grammar allows.
+    """
 
     logits: Tensor
     values: Mapping[str, Any]
@@ -133,7 +135,7 @@ def tables(history: History, slot: int) -> dict[str, Any]:
 
 
 def tables_of(token_ids: list[int], num_prompt_tokens: int, vocab_size: int) -> dict[str, Any]:
-    """Return the same from the list itself."""
+    """Return the same tables, computed from the list itself."""
     last = {token_id: position for position, token_id in enumerate(token_ids)}
     count = Counter(token_ids[num_prompt_tokens:])
     return {
@@ -183,15 +185,17 @@ def ids(vocab_size: int) -> st.SearchStrategy[int]:
 
 
 def contexts(vocab_size: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Repeats are likely, long ones possible."""
+    """Draw contexts, in which repeats are likely, and long repeats possible."""
     few = st.integers(0, min(vocab_size, 6) - 1)
     return st.one_of(st.lists(few, max_size=30), st.lists(ids(vocab_size), max_size=12)).map(tuple)
 
 
 @st.composite
 def sampling_values(draw: st.DrawFn, vocab_size: int) -> dict[str, Any]:
-    """Every knob, each at its default about half of the time. Checked functions are not for strategies: beartype draws
-    random numbers of its own."""
+    """Draw all parameters. Each has its default value in about half of the cases.
+
+    Strategies must not call checked functions, because beartype draws random numbers of its own.
+    """
     knobs: dict[str, st.SearchStrategy[Any]] = {
         "temperature": st.sampled_from([0.0, 0.7, 1.0, 2.0, 1e-3, 1e-30, 1e-320]) | st.floats(0, 2),
         "top_k": st.sampled_from([1, 2, 3, 50, vocab_size, vocab_size + 1, 10**30]) | st.integers(1, vocab_size),
@@ -234,12 +238,12 @@ def row_of(draw: st.DrawFn, vocab_size: int, has_grammar: bool) -> Row:
 def batches_of_rows(
     draw: st.DrawFn, max_rows: int = 6, vocab_sizes: Sequence[int] = VOCAB_SIZES
 ) -> tuple[list[Row], frozenset[int]]:
-    """Rows of one vocabulary and one float type, and the model's EOS ids."""
+    """Draw rows of one vocabulary and one float type, and the model's EOS ids."""
     vocab_size = draw(st.sampled_from(vocab_sizes))
     has_grammar = draw(st.booleans())
     rows = draw(st.lists(row_of(vocab_size, has_grammar), min_size=1, max_size=max_rows))
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16]))
-    # What a narrow type rounds to infinity is no logit: its largest number is as extreme as it gets.
+    # A logit that a narrow type would round to infinity is replaced by the type's largest number.
     limit = torch.finfo(dtype).max
     rows = [
         replace(row, logits=row.logits.clamp(-limit, limit).where(row.logits > -INF, -INF).to(dtype)) for row in rows

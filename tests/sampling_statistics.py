@@ -1,7 +1,7 @@
-"""Many draws at once, the distribution they should follow, and tests that say how often they are wrong.
+"""Many draws in one batch, the distribution that they should follow, and tests with known rates of false alarms.
 
-The exact distribution is written once more here, in numpy's float64 and by its definition alone: neither the reference
-nor the batched sampler is trusted with it.
+The exact distribution is computed here a second time, in numpy's float64 and by its definition. It uses neither the
+reference nor the batched sampler.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from infer.sampling_params import SamplingParams
 INF = np.inf
 CONTEXT, NUM_PROMPT_TOKENS = (0, 1, 6, 2, 7, 7, 6), 3  # logits of both signs, in the tests' rows
 
-# What a user sets, each by itself and all together.
+# Parameters of a user: each one separately, and all together.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cold": {"temperature": 0.6},
@@ -46,7 +46,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def exact_distribution(logits: torch.Tensor, values: Mapping[str, Any]) -> np.ndarray:
-    """Probabilities of the tokens after CONTEXT."""
+    """Return the probabilities of the tokens after CONTEXT."""
     x = logits.double().numpy().copy()
     for token_id in set(range(len(x))) - set(values.get("allowed_token_ids") or range(len(x))):
         x[token_id] = -INF
@@ -82,7 +82,7 @@ def draw_tokens(
     num_positions: int,
     first_seed: int = 0,
 ) -> np.ndarray:
-    """tokens[seed, position]: one row for every seed, one call for every position."""
+    """Return tokens[seed, position], with one row per seed and one call per position."""
     prompts = [NUM_PROMPT_TOKENS] * num_seeds
     columns = SamplingColumns.of([SamplingParams(seed=0, **values)] * num_seeds, len(logits), num_prompt_tokens=prompts)
     columns.seed.copy_(torch.arange(first_seed, first_seed + num_seeds))
@@ -103,7 +103,7 @@ def draw_tokens(
 
 
 def goodness_of_fit(tokens: np.ndarray, probabilities: np.ndarray) -> float:
-    """Return the p-value of Pearson's chi-square; 0 where an impossible token was drawn. Rare tokens are one cell."""
+    """Return the p-value of Pearson's chi-square, 0 if an impossible token was drawn. Rare tokens are one cell."""
     counts = np.bincount(tokens.reshape(-1), minlength=len(probabilities))
     if len(counts) > len(probabilities) or counts[probabilities == 0].any():
         return 0.0
@@ -123,7 +123,10 @@ def total_variation(tokens: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 def total_variation_bound(probabilities: np.ndarray, num_draws: int, false_alarm: float) -> float:
-    """Exceeded with at most this probability: the mean is at most ½ √(K / N), McDiarmid's inequality adds the rest."""
+    """Return a bound that is exceeded with at most this probability.
+
+    The mean is at most ½ √(K / N), and McDiarmid's inequality bounds the distance from the mean.
+    """
     num_possible = int((probabilities > 0).sum())
     return float(np.sqrt(num_possible / num_draws) / 2 + np.sqrt(np.log(1 / false_alarm) / (2 * num_draws)))
 

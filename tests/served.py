@@ -22,7 +22,7 @@ SECONDS = 60.0
 class Served(NamedTuple):
     url: str
     state: ServerState
-    client: httpx.Client  # of this server alone
+    client: httpx.Client  # a client of only this server
 
     @property
     def port(self) -> int:
@@ -31,7 +31,7 @@ class Served(NamedTuple):
 
 @contextmanager
 def serving(llm: LLM | None, *, table: Sequence[ApiRoute] = ROUTES, **settings: Any) -> Iterator[Served]:
-    """Serve a model that is ready, or with None one that is loading until `state.become_ready`."""
+    """Serve a model that is ready, or for None a model that is loading until `state.become_ready`."""
     listener = bind(ServerSettings(port=0, **settings))
     port = listener.getsockname()[1]
     state = ServerState(ServerSettings(port=port, **settings))

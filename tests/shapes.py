@@ -18,15 +18,15 @@ from jaxtyping import AbstractArray, TypeCheckError, install_import_hook, jaxtyp
 
 SOURCE = Path(__file__).parents[1] / "src" / "infer"
 
-# Methods are decorated one by one, where beartype cannot know the class that Self stands for.
-# Choices that calls check themselves are refused with their rule, which a test reads: beartype would be there before.
+# Methods are decorated one by one, so beartype cannot know the class that Self stands for.
+# Calls check some choices themselves, and tests read the error. Beartype would raise its own error before.
 _POOLING = Literal["mean", "last", "cls", "max", "weightedmean", "mean_sqrt_len"]
 _OWN_CHECKS = {Self: Any, Literal["ngram"]: str, Literal["error", "truncate_left"]: str, _POOLING: str}
 _configuration = BeartypeConf(hint_overrides=FrozenDict(_OWN_CHECKS), violation_type=TypeCheckError)
 
 
 def checked_modules() -> list[str]:
-    """Return all modules of `infer` but the kernels that a compiler reads: it cannot read a check's wrapper."""
+    """Return all modules of `infer` except kernels, because their compiler cannot read a wrapper with checks."""
     names = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     return [
         *(f"infer.backends.{path.stem}" for path in sorted((SOURCE / "backends").glob("[!_]*.py"))),
@@ -38,12 +38,12 @@ def checked_modules() -> list[str]:
 
 
 def install() -> None:
-    jaxtyping.jaxtyped = lambda *, typechecker: checked  # what the hook writes before all that a module defines
+    jaxtyping.jaxtyped = lambda *, typechecker: checked  # the hook puts it before all definitions of a module
     install_import_hook(checked_modules(), "shapes.checked")
 
 
 def checked(thing: Any) -> Any:
-    """Return a function whose arguments and result are checked, or a dataclass whose fields are when it is made."""
+    """Return a function with checked arguments and result, or a dataclass whose fields are checked when it is made."""
     if isinstance(thing, FunctionType):
         checking = beartype(conf=_configuration)(thing)
         return _within_a_scope(checking) if _has_arrays(thing) else checking
@@ -53,7 +53,7 @@ def checked(thing: Any) -> Any:
 
 
 def _within_a_scope(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Axes of one name are of one length in all that a call takes and returns."""
+    """Return the function with a check that axes of one name have one length in a call's arguments and result."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""An engine without a model: the scheduler, the queue's rules and pages as integers, on a clock that steps' costs move.
+"""An engine without a model: the scheduler, the queue's rules and pages as integers. Steps' costs move its clock.
 
-It mirrors `Engine.step` and `Slots`; what it finds of waits, shares and pages is found in seconds of simulated time.
+It mirrors `Engine.step` and `Slots`, and measures waits, shares and pages in simulated time.
 """
 
 from bisect import insort
@@ -41,7 +41,7 @@ from infer.operands.limits import HOST_STEP
 
 @dataclass(eq=False)
 class Request:
-    """`num_new` tokens are its answer, which nobody knows before it ends. `patience` seconds later it is cancelled."""
+    """A request. Its answer has `num_new` tokens, which is unknown before its end. It is cancelled after `patience`."""
 
     arrives_at: float
     num_prompt: int
@@ -51,7 +51,7 @@ class Request:
     priority: int = 0
     patience: float = inf
     is_streamed: bool = True
-    # What became of it
+    # Its results
     number: int = 0
     num_computed: int = 0
     num_given: int = 0
@@ -59,11 +59,11 @@ class Request:
     num_preemptions: int = 0
     pages: int = 0
     charged: int | None = None
-    passed: int = 0  # work of those that entered before, while it waited for pages
+    passed: int = 0  # work of the requests that passed it while it waited for pages
     num_recomputed: int = 0  # tokens that were computed again
     entered_at: float | None = None
     ended_at: float | None = None
-    bound: float = inf  # of its wait, as the scheduler computed when it came
+    bound: float = inf  # bound of its wait, as the scheduler computed it at the submission
     first_token_at: float | None = None
 
     @property
@@ -81,8 +81,8 @@ class Machine:
     costs: tuple[float, float, float, float] = (2e-3, 3e-4, 4.5e-4, 9e-4)
     page_tokens: int = 64
     step_tokens: int = 512
-    slowness: Callable[[], float] = lambda: 1.0  # of one step, as its neighbours make it
-    between: float = 0.0  # seconds between two steps, which no step counts
+    slowness: Callable[[], float] = lambda: 1.0  # factor of one step's time, caused by neighbours
+    between: float = 0.0  # seconds between two steps, which belong to no step
 
     def seconds(self, work: StepWork) -> float:
         return self.slowness() * sum(cost * feature for cost, feature in zip(self.costs, work.features, strict=True))
@@ -128,8 +128,8 @@ class Simulation:
     requests: Items[Request]
     weights: dict[str, float] = field(default_factory=dict)
     expected_answer: int = EXPECTED_ANSWER
-    learns: bool = False  # how long answers are
-    door: Callable[[Request], float | None] = lambda request: None  # seconds until a refused one asks again, or inf
+    learns: bool = False  # True if the queue learns the length of answers
+    door: Callable[[Request], float | None] = lambda request: None  # seconds until a refused client retries, or inf
     now: float = 0.0
     num_steps: int = 0
     num_given: int = 0
@@ -333,7 +333,7 @@ class Simulation:
                       request.number, request.is_streamed)  # fmt: skip
 
     def reserve(self, request: Request, count: int) -> bool:
-        """Return False if somebody had to give way: then the step is planned anew."""
+        """Return False if a sequence was preempted. Then the step is planned again."""
         while request in self.running:
             more = self.machine.pages_of(request.num_computed + count) - request.pages
             if more <= self.free:

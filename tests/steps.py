@@ -19,7 +19,7 @@ from infer.runner.caches import make_cache
 
 
 def join(steps: Sequence[Step]) -> Step:
-    """Return several rows' steps as one."""
+    """Return the steps of several rows as one step."""
     offsets = [0]
     for step in steps:
         offsets.append(offsets[-1] + len(step.tokens))
@@ -40,7 +40,7 @@ def load_network(path: Path, **options: Any) -> Transformer:
 
 @torch.inference_mode()
 def logits_of(model: Transformer, token_ids: Sequence[int], settings: CacheSettings | None = None) -> Tensor:
-    """Return the logits after each token, with a cache of their own."""
+    """Return the logits after each token, with a new cache."""
     cache = make_cache(model, len(token_ids), settings=settings)
     cache.reserve(0, len(token_ids))
     return model.forward(Step.of(token_ids, logit_indices=range(len(token_ids))), cache).clone()

@@ -1,4 +1,4 @@
-"""A device that runs steps on its own, as small as one can be: a CPU's recording whose tokens are seen after a wait."""
+"""The smallest device that runs steps on its own: a CPU's recording whose tokens are visible only after a wait."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -22,7 +22,7 @@ class RunsOnItsOwn(Captured):
         self._last: tuple[PendingStep, Generated] | None = None
         self.calls = list[tuple[str, int]]()
         self.num_launched = self.num_behind = 0
-        self.is_alone = True  # the device needs no host; without this, each step has ended when it was launched
+        self.is_alone = True  # the device needs no host; if False, each step has ended when `launch` returns
         self.error: Exception | None = None
 
     @classmethod
@@ -63,7 +63,7 @@ class RunsOnItsOwn(Captured):
 
     @staticmethod
     def _resolved(chunk: Chunk, before: Generated) -> Chunk:
-        """Replace what stands for a token by the token. A failed row gives the token 0."""
+        """Replace each id that stands for a token by the token. For a failed row, this is the token 0."""
         ids = [max(0, before.token_ids[-2 - each][0]) if each < -1 else each for each in chunk.token_ids]
         return chunk._replace(token_ids=ids)
 

@@ -83,7 +83,7 @@ def _longrope(pairs: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Tiny:
-    """A family's configuration, one field away from its defaults in each interesting direction."""
+    """A configuration of a family. It differs from the defaults in one interesting setting."""
 
     name: str
     config: PretrainedConfig
@@ -395,7 +395,7 @@ OLMO_HYBRID = [
     ),
 ]  # fmt: skip
 
-# The attention of these families: output gates and partial rotation.
+# Attention of these families has output gates and partial rotation.
 GATED = [
     Tiny(
         "qwen3_5_gates",
@@ -608,13 +608,13 @@ ON_CPUS = [
     *MUSE_GLIMMER,
     *LLAMA4,
     *OLMO_HYBRID,
-]  # GPUs refuse them
+]  # GPUs refuse these
 DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in ON_CPUS]
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]
 
 
 class TextOfMuseGlimmer(MuseGlimmerTextModel):
-    """The text model with its head, which transformers has only inside the multimodal model."""
+    """The text model with its head. In transformers, it is a part of the multimodal model."""
 
     def __init__(self, config: MuseGlimmerTextConfig) -> None:
         super().__init__(config)
@@ -647,7 +647,7 @@ def _divide_taps(config: OlmoHybridConfig, path: Path) -> None:
 
 
 def make_tiny(tiny: Tiny, folder: Path) -> Any:
-    """Return the `transformers` model with random float32 weights, norms included, saved to the folder."""
+    """Make a `transformers` model with random float32 weights and norms, save it to the folder, and return it."""
     torch.manual_seed(0)
     if isinstance(tiny.config, MuseGlimmerTextConfig):
         tiny.config._attn_implementation = "eager"
@@ -670,9 +670,9 @@ def make_tiny(tiny: Tiny, folder: Path) -> Any:
                 buffer.uniform_(0.3, 1.3)
     model.save_pretrained(folder)
     if tiny.config.model_type == "gemma4_text" and not tiny.config.hidden_size_per_layer_input:
-        model.config.output_hidden_states = True  # without, transformers 5.24 fails where there are no such embeddings
+        model.config.output_hidden_states = True  # otherwise transformers 5.24 fails without such embeddings
     if tiny.config.model_type == "olmo_hybrid":
         _divide_taps(tiny.config, folder / "model.safetensors")
     if tiny.config.model_type == "llama4_text":
-        model.base_model_prefix = "model"  # transformers names that of the multimodal model
+        model.base_model_prefix = "model"  # transformers has the name in the multimodal model
     return model

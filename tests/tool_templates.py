@@ -1,6 +1,6 @@
-"""How chat templates of public models write tools, calls and results, in as few lines as tell them apart.
+"""Short chat templates that write tools, calls and results as the templates of public models do.
 
-Each is a file of `data/tool-templates`, in which a line end means nothing and a backslash with n is a line end.
+Each is a file of `data/tool-templates`. Its line ends have no meaning, and a backslash with n is a line end.
 They are written after the models' own templates (Apache-2.0 or MIT: Qwen2.5, Qwen3-Coder, Qwen3.5, Mistral v3, v7 and
 v13, Granite 3.3, Phi-4-mini, SmolLM3, DeepSeek-V3.1, GLM-4.6, MiniMax-M2, Seed-OSS, Gemma 4) and the published prompt
 formats of Llama 3.1, LFM2, FunctionGemma, gpt-oss, Firefunction and Command R+.
@@ -22,9 +22,9 @@ def template_of(name: str) -> str:
 
 TEMPLATES = {name: template_of(name) for name in FORMATS}
 ALTERNATING = template_of("alternating")
-# LFM2's own, which only lists tools; LFM2.5's, without control tokens around the list; and one that shows past calls.
+# LFM2's template only lists tools. LFM2.5's has no control tokens around the list. The third one shows past calls.
 LFM2_LISTS = {"<|tool_list_start|>": template_of("lfm2-list"), "List of tools: [": template_of("lfm2.5-list")}
 LFM25_CALLS = template_of("lfm2.5-calls")
 QWEN35 = template_of("qwen3.5")  # its generation prompt opens the reasoning
-GEMMA4_FIRST = template_of("gemma-4-first")  # Gemma 4's first one, which reads results in the message that calls
-TOOLS_ALONE = template_of("firefunction")  # it works with tools alone
+GEMMA4_FIRST = template_of("gemma-4-first")  # Gemma 4's first template: results are in the calls' message
+TOOLS_ALONE = template_of("firefunction")  # it works only with tools

@@ -1,4 +1,4 @@
-"""Commands for Python in a process of its own: one that hangs says where on stderr, and ends with status 1."""
+"""Commands that run Python. A process that hangs prints its stack on stderr, and ends with status 1."""
 
 import sys
 
@@ -15,10 +15,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def python_command(
     code: str, *arguments: object, options: tuple[str, ...] = (), seconds: float = LIMIT_SECONDS
 ) -> list[str]:
-    """`python OPTIONS -c CODE ARGUMENTS`."""
+    """Return the command `python OPTIONS -c CODE ARGUMENTS`."""
     return [sys.executable, *options, "-c", _WATCH.format(seconds=seconds) + code, *map(str, arguments)]
 
 
 def script_command(script: object, *arguments: object, seconds: float = LIMIT_SECONDS) -> list[str]:
-    """`python SCRIPT ARGUMENTS`."""
+    """Return the command `python SCRIPT ARGUMENTS`."""
     return python_command(_RUN_SCRIPT, script, *arguments, seconds=seconds)

@@ -1,4 +1,4 @@
-"""The table of docs/models.md, from the lists that the tests run over. As a program it writes the table there."""
+"""The table of docs/models.md, made from the lists of models in the tests. As a program, it writes the table."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,7 +89,7 @@ def table() -> str:
 
 
 def settings(config: PretrainedConfig) -> Iterator[str]:
-    """Yield the settings of a model that a plain one does not have."""
+    """Yield the settings of a model that differ from those of a plain model."""
     architecture = make_architecture(config.to_dict())
     for name, has in _SETTINGS:
         if any(has(layer) for layer in architecture.layers):

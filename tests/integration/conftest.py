@@ -11,7 +11,7 @@ from infer.checkpoint import resolve
 from infer.errors import InvalidRequestError
 
 FOLDER = Path(__file__).parent
-# Others' clients that take seconds to import, and fuzzing: tried with INFER_TESTS=all.
+# Clients of others, which take seconds to import, and fuzzing. INFER_TESTS=all runs them.
 _SLOW_TO_IMPORT = [
     "test_agents.py",
     "test_ollama_client.py",
@@ -39,7 +39,7 @@ def installed_model(name: str) -> Path:
 
 
 def asset(relative: str) -> Path:
-    """Return a file or folder that scripts/fetch_test_assets.py brings."""
+    """Return a file or folder that scripts/fetch_test_assets.py downloads."""
     folder = Path(os.environ.get("INFER_TEST_ASSETS") or Path.home() / ".cache" / "infer-tests") / relative
     if not folder.exists():
         pytest.skip(f"{folder} is missing: make assets")
@@ -68,7 +68,7 @@ def llama3_tokenizer_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def axe_path() -> Path:
-    """A script that finds what a page keeps from people with disabilities."""
+    """Return the path of axe, a script that finds faults of a page for people with disabilities."""
     return asset("axe/axe.min.js")
 
 
@@ -84,17 +84,17 @@ def gemma3_tokenizer_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def openai_package() -> Path:
-    """npm's."""
+    """Return the folder of npm's package `openai`."""
     return asset("clients/openai")
 
 
 @pytest.fixture(scope="session")
 def ai_sdk() -> Path:
-    """A folder with npm's `ai` and what it needs."""
+    """Return a folder with npm's `ai` and its dependencies."""
     return asset("clients/ai")
 
 
 @pytest.fixture(scope="session")
 def agents() -> Path:
-    """A folder with npm's Claude Code and Codex CLI."""
+    """Return a folder with npm's Claude Code and Codex CLI."""
     return asset("clients/agents")

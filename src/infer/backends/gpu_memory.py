@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from infer.backends.before_load import StepSizes
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.feed_forwards import Dense, Experts
-from infer.operands.mixers import Attention
+from infer.operands.mixers import Attention, ShortConv
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 CHUNK_SLOTS, SPLIT_TOKENS = 256, 16  # of attention
@@ -56,6 +56,9 @@ def _layer_bytes(layer: Layer, hidden: int, sizes: StepSizes) -> int:
         floats += 4 * wide + 2 * layer.mixer.kv_features
         per_chunk = min(sizes.tokens, SPLIT_TOKENS) * layer.mixer.num_heads * (layer.mixer.head_dim + 2)
         chunks = -(-sizes.context // CHUNK_SLOTS) * per_chunk
+    if isinstance(layer.mixer, ShortConv):  # the projection and its result
+        wide = layer.mixer.num_channels
+        floats += sum(layer.mixer.widths)
     if isinstance(layer.feed_forward, Dense):  # gate, up and their product
         inner = layer.feed_forward.intermediate_size
         floats += 3 * inner

@@ -10,6 +10,7 @@ from infer.backends.cuda.experts import add_experts
 from infer.backends.cuda.packing import prepare
 from infer.backends.cuda.projection import head, norm_gate, norm_project, normalize, project_add
 from infer.backends.cuda.sampling.sampler import choose_tokens
+from infer.backends.cuda.short_conv import short_conv
 from infer.backends.reference_attention import attention_weights
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "normalize",
     "prepare",
     "project_add",
+    "short_conv",
 ]

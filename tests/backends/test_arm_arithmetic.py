@@ -1,4 +1,4 @@
-"""Run tiles of other instruction sets: ARM's on any CPU, with functions in the place of their instructions."""
+"""Run tiles of other instruction sets. Functions replace the instructions, so ARM's tiles run on any CPU."""
 
 import ctypes
 import re
@@ -29,7 +29,7 @@ RECORDS, COLUMNS = 8, 2
 
 
 def spelled_out(name: str) -> str:
-    """Return a function of LLVM's text that does what an instruction does."""
+    """Return the LLVM text of a function with the results of an instruction."""
     lines = list[str]()
     if "tbl1" in name:
         parameters, result = "<16 x i8> %a, <16 x i8> %b", "<16 x i8>"
@@ -103,7 +103,7 @@ def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def by_eight(record: npt.NDArray[np.uint8], layout: Layout) -> npt.NDArray[np.uint8]:
-    """Return a record whose pairs of quads lie as 8 inputs × 8 rows, as `isa.inputs` says. Trits and patterns stay."""
+    """Return a record with pairs of quads stored as 8 inputs × 8 rows, as in `isa.inputs`. Trits and patterns stay."""
     starts = [(0, layout.low_bits), (layout.high_at, layout.high_bits), (layout.scale_at, 0)]
     parts = [record[layout.scale_at :]]
     for (start, width), (end, _) in reversed(list(pairwise(starts))):
@@ -137,7 +137,7 @@ def make_activations(form: int, random: np.random.Generator) -> npt.NDArray[np.u
         whole = random.integers(-32512, 32513, 32) if planes == 2 else random.integers(-127, 128, 32)
         high = (whole + 128) // 256 if planes == 2 else whole
         bytes_of = [high.astype(np.int8), (whole - 256 * high).astype(np.int8)][:planes]
-        if has_words:  # of each quad the even inputs, then the odd ones
+        if has_words:  # each quad has its even inputs, then its odd ones
             bytes_of = np.split(whole.astype(np.int16).reshape(8, 2, 2).transpose(0, 2, 1).ravel().view(np.int8), 2)
         for plane, some in enumerate(bytes_of):
             record[PLANE_BYTES * plane : PLANE_BYTES * plane + 32] = some.view(np.uint8)

@@ -1,4 +1,4 @@
-"""Tiles of attention, as LLVM compiles them for CPUs that are not here: their sums stay in registers."""
+"""Tiles of attention, compiled by LLVM for other CPUs: their sums stay in registers."""
 
 import platform
 import re

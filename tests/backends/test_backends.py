@@ -1,4 +1,4 @@
-"""A device is a folder and a line in `ops.device`: shown with one of the tests' own."""
+"""A device is a folder and a line in `ops.device`. The tests add one."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_one_backend_serves_a_device() -> None:
 
 
 def test_what_a_backend_has_not_is_done_without(tmp_path: Path) -> None:
-    """No captures, no compiling, no threads of its own."""
+    """The backend has no captures, compiles nothing and has no threads."""
     with ops.using("reference"):
         backend = backend_of(CPU)
         assert backend.capture(lambda step: step.tokens, 1, 1) is None

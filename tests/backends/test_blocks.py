@@ -1,4 +1,4 @@
-"""Pages that are taken, shared, given back and found again: a pool is whole after every operation."""
+"""Pages are taken, shared, freed and found again, and the pool is consistent after every operation."""
 
 import pytest
 from hypothesis import settings
@@ -14,7 +14,7 @@ NUM_ROWS, CAPACITY = 3, 160
 
 def test_a_fresh_table_is_a_dense_cache() -> None:
     table = PageTable(2, 64, PAGE, 4)
-    for end in (10, 40, 64):  # in turn, so that each row's next page is not the next page taken
+    for end in (10, 40, 64):  # alternately, so that the next page of the pool is not the row's next page
         for row in (0, 1):
             assert table.reserve(row, 0, end, 0) == []
     assert table.table.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -54,21 +54,21 @@ def test_what_is_given_back_is_found_until_its_page_is_needed() -> None:
     assert table.pool.find(b"b") == 1
     table.adopt(0, {0: b"a"})
     table.check_integrity()
-    assert table.reserve(0, 16, 64, 0) == []  # the last page left is b's
+    assert table.reserve(0, 16, 64, 0) == []  # the last free page is remembered for b
     assert table.pool.find(b"b") is None
     assert table.pool.find(b"a") == 0
 
 
 class Tables(RuleBasedStateMachine):
-    """Against rows as sets of page contents: what a row holds is what was written to it, whoever shares it."""
+    """Compare tables with lists of page contents. A row has the content that was written to it, shared or not."""
 
     rows = st.integers(0, NUM_ROWS - 1)
 
     def __init__(self) -> None:
         super().__init__()
         self.table = PageTable(NUM_ROWS, CAPACITY, PAGE, CAPACITY // PAGE)
-        self.content: dict[int, object] = {}  # of each page
-        self.expected: list[list[object]] = [[] for _ in range(NUM_ROWS)]  # of each row's pages
+        self.content: dict[int, object] = {}  # the content of each page
+        self.expected: list[list[object]] = [[] for _ in range(NUM_ROWS)]  # the contents of each row's pages
         self.lengths = [0] * NUM_ROWS
         self.num_written = 0
 

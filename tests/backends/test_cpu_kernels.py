@@ -1,4 +1,4 @@
-"""Every op of `backends.cpu` against `backends.reference`, and what the CPU path guarantees to the bit."""
+"""Every op of `backends.cpu` against `backends.reference`, and the guarantees of the CPU path to the bit."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def _seeded() -> None:
 
 
 def make_weight(type_: str, rows: int, columns: int, seed: int = 0, scale: float = 0.02) -> StoredWeight:
-    """Random bytes for block types, with scales that make the values about `scale` × small integers."""
+    """Return random bytes for block types, with scales that make the values about `scale` × small integers."""
     rng = np.random.default_rng(seed)
     if type_ in FLOATS:
         values = torch.from_numpy(rng.standard_normal((rows, columns)).astype(np.float32)) * scale
@@ -251,7 +251,7 @@ def test_a_matrix_unit_gives_the_bits_of_the_vector_unit(
         pytest.skip("hardware: a CPU with AMX")
     projection = cpu.prepare(Projection((make_weight(type_, 16 * 51 - 3, 768, 3),)), CPU, precision=precision)
     x, residual = torch.randn(37, 768), torch.randn(37, 16 * 51 - 3)
-    for num_tokens in (4, 5, 8, 12, 13, 16, 31, 37):  # on either side of where its tiles begin
+    for num_tokens in (4, 5, 8, 12, 13, 16, 31, 37):  # on both sides of the sizes at which tiles begin
         results = []
         for name in ("amx", "avx512vnni"):
             monkeypatch.setenv("INFER_ISA", name)
@@ -464,7 +464,7 @@ PARAMS = [
 
 
 def single_steps(tiny: Tiny, params: SamplingParams, count: int) -> list[int]:
-    """By the definition, one forward at a time."""
+    """Return the tokens by the definition, one forward at a time."""
     context = [7]
     for position in range(count):
         logits = tiny.forward(Step.of(context[-1:], position))[0]
@@ -517,8 +517,8 @@ def test_columns_and_histories_have_the_elements_that_kernels_read() -> None:
 
 
 def test_rows_that_join_and_leave_change_nothing_of_a_recording_but_words(tiny: Tiny) -> None:
-    """One recording, one table, one history and the same columns for all: each sequence gets the tokens that it gets
-    alone, in whatever slot and company."""
+    """All sequences share one recording, one table, one history and the same columns. Each gets the tokens that it gets
+    alone, in any slot and with any neighbours."""
     captured = CapturedForward(tiny.forward, capacity=64)
     columns, history = SamplingColumns(4, 300), History(4, 200, 300)
     tables = set()
@@ -594,7 +594,7 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def small_logits() -> Tensor:
-    """Return the logits of a network of one layer, made anew."""
+    """Make a new network of one layer, and return its logits."""
     torch.manual_seed(0)
     tiny = Tiny(layers=1)
     return prefill(tiny, tiny.forward, [40, 1, 7])

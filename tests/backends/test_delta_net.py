@@ -1,4 +1,4 @@
-"""Gated delta nets: the definition against others, the CPU against the definition, and bits that nothing changes."""
+"""Gated delta nets: the definition against other libraries, the CPU against the definition, and constant bits."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ def make_projected(net: GatedDeltaNet, num_tokens: int, seed: int = 1) -> Tensor
 def make_cache(
     net: GatedDeltaNet, num_pages: int = 40, *, page_tokens: int = PAGE, is_ring: bool = True
 ) -> DeltaNetCache:
-    """Return a cache of NaN whose rows have `num_pages` pages each: three in turn, or as many, in no order."""
+    """Return a cache of NaN whose rows have `num_pages` pages each: three that repeat, or all different, unordered."""
     own = 3 if is_ring else num_pages
     order = torch.randperm(NUM_ROWS * own, generator=torch.Generator().manual_seed(2)).view(NUM_ROWS, own)
     table = order[:, torch.arange(num_pages) % own].contiguous()
@@ -241,7 +241,7 @@ def test_rows_of_a_step_are_as_if_each_were_alone(net: GatedDeltaNet, num_thread
 
 
 def test_dropped_tokens_leave_nothing() -> None:
-    """Drafts that were not accepted, and a text that goes on from an earlier place of its page."""
+    """Drafts are not accepted, and a text continues from an earlier position in its page."""
     weights, projected, others = make_weights(SMALL), make_projected(SMALL, 260), make_projected(SMALL, 260, seed=9)
     expected, cache = whole(projected, weights), make_cache(SMALL)
     start = 0
@@ -326,7 +326,7 @@ def test_states_that_grow_by_two_millionths_in_each_step_drift(long_text: LongTe
 
 
 def test_gates_of_any_size_give_finite_results() -> None:
-    """Gates that keep all or forget all, and channels of 0."""
+    """Gates keep all or forget all, and some channels are 0."""
     weights, projected = make_weights(SMALL), make_projected(SMALL, 140)
     heads = SMALL.num_value_heads
     projected[:, -heads:] *= 40
@@ -354,7 +354,7 @@ def test_rows_of_minus_one_are_no_tokens(backend: str) -> None:
 
 @pytest.mark.parametrize("net", NETS)
 def test_a_recorded_step_has_the_bits_of_a_single_one(net: GatedDeltaNet) -> None:
-    """The recording quantises each head's result itself, if a head is whole blocks."""
+    """If a head consists of whole blocks, the recording quantises each head's result itself."""
     weights, projected = make_weights(net), make_projected(net, 200)
     seen = torch.randn(24, net.value_features, generator=torch.Generator().manual_seed(4))
     stored = Projection((StoredWeight("F32", tuple(seen.shape), seen),))

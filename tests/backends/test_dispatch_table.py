@@ -15,7 +15,7 @@ TALLY = np.dtype([("count", np.int64), ("stop", np.int64), ("last", np.int64)])
 
 
 def make_tally() -> Callable[..., None]:
-    """Thread 0 counts, and sets `stop` at the last one."""
+    """Return a command with which thread 0 counts, and sets `stop` at the last repeat."""
 
     def tally(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
         if thread == 0:
@@ -69,7 +69,7 @@ def test_threads_meet_at_the_barriers_that_the_number_of_tokens_asks_for(
     tally.table.arguments["repeats"] = 5
     three.run(tally.table, tally.state, num_threads)
     assert tally.count == 20
-    meetings = 5 * (num_barriers + 1)  # the last of a repeat is where all look at the stop
+    meetings = 5 * (num_barriers + 1)  # at the last barrier of a repeat, all threads check `stop`
     assert tally.state["released"][0] == (meetings if num_threads > 1 else 0)
 
 

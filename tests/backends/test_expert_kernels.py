@@ -1,4 +1,4 @@
-"""A layer of experts on the CPU: its definition for each type, and bits that depend on nothing but the token."""
+"""A layer of experts on the CPU: its definition for each type, and bits that depend only on the token."""
 
 from dataclasses import replace
 from typing import Any
@@ -95,7 +95,7 @@ def both(
 
 
 def with_norms(experts: ExpertWeights) -> ExpertWeights:
-    """Return the experts as Gemma 4 has them beside an MLP."""
+    """Return experts with the norms of Gemma 4, whose experts are parallel to an MLP."""
     generator = torch.Generator().manual_seed(9)
     weights = (torch.rand(HIDDEN, generator=generator) + 0.5 for _ in range(4))
     scales = torch.rand(experts.router.num_experts, generator=generator) + 0.5
@@ -109,7 +109,7 @@ def with_norms(experts: ExpertWeights) -> ExpertWeights:
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_experts_of_each_type_agree_with_reference(type_: str, num_tokens: int) -> None:
     actual, expected = both(make_experts(type_), num_tokens)
-    # Experts of one bit add little to the stream, and the sum is rounded like the stream.
+    # Experts of one bit are small compared with the stream, and the sum is rounded like the stream.
     assert_near(actual, expected, 2e-3, max(float(expected.abs().max()), 5e-7 / 2e-3))
 
 

@@ -1,4 +1,4 @@
-"""A machine without kernels: they are compiled without torch, by a Numba that takes shortcuts, from the very start."""
+"""On a machine without kernels, they are compiled from the start, without torch, by a Numba that takes shortcuts."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ def needed(folder: Path) -> list[Kernel]:
 
 
 class NoCompilation:
-    """Takes kernels and compiles none, so that whoever needs a kernel looks elsewhere."""
+    """Takes kernels and compiles none, so that a caller who needs a kernel compiles it."""
 
     begun: ClassVar[list[set[str]]] = []
 
@@ -96,7 +96,7 @@ def test_kernels_begun_ahead_are_those_of_the_load_and_not_begun_twice(
             pass
     assert len(begun) == 1
     with addresses.compiling(needed):
-        assert begun[1:] == begun[:1]  # what nobody took is given up
+        assert begun[1:] == begun[:1]  # kernels that no process took are dropped
 
 
 def test_what_the_load_needs_beyond_them_is_begun_by_it(

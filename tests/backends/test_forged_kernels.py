@@ -1,4 +1,4 @@
-"""Kernels in the cache that carry a right digest and are not what we wrote: each counts as absent, none ends us."""
+"""Forged kernels in the cache, with a right digest: each counts as absent, and none ends the process."""
 
 import hashlib
 import json
@@ -108,7 +108,7 @@ def test_a_process_goes_on_beside_what_is_no_file(folder: Path, make: Callable[[
 
 
 def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(folder: Path) -> None:
-    """An image of one byte, a trap, which an older version ran."""
+    """The image is one byte, a trap. An older version ran it."""
     put(folder / "threads.worker_loop.publish", image(b"\xcc" * 16))
     folder.chmod(0o777)
     try:

@@ -1,4 +1,4 @@
-"""The look-up of every instruction set, as LLVM compiles it: others' machines can be read, if not run."""
+"""The table look-up of every instruction set, compiled by LLVM: code of other machines can be read, but not run."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: found again without a compiler, never stale, never in the way."""
+"""Compiled kernels on disk are found again without a compiler, are never stale, and never cause an error."""
 
 import ctypes
 import os
@@ -80,7 +80,7 @@ def make_sum(step: int) -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def made() -> tuple[str, bytes]:
-    """Symbol and object code of a command."""
+    """Return the symbol and the object code of a command."""
     one = compile_command("sum_1", lambda: make_sum(1), SUM)
     assert one.object_code is not None
     return one.symbol, one.object_code
@@ -96,7 +96,7 @@ def run_sum(address: int) -> int:
 
 @needs_images
 def test_a_process_that_finds_its_kernels_loads_no_compiler(programs: Programs) -> None:
-    assert programs.run(FORWARD).returncode == 0  # now they are there
+    assert programs.run(FORWARD).returncode == 0  # now the cache has the kernels
     warm = programs.run(FORWARD)
     assert (warm.returncode, warm.stdout, warm.stderr) == (0, "[]\n", "")
 
@@ -149,10 +149,10 @@ def test_llvm_links_an_object_file(made: tuple[str, bytes]) -> None:
 def test_no_image_is_made_of_what_is_not_understood(made: tuple[str, bytes]) -> None:
     symbol, code = made
     assert linked_code.try_make(code, "another") is None
-    for machine in (40, 183):  # ARM, and 64 bits of it
+    for machine in (40, 183):  # 32-bit and 64-bit ARM
         assert linked_code.try_make(code[:18] + machine.to_bytes(2, "little") + code[20:], symbol) is None
     for size in range(0, len(code), 7):
-        linked_code.try_make(code[:size], symbol)  # an image or None, and no other end
+        linked_code.try_make(code[:size], symbol)  # returns an image or None, and raises nothing
 
 
 @needs_images
@@ -267,7 +267,7 @@ def stderr_on_a_terminal(code: str, **environment: str) -> str:
         try:
             while piece := os.read(parent, 4096):
                 shown += piece
-        except OSError:  # Linux ends a terminal that nobody writes to any more in this way
+        except OSError:  # Linux's error at the end of a terminal without a writer
             pass
         os.close(parent)
     return shown.decode()
@@ -305,8 +305,8 @@ def test_the_newest_of_several_has_the_line(
 
 
 def test_no_function_is_linked_after_code_was_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code generation writes addresses in a module as offsets from null (`sunkaddr`), and a second optimisation takes
-    what is stored there for nobody's."""
+    """Code generation writes addresses in a module as offsets from null (`sunkaddr`). A second optimisation would
+    assume that nothing reads the values stored there."""
     linked = list[str]()
     usual = _Library._get_module_for_linking
 

@@ -1,4 +1,4 @@
-"""How keys and values are stored: each kv type's definition, and the kernels that write and read its blocks."""
+"""The storage of keys and values: each kv type's definition, and the kernels that write and read its blocks."""
 
 import math
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def make_qkv(heads: Heads, count: int, seed: int = 0) -> Tensor:
 def attend_in(
     sizes: list[int], heads: Heads, kv_type: str, row: int = 0, fill: int = 0, window: int | None = None
 ) -> Tensor:
-    """Return the outputs of as many tokens as there are in all, so many at a time."""
+    """Return the outputs of all tokens, computed in steps of `sizes` tokens."""
     layer = make_layer(heads, 2, CAPACITY, kv_type, window=window, fill=fill)
     qkv, start, found = make_qkv(heads, sum(sizes)), 0, []
     for size in sizes:
@@ -136,7 +136,7 @@ def test_kernels_store_the_bytes_and_find_the_sums_of_the_definition(kv_type: st
         )
         assert (actual - expected).abs().max() <= 3e-6 * expected.abs().max()
         start += count
-    # A rotation may differ in its last bit, and what is rounded with it, in few places.
+    # The last bit of a rotation may differ, and a few values that are rounded after it.
     assert (mine.keys != defined.keys).sum() <= (1e-4 if kv_type in QUANTIZED else 1) * mine.keys.numel()
     assert torch.equal(mine.values, defined.values)
 

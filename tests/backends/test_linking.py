@@ -1,4 +1,4 @@
-"""Kernels as LLVM sees them: addresses are integers to the end, and what is linked was not yet made code of."""
+"""Kernels in LLVM's text: addresses are integers to the end, and functions are linked before code is made of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ COPY = np.dtype([("to", np.int64), ("source", np.int64), ("stride", np.int64), (
 
 @njit
 def copy_some(to, source, stride, count):  # type: ignore[no-untyped-def]
-    """Run a loop whose addresses code generation moves to where they are used: LLVM calls them `sunkaddr`."""
+    """Run a loop whose addresses code generation moves to their uses. LLVM calls them `sunkaddr`."""
     for i in range(count):
         if load_i64(source + stride * i) != 7:
             store_i64(to + stride * i + 8, load_i64(source + stride * i + 16))
@@ -30,7 +30,7 @@ def make_copy() -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def modules() -> dict[str, str]:
-    """The text of each module that was linked into the command `copy`, by name, and of the command itself."""
+    """Return the text of each module that was linked into the command `copy`, by name, and of the command."""
     linked: dict[str, str] = {}
     take = compiler._Library._get_module_for_linking
 

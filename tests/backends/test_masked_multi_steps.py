@@ -1,4 +1,4 @@
-"""Chains whose rows a grammar holds: Python moves it along and fills the next mask between two steps."""
+"""Multi-steps with a grammar: between two steps, Python advances it and fills the next mask."""
 
 import ctypes
 import signal
@@ -26,7 +26,7 @@ FREE = Case("free", tuple(b"cab"), SamplingParams(temperature=0.8, seed=2, max_n
 
 
 class Watched(Constraint):
-    """Another one, before whose n-th mask or behind whose n-th token something happens."""
+    """Wraps a constraint. A function is called before its n-th mask or after its n-th token."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ def test_a_constraint_that_runs_an_op_within_a_step_gets_an_error_instead_of_a_d
 
 
 def test_a_grammar_that_forces_or_ends_leaves_its_neighbours_their_steps(world: World) -> None:
-    """Tokens that its row samples in vain meanwhile are in no answer and in no count of its penalties."""
+    """Tokens that its row samples meanwhile are dropped: no answer has them, and no penalty counts them."""
     params = SamplingParams(temperature=0.9, seed=3, frequency_penalty=0.9, max_new_tokens=60)
     forcing = Case("forcing", tuple(b"abc"), replace(params, regex="([ab ]{5}cabcab[ab ]){4}"))
     ending = Case("ending", tuple(b"cba"), replace(params, regex="[ab ]{4}"))

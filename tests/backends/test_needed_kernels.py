@@ -52,7 +52,7 @@ CASES = [pytest.param(tiny, each, id=f"{tiny.name}, {each}") for tiny, each in z
 
 @pytest.fixture
 def dry(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Kernel], set[Kernel]]:
-    """Nothing is compiled and no table runs: what a load announced, and what was asked for."""
+    """Compile nothing and run no table. Return the kernels that a load announced, and those that were requested."""
     announced, asked = list[Kernel](), set[Kernel]()
 
     @contextmanager
@@ -64,7 +64,7 @@ def dry(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Kernel], set[Kernel]]:
         asked.add(Kernel(maker, variant))
         return 0
 
-    import_module("infer.backends.cpu.capture.forward")  # loads the modules that know it
+    import_module("infer.backends.cpu.capture.forward")  # loads the modules that import `compiled_address`
     real = addresses.compiled_address
     for module in list(sys.modules.values()):
         if vars(module).get("compiled_address") is real:
@@ -95,7 +95,7 @@ def test_a_load_announces_exactly_the_kernels_of_its_steps(
     captured.run_multi_step([Chunk(0, [1])], [0], 1, columns)
     captured.run_verified([Chunk(0, [1])], [0], columns)
     listed = set(announced)
-    assert listed == asked | {Kernel(".threads.worker_loop:publish")}  # of grammars alone
+    assert listed == asked | {Kernel(".threads.worker_loop:publish")}  # only grammars need it
 
 
 def finished(kernels: list[Kernel]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_processes_compile_what_a_thread_does(tmp_path: Path, monkeypatch: pytes
     for label, answer in finished([ADD, RELU]).items():
         assert answer is not None, label
         assert addresses._load(answer.symbol.encode() + b"\n" + answer.object_code)
-    assert list(tmp_path.iterdir()) == []  # who asked keeps them
+    assert list(tmp_path.iterdir()) == []  # the caller keeps the kernels
 
 
 def test_what_cannot_be_compiled_apart_is_left_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,4 +201,4 @@ def test_compile_says_what_it_did_or_why_not(
     for is_all in (False, True):
         run_compile(str(tmp_path), is_all=is_all)
     assert capsys.readouterr().out == f"{tmp_path}: {said}\n" * 2
-    assert counts == sorted(set(counts))  # of all settings there are more
+    assert counts == sorted(set(counts))  # more settings need more kernels

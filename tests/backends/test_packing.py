@@ -27,8 +27,8 @@ from infer.quantization.quantisers import quantise
 CPU = torch.device("cpu")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = sorted(LAYOUTS)
-MOST_MEMORY = 1.3  # bytes for a byte of the file, of the types whose numbers are the smallest
-EXTREMES = (0.0, -0.0, 6e-8, -6e-8, 5e-5, -0.37, 1.0, 65504.0, -65504.0)  # 6e-8 is the least f16
+MOST_MEMORY = 1.3  # bytes of memory per byte of the file, for the types with the fewest bits
+EXTREMES = (0.0, -0.0, 6e-8, -6e-8, 5e-5, -0.37, 1.0, 65504.0, -65504.0)  # 6e-8 is the smallest f16
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,7 +37,7 @@ def _three_threads() -> None:
 
 
 def make_weight(type_: str, rows: int, columns: int, seed: int, scales: tuple[float, ...]) -> StoredWeight:
-    """Random bits in every field, with scales and minimums (in float types: values) drawn from `scales`."""
+    """Return random bits in every field, with scales and minimums (in float types: values) drawn from `scales`."""
     rng = np.random.default_rng(seed)
     if type_ in FLOATS:
         values = rng.standard_normal((rows, columns)) * rng.choice(scales, (rows, 1)) / 8
@@ -67,7 +67,7 @@ def unpacked(weight: PackedWeight) -> torch.Tensor:
 
 
 def assert_same_values(actual: torch.Tensor, weight: StoredWeight) -> None:
-    """Equal to the bit, but for the sign of a zero."""
+    """Check that values are equal to the bit, except for the sign of a zero."""
     assert torch.equal(actual, dense(weight).float())
 
 
@@ -208,7 +208,7 @@ def test_conversion_by_rows_is_conversion_of_the_whole(
         assert converted.num_bytes == whole.num_bytes
         (only,) = ops.prepare(Projection((converted,)), CPU).parts
         assert torch.equal(ops.embed(only, torch.arange(107), 1.0), dense(whole).float())
-    assert asked == ([16] * 6 + [11] if modules == "cpu" else [107])  # three threads, a group of each at a time
+    assert asked == ([16] * 6 + [11] if modules == "cpu" else [107])  # three threads, with one group each at a time
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7])

@@ -1,5 +1,6 @@
-"""Attention over pages: bits depend on no page, and what is seen is the first slots and the last ones, whatever else
-lies in memory.
+"""Attention over pages: bits do not depend on the order of pages, and a token sees only its first and its last slots.
+
+All other memory has values that are not finite.
 """
 
 from collections.abc import Sequence
@@ -22,10 +23,10 @@ CAPACITY = 1000
 ANGLES = torch.arange(1100)[:, None] / 50.0 ** torch.linspace(0, 1, DIM // 2)
 SINKS = torch.linspace(-6, 6, NUM_HEADS)  # below and above the scores
 ROPE = RopeTable(ANGLES.cos()[None], ANGLES.sin()[None])
-GATES = (NUM_HEADS + 2 * KV_HEADS) * DIM  # their first column
+GATES = (NUM_HEADS + 2 * KV_HEADS) * DIM  # the gates' first column
 HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, ROPE, None, None, sinks=SINKS, gate_start=GATES)
 
-# How the tokens of a row come: alone, a few, and more than a chunk at once.
+# Numbers of a row's tokens in its steps: one, a few, and more than a chunk.
 SIZES = [300, 1, 3, 1, 200, 4, 1, 90, 1, 5, 1]
 LENGTH = sum(SIZES)
 ONE_BY_ONE = [1] * 40 + [240] + [1] * 30 + [LENGTH - 310]
@@ -34,7 +35,7 @@ ONE_BY_ONE = [1] * 40 + [240] + [1] * 30 + [LENGTH - 310]
 def make_layer(
     page_tokens: int = 64, *, seed: int | None = None, sinks: int = 0, window: int = 0, shift: int = 0
 ) -> LayerCache:
-    """Return one row, its pages in order or in any, among memory in which every number is another row's and not finite.
+    """Return one row with ordered or unordered pages. All memory around them is another row's, and not finite.
 
     A window of −n stands for chunks of n.
     """
@@ -68,7 +69,7 @@ def attend_all(layer: LayerCache, sizes: Sequence[int] = SIZES, *, shift: int = 
 
 
 def expected(sinks: int, window: int, shift: int = 0) -> Tensor:
-    """Softmax over all tokens, masked to what is kept, times the output gates, in float64."""
+    """Return the float64 softmax over the tokens that are kept, times the output gates."""
     counts = NUM_HEADS, KV_HEADS, KV_HEADS, NUM_HEADS
     q, k, v, gates = make_qkv(LENGTH, 0).double().view(LENGTH, -1, DIM).split(counts, dim=1)
     cos, sin = (angles[shift : shift + LENGTH, None] for angles in (ANGLES.cos(), ANGLES.sin()))
@@ -152,7 +153,7 @@ def test_a_shift_moves_slots_and_not_positions() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_a_few_tokens_of_several_rows_are_shared_out_and_change_no_bit(num_threads: int) -> None:
-    """Runs of every length up to a step's 16 tokens, at a chunk's beginning, across its end and far behind it."""
+    """Rows have 1 to 16 tokens in a step, at a chunk's beginning, across its end and far behind it."""
     kept = ((0, 0), (20, 70), (4, 300), (0, -40))
     layer = make_layer(64)
     table = torch.arange(len(kept) * layer.pages.table.shape[1]).view(len(kept), -1)
@@ -182,7 +183,7 @@ def test_a_few_tokens_of_several_rows_are_shared_out_and_change_no_bit(num_threa
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_many_rows_and_a_prompt_among_them_change_no_bit(num_threads: int) -> None:
-    """A prompt's blocks are widened for its queries, the others' are not; threads take parts of a row."""
+    """Blocks are widened only for the queries of the prompt, and threads take parts of a row."""
     starts = [400, *range(0, 380, 20)]
     counts = [150, *[1 + index % 3 for index in range(19)]]
     single = make_layer(64)

@@ -1,4 +1,4 @@
-"""One equality: what is said does not depend on drafts, chains, chunks, capture, cache or company.
+"""One equality: an answer does not depend on drafts, multi-steps, chunks, capture, cache or neighbours.
 
 Every way to run a generation is compared with `by_definition`.
 """
@@ -35,17 +35,17 @@ CHAINS = (1, 8, 64)
 NUM_ROWS = 5
 
 PRODUCT = [Way(*values) for values in product(DRAFTS, CHUNKS, CHAINS)]
-# Every pair of drafts, chunk and chain: each draft with each chunk, the chains in turn.
+# Every draft with every chunk. The lengths of multi-steps take turns.
 PAIRWISE = [Way(drafts, CHUNKS[j], CHAINS[(i + j) % 3]) for i, drafts in enumerate(DRAFTS) for j in range(4)]
 WAYS = PRODUCT if IS_WHOLE else PAIRWISE
-# What is not captured, or not even cached.
+# Ways without a capture, or without a cache.
 SLOWER = [Way(drafts, chunk, capture=False) for drafts, chunk in zip(DRAFTS, CHUNKS * 2, strict=False)]
 SLOWER += [Way(drafts, chunk, capture=False, cached=False) for drafts, chunk in (("none", 512), ("half", 7))]
 
 
 @pytest.fixture(scope="module")
 def worlds() -> dict[str, World]:
-    """Each made once: pytest makes a fixture with parameters again wherever another parameter came between."""
+    """Return the worlds, each made once. Pytest would make a fixture with parameters again after another parameter."""
     return {}
 
 
@@ -101,14 +101,14 @@ def test_what_is_said_does_not_depend_on_capture_or_cache(world: World, expected
         check(together(world, CASES[start::12], way, expected), expected, way)
 
 
-# What was said before, in the same context
+# An answer after another one, in the same context
 
 FIRST = [case for case in CASES if case.name in ("stopped, free", "ending, free", "seeded, regex", "greedy, free")]
 
 
 @pytest.fixture(scope="module")
 def turns(world: World, expected: dict[str, Outcome]) -> list[tuple[Case, Case, Outcome]]:
-    """A case, one that goes on behind it, and what that one says."""
+    """Return a case, a case that continues after it, and the second one's outcome."""
     params = SamplingParams(temperature=0.8, seed=9, repetition_penalty=1.3, max_new_tokens=16)
     prompts = [(*case.prompt, *expected[case.name].token_ids, *b" ab") for case in FIRST]
     then = [Case(f"{case.name}, then", prompt, params) for case, prompt in zip(FIRST, prompts, strict=True)]
@@ -131,7 +131,7 @@ def test_what_was_dropped_behind_a_stop_leaves_no_trace_in_the_context(
         assert outcome == wanted
 
 
-# Steps that a recording does not hold
+# Steps that are larger than the recording
 
 
 @pytest.mark.parametrize("way", [Way("half"), Way("right", 7), Way("none", 64)], ids=str)

@@ -1,4 +1,4 @@
-"""Log-probabilities that compiled code finds in a recorded step: to the bit those of the definition in torch."""
+"""Log-probabilities of compiled code in a recorded step have the bits of the definition in torch."""
 
 import math
 from collections.abc import Sequence
@@ -117,7 +117,7 @@ def test_a_row_that_fails_has_none_and_its_neighbours_theirs(mode: str) -> None:
 
 
 def test_each_line_of_a_verified_step_has_its_own() -> None:
-    """Two drafts that are right and one that is not, beside a row without drafts."""
+    """A row has two right drafts and a wrong one, and another row has no drafts."""
     lines = torch.stack([make_logits("normal", 300, seed) for seed in range(5)])
     params = [SamplingParams(temperature=0, logprobs=3), SamplingParams(temperature=0, logprobs=20)]
     best = lines.argmax(-1).tolist()

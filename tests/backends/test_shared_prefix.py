@@ -1,4 +1,4 @@
-"""Rows that begin with the same pages: which they are, and that reading these once changes no bit."""
+"""Rows that begin with the same pages are found, and reading these pages once changes no bit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,7 +26,7 @@ NUM_HEADS, KV_HEADS, DIM, PAGE = 6, 2, 32, 64
 PAGES_PER_ROW = 20
 ANGLES = torch.arange(PAGES_PER_ROW * PAGE)[:, None] / 50.0 ** torch.linspace(0, 1, DIM // 2)
 HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, RopeTable(ANGLES.cos()[None], ANGLES.sin()[None]), None, None)
-# Of each row: pages in common with the row before, tokens before the step, tokens in it, window.
+# Per row: pages in common with the row before, tokens before the step, tokens in the step, window.
 ROWS = [
     (0, 700, 1, 0),
     (9, 640, 2, 0),
@@ -38,12 +38,12 @@ ROWS = [
     (4, 256, 1, 0),
     (4, 260, 60, 0),  # a prompt
     (4, 300, 1, 0),
-    (0, 700, 1, 0),  # from here on rows whose contents differ where their pages do
+    (0, 700, 1, 0),  # from here on, rows have different contents in different pages
     (0, 640, 1, 0),
     (5, 700, 2, 0),
 ]
-GATES = (NUM_HEADS + 2 * KV_HEADS) * DIM  # their first column
-OWN_CONTENTS = {10: (8, 0), 11: (9, 5), 12: (9, 5)}  # seed, and pages in common with the others of this seed
+GATES = (NUM_HEADS + 2 * KV_HEADS) * DIM  # the gates' first column
+OWN_CONTENTS = {10: (8, 0), 11: (9, 5), 12: (9, 5)}  # seed, and pages in common with the other rows of this seed
 
 
 @pytest.fixture(params=[1, 2, 5])
@@ -68,7 +68,7 @@ def make_layer(kv_type: str) -> LayerCache:
 
 
 def make_qkv(row: int, start: int, count: int) -> torch.Tensor:
-    """Equal in all rows as far as any two have pages in common."""
+    """Return qkv with equal values in the pages that two rows have in common."""
     seed, num_common = OWN_CONTENTS.get(row, (7, 9))
     out = torch.randn(PAGES_PER_ROW * PAGE, GATES + NUM_HEADS * DIM, generator=torch.manual_seed(seed))
     own = torch.randn(PAGES_PER_ROW * PAGE, out.shape[1], generator=torch.manual_seed(100 + row))

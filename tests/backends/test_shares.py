@@ -1,4 +1,4 @@
-"""Ranks that share a model out give its bits: threads stand for ranks, each op by itself."""
+"""Ranks that share a model have the bits of one process. Threads simulate ranks, and each op is tested separately."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ from tiny import GATED, LAGUNA, MINISTRAL3, ONE_EACH, TINY, Tiny, make_tiny
 
 LENGTH = 40
 CHUNKS = (25, 1, 1, 13)
-# Each place where an op gathers: heads, norms after parts, experts, a state, per-layer inputs, gates.
+# Models with each op that gathers: heads, norms after parts, experts, a state, per-layer inputs, gates.
 GATHERING = [
     tiny for tiny in TINY if tiny.name in ("gemma3", "olmo2", "qwen2_moe", "qwen3_next", "gemma4_per_layer", "laguna")
 ]
@@ -101,7 +101,7 @@ def test_ranks_give_the_bits_of_one(folder: Path, expected: Tensor, size: int) -
 
 
 def test_a_rank_with_more_heads_computes_no_more_rows(tmp_path: Path) -> None:
-    """One of three has two of four heads."""
+    """One of three ranks has two of four heads."""
     make_tiny(next(tiny for tiny in ONE_EACH if tiny.name == "llama"), tmp_path)
 
     def sizes(group: Group) -> Tensor:
@@ -116,7 +116,7 @@ def test_a_rank_with_more_heads_computes_no_more_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tiny", TINY if IS_WHOLE else GATHERING, ids=lambda tiny: tiny.name)
 def test_the_definition_of_ops_gathers_alike(tiny: Tiny, tmp_path: Path) -> None:
-    """To the bit it does not: the order of torch's sums depends on the number of rows."""
+    """Bits may differ, because the order of torch's sums depends on the number of rows."""
     make_tiny(tiny, tmp_path)
 
     def run(group: Group | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Prompts, whose weights are unpacked once for many tokens, beside single tokens, which read packed weights."""
+"""Prompts have the bits of single tokens. Weights are unpacked once for many tokens, and read packed for one."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from kernel_digests import FLOATS, numbers, sized
 
 CPU = torch.device("cpu")
 ROWS = 9 * 16  # units of two groups, and one of a single group
-TOKENS = 9 * 16 + 5  # more panels than share a strip, and a part of one
+TOKENS = 9 * 16 + 5  # panels of more than one strip, and a part of a panel
 SEEN = (0, 15, 16, 127, 128, 143, 144, 148)
 
 

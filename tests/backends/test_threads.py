@@ -1,4 +1,4 @@
-"""The thread pool, and how many threads run: idle, forked, replaced, contended, and at the interpreter's end."""
+"""The thread pool and its number of threads: idle, forked, replaced, contended, and at the interpreter's end."""
 
 import os
 import re
@@ -85,7 +85,7 @@ Run = Callable[[str], str]
 
 @pytest.fixture
 def run_script(programs: Programs) -> Run:
-    """Return what runs code after `SCRIPT` and returns its output."""
+    """Return a function that runs code after `SCRIPT` and returns its output."""
     return lambda code: output_of(programs.run(SCRIPT + code))
 
 
@@ -117,7 +117,7 @@ def test_thread_0_computes_on_its_own_node_and_the_caller_stays_free(monkeypatch
         pool, "node_of_thread", lambda thread, num_threads: {cpu} if (thread, num_threads) == (2, 4) else None
     )
     two, counter = ThreadPool(2, rank=1, num_ranks=2), Counter()
-    monkeypatch.setattr(pool, "keep_on_node", lambda thread, num_threads: None)  # of the worker
+    monkeypatch.setattr(pool, "keep_on_node", lambda thread, num_threads: None)  # calls by the worker
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cpus: pinned.append(cpus) or pin(thread, cpus))
     counter.run(two, 1)
     counter.run(two, 2)
@@ -131,7 +131,7 @@ def test_an_idle_pool_uses_no_processor_time() -> None:
     three = ThreadPool(3)
     Counter().run(three, 3)
     used = list[float]()
-    while len(used) < 10 and min(used, default=1.0) >= 0.1:  # on a busy machine the workers are yet to fall asleep
+    while len(used) < 10 and min(used, default=1.0) >= 0.1:  # on a busy machine, workers fall asleep later
         before = time.process_time()
         time.sleep(0.5)
         used.append(time.process_time() - before)
@@ -143,7 +143,7 @@ def test_workers_that_lag_are_dismissed_and_thread_0_does_their_parts(monkeypatc
     monkeypatch.setattr(adaptive, "_PATIENCE", 1e-6)
     three = ThreadPool(3)
     counter = Counter(num_commands=5, repeats=4)
-    counter.run(three, 3)  # the workers are up
+    counter.run(three, 3)  # the workers are awake
     counter.arguments["lag"] = 100_000  # pauses, far more than a barrier spins for
     for _ in range(10):
         three._adaptive = pool.AdaptiveThreads(3)
@@ -381,7 +381,7 @@ class Machine:
         self.now, self.num_trials, self.seconds_alone = 0.0, 0, 0.0
 
     def run(self, chooser: AdaptiveThreads, seconds: float, kinds: int = 1) -> float:
-        """Runs per second. Every run is of another kind if `kinds` is 0."""
+        """Return the runs per second. If `kinds` is 0, each run is of another kind."""
         end, begun, runs = self.now + seconds, self.now, 0
         while self.now < end:
             choice = chooser.choose(self.now)

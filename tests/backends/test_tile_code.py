@@ -1,6 +1,6 @@
-"""The machine code of every tile, read and not run: instructions of a record, and how many touch the stack.
+"""Claims about the machine code of every tile, which is not run: its instructions per record, and its spills.
 
-Spills are how a tile of the wrong shape shows, or a release of LLVM that orders things in another way.
+A tile of the wrong shape has spills, and so has a tile that a release of LLVM orders in another way.
 """
 
 import re
@@ -20,7 +20,7 @@ from infer.backends.cpu.weights import weight_streams
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw"}
-CPUS = {  # triple, features that change what is emitted
+CPUS = {  # triple, and features that change the code
     "haswell": (X86, _AVX2),
     "alderlake": (X86, _AVX2 | {"avxvnni"}),
     "skylake-avx512": (X86, _AVX512),
@@ -29,8 +29,8 @@ CPUS = {  # triple, features that change what is emitted
     "apple-m1": (ARM, {"neon", "dotprod"}),
     "neoverse-v1": (ARM, {"neon", "dotprod", "i8mm"}),
 }
-# The instruction that multiplies, and how many of it a record of Q4_1 × a token in two planes takes. Instructions in
-# all of 32 weights × a token: by two planes with one token, by two with the widest tile, by one with the widest.
+# The instruction that multiplies, and its number for a record of Q4_1 × a token in two planes. Then the number of all
+# instructions for 32 weights × a token: two planes with one token, two with the widest tile, one with the widest tile.
 INSTRUCTIONS = {
     "haswell": ("vpmaddubsw", 32, (9.0, 7.8, 4.3)),
     "alderlake": ("{vex}", 32, (6.8, 5.7, 3.4)),
@@ -46,7 +46,7 @@ def loop_of(cpu: str, type_: str, planes: int, shape: Shape, monkeypatch: pytest
     """Return the instructions of the innermost loop, which multiplies one record."""
     triple, features = CPUS[cpu]
     monkeypatch.setattr(simd, "target_features", lambda: frozenset(features))
-    monkeypatch.setattr(weight_streams, "prefers_near", lambda: False)  # whatever this machine prefers
+    monkeypatch.setattr(weight_streams, "prefers_near", lambda: False)  # does not depend on this machine
     layout, isa = LAYOUTS[type_], set_of(cpu)
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * (shape.groups + 4)), "tile")

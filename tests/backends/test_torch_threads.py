@@ -1,4 +1,4 @@
-"""torch's number of threads while ours work: one, in the threads that generate, and what it was afterwards."""
+"""In threads that generate, torch uses one thread while infer's threads work, and afterwards as many as before."""
 
 import threading
 from collections.abc import Generator
@@ -50,7 +50,7 @@ def test_whoever_leaves_last_every_thread_has_its_own_number_again() -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_a_thread_that_begins_beside_a_generation_keeps_torchs_threads() -> None:
-    """Though torch gives a new thread the number that was last set in any."""
+    """Torch itself gives a new thread the number that any thread set last."""
     seen = list[int]()
 
     def new() -> None:

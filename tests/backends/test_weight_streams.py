@@ -1,4 +1,4 @@
-"""How weights are read from memory: by what this machine is, and with the same bits."""
+"""The way to read weights from memory depends on the machine, and the bits do not."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ Prefer = Callable[[int], None]
 
 @pytest.fixture
 def prefer(monkeypatch: pytest.MonkeyPatch) -> Prefer:
-    """Let tiles of up to so many tokens read one stream; of one token as Zen 4 does."""
+    """Return a function that lets tiles of up to `most` tokens read one stream. Zen 4 does so for one token."""
 
     def choose(most: int) -> None:
         monkeypatch.setattr(isa_module, "most_by_one_stream", lambda is_float: min(most, 1) if is_float else most)
@@ -111,7 +111,7 @@ def test_no_bit_depends_on_it(type_: str, planes: int, prefer: Prefer) -> None:
     random = np.random.default_rng(0)
     group_bytes, size = records * layout.record_bytes, layout.activation_bytes(form)
     num_bytes = 2 * group_bytes + 2 * weight_streams.FAR
-    weights = random.integers(0, 60, num_bytes, dtype=np.uint8)  # whose floats are finite
+    weights = random.integers(0, 60, num_bytes, dtype=np.uint8)  # bytes whose floats are finite
     activations = random.integers(0, 60, 16 * records * size, dtype=np.uint8)
     found = []
     for most in (0, 1, 4):

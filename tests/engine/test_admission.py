@@ -1,4 +1,4 @@
-"""The rules of admission and of steps asked at their exact limits, with numbers computed by hand."""
+"""The rules of admission and of steps at their exact limits, with numbers computed by hand."""
 
 from math import inf
 
@@ -28,7 +28,7 @@ def test_a_mean_length_moves_a_tenth_of_the_way_to_each_answer() -> None:
     assert (lengths.mean, lengths.expected("a"), lengths.expected("new")) == pytest.approx((190, 190, 190))
     lengths.learn("a", 0)
     assert (lengths.mean, lengths.expected("a")) == pytest.approx((171, 171))
-    lengths.learn("b", 371)  # begins at the mean of all
+    lengths.learn("b", 371)  # its mean begins at the mean of all
     assert (lengths.mean, lengths.expected("b"), lengths.expected("a")) == pytest.approx((191, 191, 171))
     assert lengths.expected("b", 100) == pytest.approx(91)
     assert lengths.expected("b", 180) == pytest.approx(191 / 4)
@@ -54,7 +54,7 @@ def test_a_slot_that_changed_hands_is_kept_for_some_seconds_until_its_tenant_run
     kept.got(1)
     assert kept.count([], 100.0, 8) == 0, "its sequence runs"
     kept.left("a", 1, 100.0)
-    kept.left("b", 2, 100.0)  # had a slot of its own
+    kept.left("b", 2, 100.0)  # it had its own slot
     assert kept.count([], 100.0, 8) == 1
     assert kept.count(["b"], 100.0, 8) == 1
     assert kept.count(["b", "a"], 100.0, 8) == 0, "a tenant that runs needs no slot to be kept"
@@ -96,7 +96,7 @@ def test_a_sequence_passes_others_until_they_were_passed_by_their_own_work() -> 
 
 
 def test_slots_change_hands_when_three_times_the_tokens_that_were_wasted_have_been_given() -> None:
-    """However long the engine has run before."""
+    """The time for which the engine has run before does not matter."""
     tenants = Tenants()
     for tenant in ("a", "a", "b"):
         tenants.come(tenant)
@@ -142,7 +142,7 @@ def test_a_step_that_was_taken_counts_the_tokens_of_all_its_steps() -> None:
 
 
 def test_the_time_of_a_step_with_prompts_is_that_which_was_set_last() -> None:
-    """A token of a prompt takes a millisecond: as much as a sequence, or a step."""
+    """A token of a prompt takes a millisecond, and so does a sequence, and a step."""
     scheduler, prompt = Scheduler(HOST_STEP), Demand(8000, number=1)
     scheduler.costs.learn(StepWork(1, 1, 0), 2e-3)
     scheduler.costs._costs = Costs(1e-3, 1e-3, 1e-3, 0.0)
@@ -176,15 +176,16 @@ ALL = [LOUD, LOUD, LOUD, QUIET]
 
 
 def make_shares() -> StepShares:
-    """Return shares of steps of 1 ms and 1 ms per sequence: 5 for all four, 2 for the quiet tenant alone."""
+    """Return shares. A step takes 1 ms, and 1 ms per sequence: 5 ms for all four, 2 ms for only the quiet tenant."""
     costs = StepCosts()
     costs._costs = Costs(1e-3, 1e-3, 0.0, 0.0)
     return StepShares(costs, lambda tenant: 1.0)
 
 
 def steps_alone(owed: float) -> int:
-    """Return how many steps of its own the quiet tenant takes, one by one, if it is owed so many: each takes one off,
-    and earns its share of that time.
+    """Return the number of steps for only the quiet tenant, one by one, if it is owed `owed` steps.
+
+    Each step costs the tenant one, and earns it its share of the step's time.
     """
     count = 0
     while owed >= 1:
@@ -222,7 +223,7 @@ def test_a_tenant_pays_for_its_grammar_besides_what_it_computes() -> None:
 def test_a_tenant_that_sat_out_for_long_is_owed_a_second_at_most() -> None:
     shares, num_alone = make_shares(), 0
     shares.choose(ALL)
-    shares.computed([LOUD] * 3, 1, 600.0)  # the machine slept
+    shares.computed([LOUD] * 3, 1, 600.0)  # the machine was suspended
     shares.choose(ALL)
     assert shares.most_steps == steps_alone(MOST_OWED / 2e-3)
     while set(shares.choose(ALL)) == {"quiet"}:

@@ -1,4 +1,4 @@
-"""`answer_prefix`: an answer that begins with given ids goes on with the bits of one that sampled them."""
+"""`answer_prefix`: an answer that begins with given ids continues with the bits of one that sampled them."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the answers of `LLM` for event loops, which never wait for it, nor it for them."""
+"""`AsyncLLM`: the answers of `LLM` for event loops. Event loops never wait for the engine, nor the engine for them."""
 
 import asyncio
 import copy
@@ -41,7 +41,7 @@ def steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator["Steps"]:
 
 def until_idle(llm: LLM) -> None:
     loop = llm._opened.loop
-    loop.run(bool)  # what was submitted before is known
+    loop.run(bool)  # the thread has read all earlier messages
     while loop.num_sequences:
         time.sleep(0.001)
 
@@ -356,7 +356,7 @@ def test_a_task_that_is_cancelled_before_its_request_is_ready_computes_nothing(
     run(ask)
     executor = llm._opened.answers._preparing._executor
     assert executor is not None
-    executor.shutdown()  # whoever prepares has ended
+    executor.shutdown()  # all preparing threads have ended
     llm._opened.answers._preparing._executor = None
     assert len(preparing) == max(1, num_before), "what waits in the queue is not begun"
     assert not completed, "and the next stage is left out"

@@ -1,4 +1,4 @@
-"""Batches keep every slot busy and their multi-steps long, and a step that raises once costs nobody anything."""
+"""Batches keep every slot busy and their multi-steps long, and a step that raises once changes no answer."""
 
 import threading
 import time
@@ -50,7 +50,7 @@ def test_a_slot_that_an_answer_frees_is_filled_before_the_next_step(
         return backlogs[-1]
 
     def step_when_filled() -> list[Sequence]:
-        """Before it, the caller has seen what has ended, and added as many."""
+        """Run a step. Before it, the caller has taken the ended answers, and added as many new ones."""
         while len(backlogs[0].waiting) < NUM_SLOTS and len(taken) < len(cases):
             time.sleep(0)
         if backlogs[0].waiting:
@@ -71,7 +71,7 @@ def test_a_slot_that_an_answer_frees_is_filled_before_the_next_step(
 
 
 def steps_of_a_batch(world: World, count: int, monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """Return how many steps the multi-steps of so many equal answers had, in batches of `NUM_SLOTS`."""
+    """Return the number of steps of each multi-step, for equal answers in batches of `NUM_SLOTS`."""
     engine = make_engine(world, max_steps=16)
     loop, is_filled, steps, multi_step = loop_of(engine), threading.Event(), Counter[int](), engine.runner.multi_step
 
@@ -97,10 +97,10 @@ def steps_of_a_batch(world: World, count: int, monkeypatch: pytest.MonkeyPatch) 
 def test_answers_that_wait_for_their_own_batch_shorten_no_multi_step(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor do the messages of a caller that adds others while it has its share of the slots."""
+    """The messages of a caller that adds answers while it has its share of the slots do not shorten one either."""
     alone = steps_of_a_batch(world, NUM_SLOTS, monkeypatch)
     together = steps_of_a_batch(world, 4 * NUM_SLOTS, monkeypatch)
-    # How many tokens the last one is left depends on the steps in which the prompts were read, and so on the machine.
+    # The length of the last multi-step depends on the steps in which the prompts were read, and so on the machine.
     assert (together[16], together.total()) == (4 * alone[16], 4 * alone.total())
     assert alone[16] >= 2
 
@@ -109,13 +109,13 @@ def test_answers_that_wait_for_their_own_batch_shorten_no_multi_step(
 
 
 class PlantedError(Exception):
-    """The backend's own."""
+    """An error of the backend."""
 
 
 def fail_once(
     patch: pytest.MonkeyPatch, runner: Runner, name: str, *, at_call: int, before: bool
 ) -> list[PlantedError]:
-    """Let a method of the runner raise once, before it does anything or after it. Return what it raised."""
+    """Let a method of the runner raise once, before or after its work. Return the list of raised errors."""
     real, raised, num_calls = getattr(runner, name), list[PlantedError](), iter(range(1_000_000))
 
     def call(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The calls of `LLM` and sessions: one prompt or many, the same keywords everywhere, and what a piece carries."""
+"""The calls of `LLM` and sessions: one prompt or many, the same keywords everywhere, and the fields of a piece."""
 
 import threading
 from collections.abc import Iterator

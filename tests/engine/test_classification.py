@@ -1,4 +1,4 @@
-"""`LLM.classify`: probabilities are those of `transformers`, and depend on a text alone."""
+"""`LLM.classify`: probabilities are those of `transformers`, and depend only on the text."""
 
 import asyncio
 import json

@@ -14,7 +14,7 @@ SECONDS = 30.0
 
 @pytest.fixture
 def may_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Steps wait until it is set."""
+    """Return an event for which each step waits."""
     engine, may_step = llm._opened.engine, threading.Event()
     step = engine.step
 
@@ -32,7 +32,7 @@ async def read_on(stream: AsyncStream) -> int:
 
 
 async def waiting_reader(stream: AsyncStream, may_step: threading.Event) -> asyncio.Task[int]:
-    """Return a task that has read all the pieces there are and waits for the step that does not end."""
+    """Return a task that has read all pieces and waits for a step that does not end."""
     await anext(stream)
     may_step.clear()
     reader = asyncio.create_task(read_on(stream))

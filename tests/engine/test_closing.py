@@ -36,7 +36,7 @@ def is_idle(llm: LLM) -> bool:
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
-    """Return what the call returns or raises in another thread."""
+    """Return the result or the exception of a call in another thread."""
     found: list[Any] = []
 
     def run() -> None:
@@ -52,7 +52,7 @@ def in_thread(call: Callable[[], Any]) -> Any:
 
 
 class Reader:
-    """A thread that reads a stream, and has read the first piece while the loop is held in the step after it."""
+    """A thread that reads a stream. It has read the first piece, and the loop waits in the next step."""
 
     def __init__(self, stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream, self.error = stream, None
@@ -82,7 +82,7 @@ class Reader:
 
 
 def close_while_read(stream: Stream, close: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Reader:
-    """Call `close` while another thread reads and the loop is within a step, which goes on when it was asked to end."""
+    """Call `close` while another thread reads and the loop is within a step. The step continues after the call."""
     reader = Reader(stream, monkeypatch)
     closing = threading.Thread(target=close)
     closing.start()
@@ -144,7 +144,7 @@ def test_a_callback_may_close_what_it_is_called_by(llm: LLM) -> None:
 
 @pytest.mark.parametrize("closes_elsewhere", [False, True])
 def test_a_callback_of_the_prompt_may_close_the_stream(llm: LLM, closes_elsewhere: bool) -> None:
-    """Nobody waits for ever."""
+    """No thread waits for ever."""
     opened: list[Stream] = []
 
     def on_prefill(done: int, total: int) -> None:
@@ -220,7 +220,7 @@ def test_a_burst_of_answers_leaves_nothing(llm: LLM) -> None:
 
 
 def test_scores_of_a_prompt_begin_again_where_an_idle_session_held_the_pages(folder: Path) -> None:
-    llm = LLM(folder, pool_pages=7)  # of one full context
+    llm = LLM(folder, pool_pages=7)  # the pages of one full context
     token_ids = [5 + index % 50 for index in range(380)]
     expected = llm.prompt_logprobs(token_ids)
     session = llm.session()
@@ -233,7 +233,7 @@ def test_scores_of_a_prompt_begin_again_where_an_idle_session_held_the_pages(fol
 def test_scores_are_computed_between_steps_and_again_where_others_took_their_slot(
     folder: Path, taken: Collection[int], turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if they take it after each turn. 208 tokens are computed again in turns of 32 tokens."""
+    """Others may take it after each part. 208 tokens are computed again in parts of 32 tokens."""
     llm = LLM(folder)
     monkeypatch.setattr("infer.engine.token_trace.step_tokens", lambda host: 16)
     token_ids = [5 + index % 50 for index in range(300)]

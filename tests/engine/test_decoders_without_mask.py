@@ -25,9 +25,9 @@ TEXTS = [*SENTENCES, "", " ".join(SENTENCES * 3)]
 
 
 def make_folder(folder: Path, name: str) -> tuple[Any, Any]:
-    """Save a model with a tokenizer and with EmbeddingGemma's modules, and return those of `transformers`."""
+    """Save a model with EmbeddingGemma's modules. Return the model and the tokenizer of `transformers`."""
     tokenizer = make_xlmr_folder(folder)
-    model = make_encoder(BY_NAME[name], folder, vocab_size=len(tokenizer) + 1)  # GGUF files name a token more
+    model = make_encoder(BY_NAME[name], folder, vocab_size=len(tokenizer) + 1)  # GGUF files have one more token
     write_modules(folder, ["Transformer", "Pooling", "Dense", "Dense", "Normalize"])
     pooling = {"word_embedding_dimension": 96, "pooling_mode_mean_tokens": True, "include_prompt": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
@@ -88,7 +88,7 @@ def test_a_gguf_file_gives_the_vectors_of_the_folder(name: str, tmp_path: Path) 
     folder = tmp_path / "folder"
     folder.mkdir()
     make_folder(folder, name)
-    if name == "llama":  # by its own name it has an architecture of its own, llama-embed
+    if name == "llama":  # under its own name, it has the architecture llama-embed
         config = json.loads((folder / "config.json").read_text())
         del config["is_causal"]
         (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama_bidirec"}))

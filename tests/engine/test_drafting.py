@@ -1,4 +1,4 @@
-"""An engine with another drafter than n-grams: one that proposes for all sequences in one batch."""
+"""An engine with a drafter other than n-grams, which proposes for all sequences in one batch."""
 
 from collections.abc import Mapping
 from dataclasses import replace

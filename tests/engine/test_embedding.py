@@ -1,4 +1,4 @@
-"""`LLM.embed`: the hidden states of a text, pooled, with bits that depend on the text alone; and on event loops."""
+"""`LLM.embed` and the same for event loops: pooled hidden states of a text, with bits that depend only on the text."""
 
 import asyncio
 import threading
@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 
 @torch.inference_mode()
 def states_of(llm: LLM, text: str) -> Tensor:
-    """Return the vectors, all computed at once."""
+    """Return the vectors, computed in one batch."""
     token_ids = llm.tokenizer.encode(text)
     cache = make_cache(llm.model, len(token_ids), step_tokens=len(token_ids))
     cache.reserve(0, len(token_ids))
@@ -155,7 +155,7 @@ def test_a_task_that_is_cancelled_ends_before_the_next_step(llm: LLM, monkeypatc
 
 
 def test_a_call_that_was_abandoned_holds_no_memory_of_the_next(tmp_path: Path) -> None:
-    """A full context needs all pages but one, and the beginning of many texts needs pages beside those of the texts."""
+    """A full context needs all pages but one. The common beginning of texts needs pages in addition to the texts'."""
     folder, options = make_model(tmp_path, context=6400), VectorOptions("last")
     many, one = [f"{'begin ' * 200}{number}" for number in range(3)], ["y" * 6400]
     with LLM(folder) as llm:

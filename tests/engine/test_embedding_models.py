@@ -56,7 +56,7 @@ def vectors_of(folder: Path, texts: list[str]) -> Tensor:
 
 @torch.inference_mode()
 def through(folder: Path, places: Sequence[int], states: Tensor) -> Tensor:
-    """Return what torch's modules make of pooled states."""
+    """Return the results of torch's modules for pooled states."""
     for place in places:
         tensors = load_file(folder / f"{place}_Dense" / "model.safetensors")
         states = nn.functional.linear(states, tensors["linear.weight"], tensors.get("linear.bias"))
@@ -130,7 +130,7 @@ def test_the_prompt_that_is_the_default_needs_no_name(tmp_path: Path, llm: LLM) 
     with LLM(tmp_path, kv_type="f32") as other:
         assert torch.equal(other.embed(TEXTS), llm.embed(TEXTS, prompt_name="query"))
         ids = [llm.tokenizer.encode("hello")]
-        assert torch.equal(other.embed(ids), llm.embed(ids))  # a prompt is text
+        assert torch.equal(other.embed(ids), llm.embed(ids))  # a prompt can only precede a text
 
 
 @pytest.mark.parametrize("dimensions", [1, 32, 64])

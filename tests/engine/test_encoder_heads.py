@@ -29,7 +29,7 @@ PAIRS = [(QUERY, each) for each in DOCUMENTS]
 
 
 def make_folder(folder: Path, name: str, labels: tuple[str, ...] = LABELS, **settings: Any) -> tuple[Any, Any]:
-    """Save a classifier with a tokenizer, and return those of `transformers`."""
+    """Save a classifier with a tokenizer, and return the model and the tokenizer of `transformers`."""
     tokenizer = make_xlmr_folder(folder) if "roberta" in name else make_bert_folder(folder)
     named = dict(enumerate(labels))
     model = make_encoder(BY_NAME[name], folder, vocab_size=len(tokenizer) + 1, id2label=named, **settings)
@@ -40,7 +40,7 @@ def make_folder(folder: Path, name: str, labels: tuple[str, ...] = LABELS, **set
 def logits_of(name: str, model: Any, tokenizer: Any, texts: list[Any]) -> torch.Tensor:
     found = []
     for text in texts:
-        encoded = tokenizer([text])  # as a list: of two arguments, an empty second one would be left out
+        encoded = tokenizer([text])  # as a list, because an empty second argument would be ignored
         given = {"input_ids": torch.tensor(encoded["input_ids"])}
         if name in WITH_TYPES:
             given["token_type_ids"] = torch.tensor(encoded["token_type_ids"])

@@ -1,4 +1,4 @@
-"""Models that are encoders: vectors as `transformers` computes them, and one line for whatever generates."""
+"""Encoders: vectors as `transformers` computes them, and one line of refusal for calls that generate."""
 
 import asyncio
 import base64
@@ -21,9 +21,9 @@ from served import serving
 
 
 def make_folder(folder: Path, name: str, **modules: Any) -> tuple[Any, Any]:
-    """Save a model with a tokenizer, and return those of `transformers`."""
+    """Save a model with a tokenizer, and return both of `transformers`."""
     tokenizer = make_xlmr_folder(folder) if name == "xlm-roberta" else make_bert_folder(folder)
-    model = make_encoder(BY_NAME[name], folder, vocab_size=len(tokenizer) + 1)  # GGUF files name a token more
+    model = make_encoder(BY_NAME[name], folder, vocab_size=len(tokenizer) + 1)  # GGUF files have one more token
     write_modules(folder, **modules)
     return model, tokenizer
 

@@ -1,5 +1,6 @@
-"""Random lives of an engine: whatever joins, leaves, pauses, forks, is preempted or fails in a step, with too few slots
-and pages for all, each answer is that of the sequence alone, and the cache is whole after each step.
+"""Random traces of an engine with too few slots and pages: each answer is that of the sequence alone.
+
+Sequences join, leave, pause, fork, are preempted or fail in a step. The cache is consistent after each step.
 """
 
 import random
@@ -50,7 +51,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     name, settings = WORLDS[request.param]
     made = make_world(name, tmp_path_factory.mktemp(name))
     made = replace(made, settings=CacheSettings(page_tokens=16, **settings))  # type: ignore[arg-type]
-    all_by_definition(made, SOME)  # side by side, which takes less time than one after the other when a trace asks
+    all_by_definition(made, SOME)  # in one batch, which takes less time than one by one
     all_by_definition(made, [turn_after(made, case) for case in SOME])
     return made
 
@@ -63,14 +64,14 @@ def turn_after(world: World, case: Case) -> Case:
 
 
 class PlantedError(Exception):
-    """A step's own."""
+    """An error of a step."""
 
 
 class Trace:
-    """One life. `asked` are sequences with their cases, `told` leases with the tokens that they answered."""
+    """One trace. `asked` has sequences with their cases, and `told` has leases with the tokens of their answers."""
 
     def __init__(self, world: World, seed: int, *, launches_behind: bool = False) -> None:
-        """Begin a life. With `launches_behind`, its steps run on a device, and mostly without drafts."""
+        """Begin a trace. With `launches_behind`, its steps run on a device, and mostly without drafts."""
         self.world, self.draw = world, random.Random(seed)
         drafts: Items[Drafts] = ("none", "none", "none", "ngram") if launches_behind else ("none", "ngram", "half")
         self.way = Way(self.draw.choice(drafts), self.draw.choice((7, 64, 512)))
@@ -139,12 +140,12 @@ class Trace:
         self.runner.cache.check_integrity()
 
     def proceed(self) -> None:
-        """Let the readers take all that there is, so that they have room again."""
+        """Let the readers take all pieces, so that their mailboxes have room again."""
         for sequence in self.engine.sequences:
             self.engine.proceed(sequence)
 
     def follow_up(self) -> None:
-        """Submit the next turn of a conversation, in the slot of the last."""
+        """Submit the next turn of a conversation, in the slot of the last turn."""
         for index, (lease, case, sequence) in enumerate(self.told):
             if sequence.has_ended and sequence.finish_reason != "abort":
                 del self.told[index]
@@ -195,7 +196,7 @@ class Trace:
             self.num_preempted += 1
 
     def fail(self) -> None:
-        """Let one of the next calls of the runner raise, before it does anything or after it."""
+        """Let one of the next calls of the runner raise, before or after its work."""
         if self.draw.random() < 0.3:
             name, is_before = self.draw.choice(CALLS), self.draw.random() < 0.5
             real = getattr(self.runner, name)
@@ -227,7 +228,7 @@ def test_every_answer_is_that_of_the_sequence_alone(world: World, part: int) -> 
 def test_answers_are_the_same_if_steps_are_launched_before_the_tokens_of_others_are_known(
     world: World, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few cases have a grammar here: no step is launched behind one with a grammar."""
+    """Few cases have a grammar, because no step is launched behind a step with a grammar."""
     free = [case for case in CASES if case.name.endswith("free")]
     monkeypatch.setattr("test_engine_traces.SOME", [*free, CASES[1]])
     num_behind = num_preempted = num_failed = 0
@@ -251,7 +252,7 @@ def test_a_pool_that_is_too_small_for_two_answers_gives_both(world: World, monke
         preempt(slots, sequence)
 
     monkeypatch.setattr(Slots, "preempt", note)
-    monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 8)  # so all may enter, and have longer answers
+    monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 8)  # so all may enter, although their answers are longer
     monkeypatch.setattr("infer.engine.fair_queueing.LEARNT", 0.0)
     runner = Runner(world.model, CONTEXT, num_slots=3, pool_pages=PAGES_EACH, settings=world.settings)
     engine, long = Engine(runner), SamplingParams(temperature=0.7, seed=5, max_new_tokens=100, ignore_eos=True)

@@ -1,6 +1,6 @@
-"""A process that has loaded a model forks: the parent goes on unharmed, and the child's calls raise ClosedError.
+"""A process that has loaded a model forks: the parent continues unharmed, and the child's calls raise ClosedError.
 
-A child may load a model of its own. Each case is a process of its own, whose children an alarm ends if they hang.
+A child may load another model. Each case is a separate process. An alarm ends its children if they hang.
 """
 
 import os
@@ -81,7 +81,7 @@ def run(programs: Programs, folder: Path) -> Callable[[str], None]:
 
 
 def run_by_itself(*command: object) -> None:
-    """Run Python without a thread that says where it hangs: a child that ends as programs do would wait for it."""
+    """Run Python without the thread that reports hangs, because a child that ends normally would wait for it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     started = [sys.executable, *map(str, command)]
     done = subprocess.run(
@@ -167,7 +167,7 @@ assert not wrong, wrong
 
 
 def test_a_child_that_ends_as_programs_do_ends_at_once(folder: Path) -> None:
-    """With what its parent left open: functions of `atexit` and finalizers run there, too."""
+    """Its parent's objects are still open in it, and functions of `atexit` and finalizers run."""
     code = """
 session, stream = llm.session(), llm.stream("hello", LONG)
 talk = session.stream("hello", LONG)
@@ -205,7 +205,7 @@ if __name__ == "__main__":{loaded}
 
 
 def test_parent_and_child_load_models_after_the_fork_into_memory_of_their_own(run: Callable[[str], None]) -> None:
-    """And so does a grandchild, which has forked while its parent answered."""
+    """So does a grandchild, which was forked while its parent answered."""
     run(
         """
 parent = os.getpid()
@@ -230,7 +230,7 @@ check()
 
 
 def test_a_model_that_nobody_has_asked_may_be_loaded_after_a_fork_beside_openmp(run: Callable[[str], None]) -> None:
-    """OpenMP's threads are the parent's: torch in the child waits for none of them."""
+    """OpenMP's threads exist only in the parent, and torch in the child does not wait for them."""
     run(
         """
 torch.set_num_threads(2)
@@ -252,7 +252,7 @@ with torch.inference_mode():
 
 
 def test_a_lock_that_another_thread_holds_at_the_fork_is_free_in_the_child(run: Callable[[str], None]) -> None:
-    """Held for a moment, for which a fork may wait; or for long, by those who ask a process."""
+    """A lock is held for a moment, so that a fork may wait for it, or for long, by a thread that asks a process."""
     run(
         """
 def hold(lock, held, ended, most):

@@ -1,4 +1,4 @@
-"""The decode loop with a scripted model: what is said, when it stops, and what a caller sees."""
+"""The decode loop with a scripted model: its answers, their ends, and the pieces that a caller receives."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Rowwise(CachelessRunner):
-    """No model: `logits` returns the logits after each chunk."""
+    """A runner without a model. `logits` returns the logits after each chunk."""
 
     def __init__(self) -> None:
         backend = ops.backend_of(torch.device("cpu"))
@@ -52,7 +52,7 @@ class Rowwise(CachelessRunner):
 
 
 class Scripted(Rowwise):
-    """Gives logits that make each of the scripted ids the likeliest in turn; then id 0 for ever."""
+    """Gives logits that make each of the scripted ids the likeliest in turn, and then always id 0."""
 
     def __init__(self, script: Sequence[int]) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_a_prompt_runs_in_chunks_and_then_token_by_token(tokenizer: Tokenizer) -
 
 
 def test_the_first_token_is_sampled_like_every_other(tokenizer: Tokenizer) -> None:
-    """At temperature 2 a flat row gives many first tokens; a prefill that takes the argmax gives one."""
+    """At temperature 2 a flat row gives many first tokens. If the prefill took the argmax, there would be one."""
 
     class Flat(Rowwise):
         def logits(self, token_ids: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: it ends the caller's own wait and answer; the next answer is right and the process alive."""
+"""Ctrl-C at any moment ends only the caller's wait and answer. The process lives, and the next answer is right."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from watched import LIMIT_SECONDS
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only"),
-    pytest.mark.usefixtures("llm"),  # which has compiled the kernels: nothing is said of that on stderr
+    pytest.mark.usefixtures("llm"),  # it compiles the kernels first, so that no message about that is on stderr
 ]
 
 NUM_SIGNALS = usual_or_all(50, 500)

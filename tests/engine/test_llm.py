@@ -1,4 +1,4 @@
-"""`LLM` on a tiny random model: what a program sees, captured or not, whole or streamed."""
+"""The results of `LLM` on a tiny random model, captured or not, whole or streamed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The loop: a thread that runs the steps of an engine, whoever submits, cancels, reads, closes or fails beside it."""
+"""The loop runs the steps of an engine while other threads submit, cancel, read, close or fail."""
 
 import asyncio
 import gc
@@ -72,7 +72,7 @@ class Place:
         return launched
 
     def hold(self) -> None:
-        """Let no further step begin until `may_step` is set. The loop must have something to do."""
+        """Let no further step begin until `may_step` is set. The loop must have work."""
         self.is_in_step.clear()
         self.may_step.clear()
         self.is_in_step.wait()
@@ -169,7 +169,7 @@ def test_an_event_loop_is_called_once_per_step_for_all_its_streams(
 
 @pytest.mark.parametrize("only_end", [False, True], ids=["read", "run"])
 def test_the_thread_of_the_loop_waits_for_no_answer(world: World, place: Place, only_end: bool) -> None:
-    """Finalizers may run there: one that asks for an answer is refused, and hangs nothing."""
+    """Finalizers may run on it. If one asks for an answer, it is refused and does not hang."""
 
     def ask() -> None:
         stream = place.stream(SHORT)
@@ -201,7 +201,7 @@ def test_a_thread_that_drops_or_closes_a_stream_on_the_loop_does_not_wait(world:
 
 
 def test_a_cancelled_sequence_ends_with_the_step_under_way(place: Place) -> None:
-    """Running, or yet without a slot."""
+    """The sequence is running, or has no slot yet."""
     asked = [place.submit(LONG) for _ in range(12)]
     for each in asked[:8]:
         each.wait_for_first()
@@ -224,8 +224,8 @@ def test_a_cancelled_sequence_ends_with_the_step_under_way(place: Place) -> None
 def test_an_event_loop_that_is_closed_ends_its_own_sequences_only(
     world: World, place: Place, was_called: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it was called, and closed before it woke its tasks."""
-    monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", 60)  # where the answers that nobody reads would pause
+    """The event loop may have been called, and closed before it woke its tasks."""
+    monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", 60)  # answers without a reader would pause here
 
     async def begin() -> list[AsyncStream]:
         answers = AsyncAnswers(place.loop)
@@ -249,7 +249,7 @@ def test_an_event_loop_that_is_closed_ends_its_own_sequences_only(
 def test_a_paused_answer_ends_when_its_event_loop_is_closed(
     world: World, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is delivered to it, so no call of the event loop tells."""
+    """Nothing is delivered to it, so no call of the event loop shows that it is closed."""
     monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", 8)
 
     async def begin() -> AsyncStream:
@@ -356,7 +356,7 @@ def test_steps_that_fail_now_and_then_change_no_answer(
     def fail_sometimes(*arguments: Any) -> Any:
         found = sample(*arguments)
         if next(num_steps) % every == 0:
-            raise MemoryError  # after the forward, which has written into the cache
+            raise MemoryError  # after the forward has written into the cache
         return found
 
     monkeypatch.setattr(place.engine, "_sample", fail_sometimes)
@@ -382,7 +382,7 @@ def test_an_idle_loop_uses_no_processor_time_and_begins_again(world: World, plac
         check(place.submit(SHORT), by_definition(world, SHORT))
         thread = place.loop._thread
         used = [processor_seconds(thread)]
-        while len(used) < 20 and used[-1] not in used[:-1]:  # on a busy machine it is yet to fall asleep
+        while len(used) < 20 and used[-1] not in used[:-1]:  # on a busy machine, it falls asleep later
             time.sleep(0.3)
             used.append(processor_seconds(thread))
         assert used[-1] == used[-2], "a thread that looks again and again uses some each time"
@@ -390,7 +390,7 @@ def test_an_idle_loop_uses_no_processor_time_and_begins_again(world: World, plac
 
 
 def test_the_heart_beats_with_each_step(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that advances each time it is read, which no fast step and no busy machine can hide."""
+    """The clock advances each time it is read, so fast steps and busy machines do not matter."""
     clock, seen = count(1.0), list[Heartbeat]()
     monkeypatch.setattr("infer.engine.engine_thread.time", SimpleNamespace(monotonic=lambda: next(clock)))
     place.on_step = lambda: seen.append(place.loop.heartbeat)
@@ -402,7 +402,7 @@ def test_the_heart_beats_with_each_step(place: Place, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_a_loop_that_is_dropped_takes_its_thread_along(world: World, is_idle: bool) -> None:
-    """`Place` would hold it, by the step that it watches."""
+    """The test does not use `Place`, which keeps a reference to the loop."""
     loop = loop_of(Engine(Runner(world.model, CONTEXT, num_slots=2)))
     asked = Asked(loop, make_sequence(world, LONG, Way()))
     del asked.cancel
@@ -421,7 +421,7 @@ def test_a_loop_that_is_dropped_takes_its_thread_along(world: World, is_idle: bo
 
 
 def test_work_is_done_in_slices_while_others_are_answered(world: World, place: Place) -> None:
-    """One slice per step."""
+    """Each step runs one slice."""
     num_steps, asked = list[int](), place.submit(LONG)
 
     def work() -> Work[None]:

@@ -160,7 +160,7 @@ def test_ids_that_no_token_has_are_refused_before_the_batch_begins(llm: LLM) -> 
 def test_special_tokens_beyond_the_embedding_are_never_said(
     world: World, folder: Path, tmp_path: Path, grammar: dict[str, Any]
 ) -> None:
-    """Gemma's tokenizer has such a token for images, for which the text model has no row."""
+    """Gemma's tokenizer has such a token for images. The text model has no row for it."""
     cut = VOCAB_SIZE - 1
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -186,7 +186,7 @@ POISON = 200
 
 @pytest.fixture(scope="module")
 def poisoned(folder: Path, tmp_path_factory: pytest.TempPathFactory, world: World) -> World:
-    """The same model, but what follows one token is NaN."""
+    """Return the same model, but with NaN as the logits after one token."""
     copy = tmp_path_factory.mktemp("poisoned")
     for file in folder.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
@@ -234,13 +234,13 @@ def test_a_grammar_that_cannot_go_on_fails_its_row_alone(world: World, way: Way,
     failed = results.pop(1)
     assert (failed.finish_reason, failed.stop_reason, failed.error) == ("error", "grammar", "too complex")
     said = expected.pop(1).token_ids[:5]
-    assert failed.token_ids == (said[: len(failed.token_ids)] if fault == "rollback" else said)  # drafts met it
+    assert failed.token_ids == (said[: len(failed.token_ids)] if fault == "rollback" else said)  # with drafts
     assert failed.grammar_complete is False
     assert [Outcome.of(result) for result in results] == expected
 
 
 class Brittle(Constraint):
-    """Breaks behind so many tokens: at the next mask, at the next token, or at the next mask for good."""
+    """A constraint that raises after some tokens: at the next mask, at the next token, or at all further masks."""
 
     def __init__(self, constraint: Constraint, num_tokens: int, *, fault: str) -> None:
         self._constraint, self._left, self._fault = constraint, num_tokens, fault
@@ -324,7 +324,7 @@ def test_a_cancel_during_a_long_prompt_is_seen_behind_the_chunk(world: World, mo
 
 def test_a_stream_closed_in_the_middle_gives_everything_back(llm: LLM) -> None:
     before = llm.generate("abc ab", LONG).token_ids
-    llm.generate("abc ab", replace(LONG, regex="[ab ]{40}"))  # its masks have a thread of their own
+    llm.generate("abc ab", replace(LONG, regex="[ab ]{40}"))  # another thread fills its masks
     num_threads = threading.active_count()
     for speculation in (None, "ngram"):
         for grammar in ({}, {"regex": "[ab ]{40}"}):
@@ -351,7 +351,10 @@ def test_times_and_counts_are_of_what_was_said(world: World, way: Way) -> None:
             sampled = len(result.token_ids) - result.stats.tokens_forced
             timing, stats = result.timing, result.stats
             assert len(timing.decode_times_s) == len(timing.sampling_times_s) == sampled - 1
-            assert stats.drafts_accepted - timing.decode_times_s.count(0.0) in (0, 1)  # the last may end the answer
+            assert stats.drafts_accepted - timing.decode_times_s.count(0.0) in (
+                0,
+                1,
+            )  # the last may end it
             assert min(timing.sampling_times_s, default=1.0) > 0
             assert len(timing.arrival_times_s) == len(result.token_ids)
             assert timing.arrival_times_s == sorted(timing.arrival_times_s)

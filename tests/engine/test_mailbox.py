@@ -1,4 +1,4 @@
-"""Mailboxes: bounded, read by one thread or task, closed by anybody; and the relay that wakes the tasks of a loop."""
+"""Mailboxes are bounded, read by one thread or task, and closed by any. A relay wakes the tasks of an event loop."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ from infer.sampling_params import SamplingParams
 from looping import beside, in_threads, loop_of, open_stream
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
 
-MOST = 16  # unread pieces, in these tests
+MOST = 16  # limit of unread pieces in these tests
 LONG = Case("long", tuple(b"abc ab"), SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True))
 DRAWN = replace(LONG, params=replace(LONG.params, temperature=0.9, seed=4))
 SHORT = replace(LONG, params=replace(LONG.params, max_new_tokens=9))
@@ -73,7 +73,7 @@ def test_an_answer_that_nobody_reads_pauses_and_another_takes_its_slot(
 ) -> None:
     stream = open_stream(loop, make_sequence(world, case, Way()))
     found = [next(stream)]
-    for _ in range(3):  # each waits for the slot
+    for _ in range(3):  # each answer waits for the slot
         assert Outcome.of(open_stream(loop, make_sequence(world, SHORT, Way())).run()) == by_definition(world, SHORT)
     assert stream.answer.mailbox.is_paused
     assert MOST <= len(stream.sequence.pieces) < MOST + 1 + 4 < 120
@@ -110,7 +110,7 @@ def test_a_paused_answer_ends_with_the_timeout_of_its_request(world: World, loop
 
 
 def test_a_whole_answer_does_not_pause(world: World, loop: Loop) -> None:
-    """Nobody reads its pieces before the end; also if some were read before."""
+    """Its pieces are not read before the end, except for the first ones in some cases."""
     stream = open_stream(loop, make_sequence(world, LONG, Way()))
     assert Outcome.of(stream.run()) == by_definition(world, LONG)
 
@@ -169,7 +169,7 @@ def test_a_relay_calls_its_event_loop_once_until_that_has_run() -> None:
     relay.call()
     assert event_loop.num_calls == 0, "nothing arrived"
     for round_number in range(1, 4):
-        for _ in range(2):  # two steps, of which the event loop sees the end of the second
+        for _ in range(2):  # two steps, before the event loop runs
             for mailbox in mailboxes:
                 mailbox.put(pieces_of(1), 0, has_ended=False)
             relay.call()
@@ -220,7 +220,7 @@ def test_of_several_threads_that_read_a_stream_each_piece_goes_to_one_and_others
 
 
 def test_answers_that_threads_and_tasks_close_at_random_leave_nothing(world: World, engine: Engine, loop: Loop) -> None:
-    """Answers are closed, cancelled or dropped at any moment, beside one that is read to its end."""
+    """Answers are closed, cancelled or dropped at any moment, while another one is read to its end."""
     expected = by_definition(world, LONG).token_ids
 
     def in_thread(seed: int) -> None:

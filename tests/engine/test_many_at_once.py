@@ -1,5 +1,6 @@
-"""Many requests at once from tasks and threads: each answer is that of the request alone, whatever its neighbours are,
-do or suffer; and what thousands of cancelled ones leave is nothing.
+"""Many concurrent requests of tasks and threads: each answer is that of the request alone, with any neighbours.
+
+Thousands of cancelled requests leave nothing behind.
 """
 
 import asyncio
@@ -75,7 +76,7 @@ def watch_steps(llm: LLM) -> list[int]:
     "options", [{}, {"reuse_prefixes": True}, {"pool_pages": 8}], ids=["", "prefixes", "few pages"]
 )
 def test_every_answer_under_load_is_that_of_the_request_alone(folder: Path, options: dict[str, Any]) -> None:
-    """Tasks of a loop that stream, wait or are cancelled midway, beside threads that call the same model."""
+    """Tasks of an event loop stream, wait or are cancelled early, while threads call the same model."""
     draw = random.Random(len(options))
     asked = [draw_request(draw) for _ in range(NUM_REQUESTS // 3)]
     alone = LLM(folder)
@@ -127,11 +128,11 @@ def test_every_answer_under_load_is_that_of_the_request_alone(folder: Path, opti
     llm.close()
 
 
-# What befalls one of them
+# Faults of one of the requests
 
 
 def answers_beside(llm: LLM, *unlucky: Any) -> list[Any]:
-    """Return what coroutines return or raise, beside answers that must be as they are alone."""
+    """Return the results or exceptions of coroutines. Other answers run meanwhile, and must be as they are alone."""
     alone = [llm.generate(prompt, LONG).token_ids for prompt in ("hello", "abc abc", "go on")]
 
     async def ask() -> list[Any]:
@@ -165,7 +166,7 @@ def test_a_grammar_whose_process_is_killed_is_tried_twice(folder: Path, monkeypa
 
 
 def test_answers_that_need_more_pages_than_there_are_come_one_after_the_other(folder: Path) -> None:
-    """Each of a whole context, in a pool that holds one."""
+    """Each needs a whole context, and the pool has pages for one."""
     llm = LLM(folder, pool_pages=-(-CONTEXT // 64))
     params = SamplingParams(temperature=0.8, seed=1, ignore_eos=True, max_new_tokens=CONTEXT - 10)
     expected = llm.generate("hello", params)
@@ -233,7 +234,7 @@ asyncio.run(main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: what a process holds is read from Linux's /proc")
 def test_what_thousands_of_cancelled_requests_leave_is_nothing(folder: Path) -> None:
-    """Pages, threads and file descriptors as before, and resident memory within one percent."""
+    """There are as many pages, threads and file descriptors as before, and resident memory differs by at most 1 %."""
     command = python_command(CHURN, folder, NUM_CANCELLED, seconds=usual_or_all(150, 900))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

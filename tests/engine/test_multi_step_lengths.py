@@ -1,4 +1,4 @@
-"""How many tokens run without a return to Python: what fits a tenth of a second, fewer where they may be in vain."""
+"""The length of multi-steps: as many tokens as fit a tenth of a second, but fewer if they may be dropped."""
 
 from dataclasses import replace
 
@@ -57,13 +57,13 @@ def test_a_chain_is_as_long_as_the_last_ones_were_fast(world: World, monkeypatch
         return now
 
     monkeypatch.setattr("infer.engine.engine.time.perf_counter", seconds)
-    result = run(world, CASE, Way())  # a step of 20 ms, chains of 20 ms: 2.5 ms a token, then less and less
+    result = run(world, CASE, Way())  # steps and multi-steps of 20 ms: 2.5 ms per token at first, then less
     assert Outcome.of(result) == by_definition(world, CASE)
     assert result.stats.multi_steps <= 5
 
 
 def test_what_a_draft_costs_is_learnt_from_steps_like_it(world: World) -> None:
-    """Tokens that were forced have no logits of their own, and sequences with other samplers take other times."""
+    """Forced tokens have no logits, and steps of sequences with other samplers take other times."""
     place, sequence = Place(world, Way(chain=1)), make_sequence(world, CASE, Way("adaptive"))
     place.engine.submit(sequence)
     times = place.engine.scheduler.costs.by_kind

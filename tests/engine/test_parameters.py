@@ -1,4 +1,4 @@
-"""A parameter is declared once: what is derived from the declarations agrees with them."""
+"""A parameter is declared once, and everything derived from the declarations agrees with them."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Claims about `SamplingParams` and the results: what is valid, what the message says, what cannot be changed."""
+"""Claims about `SamplingParams` and results: valid values, messages, and fields that cannot be changed."""
 
 import copy
 import dataclasses

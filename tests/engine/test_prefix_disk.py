@@ -1,4 +1,4 @@
-"""Prompts are read once: what they begin with is found on disk, and the tokens are those of reading them again."""
+"""Prompts are read once: their beginnings are found on disk, and the tokens are those of reading them again."""
 
 import json
 import random
@@ -26,7 +26,7 @@ PROMPT = [(7 * index + index // 9) % EOS for index in range(220)]  # three pages
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder for prefixes of this test alone; compiled kernels are found where they are."""
+    """Set a new folder for prefixes. Compiled kernels are still in the usual folder."""
     monkeypatch.setattr("infer.kvcache.prefix_store.base_folder", lambda: tmp_path / "cache")
 
 
@@ -47,7 +47,7 @@ def files_of(tmp_path: Path) -> list[Path]:
 
 
 def answer(folder: Path, prompt: list[int] = PROMPT, **settings: object) -> tuple[list[int], int, int]:
-    """Return what a process that begins now answers, and how many tokens it found in memory and on disk."""
+    """Return the answer of a newly loaded model, and the numbers of tokens that it found in memory and on disk."""
     with LLM(folder, prefix_disk="1GB", **settings) as llm:
         result = llm.generate(prompt, GREEDY)
     return result.token_ids, result.reused_tokens, result.disk_tokens
@@ -81,7 +81,7 @@ def test_the_answer_is_found_too_and_memory_comes_first(folder: Path) -> None:
 def test_another_salt_model_or_precision_finds_nothing(folder: Path, tmp_path: Path) -> None:
     answer(folder)
     assert answer(folder)[2] == 192
-    assert answer(folder, max_seq_len=400, pool_pages=9)[2] == 192  # another size of the same cache
+    assert answer(folder, max_seq_len=400, pool_pages=9)[2] == 192  # another size of the cache
     assert answer(folder, kv_type="bf16")[2] == 0
     assert answer(folder, precision="fast", weights="q8")[2] == 0
     assert answer(long_model("llama", tmp_path / "copy"))[2] == 0  # written at another time
@@ -141,7 +141,7 @@ def test_many_prompts_at_once_and_cancelled_ones_get_what_is_there(folder: Path)
     for _ in range(2):
         with LLM(folder, prefix_disk="1GB") as llm:
             with llm.stream(PROMPT, GREEDY):
-                pass  # it is left at once
+                pass  # the context ends immediately
             assert [result.token_ids for result in llm.generate_all(prompts, GREEDY, batch_size=8)] == plain
 
 
@@ -159,8 +159,8 @@ def test_a_prompt_that_changes_near_its_beginning_is_told_once(folder: Path, cap
     text = [generator.randrange(3, EOS) for _ in range(400)]
     with LLM(folder, reuse_prefixes=True) as llm:
         for count in range(3):
-            llm.generate([*text[:79], *[5] * count, *text[90:]], GREEDY)  # as a counter changes
-            llm.generate([*text[:100], *text[200:]], GREEDY)  # another text from there on
+            llm.generate([*text[:79], *[5] * count, *text[90:]], GREEDY)  # only a counter differs
+            llm.generate([*text[:100], *text[200:]], GREEDY)  # from here on, the text differs
     told = [record.getMessage() for record in caplog.records if "differs from an earlier one" in record.getMessage()]
     assert len(told) == 1
     assert "differs from an earlier one at token 79, and" in told[0]
@@ -177,7 +177,7 @@ def test_the_place_of_a_change_is_found_and_a_new_ending_is_none(num_gone: int, 
     assert end.position == 300
     assert end.num_again >= 2000 - 300 - max(num_gone, 32)
     assert prefix_end(ids, np.concatenate([ids[:300], ids[1000:]])) is None
-    assert prefix_end(ids[:900], ids) is None  # it goes on
+    assert prefix_end(ids[:900], ids) is None  # the longer prompt continues the shorter one
     assert prefix_end(ids, ids[:900]) is None
 
 

@@ -31,7 +31,7 @@ def test_prompts_that_begin_alike_share_whole_pages_and_say_the_same(name: str, 
 
     said = alone[0].token_ids
     further = PROMPTS[0] + said[:6]
-    result = sharing.generate([*further, *range(12)], GREEDY)  # 128 tokens, of which the cache has what was said, too
+    result = sharing.generate([*further, *range(12)], GREEDY)  # 128 tokens, and the cache also has those of the answer
     assert result.reused_tokens == 64
     assert result.token_ids == plain.generate([*further, *range(12)], GREEDY).token_ids
 
@@ -43,6 +43,6 @@ def test_a_session_that_goes_back_writes_over_no_page_that_others_find(tmp_path:
     session.append(COMMON)
     session.rewind(60)
     session.append(PROMPTS[1][90:])
-    del session  # its pages are for others now
+    del session  # its pages can now be used by others
     for prompt in (PROMPTS[0], [*COMMON[:40], *PROMPTS[1][90:], *COMMON[:30]]):
         assert sharing.generate(prompt, GREEDY).token_ids == plain.generate(prompt, GREEDY).token_ids

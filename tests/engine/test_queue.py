@@ -1,4 +1,4 @@
-"""The queue of an engine without the engine: what it counts of sequences that enter, come back, pass others and end."""
+"""The queue without its engine: its counts of sequences that enter, return, pass others and end."""
 
 from collections.abc import Iterator
 
@@ -45,7 +45,7 @@ def test_a_sequence_that_was_preempted_is_paid_for_once(world: World) -> None:
         preempt(one)
     queue.leave(one)
     assert queue.tenants.accounts["other"] == work_of(10, 20)
-    queue.tenants.come("one")  # as its tenant's next would begin: not below the others
+    queue.tenants.come("one")  # its tenant's next sequence does not begin below the others
     queue.leave(other)
     assert queue.tenants.accounts["one"] == work_of(10, 20)
 

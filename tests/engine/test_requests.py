@@ -1,6 +1,6 @@
-"""How a call may be asked: keywords, mappings, prompts that are too long, and what is refused in one line.
+"""The arguments of calls: keywords, mappings, prompts that are too long, and refusals in one line.
 
-What is of the wrong type is tried in a process of its own: the tests' hook would refuse it first.
+Values of wrong types are tried in a separate process, because the tests' hook would refuse them first.
 """
 
 import json
@@ -29,7 +29,7 @@ def llm(folder: Path) -> LLM:
     return LLM(folder, capture=False)
 
 
-# How an answer is sampled
+# Sampling of an answer
 
 
 def test_keywords_and_mappings_say_how_every_call_samples(llm: LLM) -> None:
@@ -105,7 +105,7 @@ def test_arrays_of_ids_are_prompts(llm: LLM) -> None:
         json.dumps(result.to_json())
 
 
-# What a long prompt loses
+# Truncation of a long prompt
 
 
 def test_a_long_text_keeps_its_last_tokens_and_the_answer_its_room(llm: LLM) -> None:
@@ -265,7 +265,7 @@ def test_either_grammar_backend_holds_answers_and_sessions(folder: Path, backend
     assert llm._opened.requests._compiler.backend == backend
 
 
-# What is refused: the call, in a process without the tests' hook, and what its one line says
+# Refused calls, in a process without the tests' hook, and their one line
 
 REFUSED = {
     "LLM(folder, n_ctx=5)": "unknown setting 'n_ctx' of LLM: did you mean max_seq_len",

@@ -1,4 +1,4 @@
-"""`LLM.rerank`: scores are those of `transformers`, and depend on a query, a document and an instruction alone."""
+"""`LLM.rerank`: scores are those of `transformers`, and depend only on query, document and instruction."""
 
 import asyncio
 from collections.abc import Iterator

@@ -47,7 +47,7 @@ def world(folder: Path) -> World:
 
 
 class Faulty:
-    """Another object's stand-in: one of its methods raises from its n-th call on."""
+    """A wrapper of an object, one of whose methods raises from its n-th call on."""
 
     def __init__(self, real: Any, name: str, num_right: int) -> None:
         self._real, self._name, self._left = real, name, num_right
@@ -118,7 +118,7 @@ def test_a_fault_in_one_row_costs_no_other_row_a_token(world: World, way: Way, f
     plant(waiting[1], place, name, num_right)
     results = run_all(world, waiting, way, 3, settings=CacheSettings(reuse_prefixes=True, page_tokens=16))
     has_failed = check_failed(waiting[1], expected[1].token_ids)
-    is_seldom = name == "accept" and num_right > 0  # in multi-steps the grammar is moved by `advance`
+    is_seldom = name == "accept" and num_right > 0  # in multi-steps, `advance` moves the grammar
     assert (
         has_failed
         or is_seldom
@@ -169,7 +169,7 @@ def test_what_a_failed_row_stored_is_nobodys_prefix(world: World) -> None:
 def test_what_is_no_fault_of_a_row_ends_the_engine_and_keeps_no_caller_waiting(
     world: World, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Signals reach the main thread alone: these are raised in a step by code that asks the program to end."""
+    """These are raised in a step by code that asks the program to end. Signals only reach the main thread."""
     reported = list[type[BaseException] | None]()
     monkeypatch.setattr("threading.excepthook", lambda arguments: reported.append(arguments.exc_type))
     place = Place(world, Way(), make_runner(world, Way(), num_slots=2))

@@ -1,4 +1,4 @@
-"""Claims about the one table of defaults: which value wins, for the Python interface as for the command line."""
+"""Claims about the table of defaults: which value wins, in the Python interface and on the command line."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The scheduler in simulated lives: nobody starves, no page is lost, nothing idles, tenants share."""
+"""The scheduler in simulations: no sequence starves, no page is lost, no slot idles, and tenants share."""
 
 import random
 from copy import deepcopy
@@ -26,13 +26,13 @@ MACHINES = {
     "16 cores": Machine(64, 3000, (2e-3, 1e-4, 8e-5, 1.5e-4)),
     "a GPU": Machine(256, 20_000, (4e-3, 1e-5, 5e-6, 2e-6), step_tokens=8192),
 }
-TRACES = usual_or_all(60, 10_000)  # of each of ten parts
+TRACES = usual_or_all(60, 10_000)  # in each of ten parts
 
 
 def random_life(seed: int) -> Simulation:
-    """Bursts or a stream of requests, short and long, of several tenants, on a small machine."""
+    """Return a simulation: short and long requests of several tenants, in bursts or a stream, on a small machine."""
     draw = random.Random(seed)
-    is_crowded = seed % 5 == 0  # more enter than there are pages for
+    is_crowded = seed % 5 == 0  # more sequences enter than have pages
     num_slots, num_pages = (8, 8) if is_crowded else (draw.choice((1, 2, 4, 8)), draw.choice((8, 20, 100)))
     machine = Machine(num_slots, num_pages, (2e-3, 3e-4, 4.5e-4, 9e-4), page_tokens=16)
     longest = machine.num_pages * machine.page_tokens // 2
@@ -84,7 +84,7 @@ def test_all_are_answered_within_the_wait_that_was_computed(part: int) -> None:
 
 
 def test_a_request_that_is_passed_by_priorities_waits_no_longer_than_their_head_start_besides() -> None:
-    """One of priority 0, and for ever others of priority 2, more than the machine can answer."""
+    """The request has priority 0. More requests of priority 2 arrive than the machine can answer."""
     machine = Machine(1, 100)
     stream = [Request(0.05 * index, 64, 16, 16, priority=2) for index in range(600)]
     last = Request(0.01, 64, 16, 16)
@@ -97,7 +97,7 @@ def test_a_request_that_is_passed_by_priorities_waits_no_longer_than_their_head_
 
 @pytest.mark.parametrize("name", MACHINES if IS_WHOLE else ["2 cores", "16 cores"])
 def test_a_tenant_that_sends_ten_times_as_much_gets_no_more(name: str) -> None:
-    """While both wait, what is computed for each is the same: Jain's index (arXiv:cs/9809099)."""
+    """While both wait, the same work is computed for each, by Jain's index (arXiv:cs/9809099)."""
     draw, machine = random.Random(1), MACHINES[name]
     count = max(40, machine.num_slots)
     requests = [  # all at once
@@ -132,7 +132,7 @@ def test_a_weight_is_a_share() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.15])
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_a_short_prompt_passes_a_long_one_and_streams_go_on(machine: Machine, noise: float) -> None:
-    """Four streams, a prompt of 8,000 tokens, and a short one 0.2 s later, on a machine that is alone or is not."""
+    """There are four streams, a prompt of 8,000 tokens, and a short one 0.2 s later, on an idle or a busy machine."""
     draw = random.Random(1)
     machine = replace(machine, slowness=lambda: draw.lognormvariate(0, noise))
     streams = [Request(0.0, 32, 4000, 4000) for _ in range(4)]
@@ -216,7 +216,7 @@ def test_a_short_prompt_is_read_at_its_own_cost_beside_one_that_is_far_on() -> N
 
 
 def test_a_prompt_whose_tokens_cost_their_positions_alone_keeps_to_the_time_too() -> None:
-    """Far on in a prompt all steps are alike: their cost may be found in the positions, and none in the tokens."""
+    """Late in a prompt all steps are alike, so their whole cost may be ascribed to the positions."""
     scheduler = Scheduler(HOST_STEP)
     scheduler.costs.learn(StepWork(1, 1, 0), 0.01)
     scheduler.costs._costs = Costs(0.01, 0.0, 0.0, 1e-3)
@@ -230,7 +230,7 @@ def test_one_that_ends_soon_ends_no_steps_of_its_neighbours() -> None:
     assert scheduler.plan([few], 512).num_steps == 3
     assert scheduler.plan([few, many], 512).num_steps == 3
     assert scheduler.plan([few, *[many] * 15], 512).num_steps > 3
-    assert scheduler.plan([Demand(1, 0, 2, 2), *[many] * 15], 512).num_steps == 2  # it must have a return
+    assert scheduler.plan([Demand(1, 0, 2, 2), *[many] * 15], 512).num_steps == 2  # one sequence needs a return
 
 
 def test_the_drafts_of_a_few_wait_for_the_steps_of_the_others() -> None:
@@ -239,7 +239,7 @@ def test_the_drafts_of_a_few_wait_for_the_steps_of_the_others() -> None:
     assert scheduler.plan([drafting], 512).num_drafts == [7]
     assert scheduler.plan([drafting, plain], 512).num_drafts == [7, 0]
     first = scheduler.plan([drafting, plain, plain], 512)
-    assert first.num_drafts == [7, 0, 0]  # so many plain steps that a draft's turn has come
+    assert first.num_drafts == [7, 0, 0]  # after these plain steps it is the drafts' turn
     scheduler.update(first, 1, 0.01, None)
     second = scheduler.plan([drafting, plain, plain], 512)
     assert (second.num_drafts, second.num_steps) == ([0, 0, 0], PLAIN_STEPS)
@@ -253,7 +253,7 @@ def test_who_gives_way() -> None:
     assert victim([Running(1, 0, False), Running(2, 99, False), Running(3, 0, False)]) == Running(3, 0, False)
     came_back = Running(3, FEWEST_KEPT - 1, True)
     assert victim([Running(1, 0, False), Running(2, 99, False), came_back]) == Running(2, 99, False)
-    assert victim([Running(1, 99, False), came_back]) == came_back  # the oldest never
+    assert victim([Running(1, 99, False), came_back]) == came_back  # never the oldest one
 
 
 def test_one_that_came_back_and_has_given_as_few_tokens_as_are_kept_gives_way_again() -> None:
@@ -283,7 +283,7 @@ def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
     waiting = [Waiting(1, "new", 0.0, 5), Waiting(2, "busy", 9.0, 5), Waiting(3, "busy", 8.0, 5)]
     assert tenants.first(waiting).number == 3
     tenants.go("new")
-    assert tenants.accounts["new"] == 1010  # it has had more than the others, and is not let off
+    assert tenants.accounts["new"] == 1010  # it has had more than the others, which is not forgotten
     tenants.come("new")
     assert tenants.accounts["new"] == 1010
     tenants.go("new")
@@ -296,7 +296,7 @@ QUIET = Request(0.5, 20, 400, 400, tenant="quiet")
 
 
 def quiet_rate(machine: Machine, others: list[Request], weight: float = 1.0) -> float:
-    """Return the tokens per second of a single stream beside others."""
+    """Return the tokens per second of one stream while others run."""
     quiet, *crowd = deepcopy([QUIET, *others])
     life = Simulation(machine, [quiet, *crowd], {"quiet": weight})
     life.run()

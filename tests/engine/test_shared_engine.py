@@ -1,4 +1,4 @@
-"""Sequences of several tenants in one engine: who enters, who times out, who shares what, and what a snapshot shows."""
+"""Sequences of several tenants in one engine: their order, timeouts and shares, and snapshots of them."""
 
 import json
 import threading
@@ -57,7 +57,7 @@ def submit(world: World, engine: Engine, case: Case, **options: object) -> Seque
 
 
 def run(engine: Engine) -> list[Sequence]:
-    """Run all to their ends. Return them in the order in which they entered."""
+    """Run all sequences to their ends. Return them in the order in which they entered."""
     entered = list[Sequence]()
     while engine.sequences:
         engine.step()
@@ -128,7 +128,7 @@ def test_tenants_take_turns_however_many_one_sends(world: World, engine: Engine)
 def test_answers_are_their_own_however_the_tenants_sit_steps_out(
     world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In production the clock chooses these steps, here chance does."""
+    """These steps are chosen at random. In production, the clock chooses them."""
     draw, chosen, most_steps = Random(5), list[set[str]](), PropertyMock(return_value=3)
 
     def choose(parts: Iterable[StepPart]) -> set[str]:
@@ -152,7 +152,7 @@ def test_answers_are_their_own_however_the_tenants_sit_steps_out(
 def test_the_steps_that_a_quiet_tenant_is_owed_are_for_it_alone(
     world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clock on which each sequence takes as long as the step itself."""
+    """On the clock of this test, each sequence takes as long as the step itself."""
     monkeypatch.setattr(StepCosts, "predict", lambda self, work: 1e-3 * (1 + work.num_sequences))
     computed, counts, alone = StepShares.computed, list[int](), 0
     monkeypatch.setattr(
@@ -197,7 +197,7 @@ def test_a_prompt_that_another_is_reading_is_read_once(
 
 
 def test_prompts_are_read_in_the_order_in_which_their_sequences_entered(world: World, engine: Engine) -> None:
-    """Tenants enter in turns: a slot without a first token until the other's prompts are read would be no turn."""
+    """Tenants enter in turns. A turn would be lost if its first token came after the other tenant's prompts."""
     tenants, begun = ("loud", "loud", "quiet"), list[Sequence]()
     asked = [submit(world, engine, LONG, tenant=tenant, prefill_chunk=4) for tenant in tenants]
     while len(begun) < len(asked):
@@ -240,7 +240,7 @@ def test_prefixes_are_shared_among_those_of_one_salt_alone(world: World, engine:
 
 
 def test_a_tenant_does_not_pay_for_tokens_of_a_prompt_that_were_not_computed(world: World, engine: Engine) -> None:
-    """Nor for a part of an answer that was not given."""
+    """The same is true of a part of an answer that was not generated."""
     case = replace(SHORT, name="a page", prompt=tuple(b"abc " * 10))
     accounts = [0.0]
     for expected in (0, 32, 32):
@@ -323,7 +323,7 @@ def test_a_snapshot_tells_what_runs_what_waits_and_what_steps_cost(world: World,
     assert [each.tenant for each in busy.waiting] == ["two"]
     assert busy.running[0].num_computed > len(LONG.prompt)
     assert busy.pools[0].num_free < busy.pools[0].num_pages
-    assert busy.num_steps >= 2  # one that the machine held up does not count
+    assert busy.num_steps >= 2  # a step that the machine delayed does not count
     assert busy.predicted_over_measured is not None
     assert busy.work_by_tenant["one"] > busy.work_by_tenant["two"]
     run(engine)
@@ -390,7 +390,7 @@ def test_who_comes_while_there_is_a_slot_waits_for_one_step_alone(
 
 
 def test_what_a_preempted_sequence_finds_of_itself_does_not_count_as_reused(world: World, engine: Engine) -> None:
-    """Else its tenant would get work back that was computed."""
+    """Otherwise its tenant would get a refund for computed work."""
     sequence = submit(world, engine, LONG)
     while len(sequence.pieces) < 40:
         engine.step()

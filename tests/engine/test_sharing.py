@@ -1,4 +1,4 @@
-"""Tenants share slots and pages, and long prompts do not block short ones: in simulated lives and in an engine."""
+"""Tenants share slots and pages, and long prompts do not block short ones, in simulations and in an engine."""
 
 import random
 from dataclasses import replace
@@ -32,7 +32,7 @@ def test_a_tenant_that_has_nothing_running_gets_a_slot_of_one_that_has_all() -> 
 
 
 def test_slots_that_change_hands_waste_little() -> None:
-    """A tenant that asks three times a second, beside one whose answers have 600 tokens."""
+    """One tenant sends three requests per second, and the answers of the other have 600 tokens."""
     flood = [Request(0.005 * index, 64, 600, 600, tenant="alice") for index in range(60)]
     quiet = [Request(2.0 + 0.3 * index, 32, 4, 4, tenant="bob") for index in range(150)]
     alone, beside = Simulation(SERVER, [replace(each) for each in flood]), Simulation(SERVER, [*flood, *quiet])
@@ -63,7 +63,7 @@ def test_who_gives_a_slot_keeps_as_much_as_the_other_takes() -> None:
 
 
 def test_who_gives_way_for_pages() -> None:
-    """Never one of a tenant below its share; then the lowest priority, the most held, the youngest."""
+    """No tenant below its share loses a slot. Then the lowest priority counts, the most pages, the youngest."""
     loud = [Running(number, 99, False, "loud", 5, 0.2) for number in range(4)]
     quiet = Running(9, 99, False, "quiet", 0, 0.1)
     assert victim([*loud, quiet]) == loud[3]
@@ -112,7 +112,7 @@ def test_short_prompts_pass_long_ones_that_have_no_pages(num_long: int) -> None:
 
 
 def test_a_long_prompt_is_passed_by_as_much_work_as_its_own_and_no_more() -> None:
-    """Ten short prompts a second, and two long ones, of which one has pages."""
+    """There are ten short prompts per second, and two long ones, of which one has pages."""
     machine = replace(SERVER, num_pages=140)
     stream = [Request(0.1 * index, 32, 32, 32) for index in range(500)]
     first, second = Request(1.0, 8000, 32, 32), Request(1.1, 8000, 32, 32)

@@ -20,7 +20,7 @@ def make_engine(world: World, num_slots: int, pool_pages: int | None = None) -> 
 
 
 def test_a_paused_answer_gives_its_pages_before_one_that_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten pages: two answers of 67 tokens fill them."""
+    """Two answers of 67 tokens fill the ten pages."""
     monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 1)
     engine = make_engine(world, 3, pool_pages=CONTEXT // 16)
     cases = [
@@ -42,7 +42,7 @@ def test_a_paused_answer_gives_its_pages_before_one_that_runs(world: World, monk
 
 
 class Talk:
-    """Answers that follow one another, with a lease."""
+    """Consecutive answers with one lease."""
 
     def __init__(self, world: World, engine: Engine, text: bytes) -> None:
         self.world, self.engine, self.lease, self.token_ids = world, engine, Lease(), list(text)

@@ -52,7 +52,7 @@ def test_a_machine_that_becomes_slower_is_followed_within_some_steps() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_long_row_of_steps_alike_leaves_what_a_sequence_costs(seed: int) -> None:
-    """A prompt of 8,000 beside four streams: its few tokens a step cost more each than they did in larger chunks."""
+    """A prompt of 8,000 tokens is read beside four streams. A token in small chunks costs more than in large ones."""
     draw, costs, single = random.Random(seed), StepCosts(), StepWork(4, 4, 2000)
     for work in steps(draw, 100):
         costs.learn(work, seconds_of(work) * draw.lognormvariate(0, 0.05))

@@ -60,7 +60,7 @@ def test_no_step_is_longer_than_its_chunk_and_every_sequence_gets_on(rows: list[
     rest = chunk - sum(decoding) - sum(num_drafts)
     if reading and rest >= 4:
         oldest, shortest = reading[0], min(reading, key=lambda index: rows[index].pending)
-        assert num_tokens[oldest] >= 1  # however many shorter ones come after it
+        assert num_tokens[oldest] >= 1  # although shorter ones arrive after it
         assert num_tokens[shortest] >= min(rows[shortest].pending, rest - rest // 4)
     for row, tokens, drafts, has in zip(rows, num_tokens, num_drafts, has_logits, strict=True):
         assert 0 <= tokens <= row.pending
@@ -71,7 +71,7 @@ def test_no_step_is_longer_than_its_chunk_and_every_sequence_gets_on(rows: list[
 
 
 def test_drafts_after_forced_tokens_leave_no_more_than_the_chunk_to_a_prompt() -> None:
-    """Five pending tokens of an answer, fifteen drafts after them, and a long prompt beside them."""
+    """There are five pending tokens of an answer, fifteen drafts after them, and a long prompt."""
     answering, reading = Row(pending=5, num_drafts=15, max_steps=1), Row(pending=4000, num_drafts=0, max_steps=1)
     for rows in ([answering, reading], [reading, answering], [answering, reading, reading]):
         found = plan(rows, 16)
@@ -84,7 +84,7 @@ def test_the_scheduler_learns_how_many_steps_take_a_tenth_of_a_second() -> None:
     assert first.num_steps == FIRST_STEPS
     scheduler.update(first, first.num_steps, first.num_steps * 0.004, None)
     assert scheduler.plan(demands, 512).num_steps == 25
-    scheduler.update(first, 1, 5.0, None)  # held up: not believed at once
+    scheduler.update(first, 1, 5.0, None)  # a delayed step is not believed at first
     assert scheduler.plan(demands, 512).num_steps == 25
     scheduler.update(first, 1, 5.0, None)
     assert scheduler.plan(demands, 512).num_steps < 25
@@ -93,7 +93,7 @@ def test_the_scheduler_learns_how_many_steps_take_a_tenth_of_a_second() -> None:
 def test_forced_tokens_with_drafts_beside_a_long_prompt_are_as_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A grammar forces more than a step's chunk holds, its drafts want as much again, and a prompt is being read."""
+    """A grammar forces more tokens than a chunk has, as many drafts follow, and a prompt is being read."""
     llm = LLM(make_model(tmp_path), eviction_policy="sliding", eviction_window=64)
     forcing = SamplingParams(regex='([{]"number": [0-9][}], ){4}', seed=1, max_new_tokens=80)
     answering = SamplingParams(temperature=0, max_new_tokens=40)

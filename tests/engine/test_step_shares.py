@@ -1,4 +1,4 @@
-"""The tenants of each step, on a clock on which each sequence takes as long as the step itself."""
+"""The choice of the tenants of each step. On the tests' clock, each sequence takes as long as the step itself."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_all_steps_that_a_tenant_is_owed_may_run_without_a_return(shares: StepSh
 
 
 def test_a_step_that_a_grammar_s_masks_slow_down_is_paid_by_its_tenant(shares: StepShares) -> None:
-    """A thread that fills masks takes memory's speed and a core from the step, beyond the time that all wait for it."""
+    """A thread that fills masks takes memory bandwidth and a core from the step, not only the time of the wait."""
     waiting = LOUD._replace(delay=10e-3)
     before = owed_after(shares, [QUIET, waiting], 1, cost(2))
     shares.choose([])
@@ -55,7 +55,7 @@ def test_a_slow_step_is_paid_by_all_where_nobody_waited_for_a_grammar(shares: St
 
 
 def test_a_tenant_sits_out_until_all_delays_of_its_grammar_are_paid(shares: StepShares) -> None:
-    """Several steps without a return may all be slow, and were paid by what it was owed for one."""
+    """All steps of a multi-step may be slow, although the tenant had time for only one of them."""
     num_steps, delay, num_alone, num_shared, seconds = 5, 0.25, 0, 0, 0.0
     while num_shared < 40:
         if len(shares.choose([QUIET, LOUD])) == 2:
@@ -69,7 +69,7 @@ def test_a_tenant_sits_out_until_all_delays_of_its_grammar_are_paid(shares: Step
 
 
 def test_a_tenant_is_chosen_again_after_fewer_steps_in_one_go_than_it_may_run(shares: StepShares) -> None:
-    """The time of one of its last steps, not of all, is what the next one must be owed."""
+    """For its next step, a tenant must be owed the time of one of its last steps, not of all."""
     parts = [QUIET, *[LOUD] * 9]
     shares.choose(parts)
     shares.computed(parts[1:], 1, 13 * cost(1))

@@ -57,7 +57,7 @@ def test_each_step_is_launched_before_the_one_before_it_is_waited_for(place: Pla
     place.run()
     place.check(sequence, PROMPT)
     num_steps = place.device.num_launched
-    assert num_steps == len(PROMPT.prompt) // 7 + 2  # three tokens, the first of which the last chunk gives
+    assert num_steps == len(PROMPT.prompt) // 7 + 2  # three tokens; the prompt's last chunk gives the first
     expected = [("launch", 0)]
     for number in range(1, num_steps):
         expected += [("launch", number), ("wait", number - 1)]
@@ -74,7 +74,7 @@ def test_answers_beside_prompts_are_their_own_whatever_samples_them(place: Place
 
 
 def stopping(world: World) -> tuple[Case, int]:
-    """Return a case that ends at a token which nobody knows before it is sampled, and its number of tokens."""
+    """Return a case that ends at a token that is unknown before it is sampled, and its number of tokens."""
     token_ids = by_definition(world, LONG).token_ids
     index = next(index for index in range(4, 20) if token_ids[index] not in token_ids[:index])
     return replace(LONG, params=replace(LONG.params, stop_token_ids=[token_ids[index]])), index + 1
@@ -150,7 +150,7 @@ def test_what_a_wait_raises_leaves_all_to_be_computed_again(place: Place) -> Non
 
 
 def test_times_of_steps_do_not_overlap(place: Place) -> None:
-    """The steps wait for the host here, so their times may not add up to more than the whole."""
+    """These steps wait for the host, so the sum of their times is at most the whole time."""
     started = time.perf_counter()
     asked = [place.submit(LONG), place.submit(PROMPT)]
     place.run()

@@ -21,7 +21,7 @@ from path_cases import (
 from test_stop_strings import naive
 
 NUM_TOKENS = 24
-# Letters, tokens of several letters, and the bytes of é: characters come in halves.
+# Letters, tokens of several letters, and the bytes of é, so that tokens can be parts of characters.
 ALLOWED = [*b"ab c", *range(256, EOS), *"é".encode()]
 
 ways = st.builds(
@@ -35,7 +35,7 @@ stops = st.lists(st.text(alphabet='abc é"', min_size=1, max_size=4), min_size=1
 
 
 def expected_of(world: World, token_ids: list[int], stop: list[str], include: bool) -> Outcome:
-    """Return the first token with which a stop string stands in what is decoded so far."""
+    """Return the outcome up to the first token after which the decoded text contains a stop string."""
     decoder, text = codecs.getincrementaldecoder("utf-8")("replace"), ""
     for count, token_id in enumerate(token_ids, 1):
         text += decoder.decode(world.tokenizer.token_bytes[token_id], final=count == len(token_ids))
@@ -59,13 +59,13 @@ def test_the_text_ends_where_a_search_of_the_decoded_text_says(
 
     case = Case("stopped", prompt, replace(params, stop=stop, include_stop_str_in_output=include))
     place = Place(world, way)
-    stream = place.stream(make_sequence(world, case, way, whole))  # the drafts go on as if nothing stopped
+    stream = place.stream(make_sequence(world, case, way, whole))  # the drafts continue after the stop
     pieces = list(stream)
     assert Outcome.of(stream.result) == expected
     assert [piece.token_id for piece in pieces] == expected.token_ids
     assert "".join(piece.text for piece in pieces) == expected.text
 
-    # What stood behind the stop is in neither cache nor history: the same context goes on as a new one would.
+    # Tokens after the stop are in neither cache nor history, so the same context continues like a new one.
     then = Case("then", (*prompt, *expected.token_ids, ord("b")), replace(params, max_new_tokens=6))
     assert place.length == len(then.prompt) - 2
     gone_on = run_alone(world, then, way, (), place)

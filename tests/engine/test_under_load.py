@@ -1,4 +1,4 @@
-"""Random requests of every kind at once, in too few slots and pages: each answer is the one that it has alone."""
+"""Random concurrent requests of every kind, with too few slots and pages: each answer is that of the request alone."""
 
 import gc
 import random
@@ -22,7 +22,7 @@ from infer.system.available_memory import give_back_freed
 from looping import loop_of, open_stream
 from path_cases import CONTEXT, GRAMMARS, SAMPLERS, Case, Outcome, Way, World, make_sequence, make_world
 
-NUM_REQUESTS = usual_or_all(100, 1000)  # with one thread, and as many with two
+NUM_REQUESTS = usual_or_all(100, 1000)  # with one thread, and again with two
 LETTERS = b"abc "
 WAY = Way("adaptive", chunk=64)
 NUM_PREEMPTIONS = usual_or_all(100, 10_000)
@@ -39,7 +39,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def random_case(draw: random.Random, number: int) -> Case:
-    """Return a case. A third begin with the same page; a few are asked twice, with the same seed or another (n > 1)."""
+    """Return a case. A third begin with the same page. A few are sent twice, with equal or different seeds (n > 1)."""
     prefix = b"abc abcab bca cb" * 2 if draw.random() < 0.3 else b""
     prompt = prefix + bytes(draw.choices(LETTERS, k=draw.choice((1, 5, 20, 70))))
     grammar = GRAMMARS[draw.choice(["free", "free", *GRAMMARS])]
@@ -66,7 +66,7 @@ def alone(world: World, case: Case) -> Outcome:
 def test_an_answer_under_load_is_the_one_that_it_has_alone(
     world: World, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 1)  # so more enter than there are pages for
+    monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 1)  # so more sequences enter than have pages
     monkeypatch.setattr("infer.engine.fair_queueing.LEARNT", 0.0)
     draw = random.Random(num_threads)
     cases = [random_case(draw, number) for number in range(NUM_REQUESTS)]
@@ -115,7 +115,7 @@ def test_an_answer_under_load_is_the_one_that_it_has_alone(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: what a process holds is read from Linux's /proc")
 def test_preempted_without_end_all_answer_and_nothing_is_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five sequences of whom two or three have pages: pages and threads as before, memory within one percent."""
+    """There are pages for two or three of five sequences. Pages and threads are as before, and memory within 1 %."""
     monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 1)
     monkeypatch.setattr("infer.engine.fair_queueing.LEARNT", 0.0)
     draw, cases = random.Random(3), list(SEEDED)

@@ -1,6 +1,6 @@
 """Run a tiny model's paths through Triton's real driver on the stub of libcuda. Print what was launched, as JSON.
 
-No kernel runs, so results are whatever memory holds. Run it with the stub's folder in LD_LIBRARY_PATH and
+No kernel runs, so results are uninitialised memory. Run it with the stub's folder in LD_LIBRARY_PATH and
 TRITON_LIBCUDA_PATH. Arguments are types of weights.
 """
 
@@ -28,13 +28,13 @@ GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
 BIASED = {**SAMPLED, "logit_bias": {3: 1.0}}
 FILTERED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "logprobs": 3}
-# What a capture may contain besides launches: memory of its pool, and work that waits for nothing.
+# Other calls that a capture may contain: memory of its pool, and work that waits for nothing.
 ALLOWED = {"empty", "empty_like", "empty_strided", "add", "index", "copy_", "fill_", "zero_", "where"}
 ALLOWED |= {"full", "zeros"}  # memory that is filled
 
 
 class StubDriver(CudaDriver):
-    """Triton's driver, but for what it asks torch, which has no CUDA here."""
+    """Triton's driver, except for its questions to torch, which has no CUDA here."""
 
     def __init__(self) -> None:
         self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
@@ -104,7 +104,7 @@ class _Operations(TorchDispatchMode):
 
 
 class StubGraphs(Graphs):
-    """Work is run once, and then captured: in a capture nothing may be compiled or waited for."""
+    """Graphs whose work is run once and then captured. During a capture, nothing may be compiled or waited for."""
 
     def __init__(self, library: _Library) -> None:
         self._library, self._repeats = library, Repeats()
@@ -154,7 +154,7 @@ def run_experts(type_: str, library: _Library) -> list[dict[str, Any]]:
 
 
 def run(type_: str, library: _Library) -> list[dict[str, Any]]:
-    """Return what each path of a model with weights of this type captures."""
+    """Return the captured launches of each path of a model with weights of this type."""
     model, found = gpu_models.make_model("tiny", type_, CPU, CONTEXT), list[dict[str, Any]]()
     with ops.using(model.backend):
         runner = gpu_models.make_runner(model, ROWS, CONTEXT, capture=False)

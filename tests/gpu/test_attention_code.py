@@ -19,8 +19,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 PROGRAM = Path(__file__).parents[1] / "gpu_attention_code.py"
 Kernels = dict[str, dict[str, Any]]
-MAX_SHARED_BYTES = 101_376  # of a program on sm_89 and sm_120
-# Of a warp, for a turn of 64 slots and heads of a size; with float32 most are FFMA.
+MAX_SHARED_BYTES = 101_376  # for one program on sm_89 and sm_120
+# Most instructions of a warp per turn of 64 slots, by the size of heads. With float32 most of them are FFMA.
 MOST_INSTRUCTIONS = {
     "f16": {64: 400, 128: 560, 256: 620},
     "bf16": {64: 450, 128: 640, 256: 700},
@@ -28,14 +28,14 @@ MOST_INSTRUCTIONS = {
     "q4": {64: 1500, 128: 1500, 256: 2700},
     "f32": {64: 1900, 128: 3200, 256: 3300},
 }
-# Tensor cores multiply each key and value with so many parts of a query or weight.
+# Number of parts of a query or weight with which tensor cores multiply each key and value.
 PRODUCTS = {"f16": 2, "bf16": 3, "q8": 3, "q4": 3}
 MOST_BARRIERS = 18
 
 
 @pytest.fixture(scope="module", params=[os.environ.get("INFER_TRITON", "")])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """Return what is asked of each kernel, by type, head size and architecture."""
+    """Return the facts of each kernel, by type, head size and architecture."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     environment["PYTHONPATH"] = os.pathsep.join([*filter(None, [request.param]), *sys.path])
@@ -68,7 +68,7 @@ def test_every_architecture_and_every_type_is_compiled(kernels: Kernels) -> None
 
 def test_a_program_fits_the_registers_and_the_shared_memory_of_every_gpu(kernels: Kernels) -> None:
     for name, kernel in kernels.items():
-        assert kernel["spilled"] <= (80 if name.startswith("f32") else 32), name  # some words, outside of turns
+        assert kernel["spilled"] <= (80 if name.startswith("f32") else 32), name  # a few words, outside of the loop
         assert not kernel["turn"].keys() & {"LDL", "STL"}, name
         assert kernel["shared"] <= MAX_SHARED_BYTES, name
         kv_type, dim, _ = parts_of(name)

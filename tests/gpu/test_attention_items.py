@@ -1,4 +1,4 @@
-"""Claims about the items of attention: every chunk that a tile sees is in one of them, whatever the step."""
+"""Claims about the items of attention: in every step, each chunk that a tile sees is in one item."""
 
 import random
 from itertools import pairwise
@@ -38,7 +38,7 @@ def plan(fields, rows, positions, num_tokens, capacity, num_slots, cache, splits
 
 @triton.jit
 def list_turns(ends, turns, first_slot, last_slot, sinks, window):
-    """Store where each chunk's turns end in the list of the turns that are visible, and this list."""
+    """Store the list of visible turns, and the end of each chunk's turns in it."""
     seen = seen_turns(first_slot, last_slot, sinks, window)
     count = num_seen_chunks(seen)
     for chunk in range(count):

@@ -1,4 +1,4 @@
-"""Claims about the error of attention, in Triton's interpreter: it is that of sums in float32."""
+"""Claims about the error of attention in Triton's interpreter, which is as small as that of sums in float32."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ def test_queries_and_keys_of_any_size_are_multiplied_as_exactly(kv_type: str, sc
 
 @pytest.mark.parametrize("kv_type", ["f16", "bf16", "q8"])
 def test_many_small_weights_beside_a_large_one_keep_their_bits(kv_type: str) -> None:
-    """All but one have 2^-14 of the largest weight. Its value is 0, so the result is what they add up to."""
+    """The value of the largest weight is 0. The other weights are 2^-14 of it, so the result is their sum."""
     q, keys = torch.zeros(4, DIM), torch.zeros(CONTEXT, DIM)
     q[:, 0], keys[17, 0] = DIM**0.5, 14 * 0.6931471805599453
     values = torch.rand(CONTEXT, DIM, generator=torch.manual_seed(2)) + 0.5

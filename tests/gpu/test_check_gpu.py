@@ -1,4 +1,4 @@
-"""Claims about `check_gpu`: no section that hangs, crashes or prints nonsense loses the results of any other."""
+"""Claims about `check_gpu`: if a section hangs, crashes or prints nonsense, the results of the others are kept."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def test_a_result_is_in_its_file_while_its_section_runs(tmp_path: Path) -> None:
 def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(section_runs, "KILL_SECONDS", 0.2)
     left = list[Any]()
-    monkeypatch.setattr(section_runs._Run, "_signal", lambda run: left.append(run))  # as if it hung in a driver
+    monkeypatch.setattr(section_runs._Run, "_signal", lambda run: left.append(run))  # hangs in a driver
     sections = [Section("hang", 0.5), Section("right", 30.0)]
     hung, right = run_sections(sections, fake_command, tmp_path, seconds=60)
     found = re.fullmatch(r"took .* process (\d+) does not end and is left behind; 1 lines .*", hung["trouble"])
@@ -145,7 +145,7 @@ def test_all_sections_together_keep_to_their_time(tmp_path: Path) -> None:
 
 @pytest.fixture
 def fake_sections(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Code of sections by name; those that are not named print a right result."""
+    """Replace the code of sections, by name. Any other section prints a right result."""
     code = {"machine": "print('{\"num_gpus\": 1}')"}
 
     def command_of(section: Section, seconds: float, options: Any) -> list[str]:

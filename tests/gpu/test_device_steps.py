@@ -1,4 +1,4 @@
-"""Claims about the steps that CUDA and OpenCL submit ahead, with a device that only counts."""
+"""Claims about the steps that CUDA and OpenCL submit ahead, with a fake device that only counts."""
 
 import ctypes
 from collections.abc import Callable

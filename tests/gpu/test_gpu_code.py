@@ -26,7 +26,7 @@ STEP = ("rotate", "advance", "accept", "take")
 IS_OLDER = "INFER_TRITON" in os.environ
 MOST_REGISTERS = dict.fromkeys(STEP, 96) | {"matvec": 104 if IS_OLDER else 96}
 MOST_BARRIERS = 2 if IS_OLDER else 0  # in a trip of a gated matvec
-# What ptxas makes of instructions that the claims are about.
+# Names that ptxas gives to the instructions of these claims.
 LISTED = {
     r"dp4a": r"IDP\.4A",
     r"ld\.global\.v4": r"LDG\.E\.128",
@@ -88,9 +88,9 @@ def test_a_matvec_streams_wide_words_into_integer_products_without_a_barrier(ker
     for name, kernel in matvecs.items():
         rows = 4 if "gated" in name else 2  # of a warp
         assert count(kernel, "dp4a") == rows * 16, name  # 8 words of 4 inputs, in two planes
-        has_narrow_codes = re.search("Q2_K|Q3_K|Q2_0|TQ", name) is not None  # words of 2 bits are read in pairs
+        has_narrow_codes = re.search("Q2_K|Q3_K|Q2_0|TQ", name) is not None  # words of 2-bit codes are read in pairs
         codes = 0 if has_narrow_codes else 4 if "Q8_0" in name else 2  # of two rows
-        wide = rows // 2 * (4 + codes) + 4 * MOST_BARRIERS  # activations come once for the rows of a loop
+        wide = rows // 2 * (4 + codes) + 4 * MOST_BARRIERS  # activations are read once for the rows of a loop
         assert rows * 2 <= count(kernel, r"ld\.global\.v4\.b32") <= wide, name
         assert count(kernel, r"bar\.", "loop") <= (MOST_BARRIERS if "gated" in name else 0), name
 
@@ -128,8 +128,8 @@ def test_floats_of_16_bits_are_copied_ahead_and_multiplied_as_they_are(kernels: 
         assert count(kernel, r"cvt\.\S*f16", "loop") == 0, name
         assert count(kernel, r"bar\.sync", "loop") <= 5, name
         assert sum(kernel["loop"].values()) <= 240, name  # 64 inputs
-        assert kernel["shared"] >= 24_000, name  # of which all but a stage are under way
-        if re.match(r"dense B?F16 \d+$", name):  # what one token takes
+        assert kernel["shared"] >= 24_000, name  # all stages but one are being loaded
+        if re.match(r"dense B?F16 \d+$", name):  # the kernel for one token
             assert 65_536 // kernel["threads"] // kernel["registers"] >= 4, name
 
 
@@ -146,11 +146,11 @@ def test_what_stands_after_the_sampler_is_one_warp_without_a_barrier(kernels: Ke
 
 
 def test_the_sampler_fuses_nothing_that_must_round(code: dict[str, dict[str, Any]]) -> None:
-    """The interpreter cannot show what a compiler does: constants in full precision, true division, no fma."""
+    """The interpreter cannot show the compiler's choices: constants in full precision, true division, no fma."""
     assembly = code["sampler"]
     for name, ptx in assembly.items():
         assert "fma.rn.f64" not in ptx, name
-        assert "div.full" not in ptx or name == "score_blocks", name  # rough scores alone may divide roughly
+        assert "div.full" not in ptx or name == "score_blocks", name  # only rough scores may divide roughly
         assert "ftz" not in ptx.replace("lg2.approx.ftz", ""), name
         assert ("fma.rn.f32" in ptx) == (name == "score_blocks"), name
     for name, literal_of, constants in (
@@ -168,7 +168,7 @@ def test_the_sampler_fuses_nothing_that_must_round(code: dict[str, dict[str, Any
 
 
 def num_rough_tokens(code: str) -> int:
-    """Per thread. Each takes two rough logarithms, and fuses in two places that are meant."""
+    """Return the tokens per thread. Each takes two rough logarithms, and fuses in two places on purpose."""
     return len(re.findall(r"lg2\.approx", code)) // 2
 
 

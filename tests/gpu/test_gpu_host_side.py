@@ -28,7 +28,7 @@ SECOND = torch.device("cuda:1")
 
 
 class Graph:
-    """A capture that an error has invalidated, as CUDA tells of it."""
+    """A capture that an error has invalidated. It raises the error of CUDA."""
 
     def capture_begin(self, *arguments: object) -> None:
         return
@@ -47,7 +47,7 @@ class Stream:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """The devices that are current, the last of them now, on a machine that seems to have two."""
+    """Return the stack of current devices, on a machine that seems to have two."""
     current = [torch.device("cuda:0")]
 
     @contextmanager

@@ -48,7 +48,7 @@ SQRT_HALF = round((1 - math.sqrt(0.5)) * 2**32)
 # Small enough that rows of a few hundred words have several blocks, and more chunks than a tile holds.
 SMALL = Tiling(block=256, chunk=4, capacity=32)
 WIDE = Tiling(block=512, chunk=8, capacity=1024)
-WHOLE = Tiling(block=512, chunk=256, capacity=256)  # no room for two chunks: nearly every filter reads the whole row
+WHOLE = Tiling(block=512, chunk=256, capacity=256)  # two chunks do not fit, so nearly every filter reads the whole row
 TILINGS = [SMALL, WIDE, WHOLE]
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -108,7 +108,7 @@ def test_keys_are_in_the_order_of_the_logits() -> None:
 
 
 def drawn_params(generator: random.Random, vocab_size: int) -> SamplingParams:
-    """Return parameters that have each knob on in about a third of the rows."""
+    """Return parameters. Each is set in about a third of the rows."""
 
     def maybe(value: Any, off: Any) -> Any:
         return value if generator.random() < 0.35 else off
@@ -138,7 +138,7 @@ def drawn_params(generator: random.Random, vocab_size: int) -> SamplingParams:
 
 
 def drawn_logits(generator: random.Random, num_rows: int, vocab_size: int) -> Tensor:
-    """Rows of every kind: smooth, peaked, flat, tied, extreme, banned, with zeros of both signs, faulty."""
+    """Return rows of every kind: smooth, peaked, flat, tied, extreme, banned, with zeros of both signs, faulty."""
     torch_generator = torch.Generator().manual_seed(generator.getrandbits(32))
     logits = torch.randn(num_rows, vocab_size, generator=torch_generator)
     for row in logits:
@@ -193,7 +193,7 @@ def test_tokens_are_those_of_the_definition(seed: int, vocab_size: int, tiling: 
 @pytest.mark.parametrize("tiling", TILINGS, ids=["small", "wide", "whole"])
 @pytest.mark.parametrize(("seed", "vocab_size"), [(3, 31), (4, 600)])
 def test_log_probabilities_are_those_of_the_definition(seed: int, vocab_size: int, tiling: Tiling) -> None:
-    """This is so for raw and processed logits, with the largest number of alternatives and with none."""
+    """The logits are raw and processed, and the number of alternatives is the largest and 0."""
     modes: tuple[Any, ...] = ("raw", "processed", "processed")
     logits, drawn, _, positions, allowed = drawn_batch(seed, 9, vocab_size)
     generator = random.Random(seed)
@@ -229,7 +229,7 @@ def test_tokens_of_larger_vocabularies_are_those_of_the_definition(seed: int, vo
 @pytest.mark.parametrize("tiling", TILINGS, ids=["small", "wide", "whole"])
 @pytest.mark.parametrize(("top_k", "top_p"), [(k, 1.0) for k in (1, 2, 3, 5, 8)] + [(None, p) for p in (0.2, 0.6, 0.8)])
 def test_kept_sets_end_at_the_smallest_ids_among_equals(top_k: int | None, top_p: float, tiling: Tiling) -> None:
-    """Only one token is kept beyond the definition's set, or one is missing: at some position it would win."""
+    """If a token were kept that the definition drops, or one were missing, the sampled tokens would differ."""
     logits = torch.full((12, 70), -3.0)
     logits[:, [3, 9, 33, 40, 69]] = 2.0
     logits[:, [4, 20, 50]] = 2.5
@@ -269,7 +269,7 @@ def test_another_selection_is_read_where_the_first_one_was() -> None:
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
 def test_penalties_decide_between_tokens_seen_never_once_and_twice(name: str) -> None:
-    """Greedy over near ties: token 3 stands in the prompt, 5 once and 9 twice in the output, 11 nowhere."""
+    """Greedy sampling over near ties. Token 3 is in the prompt, 5 once and 9 twice in the output, 11 nowhere."""
     leads = [0.0, 0.5, 1.0, 1.2, 1.5, 2.0, 2.2, 3.0]
     logits = torch.full((len(leads) * 3, 40), -9.0)
     for row, (lead, token) in enumerate((lead, token) for lead in leads for token in (3, 5, 9)):
@@ -335,7 +335,7 @@ def test_a_temperature_that_overflows_the_logits_shifts_them_first(filters: dict
 
 
 def test_scores_too_near_for_rough_noise_are_decided_by_exact_noise() -> None:
-    """All tokens but two are out of reach; the second is raised by the float32 that ties it with the first, or less."""
+    """Only two tokens can win. The second is raised by the float32 that ties it with the first, or by a smaller one."""
     ids, rounds = torch.tensor([10, 90]), 40
     positions = torch.arange(rounds)
     logits = torch.full((rounds, 128), -1e4)

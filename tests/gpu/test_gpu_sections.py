@@ -1,4 +1,4 @@
-"""Claims about the sections of `check_gpu`: in Triton's interpreter each does on the host what it does for a GPU."""
+"""Claims about the sections of `check_gpu`. In Triton's interpreter, each runs on the host."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ ALLOWED = (
 
 @pytest.fixture(autouse=True)
 def _without_poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("INFER_POISON")  # contexts are timed that nothing has written
+    monkeypatch.delenv("INFER_POISON")  # contexts are timed without being written
 
 
 def results_of(name: str, setting: gpu_sections.Setting = TINY) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""The choice of a GPU, and the messages if there is none. The answers of torch are faked."""
+"""The choice of a GPU, and the messages without one. Torch is replaced by a fake."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ HOPPER, PASCAL = ("NVIDIA H200", 9, 0), ("NVIDIA GeForce GTX 1080", 6, 1)
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch):
-    """`machine(…)` has these GPUs; where there are none, initialising CUDA fails with `why`."""
+    """Return a function that simulates a machine with these GPUs. Without GPUs, initialising CUDA fails with `why`."""
 
     def fake(*found: tuple[str, int, int], why: str = "") -> None:
         def init() -> None:

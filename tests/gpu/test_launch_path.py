@@ -1,6 +1,6 @@
 """Kernels go through Triton's real compiler, binder and launcher, up to a stub of libcuda that launches nothing.
 
-Triton's interpreter, in which all other tests run them, has neither. INFER_TRITON names a folder with another version.
+Other tests run them in Triton's interpreter, which has none of these. INFER_TRITON names a folder with another version.
 """
 
 import json
@@ -17,13 +17,13 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 HERE = Path(__file__).parent
-MAX_SHARED_BYTES = 232_448  # of a program on sm_90
+MAX_SHARED_BYTES = 232_448  # for one program on sm_90
 TYPES = ("Q4_0", "BF16")
 
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a libcuda.so.1 of our own."""
+    """Return the folder of a stub libcuda.so.1."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("there is no C compiler, which Triton needs too")
@@ -36,13 +36,13 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[os.environ.get("INFER_TRITON", "")])
 def captures(request: pytest.FixtureRequest, stub: Path) -> list[dict[str, Any]]:
-    """Return what each path captures. The cache is new, so every kernel is compiled."""
+    """Return the captured launches of each path. The cache is new, so every kernel is compiled."""
     found: list[dict[str, Any]] = run_on(stub, request.param, "stub_program.py", *TYPES)["captures"]
     return found
 
 
 def run_on(stub: Path, triton: str, program: str, *arguments: str) -> Any:
-    """Return what a program prints that runs on the stub. `triton` is a folder with another version, or empty."""
+    """Run a program on the stub, and return its output. `triton` is a folder with another version, or empty."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [*filter(None, [triton]), *sys.path, str(HERE.parents[1] / "benchmarks")]
     environment |= {

@@ -1,4 +1,4 @@
-"""OpenCL's kernels on PoCL, or on Intel's runtime (`make intel`): CPU's bits, for every op, type, cache and model."""
+"""OpenCL's kernels on PoCL, or on Intel's runtime (`make intel`), have the CPU's bits for every op, type and model."""
 
 import re
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from tiny import ONE_EACH_DENSE, Tiny, make_tiny
 pytest.importorskip("pyopencl")
 opencl_platform.use_cpu_runtime()
 
-# The platform is chosen before they are imported.
+# The platform is chosen before these modules are imported.
 import pyopencl as cl  # noqa: E402
 
 from infer.backends.opencl import devices, runtime  # noqa: E402
@@ -64,7 +64,7 @@ def _seeded() -> None:
 
 @pytest.fixture(params=[16, 1], ids=["vectors", "lanes"])
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Rows of a weight that a work item has: as on a CPU, and as on a GPU."""
+    """Set the rows of a weight per work item, as on a CPU and as on a GPU."""
     monkeypatch.setattr(ops.backend_named("opencl").kernels._runtime, "lanes", request.param)
     return int(request.param)
 
@@ -102,14 +102,14 @@ def test_a_projection_has_the_bits_of_the_cpu(type_: str, precision: str) -> Non
 @pytest.mark.parametrize("type_", ["Q3_K", "IQ1_M", "IQ2_XS", "BF16"])
 @pytest.mark.usefixtures("lanes")
 def test_rows_of_a_group_may_be_work_items(type_: str) -> None:
-    """More rows than whole groups have, and a bias."""
+    """The last group is not full, and there is a bias."""
     weight, bias, x = make_weight(type_, 37, 256), torch.randn(37), torch.randn(9, 256)
     assert same(lambda: (ops.norm_project(x, None, projected("exact", weight, bias=bias)).floats,))
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_an_mlp_has_the_bits_of_the_cpu(activation: Activation) -> None:
-    """Gate and up as one weight, as two, of two types, and with rows that fill no group."""
+    """Gate and up are one weight, two weights, of two types, and have rows that do not fill a group."""
     whole, half, other, odd = (
         make_weight(type_, rows, 256) for type_, rows in (("Q4_1", 128), ("Q4_1", 64), ("Q6_K", 64), ("Q4_1", 40))
     )
@@ -127,7 +127,7 @@ ATTENTION = [
 
 @pytest.mark.parametrize(("kv_type", "mode", "dim"), ATTENTION)
 def test_attention_has_the_bits_of_the_cpu(kv_type: str, mode: str, dim: int) -> None:
-    """And so has what is cached, whatever chunks a row comes in."""
+    """The cached values have them as well, and the chunks of a row do not matter."""
     num_heads, kv_heads = 4, 2
     angles = 6 * torch.rand(1, NUM_SLOTS, dim // (4 if mode == "norm" else 2))
     norms = [Norm(torch.rand(dim * (count if mode == "norm of all" else 1)), 1e-6) for count in (num_heads, kv_heads)]
@@ -168,7 +168,7 @@ def test_vectors_are_no_arguments_of_the_library(monkeypatch: pytest.MonkeyPatch
     made = runtime.Runtime(devices.choose())
 
     def compiled(program: cl.Program, options: list[str]) -> cl.Program:
-        """Not linked. An option of its own: PoCL's cache has one program for the same source and options."""
+        """Return a program that is not linked. Its option is unique, because PoCL caches by source and options."""
         program.compile([*options, "-DIS_NOT_LINKED"])
         return program
 
@@ -205,7 +205,7 @@ def test_a_model_of_each_family_has_the_bits_of_the_cpu(tiny: Tiny, tmp_path: Pa
 
 
 def test_answers_are_those_of_the_cpu(tmp_path: Path) -> None:
-    """Alone and together, sampled, drafted, constrained, with log-probabilities, and without a recording."""
+    """Answers are computed alone and together, with and without a recording, drafts, grammars and log-probabilities."""
     folder = make_model(tmp_path)
     greedy = SamplingParams(temperature=0, max_new_tokens=20)
     sampled = SamplingParams(temperature=0.9, top_k=20, repetition_penalty=1.2, seed=5, max_new_tokens=20, logprobs=2)
@@ -225,7 +225,7 @@ def test_answers_are_those_of_the_cpu(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_shares_memory_is_told_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By copies from memory to itself."""
+    """The host copies the memory to itself."""
     folder, params = make_model(tmp_path), SamplingParams(temperature=0, max_new_tokens=5)
     expected = LLM(folder, device="opencl").generate("hello", params)
     monkeypatch.setattr(ops.backend_named("opencl")._memory, "_is_cpu", False)
@@ -234,8 +234,8 @@ def test_a_gpu_that_shares_memory_is_told_what_is_written(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("vocab_size", [5, 1000, 49_152])
 def test_tokens_sampled_on_the_device_are_those_of_the_cpu(vocab_size: int) -> None:
-    """Greedy and with noise, with and without masks, where two are the largest, where nothing is left, and where a
-    logit is not finite or too large for its temperature."""
+    """Rows are greedy or have noise, with and without masks. Some have two largest logits, or no allowed token, or a
+    logit that is not finite or too large for its temperature."""
     temperatures = [0, 0, 1, 0.7, 1.5, 1e-30, 1, 0, 1, 0]
     params = [SamplingParams(temperature=value, seed=3 * row) for row, value in enumerate(temperatures)]
     columns = SamplingColumns.of(params, vocab_size)
@@ -282,7 +282,7 @@ def test_several_steps_are_run_without_a_wait_between(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, World]:
-    """One model with windows on the CPU and on OpenCL."""
+    """Return one model with windows, on the CPU and on OpenCL."""
     on_cpu = make_world("windows", tmp_path_factory.mktemp("cpu"))
     with ops.using("opencl"):
         return on_cpu, make_world("windows", tmp_path_factory.mktemp("opencl"))
@@ -290,7 +290,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, World]:
 
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_what_is_said_does_not_depend_on_the_way(drafts: Drafts, worlds: tuple[World, World]) -> None:
-    """Samplers, grammars and log-probabilities, each with drafts of every kind and in company."""
+    """Samplers, grammars and log-probabilities are each tried with drafts of every kind and with neighbours."""
     on_cpu, on_opencl = worlds
     way, cases = Way(drafts, chunk=7, chain=8), CASES[DRAFTS.index(drafts) :: 12]
     expected = all_by_definition(on_cpu, cases)
@@ -317,7 +317,7 @@ def test_without_pyopencl_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def pretend(platform: str, **facts: Any) -> Mock:
-    """Return a device of PoCL's, of another platform and with other facts."""
+    """Return a device of PoCL that claims another platform and other properties."""
     real = devices.choose()
     usual = {name: getattr(real, name) for name in ("name", "available", "compiler_available", "profile")}
     usual |= {"endian_little": True, "type": cl.device_type.CPU}
@@ -393,7 +393,7 @@ def test_a_runtime_that_does_not_know_the_cpu_is_one_line_with_what_to_install(m
 
 
 def test_a_chunk_without_logits_runs_op_by_op(tmp_path: Path) -> None:
-    """No chunk of a prompt but the last has logits: the memory of an empty tensor has no address."""
+    """Only the last chunk of a prompt has logits. The memory of an empty tensor has no address."""
     folder, found = make_model(tmp_path), []
     for device in ("cpu", "opencl"):
         llm = LLM(folder, device=device, capture=False)

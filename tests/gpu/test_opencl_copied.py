@@ -1,4 +1,4 @@
-"""Devices with memory of their own: the host reads poison where it does not copy first, and answers are the CPU's."""
+"""Devices with separate memory. The host reads poison if it does not copy first. Answers are the CPU's."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from test_session import make_model
 pytest.importorskip("pyopencl")
 opencl_platform.use_cpu_runtime()
 
-# The platform is chosen before they are imported.
+# The platform is chosen before these modules are imported.
 import pyopencl as cl  # noqa: E402
 
 from infer.backends.opencl.memory import Memory  # noqa: E402
@@ -57,7 +57,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 
 def test_every_way_of_sampling_reads_what_the_device_wrote(tmp_path: Path) -> None:
-    """Several steps at once, drafts, masks, filters on the host, a batch, and ops that run one by one."""
+    """These are multi-steps, drafts, masks, filters on the host, a batch, and ops that run one by one."""
     folder, found = make_model(tmp_path), []
     for device in ("cpu", "opencl"):
         llm = LLM(folder, device=device)
@@ -90,7 +90,7 @@ def test_a_chunk_of_a_prompt_without_logits_copies_none(capture: bool, tmp_path:
 
 @pytest.mark.parametrize("policy", ["none", "sliding", "snapkv"])
 def test_pages_that_the_host_saves_loads_copies_and_moves_are_those_of_the_device(policy: str, tmp_path: Path) -> None:
-    """A session is forked amid a page, saved, loaded and goes on; what is forgotten of it is that of the CPU."""
+    """A session is forked within a page, saved, loaded and continued. It forgets the same tokens as on the CPU."""
     folder, found = make_model(tmp_path / "model"), []
     settings: dict[str, Any] = {} if policy == "none" else {"eviction_policy": policy, "eviction_window": 48}
     for device in ("cpu", "opencl"):
@@ -109,7 +109,7 @@ def test_pages_that_the_host_saves_loads_copies_and_moves_are_those_of_the_devic
 
 def test_weights_and_pages_take_memory_of_the_device_while_they_live(memory: Memory, tmp_path: Path) -> None:
     folder = make_model(tmp_path)
-    until_freed()  # what earlier tests have left
+    until_freed()  # models of earlier tests
     before = memory.available_bytes()
     llm = LLM(folder, device="opencl")
     taken = before - memory.available_bytes()

@@ -76,7 +76,7 @@ def test_a_runtime_that_does_not_compute_the_product_is_not_used(kernel: str, wo
 
 
 def test_the_kernels_tests_are_skipped_as_missing_hardware_if_no_runtime_works(tmp_path: Path) -> None:
-    """Simulates a runtime that does not know the CPU. The same command passes in CI, which refuses other skips."""
+    """Simulate a runtime that does not know the CPU. The same command passes in CI, which refuses other skips."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"

@@ -1,4 +1,4 @@
-"""Oclgrind over every OpenCL kernel: no access out of bounds, no race; one of each is found where it is planted."""
+"""Oclgrind finds no access out of bounds and no race in any OpenCL kernel. It finds a planted one of each."""
 
 import subprocess
 from pathlib import Path

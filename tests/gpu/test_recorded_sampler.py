@@ -1,6 +1,6 @@
 """Claims about recordings of the sampler on a GPU: they belong to stages and sizes, not to the rows that take part.
 
-The forward is a table of logits by token, so a step costs nothing, and what is said can be computed token by token.
+The forward is a table of logits by token. So a step takes no time, and the answer can be computed token by token.
 """
 
 import re
@@ -42,7 +42,7 @@ PARAMS = [
 
 
 class Counted(Graphs):
-    """Repeats, which count the recordings."""
+    """Repeats that count the recordings."""
 
     def __init__(self) -> None:
         self.num_recordings, self._repeats = 0, Repeats()
@@ -97,7 +97,7 @@ def by_definition(slot: int, num_tokens: int) -> list[int]:
     return token_ids[1:]
 
 
-# Who takes part, step after step. The last ones have the stages of the first.
+# The rows of each step. The last steps have the stages of the first.
 SELECTIONS = [
     [0, 1, 2],
     [0, 1],
@@ -154,7 +154,7 @@ def test_a_larger_list_or_another_history_is_read_where_it_is() -> None:
     captured, _ = make_captured()
     biases = {token_id: -5.0 for token_id in range(VOCAB_SIZE) if token_id != 11}
     params = [SamplingParams(temperature=0, logit_bias=biases, presence_penalty=0.1) for _ in range(8)]
-    for count in (1, 8):  # more biases than there is room for from the beginning
+    for count in (1, 8):  # more biases than fit the first tables
         columns, history = SamplingColumns.of(params[:count], VOCAB_SIZE), History(8, 64, VOCAB_SIZE)
         for slot in range(count):
             history.begin(slot, [3], 1)

@@ -53,7 +53,7 @@ def compiler(llm: LLM) -> Compiler:
 
 @pytest.fixture
 def short_of_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A schema is read within half a second."""
+    """Set half a second as the time in which a schema must be read."""
     monkeypatch.setattr("infer.grammar.trial.READ_SECONDS", 0.5)
     trial_lane.cache_clear()
     yield
@@ -61,7 +61,7 @@ def short_of_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def long_schema(count: int) -> dict[str, Any]:
-    """Return a schema of `count` places. At each of them some constants are excluded."""
+    """Return a schema with `count` subschemas. Each excludes some constants."""
     items = [{"not": {"enum": [index, "a", "b", "c", "d", "e"]}} for index in range(count)]
     return {"type": "array", "prefixItems": items, "minItems": count, "items": False}
 
@@ -75,11 +75,11 @@ def test_a_schema_that_stands_for_too_much_is_refused_in_a_process_of_its_own(
     before = time.process_time()
     with pytest.raises(InvalidRequestError, match=r"json_schema: takes .* make it smaller"):
         compiler.compile(Grammar("json_schema", json.dumps(long_schema(15_000))))
-    assert time.process_time() - before < 2  # of this process; it took over ten
+    assert time.process_time() - before < 2  # in this process; it once took over ten
 
 
 def test_plain_requests_are_answered_while_schemas_are_read(served: Served, short_of_time: None) -> None:
-    """All threads that prepare plain requests would be taken by these, and Python's lock with them."""
+    """The schemas would otherwise take all threads that prepare plain requests, and Python's lock."""
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": long_schema(15_000)}}
     statuses = list[int]()
 
@@ -99,7 +99,7 @@ def test_plain_requests_are_answered_while_schemas_are_read(served: Served, shor
 
 
 def test_another_key_s_schema_does_not_wait_behind_them(tmp_path: Path) -> None:
-    """One question of a tenant is tried at a time. Questions of other tenants do not wait for it."""
+    """One request of a tenant is tried at a time. Requests of other tenants do not wait for it."""
     program, gate = tmp_path / "echo.py", tmp_path / "gate"
     program.write_text(ECHO)
     lane = Lane(program)
@@ -164,7 +164,7 @@ def test_an_ambiguous_grammar_ends_by_the_time_that_its_masks_take(
     assert write(compiler, 'start: "b"*', ord("b")) == 300
 
 
-# What is kept
+# Cached grammars
 
 
 def test_what_is_kept_is_bounded_by_bytes_and_the_last_used_stays() -> None:

@@ -1,4 +1,4 @@
-"""Every method, for every backend and kind of grammar: masks against all texts of a language; what is refused."""
+"""Every method, for every backend and kind of grammar: masks against all texts of a language, and refusals."""
 
 import json
 import random
@@ -29,7 +29,7 @@ from watched import LIMIT_SECONDS, python_command, script_command
 
 MERGES = [("{", '"'), ('"', ":"), ('":', " "), ("a", "b"), ("ab", "c"), ("t", "r"), ("tr", "u"), ("1", "0"), (",", " ")]
 MERGES += [("b", "a"), ("ba", "r"), (" ", '"'), ('"', ","), ("n", "a"), ("na", "me"[0]), ("x", "x"), ("}", "\n")]
-MODEL_VOCAB = 300  # the embedding has rows that no token has
+MODEL_VOCAB = 300  # the embedding has more rows than tokens
 
 LANGUAGES: dict[str, tuple[Grammar, list[str]]] = {
     "choice": (
@@ -351,7 +351,7 @@ POINTED = {
 @pytest.mark.parametrize(("kind", "text"), POINTED)
 def test_a_refusal_points_into_the_grammar(compiler: Compiler, kind: str, text: str) -> None:
     if compiler.backend == "xgrammar" and re.search("pattern|minLength", text):
-        return  # refused there as a keyword
+        return  # this backend refuses the keyword
     with pytest.raises(InvalidRequestError, match=POINTED[kind, text]):
         compiler.compile(Grammar(kind, text))  # type: ignore[arg-type]
 

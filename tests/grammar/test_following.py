@@ -1,4 +1,4 @@
-"""`advance` against the methods that it stands for."""
+"""`advance` has the results of the methods that it replaces."""
 
 import random
 from importlib import import_module
@@ -16,7 +16,7 @@ from infer.grammar.grammar import Grammar
 from infer.grammar.grammar_compiler import Compiler, make_compiler
 from infer.tokenizer import Tokenizer
 
-VOCABS = (300, 330, 700)  # beside a tokenizer of fewer ids: one word, another, many of masks that allow nothing
+VOCABS = (300, 330, 700)  # more than the tokenizer's ids: 0, 1 and many words of masks allow nothing
 PATTERN = "(?:[ab]{2,5} bar abc ){2}x?|[xy]+"
 
 

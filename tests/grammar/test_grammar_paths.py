@@ -1,4 +1,4 @@
-"""Random schemas through the real loop: what is complete parses and validates, what is cut can be completed."""
+"""Random schemas in the real loop: complete answers parse and validate, and cut answers can be completed."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from infer.sampling_params import SamplingParams
 from path_cases import EOS, VOCAB_SIZE, Case, Outcome, Way, World, constraint_of, run_alone, run_batch
 
 TEMPERATURES = (0.0, 1.0, 2.0)
-# A random model hardly ever closes what it opened.
+# A random model seldom closes a bracket or a string.
 CLOSING: dict[int, float] = {EOS: 3.0, **{ord(closer): 3.0 for closer in '"}],'}, ord("0"): -1.0}
 WAYS = (Way("ngram"), Way("half", 7), Way("none", 1, capture=False), Way("random"))
 
@@ -50,7 +50,7 @@ def check(world: World, case: Case, result: GenerationResult) -> None:
 
 
 def run_all_of(world: World, cases: list[Case]) -> list[GenerationResult]:
-    """Alone without drafts; with drafts, alone and in a batch, they say the same."""
+    """Run cases without drafts, then with drafts, alone and in a batch. All give the same answers."""
     plain = [run_alone(world, case, Way()) for case in cases]
     said = [result.token_ids for result in plain]
     for index, case in enumerate(cases):

@@ -1,4 +1,4 @@
-"""Grammars of the largest sizes that are promised: each can be followed to its end, one more is refused."""
+"""Grammars of the largest promised sizes can be followed to their ends. One more element is refused."""
 
 import json
 import random
@@ -68,7 +68,7 @@ def test_a_pattern_of_hundreds_of_alternatives_is_followed(compiler: Compiler, t
 
 
 def test_the_trial_follows_a_grammar_for_some_bytes(compiler: Compiler) -> None:
-    """The trial finds grammars that can be begun but not followed, before a request is accepted."""
+    """Before a request is accepted, the trial finds grammars that can be begun but not followed."""
     source = json.dumps(
         {"grammars": [{"lark_grammar": 'start: "x" word\nword: ' + " | ".join(map(json.dumps, words(20_001, 7)))}]}
     )

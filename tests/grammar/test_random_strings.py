@@ -1,4 +1,4 @@
-"""Vocabularies in the dialect of GGUF give the ids of the models' own tokenizer.json, whatever the text.
+"""Vocabularies in GGUF's dialect give the ids of the models' own tokenizer.json, for any text.
 
 `INFER_RANDOM_STRINGS=1000000` makes a longer run: a minute or two for each vocabulary.
 """
@@ -21,7 +21,7 @@ from infer.tokenizer.gguf_vocabulary import TokenType
 from test_tokenizer import ASSETS, FRAGMENTS, SCRIPTS, as_gguf, folder, gguf_metadata, load, load_gguf, smollm2_gguf
 
 NUM_STRINGS = int(os.environ.get("INFER_RANDOM_STRINGS", usual_or_all(1000, 20_000)))
-EVERY = usual_or_all(3, 1)  # of the words of a vocabulary
+EVERY = usual_or_all(3, 1)  # every third word of a vocabulary, or every word
 NUM_STREAMS = usual_or_all(4000, 100_000)
 BATCH = 1000
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ CODE = [
 
 
 def random_strings(seed: int, count: int, words: list[str]) -> Iterator[str]:
-    """Words of the vocabulary, scripts, emoji sequences, blanks, digits, code and fragments, next to each other."""
+    """Yield words of the vocabulary, scripts, emoji sequences, blanks, digits, code and fragments, in random order."""
     generator = random.Random(seed)
     choose = generator.choice
 
@@ -176,7 +176,7 @@ def test_naughty_strings_give_the_same_ids(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_words_of_the_vocabulary_give_the_same_ids(name: str) -> None:
-    """A third of them are encoded, or with INFER_TESTS=all each."""
+    """A third of the words are encoded, or with INFER_TESTS=all each word."""
     assert_equal(name, vocabulary_words(name)[::EVERY])
     ours, expected = pair(name)
     if name in ("llama3_1", "qwen3"):
@@ -187,7 +187,7 @@ def test_the_words_of_the_vocabulary_give_the_same_ids(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama3_1", "qwen3", "gemma3", "llama2"])
 def test_random_ids_stream_to_what_they_decode_to(name: str) -> None:
-    """Broken characters included: most ids of a byte are no character alone."""
+    """Texts include broken characters, because most ids of a byte alone are not a character."""
     tokenizer = load(name)
     generator = random.Random(name)
     control, size = tokenizer.special_token_ids, tokenizer.vocab_size

@@ -1,4 +1,4 @@
-"""JSON schemas as people write them, of every draft: what is valid is accepted, what is not is refused."""
+"""JSON schemas of every draft, as people write them: valid values are accepted, and invalid ones are not."""
 
 import json
 import random
@@ -24,7 +24,7 @@ from infer.tokenizer import Tokenizer
 
 OBJECT = {"type": "object"}
 KV = {"type": "object", "properties": {"k": {"enum": ["x", "y"]}, "v": {"type": "integer"}}}
-# By name: a schema, values that it allows, and values that it does not.
+# By name: a schema, valid values, and invalid values.
 SCHEMAS = json.loads((Path(__file__).parents[1] / "data" / "json-schemas.json").read_text(encoding="utf-8"))
 
 
@@ -174,7 +174,7 @@ def has_a_name_twice(text: str) -> bool:
 def test_words_that_are_written_out_mean_what_they_meant(
     compiler: Compiler, tokenizer: Tokenizer, schema: Any, tried: list[Any], seed: int
 ) -> None:
-    """Texts of random choices are valid, unless a free name comes twice, and valid values are accepted."""
+    """Texts of random choices are valid, unless a free name appears twice, and valid values are accepted."""
     oracle = jsonschema.Draft202012Validator(schema)
     try:
         constraint = compiler.compile(Grammar("json_schema", json.dumps(schema)))

@@ -1,4 +1,4 @@
-"""The cache's settings: what is refused, and in which words."""
+"""Refused settings of the cache, and the messages."""
 
 import subprocess
 from typing import Any

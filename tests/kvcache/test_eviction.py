@@ -1,4 +1,4 @@
-"""Answers over caches that evict are the same by every path, and equal a definition by visible tokens."""
+"""Answers over caches that evict are the same by every path, and equal to a definition by visible tokens."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from path_cases import (
     run_batch,
 )
 
-STEP = 16  # tokens in one step, so that windows are small beside the text and pages are used again
+STEP = 16  # tokens in one step, so few that windows are much shorter than the text and pages are used again
 SLIDING = CacheSettings(page_tokens=16, eviction_policy="sliding", eviction_window=24, protected_prefix=3)
 WORLDS = {
     "sliding": ("llama", SLIDING),

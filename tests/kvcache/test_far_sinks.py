@@ -1,4 +1,6 @@
-"""Beyond the context of a model: the first tokens are seen as from its end, the window as from where a token is."""
+"""Beyond the context of a model: a token sees the first tokens as if it were at the context's end.
+
+It sees its window from its own position."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +30,7 @@ THETAS = 50.0 ** -torch.linspace(0, 1, DIM // 2)
 ANGLES = torch.arange(LENGTH)[:, None] * THETAS
 HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, RopeTable(ANGLES.cos()[None], ANGLES.sin()[None]), None, None)
 
-# How a row's tokens come. The first who see the sinks from too far away are alone, a few, or in the midst of many.
+# Sizes of a row's steps. The first tokens beyond the context are alone, with a few others, or amid many others.
 WAYS = [
     [400],
     [90, 1, 3, 2, 1, 3, 1, 1, 4, 60, 1, 133, 100],
@@ -59,7 +61,7 @@ def attend_all(layer: LayerCache, sizes: Sequence[int]) -> Tensor:
 
 
 def by_distance(sinks: int, window: int) -> Tensor:
-    """q · k by how far apart the two are, in float64: pairs of elements are complex numbers that turn by distance."""
+    """Return q · k by distance, in float64. Pairs of elements are complex numbers that rotate by the distance."""
     q, k, v = make_qkv().double().view(LENGTH, -1, DIM).split([NUM_HEADS, KV_HEADS, KV_HEADS], dim=1)
     k, v = (x.repeat_interleave(NUM_HEADS // KV_HEADS, dim=1) for x in (k, v))
     there, own = torch.arange(LENGTH), torch.arange(LENGTH)[:, None]
@@ -102,7 +104,7 @@ def test_stored_keys_are_seen_so_too(kv_type: str) -> None:
 
 
 def test_rows_on_both_sides_of_the_end_do_not_meet() -> None:
-    """One row begins, one crosses the end, one is far beyond, in one step."""
+    """In one step, a row begins, a row crosses the end, and a row is far beyond it."""
     starts, counts, layer, qkv = (0, 98, 300), (3, 2, 3), layer_of("f32", 4, 20, rows=3), make_qkv()
     alone = attend_all(layer_of("f32", 4, 20), WAYS[0])
     for row, start in enumerate(starts):
@@ -115,7 +117,7 @@ def test_rows_on_both_sides_of_the_end_do_not_meet() -> None:
         assert torch.equal(found, torch.cat([alone[span] for span in spans]))
 
 
-# What a cache is told
+# The context of a cache
 
 
 def layer_with(window: int | None) -> Attention:

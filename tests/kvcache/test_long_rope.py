@@ -1,4 +1,4 @@
-"""Two sets of rope factors: a sequence has the one that its length asks for, whatever way it came to its tokens."""
+"""Two sets of rope factors: a sequence has the set for its length, however it got its tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +47,7 @@ def expected_logits(oracle: Any, token_ids: Sequence[int]) -> Tensor:
 
 
 def expected_greedy(oracle: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """Everything computed again for each token, as `transformers` does where the factors change."""
+    """Return the greedy tokens. Everything is computed again for each, as `transformers` does if factors change."""
     token_ids = list(prompt)
     for _ in range(count):
         token_ids.append(int(expected_logits(oracle, token_ids)[-1].argmax()))
@@ -55,7 +55,7 @@ def expected_greedy(oracle: Any, prompt: Sequence[int], count: int) -> list[int]
 
 
 class Knowing:
-    """Drafts that are right."""
+    """A drafter whose drafts are right."""
 
     def __init__(self, answer: Sequence[int], token_ids: list[int]) -> None:
         self._answer, self._ids = answer, token_ids
@@ -120,7 +120,7 @@ def test_a_prompt_beyond_the_border_takes_no_pages_of_one_before_it(pair: tuple[
 
 
 def runner_of(llm: LLM, lengths: Sequence[int], num_next: int = 0, **options: Any) -> Runner:
-    """Slots of so many tokens, with room for some more."""
+    """Return a runner with slots of these numbers of tokens, and room for some more."""
     runner = Runner(llm.model, 128, num_slots=len(lengths), **options)
     for slot, length in enumerate(lengths):
         runner.choose_rope(slot, length)

@@ -1,4 +1,4 @@
-"""A policy that waits for memory to run short: nothing is forgotten before, and what is forgotten goes back."""
+"""A policy that waits until memory is short: nothing is evicted before, and evicted memory is freed."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def test_nothing_is_forgotten_while_there_is_memory(
 
 
 def test_short_of_memory_from_the_start_it_is_sliding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a page is full and before the window is, if the prompt comes page by page."""
+    """The row slides once a page is full. If the prompt is read page by page, that is before the window is full."""
     set_available(monkeypatch, 0)
     expected = make_llm(folder, threshold=None).generate(make_ids(100), PLAIN)
     llm = make_llm(folder)
@@ -75,7 +75,7 @@ def test_short_of_memory_a_prompt_is_compressed(folder: Path, monkeypatch: pytes
 def test_a_session_that_slid_for_want_of_memory_is_saved_and_loaded(
     folder: Path, tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And stays as it was: what is forgotten does not come back with the memory."""
+    """The session stays as it was: evicted tokens do not return when there is memory again."""
     llm = make_llm(folder, policy)
     session = llm.session()
     set_available(monkeypatch, 0)
@@ -108,7 +108,7 @@ def test_what_is_forgotten_goes_back_to_the_system(folder: Path, monkeypatch: py
     context = Runner(model, 2048, num_slots=2, settings=settings)
     context.extend(0, make_ids(100))
     cache = context.cache
-    cache._lengths[0] = 0  # the rest is not run: the model knows fewer positions than a page of the system holds
+    cache._lengths[0] = 0  # the others are not run: a page of the system has room for more positions than the model has
     cache.reserve(0, 2000)
     for layer in cache.memory.layers:
         layer.keys.fill_(1)
@@ -119,7 +119,7 @@ def test_what_is_forgotten_goes_back_to_the_system(folder: Path, monkeypatch: py
     set_available(monkeypatch, 0)
     cache.commit(0, 300)
     cache.check_integrity()
-    assert sorted(cache.groups[0].table.page_by_index(0)) == [0, 6, 7]  # the prefix, the window, what is reserved
+    assert sorted(cache.groups[0].table.page_by_index(0)) == [0, 6, 7]  # the prefix, the window, the reserved page
     keys = cache.memory.layers[0].keys
     assert keys[:, 1:6].count_nonzero() < keys[:, 1:6].numel() / 2
     assert keys[:, :1].all()

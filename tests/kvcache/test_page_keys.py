@@ -1,4 +1,4 @@
-"""The keys of stored pages: a key finds the page of its own tokens, whatever was written over, cut or shared since."""
+"""The keys of stored pages: a key finds the page of its own tokens, even after writes, cuts and forks."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_an_adopted_row_goes_on_with_the_keys_of_its_own_text() -> None:
     assert cache.adopt(2, [*FIRST, *OTHER, 9]) == 2 * PAGE
     cache.truncate(2, 0)
     cache.truncate(1, 0)
-    grow(cache, 1, PAGE)  # other content: what the row had known before is of no use
+    grow(cache, 1, PAGE)  # other content, so the row's earlier tokens are of no use
     cache.remember(1, OTHER)
     assert cache.adopt(2, [*OTHER, 9]) == PAGE
 
@@ -123,7 +123,7 @@ def test_of_cached_pages_the_longest_unused_is_handed_out_first() -> None:
         pool.remember(page, bytes([page]))
     for page in (1, 0, 2):
         pool.release(page)
-    pool.hold(1)  # found again, and left again: the last to be used
+    pool.hold(1)  # found and released again, so it is the last one used
     pool.release(1)
     assert [pool.take() for _ in range(3)] == [0, 2, 1]
     assert [pool.find(bytes([page])) for page in range(3)] == [None] * 3

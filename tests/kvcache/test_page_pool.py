@@ -1,5 +1,6 @@
-"""A pool that can run out: what is refused changes nothing, what is shared is copied when written, what is free goes
-back to the system."""
+"""A pool that can run out of pages: refusals change nothing, and a shared page is copied before it is written.
+
+The memory of free pages can be returned to the system."""
 
 import random
 from collections.abc import Callable
@@ -70,7 +71,7 @@ class Model:
         self.num_refused = 0
 
     def append(self, row: int) -> None:
-        """Reserve, write provisionally, and commit a part of it."""
+        """Reserve slots, write them provisionally, and commit a part of them."""
         cache, start = self.cache, len(self.token_ids[row])
         count = self.random.randint(1, min(STEP, cache.capacity - start) or 1)
         needed, free, before = fewest(cache, row, count), cache.free_pages, snapshot(cache)
@@ -84,7 +85,7 @@ class Model:
         cache.reserve(row, count)
         taken = [old - new for old, new in zip(free, cache.free_pages, strict=True)]
         assert all(each >= least for each, least in zip(taken, needed, strict=True))
-        first = self.random.randrange(3)  # few different tokens: rows begin alike by chance
+        first = self.random.randrange(3)  # few different tokens, so that some rows begin alike
         new = [(first + index) % 3 for index in range(count)]
         for rows in cache.groups:
             where = cache.memory.place(rows, row, torch.arange(start, start + count) - int(rows.shifts[row]))
@@ -236,7 +237,7 @@ def test_a_copy_of_a_shared_page_is_counted_and_can_be_refused() -> None:
         cache.reserve(2, 1)
     cache.truncate(1, 0)
     cache.truncate(0, 0)
-    assert fewest(cache, 2, 1) == [0]  # nobody shares it any more
+    assert fewest(cache, 2, 1) == [0]  # no row shares it any more
     cache.reserve(2, 1)
     cache.check_integrity()
 
@@ -267,7 +268,7 @@ def test_rows_from_elsewhere_are_refused_whole() -> None:
     with pytest.raises(OutOfPagesError):
         cache.import_row(1, saved, 100)
     assert snapshot(cache) == before
-    cache.import_row(0, saved, 100)  # its own pages are enough
+    cache.import_row(0, saved, 100)  # its own pages suffice
     cache.check_integrity()
 
 
@@ -326,7 +327,7 @@ def test_what_is_free_goes_back_to_the_system_and_what_is_held_or_cached_stays()
     for row in (0, 1):
         cache.truncate(row, 0)
     assert cache.give_back_free() == 2048 * 2 * 2 * 4 * 64 * 4
-    assert cache.give_back_free() == 0  # once is enough
+    assert cache.give_back_free() == 0  # the memory was already returned
     keys = cache.memory.layers[0].keys
     assert not keys[:, :8].any()
     assert keys[:, 16 : 16 + 8].all(), "cached"
@@ -354,7 +355,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @torch.inference_mode()
 def test_forks_of_a_prompt_that_snapkv_compresses_do_not_see_each_other(llm: LLM) -> None:
-    """The first of them copies what it moves its slots into; one that cannot is left as it was."""
+    """The first fork copies the pages into which it moves slots. If it cannot, it is unchanged."""
     model, prompt = llm.model, [(7 * index + index * index // 9) % EOS for index in range(100)]
     alone = Runner(model, CONTEXT, settings=SNAPKV)
     alone.extend(0, prompt)
@@ -364,7 +365,7 @@ def test_forks_of_a_prompt_that_snapkv_compresses_do_not_see_each_other(llm: LLM
     alone.reserve(0, 1)
     expected = alone.forward([Chunk(0, [5])]).clone()
 
-    sizes = {"step_tokens": 512, "pool_pages": 7 + 6}  # those of the prompt, and what is copied of them
+    sizes = {"step_tokens": 512, "pool_pages": 7 + 6}  # the prompt's pages, and copies of them
     cache = PagedCache(model.architecture.attention, 3, CONTEXT, model.kv_type, CPU, settings=SNAPKV, **sizes)
     compression = PromptCompression(cache)
 
@@ -391,7 +392,7 @@ def test_forks_of_a_prompt_that_snapkv_compresses_do_not_see_each_other(llm: LLM
 @pytest.mark.parametrize("seed", range(usual_or_all(6, 60)))
 @torch.inference_mode()
 def test_forks_compressed_in_any_order_say_what_they_say_alone(llm: LLM, seed: int) -> None:
-    """In a pool too small for all: who is refused frees a row and asks again."""
+    """The pool is too small for all forks. After a refusal, a row is freed, and the call is repeated."""
     model, chance = llm.model, random.Random(seed)
     sizes = {"step_tokens": 64, "settings": SNAPKV}
     layers = model.architecture.attention
@@ -450,7 +451,7 @@ def test_forks_compressed_in_any_order_say_what_they_say_alone(llm: LLM, seed: i
 
 @torch.inference_mode()
 def test_forks_say_what_rows_alone_say(llm: LLM) -> None:
-    """In a pool with as many pages as they take, whichever goes on first."""
+    """The pool has as many pages as they need, in any order of their steps."""
     model, prompt = llm.model, [(5 * index) % EOS for index in range(70)]
     settings = CacheSettings(page_tokens=PAGE)
     layers = model.architecture.attention

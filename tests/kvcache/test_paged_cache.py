@@ -1,4 +1,4 @@
-"""Pages that rows of the paged cache hold: after cuts, as forks, in long windows and with a shared beginning."""
+"""The pages of rows in the paged cache: after cuts, in forks, in long windows and with a shared beginning."""
 
 import torch
 
@@ -64,7 +64,7 @@ def test_a_shared_beginning_is_stored_once() -> None:
     assert cache.adopt(0, token_ids) == 0
     grow(cache, 0, 64)
     cache.remember(0, token_ids)
-    assert cache.adopt(1, token_ids) == 48  # its last token is computed again, and the page that it is in
+    assert cache.adopt(1, token_ids) == 48  # its last token is computed again, with the token's page
     assert cache.adopt(2, [*token_ids[:40], 11]) == 32
     assert num_held(cache.groups[0].table.pool) == 4
     cache.truncate(0, 0)

@@ -1,4 +1,4 @@
-"""Pages in files: what is found is what was stored, the budget holds, and processes may die at any moment."""
+"""Pages in files: a page that is found has its stored content, the budget is kept, and processes may die any time."""
 
 import os
 import random
@@ -48,7 +48,7 @@ def test_a_stored_page_is_found_by_its_name_and_by_another_process(tmp_path: Pat
     assert name not in first
     assert first.read(name, PAGE) is None
     assert first.write(name, content_of(name))
-    assert not first.write(name, content_of(name))  # once
+    assert not first.write(name, content_of(name))  # the page is already stored
     second = open_in(tmp_path / "prefixes")
     assert name in second
     assert second.read(name, PAGE) == content_of(name)
@@ -67,7 +67,7 @@ def test_a_file_that_is_not_what_was_stored_is_removed_and_never_used(tmp_path: 
         path.write_bytes(content)
 
     other = open_in(tmp_path / "prefixes", fingerprint="another")
-    stranger = open_in(tmp_path / "stranger")  # the same model, by another user: with another secret
+    stranger = open_in(tmp_path / "stranger")  # the same model for another user, whose secret differs
     cases = {
         "damaged": flip,
         "truncated": lambda path: os.truncate(path, 100),
@@ -99,7 +99,7 @@ def test_the_budget_holds_for_all_models_and_the_pages_used_longest_ago_go_first
         store.write(name_of(number), content_of(name_of(number)))
         os.utime(tmp_path / ("theirs" if number % 2 else "ours") / str(name_of(number)), (number, number))
     assert num_bytes_in(tmp_path) == most
-    ours.touch(name_of(0), depth=0)  # used now
+    ours.touch(name_of(0), depth=0)  # this page is used now
     for number in range(10, 40):
         ours.write(name_of(number), content_of(name_of(number)))
         assert num_bytes_in(tmp_path) <= most
@@ -160,7 +160,7 @@ def test_a_damaged_account_or_secret_is_made_again(damage: bytes, tmp_path: Path
     assert int((tmp_path / "account").read_text()) == 2 * ON_DISK
     (tmp_path / "secret").write_bytes(damage)
     again = open_in(tmp_path)
-    with pytest.raises(PrefixStoreError, match="damaged"):  # it was stored with the secret that is lost
+    with pytest.raises(PrefixStoreError, match="damaged"):  # it was stored with the lost secret
         again.read(name_of(1), PAGE)
     again.write(name_of(1), content_of(name_of(1)))
     assert open_in(tmp_path).read(name_of(1), PAGE) == content_of(name_of(1))
@@ -185,7 +185,7 @@ while True:
 
 @contextmanager
 def ended(process: "subprocess.Popen[str]") -> Iterator[None]:
-    """Kill a process at the end, also after a failure, so that nobody waits for it."""
+    """Kill a process at the end, also after a failure, so that the tests do not wait for it."""
     try:
         yield
     finally:
@@ -207,7 +207,7 @@ def test_processes_that_share_a_folder_and_are_killed_leave_whole_pages_within_t
                 assert killed.stdout is not None
                 assert killed.stdout.readline() == "ready\n"
                 time.sleep(delays.uniform(0, 0.1))
-                assert num_bytes_in(tmp_path) <= most + ON_DISK  # of a file that is being written beside the old ones
+                assert num_bytes_in(tmp_path) <= most + ON_DISK  # with a file that is being written
                 killed.send_signal(signal.SIGKILL)
         assert steady.poll() is None, "it found what was not stored"
         steady.kill()

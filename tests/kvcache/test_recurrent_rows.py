@@ -1,4 +1,4 @@
-"""Rows of layers with a state: whatever is appended, dropped, shared, saved or found again, they go on as one text."""
+"""Rows of layers with a state continue as one text after appends, drops, forks, saves, loads and reuse."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 WEIGHTS = ConvWeights(numbers(TAPS, CHANNELS, seed=1), numbers(CHANNELS, seed=2))
-ROW_OF_TOKEN = numbers(50, 3 * CHANNELS, seed=3)  # what a layer's projection gives for each token
+ROW_OF_TOKEN = numbers(50, 3 * CHANNELS, seed=3)  # result of a layer's projection for each token
 NET_WEIGHTS = DeltaNetWeights(
     NET,
     numbers(TAPS, NET.num_channels, seed=4),
@@ -202,7 +202,7 @@ def test_the_memory_for_states_is_as_asked_for_and_enough_for_a_row() -> None:
 
 
 def test_pages_that_a_step_reads_are_no_other_row_s() -> None:
-    """A pool as small as can be: a row that grows takes nothing that another row of the same step still reads."""
+    """The pool is as small as possible. A row that grows takes no page that another row of the step still reads."""
     rows = Rows(make(pool_pages=44), "cpu")
     cache = rows.cache
     assert cache.pool_pages == [44, 16]

@@ -1,4 +1,4 @@
-"""A loop of one's own that reserves nothing, or too little, is refused: kernels write where they are told."""
+"""A user's own loop is refused if it reserves too few positions, because kernels do not check where they write."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Two sets of rope factors in one table: each row's tokens turn by its own, whatever stands beside it in a step."""
+"""Two sets of rope factors in one table: each row's tokens rotate by its own set, with any neighbours in a step."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def qkv_of(row: int) -> Tensor:
 
 
 def attend_all(layer: LayerCache, heads: Heads, rows: list[int]) -> Tensor:
-    """`rows` are whose keys and values the layer's rows get: [rows, tokens, out]."""
+    """Return the attended values, [rows, tokens, out]. Row i of the layer gets the keys and values of `rows[i]`."""
     out, start = [], 0
     for size in CHUNKS:
         step = join([Step.of([1] * size, start, row=row) for row in range(len(rows))])

@@ -1,4 +1,4 @@
-"""Rows of a cache at their last slot, at the first that a compressed row may have, after a reset and after a load."""
+"""Rows of a cache at their last slot, at the first slot of a compressed row, after a reset and after a load."""
 
 import pytest
 from torch import Tensor

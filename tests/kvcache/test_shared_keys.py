@@ -1,4 +1,4 @@
-"""Layers that attend to an earlier layer's keys and values: rows of a whole model, whatever happens to them."""
+"""Layers that attend to an earlier layer's keys and values, in rows of a whole model."""
 
 import copy
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""SnapKV: of a prompt stays what its last tokens look at, whatever way the prompt came in and the answer is found."""
+"""SnapKV keeps the tokens of a prompt that its last tokens attend to, in any steps of prompt and answer."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_the_slots_with_the_most_attention_are_kept_with_their_neighbours() -> N
     weights[1, 0, 31, 20], weights[1, 1, 0, 160] = 0.5, 0.75
     slots = choose_slots(weights, 4, 4 + OBSERVED_TOKENS + 10)
     last = list(range(200 - OBSERVED_TOKENS, 200))
-    assert slots[0].tolist() == [0, 1, 2, 3, 4, 5, 6, *range(87, 94), *last]  # three of equals: the first
+    assert slots[0].tolist() == [0, 1, 2, 3, 4, 5, 6, *range(87, 94), *last]  # the first three of equal ones
     assert slots[1].tolist() == [0, 1, 2, 3, 17, 18, 19, *range(157, 164), *last]
 
 
@@ -79,7 +79,7 @@ def test_what_is_kept_lies_there_to_the_bit_and_is_all_that_the_next_token_sees(
 
 
 def stored(context: Runner, layer: int, num_slots: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of the first slots, [kv_heads, slots, dim] each."""
+    """Return keys and values of the first slots, [kv_heads, slots, dim] each."""
     cache = context.cache
     memory, (rows,) = cache.memory.layers[layer], (rows for rows in cache.groups if layer in rows.group.layers)
     where = cache.memory.place(rows, 0, torch.arange(num_slots))

@@ -1,4 +1,4 @@
-"""Claims about the batched sampler, of the torch definition and of what the CPU runs: each row is the reference's."""
+"""Claims about the batched samplers, the torch definition and the CPU's: each row gives the reference's token."""
 
 import inspect
 import math
@@ -49,7 +49,7 @@ EVERYTHING = {
     "presence_penalty": 0.2,
 }
 
-# Every knob at a value that does nothing, and at one that does.
+# Every parameter with a value that has no effect, and with one that has an effect.
 ON: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.5},
     "top_k": {"top_k": 3},
@@ -120,14 +120,14 @@ def test_every_row_of_a_batch_gets_the_token_of_the_reference(
 def test_rows_of_large_vocabularies_get_the_token_of_the_reference(
     choose: Choose, drawn: tuple[list[Row], frozenset[int]]
 ) -> None:
-    """More than 16,384 words are more than a vector to each of the compiled sampler's groups."""
+    """With more than 16,384 tokens, each group of the compiled sampler has more than one vector."""
     rows, end_ids = drawn
     assert choose_from(choose, rows, end_ids) == [reference_token(each, end_ids) for each in rows]
 
 
 @cache
 def real_rows(vocab_size: int, dtype: torch.dtype) -> tuple[list[Row], list[int]]:
-    """Rows with real knobs, and the reference's tokens."""
+    """Return rows with usual parameters, and the reference's tokens."""
     draw = np.random.default_rng(vocab_size)
     context = tuple(draw.integers(0, vocab_size, 1000).tolist())
     bias = {int(i): float(draw.normal() * 5) for i in draw.integers(0, vocab_size, 20)}
@@ -179,7 +179,7 @@ def test_a_stream_of_tokens_equals_the_reference(choose: Choose) -> None:
         history.append(slots, tokens)
 
 
-# Off is the identity
+# Parameters that are off
 
 
 def test_with_no_knob_in_use_no_step_is_run() -> None:
@@ -201,12 +201,12 @@ def test_the_logits_stay_as_they_are() -> None:
         assert same_bits(batch.logits, before)
 
 
-# Rows do not see each other
+# Independence of rows
 
 
 @st.composite
 def many_rows(draw: st.DrawFn) -> tuple[list[Row], list[int]]:
-    """2 to 64 rows and an order of them."""
+    """Draw 2 to 64 rows and an order of them."""
     count = draw(st.sampled_from([2, 3, 7, 16, 33, 64]))
     vocab_size = draw(st.sampled_from([1, 5, 33, 300]))
     pool = [*ON.values(), EVERYTHING, {}, {"temperature": 0.0}]
@@ -228,7 +228,7 @@ def many_rows(draw: st.DrawFn) -> tuple[list[Row], list[int]]:
 
 
 def taken(sampled: Sampled, index: int, count: int) -> list[Tensor]:
-    """Everything that a row was given, with as many alternatives as it asked for."""
+    """Return all results of a row, with as many alternatives as it requested."""
     assert sampled.logprobs is not None
     assert sampled.ranks is not None
     assert sampled.top_ids is not None
@@ -261,7 +261,7 @@ def test_a_row_alone_and_in_any_batch_and_order_has_the_same_bits(
 
 
 def test_log_probabilities_do_not_depend_on_threads_or_neighbours() -> None:
-    """A floating-point sum over 49,152 entries does: torch splits one row among threads, and many rows by rows."""
+    """A float sum over 49,152 entries would: torch divides one row between threads, and many rows by rows."""
     logits = torch.stack([make_logits("normal", 49_152, seed) for seed in range(64)])
     token_ids = torch.arange(64)
     expected = sampler.log_probabilities(logits, token_ids, 3)
@@ -332,7 +332,7 @@ def test_a_failed_row_leaves_its_neighbours_log_probabilities_alone_to_the_bit(f
 MODES = ("raw", "processed", "raw")
 
 
-# The rules of the page for users
+# The rules of the documentation
 
 
 def test_the_steps_come_in_the_numbered_order() -> None:
@@ -381,7 +381,7 @@ def test_a_temperature_shifts_a_row_only_where_its_largest_logit_would_overflow(
 
 
 def test_top_p_counts_integer_weights_so_that_an_order_of_equal_probabilities_does_not_matter() -> None:
-    """A million orders of additions would give a million floating-point sums: here any order gives one."""
+    """The floating-point sum depends on the order of additions. The sum of integers does not."""
     from infer.sampling.integer_probs import weights
 
     logits = make_logits("normal", 262_144, 1)

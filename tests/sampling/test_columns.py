@@ -1,4 +1,4 @@
-"""Claims about the columns of a batch: what is packed, what is off, what is refused, how masks lie in memory."""
+"""Claims about the columns of a batch: their values, parameters that are off, refusals, and the layout of masks."""
 
 import math
 from typing import Any
@@ -120,7 +120,7 @@ def test_a_vanishing_top_p_keeps_the_likeliest_token_and_a_goal_above_nothing(to
     assert kept.nonzero().tolist() == [[0, 0]]
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("token_id", [10, 10**18, 10**30])
@@ -237,7 +237,7 @@ def test_what_is_refused_leaves_the_slot_as_it_was() -> None:
 
 
 def test_bit_j_of_word_i_is_token_32_i_plus_j() -> None:
-    """The layout that grammar libraries fill."""
+    """This is the layout that grammar libraries fill."""
     for token_id in (0, 1, 30, 31, 32, 33, 63, 64, 99):
         words = pack_masks([[token_id]], 100)
         assert words.dtype == torch.int32

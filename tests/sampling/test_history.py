@@ -1,4 +1,4 @@
-"""Claims about the history: its tables say what a list of ids says, as they grow and after a new beginning."""
+"""Claims about the history: its tables agree with a list of ids, as they grow and after a restart."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ WINDOWS = (0, 1, 2, 5, CAPACITY, WHOLE_HISTORY)
 
 
 class HistoryMachine(RuleBasedStateMachine):
-    """Any order of beginnings, appends to some slots, beside plain lists."""
+    """Compare any order of restarts and appends to some slots with plain lists."""
 
     @initialize(vocab_size=st.sampled_from([1, 2, 7]))
     def start(self, vocab_size: int) -> None:
@@ -118,7 +118,7 @@ print(resident_bytes() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: a system that tells what is resident")
 def test_only_slots_that_had_a_penalty_take_memory() -> None:
-    """64 slots of 262,144 words and 131,072 positions are 168 MB. In a process of its own, as others' memory counts."""
+    """64 slots of 262,144 words and 131,072 positions are 168 MB. A new process has no memory of other tests."""
     command = python_command(SPARSE)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -169,7 +169,7 @@ def test_noise_of_neighbouring_seeds_and_positions_is_gumbel_distributed(vary: s
 
 @pytest.mark.parametrize("lag", ["seed", "position", "token", "seed and position", "high half of the seed"])
 def test_neighbours_are_independent(lag: str) -> None:
-    """Chi-square on the 16 × 16 table of the two uniforms, 500 × 400 pairs."""
+    """The test is chi-square on the 16 × 16 table of the two uniforms, with 500 × 400 pairs."""
     seeds, positions, token_ids = torch.arange(500) * 977, torch.arange(500) % 64, torch.arange(400)
     first = noise.gumbel_rows(seeds, positions, token_ids)
     moved = {
@@ -189,7 +189,7 @@ def test_neighbours_are_independent(lag: str) -> None:
 
 
 def test_every_bit_of_seed_position_and_token_flips_half_of_the_hash() -> None:
-    """4,000 keys × 32 bits: the share of flipped bits is within 0.5 ± 0.01 (7 standard deviations)."""
+    """For 4,000 keys × 32 bits, the share of flipped bits is within 0.5 ± 0.01 (7 standard deviations)."""
     seeds = torch.arange(4000) * 7919
     keys = noise.mix64(noise.mix64(seeds) + 3)
     base = noise.hash_tokens(keys, torch.tensor([1000]))
@@ -211,7 +211,7 @@ def flipped_share(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_argmax_of_logits_plus_noise_draws_from_the_softmax() -> None:
-    """Chi-square on 40,000 draws over 50 tokens."""
+    """The test is chi-square on 40,000 draws over 50 tokens."""
     logits = torch.linspace(-3, 3, 50)
     draws = torch.cat(
         [

@@ -1,4 +1,4 @@
-"""Claims about the single-row sampler: each stage, their order, ties, what is off, what fails and how."""
+"""Claims about the single-row sampler: each stage, their order, ties, stages that are off, and errors."""
 
 import math
 from collections.abc import Callable
@@ -40,7 +40,7 @@ logit_values = st.one_of(
 rows = st.lists(logit_values, min_size=1, max_size=40).map(torch.tensor)
 live_rows = rows.filter(lambda row: bool((row > -INF).any()))
 
-# Every stage with an active value, as a function of a row alone.
+# Every stage with an active value, as a function of only a row.
 STAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "temperature": lambda row: apply_temperature(row, 0.7),
     "tiny temperature": lambda row: apply_temperature(row, 1e-300),
@@ -439,7 +439,7 @@ def test_a_generator_repeats_itself_and_advances() -> None:
 @pytest.mark.parametrize("source", ["seed", "generator"])
 @pytest.mark.parametrize("logits", [torch.zeros(20), torch.linspace(-2, 2, 20)], ids=["uniform", "sloped"])
 def test_draws_follow_the_softmax(source: str, logits: Tensor) -> None:
-    """Chi-square on 1,000 draws over 20 tokens; the bound (69.5 at 19 degrees of freedom) is passed once in 10⁷."""
+    """Chi-square on 1,000 draws over 20 tokens exceeds the bound (69.5 at 19 degrees of freedom) once in 10⁷."""
     generator = torch.Generator().manual_seed(3) if source == "generator" else None
     params = SamplingParams(seed=3)
     counts = torch.zeros(20, dtype=torch.float64)
@@ -506,7 +506,7 @@ def test_log_probabilities_give_the_chosen_token_its_rank_and_the_likeliest() ->
 @given(row=live_rows, k=st.integers(0, 20))
 def test_log_probabilities_are_those_of_the_softmax(row: Tensor, k: int) -> None:
     entry = log_probabilities(row, k)
-    expected = row.double().log_softmax(0).float()  # what float32 cannot hold is −inf
+    expected = row.double().log_softmax(0).float()  # values below float32's range are −inf
     assert [token_id for token_id, _ in entry.top] == ranked_ids(row)[:k]
     for token_id, logprob in entry.top:
         assert logprob == pytest.approx(float(expected[token_id]), rel=1e-5, abs=1e-5)

@@ -1,4 +1,4 @@
-"""The batched sampler beside others: Hugging Face's processors and warpers, and the figures of llama.cpp's own test.
+"""The batched sampler compared with Hugging Face's processors and warpers, and with figures of llama.cpp's own test.
 
 By design we differ from Hugging Face in four places, each with a test that says so:
 
@@ -214,7 +214,7 @@ def test_top_p_of_zero_keeps_the_largest_as_in_llama_cpp() -> None:
 
 
 def test_where_llama_cpp_takes_values_outside_our_ranges_the_edge_refuses_them() -> None:
-    """top_k 0 and min_p of 1 and above have meanings there; here they are errors that name the rule."""
+    """In llama.cpp, top_k 0 and min_p from 1 on have meanings. Here they are errors that name the rule."""
     for name, value in (("top_k", 0), ("min_p", 1.0), ("min_p", 1.05)):
         with pytest.raises(ValueError, match=f"{name} must be"):
             ours(torch.tensor(TENTHS).log(), [0], **{name: value})
@@ -233,7 +233,7 @@ def test_a_repetition_penalty_of_50_leaves_what_llama_cpp_says(context: list[int
     assert found.softmax(0).tolist() == pytest.approx(expected, abs=1e-5)
 
 
-# Frequency and presence 5 and 5 there; our penalties end at 2, so the same arithmetic at a fifth of it.
+# llama.cpp's frequency and presence penalties are 5 here. Ours are at most 2, so all values are divided by five.
 @pytest.mark.parametrize("context", [[0], [0, 1, 2], [0, 1, 2, 0, 0]])
 def test_frequency_and_presence_are_llama_cpps_formula(context: list[int]) -> None:
     found = ours(torch.tensor(FIFTHS).log(), context, frequency_penalty=1.0, presence_penalty=1.0)
@@ -251,7 +251,7 @@ def test_frequency_and_presence_are_llama_cpps_formula(context: list[int]) -> No
     ],
 )
 def test_the_penalty_functions_leave_what_llama_cpp_says_at_5_and_5(context: list[int], expected: list[float]) -> None:
-    """The formula itself has no bounds: the reference's two functions take what `SamplingParams` would refuse."""
+    """The formula has no bounds: the reference's two functions take values that `SamplingParams` refuses."""
     from infer.sampling.definition import apply_frequency_penalty, apply_presence_penalty
 
     found = apply_presence_penalty(apply_frequency_penalty(torch.tensor(FIFTHS).log(), context, 5.0), context, 5.0)
@@ -278,6 +278,6 @@ QUEUES: list[tuple[dict[str, float], int, int]] = [
 def test_queues_of_filters_keep_the_ids_that_llama_cpp_says(
     values: dict[str, float], smallest_id: int, count: int
 ) -> None:
-    """Token 0 has probability 0 (ln 0) and is never kept here; llama.cpp counts it where nothing is filtered."""
+    """Token 0 has probability 0 (ln 0) and is never kept here. Llama.cpp counts it if nothing is filtered."""
     found = ours(torch.arange(10_000).float().log(), [1], **values)
     assert kept(found) == list(range(smallest_id, smallest_id + count))

@@ -1,4 +1,4 @@
-"""A verified step with tensors of two devices. There is no GPU, so torch's `meta` takes its place."""
+"""A verified step with tensors of two devices. Torch's device `meta` stands in for a GPU."""
 
 from typing import Any
 

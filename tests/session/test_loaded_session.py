@@ -1,6 +1,6 @@
-"""A session that was loaded answers as the one that was saved, to the bit: whatever cache, whatever came in between.
+"""A loaded session answers as the saved one, to the bit, with any cache and after any other answers.
 
-Pages that are handed out hold NaN in tests (`INFER_POISON`), so an answer from what was never written has no tokens.
+In tests, new pages are filled with NaN (`INFER_POISON`), so an answer from unwritten values has no tokens.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Case:
     length: int
     answered: bool
     taken_back: int
-    between: int  # tokens of a request of somebody else
+    between: int  # tokens of another request
     rewound: int
     appended: int
     forks: bool
@@ -147,7 +147,7 @@ def test_a_loaded_session_answers_as_the_one_that_was_saved(name: str, base: Pat
     llm = make_llm(name, base)
 
     @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-    @example(case=Case(65, False, 1, 0, 0, 0, False, False, KINDS[0]))  # its rope factors are those of 65 tokens
+    @example(case=Case(65, False, 1, 0, 0, 0, False, False, KINDS[0]))  # its rope factors are those for 65 tokens
     @given(case=CASES)
     def always(case: Case) -> None:
         check(llm, case, tmp_path / "session")
@@ -158,7 +158,7 @@ def test_a_loaded_session_answers_as_the_one_that_was_saved(name: str, base: Pat
 @pytest.mark.parametrize("name", ["windows", "sliding", "sliding and windows"])
 @pytest.mark.parametrize("count", [0, 1, SPARE_TOKENS - 1])
 def test_what_is_taken_back_after_a_load_is_not_read_again(name: str, count: int, base: Path, tmp_path: Path) -> None:
-    """This is so up to the number of tokens that are kept for it."""
+    """This is true up to the number of tokens that are kept for it."""
     llm = make_llm(name, base)
     session = llm.session()
     session.append(make_ids(140))

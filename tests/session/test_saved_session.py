@@ -1,4 +1,4 @@
-"""Saved sessions: whole, by this model and in this version, or refused with nothing changed; and any order of calls."""
+"""A saved session of this model and version is loaded whole; any other is refused, and nothing changes."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from infer.session.session import Session
 from programs import Programs
 from test_session import GREEDY, GREEDY_VALUES, NUM_TOKENS, SAMPLED, SAMPLED_VALUES, check_fresh, make_model
 
-WILD = SamplingParams(temperature=1.0, seed=3, max_new_tokens=9)  # bytes that are no text, ends
+WILD = SamplingParams(temperature=1.0, seed=3, max_new_tokens=9)  # gives bytes that are not text, and end tokens
 ANY_PARAMS = st.sampled_from([GREEDY, SAMPLED, WILD])
 
 
@@ -78,7 +78,7 @@ def test_a_session_is_saved_and_loaded_whole(llm: LLM, talk: Session, tmp_path: 
 
 
 def test_a_chat_that_is_loaded_goes_on_where_it_was_saved(llm: LLM, tmp_path: Path) -> None:
-    """Without running again what was said, unless only its messages were saved."""
+    """Its tokens are computed again only if just its messages were saved."""
     params = SamplingParams(**GREEDY_VALUES, logit_bias={66: -float("inf")}, seed=2)
     chat = ChatSession(llm, "model", params, system="be brief")
     for text in ("hello", "forget this"):
@@ -113,7 +113,7 @@ def test_a_note_is_kept_beside_a_session(llm: LLM, talk: Session, tmp_path: Path
 
 
 def test_a_file_does_not_hold_what_was_forgotten(talk: Session, tmp_path: Path) -> None:
-    """Neither in its ids nor in its cache."""
+    """Neither its ids nor its cache has them."""
     contents = []
     for index, forgotten in enumerate(("a secret", "nothing that matters")):
         length = len(talk.token_ids)
@@ -127,7 +127,7 @@ def test_a_file_does_not_hold_what_was_forgotten(talk: Session, tmp_path: Path) 
 def test_a_file_does_not_hold_what_was_read_and_never_answered(
     llm: LLM, talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A turn that is stopped in the midst of its prompt."""
+    """The turn is stopped within its prompt."""
     contents, step = [], llm._opened.engine.step
     for forgotten in ("a secret", "nothing that matters"):
         held, stop = len(talk.token_ids), threading.Event()
@@ -223,7 +223,7 @@ def test_a_file_that_is_no_session_is_refused(
 def test_a_file_written_by_somebody_else_is_checked(
     llm: LLM, talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
 ) -> None:
-    """Its checksums fit, its contents do not."""
+    """Its checksums are right, and its contents are wrong."""
     write = session_file.write_session
     monkeypatch.setattr(
         "infer.session.session.write_session",
@@ -280,7 +280,7 @@ def test_a_save_that_fails_keeps_the_old_file(
 
 
 def test_a_disk_that_is_full_keeps_the_old_file(talk: Session, tmp_path: Path) -> None:
-    """The system's own answer: a limit on the size of a file, reached in the middle of the cache."""
+    """The system's limit on the size of a file is reached within the cache."""
     resource = pytest.importorskip("resource")
     path = tmp_path / "talk"
     talk.save(path)
@@ -306,7 +306,7 @@ def test_messages_that_are_no_json_are_not_saved(llm: LLM, tmp_path: Path) -> No
 
 def make_machine(llm: LLM, path: Path) -> type[RuleBasedStateMachine]:
     class AnyOrder(RuleBasedStateMachine):
-        """Sessions beside the ids that they should hold."""
+        """Sessions, and the ids that they should have."""
 
         pairs = Bundle("pairs")
 

@@ -17,7 +17,7 @@ SECONDS = 60.0
 
 
 class SlowFile(io.BufferedWriter):
-    """A file whose third write waits until it `may_write`: the header is two."""
+    """A file whose third write waits for `may_write`. The header takes two writes."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file.raw)
@@ -34,7 +34,7 @@ class SlowFile(io.BufferedWriter):
 
 @pytest.fixture
 def slow_files(monkeypatch: pytest.MonkeyPatch) -> list[SlowFile]:
-    """Files that are written, slowly, the latest at the end."""
+    """Return the slow files that were written, in their order."""
     replacing, files = session_file.replacing, list[SlowFile]()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""`Session` on a tiny random model: whatever was said and unsaid before, an answer is that to its ids alone."""
+"""`Session` on a tiny random model: an answer depends only on its ids, not on earlier turns or their removal."""
 
 import threading
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from tiny import Tiny, make_tiny
 
 CONTEXT = 400
 NUM_TOKENS = VOCAB_SIZE + 2
-TEXT_IDS = [*range(32, 124), 256, 257]  # whole characters, without the bar that the template looks for
+TEXT_IDS = [*range(32, 124), 256, 257]  # whole characters, without the bar that the template searches
 GREEDY_VALUES: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12, "allowed_token_ids": TEXT_IDS}
 SAMPLED_VALUES = GREEDY_VALUES | {"temperature": 1.0, "top_k": 40, "repetition_penalty": 1.2, "seed": 7}
 GREEDY, SAMPLED = SamplingParams(**GREEDY_VALUES), SamplingParams(**SAMPLED_VALUES)
@@ -54,7 +54,7 @@ def make_model(folder: Path, *, num_layers: int = 2, context: int = CONTEXT, **t
 
 
 def check_fresh(llm: LLM, prompt: list[int], params: SamplingParams, result: GenerationResult) -> None:
-    """Check that a model that has seen nothing else says the same."""
+    """Check that a newly loaded model gives the same answer."""
     fresh = llm.generate(prompt, params)
     assert (result.token_ids, result.text) == (fresh.token_ids, fresh.text)
     assert result.prompt_tokens == len(prompt)
@@ -92,7 +92,7 @@ def test_appended_ids_are_a_prompt(llm: LLM, params: SamplingParams) -> None:
 
 
 def test_a_template_that_forgets_what_was_thought_is_trimmed_to_what_is_shared(llm: LLM) -> None:
-    """Here the template keeps of an answer what follows its last bar."""
+    """This template keeps only the text after an answer's last bar."""
     session = llm.session()
     first = session.send("hello", SamplingParams(temperature=0, max_new_tokens=30))
     messages = session.messages
@@ -157,7 +157,7 @@ def test_spellings_agree_where_bytes_and_control_tokens_do(
     assert keep_spelling(said, rendered, BYTES, {CONTROL}) == expected
 
 
-# What goes wrong
+# Errors
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
@@ -243,7 +243,7 @@ def test_a_stream_that_is_left_early_frees_the_session(llm: LLM, num_read: int, 
 def test_of_two_threads_that_enter_a_session_at_the_same_time_one_is_refused(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is held up after it has seen that nobody has the session, until the other has seen it too or cannot."""
+    """Each thread pauses after it has seen that the session is free, until the other has seen it or is refused."""
     session, both_have_seen = llm.session(), threading.Barrier(2)
 
     def caller(asked: Any) -> object:

@@ -1,4 +1,4 @@
-"""Sessions of models with states: an answer depends on its ids alone, and a turn reads only new tokens."""
+"""Sessions of models with states: an answer depends only on its ids, and a turn reads only new tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def test_a_turn_reads_only_what_is_new(llm: LLM, params: Any) -> None:
 
 
 def test_a_turn_whose_template_forgets_the_end_goes_on_from_the_page_before(llm: LLM) -> None:
-    """The template drops all before the bar, as others drop thoughts. So the turns share only the first prompt."""
+    """The template drops all text before the bar, as others drop thoughts, so turns share only the first prompt."""
     session = llm.session(prefix="thought|")
     session.send(LONG, GREEDY)
     num_shared = len(llm.tokenizer.encode_chat([{"role": "user", "content": LONG}]))
@@ -80,7 +80,7 @@ def test_a_saved_session_goes_on_with_its_state(llm: LLM, tmp_path: Path) -> Non
 
 
 def test_answers_that_wait_for_states_say_the_same(tmp_path: Path) -> None:
-    """There is memory for few pages, so some of the eight answers are preempted or wait."""
+    """There is memory for only a few pages, so some of the eight answers are preempted or wait."""
     net = Qwen3_5TextConfig(
         head_dim=32, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32,
         linear_value_head_dim=32, **_SIZES,

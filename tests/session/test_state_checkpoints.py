@@ -1,4 +1,4 @@
-"""Prompts leave states where later prompts part from them: these read at most a page more than their new text."""
+"""Prompts store states where later prompts differ. These read at most one page in addition to their new text."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def both(request: pytest.FixtureRequest, tmp_path: Path) -> Both:
 
 
 def check_cold(cold: LLM, prompt: Any, result: GenerationResult) -> None:
-    """Check that a model that has seen nothing else says the same, with the same bits."""
+    """Check that a newly loaded model gives the same answer, with the same bits."""
     expected = cold.generate(prompt, PARAMS)
     assert expected.reused_tokens == 0
     assert (result.token_ids, result.logprobs) == (expected.token_ids, expected.logprobs)

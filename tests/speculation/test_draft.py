@@ -20,7 +20,7 @@ def follow(draft: NgramDraft, token_ids: Iterable[int]) -> list[tuple[int, bool]
 
 
 class Naive:
-    """Searches the whole text again for every token: (place, match, misses) of the guess at the next one."""
+    """Searches the whole text again for every token. The guess at the next one is (place, match, misses)."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.ids, self.guess = list(prompt), (-1, 0, 0)
@@ -98,11 +98,11 @@ def test_the_longest_ending_wins_over_the_latest() -> None:
 @pytest.mark.parametrize(
     ("said", "proposed"),
     [
-        ([10, 11, 99], [13, 14, 15]),  # another word in the place of 12
+        ([10, 11, 99], [13, 14, 15]),  # another word in place of 12
         ([10, 11, 13], [14, 15, 16]),  # without 12
         ([10, 11, 15], [16, 17, 18]),  # without 12, 13 and 14
         ([10, 11, 99, 98], [14, 15, 16]),
-        ([10, 11, 99, 98, 97], []),  # that is no copy any more
+        ([10, 11, 99, 98, 97], []),  # not a copy any more
         ([10, 11, 99, 13, 98], [15, 16, 17]),
     ],
 )

@@ -1,4 +1,4 @@
-"""How many tokens a policy asks for, and what that is worth on machines of made-up speed."""
+"""The number of drafts that a policy requests, and the speedup on simulated machines."""
 
 import json
 import random
@@ -63,7 +63,7 @@ def test_tokens_that_a_step_has_anyway_make_drafts_cheaper() -> None:
 
 
 def run(policy: DraftPolicy, times: StepTimes, steps: int, acceptance: float, cost: float) -> list[int]:
-    """Drafts asked for, where each step's time is 1 + cost for each token more, and guesses as often right as said."""
+    """Return the numbers of requested drafts. A step takes 1, and `cost` per draft. `acceptance` of them are right."""
     asked, credit = [], 0.0
     for _ in range(steps):
         proposed = policy.num_draft_tokens(times, MAX_NGRAM)
@@ -117,18 +117,18 @@ def test_what_one_request_measured_serves_the_next() -> None:
     assert run(DraftPolicy(8, PRIORS), times, 10, 1.0, 0.05)[2] == 8
 
 
-# What a step of so many tokens takes, in those of one: SmolLM2 on two cores with AMX, and as one would have it.
+# Time of a step by its tokens, relative to one token: measured with SmolLM2 on two cores with AMX, and wanted.
 COSTS = {
     "now": {1: 1.0, 2: 1.17, 4: 1.45, 8: 2.35, 16: 4.4},
     "wanted": {1: 1.0, 2: 1.08, 4: 1.35, 8: 1.8, 16: 3.3},
 }
-RETURN = 0.07  # to Python, between two chains or steps
+RETURN = 0.07  # time of a return to Python between two multi-steps or steps
 PLAIN_CHAIN = 32
 
 
 @dataclass
 class Machine:
-    """Steps take what they cost, more or less; `slowed` says by how much more at a time, of a size."""
+    """A machine whose steps take their cost and some noise. `slowed` returns a factor by time and size."""
 
     cost_by_tokens: dict[int, float]
     noise: float = 0.03
@@ -227,7 +227,7 @@ def test_steps_that_were_slow_once_decide_nothing_later(slowed: Callable[[float,
 
 
 def test_a_busy_moment_slows_all_steps_and_changes_no_choice() -> None:
-    """The drafted answers' steps are counted by what they would have taken by themselves."""
+    """Steps of drafted answers count with the time that they would have taken on an idle machine."""
     asked = []
     for slowed in (busy_for_a_while, lambda *_: 1.0):
         machine, times = Machine(COSTS["now"], noise=0.0, slowed=slowed), StepTimes()

@@ -66,7 +66,7 @@ def test_an_unfinished_character_leaves_a_replacement_character() -> None:
 
 
 def test_a_token_costs_the_same_however_long_the_text() -> None:
-    """Each reads its own bytes alone, and nothing that is kept grows."""
+    """Each token reads only its own bytes, and the state does not grow."""
 
     class Counted(tuple[bytes, ...]):
         num_read = 0
@@ -76,7 +76,7 @@ def test_a_token_costs_the_same_however_long_the_text() -> None:
             return super().__getitem__(index)
 
     detokenizer, sizes = Detokenizer(Counted(ANY_BYTES)), []
-    Counted.num_read = 0  # the check of types has looked at one
+    Counted.num_read = 0  # the type checker has read one
     for _ in range(2):
         for _ in range(5000):
             detokenizer.push(97)

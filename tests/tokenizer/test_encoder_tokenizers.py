@@ -110,7 +110,7 @@ def test_the_text_of_a_special_token_is_plain_text_in_pairs_and_where_it_is_not_
         assert not control_ids & set(ids)
         assert tokenizer.encode_pair(text, "a").ids[1 : len(ids) + 1] == ids
         assert tokenizer.encode_pair("a", text).ids[-len(ids) - 1 : -1] == ids
-    for text in SENTENCES:  # nothing else is spelled in another way
+    for text in SENTENCES:  # no other text has another spelling
         assert tokenizer.encode(text, parse_special=False) == tokenizer.encode(text)
 
 

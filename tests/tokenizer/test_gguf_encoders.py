@@ -36,7 +36,7 @@ def test_an_older_bert_names_its_first_token_cls_and_keeps_names_in_brackets(tmp
     metadata = as_bert_gguf(folder, bos_token_id=None, cls_token_id=2, pre="jina-v2-en")
     tokens = metadata["tokenizer.ggml.tokens"]
     metadata["tokenizer.ggml.tokens"] = [token.replace("▁[unused1]", "[unused1]") for token in tokens]
-    metadata["tokenizer.ggml.token_type"] = [int(TokenType.NORMAL)] * len(tokens)  # the named ids tell
+    metadata["tokenizer.ggml.token_type"] = [int(TokenType.NORMAL)] * len(tokens)  # the named ids define them
     tokenizer = Tokenizer.from_gguf(metadata)
     for text in [*TEXTS, *CONTROL_TEXTS]:
         assert tokenizer.encode(text) == oracle.encode(text)

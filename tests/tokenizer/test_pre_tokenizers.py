@@ -1,4 +1,4 @@
-"""Every pre-tokenizer that GGUF files name: its cuts are those of the models' own definitions, in linear time."""
+"""Every pre-tokenizer named in GGUF files cuts as the models' own definitions do, in linear time."""
 
 import json
 import random
@@ -39,7 +39,7 @@ HARD = [
     "\u3000a ",
 ]
 
-# What the models' own tokenizer.json say, word for word.
+# Patterns of the models' own tokenizer.json, word for word.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -132,7 +132,7 @@ def is_assigned(character: str) -> bool:
 
 
 def cut_by_patterns(patterns: Sequence[str], text: str) -> list[str]:
-    """Cut with another engine. Each match of a pattern is a piece, and so is the text between two matches."""
+    """Cut a text with another engine. Each match of a pattern is a piece, and so is the text between two matches."""
     pieces = [text] if text else []
     for pattern in patterns:
         compiled = compile_pattern(pattern)
@@ -152,10 +152,10 @@ def compile_pattern(pattern: str) -> Any:
     return regex.compile(pattern.replace(r"\z", r"\Z"), regex.V1)
 
 
-# Falcon cuts in its alphabet for bytes, and engines differ on whether ½ belongs to a word: those two have definitions.
+# Falcon cuts in its alphabet of bytes, and engines disagree about ½. These two are compared with their definitions.
 @pytest.mark.parametrize("name", sorted(set(CUTTING) - {"falcon", "tiny_aya", "cohere2moe"}))
 def test_another_engine_cuts_alike(name: str) -> None:
-    """On characters that every version of Unicode here knows."""
+    """The texts have only characters that are in every version of Unicode used here."""
     rules = PRE_TOKENIZERS[name]
     gpt2 = PRE_TOKENIZERS["default"].patterns[1]
     patterns = [*rules.patterns, *([r"\p{N}"] * rules.individual_digits), *([gpt2] * rules.gpt2_words)]
@@ -199,7 +199,7 @@ def test_an_unknown_pre_tokenizer_is_said_once_and_cut_by_the_default() -> None:
     assert tokenizer.encode("12345") == Tokenizer.from_gguf(byte_level_metadata(pre="default")).encode("12345")
 
 
-# Linear time. Each text has characters that some pattern could look at again and again: hours, if it did.
+# Linear time. Some pattern could read the characters of each text many times, which would take hours.
 
 LONG = {
     "letters": "a" * NUM_LONG,

@@ -1,4 +1,4 @@
-"""Stop strings, against the naive search of the whole text, wherever the text is cut."""
+"""Stop strings, compared with a naive search of the whole text, for every way to cut the text."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ STOPS = st.lists(st.text(alphabet="ab\n ", min_size=1, max_size=5), max_size=4)
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Return the match that completes first; of those that complete there, the longest."""
+    """Return the match that ends first. If several end there, it is the longest one."""
     ends = [(end, stop) for end in range(len(text) + 1) for stop in stops if text[:end].endswith(stop)]
     if not ends:
         return text, None
@@ -111,7 +111,7 @@ def test_long_stop_strings_cost_linear_time() -> None:
 
 
 def test_a_stop_string_is_looked_at_only_as_far_as_a_text_agrees_with_it() -> None:
-    """However many and long they are: counted in states, of which one is made for each prefix that a text came to."""
+    """Their number and lengths do not matter. Work is counted in states, one per prefix that a text reached."""
     stops = [f"{'ab' * 500}{index:04}" for index in range(3000)]
     matcher = StopStrings(stops)
     for _ in range(100):

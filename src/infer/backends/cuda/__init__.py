@@ -5,6 +5,7 @@ slowly.
 """
 
 from infer.backends.cuda.attention import attend
+from infer.backends.cuda.delta_net import gated_delta_net
 from infer.backends.cuda.embed import embed
 from infer.backends.cuda.experts import add_experts
 from infer.backends.cuda.packing import prepare
@@ -19,6 +20,7 @@ __all__ = [
     "attention_weights",
     "choose_tokens",
     "embed",
+    "gated_delta_net",
     "head",
     "norm_gate",
     "norm_project",

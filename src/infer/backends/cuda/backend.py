@@ -19,6 +19,7 @@ from infer.operands.limits import GPU_STEP, StepLimits
 _COMPUTED_PARTS = frozenset(
     {
         "experts",
+        "gated delta nets",
         "short convolutions",
     }
 )  # of `unusual_parts`

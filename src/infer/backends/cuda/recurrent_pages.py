@@ -15,7 +15,7 @@ from infer.operands.delta_net_cache import DeltaNetCache
 from infer.operands.limits import RECENT_PAGES
 from infer.operands.recurrent_cache import ConvCache
 
-_RECENT = tl.constexpr(RECENT_PAGES)
+RECENT = tl.constexpr(RECENT_PAGES)
 
 
 class ConvPages(NamedTuple):
@@ -63,7 +63,7 @@ def is_kept(pages, rows, token, row, position, num_tokens):
     """Return True if the token writes its place of a page, and no later token of the step has the same memory."""
     first = token - position % pages.TOKENS
     is_older = (first < 0) | (tl.load(rows + tl.maximum(first, 0)) != row)
-    later = token + _RECENT * pages.TOKENS
+    later = token + RECENT * pages.TOKENS
     is_last = tl.load(rows + tl.minimum(later, num_tokens - 1)) != row
     return is_older | (later >= num_tokens) | is_last
 

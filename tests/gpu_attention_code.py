@@ -22,6 +22,7 @@ from infer.backends.cuda.attention import tuning_of
 from infer.backends.cuda.attention_chunks import attend_chunks
 from infer.backends.cuda.attention_items import Items
 from infer.backends.cuda.attention_merge import ChunkParts
+from infer.backends.cuda.attention_results import Results
 from infer.backends.cuda.kv_blocks import Blocks
 from infer.quantization.kv_formats import KV_TYPES
 
@@ -38,15 +39,18 @@ def blocks(kv_type: str) -> Blocks:
     )
 
 
-def attention_kernel(kv_type: str, dim: int, target: str | int) -> CompiledKernel:
+def attention_kernel(
+    kv_type: str, dim: int, target: str | int, curve: str = "", *, has_sinks: bool = False
+) -> CompiledKernel:
     """Return the kernel for 32 query heads and 8 key heads."""
+    results = Results("*fp32!", "*fp32!", *map(tl.constexpr, (96 * dim, 64 * dim, has_sinks, curve, False)))
     size, options = triton.next_power_of_2(dim), tuning_of(triton.next_power_of_2(dim), kv_type)
     arguments = {
         **dict.fromkeys(("near", "far", "out"), "*fp32!"), "rows": "*i64!", "positions": "*i64!",
         "cache": blocks(kv_type), "parts": ChunkParts("*fp32!", "*fp32!", "*fp32!"), "items": Items("*i32!", "*i32!"),
         "num_tokens": "i32", "scale": "fp32", "softcap": "fp32", "left": LEFT, "LEAVES": 2, "NUM_HEADS": 32,
         "GROUP": 4, "GROUP_SIZE": 4, "QUERIES": 16, "DIM": dim, "SIZE": size, "KV_TYPE": KV_TYPES.index(kv_type),
-        "HAS_FAR": False, "HAS_SOFTCAP": False, "STAGES": options.pop("STAGES"),
+        "HAS_FAR": False, "HAS_SOFTCAP": False, "results": results, "STAGES": options.pop("STAGES"),
     }  # fmt: skip
     if isinstance(target, str):
         options.pop("maxnreg", None)
@@ -77,18 +81,33 @@ def attention_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         for target in AMD:
             attention_kernel("f16", 64, target)
     for kv_type, dim, target in dict.fromkeys(cases):
-        kernel = attention_kernel(kv_type, dim, target)
-        facts = code_of(kernel)
-        yield (
-            f"{kv_type} {dim} {target}",
-            {name: facts[name] for name in ("registers", "spilled", "instructions")}
-            | {"turn": turn_of(kernel), "shared": kernel.metadata.shared},
-        )
+        yield f"{kv_type} {dim} {target}", facts_of(attention_kernel(kv_type, dim, target))
+
+
+def unusual_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield kernels of heads with sinks and gates, and of heads of 512 dimensions."""
+    for kv_type, dim, target, curve in (
+        ("f16", 64, 89, "softplus"), ("bf16", 128, 80, "sigmoid"), ("f16", 128, 120, "softplus"),
+        ("bf16", 256, 90, "sigmoid"),
+    ):  # fmt: skip
+        kernel = attention_kernel(kv_type, dim, target, curve, has_sinks=True)
+        yield f"{kv_type} {dim} {target} {curve}", facts_of(kernel)
+    cases = [("bf16", 89), ("bf16", 90), ("f16", 120), ("q8", 80), ("q4", 90), ("f32", 90)]
+    cases += [(kv_type, target) for kv_type in STORED for target in (80, 89, 90, 120)] if is_whole else []
+    for kv_type, target in dict.fromkeys(cases):
+        yield f"{kv_type} 512 {target}", facts_of(attention_kernel(kv_type, 512, target))
+
+
+def facts_of(kernel: CompiledKernel) -> dict[str, Any]:
+    facts = code_of(kernel)
+    found = {name: facts[name] for name in ("registers", "spilled", "instructions")}
+    return found | {"turn": turn_of(kernel), "shared": kernel.metadata.shared}
 
 
 def main() -> None:
-    found = {"triton": triton.__version__, "kernels": dict(attention_code(sys.argv[1:] == ["all"]))}
-    json.dump(found, sys.stdout)
+    is_whole = sys.argv[1:] == ["all"]
+    kernels, unusual = dict(attention_code(is_whole)), dict(unusual_code(is_whole))
+    json.dump({"triton": triton.__version__, "kernels": kernels, "unusual": unusual}, sys.stdout)
 
 
 if __name__ == "__main__":

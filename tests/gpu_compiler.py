@@ -214,7 +214,7 @@ def rows_code(type_: str, target: str | int, gate: str = "") -> Iterator[Compile
     arguments = {
         "x": "*fp32!", "y": "*fp32!", "indices": "*i64!", "weight": "*fp32!", "to": LEFT, "features": "i32!",
         "eps": "fp32", "matrix": matrix_of(type_, "*u8!"), "token_ids": "*i64!", "scale": "fp32", "table": "*bf16!",
-        "SIZE": 1024, "HAS_INDICES": True, "HAS_NORM": True, "PLANES": 2, "BLOCKS": 32,
+        "SIZE": 1024, "HAS_INDICES": True, "HAS_WEIGHT": True, "HAS_NORM": True, "PLANES": 2, "BLOCKS": 32,
     }  # fmt: skip
     for kernel in (quantize_rows, normalize_rows, embed_rows, embed_floats):
         yield compiled(kernel, arguments, target)

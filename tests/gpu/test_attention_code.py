@@ -34,16 +34,21 @@ MOST_BARRIERS = 18
 
 
 @pytest.fixture(scope="module", params=[os.environ.get("INFER_TRITON", "")])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """Return the facts of each kernel, by type, head size and architecture."""
+def code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernels]:
+    """Return the facts of each usual kernel and of each unusual one, by type, head size and architecture."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     environment["PYTHONPATH"] = os.pathsep.join([*filter(None, [request.param]), *sys.path])
     command = [sys.executable, PROGRAM, *(["all"] if IS_WHOLE else [])]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    found: Kernels = json.loads(ended.stdout)["kernels"]
+    found: dict[str, Kernels] = json.loads(ended.stdout)
     return found
+
+
+@pytest.fixture(scope="module")
+def kernels(code: dict[str, Kernels]) -> Kernels:
+    return code["kernels"]
 
 
 def parts_of(name: str) -> tuple[str, int, int]:
@@ -109,3 +114,26 @@ def test_keys_and_values_are_copied_while_others_are_multiplied(kernels: Kernels
 def test_the_last_program_of_a_tile_sees_what_the_others_have_left(kernels: Kernels) -> None:
     for name, kernel in kernels.items():
         assert count(kernel, r"atom\.global\.gpu\.acq_rel\.add") == 1, name
+
+
+def test_sinks_and_gates_cost_nothing_in_a_turn(code: dict[str, Kernels]) -> None:
+    found = {name: kernel for name, kernel in code["unusual"].items() if len(name.split()) == 4}
+    assert len(found) >= 4
+    for name, kernel in found.items():
+        kv_type, dim, _, _ = name.split()
+        assert sum(kernel["turn"].values()) <= MOST_INSTRUCTIONS[kv_type][int(dim)], name
+        assert kernel["spilled"] <= 32, name
+        assert kernel["shared"] <= MAX_SHARED_BYTES, name
+
+
+def test_heads_of_512_dimensions_fit_every_gpu(code: dict[str, Kernels]) -> None:
+    """The innermost loop is a quarter of the keys of a turn. Floats of 32 bits are multiplied without tensor cores."""
+    found = {name: kernel for name, kernel in code["unusual"].items() if name.split()[1] == "512"}
+    assert {name.split()[0] for name in found} == set(MOST_INSTRUCTIONS)
+    for name, kernel in found.items():
+        kv_type = name.split()[0]
+        assert kernel["spilled"] <= (2048 if kv_type == "f32" else 64), name
+        assert kernel["shared"] <= MAX_SHARED_BYTES, name
+        assert not kernel["turn"].keys() & {"LDL", "STL"}, name
+        if kv_type != "f32":
+            assert kernel["turn"]["HMMA"] == PRODUCTS[kv_type] * 8, name  # 64 / 8 by 128 / 16, on 8 warps

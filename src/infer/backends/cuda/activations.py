@@ -91,12 +91,26 @@ def normalized(
     """Return norm(x), or norm(x[indices]), in float32."""
     if norm is None:
         return x if indices is None else x[indices]
+    return _normalized(x, norm.weight, norm.eps, indices)
+
+
+def divided_by_rms(x: Float[Tensor, "tokens in"], eps: float) -> Float[Tensor, "tokens in"]:
+    """Return a norm of x without a weight, in float32."""
+    return _normalized(x, None, eps, None)
+
+
+def _normalized(
+    x: Float[Tensor, "tokens in"],
+    weight: Float[Tensor, "in"] | None,
+    eps: float,
+    indices: Int[Tensor, "logits"] | None,
+) -> Float[Tensor, "selected in"]:
     num_tokens = len(x) if indices is None else len(indices)
     y = torch.empty(num_tokens, x.shape[1], device=x.device)
     if num_tokens:
         normalize_rows[(num_tokens,)](
-            x, x if indices is None else indices, norm.weight, y, x.shape[1], norm.eps,
-            HAS_INDICES=indices is not None, BLOCKS=_BLOCKS, num_warps=4, **EXACT,
+            x, x if indices is None else indices, x if weight is None else weight, y, x.shape[1], eps,
+            HAS_INDICES=indices is not None, HAS_WEIGHT=weight is not None, BLOCKS=_BLOCKS, num_warps=4, **EXACT,
         )  # fmt: skip
     return y
 
@@ -117,16 +131,20 @@ def quantized(
     return found
 
 
-def add_normalized(residual: Float[Tensor, "tokens in"], y: Float[Tensor, "tokens in"], norm: Norm) -> None:
-    """Add norm(y) to residual, in place."""
+def add_normalized(
+    residual: Float[Tensor, "tokens in"], y: Float[Tensor, "tokens in"], norm: Norm, scale: float = 1.0
+) -> None:
+    """Replace residual by (residual + norm(y)) × scale, in place."""
     if len(y):
         add_normalized_rows[(len(y),)](
-            residual, y, norm.weight, y.shape[1], norm.eps, BLOCKS=_BLOCKS, num_warps=4, **EXACT
+            residual, y, norm.weight, y.shape[1], norm.eps, float(scale), BLOCKS=_BLOCKS, num_warps=4, **EXACT
         )
 
 
 @triton.jit
-def normalize_rows(x, indices, weight, y, features, eps, HAS_INDICES: tl.constexpr, BLOCKS: tl.constexpr):
+def normalize_rows(
+    x, indices, weight, y, features, eps, HAS_INDICES: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCKS: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     index = tl.load(indices + token) if HAS_INDICES else token
     row = x + tl.maximum(index, 0) * features
@@ -134,19 +152,22 @@ def normalize_rows(x, indices, weight, y, features, eps, HAS_INDICES: tl.constex
     for start in range(0, features, BLOCKS * 32):
         at = start + tl.arange(0, BLOCKS * 32)
         mask = at < features
-        value = tl.load(row + at, mask=mask, other=0) * factor * tl.load(weight + at, mask=mask, other=0)
+        value = tl.load(row + at, mask=mask, other=0) * factor
+        if HAS_WEIGHT:
+            value *= tl.load(weight + at, mask=mask, other=0)
         tl.store(y + token * features + at, value, mask=mask)
 
 
 @triton.jit
-def add_normalized_rows(residual, y, weight, features, eps, BLOCKS: tl.constexpr):
+def add_normalized_rows(residual, y, weight, features, eps, scale, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * features
     factor = inverse_rms(y + row, features, eps, BLOCKS)
     for start in range(0, features, BLOCKS * 32):
         at = start + tl.arange(0, BLOCKS * 32)
         mask = at < features
         value = tl.load(y + row + at, mask=mask, other=0) * factor * tl.load(weight + at, mask=mask, other=0)
-        tl.store(residual + row + at, tl.load(residual + row + at, mask=mask, other=0) + value, mask=mask)
+        total = tl.load(residual + row + at, mask=mask, other=0) + value
+        tl.store(residual + row + at, total * scale, mask=mask)
 
 
 @triton.jit

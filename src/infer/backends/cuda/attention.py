@@ -2,14 +2,16 @@
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from infer.backends.cuda.activations import Quantized, Twin, activations_of_all, room_for, twin_of
-from infer.backends.cuda.attention_chunks import LOG2_E, attend_chunks
+from infer.backends.cuda.attention_chunks import attend_chunks
 from infer.backends.cuda.attention_items import CHUNK, FIELDS, SLOTS, Items, num_splits
 from infer.backends.cuda.attention_merge import ChunkParts
+from infer.backends.cuda.attention_results import LOG2_E, Results
 from infer.backends.cuda.kv_blocks import make_blocks
-from infer.backends.cuda.rotation import HEAD_NORM, NO_NORM, WHOLE_NORM, Rotation, rotate_append
+from infer.backends.cuda.rotation import HEAD_NORM, NO_NORM, WHOLE_NORM, Columns, Rotation, rotate_append
 from infer.backends.cuda.sampling.sampler import EXACT
 from infer.operands.activation_values import Activations
 from infer.operands.step import Step
@@ -37,7 +39,7 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     parts = _parts(min(num_tokens * chunks, SLOTS + chunks) if chunks > 1 else 1, kv_heads, queries, dim, floats.device)
     rotate_append[num_tokens + 1, kv_heads](
         floats, near, far, items, len(items.fields), len(parts.sums), step.rows, step.positions,
-        _rotation(heads, pages, near), cache,
+        _rotation(heads, pages, near), cache, _columns(heads, floats.shape[1]),
         NUM_HEADS=heads.num_heads, KV_HEADS=kv_heads, HALF=half, GROUP_SIZE=group_size, Q_NORM=_kind(heads.q_norm, dim),
         K_NORM=_kind(heads.k_norm, dim), SPLITS=num_splits(kv_heads), TILE=queries // group_size, **shape,
         num_warps=4, **EXACT,
@@ -49,7 +51,8 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     softcap = {"softcap": heads.softcap or 1.0, "HAS_SOFTCAP": heads.softcap is not None}
     scale = float(heads.scale) * (1.0 if softcap["HAS_SOFTCAP"] else LOG2_E.value)
     attend_chunks[len(items.fields), kv_heads](
-        near, far, out, to, parts, items, step.rows, step.positions, num_tokens, cache, scale, **softcap,
+        near, far, out, to, parts, items, step.rows, step.positions, num_tokens, cache, scale,
+        results=_results(heads, floats), **softcap,
         NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, QUERIES=queries, LEAVES=leaves,
         **shape, **tuning_of(size, layer.kv_type), **EXACT,
     )  # fmt: skip
@@ -90,6 +93,27 @@ def _rotation(heads: Heads, pages: Pages, anything: Tensor) -> Rotation:
         num_sets=1 if rope is None else len(rope.cos),
         rope_sets=pages.rope_sets,
         furthest=0 if pages.furthest is None else pages.furthest,
+        v_eps=heads.v_eps or 0.0,
+        query_scales=anything if heads.query_scales is None else heads.query_scales,
+        HAS_V_NORM=tl.constexpr(heads.v_eps is not None),
+        HAS_SCALES=tl.constexpr(heads.query_scales is not None),
+    )
+
+
+def _columns(heads: Heads, width: int) -> Columns:
+    return Columns(*map(tl.constexpr, (width, *heads.starts, heads.has_keys)))
+
+
+def _results(heads: Heads, qkv: Tensor) -> Results:
+    has_gates = heads.gate_start is not None
+    return Results(
+        sinks=qkv if heads.sinks is None else heads.sinks,
+        gates=qkv,
+        WIDTH=tl.constexpr(qkv.shape[1]),
+        GATE_START=tl.constexpr(heads.gate_start or 0),
+        HAS_SINKS=tl.constexpr(heads.sinks is not None),
+        CURVE=tl.constexpr(heads.gate_curve if has_gates else ""),
+        ARE_OF_HEADS=tl.constexpr(heads.are_gates_of_heads),
     )
 
 

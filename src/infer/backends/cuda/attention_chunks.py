@@ -9,31 +9,34 @@ bits do not depend on the batch, the chunks of a prompt, or the path.
 A program handles an item of `attention_items`: some chunks of a kv head for up to 16 of its queries, which are heads of
 the group times neighbouring tokens of a row. Tiles of tokens begin at multiples of the tile's size in positions. The
 program of a split tile that ends last merges the parts of all its chunks.
+
+Heads of 512 dimensions are processed in parts of 128. Their queries are read again in each turn, because they do not
+fit the registers.
 """
 
 import triton
 import triton.language as tl
 
-from infer.backends.cuda.activations import store_quantized
-from infer.backends.cuda.attention_items import FIELDS, first_turn_of, num_seen_chunks, seen_turns, turn_of
+from infer.backends.cuda.attention_items import FIELDS, first_seen, first_turn_of, num_seen_chunks, seen_turns, turn_of
 from infer.backends.cuda.attention_merge import (
     INFINITY,
     finite,
-    mean_of,
     merged,
     merged_parts,
     nothing,
     store_part,
 )
+from infer.backends.cuda.attention_results import LOG2_E, gated, mean_of, store_results
 from infer.backends.cuda.kv_blocks import LANES, TURN, load_keys, load_values, locate_turn
-from infer.backends.cuda.operand_parts import parts_of, product, query_parts, weight_shift
+from infer.backends.cuda.operand_parts import parts_of, product, query_factors, weight_shift
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+WIDEST = tl.constexpr(256)  # dimensions of a head that are multiplied at once; of wider heads as many as NARROW
+NARROW = tl.constexpr(128)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def attend_chunks(
-    near, far, out, left, parts, items, rows, positions, num_tokens, cache, scale, softcap,
+    near, far, out, left, parts, items, rows, positions, num_tokens, cache, scale, softcap, results,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr, HAS_FAR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     LEAVES: tl.constexpr, STAGES: tl.constexpr,
@@ -50,7 +53,7 @@ def attend_chunks(
         member = tl.arange(0, GROUP_SIZE)
         lines = first.to(tl.int64) * NUM_HEADS + head * GROUP + member
         none = tl.full((GROUP_SIZE, SIZE), float("nan"), tl.float32)
-        _store(none, out, left, lines, member < GROUP, NUM_HEADS, DIM, SIZE, GROUP_SIZE, LEAVES)
+        store_results(none, out, left, lines, member < GROUP, NUM_HEADS, DIM, SIZE, GROUP_SIZE, LEAVES)
     elif first >= 0:
         chunk, end, slot, count = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
         own, is_mine, lines, first_slot, last_slot, sinks, window = _tile(
@@ -64,7 +67,7 @@ def attend_chunks(
         largest, total, values = nothing(QUERIES, SIZE)
         for index in range(chunk, tl.minimum(end, num_seen_chunks(seen))):
             part_largest, part_total, part_values = _chunk_part(
-                q, q_far, unit * scale, unit_far * scale, own, is_mine, first_turn_of(seen, index),
+                q, q_far, near, far, lines, unit * scale, unit_far * scale, own, is_mine, first_turn_of(seen, index),
                 first_turn_of(seen, index + 1), seen, first_slot, last_slot, row, sinks, window, head, cache,
                 softcap, QUERIES, DIM, SIZE, KV_TYPE, HAS_FAR, HAS_SOFTCAP, STAGES,
             )  # fmt: skip
@@ -83,8 +86,9 @@ def attend_chunks(
             own, is_mine, lines, first_slot, last_slot, sinks, window = _tile(
                 first, head, rows, positions, num_tokens, cache, NUM_HEADS, GROUP, GROUP_SIZE, QUERIES
             )  # again: to keep it would cost registers
-            mean = mean_of(total, values, KV_TYPE)
-            _store(mean, out, left, lines, is_mine, NUM_HEADS, DIM, SIZE, QUERIES, LEAVES)
+            mean = mean_of(largest, total, values, lines, is_mine, results, NUM_HEADS, KV_TYPE)
+            mean = gated(mean, lines, is_mine, results, NUM_HEADS, DIM, SIZE)
+            store_results(mean, out, left, lines, is_mine, NUM_HEADS, DIM, SIZE, QUERIES, LEAVES)
 
 
 @triton.jit
@@ -110,41 +114,32 @@ def _tile(
 
 @triton.jit
 def _queries(x, lines, is_mine, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    is_there = is_mine[:, None] & (i < DIM)[None, :]
-    return query_parts(tl.load(x + lines[:, None] * DIM + i[None, :], mask=is_there, other=0.0), KV_TYPE)
+    """Return the parts of queries, or only their factors if they are wide, and what makes their products scores."""
+    q = _some_dims(x, lines, is_mine, 0, DIM, SIZE)
+    factors, unit = query_factors(q, KV_TYPE)
+    return factors if SIZE > WIDEST else parts_of(q * factors[:, None], KV_TYPE), unit
 
 
 @triton.jit
-def _store(
-    mean, out, left, lines, is_mine,
-    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, LEAVES: tl.constexpr,
-):  # fmt: skip
-    """Store mean [LINES, SIZE] of heads of tokens. With LEAVES, also store it in LEAVES int8 planes."""
-    i = tl.arange(0, SIZE)
-    tl.store(out + lines[:, None] * DIM + i[None, :], mean, mask=is_mine[:, None] & (i < DIM)[None, :])
-    if LEAVES:
-        count: tl.constexpr = LINES * SIZE // 32
-        at = lines[:, None] * (DIM // 32) + tl.arange(0, SIZE // 32)[None, :]
-        is_block = is_mine[:, None] & (tl.arange(0, SIZE // 32) < DIM // 32)[None, :]
-        at, is_block = tl.reshape(at, (count,)), tl.reshape(is_block, (count,))
-        per_token: tl.constexpr = NUM_HEADS * DIM // 32
-        value = tl.reshape(mean, (count, 32))
-        store_quantized(left, value, at // per_token, at % per_token, per_token, is_block, LEAVES, count)
+def _some_dims(x, lines, is_mine, from_dim, DIM: tl.constexpr, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE) + from_dim
+    is_there = is_mine[:, None] & (i < DIM)[None, :]
+    return tl.load(x + lines[:, None] * DIM + i[None, :], mask=is_there, other=0.0)
 
 
 @triton.jit
 def _chunk_part(
-    q, q_far, scale, scale_far, own, is_mine, turn, end, seen, first_slot, last_slot, row, sinks, window, head, cache,
-    softcap, QUERIES: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr,
+    q, q_far, near, far, lines, scale, scale_far, own, is_mine, turn, end, seen, first_slot, last_slot, row, sinks,
+    window, head, cache, softcap, QUERIES: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr,
     HAS_FAR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return the part of the visible turns from `turn` on: of the slots in them that each query sees."""
-    i = tl.arange(0, SIZE)
-    largest, total, values = nothing(QUERIES, SIZE)
-    before = tl.where(window == 0, -1, own - window)  # the last slot that is too old
-    oldest = tl.where(window == 0, -1, first_slot - window)
-    own = tl.where(is_mine, own, -1)
+    largest, total, values = nothing(QUERIES, min(SIZE, WIDEST))
+    if SIZE > WIDEST:
+        values = _wide_zeros(QUERIES, SIZE)
+    before = first_seen(own, window) - 1  # the last slot that is too old
+    oldest = first_seen(first_slot, window) - 1
+    own_slot = tl.where(is_mine, own, -1)
     before = tl.where(is_mine, before, last_slot)
     for visible in tl.range(turn, end, num_stages=STAGES):
         start = turn_of(seen, visible) * TURN
@@ -152,22 +147,85 @@ def _chunk_part(
         block = start + tl.arange(0, TURN) // LANES * LANES
         is_read = (block <= last_slot) & ((block < sinks) | (block + LANES - 1 > oldest))
         page, block, lane = locate_turn(cache, row, start, is_read)
-        keys = load_keys(cache, head, page, block, lane, i, DIM, SIZE, KV_TYPE)
-        scores = product(q, keys, tl.full((QUERIES, TURN), 0.0, tl.float32), KV_TYPE) * scale[:, None]
+        if SIZE > WIDEST:
+            scores = (
+                _wide_scores(q, near, lines, is_mine, head, cache, page, block, lane, QUERIES, DIM, SIZE, KV_TYPE)
+                * scale[:, None]
+            )
+        else:
+            keys = load_keys(cache, head, page, block, lane, 0, DIM, SIZE, KV_TYPE)
+            scores = product(q, keys, tl.full((QUERIES, TURN), 0.0, tl.float32), KV_TYPE) * scale[:, None]
         if HAS_FAR:
-            far_scores = product(q_far, keys, tl.full((QUERIES, TURN), 0.0, tl.float32), KV_TYPE)
+            if SIZE > WIDEST:
+                far_scores = _wide_scores(
+                    q_far, far, lines, is_mine, head, cache, page, block, lane, QUERIES, DIM, SIZE, KV_TYPE
+                )
+            else:
+                far_scores = product(q_far, keys, tl.full((QUERIES, TURN), 0.0, tl.float32), KV_TYPE)
             scores = tl.where((slots < sinks)[None, :], far_scores * scale_far[:, None], scores)
         if HAS_SOFTCAP:
             scores = softcap * _tanh(tl.div_rn(scores, softcap)) * LOG2_E
-        is_seen = (slots[None, :] <= own[:, None]) & ((slots < sinks)[None, :] | (slots[None, :] > before[:, None]))
+        is_seen = (slots[None, :] <= own_slot[:, None]) & (
+            (slots < sinks)[None, :] | (slots[None, :] > before[:, None])
+        )
         scores = tl.where(is_seen, scores, -INFINITY)
         new = tl.maximum(largest, tl.ceil(tl.max(scores, axis=1)) - weight_shift(KV_TYPE))
         weights, factor = tl.exp2(scores - finite(new)[:, None]), tl.exp2(largest - finite(new))
         is_seen_by_any = (slots <= last_slot) & ((slots < sinks) | (slots > oldest))
-        v = load_values(cache, head, page, block, lane, i, is_seen_by_any, DIM, SIZE, KV_TYPE)
-        values = product(parts_of(weights, KV_TYPE), v, values * factor[:, None], KV_TYPE)
+        if SIZE > WIDEST:
+            values = _wide_values(weights, values, factor, is_seen_by_any, head, cache, page, block, lane, DIM, KV_TYPE)
+        else:
+            v = load_values(cache, head, page, block, lane, 0, is_seen_by_any, DIM, SIZE, KV_TYPE)
+            values = product(parts_of(weights, KV_TYPE), v, values * factor[:, None], KV_TYPE)
         largest, total = new, total * factor + tl.sum(weights, axis=1)
+    if SIZE > WIDEST:
+        first, second, third, fourth = values
+        values = _side_by_side(_side_by_side(first, second), _side_by_side(third, fourth))
     return largest, total, values
+
+
+@triton.jit
+def _wide_scores(
+    factors, x, lines, is_mine, head, cache, page, block, lane,
+    QUERIES: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr,
+):  # fmt: skip
+    """Return the products of scaled queries with a turn's keys. The sum is that of parts of the dimensions."""
+    scores = tl.full((QUERIES, TURN), 0.0, tl.float32)
+    for from_dim in range(0, SIZE, NARROW):
+        q = _some_dims(x, lines, is_mine, from_dim, DIM, NARROW) * factors[:, None]
+        keys = load_keys(cache, head, page, block, lane, from_dim, DIM, NARROW, KV_TYPE)
+        scores = product(parts_of(q, KV_TYPE), keys, scores, KV_TYPE)
+    return scores
+
+
+@triton.jit
+def _wide_zeros(QUERIES: tl.constexpr, SIZE: tl.constexpr):
+    tl.static_assert(SIZE == 4 * NARROW, "heads have at most 512 dimensions")
+    zeros = tl.full((QUERIES, NARROW), 0.0, tl.float32)
+    return zeros, zeros, zeros, zeros
+
+
+@triton.jit
+def _wide_values(
+    weights, values, factor, is_seen, head, cache, page, block, lane, DIM: tl.constexpr, KV_TYPE: tl.constexpr
+):
+    """Return each part of values times factor, plus the product of weights with that part of a turn's values."""
+    first, second, third, fourth = values
+    parts = parts_of(weights, KV_TYPE)
+    v = load_values(cache, head, page, block, lane, 0, is_seen, DIM, NARROW, KV_TYPE)
+    first = product(parts, v, first * factor[:, None], KV_TYPE)
+    v = load_values(cache, head, page, block, lane, NARROW, is_seen, DIM, NARROW, KV_TYPE)
+    second = product(parts, v, second * factor[:, None], KV_TYPE)
+    v = load_values(cache, head, page, block, lane, 2 * NARROW, is_seen, DIM, NARROW, KV_TYPE)
+    third = product(parts, v, third * factor[:, None], KV_TYPE)
+    v = load_values(cache, head, page, block, lane, 3 * NARROW, is_seen, DIM, NARROW, KV_TYPE)
+    fourth = product(parts, v, fourth * factor[:, None], KV_TYPE)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _side_by_side(left, right):
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (left.shape[0], 2 * left.shape[1]))
 
 
 @triton.jit

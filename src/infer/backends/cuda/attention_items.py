@@ -43,11 +43,18 @@ def num_splits(kv_heads: int) -> int:
 
 
 @triton.jit
+def first_seen(slot, window):
+    """Return the first slot that a token with this slot sees besides sinks, which may be below 0. See `Pages`."""
+    of_chunk = slot - slot % tl.maximum(-window, 1)
+    return tl.where(window < 0, of_chunk, tl.where(window == 0, 0, slot - window + 1))
+
+
+@triton.jit
 def seen_turns(first_slot, last_slot, sinks, window):
     """Return the turns that tokens from `first_slot` to `last_slot` see. They may have unseen slots, too."""
     last = last_slot // TURN
     sink_turns = tl.where(window == 0, 0, tl.minimum((sinks + TURN - 1) // TURN, last + 1))
-    first = tl.where(window == 0, 0, tl.maximum(tl.maximum(first_slot - window + 1, 0) // TURN, sink_turns))
+    first = tl.maximum(tl.maximum(first_seen(first_slot, window), 0) // TURN, sink_turns)
     return Seen(sink_turns, first, last)
 
 

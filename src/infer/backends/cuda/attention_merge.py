@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from infer.backends.cuda.kv_blocks import Q8, QUANTIZED_UNIT
-
 INFINITY = tl.constexpr(float("inf"))
 AT_ONCE = tl.constexpr(4)  # chunks whose parts are loaded before the first of them is merged
 
@@ -48,13 +46,6 @@ def finite(largest):
 
 
 @triton.jit
-def mean_of(total, values, KV_TYPE: tl.constexpr):
-    """Return values / total, or zeros for queries that saw no slot: those that do not count."""
-    mean = tl.div_rn(values, tl.where(total == 0, 1.0, total)[:, None])
-    return mean * (1.0 / QUANTIZED_UNIT) if KV_TYPE >= Q8 else mean
-
-
-@triton.jit
 def store_part(
     parts, part, is_mine, largest, total, values, DIM: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr
 ):
@@ -69,8 +60,9 @@ def store_part(
 def merged_parts(parts, part, step, count, is_mine, DIM: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr):
     """Return `count` parts, `step` apart from `part` on, merged from the left."""
     largest, total, values = nothing(QUERIES, SIZE)
-    for start in range(0, count, AT_ONCE):
-        for index in tl.static_range(AT_ONCE):
+    at_once: tl.constexpr = AT_ONCE if SIZE <= 256 else 1  # as many as the registers have room for
+    for start in range(0, count, at_once):
+        for index in tl.static_range(at_once):
             is_there = is_mine & (tl.zeros((QUERIES,), tl.int32) + start + index < count)
             at = (part + (start + index) * step).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
             i = tl.arange(0, SIZE)

@@ -16,13 +16,20 @@ from infer.backends.unusual_layers import check_unusual_parts
 from infer.operands.architecture import Layer
 from infer.operands.limits import GPU_STEP, StepLimits
 
-_COMPUTED_PARTS = frozenset(
+_COMPUTED_PARTS = frozenset(  # of `unusual_parts`
     {
+        "attention in chunks",
+        "attention sinks",
         "experts",
         "gated delta nets",
+        "layers with a scale",
+        "norms of values",
+        "output gates",
+        "scaled queries",
+        "shared keys",
         "short convolutions",
     }
-)  # of `unusual_parts`
+)
 
 
 @final

@@ -6,6 +6,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from infer.backends.cuda.activations import divided_by_rms
 from infer.backends.cuda.blocks import integers, matrix_of, number
 from infer.backends.cuda.layouts import PackedWeight
 from infer.backends.cuda.sampling.sampler import EXACT
@@ -19,7 +20,7 @@ def embed(
     table: Weight,
     token_ids: Int[Tensor, "tokens"],
     scale: float,
-    norm_eps: None = None,  # `check_unusual_parts` refuses models with such a norm
+    norm_eps: float | None = None,
 ) -> Float[Tensor, "tokens hidden"]:
     assert isinstance(table, PackedWeight)
     x = torch.empty(len(token_ids), table.in_features, device=token_ids.device)
@@ -32,7 +33,7 @@ def embed(
         embed_rows[len(token_ids), triton.cdiv(matrix.num_blocks, _BLOCKS)](
             matrix, token_ids, x, float(scale), BLOCKS=_BLOCKS, num_warps=4, **EXACT
         )
-    return x
+    return x if norm_eps is None else divided_by_rms(x, norm_eps)
 
 
 @triton.jit

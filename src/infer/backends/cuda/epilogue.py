@@ -71,6 +71,22 @@ def sigmoid(x):
 
 
 @triton.jit
+def softplus(x):
+    """Return log(1 + eˣ) = max(x, 0) + log(1 + t) for t = e^−|x|. log(1 + t) is 2 artanh(t / (2 + t)), as a series."""
+    t = tl.exp(-tl.abs(x))
+    part = t / (2.0 + t)  # at most 1 / 3
+    square = part * part
+    p = square * (1.0 / 15.0) + 1.0 / 13.0
+    p = p * square + 1.0 / 11.0
+    p = p * square + 1.0 / 9.0
+    p = p * square + 1.0 / 7.0
+    p = p * square + 1.0 / 5.0
+    p = p * square + 1.0 / 3.0
+    p = p * square + 1.0
+    return tl.where(x < 0, 0.0, x) + 2.0 * part * p
+
+
+@triton.jit
 def tanh(x):
     """Return tanh(x): Cephes' odd polynomial if |x| < 0.625, else 1 − 2 / (e^2|x| + 1) with x's sign."""
     size, square = tl.abs(x), x * x

@@ -103,38 +103,40 @@ def locate_turn(cache, row, start, is_read):
 
 
 @triton.jit
-def load_keys(cache, head, page, block, lane, i, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr):
-    """Return a turn's keys [dims, slots] for dims i. Quantised keys are mixed.
+def load_keys(cache, head, page, block, lane, from_dim, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr):
+    """Return a turn's keys [dims, slots] for SIZE dims from `from_dim` on. Quantised keys are mixed.
 
     Floats are returned in the stored type, other keys in float32 and divided by QUANTIZED_UNIT. Keys that were never
     written can be anything, including NaN.
     """
+    i = tl.arange(0, SIZE) + from_dim
     first, columns = _offsets(head, page, block, cache.key_head, cache.key_page, cache.key_block)
     is_there = (i < DIM)[:, None]
     if KV_TYPE >= Q8:
         columns = _aligned(columns)
         at = cache.key_codes + first + (columns + lane)[None, :] + (i // GROUP * RECORD + i % GROUP * LANES)[:, None]
-        codes = tl.load(at) if SIZE == DIM else tl.load(at, mask=is_there, other=0)
-        group = tl.arange(0, SIZE // GROUP)[:, None]
+        codes = tl.load(at) if DIM // SIZE * SIZE == DIM else tl.load(at, mask=is_there, other=0)
+        group = (tl.arange(0, SIZE // GROUP) + from_dim // GROUP)[:, None]
         halves = cache.key_scales + first // 2 + (columns // 2 + lane)[None, :] + group * (RECORD // 2) + CODES // 2
         scales = tl.load(halves, mask=group * GROUP < DIM, other=0.0).to(tl.float32) * QUANTIZED_UNIT
         wide = tl.broadcast_to(scales[:, None, :], (SIZE // GROUP, GROUP, TURN))
         return codes.to(tl.float32) * tl.reshape(wide, (SIZE, TURN))
     else:  # noqa: RET505 - a constant condition: only one of the two is compiled
         at = cache.key_codes + first + (_aligned(columns) + lane)[None, :] + (i * LANES)[:, None]
-        return tl.load(at) if SIZE == DIM else tl.load(at, mask=is_there, other=0.0)
+        return tl.load(at) if DIM // SIZE * SIZE == DIM else tl.load(at, mask=is_there, other=0.0)
 
 
 @triton.jit
 def load_values(
-    cache, head, page, block, lane, i, is_seen, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr
+    cache, head, page, block, lane, from_dim, is_seen, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr
 ):
     """Return a turn's values [slots, dims], as `load_keys` does. Values that are not seen are 0."""
+    i = tl.arange(0, SIZE) + from_dim
     first, lines = _offsets(head, page, block, cache.value_head, cache.value_page, cache.value_block)
-    is_there = is_seen[:, None] if SIZE == DIM else is_seen[:, None] & (i < DIM)[None, :]
+    is_there = is_seen[:, None] if DIM // SIZE * SIZE == DIM else is_seen[:, None] & (i < DIM)[None, :]
     if KV_TYPE >= Q8:
         stored, halves_at = _quantized_values(cache, first, lines, lane, i, is_there, KV_TYPE)
-        group = tl.arange(0, SIZE // GROUP)[None, :]
+        group = (tl.arange(0, SIZE // GROUP) + from_dim // GROUP)[None, :]
         step = RECORD // 2 if KV_TYPE == Q8 else NARROW_RECORD // 2
         halves = cache.value_scales + first // 2 + (lines // 2 + lane)[:, None] + group * step + halves_at
         is_group = is_seen[:, None] & (group * GROUP < DIM)

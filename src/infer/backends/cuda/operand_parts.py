@@ -26,16 +26,16 @@ def weight_shift(KV_TYPE: tl.constexpr):
 
 
 @triton.jit
-def query_parts(q, KV_TYPE: tl.constexpr):
-    """Return parts of queries [rows, dims], each row times a power of two, and what makes their products scores."""
+def query_factors(q, KV_TYPE: tl.constexpr):
+    """Return a power of two for each query of q [rows, dims], and what makes products with scaled queries scores."""
     if (KV_TYPE == F32) | (KV_TYPE == BF16):
-        return parts_of(q, KV_TYPE), tl.full((q.shape[0],), 1.0, tl.float32)
+        one = tl.full((q.shape[0],), 1.0, tl.float32)
+        return one, one
     else:  # noqa: RET505 - a constant condition: only one of the two is compiled
         exponent = tl.max(q.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1) >> 23
         up = tl.minimum(LARGEST_EXPONENT - 1 + 127 + 127 - exponent, 253)
-        scaled = q * (up << 23).to(tl.float32, bitcast=True)[:, None]
         down = ((254 - up) << 23).to(tl.float32, bitcast=True)
-        return parts_of(scaled, KV_TYPE), down * (1.0 / QUANTIZED_UNIT) if KV_TYPE >= Q8 else down
+        return (up << 23).to(tl.float32, bitcast=True), down * (1.0 / QUANTIZED_UNIT) if KV_TYPE >= Q8 else down
 
 
 @triton.jit

@@ -51,20 +51,20 @@ def project_add(
     x: Activations,
     projection: Projection,
     post_norm: Norm | None,
-    scale: float = 1.0,  # `check_unusual_parts` refuses others
+    scale: float = 1.0,
 ) -> Float[Tensor, "tokens hidden"]:
-    """Add the projection to `residual` in place, and return it."""
+    """Replace `residual` by (residual + post_norm(projection)) × scale in place, and return it."""
     if post_norm is None and projection.shares is None:
         multiply(x, None, projection, residual, add=True)
-        return residual
+        return residual if scale == 1.0 else residual.mul_(scale)
     y = torch.empty(len(residual), projection.out_features, device=residual.device)
     multiply(x, None, projection, y)
     y = gathered(y, projection.shares)
-    if post_norm is None:
-        residual += y
-    else:
-        add_normalized(residual, y, post_norm)
-    return residual
+    if post_norm is not None:
+        add_normalized(residual, y, post_norm, scale)
+        return residual
+    residual += y
+    return residual if scale == 1.0 else residual.mul_(scale)
 
 
 def norm_gate(

@@ -31,11 +31,25 @@ class Rotation(NamedTuple):
     num_sets: Any
     rope_sets: Any
     furthest: Any
+    v_eps: Any  # of the norm of each head of v
+    query_scales: Any  # by position
+    HAS_V_NORM: tl.constexpr
+    HAS_SCALES: tl.constexpr
+
+
+class Columns(NamedTuple):
+    """Location of a rank's heads in the columns of qkv, as constants."""
+
+    WIDTH: tl.constexpr  # all columns of a token
+    Q: tl.constexpr
+    K: tl.constexpr
+    V: tl.constexpr
+    HAS_KEYS: tl.constexpr  # otherwise keys and values are already in the cache
 
 
 @triton.jit(do_not_specialize=["capacity", "num_slots"])
 def rotate_append(
-    qkv, near, far, items, capacity, num_slots, rows, positions, rotation, cache,
+    qkv, near, far, items, capacity, num_slots, rows, positions, rotation, cache, columns,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_FAR: tl.constexpr,
     KV_TYPE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
@@ -51,7 +65,7 @@ def rotate_append(
         tl.store(items.arrivals + (index - 1) * KV_HEADS + head, 0)
         if row >= 0:
             _rotate_token(
-                qkv, near, far, index - 1, head, row, positions, rotation, cache,
+                qkv, near, far, index - 1, head, row, positions, rotation, cache, columns,
                 NUM_HEADS, KV_HEADS, DIM, HALF, SIZE, GROUP_SIZE, Q_NORM, K_NORM, HAS_FAR, KV_TYPE,
             )  # fmt: skip
     elif head == 0:
@@ -61,34 +75,52 @@ def rotate_append(
 
 @triton.jit
 def _rotate_token(
-    qkv, near, far, token, head, row, positions, rotation, cache,
+    qkv, near, far, token, head, row, positions, rotation, cache, columns,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_FAR: tl.constexpr,
     KV_TYPE: tl.constexpr,
 ):  # fmt: skip
     position = tl.load(positions + token)
     i, group = tl.arange(0, SIZE)[None, :], tl.arange(0, GROUP_SIZE)[:, None]
-    x = qkv + token * ((NUM_HEADS + 2 * KV_HEADS) * DIM)
+    own = qkv + token * columns.WIDTH
     angles = tl.minimum(tl.load(rotation.rope_sets + row), rotation.num_sets - 1) * rotation.set_size
 
     per_group: tl.constexpr = NUM_HEADS // KV_HEADS
     heads = head * per_group + group
     is_mine = (group < per_group) & (i < DIM)
+    x = own + columns.Q
     scale = _scale(x, rotation.q_norm, heads, rotation.q_eps, i, is_mine, NUM_HEADS, DIM, Q_NORM)
     at = (token * NUM_HEADS + heads) * DIM + i
     angle = angles + position * HALF
     q = _rotated(x, rotation.q_norm, heads, scale, rotation, angle, i, is_mine, DIM, HALF, Q_NORM)
-    if KV_TYPE >= Q8:
-        q = mix(q, GROUP_SIZE, SIZE)
-    tl.store(near + at, q, mask=is_mine)
+    _store_queries(near + at, q, position, rotation, is_mine, GROUP_SIZE, SIZE, KV_TYPE)
     if HAS_FAR:
         capped = angles + tl.minimum(position, rotation.furthest) * HALF
         q = _rotated(x, rotation.q_norm, heads, scale, rotation, capped, i, is_mine, DIM, HALF, Q_NORM)
-        if KV_TYPE >= Q8:
-            q = mix(q, GROUP_SIZE, SIZE)
-        tl.store(far + at, q, mask=is_mine)
+        _store_queries(far + at, q, position, rotation, is_mine, GROUP_SIZE, SIZE, KV_TYPE)
+    if columns.HAS_KEYS:
+        _append(own, head, row, position, angle, rotation, cache, columns, KV_HEADS, DIM, HALF, SIZE, K_NORM, KV_TYPE)
 
-    x += NUM_HEADS * DIM
+
+@triton.jit
+def _store_queries(
+    to, q, position, rotation, is_mine, GROUP_SIZE: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr
+):
+    if rotation.HAS_SCALES:
+        q = q * tl.load(rotation.query_scales + position)
+    if KV_TYPE >= Q8:
+        q = mix(q, GROUP_SIZE, SIZE)
+    tl.store(to, q, mask=is_mine)
+
+
+@triton.jit
+def _append(
+    own, head, row, position, angle, rotation, cache, columns,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr, K_NORM: tl.constexpr,
+    KV_TYPE: tl.constexpr,
+):  # fmt: skip
+    """Store the key and the value of a kv head of a token in the cache."""
+    x, i = own + columns.K, tl.arange(0, SIZE)[None, :]
     one = tl.full((1, 1), 0, tl.int32) + head
     scale = _scale(x, rotation.k_norm, one, rotation.k_eps, i, i < DIM, KV_HEADS, DIM, K_NORM)
     k = _rotated(x, rotation.k_norm, one, scale, rotation, angle, i, i < DIM, DIM, HALF, K_NORM)
@@ -97,7 +129,9 @@ def _rotate_token(
     page, block, lane = place_of(cache, row, position - tl.load(cache.shifts + row))
     i = tl.arange(0, SIZE)
     store_key(cache, head, page, block, lane, tl.reshape(k, (SIZE,)), i, DIM, SIZE, KV_TYPE)
-    v = tl.load(x + (KV_HEADS + head) * DIM + i, mask=i < DIM, other=0.0)
+    v = tl.load(own + columns.V + head * DIM + i, mask=i < DIM, other=0.0)
+    if rotation.HAS_V_NORM:
+        v = v * tl.div_rn(1.0, tl.sqrt_rn(tl.sum(v * v) / DIM + rotation.v_eps))
     store_value(cache, head, page, block, lane, v, i, DIM, SIZE, KV_TYPE)
 
 

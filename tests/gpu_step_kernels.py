@@ -28,7 +28,10 @@ _TAKE = {**dict.fromkeys(("tokens", "starts", "token_ids"), "*i64!"), "size": "i
 
 
 def rotation_kernel(kv_type: str, dim: int, target: int, *, is_unusual: bool = False) -> CompiledKernel:
-    """Return the kernel for 32 query heads and 8 key heads. An unusual one has norms of values, scaled queries and gates."""
+    """Return the kernel for 32 query heads and 8 key heads.
+
+    An unusual one has norms of values, scaled queries and gates.
+    """
     flags = (tl.constexpr(is_unusual),) * 2
     columns = Columns(*map(tl.constexpr, ((80 if is_unusual else 48) * dim, 0, 32 * dim, 40 * dim, True)))
     rotation = Rotation(

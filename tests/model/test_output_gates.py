@@ -22,8 +22,6 @@ from layer_caches import make_layer
 from steps import load_network
 from tiny import GATED, MINISTRAL3, Tiny, make_tiny
 
-CPU = torch.device("cpu")
-
 
 @pytest.mark.parametrize(
     ("tiny", "part", "told"),

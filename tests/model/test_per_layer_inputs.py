@@ -101,13 +101,15 @@ def test_rows_go_on_as_one_text_whatever_happens_to_them(name: str, tmp_path: Pa
     go_on_at_random(ModelRows(load(folder_of(name, tmp_path, max_position_embeddings=CAPACITY))), 0, 80)
 
 
-def test_a_table_that_stays_in_its_file_takes_no_memory(tmp_path: Path) -> None:
+def test_a_table_takes_no_memory_of_a_host_and_its_bytes_on_a_gpu(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(folder_of("gemma4_per_layer", tmp_path))
     architecture = make_architecture(checkpoint.config)
     types = loaded_types(architecture, checkpoint.tensors, LoadSettings(weights="q8"))
     assert types["model.embed_tokens_per_layer.weight"] == "F32"
-    without = {name: type_ for name, type_ in types.items() if name != "model.embed_tokens_per_layer.weight"}
-    assert weight_bytes(architecture, types) == weight_bytes(architecture, without)
+    halves = types | {"model.embed_tokens_per_layer.weight": "BF16"}
+    assert weight_bytes(architecture, types) == weight_bytes(architecture, halves)
+    table = 96 * len(architecture.layers) * 24
+    assert weight_bytes(architecture, types, "cuda") - weight_bytes(architecture, halves, "cuda") == 2 * table
 
 
 def test_files_may_have_keys_of_layers_that_use_an_earlier_layers(tmp_path: Path) -> None:

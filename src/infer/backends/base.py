@@ -240,6 +240,11 @@ class Backend(ABC):
         """True if a forward keeps the cores busy that Python runs on."""
 
     @property
+    def reads_files(self) -> bool:
+        """True if kernels read a step's rows of a table that stays in its file."""
+        return True
+
+    @property
     def step_limits(self) -> StepLimits:
         """Limits of a step, as `before_load.step_limits` returns them for the device."""
         return HOST_STEP

@@ -35,6 +35,9 @@ class MemoryRules(Protocol):
     def matrix_bytes(self, type: str, rows: int, columns: int) -> int:
         """Return the bytes of a matrix of a GGML type in the kernels' form."""
 
+    def table_bytes(self, type: str, rows: int, columns: int) -> int:
+        """Return the bytes of a table of which a step reads some rows; 0 if it stays in its file."""
+
     def step_bytes(
         self, architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int
     ) -> int:

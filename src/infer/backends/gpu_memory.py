@@ -33,6 +33,10 @@ def matrix_bytes(type: str, rows: int, columns: int) -> int:
     return rows * (columns // block.block_size * _BLOCK_BYTES[type] + supers)
 
 
+def table_bytes(type: str, rows: int, columns: int) -> int:
+    return matrix_bytes(type, rows, columns)
+
+
 def step_bytes(architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int) -> int:
     """Return the bytes of a step's buffers. All layers and all recordings share one layer's buffers.
 
@@ -41,7 +45,13 @@ def step_bytes(architecture: Architecture, types: Mapping[str, str], sizes: Step
     """
     layer = max(_layer_bytes(layer, architecture.hidden_size, sizes) for layer in architecture.layers)
     lines = min(max(num_logits, FEW_LINES), sizes.logits)
-    return layer + 2 * 4 * lines * architecture.vocab_size
+    return layer + 4 * (sizes.tokens * _shared_floats(architecture) + 2 * lines * architecture.vocab_size)
+
+
+def _shared_floats(architecture: Architecture) -> int:
+    """Return the values per token that live during all layers, or before the first one: the layers' inputs."""
+    part = architecture.per_layer_input
+    return 0 if part is None else 2 * part.dim * len(architecture.layers)
 
 
 def _layer_bytes(layer: Layer, hidden: int, sizes: StepSizes) -> int:
@@ -52,9 +62,9 @@ def _layer_bytes(layer: Layer, hidden: int, sizes: StepSizes) -> int:
     """
     wide, inner, chunks = 0, 0, 0
     floats = 2 * hidden
-    if isinstance(layer.mixer, Attention):  # q, k, v; queries near and far; attended values; chunks of a context
+    if isinstance(layer.mixer, Attention):  # q, k, v, gates; queries near and far; attended values; chunks of a context
         wide = layer.mixer.query_features
-        floats += 4 * wide + 2 * layer.mixer.kv_features
+        floats += 3 * wide + layer.mixer.widths[1]
         per_chunk = min(sizes.tokens, SPLIT_TOKENS) * layer.mixer.num_heads * (layer.mixer.head_dim + 2)
         chunks = -(-sizes.context // CHUNK_SLOTS) * per_chunk
     if isinstance(layer.mixer, ShortConv):  # the projection and its result

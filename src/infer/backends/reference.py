@@ -110,6 +110,7 @@ def per_layer_inputs(
     x: Float[Tensor, "tokens hidden"], token_ids: Int[Tensor, "tokens"], weights: PerLayerWeights
 ) -> Float[Tensor, "tokens inputs"]:
     table = weights.table
+    assert isinstance(table, StoredWeight | UnreadWeight)
     rows = torch.cat([dense(table.rows(token, token + 1)) for token in token_ids.tolist()]).to(x.device)
     contexts = project(x, weights.projection).view(len(x), -1, weights.dim)
     return normalize(contexts, weights.norm).flatten(1) + rows.to(x.dtype) * weights.table_scale

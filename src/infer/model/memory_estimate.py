@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol, runtime_checkable
 
-from infer.backends.before_load import StepSizes, memory_rules, step_limits
+from infer.backends.before_load import MemoryRules, StepSizes, memory_rules, step_limits
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
@@ -276,15 +276,18 @@ def weight_bytes(architecture: Architecture, types: Mapping[str, str], device: s
     """
     rules = memory_rules(device)
     total = sum(
-        rules.matrix_bytes(types[name], *shape) if name in types else 4 * prod(shape)
+        _matrix_bytes(rules, name, types[name], shape) if name in types else 4 * prod(shape)
         for name, shape in expected_shapes(architecture).items()
-        if name != PER_LAYER_TABLE
     )
     for index, layer in enumerate(architecture.layers):
         if isinstance(layer.mixer, Attention) and layer.mixer.has_keys and layer.mixer.are_values_keys:
             keys = types[f"model.layers.{index}.self_attn.k_proj.weight"]  # these are counted twice
             total += rules.matrix_bytes(keys, layer.mixer.kv_features, architecture.hidden_size)
     return total
+
+
+def _matrix_bytes(rules: MemoryRules, name: str, type_: str, shape: tuple[int, ...]) -> int:
+    return (rules.table_bytes if name == PER_LAYER_TABLE else rules.matrix_bytes)(type_, *shape)
 
 
 def _unread_bytes(architecture: Architecture, types: Mapping[str, str]) -> int:
@@ -362,6 +365,5 @@ def largest_types(architecture: Architecture, types: Mapping[str, str], device: 
     """Return the types of the matrices in memory, the type with the most bytes first."""
     shapes, rules, sizes = expected_shapes(architecture), memory_rules(device), dict[str, int]()
     for name, type_ in types.items():
-        if name != PER_LAYER_TABLE:
-            sizes[type_] = sizes.get(type_, 0) + rules.matrix_bytes(type_, *shapes[name])
-    return sorted(sizes, key=lambda type_: -sizes[type_])
+        sizes[type_] = sizes.get(type_, 0) + _matrix_bytes(rules, name, type_, shapes[name])
+    return sorted(filter(sizes.get, sizes), key=lambda type_: -sizes[type_])

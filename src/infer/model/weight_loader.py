@@ -78,9 +78,14 @@ class WeightLoader:
         shares = Shares(self.group, row_starts(self._num_rows(names[0]), self.group.size, are_blocks=are_blocks))
         return replace(self.projection(*names, label=label, ranges=[shares.own] * len(names)), shares=shares)
 
-    def in_file(self, name: str) -> UnreadWeight:
-        """Return a matrix that stays in its file, in the file's type."""
-        weight = self.weights[name]
+    def table(self, name: str) -> Weight:
+        """Return a matrix of which a step reads its tokens' rows, in the file's type.
+
+        It stays in its file, or is in the device's memory if the backend does not read files.
+        """
+        if not self.backend.reads_files:
+            return replace(self, dtype=None, keep_floats_as="auto").projection(name, label="table").parts[0]
+        weight = self.weights[f"{name}.weight"]
         assert isinstance(weight, UnreadWeight)
         return weight
 

@@ -7,7 +7,7 @@ from infer.operands.shapes import Shapes
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared", "clamped_swiglu"]
 MAX_EXPERTS = 4096  # per layer: each expert has its own tensors
-# A table that stays in its file. A step reads the rows of its tokens.
+# A table of which a step reads the rows of its tokens. It stays in its file if the device's kernels read files.
 PER_LAYER_TABLE = "model.embed_tokens_per_layer.weight"
 
 

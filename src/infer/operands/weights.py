@@ -255,7 +255,7 @@ class ExpertWeights:
 class PerLayerWeights:
     """The weights from which the inputs of all layers for a token are made: `PerLayerInput`."""
 
-    table: UnreadWeight  # [vocab, layers × dim]
+    table: Weight  # [vocab, layers × dim], in its file or on the device
     table_scale: float
     projection: Projection  # multiplies the embedding of the token
     norm: Norm  # norm of each layer's columns

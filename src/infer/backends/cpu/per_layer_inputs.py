@@ -9,7 +9,7 @@ from infer.backends.cpu.records import EMBED_FROM_FILE
 from infer.backends.cpu.threads.dispatch_table import NO_BARRIER, Arguments
 from infer.operands.activation_values import Activations
 from infer.operands.feed_forwards import Activation
-from infer.operands.weights import PerLayerWeights, Projection, UnreadWeight
+from infer.operands.weights import PerLayerWeights, Projection, UnreadWeight, Weight
 
 
 def per_layer_inputs(
@@ -25,8 +25,9 @@ def per_layer_inputs(
         return inputs
 
 
-def _embed_from_file(run: Run, table: UnreadWeight, scale: float, out: Tensor) -> None:
+def _embed_from_file(run: Run, table: Weight, scale: float, out: Tensor) -> None:
     """Append what stores the tokens' rows of a table that stays in its file, times scale."""
+    assert isinstance(table, UnreadWeight)
     assert table.place is not None
     descriptor, offset = table.place
     arguments = Arguments(EMBED_FROM_FILE, descriptor=descriptor, offset=offset, row_bytes=table.row_bytes)

@@ -61,6 +61,11 @@ def matrix_bytes(type: str, rows: int, columns: int) -> int:
     return -(-rows // LANES) * LAYOUTS[type].group_bytes(columns)
 
 
+def table_bytes(type: str, rows: int, columns: int) -> int:
+    """Return 0: kernels read the rows of a table from its file."""
+    return 0
+
+
 def step_bytes(architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int) -> int:
     return sum(step_buffers(architecture, types, sizes, num_logits).values())
 

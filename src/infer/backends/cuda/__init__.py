@@ -9,6 +9,7 @@ from infer.backends.cuda.delta_net import gated_delta_net
 from infer.backends.cuda.embed import embed
 from infer.backends.cuda.experts import add_experts
 from infer.backends.cuda.packing import prepare
+from infer.backends.cuda.per_layer_inputs import gate_inputs, per_layer_inputs
 from infer.backends.cuda.projection import head, norm_gate, norm_project, normalize, project_add
 from infer.backends.cuda.sampling.sampler import choose_tokens
 from infer.backends.cuda.short_conv import short_conv
@@ -21,10 +22,12 @@ __all__ = [
     "choose_tokens",
     "embed",
     "gated_delta_net",
+    "gate_inputs",
     "head",
     "norm_gate",
     "norm_project",
     "normalize",
+    "per_layer_inputs",
     "prepare",
     "project_add",
     "short_conv",

@@ -25,6 +25,7 @@ _COMPUTED_PARTS = frozenset(  # of `unusual_parts`
         "layers with a scale",
         "norms of values",
         "output gates",
+        "per-layer inputs",
         "scaled queries",
         "shared keys",
         "short convolutions",
@@ -37,6 +38,11 @@ class CudaBackend(TorchBackend):
     @property
     def kernels(self) -> ModuleType:
         return cuda
+
+    @property
+    def reads_files(self) -> bool:
+        """Return False: a recorded step has no work of the host."""
+        return False
 
     @property
     def step_limits(self) -> StepLimits:

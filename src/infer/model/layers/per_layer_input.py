@@ -53,7 +53,7 @@ def load_per_layer_weights(own: PerLayerInput, hidden: int, loader: WeightLoader
     """
     norm = loader.norm("model.per_layer_projection_norm", 0.5**0.5)
     return PerLayerWeights(
-        table=loader.in_file(PER_LAYER_TABLE),
+        table=loader.table(PER_LAYER_TABLE.removesuffix(".weight")),
         table_scale=(own.dim / 2) ** 0.5,
         projection=loader.projection("model.per_layer_model_projection", label="per_layer_inputs"),
         norm=Norm(norm.weight, norm.eps * hidden),

@@ -58,6 +58,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "max_position_embeddings": 256,
     },
+    "tiny delta nets": {
+        "model_type": "olmo_hybrid", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64,
+        "num_hidden_layers": 1, "layer_types": ["linear_attention"], "num_attention_heads": 2,
+        "num_key_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "max_position_embeddings": 256,
+    },
+    "tiny convolutions": {
+        "model_type": "lfm2", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+        "layer_types": ["conv"], "num_attention_heads": 2, "num_key_value_heads": 1, "conv_L_cache": 3,
+        "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True, "max_position_embeddings": 256,
+    },
 }  # fmt: skip
 BOTH_SHAPES = ("two layers", "two layers of experts")  # whose paths are compared
 GREEDY = {"temperature": 0.0}

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from infer.backends.cuda.graphs import Event, Graphs, Recording, Repeats
 from infer.operands.step import Chunk, Step, sampled_after
 
 CPU, CONTEXT, ROWS = torch.device("cpu"), 256, 8
+PARTS = ("experts", "delta nets", "convolutions")
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
 BIASED = {**SAMPLED, "logit_bias": {3: 1.0}}
@@ -136,9 +138,9 @@ class StubGraphs(Graphs):
         return nullcontext()
 
 
-def run_experts(type_: str, library: _Library) -> list[dict[str, Any]]:
-    """Return what forwards of a model with experts capture: one with few pairs for each expert, and one with many."""
-    model, found = gpu_models.make_model("tiny experts", type_, CPU, CONTEXT), list[dict[str, Any]]()
+def run_part(part: str, type_: str, library: _Library) -> list[dict[str, Any]]:
+    """Return what forwards of a model with some part capture: a step of one token, and one of 64."""
+    model, found = gpu_models.make_model(f"tiny {part}", type_, CPU, CONTEXT), list[dict[str, Any]]()
     with ops.using(model.backend):
         runner = gpu_models.make_runner(model, ROWS, CONTEXT, capture=False)
         graphs = StubGraphs(library)
@@ -147,7 +149,7 @@ def run_experts(type_: str, library: _Library) -> list[dict[str, Any]]:
         for num_tokens in (1, 64):
             captured.run(Step.of([1] * num_tokens))
             found.extend(
-                {"type": f"{type_} experts", "path": f"forward of {num_tokens}", **each} for each in graphs.captures
+                {"type": f"{type_} {part}", "path": f"forward of {num_tokens}", **each} for each in graphs.captures
             )
             graphs.captures.clear()
     return found
@@ -191,7 +193,8 @@ def run(type_: str, library: _Library) -> list[dict[str, Any]]:
 def main() -> None:
     triton.runtime.driver.set_active(StubDriver())
     library = _Library()
-    captures = [each for type_ in sys.argv[1:] for make in (run, run_experts) for each in make(type_, library)]
+    makers = [run, *(partial(run_part, part) for part in PARTS)]
+    captures = [each for type_ in sys.argv[1:] for make in makers for each in make(type_, library)]
     print(json.dumps({"triton": triton.__version__, "captures": captures}))
 
 

@@ -117,6 +117,26 @@ def test_experts_are_launched_without_a_wait_for_the_choice(
         assert [each for each in names if re.match("expert_|choose_experts|add_pairs|plan|fill", each)] == expected
 
 
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize(
+    ("part", "kernels"),
+    [
+        ("delta nets", ["prepare_tokens", "multiply_keys", "mix_runs", "gate_heads"]),
+        ("convolutions", ["convolve_tokens"]),
+    ],
+)
+def test_the_kernels_of_a_state_are_the_same_for_one_token_and_for_many(
+    part: str, kernels: list[str], type_: str, captures: list[dict[str, Any]]
+) -> None:
+    found = [each for each in captures if each["type"] == f"{type_} {part}"]
+    assert [each["path"] for each in found] == ["forward of 1", "forward of 64"]
+    for capture in found:
+        names = [launch["name"] for launch in capture["launches"]]
+        first = names.index(kernels[0])
+        assert names[first : first + len(kernels)] == kernels
+        assert "quantize_rows" not in names[first : first + len(kernels) + 1], "results are left in planes"
+
+
 def test_a_device_that_reads_prompts_beside_answers_waits_for_no_plan(stub: Path) -> None:
     """A step takes 6 ms of the device's clock, which is more than the host takes to plan the next one."""
     (found,) = run_on(stub, os.environ.get("INFER_TRITON", ""), "stub_timeline.py", "4")

@@ -69,6 +69,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv"], "num_attention_heads": 2, "num_key_value_heads": 1, "conv_L_cache": 3,
         "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True, "max_position_embeddings": 256,
     },
+    "tiny per-layer inputs": {  # shared keys, norms of values, per-layer inputs, layers with a scale
+        "model_type": "gemma4_text", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64,
+        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "global_head_dim": 64, "hidden_size_per_layer_input": 32, "max_position_embeddings": 256,
+    },
 }  # fmt: skip
 BOTH_SHAPES = ("two layers", "two layers of experts")  # whose paths are compared
 GREEDY = {"temperature": 0.0}

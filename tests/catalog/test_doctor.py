@@ -262,7 +262,7 @@ def test_a_bad_scale_names_the_tensor_to_quantise_again(
     content: bytes, expected: str, tmp_path: Path, capsys: Capture
 ) -> None:
     path = write_file(tmp_path, quantise=frozenset({DOWN}))
-    codes = b"\x11" * 16  # no code means 0, which times infinity would be NaN
+    codes = b"\x11" * 16  # no code stands for 0, because 0 times infinity is NaN
     write_bytes(path, DOWN, 2 * 18, content + codes)
     line, last = lines_of(path, capsys)
     assert line.startswith(f"{DOWN}: ")

@@ -1,4 +1,4 @@
-"""Claims about `infer explain`: what it says of a model is what the loaded model has, and it loads no torch for it."""
+"""Claims about `infer explain`: it agrees with the loaded model, and does not load torch."""
 
 import json
 import subprocess

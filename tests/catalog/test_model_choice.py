@@ -1,4 +1,4 @@
-"""Claims about the model that a command takes: a name without an option, the only one at hand, or a person's choice."""
+"""Claims about the model of a command: a name without an option, the only installed model, or a person's choice."""
 
 import io
 import socket
@@ -28,7 +28,7 @@ from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.system.cores import default_num_threads
 from test_chat_terminal import CTRL_C, CTRL_D, plain, terminal
 
-# `infer` with a model of a few lines, on a machine that has the packaged models named first, and so much memory.
+# `infer` with a fake model, on a machine with 8 GB. The first argument names the installed models.
 PROGRAM = f"""
 import sys
 sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
@@ -54,7 +54,7 @@ def command(installed: str, *arguments: str) -> list[str]:
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folders of models that are empty, and no hub."""
+    """Make the folders of models empty, and the hub unreachable."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("INFER_MODELS", str(tmp_path / "own"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -72,7 +72,7 @@ def hub(places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 def run(installed: str, *arguments: str, text: str = "") -> "subprocess.CompletedProcess[str]":
-    """Without a terminal."""
+    """Run the command without a terminal."""
     return subprocess.run(command(installed, *arguments), input=text, capture_output=True, text=True, timeout=60)
 
 
@@ -176,7 +176,7 @@ def test_a_machine_without_models_offers_three_of_the_hub(hub: FakeHub) -> None:
         _, *offers = plain(screen.until("number or name: ")).splitlines()[:-1]
         assert [offer.split()[1] for offer in offers] == [SMALLEST, HUB_MODELS[3].name, HUB_MODELS[5].name]
         assert all(offer.endswith("tok/s  download") for offer in offers)
-        screen.type(b"\r")  # nothing is downloaded by Enter alone
+        screen.type(b"\r")  # Enter alone downloads nothing
         screen.until("number or name: ")
         screen.type(b"1\r")
         screen.until(f"{SMALLEST}{HEADER}")
@@ -241,12 +241,12 @@ def test_a_hub_that_does_not_answer_is_not_reachable(
         assert not HubProbe().is_reachable()
 
 
-# What is predicted
+# Predictions
 
 
 @pytest.mark.parametrize("model", HUB_MODELS, ids=lambda model: model.name.partition("/")[2])
 def test_the_size_of_a_download_is_that_of_its_tensors(model: hub_models.HubModel) -> None:
-    """The rest of a file is its header, of which the vocabulary takes nearly all."""
+    """The other bytes of a file are its header, most of which is the vocabulary."""
     tensors = 0
     for each in model.tensors.values():
         *rows, columns = each.shape

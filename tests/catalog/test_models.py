@@ -1,4 +1,4 @@
-"""Claims about `infer models`: everything at hand under the name that loads it, and without torch."""
+"""Claims about `infer models`: it lists each installed model under the name that loads it, without torch."""
 
 import json
 import subprocess

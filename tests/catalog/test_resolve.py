@@ -1,4 +1,4 @@
-"""Claims about what a model may be called, and about the packages that carry one."""
+"""Claims about the names of models, and about packages that contain one."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ PARTS = (b"one " * 1000, b"two", b"three")
 
 @pytest.fixture
 def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package in three parts under the name `parted`, and an empty cache folder, which is returned."""
+    """Install a package in three parts as the model `parted`, and return an empty cache folder."""
     modules = tmp_path / "modules"
     for index, part in enumerate(PARTS):
         package = modules / f"parted_{index}"

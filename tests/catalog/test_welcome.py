@@ -1,4 +1,4 @@
-"""Claims about the lines that a server shows at its start: once, and ready to be pasted into other programs."""
+"""Claims about the lines that a server prints once at its start. They can be pasted into other programs."""
 
 import os
 import re
@@ -102,7 +102,7 @@ def test_a_quiet_server_shows_a_terminal_nothing(folder: Path) -> None:
         screen.process.send_signal(signal.SIGTERM)
         assert screen.process.wait(timeout=SECONDS) == 0
         shown = b""
-        with suppress(OSError):  # Linux says so of a terminal that nobody has, and that holds nothing
+        with suppress(OSError):  # Linux's error for an empty terminal without another end
             shown = os.read(screen.descriptor, 1000)
         assert shown == b""
 
@@ -136,6 +136,6 @@ def wait_until_ready(url: str) -> None:
 
 
 def wait_for_replicas(url: str, count: int) -> None:
-    """Until each has a model, and says so."""
+    """Wait until each replica has a model and reports it."""
     while len(set(re.findall(r'replica="(\w+)"', httpx.get(f"{url}/metrics", timeout=SECONDS).text))) < count:
         time.sleep(0.05)

@@ -16,8 +16,8 @@ from infer.gguf_export.plan import network_plan
 from steps import load_network, logits_of
 from tiny import DELTA_NETS, LONGROPE, TINY, Tiny, make_tiny
 
-# What llama.cpp's files have no word for: another activation, some settings of yarn, an order of their own of layers
-# that do not rotate, a cap that is off.
+# Settings that llama.cpp's files cannot express: another activation, some settings of yarn, an unusual order of layers
+# without rotation, a cap that is off.
 _NOT_IN_GGUF = {"llama_relu", "llama_relu2", "llama_quick_gelu", "llama_odd_sizes", "llama_yarn_mscale"}
 _NOT_IN_GGUF |= {"gemma3_capped", "gemma2_uncapped", "smollm3_windows", "qwen3_moe_mixed", "gpt_oss_plain"}
 _NOT_IN_GGUF |= {
@@ -57,7 +57,7 @@ def assert_exported_alike(folder: Path, file: GGUFFile) -> None:
 def test_a_converted_file_gives_the_logits_of_the_folder(tiny: Tiny, tmp_path: Path) -> None:
     config = copy.deepcopy(tiny.config)
     if "query_pre_attn_scalar" in vars(config):
-        config.query_pre_attn_scalar = config.head_dim  # as it is in a file but for two sizes
+        config.query_pre_attn_scalar = config.head_dim  # as in files of all sizes except two
     if "post_norm_eps" in vars(config):
         config.post_norm_eps = 1e-8  # a constant of llama.cpp
     make_tiny(replace(tiny, config=config), tmp_path)

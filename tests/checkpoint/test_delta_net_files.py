@@ -1,4 +1,4 @@
-"""Files of Qwen3-Next and Qwen3.5: fused projections, drafting layers, metadata that cannot be."""
+"""Files of Qwen3-Next and Qwen3.5: fused projections, drafting layers, impossible metadata."""
 
 import json
 from collections.abc import Callable
@@ -104,7 +104,7 @@ def test_fused_projections_are_split_in_gguf_files_too(tmp_path: Path) -> None:
     plain = convert(tmp_path, tmp_path / "plain.gguf")
 
     def fuse(tensors: dict[str, np.ndarray]) -> None:
-        """Store what older files have: one projection of everything."""
+        """Store one projection for everything, as older files do."""
         for layer in range(3):
             del tensors[f"blk.{layer}.attn_qkv.weight"], tensors[f"blk.{layer}.attn_gate.weight"]
             matrix = folder[f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"].numpy()
@@ -153,7 +153,7 @@ def test_stacks_of_experts_are_those_of_single_ones(tmp_path: Path) -> None:
     wanted = values_of(open_checkpoint(tmp_path))
 
     def stack(tensors: dict[str, Tensor]) -> None:
-        """Store experts as the published files have them."""
+        """Store experts as published files do."""
         for name in [name for name in tensors if ".mlp.experts." in name]:
             del tensors[name]
         for index, layer in enumerate(oracle.model.layers):

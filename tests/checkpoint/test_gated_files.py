@@ -1,4 +1,4 @@
-"""GGUF files of models with gated attention: what their settings mean, and which are refused."""
+"""GGUF files of models with gated attention: the meaning of their settings, and refusals."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Claims about GGUF files: a good one reads as the `gguf` package wrote it, in Hugging Face's names and order."""
+"""Claims about GGUF files: a good file has the values of the `gguf` package, in Hugging Face's names and order."""
 
 import struct
 from importlib.util import find_spec
@@ -280,7 +280,7 @@ def test_real_weights_equal_what_the_gguf_package_reads(name: str, monkeypatch: 
     assert len(file.metadata[key]) == count
     assert len(file.metadata[key][-1]) < 100
 
-    with monkeypatch.context() as patch:  # it reads each word of a vocabulary by itself: views of an array are quicker
+    with monkeypatch.context() as patch:  # the package reads each word separately: views are faster
         patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
         reader = gguf.GGUFReader(checkpoint.path)
     assert {tensor.name for tensor in reader.tensors} == file.tensors.keys()

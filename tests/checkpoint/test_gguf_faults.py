@@ -1,4 +1,4 @@
-"""Claims about GGUF files that break a rule: refused with the reason, at once, and never with another exception."""
+"""Claims about GGUF files that break a rule: they are refused quickly, with the reason and no other exception."""
 
 import struct
 from contextlib import suppress

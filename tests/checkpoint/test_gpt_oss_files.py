@@ -21,7 +21,7 @@ LENGTH = 60
 
 
 def make_quantized(folder: Path) -> Any:
-    """Return `transformers`' model of random MXFP4 matrices, and write them as gpt-oss's folders have them."""
+    """Write a folder of gpt-oss with random MXFP4 matrices, and return the model of `transformers`."""
     model = make_tiny(next(tiny for tiny in TINY if tiny.name == "gpt_oss"), folder)
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
     for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
@@ -47,7 +47,7 @@ def test_mxfp4_folders_give_the_logits_of_transformers(dtype: torch.dtype | None
     with torch.inference_mode():
         expected = oracle(torch.tensor([token_ids])).logits[0]
     logits = logits_of(load_network(tmp_path, dtype=dtype), token_ids)
-    # The cache is f16 and activations of stored matrices have 16 bits, if nothing asks for floats.
+    # By default, the cache is f16, and activations of stored matrices have 16 bits.
     assert (logits - expected).abs().max() <= (1e-4 if dtype is torch.float32 else 2e-2)
     assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.95
 

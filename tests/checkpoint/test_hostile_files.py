@@ -1,4 +1,4 @@
-"""Files that break a rule, or a library: one line that names the file and the rule, and nothing else happens."""
+"""Files that break a rule or a library give one line that names the file and the rule, and have no other effect."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def rope(**settings: Any) -> Files:
 
 
 def weights(**changes: Any) -> Files:
-    """Tensors replaced, by names with `__` for a dot; None leaves one out."""
+    """Return the weights with some tensors replaced. Names have `__` for a dot, and None leaves a tensor out."""
     named = {name.replace("__", "."): tensor for name, tensor in changes.items()}
     kept = {name: tensor for name, tensor in (tensors() | named).items() if tensor is not None}
     return {"model_safetensors": save(kept)}
@@ -185,7 +185,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 def check(report: dict[str, Any]) -> None:
-    """Nothing but our errors, or a model; little time and memory for each; nothing left behind."""
+    """Check that each file gives infer's error or a model, with little time and memory, and leaves nothing behind."""
     assert report["escaped"] == []
     assert report["slowest"] < SLOWEST
     assert report["grown"] < LARGEST
@@ -237,7 +237,7 @@ def test_a_tokenizer_in_a_gguf_that_makes_no_sense_is_refused(
     assert reason in str(refused(lambda: load_tokenizer(path)))
 
 
-# What makes the tokenizers library panic or, worse, abort the process, and what it believes without looking.
+# Files with which the tokenizers library panics or aborts the process, and values that it does not check.
 TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
 TRAPS: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "a prefix longer than what it is cut off": (("model", "continuing_subword_prefix"), "ab", "expected null"),
@@ -293,7 +293,7 @@ def test_what_breaks_the_tokenizers_library_does_not_break_us(tmp_path: Path, tr
 
 
 def test_a_trap_whose_name_is_spelt_with_escapes_is_found(tmp_path: Path) -> None:
-    """In a process of its own: the library ends the process."""
+    """The test runs in a separate process, because the library would end the process."""
     folder = write_folder(tmp_path / "model")
     content = (folder / "tokenizer.json").read_text()
     names = ("continuing_subword_prefix", "\\u0063ontinuing_subword_prefix", "continuing\\u005Fsubword_prefix")
@@ -318,7 +318,7 @@ def test_a_panic_of_the_library_on_a_text_is_an_error_of_the_request(tmp_path: P
 
 
 def test_rows_of_the_embedding_that_no_token_names_are_never_said(tmp_path: Path) -> None:
-    """The tokenizer has 259 tokens, the embedding 262 rows, of which the last three would always win."""
+    """The tokenizer has 259 tokens, and the embedding has 262 rows, of which the last three would always win."""
     rows = torch.randn(VOCAB_SIZE, HIDDEN, generator=torch.Generator().manual_seed(0))
     rows[260:] = 1000 * torch.stack((rows[7], -rows[7]))
     llm = LLM(write_folder(tmp_path / "model", **weights(model__embed_tokens__weight=rows)))

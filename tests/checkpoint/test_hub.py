@@ -1,4 +1,4 @@
-"""Claims about names on the hub: what they mean, what is downloaded for them, and that the cache is enough."""
+"""Claims about names on the hub: their meaning, the files downloaded for them, and use of the cache alone."""
 
 import json
 import os
@@ -161,7 +161,7 @@ def test_a_cache_that_holds_a_part_is_not_enough(cache: Path, repo: str, missing
     files.pop("m.gguf", None)
     snapshot = fill(cache, repo.partition(":")[0], files)
     assert find_cached(HubName(repo.partition(":")[0], variant=repo.partition(":")[2] or None)) is not None
-    (snapshot / missing).resolve().unlink()  # a link that leads nowhere is no file
+    (snapshot / missing).resolve().unlink()  # a dangling link is not a file
     with pytest.raises(
         InvalidRequestError, match=f"^{repo} is not in the hub's local cache, .*hub, and HF_HUB_OFFLINE is set"
     ):
@@ -241,7 +241,7 @@ print(json.dumps(answers))
 
 
 def ask(hub: FakeHub, cache: Path, *names: str, **environment: str) -> dict[str, Any]:
-    """Return the models to which names lead in a process with a fake hub."""
+    """Return the models that names stand for, in a process with a fake hub."""
     own = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
     inherited = {name: value for name, value in os.environ.items() if name.upper() not in ("HF_TOKEN", "HTTP_PROXY")}
     command = python_command(_ASK, *names)
@@ -307,7 +307,7 @@ def test_a_hub_that_is_away_is_said_to_be(tmp_path: Path) -> None:
 
 
 def test_what_the_cache_holds_opens(cache: Path) -> None:
-    """Links of the cache lead out of the commit's folder, into the blobs beside it."""
+    """Links of the cache point out of the commit's folder, to the blobs next to it."""
     import gguf_files
 
     whole = gguf_files.write_model(cache.parent / "m.gguf")

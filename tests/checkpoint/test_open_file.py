@@ -1,4 +1,4 @@
-"""Claims about files that change or fail while they are read: one line, and a process that goes on."""
+"""Claims about files that change or fail while they are read: one line, and the process continues."""
 
 import errno
 import gc
@@ -22,7 +22,7 @@ from infer.session.session_file import read_session, write_session
 from infer.system.json_file import read_json_file
 from infer.system.open_file import OpenFile
 
-CASES: list[tuple[dict[str, Any], int]] = [  # options, and bytes that are left
+CASES: list[tuple[dict[str, Any], int]] = [  # options, and the number of remaining bytes
     ({"dtype": "auto"}, 0),
     ({"dtype": "bfloat16"}, 12_000),
     ({"weights": "q8"}, 20_000),
@@ -62,7 +62,7 @@ def is_open(path: Path) -> bool:
 
 
 def at_read(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> list[int]:
-    """Before the file is read for the n-th time. Returns what counts the reads."""
+    """Call a function before the file is read for the n-th time. Return the counter of reads."""
     reads: list[int] = []
 
     def read(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:

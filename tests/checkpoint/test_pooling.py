@@ -1,4 +1,4 @@
-"""Files of embedding models: the pooling and the layers that they name, and a line for each that is not supported."""
+"""Files of embedding models: their pooling and layers, and a line for each that is not supported."""
 
 import json
 from collections.abc import Callable

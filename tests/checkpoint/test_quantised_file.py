@@ -23,8 +23,8 @@ from infer.errors import InvalidRequestError, ModelError
 from infer.quantization.file_types import FILE_TYPES, sorting_key
 from infer.quantization.quantisers import quantise
 
-# Of each model and file type: digests of the types that llama-quantize chose, without and with an importance matrix.
-# They are None if it refused.
+# For each model and file type: digests of the types that llama-quantize chose, without and with an importance matrix.
+# A digest is None if it refused.
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "llama-quantize-types.json").read_text())
 
 

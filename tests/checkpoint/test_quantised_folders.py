@@ -1,4 +1,4 @@
-"""Folders that GPTQ, AWQ and other methods quantised, against `transformers` with the numbers that they mean."""
+"""Folders that GPTQ, AWQ and other methods quantised, compared with `transformers` on the values they stand for."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ WIDE = LlamaConfig(
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder of floats whose matrices have 128 columns and more, and `transformers`' model of it."""
+    """Return a folder of floats whose matrices have 128 columns or more, and the model of `transformers`."""
     folder = tmp_path_factory.mktemp("floats")
     return folder, make_tiny(Tiny("llama_wide", WIDE), folder)
 
@@ -57,7 +57,7 @@ def write(method: Method, floats: Path, folder: Path) -> dict[str, Tensor]:
 
 
 def rounded(method: Method, name: str, values: Tensor) -> Tensor:
-    """Return the numbers of a tensor as they are loaded."""
+    """Return the values of a tensor as they are loaded."""
     return values.half().float() if method.type == "F16" and is_quantised(name, values) else values
 
 
@@ -65,7 +65,7 @@ def rounded(method: Method, name: str, values: Tensor) -> Tensor:
 def test_a_quantised_folder_has_the_numbers_that_its_method_means(
     method: Method, llama: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """Blocks have them exactly, and F16 rounds each once. Rows are those of the matrix, whatever is read together."""
+    """Blocks have them exactly, and F16 rounds each once. Any rows can be read together."""
     meant = write(method, llama[0], tmp_path)
     tensors = open_checkpoint(tmp_path).tensors
     weights = LazyWeights(tensors)
@@ -77,7 +77,7 @@ def test_a_quantised_folder_has_the_numbers_that_its_method_means(
         expected = rounded(method, name, meant[name])
         for first, last in ((0, num_rows), (5, 6), (16, num_rows), (3, 45)):
             found = values_of(weight, first, last)
-            error = 2**-23 if method.name == "nvfp4-pack-quantized" else 0.0  # of the factor's reciprocal
+            error = 2**-23 if method.name == "nvfp4-pack-quantized" else 0.0  # error of the factor's reciprocal
             assert torch.allclose(found, expected[first:last], rtol=error, atol=0.0), (name, first, last)
 
 
@@ -85,7 +85,7 @@ def test_a_quantised_folder_has_the_numbers_that_its_method_means(
 def test_a_quantised_folder_gives_the_logits_of_transformers_with_its_numbers(
     method: Method, llama: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """F16 has rounded each number once, which the logits show, and the kernels add nothing to it."""
+    """F16 rounds each value once, which the logits show. The kernels add no other error."""
     meant, oracle = write(method, llama[0], tmp_path), llama[1]
     token_ids = torch.randint(3, 96, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     held = {name: rounded(method, name, values) for name, values in meant.items()}
@@ -103,7 +103,7 @@ def test_a_quantised_folder_gives_the_logits_of_transformers_with_its_numbers(
 def test_families_with_fused_matrices_and_experts_know_nothing_of_the_format(
     family: str, method: str, tmp_path: Path
 ) -> None:
-    """Rows of q, k, v, gates and experts are taken out of quantised matrices as out of floats."""
+    """Rows of q, k, v, gates and experts are taken from quantised matrices as from matrices of floats."""
     tiny, chosen = next(each for each in [*TINY, *GATED] if each.name == family), by_name(method)
     (tmp_path / "floats").mkdir()
     make_tiny(tiny, tmp_path / "floats")

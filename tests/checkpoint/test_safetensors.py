@@ -1,4 +1,4 @@
-"""Claims about folders of safetensors: read as the `safetensors` package wrote them, refused where they are broken."""
+"""Claims about folders of safetensors: values are those that the package wrote, and broken folders are refused."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def make_folder(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str
 
 
 def make_shards(folder: Path) -> dict[str, Tensor]:
-    """Return a folder of two shards, and what is in them."""
+    """Return a folder of two shards, and their tensors."""
     tensors = {"model.embed_tokens.weight": torch.randn(6, 4), "lm_head.weight": torch.randn(6, 4)}
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     folder.mkdir(exist_ok=True)
@@ -341,7 +341,7 @@ def test_a_folder_without_weights_says_which_files_it_looked_for(tmp_path: Path)
 def test_folders_of_unknown_methods_of_quantisation_are_refused_with_what_to_take(
     tmp_path: Path, method: str | None, is_nested: bool
 ) -> None:
-    """Multimodal configs have it beside the text part, and there it must not be lost."""
+    """Multimodal configs have the method next to the text part, where it must not be overlooked."""
     quantised = {"quantization_config": {"quant_method": method, "bits": 4} if method else {"bits": 4}}
     config = {"model_type": "llama", **quantised, **({"text_config": CONFIG} if is_nested else CONFIG)}
     folder = make_folder(tmp_path / "Model-4bit", {"lm_head.qweight": torch.zeros(2, dtype=torch.int32)}, config)

@@ -1,4 +1,4 @@
-"""`infer bench` on a tiny random model: what is measured, what adds up, and what the pictures show."""
+"""`infer bench` on a tiny random model: its measurements, their sums, and its pictures."""
 
 import json
 import sys
@@ -27,13 +27,13 @@ from tiny import Tiny, make_tiny
 
 WORKLOAD = Workload(prompt_tokens=12, new_tokens=6, repeats=2)
 WINDOW = 8
-READ_BYTES = 1 << 20  # a test needs no true bandwidth
+READ_BYTES = 1 << 20  # so few that the bandwidth is not accurate
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every second of its two layers sees a window only."""
+    """Return a model of two layers, the second of which has a window."""
     folder = tmp_path_factory.mktemp("model")
     config = Gemma3TextConfig(
         vocab_size=VOCAB_SIZE,
@@ -207,7 +207,7 @@ def architecture_of(kind: str) -> Architecture:
         (0, STATE + CHANNELS + ENTRY),  # a state of zeros, the token's input and its entry of the log are written
         (1, STATE + ENTRY + CHANNELS + (CHANNELS + ENTRY)),
         (100, STATE + 36 * ENTRY + 3 * CHANNELS + (CHANNELS + ENTRY)),  # place 36 of the second page
-        (128, STATE + 64 * ENTRY + 3 * CHANNELS + (STATE + CHANNELS + ENTRY)),  # makes the third page's state
+        (128, STATE + 64 * ENTRY + 3 * CHANNELS + (STATE + CHANNELS + ENTRY)),  # the third page's state is written
     ],
 )
 def test_a_delta_net_moves_a_state_its_log_and_inputs_of_its_convolution(context: int, floats: int) -> None:
@@ -253,7 +253,7 @@ def test_a_profile_shows_the_costs_of_layers_with_a_state(kind: str, tmp_path: P
     write_byte_tokenizer(tmp_path)
     llm = LLM(tmp_path)
     model = llm.model
-    workload = Workload(prompt_tokens=512, new_tokens=1, context=100)  # more pages than the calibration has left free
+    workload = Workload(prompt_tokens=512, new_tokens=1, context=100)  # more pages than are free after the calibration
     prefill, decode = profile(llm, workload, read_bytes=READ_BYTES)
     by_kind = {operation.kind: operation for operation in decode.operations}
     assert by_kind[kind].num_bytes == mixer_bytes(model.architecture, model.kv_type, 100)[kind]

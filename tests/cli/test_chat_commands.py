@@ -1,4 +1,4 @@
-"""Claims about the chat's commands: answering again, leaving, what is shown of a conversation, and its files."""
+"""Claims about the chat's commands: answering again, leaving, showing a conversation, and files."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Claims about the chat at a terminal: what a person sees and types, signals, and a terminal left as it was."""
+"""Claims about the chat at a terminal: output, keys, signals, and the restored terminal at its end."""
 
 import fcntl
 import json
@@ -33,13 +33,13 @@ sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 CHAT = [sys.executable, PROGRAM, "chat", "smollm2"]
-SECONDS = 40.0  # for what is awaited to be shown
+SECONDS = 40.0  # limit of the wait for an output
 UNSEEN = termios.ECHO | termios.ECHOCTL
 CTRL_C, CTRL_D, CTRL_Z = b"\x03", b"\x04", b"\x1a"
 
 
 class Terminal:
-    """A terminal with a program in it, which is read up to each text that is waited for."""
+    """A terminal with a program in it. Its output is read up to each expected text."""
 
     def __init__(self, descriptor: int, process: subprocess.Popen[bytes]) -> None:
         self.descriptor, self.process = descriptor, process
@@ -90,7 +90,7 @@ class Terminal:
         """Read output for a moment. Return False if there is none."""
         if not select.select([self.descriptor], [], [], 0.2)[0]:
             return False
-        with suppress(OSError):  # the other end has gone
+        with suppress(OSError):  # the other end is closed
             self.unread += (taken := os.read(self.descriptor, 4096))
             return taken != b""
         return False
@@ -119,7 +119,7 @@ def terminal(command: list[str], columns: int = 80, **environment: str) -> Itera
 
 
 def plain(text: str) -> str:
-    """Without what moves the cursor or sets colours."""
+    """Return the text without sequences that move the cursor or set colours."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text)
 
 
@@ -210,7 +210,7 @@ def test_a_window_may_change_its_size_at_the_prompt_and_in_an_answer() -> None:
         screen.leave()
 
 
-# What an answer looks like
+# Format of answers
 
 
 def test_a_piped_answer_is_not_wrapped() -> None:
@@ -264,7 +264,7 @@ def test_what_is_no_utf8_is_told_in_every_locale(locale: str) -> None:
     assert done.stderr.startswith(b"infer: stdin is not UTF-8: byte 3 of a line is invalid")
 
 
-# What was typed before
+# History
 
 
 def test_messages_are_found_again_in_the_next_chat(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_messages_are_found_again_in_the_next_chat(tmp_path: Path) -> None:
     assert history.stat().st_mode & 0o777 == 0o600
     with terminal(CHAT, INFER_HISTORY=str(history)) as screen:
         screen.prompt()
-        screen.type(b"\x1b[A\x1b[A\r")  # up, up: the last is /quit
+        screen.type(b"\x1b[A\x1b[A\r")  # twice up, because the last line is /quit
         assert "echo: 1 two\nlines" in plain(screen.until("tokens/sec"))
         screen.prompt()
         screen.type(b"\x12the f")  # Ctrl-R
@@ -433,7 +433,7 @@ def test_what_is_typed_during_an_answer_is_the_next_message_and_not_in_the_text(
         screen.until("echo: 1 slow")
         screen.type(b"typed early")
         assert screen.until("echo: 1 slow echo: 1 slow").count("typed") == 0
-        screen.process.send_signal(signal.SIGINT)  # Ctrl-C itself would drop what was typed
+        screen.process.send_signal(signal.SIGINT)  # Ctrl-C would drop the typed text
         screen.until("(stopped)")
         screen.prompt()
         screen.type(b"\r")
@@ -481,7 +481,7 @@ def test_ctrl_z_gives_the_terminal_back_and_fg_goes_on() -> None:
         screen.until("Stopped")
         screen.until("$ ")
         screen.type(b"fg\r")
-        screen.until("> slow")  # what was typed is there again
+        screen.until("> slow")  # the typed text is shown again
         screen.type(b"\r")
         screen.until("echo: 1 slow")
         screen.type(CTRL_Z)

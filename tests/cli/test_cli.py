@@ -1,4 +1,4 @@
-"""Claims about the command line: what goes where, which value wins, how it fails, and that nothing disturbs it."""
+"""Claims about the command line: its streams, the precedence of values, errors, signals and pipes."""
 
 import io
 import json
@@ -406,7 +406,7 @@ def test_loading_shows_a_bar_on_a_terminal_alone(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    assert main(["generate", "a"]) == 0  # what -q asked for ends with its command
+    assert main(["generate", "a"]) == 0  # -q has no effect on the next command
     capsys.readouterr()
     with Spinner("loading m") as spinner:
         spinner.progress(1, 4)

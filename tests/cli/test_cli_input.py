@@ -1,4 +1,4 @@
-"""Claims about what a command line is given: prompts from every place, names of other programs, files that are none."""
+"""Claims about the input of commands: prompts from every source, names of other programs, and files of wrong kinds."""
 
 import json
 import os

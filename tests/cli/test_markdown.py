@@ -1,4 +1,4 @@
-"""Claims about Markdown at a terminal: no character is lost or moved, pieces do not matter, and what is styled how."""
+"""Claims about Markdown at a terminal: no character is lost or moved, pieces do not matter, and styles are right."""
 
 import re
 
@@ -26,7 +26,7 @@ def plain(shown: str) -> str:
 
 
 def parts(text: str) -> list[tuple[str, str]]:
-    """Return each stretch of one style, with its SGR parameters."""
+    """Return each part of one style, with its SGR parameters."""
     found = re.findall(r"(?:\x1b\[0;?([\d;]*)m)?([^\x1b]*)", styled(text))
     return [(parameters, part) for parameters, part in found if part]
 

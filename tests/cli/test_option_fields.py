@@ -1,4 +1,4 @@
-"""Claims about the options of commands: a field declares its option, and its type decides what the option takes."""
+"""Claims about the options of commands: a field declares an option, and its type defines the option's values."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path

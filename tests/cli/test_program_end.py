@@ -1,4 +1,4 @@
-"""A program that ends while its model answers, or asks it for answers at its very end: return code 0, and no hang."""
+"""A program ends while its model answers, or requests answers at its very end: return code 0, and no hang."""
 
 import subprocess
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 
 from programs import Programs
 
-pytestmark = pytest.mark.usefixtures("llm")  # which has compiled the kernels: nothing is said of that on stderr
+pytestmark = pytest.mark.usefixtures("llm")  # it compiles the kernels first, so that no message about that is on stderr
 
 PRELUDE = """
 import atexit, sys, threading
@@ -122,7 +122,7 @@ thread.join()
 
 
 def test_the_program_ends_when_a_model_that_was_dropped_is_freed(run: Run) -> None:
-    """A thread that the end of the interpreter tears down while it frees memory aborts the process."""
+    """If the interpreter's end stops a thread while it frees memory, the process aborts."""
     code = """
 import gc, time
 close = llm._opened.engine.close

@@ -138,7 +138,7 @@ def with_tensors(folder: Path, copy: Path, change: Callable[[str, torch.Tensor],
 
 
 def test_heads_that_are_padded_to_different_sizes_are_compared(folder: Path, tmp_path: Path) -> None:
-    """Rows after the last token of both are left out."""
+    """Rows after the last token of both are ignored."""
 
     def padded(name: str, tensor: torch.Tensor) -> torch.Tensor:
         has_tokens = name in ("lm_head.weight", "model.embed_tokens.weight")

@@ -1,4 +1,4 @@
-"""`infer quantize`: its files keep what a model says of itself, and each refusal is a line that names the fix."""
+"""`infer quantize`: its files keep the model's metadata, and each refusal is a line that names the fix."""
 
 import errno
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Permalinks: an answer over HTTP or on the command line is given again, bit for bit; bad links are told."""
+"""Permalinks: an answer over HTTP or on the command line is repeated, bit for bit, and bad links give a message."""
 
 import base64
 import json

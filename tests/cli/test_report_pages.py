@@ -1,4 +1,4 @@
-"""Pages of `infer doctor --html` and `infer compare --html`: whole in one file, with a bar for each value."""
+"""Pages of `infer doctor --html` and `infer compare --html`: one file, with a bar for each value."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def read_page(path: Path) -> str:
 
 
 def bars(page: str, name: str) -> list[list[tuple[bool, str, float]]]:
-    """Return the bars of each chart in the row of a kind: if it is marked, its label and its value."""
+    """Return the bars of each chart in the row of a kind. A bar has a mark or none, a label and a value."""
     (row,) = re.findall(rf'<div class="row"><div><b>{name}</b>(.*?)</figure></div>', page, re.DOTALL)
     return [charted(chart) for chart in row.split("<svg")[1:]]
 

@@ -1,4 +1,4 @@
-"""An exception that a signal's handler raises is the user's own: it passes through the call, and the next one works."""
+"""An exception of a signal's handler passes through the call unchanged, and the next call works."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Claims about the edge of the process: its three streams, Ctrl-C before there is a command, and its end."""
+"""Claims about the process of a command: its three streams, Ctrl-C before the command begins, and its end."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from shapes import SOURCE
 
 FAKE = [sys.executable, str(Path(__file__).parents[1] / "fake_cli.py")]
 COMMANDS = (["generate", "-q", "--prompt", "a"], ["--help"], ["models"], ["chat"], ["sample-trace", "a"])
-# Where a module of this name is looked for, the process gets a signal, as from a keyboard at that moment.
+# When Python searches for this module, the process gets a signal, as if Ctrl-C was pressed at that moment.
 INTERRUPTED = """
 import os, runpy, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,7 +32,7 @@ STARTS = {
 
 
 def shell(arguments: list[str], redirections: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the fake command in a shell of its own, which closes or fills its streams."""
+    """Run the fake command in a shell that closes or fills its streams."""
     command = ["bash", "-o", "pipefail", "-c", f'"$@" {redirections}', "bash", *FAKE, *arguments]
     return subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=60)
 
@@ -112,7 +112,7 @@ def test_progress_ends_where_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> No
             Spinner("measuring").progress(1, 2)
 
 
-# Ctrl-C before there is a command
+# Ctrl-C before the command begins
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
@@ -157,7 +157,7 @@ end_process(7)
     assert (done.returncode, done.stdout) == (7, "helpers stopped\n")
 
 
-# What the machine refuses
+# Refusals by the system
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Claims about `infer sample-trace` and what stands behind it: it shows the sampler's own stages, noise and choice."""
+"""Claims about `infer sample-trace` and its function: they show the sampler's own stages, noise and choice."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The files of deploy/ and the Dockerfile: in the shape that their programs read, and true of this server."""
+"""The files of deploy/ and the Dockerfile are valid for their programs, and agree with the server."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The parts that replicas on any machine share, without Ray: requests for routers, rows of tables, and cores."""
+"""The common parts of replicas on any machine, without Ray: requests for routers, rows of tables, and cores."""
 
 import json
 import os
@@ -23,7 +23,7 @@ LONG = "once " * 200
 
 
 class Table(NamedTuple):
-    """The part of a `pyarrow.Table` that is used."""
+    """The used part of a `pyarrow.Table`."""
 
     rows: list[dict[str, Any]]
 
@@ -70,7 +70,7 @@ def test_a_session_is_a_header_or_a_cache_key_of_one_tenant() -> None:
 
 
 def test_the_engine_of_a_data_set_writes_the_lines_of_infer_batch(model: Path, tmp_path: Path) -> None:
-    """From lines as they are, and from columns with nulls where a row has no such field."""
+    """Rows are lines of text, or columns with nulls for missing fields."""
     rows = [{"id": f"r{number}", "prompt": [5, 6, 7 + number], "max_new_tokens": 6} for number in range(5)]
     rows += [{"id": "greedy", "prompt": "ab", "temperature": 0.0}, {"id": "wrong", "prompt": "ab", "top_p": 7.0}]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

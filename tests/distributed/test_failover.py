@@ -1,4 +1,4 @@
-"""Clients of replicas that die: what they see and what the replicas are asked. A replica here is a few lines."""
+"""Clients of replicas that die: their answers, and the requests to the replicas. A replica here is a small fake."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ STREAM, JSON = ([(b"content-type", kind)] for kind in (b"text/event-stream; char
 
 
 class Life:
-    """A replica that answers with this head and body, a list of events or bytes, and then dies or not."""
+    """A replica that answers with this head and body, a list of events or bytes, and then may die."""
 
     load_seconds = 0.0
 
@@ -57,7 +57,7 @@ class Life:
 
 
 class Lives:
-    """One after the other; `asked` are the requests."""
+    """Consecutive replicas. `asked` has their requests."""
 
     are_several = True
 
@@ -83,7 +83,7 @@ class Lives:
 def answer(
     lives: Lives, *, is_repeatable: bool = True, headers: Sequence[tuple[bytes, bytes]] = ()
 ) -> tuple[int, bytes]:
-    """Return the status and the body that the client gets."""
+    """Return the status and the body that the client receives."""
     sent, statuses = list[bytes](), list[int]()
 
     async def until_gone() -> Message:
@@ -210,7 +210,7 @@ def test_a_head_is_handed_on_without_the_fields_of_its_connection() -> None:
 
 
 class Kept:
-    """A replica of which the test says what becomes of it."""
+    """A replica whose state the test sets."""
 
     def __init__(self, replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
         self._replica, self.num_dropped = replica, 0
@@ -264,7 +264,7 @@ def test_the_cache_of_a_replica_that_died_is_not_counted_on(two: Two) -> None:
         assert await asked(two, b"x" * 4000) == "0"
         first.become(is_ready=False)
         first.become(is_ready=True)
-        assert await asked(two, b"y" * 8000) == "0"  # as good as the other, and the first
+        assert await asked(two, b"y" * 8000) == "0"  # both are equal, so the first is chosen
         assert await asked(two, b"x" * 4000) == "1", "the first has been sent more, and has nothing of this"
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Bodies that reach the engine through the clients' process are answered as by one process."""
+"""Bodies that reach the engine through a front get the answers of a single process."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -21,7 +21,7 @@ ASKED: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 3, "temperature": 0
 
 
 class OneReplica:
-    """The child server at a port of this machine."""
+    """A child server at a port of this machine."""
 
     are_several = False
 
@@ -42,7 +42,7 @@ class OneReplica:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
-    """The same model in one process, and behind a front."""
+    """Serve the same model in one process, and behind a front."""
     with (
         LLM(make_model(tmp_path_factory.mktemp("model"))) as llm,
         serving(llm, model="tiny") as alone,

@@ -1,4 +1,4 @@
-"""Models of several kinds in one server: each route finds a model of its kind, and names it if another is asked."""
+"""Models of several kinds in one server: each route finds a model of its kind, or names one in its refusal."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -43,7 +43,7 @@ def plan(source: ModelSource, most_bytes: int) -> ModelPlan:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server of a reranker, a model that generates, and one for embeddings."""
+    """Serve a reranker, a model that generates, and a model for embeddings."""
     folder = tmp_path_factory.mktemp("models")
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         ports = dict[str, int]()

@@ -1,4 +1,4 @@
-"""Ollama's API through a process without a model: lines that survive a death, and models that come and go."""
+"""Ollama's API through a front: lines survive the death of a replica, and models are loaded and unloaded."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def child(folder: Path) -> Iterator[Served]:
 
 
 class CutReader:
-    """A reader of a connection that ends before a text, as that of a process that is killed."""
+    """A reader of a connection that ends before a text, as if the process was killed."""
 
     def __init__(self, reader: asyncio.StreamReader, end: bytes) -> None:
         self._reader, self._end, self._has_ended = reader, end, False
@@ -134,7 +134,7 @@ class OnShelf(NamedTuple):
 
 @pytest.fixture
 def on_shelf(child: Served, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[OnShelf]:
-    """A server of the models a and b, which both are the child's."""
+    """Serve the models a and b, which are both the child's model."""
 
     class LocalReplicas(FakeReplicas):
         exchange = OneReplica(child.port).exchange  # type: ignore[assignment]
@@ -180,7 +180,7 @@ def test_keep_alive_sets_when_an_idle_model_is_unloaded(on_shelf: OnShelf) -> No
     on_shelf.post("/api/chat", **CHAT, keep_alive=0)
     on_shelf.wait_until_running()
     on_shelf.post("/v1/chat/completions", messages=MESSAGES, max_tokens=4)
-    assert on_shelf.expiry() > 10**9  # the keep_alive of an earlier life does not count
+    assert on_shelf.expiry() > 10**9  # the keep_alive of an earlier load does not count
     assert on_shelf.post("/api/chat", **CHAT, keep_alive="later").json()["code"] == "invalid_value"
 
 

@@ -1,4 +1,4 @@
-"""Several processes with the model and one that clients talk to: kills that no client notices."""
+"""Several processes with the model behind a front: no client notices kills."""
 
 import asyncio
 import json
@@ -122,7 +122,7 @@ class Story:
 
 
 def test_the_streams_of_a_stopped_replica_go_on_elsewhere_and_the_server_stays_ready(tmp_path: Path) -> None:
-    """Killed after the watchdog's seconds, the replica comes back."""
+    """The watchdog kills the replica after its time, and the replica returns."""
     folder = make_model(tmp_path / "model", context=1500)
     command = python_command(front_of(CHILD, watchdog_seconds=6), folder, "PORT", seconds=600)
     with running(command, tmp_path / "log") as server:
@@ -149,7 +149,7 @@ def test_the_streams_of_a_stopped_replica_go_on_elsewhere_and_the_server_stays_r
 def test_a_replica_that_hangs_is_killed_when_its_checks_took_the_watchdog_s_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A check that is missed takes the second before it and the second in which no answer comes."""
+    """A missed check takes a second before it, and a second without an answer."""
     num_checks, killed_after = 0, list[int]()
 
     async def silent(target: bytes) -> None:
@@ -175,7 +175,7 @@ def test_a_replica_that_hangs_is_killed_when_its_checks_took_the_watchdog_s_seco
 
 
 def test_an_answer_whose_engine_fails_goes_on_in_another_process(tmp_path: Path) -> None:
-    """A rank of tensor parallelism that was killed is such a failure: the leader lives."""
+    """A killed rank of tensor parallelism is such a failure, because the leader lives."""
     folder, fault = make_model(tmp_path / "model", context=1500), tmp_path / "fault"
     step = f"        if os.path.exists({str(fault)!r}):\n            os.remove({str(fault)!r})\n"
     step += '            raise RuntimeError("rank 1 ended by signal 9")\n        time.sleep(0.05)\n'
@@ -261,7 +261,7 @@ EVENTS = [b"data: %d\n\n" % number for number in range(3)]
 def test_a_part_is_asked_for_again_once_and_only_if_its_event_was_sent(
     cuts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two replicas die after so many notes and events; a third gives the rest."""
+    """Two replicas die after some notes and events, and a third one sends the other events."""
     lives, asked, expected, body = [*cuts, None], list[list[SentPart]](), list[list[SentPart]](), list[bytes]()
 
     class Living:
@@ -310,7 +310,7 @@ def test_a_part_is_asked_for_again_once_and_only_if_its_event_was_sent(
 
 
 def test_a_front_without_an_answer_of_any_engine_is_not_ready_and_says_so() -> None:
-    """Ray's fronts were never ready: they have no model to ask."""
+    """Once, Ray's fronts were never ready, because they have no model."""
 
     class Answers(NamedTuple):
         found: dict[str, tuple[int, bytes]]

@@ -1,4 +1,4 @@
-"""The router by simulation: a chat trace over eight replicas, whose caches hold pages by the cache's own keys."""
+"""The router in a simulation: a chat trace over eight replicas, whose caches use the real keys of pages."""
 
 import sys
 from collections import Counter

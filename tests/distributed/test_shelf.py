@@ -1,4 +1,4 @@
-"""Several models in one server: which of them are in memory, and who waits for whom."""
+"""Several models in one server: the models in memory, and the requests that wait for them."""
 
 import asyncio
 import json
@@ -61,10 +61,10 @@ def test_the_least_recently_used_idle_models_go_and_none_that_could_stay(
 
 
 class FakeReplicas(Replicas):
-    """A process that is ready a moment after its start, unless its model is named "broken"."""
+    """A fake process that is ready a moment after its start, unless its model is named "broken"."""
 
     running: ClassVar[list[str]] = []
-    loaded: ClassVar[list[str]] = []  # also those that were unloaded since
+    loaded: ClassVar[list[str]] = []  # including models that were unloaded later
 
     def __init__(self, commands: Any, *others: Any, **settings: Any) -> None:
         super().__init__(commands, *others, **settings)
@@ -94,7 +94,7 @@ Check = Callable[[Shelf], Coroutine[Any, Any, None]]
 
 @pytest.fixture
 def on_shelf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Run a check with a shelf of 10 bytes for the models of `SIZES`, of which the first ones are loaded."""
+    """Run a check with a shelf of 10 bytes for the models of `SIZES`. The first models are loaded."""
 
     def plan(source: ModelSource, most_bytes: int) -> ModelPlan:
         if SIZES.get(source.name, 1) > most_bytes:
@@ -334,7 +334,7 @@ def test_a_model_is_unloaded_on_request_after_its_last_answer_and_loaded_again(o
         ended.set()
         await asyncio.gather(running, unloading)
         assert await later == "a"
-        await shelf.unload(await shelf.named("b"))  # is not loaded
+        await shelf.unload(await shelf.named("b"))  # it is not loaded
 
     on_shelf(check)
 
@@ -360,7 +360,7 @@ def test_files_that_were_replaced_are_planned_again_before_their_model_is_loaded
         await soon()
         running.append(asyncio.create_task(answer(shelf, "b")))
         await soon()
-        replace("b", 9)  # while it waits for room
+        replace("b", 9)  # while it waits for memory
         ended.set()
         await asyncio.gather(*running)
         assert (b.num_bytes, FakeReplicas.running) == (9, ["b"]), "c is not left beside the larger b"

@@ -1,4 +1,4 @@
-"""How much memory counts as there: the machine's or the container's, whichever is less, at load and for every row."""
+"""Available memory is the smaller one of the machine's and the container's, at load and for every row."""
 
 from pathlib import Path
 from typing import Any

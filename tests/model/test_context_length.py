@@ -1,4 +1,4 @@
-"""Claims about the context where nothing is asked for: the model's own, up to the default, as far as memory goes."""
+"""Claims about the default context: the model's own, up to the default limit, if memory suffices."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_where_memory_is_short_the_default_is_the_part_that_fits() -> None:
     assert 512 <= part < 8192
     assert part % 64 == 0
     assert estimate(architecture, checkpoint.tensors, LOAD, SETTINGS, num_tokens=part).model <= whole - 50_000_000
-    assert fits(1_000_000) == 8192  # no useful part: refused with the figures of the whole
+    assert fits(1_000_000) == 8192  # no useful part fits, so the refusal names the whole context
 
 
 def test_a_cut_is_a_warning_and_what_was_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ def test_poisoned_memory_is_never_read(name: str, tmp_path: Path) -> None:
 def test_the_names_of_published_files_load(tmp_path: Path) -> None:
     """Nomic's own files have fused projections and older names; some of BERT's have a prefix and gamma and beta.
 
-    DistilBERT and ELECTRA have a prefix, and heads that guess words.
+    DistilBERT and ELECTRA have a prefix, and heads that predict words.
     """
     of_distilbert = partial(_with_guesses, prefix="distilbert", heads=("vocab_transform", "vocab_projector"))
     of_electra = partial(_with_guesses, prefix="electra", heads=("discriminator_predictions", "generator_lm_head"))

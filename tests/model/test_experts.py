@@ -1,4 +1,4 @@
-"""Models with experts: a real model whose MLP was cut into experts, and files that do not have what they need."""
+"""Models with experts: a real model whose MLPs were divided into experts, and files with missing parts."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def cut(architecture: Architecture, weights: LazyWeights) -> tuple[Architecture, dict[str, FileWeight]]:
-    """Return SmolLM2 with each MLP as four experts that all tokens choose, with weights of 1."""
+    """Return SmolLM2 with each MLP divided into four experts, which all tokens choose with weights of 1."""
     layers, found = [], dict[str, FileWeight]()
     for index, layer in enumerate(architecture.layers):
         assert isinstance(layer.feed_forward, Dense)

@@ -1,4 +1,4 @@
-"""The forward pass against `transformers` on tiny random weights: every family, every way to feed it."""
+"""The forward pass against `transformers` on tiny random weights: every family, with steps of every kind."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ TOLERANCES |= dict.fromkeys(("gemma4_text", "gemma4_unified_text"), 4e-4)
 
 @pytest.fixture(scope="module")
 def pairs() -> dict[str, tuple[Any, Transformer]]:
-    """Each made once: pytest makes a fixture with parameters again wherever another parameter came between."""
+    """Return the pairs, each made once. Pytest would make a fixture with parameters again after another parameter."""
     return {}
 
 
@@ -61,7 +61,7 @@ def expected_logits(oracle: Any, token_ids: Sequence[int]) -> Tensor:
 
 
 def make_reserved(model: Transformer, num_rows: int = 1) -> PagedCache:
-    """Rows that have room for all that any test gives them."""
+    """Return a cache whose rows have room for the tokens of every test."""
     cache = make_cache(model, LENGTH, num_rows, step_tokens=LENGTH)
     for row in range(num_rows):
         cache.reserve(row, LENGTH)
@@ -70,7 +70,7 @@ def make_reserved(model: Transformer, num_rows: int = 1) -> PagedCache:
 
 @torch.inference_mode()
 def chunked_logits(model: Transformer, token_ids: Sequence[int], chunk: int) -> Tensor:
-    """Return logits as a model computes them: recorded once, and replayed for every chunk."""
+    """Return the logits of a recording, which is replayed for every chunk."""
     cache = make_reserved(model)
     captured = CapturedForward(lambda step: model.forward(step, cache), LENGTH, LENGTH)
     pieces = []
@@ -82,7 +82,7 @@ def chunked_logits(model: Transformer, token_ids: Sequence[int], chunk: int) -> 
 
 
 def chunk_cases() -> Iterator[Any]:
-    """Every size for a model of each family, two for each setting."""
+    """Return every size of chunks for one model of each family, and two sizes for each setting."""
     for tiny in TINY:
         for chunk in (LENGTH, 1, 7, 16, 64) if IS_WHOLE or tiny in ONE_EACH else (LENGTH, 7):
             yield pytest.param(tiny, chunk, id=f"{tiny.name}-{chunk}")
@@ -135,7 +135,7 @@ def test_only_wanted_logits_are_computed(pair: tuple[Any, Transformer]) -> None:
 def test_hidden_states_equal_transformers_after_the_last_norm(pair: tuple[Any, Transformer]) -> None:
     oracle, model = pair
     token_ids = random_ids(LENGTH)
-    # Which is in the norm's weights here.
+    # In infer, it is a part of the norm's weights.
     scale = getattr(oracle.config, "logits_scaling", 1.0) / getattr(oracle.config, "output_multiplier", 1.0)
     expected = oracle.base_model(torch.tensor([token_ids])).last_hidden_state[0] / scale
     found = ops.normalize(model.residual(Step.of(token_ids), make_reserved(model)), model.norm)

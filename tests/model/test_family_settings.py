@@ -1,4 +1,4 @@
-"""Configs as they are published: both dialects, what they leave out, and the line that says what cannot be run."""
+"""Published configs: both dialects, missing settings, and the refusal of settings that cannot be run."""
 
 from typing import Any
 

@@ -32,7 +32,7 @@ def test_greedy_with_speculation_is_the_argmax_of_transformers(
         prompt_ids = llm.tokenizer.encode(prompt)
         with torch.inference_mode():
             logits = oracle(torch.tensor([prompt_ids + result.token_ids])).logits[0]
-        # Greedy decoding says the likeliest token after each prefix, which one pass over the whole text shows.
+        # Greedy decoding samples the likeliest token after each prefix, which one pass over the whole text shows.
         assert result.token_ids == logits[len(prompt_ids) - 1 : -1].argmax(-1).tolist()
     assert sum(result.stats.drafts_proposed for result in results) > 0
     together = llm.generate_all(prompts, params, batch_size=2, speculation="ngram")

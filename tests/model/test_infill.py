@@ -1,4 +1,4 @@
-"""`suffix` of /v1/completions: the answer stands between two texts, for models that were trained to write it."""
+"""`suffix` of /v1/completions: the answer is inserted between two texts, for models that were trained to write it."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Layers of which a part is missing: a model whose layers were cut in two computes the same bits."""
+"""Layers without one of their parts: a model whose layers were divided in two computes the same bits."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ IDS = [(i * 37) % 90 + 3 for i in range(40)]
 
 
 def load_both(folder: Path) -> tuple[Transformer, Transformer]:
-    """Return a tiny Gemma, and the same weights with each layer as two: one without feed-forward, one without mixer."""
+    """Return a tiny Gemma, and the same with each layer as two, one without a feed-forward and one without a mixer."""
     make_tiny(next(tiny for tiny in TINY if tiny.name == "gemma3"), folder)
     checkpoint = open_checkpoint(folder)
     architecture, weights = make_architecture(checkpoint.config), LazyWeights(checkpoint.tensors)

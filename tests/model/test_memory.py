@@ -1,4 +1,4 @@
-"""Claims about memory: what is estimated from headers is what a loaded model takes."""
+"""Claims about memory: the estimate from headers is the memory that a loaded model takes."""
 
 import json
 import re
@@ -98,7 +98,7 @@ def held_bytes(model: Transformer) -> int:
     members += [] if model.per_layer is None else vars(model.per_layer).values()
     members += [heads.sinks for heads in all_heads(model)]
     for own in (layer.mixer for layer in model.layers if isinstance(layer.mixer, LoadedAttention)):
-        if own.own.qk_norm != "head_unweighted":  # whose few ones are in no file
+        if own.own.qk_norm != "head_unweighted":  # its ones are not in a file
             members += [own.heads.q_norm, own.heads.k_norm]
     for member in (model.embedding, model.head, model.norm, *members):
         if isinstance(member, Projection):
@@ -155,7 +155,7 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
     for (role, _), size in buffers.items():
         role = "quantized" if role.startswith("quantized") else role
         said[role] = said.get(role, 0) + size
-    for role in ("attention scratch", "delta net scratch", "unpacked weights"):  # of a thread each
+    for role in ("attention scratch", "delta net scratch", "unpacked weights"):  # for each thread
         held[role] = held.get(role, 0) * thread_pool().num_threads // MAX_THREADS
     if not instruction_set().has_matrices:
         said.pop("unpacked weights", None)
@@ -301,7 +301,7 @@ def test_what_does_not_fit_is_refused_with_the_context_that_would(monkeypatch: p
     needed = estimate(architecture, checkpoint.tensors, threads, CacheSettings(), num_tokens=1000).model
     monkeypatch.setattr("infer.backends.base.available_memory_bytes", lambda: needed)
     with monkeypatch.context() as within:
-        within.setattr("infer.model.from_checkpoint.load_transformer", None)  # is not called
+        within.setattr("infer.model.from_checkpoint.load_transformer", None)  # it is not called
         with pytest.raises(
             ModelError, match=r"Q4_1.gguf needs 3\d\d MB here \(99 of .* for 8,192 tokens, .* of w"
         ) as error:
@@ -374,7 +374,7 @@ def test_what_would_not_load_is_not_estimated(
 def test_the_command_works_on_systems_without_affinity(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """macOS has none."""
+    """macOS has no affinity."""
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.delattr("os.sched_getaffinity")
     assert main(["estimate"]) == 0

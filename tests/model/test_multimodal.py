@@ -1,4 +1,4 @@
-"""The text part of multimodal models, whose folders have a tower for images too: the logits of `transformers`."""
+"""The text part of multimodal models, whose folders also have a tower for images, has the logits of `transformers`."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ LLAMA4_VISION = SMALL | {
     "image_size": 28,
 }
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
-MODELS: dict[str, tuple[Any, Any, float]] = {  # a class of `transformers`, its config, and how far logits may differ
+MODELS: dict[str, tuple[Any, Any, float]] = {  # a class of `transformers`, its config, and the tolerance of logits
     "gemma3": (
         Gemma3ForConditionalGeneration,
         Gemma3Config(
@@ -79,7 +79,7 @@ def test_the_text_of_a_multimodal_model_is_that_of_transformers(name: str, tmp_p
     oracle = made._from_config(config, attn_implementation="eager").float().eval()
     oracle.save_pretrained(tmp_path)
     if name.startswith("gemma4"):
-        oracle.model.language_model.config.output_hidden_states = True  # `tiny.make_tiny` says why
+        oracle.model.language_model.config.output_hidden_states = True  # `tiny.make_tiny` has the reason
     token_ids = torch.randint(3, 90, (100,)).tolist()
     expected = expected_logits(oracle.language_model if name.startswith("llama4") else oracle, token_ids)
     assert (logits_of(load(tmp_path), token_ids) - expected).abs().max() <= most

@@ -1,4 +1,4 @@
-"""Output gates and scaled queries of attention: who refuses and who names them, and what gates do not change."""
+"""Output gates and scaled queries of attention: backends that refuse them, their names, and invariances of gates."""
 
 from dataclasses import replace
 from pathlib import Path

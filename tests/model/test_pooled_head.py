@@ -1,4 +1,4 @@
-"""The layers after a pooled state: equal to torch's modules, and with bits that depend on one state alone."""
+"""The layers after a pooled state: equal to torch's modules, and with bits that depend only on one state."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def applied(head: Head, states: torch.Tensor) -> torch.Tensor:
 
 
 def save(path: Path, modules: nn.Module, **changes: Tensor) -> dict[str, Any]:
-    """Save the tensors of modules, and return them as the file's."""
+    """Save the tensors of modules, and return those of the file."""
     save_file({name: tensor.contiguous() for name, tensor in modules.state_dict().items()} | changes, path)
     return read_safetensors(path)
 

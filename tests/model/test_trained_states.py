@@ -1,4 +1,4 @@
-"""A hybrid that was trained on a task that needs memory: its states carry the answers, however its texts are fed."""
+"""A hybrid that was trained on a task that needs memory: its states have the answers, for steps of any sizes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from infer.runner.caches import make_cache
 from recall_task import NUM_LETTERS, RecallText, make_text, train
 from steps import join
 
-pytestmark = pytest.mark.slow  # trains for half a minute
+pytestmark = pytest.mark.slow  # training takes half a minute
 
 NUM_TEXTS, NUM_TOKENS = 24, 150  # longer than any text of the training, over two borders of pages
 LONGEST = NUM_TOKENS + 20
@@ -50,12 +50,12 @@ def llm(folder: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def texts() -> list[RecallText]:
-    """Texts that the training has not seen."""
+    """Return texts that were not in the training."""
     return [make_text(Random(10_000 + index), NUM_LETTERS, NUM_TOKENS) for index in range(NUM_TEXTS)]
 
 
 def share_right(texts: Sequence[RecallText], logits: Sequence[Tensor]) -> float:
-    """Return the share of the asked digits that have the largest logit."""
+    """Return the share of asked digits that have the largest logit."""
     found = torch.cat([each[text.asked].argmax(-1) for text, each in zip(texts, logits, strict=True)])
     wanted = torch.tensor([digit for text in texts for digit in text.digits])
     return (found == wanted).float().mean().item()
@@ -110,7 +110,7 @@ def test_logits_equal_transformers_at_every_position(oracle: Any, llm: LLM, text
 
 
 def test_unseen_texts_are_answered(llm: LLM, texts: list[RecallText]) -> None:
-    """Each asked digit in a step of its own text, and the last one as an answer of the engine."""
+    """Each asked digit is predicted in a step of its own text, and the last one is an answer of the engine."""
     assert share_right(texts, [llm.logits(text.token_ids) for text in texts]) >= LEAST_RIGHT
     answers = llm.generate_all([text.token_ids[:-1] for text in texts], temperature=0, max_new_tokens=1)
     right = [answer.token_ids == text.token_ids[-1:] for text, answer in zip(texts, answers, strict=True)]
@@ -148,7 +148,7 @@ def test_rounded_weights_answer_too(folder: Path, texts: list[RecallText], weigh
 
 
 def test_the_answers_come_from_the_states(folder: Path, texts: list[RecallText], tmp_path: Path) -> None:
-    """Gates that forget all leave nothing to answer with."""
+    """If gates forget everything, the model cannot answer."""
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The page of models says what loads, and the tests' own lists say what it says."""
+"""The page of models names each kind of model that loads, and agrees with the lists in the tests."""
 
 import json
 

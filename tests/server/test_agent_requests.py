@@ -95,7 +95,7 @@ def test_a_turn_finds_the_turn_before_in_the_cache(served: Served, name: str) ->
     first, second = turns_of(name)[:2]
     for body in (first, second):
         if path == MESSAGES:
-            body["messages"][0]["content"].insert(0, {"type": "text", "text": name})  # no other test's prompt
+            body["messages"][0]["content"].insert(0, {"type": "text", "text": name})  # not the prompt of another test
             body["system"].insert(1, {"type": "text", "text": name})
         else:
             body["cache_salt"] = name
@@ -152,12 +152,12 @@ def test_a_later_system_message_is_a_reminder_of_the_user() -> None:
 
 
 def shown(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages that the template is given."""
+    """Return the messages that the template receives."""
     read = read_body(json.dumps({"max_tokens": 1} | body).encode(), MessagesBody, complete_messages)
     return messages_of(read.messages, read.system)
 
 
-# What is refused, replaced or left out
+# Refused, replaced and ignored fields
 
 
 def test_an_image_that_a_tool_read_is_replaced(served: Served) -> None:
@@ -316,7 +316,11 @@ def test_a_forced_tool_that_was_left_out_is_refused(served: Served) -> None:
 
 
 def test_a_response_without_a_limit_goes_to_the_end_of_the_context(served: Served) -> None:
-    asked = {"input": "a" * 7000, "regex": "[a-z]{900,}", "seed": 1}  # Codex names no limit, and fails at one
+    asked = {
+        "input": "a" * 7000,
+        "regex": "[a-z]{900,}",
+        "seed": 1,
+    }  # Codex sets no limit, and fails at one
     answer = post(served, RESPONSES, asked)
     assert answer["usage"]["output_tokens"] > 512
 

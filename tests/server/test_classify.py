@@ -1,4 +1,4 @@
-"""`/v1/classify`: vLLM's shape, with the probabilities of the library."""
+"""`/v1/classify` answers in vLLM's shape, with the probabilities of the library."""
 
 from collections.abc import Iterator
 from typing import Any

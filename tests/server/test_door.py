@@ -1,4 +1,4 @@
-"""The door: who is refused before any work is done, and when it may come back."""
+"""The door: which requests are refused before any work is done, and when their clients may return."""
 
 import random
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from infer.server.server_settings import ServerSettings
 from infer.server.wait_forecast import Forecast, RemainingWork
 from simulation import Machine, Request
 
-SERVER = Machine(16, 1024, (5e-3, 7e-4, 7e-4, 4e-4))  # 6.07 requests of 128 tokens in, 64 out in a second
+SERVER = Machine(16, 1024, (5e-3, 7e-4, 7e-4, 4e-4))  # answers 6.07 requests per second with 128 tokens in and 64 out
 CAPACITY = 6.07
 demands = st.lists(
     st.builds(
@@ -53,7 +53,7 @@ def busy(tenant: str, count: int = 100, num_slots: int = 16) -> list[RemainingWo
 
 
 def enter(door: Door, look: Callable[[], Forecast], body: bytes = b"", **arrival: int | str) -> float | None:
-    """Return the seconds that a refused client is told; None if it is taken."""
+    """Return the wait in seconds that a refused client is told, or None if the request is accepted."""
     try:
         door.enter(Arrival(**{"tenant": "a", "num_answer_tokens": 100, **arrival}), body, look).close()  # type: ignore[arg-type]
     except ApiError as refused:
@@ -67,7 +67,7 @@ def test_nobody_waits_for_its_own_prompt() -> None:
 
 
 def test_a_full_engine_is_waited_for() -> None:
-    """All that is ahead is some 60 s of work, of which the last 16 answers run beside the one that enters."""
+    """About 60 s of work are ahead. The last 16 answers of it run together with the one that enters."""
     assert 40 < forecast_of(busy("a")).seconds_to_slot("a") < 60
 
 
@@ -174,7 +174,7 @@ def test_who_is_being_prepared_counts_until_the_engine_knows_of_it() -> None:
     entry = door.enter(Arrival("a", num_prompts=1, num_choices=4), b"", lambda: forecast_of([], 1))
     assert door.forecast(lambda: forecast_of([], 1)).count == 4
     assert enter(door, lambda: forecast_of([], 1)) is not None
-    entry.submit()  # the engine was not looked at since
+    entry.submit()  # the engine has not been read since
     assert door.forecast(lambda: forecast_of([], 1)).num_waiting("a") == 4
     entry.close()
     assert door.forecast(lambda: forecast_of([], 1)).num_waiting("a") == 1
@@ -191,15 +191,15 @@ def test_each_refused_client_is_promised_a_place_after_those_before_it() -> None
     assert all(later > earlier for earlier, later in zip(told, told[2:], strict=False)), told
     assert told[7] - told[0] > 6
     now[0] = told[0]
-    nearly_full = busy("a", 85)  # 38 s ahead: less than is allowed, and promised to others
+    nearly_full = busy("a", 85)  # 38 s are ahead, less than the limit, but this place is promised to others
     assert enter(door, lambda: forecast_of(nearly_full), b"new") is not None
     assert enter(door, lambda: forecast_of(nearly_full), b"0") is None
     now[0] = 58.0
-    assert enter(door, lambda: forecast_of(busy("a", 40)), b"another") is None  # nobody has come back
+    assert enter(door, lambda: forecast_of(busy("a", 40)), b"another") is None  # no refused client has returned
 
 
 def test_who_waits_longer_than_a_minute_keeps_its_place() -> None:
-    """Some 160 s of work are ahead of the first of two, so both are told a minute twice."""
+    """About 160 s of work are ahead of the first of two clients, so both are told to wait a minute twice."""
     now, ahead = [0.0], [300]
     door = Door(ServerSettings(max_ttft=40.0, slots=16), clock=lambda: now[0])
 
@@ -222,7 +222,7 @@ def test_who_waits_longer_than_a_minute_keeps_its_place() -> None:
 def test_predictions_are_corrected_by_the_waits_of_those_who_were_accepted() -> None:
     now = [0.0]
     door = Door(ServerSettings(max_ttft=60.0), clock=lambda: now[0])
-    entry = door.enter(Arrival("a"), b"", lambda: forecast_of(busy("a")))  # after some 50 s
+    entry = door.enter(Arrival("a"), b"", lambda: forecast_of(busy("a")))  # after about 50 s
     entry.close()
     for _ in range(60):
         entry.learn_wait(72.0)
@@ -243,7 +243,7 @@ def test_texts_are_counted_and_what_is_no_text_is_not() -> None:
 
 @pytest.mark.parametrize("max_ttft", [5.0, 30.0])
 def test_a_burst_is_answered_to_the_last_by_clients_that_ask_three_times(max_ttft: float) -> None:
-    """300 requests within a second, 49 s of work: without promises 56 were answered."""
+    """The burst has 300 requests within a second, 49 s of work. Without promises, 56 of them were answered."""
     burst = [Request(index / 300, 128, 64, 64) for index in range(300)]
     life = DoorSimulation(SERVER, burst, max_ttft=max_ttft)
     life.run()
@@ -258,7 +258,7 @@ SLOW_CAPACITY = 0.94
 
 
 def arriving(rate: float, seconds: float) -> list[Request]:
-    """Return clients that come at random, `rate` of them a second."""
+    """Return clients that arrive at random, `rate` per second."""
     draw, now, requests = random.Random(4), 0.0, list[Request]()
     while now < seconds:
         now += draw.expovariate(rate)
@@ -282,7 +282,7 @@ def test_at_twice_the_capacity_promises_are_kept_and_nothing_idles() -> None:
 
 @pytest.mark.parametrize(("between", "max_queue"), [(0.0, 512), (0.01, 512), (0.0, 10)])
 def test_patient_clients_are_taken_in_turn_and_when_they_were_told(between: float, max_queue: int) -> None:
-    """At twice the capacity. With a pause between two steps, all takes longer than the costs of steps predict."""
+    """The load is twice the capacity. A pause between two steps makes all waits longer than the costs predict."""
     machine, requests = replace(SLOW, between=between), arriving(2 * SLOW_CAPACITY, 120.0)
     life = DoorSimulation(machine, requests, num_retries=50, max_queue=max_queue)
     life.run()

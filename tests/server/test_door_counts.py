@@ -1,4 +1,4 @@
-"""The sequences that the door counts of a request: what each of them costs, until when, and how many there may be."""
+"""The sequences of a request that the door counts: the cost of each, its end, and their limit."""
 
 import pytest
 
@@ -16,11 +16,11 @@ def idle() -> Forecast:
 
 
 def test_each_prompt_of_a_request_is_read_once_before_and_after_the_engine_has_it() -> None:
-    """Two prompts of 100 tokens, and six answers."""
+    """The request has two prompts of 100 tokens, and six answers."""
     door = Door(ServerSettings(), clock=lambda: 0.0)
     entry = door.enter(TWO_PROMPTS, b"", idle)
     expected = forecast_of([RemainingWork("a", False, 100, 0, 10.0)] * 2 + [RemainingWork("a", False, 0, 0, 10.0)] * 4)
-    for _ in range(8):  # two more than there are
+    for _ in range(8):  # two more than the request has
         found = door.forecast(idle)
         assert (found.count, found.num_waiting("a")) == (6, 6)
         assert found.seconds_ahead("b", 1000) == pytest.approx(expected.seconds_ahead("b", 1000))

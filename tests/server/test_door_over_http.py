@@ -1,4 +1,4 @@
-"""The door over HTTP: one key's flood refuses no other key, and refused clients come back in turn."""
+"""The door over HTTP: a flood of one key refuses no other key, and refused clients return in turn."""
 
 import time
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ SHORT: dict[str, Any] = {"prompt": [7, 8], "max_tokens": 1}
 
 @pytest.fixture
 def slow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each step takes 10 ms, and is believed to take longer."""
+    """Let each step take 10 ms. The door predicts more."""
     engine = llm._opened.engine
     step = engine.step
 
@@ -72,7 +72,7 @@ def test_a_body_of_more_answers_than_may_wait_is_refused_and_others_are_not(llm:
 
 
 def test_answers_are_counted_and_not_requests(llm: LLM, slow: None) -> None:
-    """This includes answers that wait outside the engine: the second to the sixth wait until the prompt is read."""
+    """Answers outside the engine count too: the second to the sixth one wait until the prompt is read."""
     with serving(llm, slots=2, max_queue=4) as served, ThreadPoolExecutor(1) as pool:
         taken = pool.submit(post, served, LONG | {"n": 6, "max_tokens": 20})
         until(lambda: bool(llm._opened.engine.sequences))
@@ -82,7 +82,7 @@ def test_answers_are_counted_and_not_requests(llm: LLM, slow: None) -> None:
 
 
 def test_what_is_no_prompt_is_not_counted_as_one(llm: LLM, slow: None) -> None:
-    """A body of 60 kB whose prompt has two tokens, beside an answer that is under way."""
+    """While an answer is computed, a body of 60 kB has a prompt of two tokens."""
     with serving(llm, slots=4, max_ttft=5.0) as served, ThreadPoolExecutor(2) as pool:
         taken = [pool.submit(post, served, LONG | {"stop_token_ids": [9] * 20_000}) for _ in range(2)]
         until(lambda: bool(llm._opened.engine.sequences))
@@ -99,7 +99,7 @@ def test_a_prompt_does_not_wait_for_itself(llm: LLM, slow: None) -> None:
 
 
 def test_refused_clients_are_told_to_come_back_one_after_the_other(llm: LLM, slow: None) -> None:
-    """Each of three, after the answers of those before it: 20 tokens of 100 ms."""
+    """Each of three clients returns after the answers of the clients before it, which have 20 tokens of 100 ms."""
     with serving(llm, slots=1, max_ttft=0.5) as served, ThreadPoolExecutor(1) as pool:
         taken = pool.submit(post, served, LONG)
         until(lambda: bool(llm._opened.engine.sequences))

@@ -1,4 +1,4 @@
-"""Bodies as real clients send them are answered, what is ignored is said, and what would mislead is refused."""
+"""Bodies of real clients are answered. Ignored fields are named, and fields that would mislead are refused."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ SMALL = {"max_tokens": 2, "seed": 1}
 
 
 def post(served: Served, path: str, **body: Any) -> Any:
-    """Return the answer, whose warnings also stand in its header."""
+    """Return the answer, and check that its header has the same warnings."""
     answer = served.client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     found = answer.json()
@@ -184,7 +184,7 @@ def test_an_operator_may_have_unknown_fields_refused_or_ignored(llm: LLM, policy
             assert warnings_of(chat(served, **body)) == []
 
 
-# What other programs wrote into the history
+# Fields that other programs add to messages of the history
 
 
 def call(arguments: Any, **others: Any) -> dict[str, Any]:

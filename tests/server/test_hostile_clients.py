@@ -1,4 +1,4 @@
-"""Clients that are slow, broken or malicious: each gets a true refusal or is let go, and the others are served."""
+"""Slow, broken or malicious clients get a true refusal or are disconnected, and the others are served."""
 
 import json
 import logging
@@ -58,7 +58,7 @@ def refusal(answer: Answer) -> tuple[int, dict[str, Any]]:
     return answer.status, answer.json()["error"]
 
 
-# What arrives
+# Bytes that arrive
 
 
 def test_a_request_may_come_byte_by_byte(connection: Connection) -> None:
@@ -111,7 +111,7 @@ def test_head_has_no_body(connection: Connection, path: str) -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nBad Header: 1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",  # of two, neither is answered
+        b"GET /health HTTP/1.1\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",  # neither of two is answered
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
     ],
 )
@@ -175,7 +175,7 @@ def test_a_body_that_comes_too_slowly_is_refused(connection: Connection) -> None
     assert connection.is_closed()
 
 
-# What is in it
+# Contents of bodies
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_requests_of_the_same_id_are_answered_apart(served: Served) -> None:
     assert {answer.headers["x-request-id"] for answer in found} == {"twice"}
 
 
-# Who goes away, and who does not read
+# Clients that disconnect, or do not read
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -284,7 +284,7 @@ def test_a_client_that_goes_away_frees_its_slot(served: Served, is_stream: bool,
 
 
 def test_clients_that_go_away_while_they_wait_are_forgotten(served: Served) -> None:
-    """Two slots, and more than two clients: some leave in the queue, some in their prompt, some before their body."""
+    """More than two clients share two slots. Some leave in the queue, some in their prompt, some before their body."""
     with ExitStack() as stack:
         for count in range(usual_or_all(12, 1000)):
             connection = stack.enter_context(Connection(served.port))

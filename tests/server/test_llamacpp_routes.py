@@ -1,4 +1,4 @@
-"""llama.cpp's own routes, `/completion` and `/infill`, in its words."""
+"""llama.cpp's own routes, `/completion` and `/infill`, with its field names."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from tiny import Tiny, make_tiny
 MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
 PREFIX, SUFFIX, MIDDLE, PAD, REPO, FILE = range(258, 258 + len(MARKS))
 GREEDY: dict[str, Any] = {"temperature": 0, "n_predict": 6}
-# As the VS Code extension sends it.
+# A body of the VS Code extension.
 EDITOR: dict[str, Any] = {
     "id_slot": 0, "input_prefix": "a\n", "input_suffix": "z\n", "input_extra": [], "prompt": "b", "n_predict": 6,
     "n_cmpl": 1, "top_k": 40, "top_p": 0.99, "stream": False, "samplers": ["top_k", "top_p", "infill"],
@@ -28,7 +28,7 @@ EDITOR: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A model that can fill in text."""
+    """Serve a model that can fill in text."""
     config = LlamaConfig(
         vocab_size=258 + len(MARKS), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=96, bos_token_id=None, eos_token_id=256,

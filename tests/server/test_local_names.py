@@ -1,4 +1,4 @@
-"""The names under which a server without keys answers: no web page can rebind one of its own to this machine."""
+"""The host names that a server without keys accepts: no web page can rebind its own name to this machine."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: what is read, what is sent, its errors."""
+"""Anthropic's Messages: requests, answers and errors."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Ollama's API: what is read and answered, and the models that a server of several loads and unloads for it."""
+"""Ollama's API: requests and answers, and the models that a server of several models loads and unloads for it."""
 
 import json
 import math

@@ -25,7 +25,7 @@ MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content
 PLAIN = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# What is asked over HTTP, and of the library.
+# Requests over HTTP, and the same calls of the library.
 SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0}, {"temperature": 0}),
     ({"seed": -7, "max_tokens": 30}, {"seed": 2**64 - 7, "max_new_tokens": 30}),
@@ -309,7 +309,7 @@ def test_a_choice_that_fails_lets_the_others_end_and_is_told_of_last(
 def test_all_choices_end_with_the_client_that_asked_for_them(
     served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
 ) -> None:
-    """The step in which all are there waits until they are cancelled."""
+    """The step that computes all choices waits until they are cancelled."""
     engine, step, seen, all_seen = llm._opened.engine, llm._opened.engine.step, set[Any](), threading.Event()
 
     def waiting_step() -> Any:
@@ -397,7 +397,7 @@ VALUES = [None, True, 0, -1, 10**30, 0.5, "", "a", [], ["a"], [1], [[]], {}, {"a
 
 
 def objects(draw: random.Random, names: list[str]) -> dict[str, Any]:
-    """Up to three fields of any value."""
+    """Draw objects with up to three fields of any value."""
     return {name: draw.choice(VALUES) for name in draw.sample(names, draw.randrange(4))}
 
 

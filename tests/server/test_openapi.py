@@ -1,4 +1,4 @@
-"""`/openapi.json` describes every route and what it answers; `/docs` shows it without a script or another host."""
+"""`/openapi.json` describes every route and its answers. `/docs` shows it without a script or another host."""
 
 import json
 import re

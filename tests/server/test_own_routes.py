@@ -1,4 +1,4 @@
-"""The routes that OpenAI does not have, and embeddings: tokens, templates, traces, branches, what the engine does."""
+"""Routes that OpenAI does not have, and embeddings: tokens, templates, traces, branches, the engine's state."""
 
 import base64
 import json
@@ -293,7 +293,7 @@ def test_what_cannot_be_traced_or_branched_is_refused(
     assert message in said
 
 
-# What the engine does
+# State of the engine
 
 
 def test_who_listens_sees_the_engine_s_steps(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""The page's files: what they may ask for, how they are served, and that nothing of a model's text becomes HTML."""
+"""The page's files: their requests, how they are served, and that a model's text never becomes HTML."""
 
 import re
 from collections.abc import Iterator

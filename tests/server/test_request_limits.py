@@ -1,4 +1,4 @@
-"""Limits of requests and connections, asked at the number that is still allowed and at the next one."""
+"""Limits of requests and connections, tried with the largest allowed number and with the next one."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -31,7 +31,7 @@ def test_a_request_may_have_as_many_fields_as_are_allowed(served: Served) -> Non
 
 
 def test_a_head_may_have_as_many_bytes_as_are_allowed(served: Served) -> None:
-    """The bytes are those of the path, and of each field with the four bytes that end it."""
+    """The path counts, and each field with the four bytes that end it."""
     left = BYTES - len("/nowhere") - len("Hostlocalhost") - 4 - len("x-a") - 4
     assert status(served, f"x-a: {'b' * left}") == 404
     assert status(served, f"x-a: {'b' * (left + 1)}") == 431

@@ -1,4 +1,4 @@
-"""A stream asked for again, with what its client has of it: the same events, then those that are missing."""
+"""A stream is requested again, with the parts that its client has: the same events follow, then the missing ones."""
 
 import sys
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ CALL = {"x-infer-id": f"req-{'ab' * 12}", "x-infer-created": "1700000000", "cont
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A replica: its streams note their parts."""
+    """Serve as a replica, whose streams note their parts."""
     folder = make_model(tmp_path_factory.mktemp("model"), context=1500)
     llm = LLM(folder, chat_template=TEMPLATE, reuse_prefixes=True)
     with serving(llm, is_child=True) as served:

@@ -1,4 +1,4 @@
-"""`infer.server` over real sockets: what every request meets, whatever it asks."""
+"""`infer.server` over real sockets: the rules for every request."""
 
 import json
 import logging
@@ -47,7 +47,7 @@ def served(llm: LLM) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def guarded(llm: LLM) -> Iterator[Served]:
-    """A server with keys, and an origin that may call."""
+    """Serve with keys, and with an allowed origin."""
     with serving(llm, api_keys=KEYS, cors_origins=(ORIGIN,)) as served:
         yield served
 
@@ -83,7 +83,7 @@ def connected(served: Served) -> Iterator[socket.socket]:
 
 
 def all_of(plain: socket.socket) -> bytes:
-    """Until the server closes."""
+    """Read until the server closes the connection."""
     found = b""
     while chunk := plain.recv(65536):
         found += chunk
@@ -140,7 +140,7 @@ def test_a_model_that_is_loading_is_neither_ready_nor_asked() -> None:
         assert refused.headers["retry-after"] == "1"
 
 
-# What arrives
+# Bytes that arrive
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_model_that_is_loading_is_neither_ready_nor_asked() -> None:
         (b"GET /health HTTP/1.1\r\n\r\n", 400, "bad_request"),
         (b"GET /health HTTP/1.1\r\nx-endless: " + b"y" * 5000, 431, "headers_too_large"),
         (b"GET /health HTTP/1.1\r\n", 408, "timeout"),
-        (b"", 408, None),  # as browsers open connections before they need them
+        (b"", 408, None),  # browsers open connections before they need them
     ],
 )
 def test_what_is_refused_before_it_is_a_request_is_logged_and_counted(
@@ -243,7 +243,7 @@ def test_an_idle_connection_is_closed(served: Served) -> None:
         assert status_of(all_of(plain)) == 200
 
 
-# Clients that go away, and those that read slowly
+# Clients that disconnect, and slow readers
 
 
 def slow_request(*, stream: bool) -> bytes:
@@ -348,7 +348,7 @@ def test_a_page_of_another_origin_may_call_only_if_it_was_named(guarded: Served,
     assert "access-control-allow-credentials" not in found
 
 
-# What is logged and counted
+# Logs and metrics
 
 
 def test_a_request_is_one_line_without_its_texts(served: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -416,7 +416,7 @@ def test_who_would_be_one_too_many_in_the_queue_is_told_when_to_come_back(
         until(lambda: [each.has_slot for each in engine.sequences] == [True])
         taken.append(pool.submit(served.client.post, "/v1/completions", json=body))
         until(lambda: len(engine.sequences) == 2)
-        assert served.client.get("/ready").status_code == 200  # busy, and not broken
+        assert served.client.get("/ready").status_code == 200  # the server is busy but healthy
         refused = served.client.post("/v1/completions", json=body)
         assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
         assert 1 <= int(refused.headers["retry-after"]) <= 60

@@ -1,4 +1,4 @@
-"""The process of a server: what it answers while it loads, and how it ends."""
+"""The process of a server: its answers while it loads, and its end."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def on_ready(state):
         asyncio.get_running_loop().call_later(0.5, hang_loop)
 print("ended", run_server(ServerState(settings), listener, load, on_ready), flush=True)
 """
-# Its clients' process, and the child with the model, which says its process id.
+# The process of its clients, and the child with the model, which prints its process id.
 CHILD = """
 import os, socket, sys, time
 from infer.distributed.replica import await_turn
@@ -117,7 +117,7 @@ class Process(NamedTuple):
         return httpx.post(self.url + "/v1/completions", json=body, headers=KEY, timeout=SECONDS)
 
     def stream(self, num_tokens: int, begun: threading.Event) -> str:
-        """Return all that is streamed. `begun` is set when the first of it arrives, or nothing will."""
+        """Return the whole stream. `begun` is set when its first part arrives, or when no part can arrive any more."""
         body = {"model": "smollm2", "prompt": "hello", "max_tokens": num_tokens, "stream": True, "ignore_eos": True,
                 "temperature": 0}  # fmt: skip
         text = ""
@@ -197,7 +197,7 @@ def test_what_runs_is_answered_and_what_waits_is_refused_when_it_drains(folder: 
 
 
 def with_sighup(handler: str, folder: Path) -> AbstractContextManager[Process]:
-    """Run a server with this handler of SIGHUP. The tests themselves may run where it is ignored."""
+    """Run a server with this handler of SIGHUP. The tests themselves may run with SIGHUP ignored."""
     return running(
         python_command(f"import signal; signal.signal(signal.SIGHUP, signal.{handler})\n{SERVER}", folder, 60.0, "")
     )

@@ -1,6 +1,6 @@
 """The pages of docs/server have every flag, route, metric and setting that the server has, and no other.
 
-A row that is missing is printed as it should be.
+A failing test prints the missing row.
 """
 
 import json

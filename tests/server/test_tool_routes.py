@@ -47,7 +47,7 @@ def post(served: Served, path: str, **body: Any) -> Any:
 
 
 def joined(chunks: list[dict[str, Any]], index: int) -> tuple[dict[str, Any], str]:
-    """Return a message and its finish reason, as clients put chunks together."""
+    """Return a message and its finish reason, joined from chunks as clients do."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     reason = ""
     for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):

@@ -1,4 +1,4 @@
-"""Texts to be tokenised wait for the tenant's own, and the engine is looked at once for all who listen."""
+"""Texts to be tokenised wait only for texts of the same tenant, and one snapshot serves all listeners."""
 
 import asyncio
 import threading
@@ -100,7 +100,7 @@ def test_a_turn_that_is_given_to_one_that_goes_in_the_same_moment_is_the_next_on
 
         def end_and_go(tenant: str) -> None:
             end(tenant)
-            going.cancel()  # it has the turn, and has not run since
+            going.cancel()  # it has the turn, but has not run yet
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(turns, "_end", end_and_go)
@@ -129,7 +129,7 @@ def test_failures_are_those_of_the_work() -> None:
 def test_texts_of_one_key_do_not_keep_another_s_request_waiting(
     served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of them than there are threads that prepare requests."""
+    """There are more texts than threads that prepare requests."""
     gate, tokenizer = threading.Event(), llm.tokenizer
     statuses = list[int]()
     encode = tokenizer.encode

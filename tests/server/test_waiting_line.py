@@ -1,4 +1,4 @@
-"""The line of refused clients, and how their waits are learnt."""
+"""The line of refused clients, and the learning of their waits."""
 
 import random
 from statistics import median
@@ -12,7 +12,7 @@ from infer.server.waiting_line import MAX_RETRY_SECONDS, WaitingLine
 
 
 def line_of(*bodies: bytes, due: float = 10.0) -> WaitingLine:
-    """Return a line of clients that take a second each."""
+    """Return a line of clients whose requests take a second each."""
     line = WaitingLine()
     for body in bodies:
         line.append(body, 1.0, due)

@@ -1,4 +1,4 @@
-"""Fuzzes what reads files, guided by coverage (Atheris, on libFuzzer).
+"""Fuzzes the readers of files, guided by coverage (Atheris, on libFuzzer).
 
     python tests/fuzz TARGET SECONDS      one of gguf, safetensors, config, tokenizer, template
     python tests/fuzz all SECONDS         each of them so long, one on each processor
@@ -19,7 +19,7 @@ BUILD = ROOT / "build" / "fuzz"
 INSTRUMENTED = ["infer.checkpoint", "infer.system.json_file", "infer.model.families", "infer.tokenizer"]
 NAMES = ("gguf", "safetensors", "config", "tokenizer", "template")
 MOST_BYTES = 16_384
-SLOWEST_SECONDS = 10  # of the clock, for one input, instrumented and on a busy machine
+SLOWEST_SECONDS = 10  # of wall time for one input, with instrumented code on a busy machine
 
 
 def fuzz(name: str, seconds: int) -> None:
@@ -56,7 +56,7 @@ def repeat(name: str, path: Path) -> None:
 
 
 def alone(name: str, seconds: str) -> int:
-    """Fuzz in a process of its own. Its words are shown if it found something."""
+    """Fuzz in a separate process. Its output is shown if it found something."""
     command = [sys.executable, str(Path(__file__).parent), name, seconds]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     found = done.stdout[-8000:] if done.returncode else ""

@@ -1,4 +1,4 @@
-"""Changes JSON as a whole: a value is replaced, moved, doubled or dropped, and what comes out is JSON again."""
+"""Changes JSON by its structure: a value is replaced, moved, doubled or dropped, and the result is JSON again."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ _STRANGE: tuple[Any, ...] = (
 
 @final
 class JsonMutator:
-    """Takes values to put in from all the seeds."""
+    """Inserts values from all seeds."""
 
     def __init__(self, seeds: Iterable[bytes]) -> None:
         self._pool: list[Any] = list(_STRANGE)
@@ -28,7 +28,7 @@ class JsonMutator:
                 continue
 
     def mutate(self, content: bytes, seed: int) -> bytes | None:
-        """Return the changed content, or None if it is no JSON."""
+        """Return the changed content, or None if it is not JSON."""
         draw = random.Random(seed)
         try:
             value = json.loads(content)

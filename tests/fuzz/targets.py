@@ -24,7 +24,7 @@ from test_templates import TEMPLATES
 
 MAX_MESSAGE = 2000
 PLACE = Path(mkdtemp(prefix="fuzz-"))
-RENDER_SECONDS = 0.2  # many templates loop for ever
+RENDER_SECONDS = 0.2  # so little because many templates loop for ever
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Target:
 
 
 def check(target: Target, content: bytes) -> None:
-    """Raise any error that is not our own, and AssertionError if the message of our own is no short line."""
+    """Raise any error that is not infer's own, and AssertionError if infer's message is not a short line."""
     try:
         target.read(content)
     except InferError as error:
@@ -50,7 +50,7 @@ def _dumped(*values: Any) -> list[bytes]:
     return [json.dumps(value).encode() for value in values]
 
 
-# A seed is a header; the data behind it are zeros, as many as the good model has.
+# A seed is a header. Zeros follow it, as many as the good model has bytes of data.
 _GOOD_GGUF = write_gguf(PLACE / "good.gguf", hostile_files.SMALL_VOCABULARY).read_bytes()
 _GGUF_HEADER = _GOOD_GGUF.index(bytes(32))
 _FOLDER = write_folder(PLACE / "model")
@@ -106,7 +106,7 @@ def _read_config(content: bytes) -> None:
 
 
 def _tokenizer_seeds() -> Iterable[bytes]:
-    """Return one of each part that the library knows, in a vocabulary of eight."""
+    """Return tokenizers with a vocabulary of eight: one for each part that the library has."""
     parts = json.loads(Path(__file__).with_name("tokenizer_parts.json").read_text(encoding="utf-8"))
     good = parts.pop("good")
     return _dumped(good, *(good | {part: other} for part, others in parts.items() for other in others))
@@ -126,7 +126,7 @@ def _template_seeds() -> Iterable[bytes]:
 
 
 def _read_template(content: bytes) -> None:
-    """Parsed here, where the fuzzer sees what is reached; compiled and rendered where it can do no harm."""
+    """Parse a template in this process, where the fuzzer sees the coverage. Render it in a separate process."""
     source = content.decode("utf-8", "replace")
     with suppress(Exception):
         _ENVIRONMENT.parse(source)

@@ -1,4 +1,4 @@
-"""Claims about the plan of a GGUF file: the written file is the folder's model, or one line says what GGUF lacks."""
+"""Claims about the plan of a GGUF file: the file has the folder's model, or one line names what GGUF lacks."""
 
 import copy
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def write(plan: ExportPlan, path: Path, rows: int = 7) -> Path:
 
 
 def cut_words(folder: Path) -> None:
-    """Let the byte tokenizer cut words by GPT-2's rules, which have a name in GGUF."""
+    """Let the byte tokenizer cut words by GPT-2's rules, for which GGUF has a name."""
     tokenizer = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(tokenizer.replace('"use_regex": false', '"use_regex": true'))
 
@@ -95,7 +95,7 @@ def test_quantised_matrices_keep_the_values_that_the_folder_has(tmp_path: Path, 
     again = open_checkpoint(write(network_plan(source), tmp_path / "model.gguf"))
     types = {info.type for each, info in again.tensors.items() if each.endswith("o_proj.weight")}
     assert types == {made.type if BLOCK_TYPES[made.type].ggml_id is not None else "F32"}
-    moved = (".linear_attn.",)  # their value heads have another order: the logits of test_converted_families say so
+    moved = (".linear_attn.",)  # their value heads have another order, which test_converted_families checks
     for each, weight in LazyWeights(source.tensors).items():
         if not any(part in each for part in moved):
             read = LazyWeights(again.tensors)[each]

@@ -1,4 +1,4 @@
-"""Claims about tokenizers in GGUF's form: they find the ids of the `tokenizers` library, or are refused in a line."""
+"""Claims about tokenizers in GGUF's format: they have the ids of the `tokenizers` library, or are refused in a line."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def byte_level(pre: str = "qwen2") -> Tokenizer:
 
 
 def marked(*, has_prefix: bool) -> Tokenizer:
-    """Return a tokenizer in SentencePiece's form, as of Llama 2 with a prefix, or as of Gemma."""
+    """Return a tokenizer in SentencePiece's format, like that of Llama 2 with a prefix, or like Gemma's."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     to_mark = normalizers.Replace(" ", "▁")

@@ -1,4 +1,4 @@
-"""`transformers` on the dequantised weights of a GGUF file: what every real-model test compares with."""
+"""`transformers` on the dequantised weights of a GGUF file, with which all tests of real models compare."""
 
 from typing import Any
 
@@ -28,12 +28,12 @@ def make_oracle(checkpoint: Checkpoint) -> Any:
         values = dense(weight).float()
         for ours, theirs in names.items():
             name = name.replace(f".{ours}.", f".{theirs}.")
-        # Gemma's modules multiply by 1 + weight; the checkpoint hands out the multiplier itself.
+        # Gemma's modules multiply by 1 + weight, and the checkpoint has the multiplier itself.
         state[name] = values - 1 if is_gemma and values.dim() == 1 else values
     kind: Any = Gemma3ForCausalLM if is_gemma else LlamaForCausalLM
     config = Gemma3TextConfig(**settings) if is_gemma else LlamaConfig(**settings)
     options = {"attn_implementation": "eager", "dtype": torch.float32, "output_loading_info": True}
-    # Without the random weights that a model of a configuration begins with: seconds, for a large vocabulary.
+    # `from_pretrained` makes no random weights first, which would take seconds for a large vocabulary.
     model, problems = kind.from_pretrained(None, config=config, state_dict=state, **options)
     assert not any(problems.values()), problems
     return model.eval()

@@ -1,6 +1,6 @@
 """Claude Code and Codex CLI, from their published packages, against a served SmolLM2 with a longer context.
 
-A gateway in the test forces the first call, of a tool that does no harm: the model itself would call by chance.
+A gateway in the test forces the first call, of a harmless tool, because the model itself seldom makes a call.
 """
 
 import json
@@ -28,7 +28,7 @@ PROMPT = "Say hello."
 
 
 class Gateway:
-    """The routes of a server with a forced call in each conversation's first request, and the statuses of all."""
+    """The routes of a server. It forces a call in each conversation's first request, and records all statuses."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -40,7 +40,7 @@ class Gateway:
     def _forced(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return a call for the first request, with fixed arguments or none.
 
-        Other answers end early: an answer that ends at its limit is an error to the agents.
+        Other answers end early, because an answer that ends at its limit is an error for the agents.
         """
         if "input" in body:
             is_first = all(item.get("type") != "function_call_output" for item in body["input"])
@@ -72,7 +72,7 @@ class Gateway:
 
 @pytest.fixture(scope="module")
 def llm(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """The model with another number as its context: its answers beyond 8,192 tokens are worth little."""
+    """Return the model with a longer context. Beyond 8,192 tokens its answers are poor, which does not matter here."""
     content = bytearray(smollm2_path.read_bytes())
     place = content.index(b"llama.context_length") + len(b"llama.context_length") + 4  # after the value's type
     assert int.from_bytes(content[place : place + 4], "little") == 8192
@@ -96,7 +96,7 @@ def served(llm: LLM, gateway: Gateway) -> Iterator[Served]:
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
-    """Return what the agent prints. It has a home of its own, and nobody to ask."""
+    """Return the output of the agent. It has an empty home folder, and no person to ask."""
     kept = {name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ}
     home = folder / "home"
     work = folder / "work"

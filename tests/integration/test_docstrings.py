@@ -1,4 +1,4 @@
-"""The examples of the public docstrings give what they show. They may await, as in `python -m asyncio`."""
+"""The examples of the public docstrings have the results that they show. They may await, as in `python -m asyncio`."""
 
 import ast
 import asyncio
@@ -14,7 +14,7 @@ import torch
 import infer
 from infer import LLM
 
-# The server calls these; a program has better methods.
+# The server calls these methods. Programs have better ones.
 FOR_THE_SERVER = {
     *("AsyncLLM.compute_vectors", "AsyncLLM.compute_labels", "AsyncLLM.score_pairs", "AsyncLLM.trace_answer"),
     "AsyncStream.of",

@@ -1,4 +1,4 @@
-"""The examples run as a reader would run them, and say what they promise: to the letter what `LLM` answers."""
+"""The examples run as a reader would run them, and print the answers of `LLM`, to the letter."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ from watched import script_command
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_LINES = 30
 MAX_LINES_OF_SEARCH = 48  # it embeds, ranks and answers
-NUM_TOKENS = 100  # more than a page of the cache, and than several
+NUM_TOKENS = 100  # more than a page of the cache
 
 # What each program's stdout must contain, as a regular expression.
 PROMISES = {
@@ -87,7 +87,7 @@ def test_a_long_text_and_a_long_stream_are_those_of_generate(smollm2_path: Path)
 
 
 def test_a_long_conversation_is_that_of_chat(smollm2_path: Path) -> None:
-    """Its second answer knows the first."""
+    """Its second answer depends on the first."""
     llm = load(smollm2_path)
     params = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
     session = llm.session(system="You answer in one short sentence.")

@@ -31,7 +31,7 @@ def test_a_run_of_eight_words_three_times_is_a_repetition() -> None:
 
 
 def test_the_default_settings_answer_simple_questions_and_no_answer_reaches_the_limit(smollm2_path: Path) -> None:
-    """The publisher's temperature of 0.2 answers 53 of 72 rightly, and 9 of its answers reach the limit."""
+    """With the publisher's temperature of 0.2, 53 of 72 answers are right, and 9 reach the limit."""
     llm = LLM(smollm2_path, max_seq_len=1024, threads=1)
     trials = ask(llm, QUESTIONS, llm.default_params(is_chat=True), seeds=1)
     outcomes = Counter(trial.outcome for trial in trials)

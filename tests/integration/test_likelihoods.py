@@ -1,4 +1,4 @@
-"""The log-likelihoods that lm-evaluation-harness asks for over HTTP are those of `LLM.prompt_logprobs`."""
+"""The log-likelihoods that lm-evaluation-harness requests over HTTP are those of `LLM.prompt_logprobs`."""
 
 from collections.abc import Iterator
 from pathlib import Path

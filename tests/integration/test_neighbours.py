@@ -1,4 +1,4 @@
-"""One client misbehaves in each of many ways: another's stream goes on. The figures are `check_neighbours`'s."""
+"""One client misbehaves in each of many ways, and another client's stream continues, as `check_neighbours` measures."""
 
 import sys
 from pathlib import Path
@@ -10,11 +10,11 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from check_neighbours import MISDEEDS, Heard, measure, table
 from server_process import running
 
-LEAST_RATIO = 0.25  # of the rate alone: other tests run beside this one
-MOST_GAPS = 40.0  # times the largest gap alone
+LEAST_RATIO = 0.25  # of the rate without neighbours: other tests run at the same time
+MOST_GAPS = 40.0  # times the largest gap without neighbours
 
 
-if IS_WHOLE:  # some minutes
+if IS_WHOLE:  # takes some minutes
 
     def test_a_stream_goes_on_beside_each_misdeed(smollm2_path: Path, tmp_path: Path) -> None:
         keys = tmp_path / "keys"

@@ -1,4 +1,4 @@
-"""Ollama's own Python client against a served SmolLM2: what it returns is what the library gives."""
+"""Ollama's own Python client against a served SmolLM2 returns the library's results."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ GREEDY = {"temperature": 0, "num_predict": 24}
 
 
 class City(BaseModel):
-    """The form of the requested answer."""
+    """The schema of the requested answer."""
 
     name: Literal["Paris", "Rome"]
 

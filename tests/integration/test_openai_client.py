@@ -1,4 +1,4 @@
-"""OpenAI's own Python client against a served SmolLM2: what it returns is what the library gives."""
+"""OpenAI's own Python client against a served SmolLM2 returns the library's results."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_log_probabilities_join_to_the_text(client: Any) -> None:
     entries = choice.logprobs.content or []
     text = b"".join(bytes(entry.bytes or []) for entry in entries).decode()
     assert text.startswith(choice.message.content or "")
-    assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in entries)  # greedy: the likeliest
+    assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in entries)  # greedy takes the likeliest
     assert all(len(entry.top_logprobs) == 3 for entry in entries)
 
 

@@ -17,7 +17,7 @@ from idle import until_idle
 from infer import LLM
 from served import SECONDS, Served, serving
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it asks the network for prices otherwise
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it requests prices from the network
 anthropic = pytest.importorskip("anthropic")
 langchain_openai = pytest.importorskip("langchain_openai")
 litellm = pytest.importorskip("litellm")
@@ -27,11 +27,11 @@ QUESTION = "What is the capital of France?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 LONG = "Tell me a very long story."
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the clients
 
 
 class City(BaseModel):
-    """The form of the requested answer."""
+    """The schema of the requested answer."""
 
     name: Literal["Paris", "Rome"]
 
@@ -128,7 +128,7 @@ def test_langchain_leaves_a_stream(chain: Any) -> None:
     stream.close()
 
 
-# Anthropic's
+# Anthropic's client
 
 
 @pytest.fixture

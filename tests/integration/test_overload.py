@@ -1,4 +1,4 @@
-"""The figures of `check_overload`: who was served, and to whom a promise was kept."""
+"""The figures of `check_overload`: served clients, and kept promises."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ BOUNDS = {"served": 0.97, "kept": 0.96, "refusals": 2.0, "waited": 60.0, "errors
 @pytest.mark.parametrize(
     "broken",
     [
-        Client(0.0, [20.0, 5.0], 26.0, 30.0, 31.0),  # told twice
+        Client(0.0, [20.0, 5.0], 26.0, 30.0, 31.0),  # told to wait twice
         Client(0.0, [], 0.0, 37.0, 38.0),  # late
         Client(0.0, error="cut"),
     ],

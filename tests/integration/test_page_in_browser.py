@@ -1,4 +1,4 @@
-"""The page in headless Chromium: what a person does with it, over one server with a real model."""
+"""The page in headless Chromium, used as by a person, over one server with a real model."""
 
 import base64
 import json
@@ -109,7 +109,7 @@ def page(browser: Browser, served: Served) -> Iterator[Page]:
 
 
 def keep_settings(page: Page, **values: Any) -> None:
-    """Keep settings for the next time that the page is opened."""
+    """Store settings for the next time that the page is opened."""
     page.run(f"localStorage.setItem('infer.settings', {json.dumps(json.dumps({'a': values}))})")
 
 
@@ -130,7 +130,7 @@ def ask(page: Page, text: str = QUESTION) -> str:
 
 
 def fragment_of(fingerprint: str, body: dict[str, Any]) -> str:
-    """Return the fragment of a link to an answer that no model gives."""
+    """Return the fragment of a link to an invented answer."""
     link = {"v": 1, "route": "/v1/chat/completions", "fingerprint": fingerprint, "sha256": "x", "body": body}
     return "#r=" + base64.urlsafe_b64encode(json.dumps(link).encode()).decode().rstrip("=")
 
@@ -606,7 +606,7 @@ def test_a_fault_of_a_field_stands_at_the_field(page: Page, served: Served) -> N
     assert page.run("document.querySelector('.backdrop mark').textContent") == '"type": "strng"'
 
 
-# How it looks
+# Layout
 
 
 @pytest.mark.parametrize("is_dark", [False, True])

@@ -24,11 +24,11 @@ NAME = "org/quants:Q4_K_M"
 
 
 class Download(NamedTuple):
-    """A download of 8 MB that has 2 of them at once, and the others when it may."""
+    """A download of 8 MB. The first 2 MB arrive immediately, and the others when the test allows it."""
 
     may_end: threading.Event
     has_stopped: threading.Event
-    models: list[str]  # that the server finds
+    models: list[str]  # models that the server finds
 
     def fetch(self, name: str, report: Callable[[int, int], None]) -> Path:
         try:
@@ -54,7 +54,7 @@ def download(monkeypatch: pytest.MonkeyPatch) -> Download:
 
 @pytest.fixture
 def page(download: Download, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Page]:
-    """The page of a server whose models are those of the download, and are answered by one process."""
+    """Return the page of a server with the models of the download. One process answers for all of them."""
     with LLM(make_model(tmp_path / "model")) as llm, serving(llm, model="first", is_child=True) as child:
 
         class LocalReplicas(FakeReplicas):
@@ -84,7 +84,7 @@ def pull(page: Page, name: str) -> None:
 
 
 def show(page: Page, name: str) -> None:
-    """Keep pictures at the widths of a desk and of a phone, and check that the dialog fits both."""
+    """Store pictures at the widths of a desktop and of a phone, and check that the dialog fits both."""
     for width, height in ((1280, 800), (390, 844)):
         page.resize(width, height)
         assert page.run("document.documentElement.scrollWidth") <= width

@@ -1,7 +1,7 @@
-"""The pages show what their commands and their Python print: to the letter, but for times and speeds.
+"""The pages show the output of their commands and their Python to the letter, except for times and speeds.
 
 The examples of a page run in order in one folder. "Save it as `NAME`:" before a block, or `$ cat NAME`, is a file.
-The Python of a tutorial runs in one namespace. A block without a language that follows it is what it prints.
+The Python of a tutorial runs in one namespace. A block without a language after it is its output.
 """
 
 import re
@@ -98,7 +98,7 @@ def test_a_page_shows_what_its_examples_print(
 
 
 def needs_own_model(options: LoadOptions) -> bool:
-    """Return True if a command has settings of its own, or closes its model."""
+    """Return True if a command has unusual settings, or closes its model."""
     settings = options.kv_type, options.eviction_policy, options.max_seq_len
     return isinstance(options, BatchOptions) or settings != ("auto", "none", None)
 

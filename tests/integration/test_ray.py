@@ -1,4 +1,4 @@
-"""Ray on this machine without a network: a model served by engines that come, die and go, and a file answered."""
+"""Ray on this machine without a network: a model served by engines that start, die and end, and a batch file."""
 
 import json
 import os
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PROMPT, LENGTH = "Once upon a time", 150
 ENGINE, BATCH_ENGINE = "ray::ServeReplica:infer:Engine", "ray::MapWorker(MapBatches(BatchEngine)"
 FRONT, PROGRAM = "ray::ServeReplica:infer:Front", "program"
-SECONDS = 1800.0  # of a program: a cluster ends with the program that started it
+SECONDS = 1800.0  # limit of a program: a cluster ends with the program that started it
 MOST_HEADS = 3  # clusters whose control service may die before the test fails
 
 READ_DEPLOYMENT = """
@@ -58,7 +58,7 @@ class Client:
         self._client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status and text. The path is the server's."""
+        """Return status and text of a path of the server."""
         answer = httpx.get(str(self._client.base_url.join(path)), timeout=PATIENCE)
         return answer.status_code, answer.text
 
@@ -70,7 +70,7 @@ class Client:
 
 @contextmanager
 def asked_all_the_time(client: Client) -> Iterator[list[str]]:
-    """Answers to two who ask again as soon as they are answered."""
+    """Collect the answers to two clients that repeat their requests as soon as they are answered."""
     answers, is_over = list[str](), threading.Event()
 
     def ask() -> None:
@@ -95,7 +95,7 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(smollm2_path: Path) -> Iterator[Served]:
-    """One engine with a slot; two while more is asked. Nothing of it runs afterwards."""
+    """Serve with one engine of one slot, or two under load. No process of it runs afterwards."""
     options = ["--model", smollm2_path, "--served-model-name", "smollm2", "--port", 0, "--threads", 1, "--slots", 1]
     options += ["--max-replicas", 2, "--upscale-seconds", 0.5, "--downscale-seconds", 2]
     code = "import sys; from infer.cli import main; sys.exit(main())"
@@ -190,7 +190,7 @@ def test_a_file_has_the_lines_of_infer_batch_whoever_is_killed(smollm2_path: Pat
                     has_ended = run_until_killed(cluster, command, output, victims) == 0
         except HeadDiedError as error:
             deaths.append(str(error))
-        except subprocess.CalledProcessError as error:  # `ray start` gives up on a busy machine
+        except subprocess.CalledProcessError as error:  # `ray start` fails on a busy machine
             deaths.append(error.stderr.decode())
     assert has_ended, deaths[-1]
     assert not victims
@@ -198,7 +198,7 @@ def test_a_file_has_the_lines_of_infer_batch_whoever_is_killed(smollm2_path: Pat
 
 
 def test_the_file_for_serve_deploy_is_one_that_ray_and_we_read() -> None:
-    """In a process of its own: Ray's modules warn when they are imported."""
+    """The check is a separate process, because Ray's modules warn when they are imported."""
     subprocess.run(python_command(READ_DEPLOYMENT, ROOT / "deploy" / "ray.yaml"), check=True)
 
 

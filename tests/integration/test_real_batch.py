@@ -1,4 +1,4 @@
-"""`infer batch` over SmolLM2: killed, run again, with one worker or several, it writes the same lines."""
+"""`infer batch` over SmolLM2 writes the same lines if it is killed and run again, with one worker or several."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(source: Path, smollm2_path: Path) -> list[str]:
-    """The lines of a run that nothing ends."""
+    """Return the lines of a run that is not killed."""
     output = source.with_name("whole.jsonl")
     with start(source, smollm2_path, str(output)) as process:
         _, errors = process.communicate()
@@ -75,7 +75,7 @@ def test_kills_and_workers_change_no_byte(
 
 
 def test_rows_and_lines_that_fill_the_pipes_pass_each_other(tmp_path: Path, smollm2_path: Path) -> None:
-    """Refused rows with ids of 64 kB: two chunks of them on the way there, their lines on the way back."""
+    """The rows are refused and have ids of 64 kB. Two chunks of them are sent while their lines return."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"id": f"{index:08}" * 8000, "prompt": "a", "no_such": 1} for index in range(400)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -40,7 +40,7 @@ def test_texts_of_random_schemas_parse_and_validate(compiler: Compiler, tokenize
 
 
 def test_smollm2_writes_what_validates_or_can_be_completed(smollm2_path: Path) -> None:
-    """At three temperatures, drafted in a batch as plainly alone."""
+    """Answers with drafts in a batch are those of plain steps alone, at three temperatures."""
     llm = LLM(smollm2_path, max_seq_len=512)
     prompt = "Here is an example as JSON:\n"
     num_complete = 0

@@ -1,4 +1,4 @@
-"""Alarms that raise in the midst of generations of a real model: the next one gives the same tokens."""
+"""Alarms raise during generations of a real model, and the next generation gives the same tokens."""
 
 from pathlib import Path
 

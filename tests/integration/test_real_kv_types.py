@@ -1,4 +1,4 @@
-"""Storing keys and values in fewer bits changes the distributions of SmolLM2 and Gemma by little."""
+"""Keys and values in fewer bits change the distributions of SmolLM2 and Gemma only a little."""
 
 from dataclasses import replace
 from pydoc_data.topics import topics
@@ -15,7 +15,7 @@ from oracle import mean_kl
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 512
-NUM_COMPARED = 128  # the last of them, which see most of the others
+NUM_COMPARED = 128  # the last tokens, which see most of the others
 MOST = {"f16": 2e-6, "q8": 1e-3, "q4": 2e-2}  # mean KL against f32
 TEXT = " ".join(topics["assignment"].split())
 

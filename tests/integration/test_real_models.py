@@ -97,7 +97,7 @@ def test_float32_logits_equal_transformers(pair: tuple[Any, LLM]) -> None:
 
 
 def test_a_wrong_weight_would_be_seen(pair: tuple[Any, LLM]) -> None:
-    """The check is checked: one scaled norm moves the logits well past the tolerance."""
+    """This is a check of the check: one scaled norm changes the logits by much more than the tolerance."""
     _, llm = pair
     token_ids = llm.tokenizer.encode(TEXT)[:50]
     logits = llm.logits(token_ids)
@@ -117,7 +117,7 @@ def test_greedy_text_equals_transformers_for_twenty_prompts(oracle: Oracle) -> N
     ties = 0
     for prompt, result in zip(PROMPTS, llm.generate_all(PROMPTS, each), strict=True):
         prompt_ids = llm.tokenizer.encode(prompt)
-        # Greedy decoding says the likeliest token after each prefix, which one pass over the whole text shows.
+        # Greedy decoding samples the likeliest token after each prefix, which one pass over the whole text shows.
         logits = oracle_logits(oracle.model, prompt_ids + result.token_ids)[len(prompt_ids) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
         behind = logits.max(-1).values - chosen

@@ -1,4 +1,4 @@
-"""SmolLM2 shared out among ranks, through shared memory and through gloo: the logits of one process, to the bit."""
+"""SmolLM2 shared by ranks, through shared memory and through gloo, has the logits of one process, to the bit."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def logits_of(runner: Runner) -> Tensor:
 
 
 def test_smollm2_has_the_bits_of_one_rank(smollm2_path: Path) -> None:
-    """Its 9 heads and 3 heads of keys are more for one of two ranks than for the other."""
+    """Its 9 heads and 3 heads of keys are divided unequally between two ranks."""
     set_num_threads(1)
     expected = logits_of(runner_of(smollm2_path))
     for size, transport in CASES:
@@ -42,7 +42,7 @@ def test_smollm2_has_the_bits_of_one_rank(smollm2_path: Path) -> None:
 
 
 def check_commands(runner: Any) -> None:
-    """Check that a recorded layer quantises its results and copies nothing: after its products ranks meet, no more."""
+    """Check that a recorded layer quantises its results and copies nothing. Ranks only wait after its products."""
     commands = runner._captured._recording.commands
     labels = [command.label for command in commands if command.label.startswith("L0.")]
     assert [label.removeprefix("L0.") for label in labels if "matmul" not in label] == [

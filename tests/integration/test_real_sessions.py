@@ -1,4 +1,4 @@
-"""Sessions with SmolLM2, in its own template and spelling."""
+"""Sessions with SmolLM2, with its own template and tokenizer."""
 
 from pathlib import Path
 

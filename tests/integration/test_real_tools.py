@@ -30,7 +30,7 @@ DEEPSEEK = (
     '{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
 )
 CASES = [
-    ("deepseek_v3", "deepseek-v3", DEEPSEEK),  # its template shows no tools, so that it must be named
+    ("deepseek_v3", "deepseek-v3", DEEPSEEK),  # its template shows no tools, so the format must be named
     ("qwen3", "hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'),
     ("gemma3", "json", '{"name": "get_weather", "arguments": {"city": "Paris"}}'),
     ("llama3_1", "json", '{"name": "get_weather", "arguments": {"city": "Paris"}}'),

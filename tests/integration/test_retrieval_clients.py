@@ -1,4 +1,4 @@
-"""Others' clients for vectors and ranks against tiny served models: what they return is what the library gives."""
+"""Clients of others for vectors and ranks return the library's results from tiny served models."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ openai = pytest.importorskip("openai")
 
 TEXTS, QUERY = ["a roof", "a bridge", "a fire"], "cats"
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the clients
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_openai_s_client_gets_the_library_s_vectors(vectors: Served, embedder: L
     with openai.OpenAI(base_url=f"{vectors.url}/v1", api_key="none", max_retries=0) as client:
         answer = client.embeddings.create(model="tiny", input=TEXTS, **asked)
     found = [each.embedding for each in answer.data]
-    if asked.get("encoding_format") == "base64":  # which the client leaves as it is if it was asked for
+    if asked.get("encoding_format") == "base64":  # the client does not decode it if a caller requested it
         assert all(isinstance(each, str) for each in found)
         return
     assert found == close_to(embedder.embed(TEXTS, dimensions=asked.get("dimensions")))

@@ -1,4 +1,4 @@
-"""`infer sample-trace` on SmolLM2: the token it explains is the one that `infer generate` says."""
+"""`infer sample-trace` on SmolLM2 explains the token that `infer generate` prints."""
 
 import json
 from pathlib import Path

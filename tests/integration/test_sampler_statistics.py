@@ -1,4 +1,4 @@
-"""The distribution of what is drawn: 200,000 draws a configuration, pairs, and millions of draws without a slip.
+"""The distribution of sampled tokens: 200,000 draws per configuration, pairs, and millions of draws without a fault.
 
 Every check fails by chance with a probability of at most FALSE_ALARM, all of them together of less than 1e-4. Seeds are
 fixed, so that a pass is repeatable. No model is needed: these tests are here because they take a minute.
@@ -40,7 +40,7 @@ def test_200_000_draws_follow_the_exact_distribution(choose: Choose, name: str) 
 
 @implementations
 def test_rows_of_different_configurations_in_one_batch_follow_each_its_own(choose: Choose) -> None:
-    """Without history, so that one batch holds them all: 8 configurations × 500 seeds × 50 positions, interleaved."""
+    """One batch has 8 configurations without history × 500 seeds × 50 positions, interleaved."""
     free = {
         name: values
         for name, values in CONFIGURATIONS.items()
@@ -60,7 +60,7 @@ def test_rows_of_different_configurations_in_one_batch_follow_each_its_own(choos
 
 
 def test_random_configurations_follow_their_distributions() -> None:
-    """20,000 draws each, from whatever the CPU runs."""
+    """Each has 20,000 draws of the CPU's sampler."""
     random = np.random.default_rng(5)
     for index in range(usual_or_all(80, 200)):
         choices = {

@@ -1,4 +1,4 @@
-"""Sentence-transformers itself beside the library, on tiny random weights: vectors, prompts, dense layers, scores."""
+"""The library agrees with sentence-transformers on tiny random weights: vectors, prompts, dense layers, scores."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ TEXTS = ["hello", "", "once upon a time " * 9, "hello"]
 PAIRS: list[Any] = [("cats", "a roof"), ("cats", ""), ("a " * 40, "b"), ("x", "x")]
 DENSE = [(96, True, "Tanh"), (64, True, "GELU"), (40, True, "SiLU"), (24, False, "ReLU"), (20, False, "Identity")]
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of sentence-transformers
 
 
 @pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
@@ -39,7 +39,7 @@ def test_vectors_are_those_of_the_pipeline(
 
 
 def test_what_the_pipeline_saves_is_read(tmp_path: Path) -> None:
-    """The newest files name modules and settings in another way than the fixtures do."""
+    """The newest files have other names of modules and settings than the fixtures."""
     make_embedding_model(tmp_path / "a", dense=DENSE[:2])
     oracle = sentence_transformers.SentenceTransformer(str(tmp_path / "a"), device="cpu")
     oracle.save(str(tmp_path / "b"))

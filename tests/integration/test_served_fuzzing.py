@@ -1,4 +1,4 @@
-"""schemathesis on a server's own description of itself: no answer that is not described, and none of 5xx."""
+"""schemathesis on the server's own openapi.json: every answer is described, and none is 5xx."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from served import serving
 from test_session import make_model
 
 pytest.importorskip("schemathesis")
-pytestmark = pytest.mark.filterwarnings("ignore")  # of schemas that assert nothing
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings about schemas that assert nothing
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
     "response_schema_conformance,negative_data_rejection,unsupported_method"
@@ -28,8 +28,8 @@ def test_what_schemathesis_sends_is_answered_as_described(phase: str, tmp_path: 
         command = [
             sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json", "--phases", phase,
             "--checks", CHECKS, "--max-examples", "100", "--seed", "1", "--no-color", "--request-timeout", "60",
-            "--exclude-path", "/v1/engine/events",  # which never ends
-            "--exclude-path", "/api/pull",  # which asks the hub
+            "--exclude-path", "/v1/engine/events",  # it never ends
+            "--exclude-path", "/api/pull",  # it calls the hub
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False, cwd=tmp_path)
         assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Others' helpers for tools against a served SmolLM2: each asks, runs what was called, and answers with its result."""
+"""Tool helpers of others against a served SmolLM2: each asks, runs the called tool, and answers with its result."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
 AI_SDK = Path(__file__).parent / "ai_sdk_client.mjs"
 QUESTION = "What is the weather in Paris?"
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the clients
 
 
 class City(BaseModel):
@@ -39,7 +39,7 @@ class City(BaseModel):
 
 
 class Weather:
-    """A tool that keeps what it was asked."""
+    """A tool that records its arguments."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -135,7 +135,7 @@ def test_langchain_runs_a_tool_and_gives_its_result(served: Served, weather: Wea
     assert chat.bind_tools([tool], tool_choice="none").invoke(messages).content
 
 
-# Anthropic's
+# Anthropic's client
 
 
 def test_anthropic_s_tool_runner_goes_on_with_results(served: Served, weather: Weather) -> None:
@@ -156,7 +156,7 @@ def test_anthropic_s_tool_runner_goes_on_with_results(served: Served, weather: W
     assert last.content[0].name == "get_weather"
 
 
-# Vercel's
+# Vercel's client
 
 
 def test_vercel_s_ai_sdk_runs_tools_in_steps(served: Served, ai_sdk: Path) -> None:

@@ -1,4 +1,4 @@
-"""A helper process that dies, stops or is forked away: only what it was asked when it died twice is to blame."""
+"""A helper process that dies, stops or is forked: a question is refused only if the process died twice with it."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def test_what_a_process_dies_of_twice_is_blamed(child: Child, tmp_path: Path) ->
     for how in (signal.SIGKILL, signal.SIGABRT):
         with pytest.raises(ChildError) as caught:
             child.ask({"unless": str(tmp_path / "no folder" / "asked"), "signal": how}, 60.0)
-        assert caught.value.signal is None  # it cannot write there: Python ends, by no signal
+        assert caught.value.signal is None  # it cannot write, so Python ends without a signal
     assert child.ask("next", 60.0) == "next"
 
 
@@ -75,7 +75,7 @@ def test_a_stopped_process_goes_on_when_it_is_asked(child: Child) -> None:
 
 
 def test_a_process_that_stops_reading_holds_nobody_up(child: Child) -> None:
-    """The question is larger than a pipe holds: writing it has the same limit of time as the answer."""
+    """The question is larger than a pipe's buffer. Writing it has the same time limit as the answer."""
     assert child.ask("deaf", 60.0) == "deaf"
     with pytest.raises(TimeoutError):
         child.ask("b" * 10**6, 0.2)

@@ -1,4 +1,4 @@
-"""A long text that is tokenised does not keep others waiting."""
+"""Other requests do not wait while a long text is tokenised."""
 
 import threading
 import time
@@ -43,7 +43,7 @@ def test_a_short_text_is_tokenised_while_a_long_one_is(
     thread = threading.Thread(target=run)
     thread.start()
     has_begun.wait()
-    time.sleep(0.1)  # into the library, which takes longer by far
+    time.sleep(0.1)  # now the text is in the library, which takes much longer
     encode_short(tokenizer, SHORT)
     is_long_under_way = thread.is_alive()
     thread.join()

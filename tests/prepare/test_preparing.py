@@ -1,4 +1,4 @@
-"""However large the schemas of a request are, the server's own process takes the same number of steps for them."""
+"""The server's own process takes the same number of steps for small and large schemas of a request."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ from infer.toolcalls.tools import read_tools
 from test_session import make_model
 
 TEXT = {"type": "string"}
-SYNTAXES = ["hermes", "qwen3-coder", "pythonic", "gemma-4"]  # one format of each
+SYNTAXES = ["hermes", "qwen3-coder", "pythonic", "gemma-4"]  # one format of each syntax
 
 
 def names(count: int) -> list[str]:
@@ -37,19 +37,19 @@ def all_required(count: int) -> dict[str, Any]:
 
 
 def much_that_is_shared(count: int) -> dict[str, Any]:
-    """Return a schema of which formats without JSON read each property with all definitions."""
+    """Return a schema. Formats without JSON read each of its properties together with all definitions."""
     definitions = {name: {**TEXT, "pattern": "a" * 50} for name in names(count)}
     return {"$defs": definitions, "properties": {name: {"$ref": "#/$defs/p0"} for name in names(count)}}
 
 
 def many_faults(count: int) -> dict[str, Any]:
-    """Return a schema in which each word is looked for, and some are cut by trial."""
+    """Return a schema in which each keyword is checked, and some are removed by trial."""
     faults = [{**TEXT, "pattern": "(?=x)"}, {"type": "array", "items": TEXT, "uniqueItems": True}]
     return {"properties": {name: faults[index % 2] for index, name in enumerate(names(count))}}
 
 
 def nested_choices(count: int) -> dict[str, Any]:
-    """References are looked for in each `not` and `oneOf`, around each other."""
+    """Return nested `not` and `oneOf`, in each of which references are searched."""
     found: dict[str, Any] = {"pattern": "(?=x)"}
     for _ in range(9):
         found = {"not": {"oneOf": [found, {"$ref": "#/$defs/a"}, *[{"title": "x" * 50}] * (count // 9)]}}
@@ -68,7 +68,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
 
 @pytest.fixture(scope="module", autouse=True)
 def short_of_time() -> Iterator[None]:
-    """All tools of a request are compiled within a second."""
+    """Set one second as the limit for compiling all tools of a request."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infer.grammar.trial.ANSWER_SECONDS", 1.0)
         trial_lane.cache_clear()
@@ -82,7 +82,7 @@ def format_of(*schemas: dict[str, Any], name: str = "hermes", is_strict: bool = 
 
 
 def counted_calls(compiler: Compiler, form: AnswerFormat) -> int:
-    """Return how many functions of Python this thread called, to prepare and to compile."""
+    """Return the number of Python's function calls in this thread, to prepare and to compile."""
     num_calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -124,7 +124,7 @@ def test_tools_that_take_too_long_together_lose_their_schemas(compiler: Compiler
 
 
 def test_tools_of_one_name_are_written_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long schema was written again for each further tool of its name."""
+    """Once, a long schema was written again for each further tool of the same name."""
     num_written, write = 0, json.dumps
 
     def counted(value: Any, **options: Any) -> str:
@@ -138,7 +138,7 @@ def test_tools_of_one_name_are_written_once_each(monkeypatch: pytest.MonkeyPatch
     assert num_written < 102 * len(write(long))
 
 
-# What is kept
+# Caches
 
 
 def test_answers_that_are_prepared_again_are_asked_for_once_and_kept_up_to_so_many_bytes(

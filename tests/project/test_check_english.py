@@ -1,4 +1,4 @@
-"""The check of docstrings and pages: its faults, and that no file may get worse."""
+"""The check of docstrings and pages finds their faults, and no file may get worse."""
 
 import json
 import sys

@@ -112,7 +112,7 @@ def test_every_public_function_describes_its_arguments() -> None:
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text("utf-8"))
 WORKERS = {"gpu_sections.py", "peer_worker.py", "serving_worker.py"}  # other scripts start these
-# The log is history: scripts that it names may be gone.
+# The log is history, so scripts that it names may no longer exist.
 TEXTS = [*(page for page in PAGES if page.name != "log.md"), *(ROOT / name for name in ("CHANGELOG.md", "Makefile"))]
 NAMED = re.compile(r"\b((?:bench|check|count|gpu|kv)_\w+)\.py\b")
 COMMAND = re.compile(r"python\s+benchmarks/(\w+\.py)((?:[^`\n]|(?<=[\w\"])\n(?=[\w\"-]))*)")
@@ -123,7 +123,7 @@ def named_scripts(path: Path) -> set[str]:
 
 
 def options_of(script: str) -> dict[str, str]:
-    """Return the options of a script with their help, by its calls."""
+    """Return the options of a script with their help, found in its calls."""
     found = {"--report": ""}
     for node in ast.walk(ast.parse((BENCHMARKS / script).read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call):

@@ -1,4 +1,4 @@
-"""The fuzzer finds its targets from any folder, also where the library that fuzzes is not installed."""
+"""The fuzzer finds its targets from any folder, even if the library for fuzzing is not installed."""
 
 import subprocess
 import sys

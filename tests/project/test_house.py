@@ -1,4 +1,4 @@
-"""The rules of the house that neither ruff, mypy nor import-linter sees: each test is one of them."""
+"""Rules of the project that ruff, mypy and import-linter cannot check. Each test is a rule."""
 
 import ast
 import importlib
@@ -22,7 +22,7 @@ SOURCES = sorted(SOURCE.rglob("*.py"))
 FAMILIES = ("llama", "smollm", "qwen", "gemma", "mistral", "phi")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".sh", ""}
 
-# What a function may import: a heavy dependency that most programs never need, loaded on its first use.
+# A function may import these: heavy dependencies that most programs never need, loaded on their first use.
 LAZY_DEPENDENCIES = {
     "huggingface_hub",
     "importlib",
@@ -149,7 +149,7 @@ def imported_modules(node: ast.AST) -> list[str]:
 
 
 def test_only_ops_and_tests_know_kernel_modules() -> None:
-    without_torch = {"infer.backends.before_load"}  # asks by a device's name what serves it
+    without_torch = {"infer.backends.before_load"}  # returns properties of a device by its name
 
     def knows_kernels(tree: ast.Module) -> bool:
         modules = {module for node in ast.walk(tree) for module in imported_modules(node)}

@@ -1,4 +1,4 @@
-"""Claims about tensor names: both worlds' names become ours, one for one thing."""
+"""Claims about tensor names: names of Hugging Face and GGUF become ours, one name per tensor."""
 
 import pytest
 

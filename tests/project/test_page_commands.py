@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name != "log.md")]
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`([^`]+)`")
-# Before a command there may be a prompt, variables, other programs, or the way to a virtual environment.
+# A prompt, variables, other programs or the path of a virtual environment may precede a command.
 COMMAND = re.compile(r"(?:^|[|&;] ?|\$ |RUN |/bin/|=\S* |--list \S+ )(infer (?:'[^']*'|\"[^\"]*\"|[^#|&<\n'\"])*)")
 COMMENT = re.compile(r"\s#\s")
 CONTAINER = re.compile(r"^docker run .* infer( [^#\n]*)?$", re.MULTILINE)
-VALUES = {"N": "2", "T": "q8", "P": "sliding"}  # of options that a sentence names with a letter
+VALUES = {"N": "2", "T": "q8", "P": "sliding"}  # values of options that a sentence names by a letter
 
 
 def commands_in_blocks(page: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The faults of scripts/plant_faults.py: each can still be planted, and with INFER_TESTS=all its tests see it."""
+"""The faults of scripts/plant_faults.py can still be planted. With INFER_TESTS=all, their tests fail for each."""
 
 import sys
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_a_fault_without_an_effect_survives_and_the_sources_stay_as_they_are(tmp
     assert old in (source / "half.py").read_text()
 
 
-if IS_WHOLE:  # an hour
+if IS_WHOLE:  # takes an hour
 
     @pytest.mark.slow
     @pytest.mark.parametrize("fault", FAULTS, ids=[fault.id for fault in FAULTS])

@@ -1,4 +1,4 @@
-"""No pickle, no evaluated text and no network: neither in our source nor in what a process does that runs a model."""
+"""No pickle, no evaluated text and no network, neither in infer's source nor in a process that runs a model."""
 
 import ast
 import json
@@ -22,7 +22,7 @@ PROCESSES = {"subprocess", "multiprocessing", "pty"}
 UNPICKLING_CALLS = ("torch.load", "torch.jit.load", "torch.hub.", "np.load", "numpy.load", "yaml.")
 EVALUATING = {"eval", "exec", "compile", "__import__", "execfile"}
 FORBIDDEN = UNPICKLING | NETWORK | PROCESSES | EVALUATING | {"huggingface_hub"}
-# What is forbidden elsewhere, and the only places that may have it.
+# Modules that are forbidden elsewhere, and the only places that may use them.
 ALLOWED = {
     ("backends/cpu/compile/parallel.py", "subprocess"),  # compiles kernels on every core
     ("batch_file/workers.py", "multiprocessing"),  # rows and lines, through pipes to processes that it started itself
@@ -76,7 +76,7 @@ ALLOWED = {
 
 
 def uses(tree: ast.Module) -> Iterator[str]:
-    """Modules imported, also by their names, and builtins called that evaluate text."""
+    """Yield imported modules, also those imported by name, and calls of builtins that evaluate text."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -160,10 +160,10 @@ def phases(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[str, str
     for name in ("modeling_evil.py", "__init__.py", "sitecustomize.py", "tokenizer.py"):
         (folder / name).write_text("raise SystemExit('this must never run')")
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "tokenizer.pkl"):
-        os.mkfifo(folder / name)  # whoever opens it waits for ever
+        os.mkfifo(folder / name)  # opening it would wait for ever
     gguf = write_gguf(place / "model.gguf")
     command = python_command(AUDITED, str(folder), str(gguf), str(place / "saved"))
-    subprocess.run(command, capture_output=True, check=True)  # compiles what is not yet compiled
+    subprocess.run(command, capture_output=True, check=True)  # compiles the missing kernels
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: list[Any] = json.loads(done.stdout)
@@ -177,7 +177,7 @@ def test_running_a_model_unpickles_nothing_and_uses_no_network(phases: list[list
 
 
 def test_what_is_executed_comes_from_modules_alone(phases: list[list[tuple[str, str]]]) -> None:
-    """None of our code executes text, and once everything is imported nothing is compiled or executed at all."""
+    """No code of infer executes text. Once everything is imported, nothing is compiled or executed."""
     executed = [each for phase in phases for each in phase if each[0] in ("exec", "compile")]
     assert len(executed) > 100  # modules
     assert [each for each in executed if each[1].startswith(str(SOURCE))] == []

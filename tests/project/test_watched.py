@@ -1,4 +1,4 @@
-"""Claims about processes that tests start: one that hangs says where, a script is run as Python runs it."""
+"""Claims about processes that tests start: a hanging one prints its stack, and a script runs as in Python."""
 
 import subprocess
 from pathlib import Path

@@ -34,7 +34,7 @@ def test_errors_are_at_most_those_of_ggml(name: str) -> None:
     values, importance = heavy_values()
     plain, weighted = GGML_ERRORS[name]
     slack = 0.92 if name in GRID_TYPES else 0.99
-    if name in ("Q8_0", "Q1_0"):  # which have ggml's own numbers
+    if name in ("Q8_0", "Q1_0"):  # their blocks are ggml's
         slack = 1 + 1e-5
     if plain is None:
         with pytest.raises(InvalidRequestError, match="needs an importance matrix"):
@@ -49,7 +49,7 @@ def test_errors_are_at_most_those_of_ggml(name: str) -> None:
 def test_packed_numbers_are_read_again_and_canonical_blocks_keep_every_bit(name: str) -> None:
     noise = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (64, BLOCK_TYPES[name].block_bytes), dtype=torch.uint8, generator=noise)
-    if name == "NVFP4":  # the sign bit of a scale is ignored, and its largest code means 0
+    if name == "NVFP4":  # a scale's sign bit is ignored, and its largest code means 0
         blocks[:, :4] = (blocks[:, :4] & 0x7F).clamp(max=0x7E)
     numbers = numbers_of(blocks, name)
     packed = blocks_of(numbers, name)

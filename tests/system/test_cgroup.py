@@ -1,4 +1,4 @@
-"""Limits of control groups, read from trees of files as the kernel shows them."""
+"""Limits of control groups, read from trees of files like those of the kernel."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_the_quota_of_a_namespace_of_its_own_is_that_of_the_top(text: str, quota
 
 
 def test_a_quota_counts_wherever_it_is_set(tmp_path: Path) -> None:
-    """`systemd-run --scope -p CPUQuota=200%` sets it in this way."""
+    """`systemd-run --scope -p CPUQuota=200%` sets it like this."""
     files = {
         "sys/fs/cgroup/user.slice/cpu.max": "max 100000\n",
         "sys/fs/cgroup/user.slice/run.scope/cpu.max": "200000 100000\n",
@@ -60,7 +60,7 @@ def test_version_1_has_a_group_for_each_controller(tmp_path: Path) -> None:
 
 
 def test_a_container_without_a_namespace_finds_its_group_at_the_mount(tmp_path: Path) -> None:
-    """/proc says the path on the host; of the files there are only those of the container's group."""
+    """/proc names the path on the host, and only the files of the container's group exist."""
     mounts = V1_MOUNTS.replace("0:32 / ", "0:32 /docker/0a1b ")
     files = {"sys/fs/cgroup/memory/memory.limit_in_bytes": "5000000\n"}
     assert memory_limit_bytes(tree(tmp_path, "4:memory:/docker/0a1b\n", mounts, files)) == 5_000_000
@@ -78,7 +78,7 @@ def test_the_smallest_limit_of_memory_counts_and_what_is_left_of_each(tmp_path: 
     }
     root = tree(tmp_path, "0::/a/b\n", V2_MOUNT, files)
     assert memory_limit_bytes(root) == 4_000_000
-    assert memory_left_bytes(root) == 1_000_000  # a's, of which others have taken most
+    assert memory_left_bytes(root) == 1_000_000  # the limit of a, most of which others use
 
 
 def test_more_in_use_than_allowed_leaves_nothing(tmp_path: Path) -> None:

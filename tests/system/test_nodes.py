@@ -1,4 +1,4 @@
-"""Nodes of memory, read from trees of files as the kernel shows them."""
+"""Nodes of memory, read from trees of files like those of the kernel."""
 
 import os
 import sys
@@ -71,7 +71,7 @@ def test_a_head_s_keys_lie_on_the_node_whose_threads_read_them(
 def test_a_rank_of_several_nodes_is_kept_on_none(tmp_path: Path) -> None:
     root = tree(tmp_path, "0-3\n", "4-7\n")
     assert cpus_of_rank(0, 1, 8, set(range(8)), root) is None
-    assert cpus_of_rank(1, 2, 4, set(range(4)), root) is None  # all that it may use is of one node
+    assert cpus_of_rank(1, 2, 4, set(range(4)), root) is None  # all processors that it may use are on one node
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: affinities are Linux's")

@@ -119,7 +119,7 @@ def test_the_base_follows_the_environment(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("INFER_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert base_folder() == cache_folder() == tmp_path / ".cache" / "infer"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which its specification tells us to ignore
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # its specification says that relative paths are ignored
     assert base_folder() == tmp_path / ".cache" / "infer"
     monkeypatch.setenv("XDG_CACHE_HOME", "/shared")
     assert base_folder() == Path("/shared/infer")
@@ -151,7 +151,7 @@ def test_a_user_without_a_home_has_no_cache_and_none_is_made(tmp_path: Path, mon
 
 @needs_users
 def test_kernels_run_without_a_home(tmp_path: Path) -> None:
-    """A container's user whom /etc/passwd does not name: nothing is kept, which one line says."""
+    """/etc/passwd does not name the container's user. Nothing is stored, and one line gives the reason."""
     code = """
 import pwd
 def unknown(uid):

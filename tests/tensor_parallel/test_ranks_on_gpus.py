@@ -38,9 +38,9 @@ CONFIG = {
 
 @pytest.fixture
 def on_gpus(quick_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run this process and the ranks that it starts on the kernels for GPUs."""
+    """Let this process and its ranks use the kernels for GPUs."""
     monkeypatch.setattr(ranks_module, "PROGRAM", (str(Path(__file__).with_name("cuda_follower.py")),))
-    monkeypatch.delenv("INFER_POISON")  # its NaN is no value of the blocks that are compared
+    monkeypatch.delenv("INFER_POISON")  # NaN would differ in the compared blocks
     with ops.using("cuda"):
         yield
 
@@ -59,7 +59,7 @@ def check_same_bits(path: Path, size: int, captures: tuple[bool, ...] = (True,))
 
 @pytest.mark.parametrize(("type_", "captures"), [("F16", (True,)), ("BF16", (True,)), ("Q4_K", (True, False))])
 def test_two_ranks_have_the_bits_of_one(type_: str, captures: tuple[bool, ...], tmp_path: Path, on_gpus: None) -> None:
-    """With steps that are recorded, and op by op."""
+    """Steps are recorded, or run op by op."""
     write_gguf(tmp_path / "model.gguf", CONFIG, 1, type_, CONFIG["vocab_size"])
     check_same_bits(tmp_path / "model.gguf", 2, captures)
 
@@ -138,7 +138,7 @@ def test_heads_are_divided_evenly_or_each_rank_has_all(num_heads: int, kv_heads:
 
 
 class FakeNccl:
-    """NCCL of one rank, whose gathers find the same columns on each rank."""
+    """NCCL of one rank, whose gathers return the same columns for each rank."""
 
     def __init__(self, store: object, rank: int, size: int, timeout: object) -> None:
         self.size, self.is_aborted = size, False

@@ -1,4 +1,4 @@
-"""Ranks as processes: the bits of one, recorded and op by op, through shared memory and through gloo; their ends."""
+"""Ranks as processes have the bits of one process, recorded and op by op, through shared memory and through gloo."""
 
 import gc
 import signal
@@ -38,7 +38,7 @@ from tiny import GATED, GEMMA4, LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
 
 CAPACITY, NUM_SLOTS = 96, 4
 SOME = "llama", "gemma3", "olmo2", "qwen2_moe"
-# GATED[0] has wider heads than the first family, whose ranks have no room for them. It has a test of its own.
+# The ranks have room for the first family, and heads of GATED[0] are wider. It has a separate test.
 WITH_MORE = [tiny for tiny in GEMMA4 if tiny.name in ("gemma4_per_layer", "gemma4_moe")]
 FAMILIES = [*([tiny for tiny in TINY if tiny is not GATED[0]] if IS_WHOLE else [*ONE_EACH, *WITH_MORE]), LONGROPE]
 
@@ -83,7 +83,7 @@ def runner_of(
     capacity: int = CAPACITY,
     weights: str = "auto",
 ) -> Runner:
-    """By itself, or rank 0's."""
+    """Return the runner of one process, or of rank 0."""
     settings, group = settings or CacheSettings(), None if ranks is None else ranks.group
     model = load_checked(
         open_checkpoint(folder), None, "cpu", "auto", weights, "exact", capacity, None, settings, group=group
@@ -105,7 +105,7 @@ def columns_of(runner: Runner) -> SamplingColumns:
 
 
 def steps(runner: Runner) -> tuple[list[Tensor], list[list[int]]]:
-    """Logits of prompts, a draft that is dropped, and what is sampled after, in steps with and without a return."""
+    """Return the logits of prompts and of a dropped draft, and the tokens after them, in steps and multi-steps."""
     ids = torch.randint(3, 96, (NUM_SLOTS, 40), generator=torch.Generator().manual_seed(0)).tolist()
     logits, columns, sampled = list[Tensor](), columns_of(runner), [list[int]() for _ in ids]
 
@@ -250,7 +250,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_answers_are_those_of_one_rank(world: World, folder: Path, pair: Ranks, policy: str) -> None:
-    """Batches with drafts, grammars and all samplers, of a cache that forgets or shares."""
+    """Batches have drafts, grammars and all samplers, and the cache evicts or shares."""
     check_answers(world, folder, pair, POLICIES[policy])
 
 
@@ -277,14 +277,14 @@ def test_a_step_that_an_exception_left_midway_is_followed_by_right_ones(families
         pair.lead(
             name, *([[Chunk(0, [5])], [0]] if name != "extend" else [0, [5]]), *([4] if name == "multi_step" else [])
         )
-        runner.reset()  # rank 0 runs none of it
+        runner.reset()  # rank 0 runs nothing of the step
         check_same(runner, expected)
 
 
 def test_no_rank_takes_back_what_another_may_still_wait_for(
     families: list[Path], pair: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slower rank is in the step that rank 0 has done, until it says that it has left it."""
+    """A slower rank may be in a step that rank 0 has finished, until it reports that it has left the step."""
     runner, told = runner_of(families[0], pair), list[str]()
     send, begin_anew = Ranks._send, type(pair.group).begin_anew
     monkeypatch.setattr(Ranks, "_send", lambda self, calls: [told.append(calls[0][0]), send(self, calls)])
@@ -297,7 +297,7 @@ def test_no_rank_takes_back_what_another_may_still_wait_for(
 
 
 def test_ranks_have_the_same_logits(families: list[Path]) -> None:
-    """Each in memory of its own."""
+    """Each rank computes them in its own memory."""
     ranks = ranks_of(families[0], 2, "gloo")
     try:
         runner = runner_of(families[0], ranks, capture=False)
@@ -345,7 +345,7 @@ def test_dropped_answers_of_a_model_whose_rank_died_print_nothing(
                 ask()
         del stream, session, ask
         gc.collect()
-        assert list(tmp_path.iterdir()) == []  # which a killed process would leave
+        assert list(tmp_path.iterdir()) == []  # a killed process would leave files
     assert unraisable == []
     assert reported == ["rank 1 of the model's 2 ended by signal 9: load the model again"], "its end, and that once"
 
@@ -354,7 +354,7 @@ def test_ranks_end_with_rank_0(families: list[Path]) -> None:
     ranks = ranks_of(families[0], 2)
     process = ranks._processes[0]
     runner_of(families[0], ranks)
-    ranks.lead("forward", [Chunk(0, [5])], [0])  # in which it waits for us
+    ranks.lead("forward", [Chunk(0, [5])], [0])  # the other rank waits for this one in the call
     ranks._pipes[0].close()
     assert process.wait(60) == 0
     ranks.close()

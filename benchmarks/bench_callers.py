@@ -1,6 +1,6 @@
-"""Measure what callers get, by how they ask: alone, in batches, threads, tasks, as slow readers, beside busy Python.
+"""Measure the rates of callers of all kinds: alone, in batches, threads, tasks, slow readers, beside busy Python.
 
-    python benchmarks/bench_callers.py                               this tree: a minute a round
+    python benchmarks/bench_callers.py                               this tree: a minute per round
     python benchmarks/bench_callers.py --sources ../before/src src   two trees in turn, and the ratios to the first
     python benchmarks/bench_callers.py --only "slow reader" "first token"   some of the ways
 
@@ -33,7 +33,7 @@ from infer import LLM, AsyncLLM, SamplingParams
 PROMPTS = [[100 + index] * 10 for index in range(32)]
 PREFILL_TOKENS, FIRST_TOKENS = 512, 16
 Answers = list[list[int]]
-Found = tuple[Answers, float]  # tokens, and what is measured
+Found = tuple[Answers, float]  # tokens, and the measured figure
 
 
 def greedy(num_tokens: int) -> SamplingParams:
@@ -41,7 +41,7 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 
 class Ways:
-    """Each method of `MEASURED` asks in one way. Its argument makes the prompts of a round its own."""
+    """Ways to ask. Each method of `MEASURED` is one way. Its argument makes the prompts of a round unique."""
 
     def __init__(self, model: str, threads: int) -> None:
         self.llm = LLM(model, threads=threads)
@@ -90,7 +90,7 @@ class Ways:
         return _rate(lambda: asyncio.run(_together(ask)))
 
     def slow_reader(self, number: int) -> Found:
-        """Return a reader that takes 1 ms of Python a token."""
+        """Return a reader that takes 1 ms of Python per token."""
 
         def read() -> Answers:
             found = list[int]()
@@ -102,7 +102,7 @@ class Ways:
         return _rate(read)
 
     def first_token(self, number: int) -> Found:
-        """First tokens a second: 1 ms is 1,000 a second."""
+        """Return first tokens per second, 1,000 for 1 ms."""
         seconds, found = list[float](), Answers()
         for index in range(FIRST_TOKENS):
             began = time.perf_counter()
@@ -113,11 +113,11 @@ class Ways:
         return found, 1 / median(seconds)
 
     def busy_python(self, number: int) -> Found:
-        """Return one answer beside a main thread that never waits."""
+        """Return one answer, while the main thread never waits."""
         return _rate(lambda: _beside_busy_main(self._one))
 
     def busy_python_in_turns(self, number: int) -> Found:
-        """Return the same with a switch interval of 0.5 ms, a tenth of Python's own, which a program may set."""
+        """Do as `busy_python`, with a switch interval of 0.5 ms that a program may set, a tenth of Python's own."""
         with _switching_each(0.0005):
             return _rate(lambda: _beside_busy_main(self._one))
 
@@ -125,7 +125,7 @@ class Ways:
         return [self.llm.generate(PROMPTS[0], greedy(64)).token_ids]
 
     def logprobs_in(self, count: int) -> Found:
-        """Eight answers at the same time, of which `count` have 20 log-probabilities per token."""
+        """Return eight concurrent answers, of which `count` have 20 log-probabilities per token."""
         params = [replace(greedy(64), logprobs=20 if row < count else None) for row in range(8)]
         return _rate(lambda: [each.token_ids for each in self.llm.generate_all(PROMPTS[:8], params, batch_size=8)])
 
@@ -154,7 +154,7 @@ MEASURED: dict[str, Callable[[Ways, int], Found]] = {
 
 
 def _rate(ask: Callable[[], Answers]) -> Found:
-    """Tokens per second of what is asked for."""
+    """Return the tokens per second of a request."""
     began = time.perf_counter()
     answers = ask()
     return answers, sum(map(len, answers)) / (time.perf_counter() - began)
@@ -194,7 +194,7 @@ def _switching_each(seconds: float) -> Iterator[None]:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Answer each request, a way and a number, with what was measured and a digest of the tokens."""
+    """Answer each request, a way and a number, with the measured figure and a digest of the tokens."""
     ways = Ways(options.model, options.threads)
 
     def measure(name: str, number: int) -> tuple[float, str]:

@@ -1,10 +1,10 @@
-"""Measure the CPU's kernels of gated delta nets alone: convolution, gates, recurrence, and the norm of their result.
+"""Measure only the CPU's kernels of gated delta nets: convolution, gates, recurrence, and the norm of their result.
 
     python benchmarks/bench_delta_net.py                            one thread and all cores, Qwen3.5-4B's heads
     python benchmarks/bench_delta_net.py --key-heads 16 --value-heads 16
 
-Milliseconds per layer, medians over rounds in which every case has its turn. There are as many layers as do not stay in
-a cache. A page has 64 tokens: its first token folds the page before into a new state.
+Milliseconds per layer, medians over rounds in which every case has its turn. There are so many layers that they do
+not stay in a cache. A page has 64 tokens: its first token folds the page before into a new state.
 """
 
 import itertools
@@ -99,7 +99,7 @@ def main() -> None:
         for (case, (start, count)), side in itertools.product(CASES.items(), sides)
     }
     for side in sides:
-        measures["prompt of 512", side]()  # fills the pages that the others read
+        measures["prompt of 512", side]()  # fills the pages that the other cases read
     found = compare(CASES, sides, options.rounds, lambda case, side, turn: measures[case, side]())
     write_report(options, results=found.to_json())
 

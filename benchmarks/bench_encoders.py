@@ -58,7 +58,7 @@ def seconds_of(encoder: TextEncoder, ids: list[list[int]]) -> float:
 
 
 def start_llama(stack: ExitStack, python: str, model: Any, folder: Path, threads: int) -> dict[str, Worker]:
-    """Start llama.cpp with the model in f32, and as its own quantiser makes Q8_0 of it."""
+    """Start llama.cpp with the model in f32, and in the Q8_0 of its own quantiser."""
     sys.path.append(str(TESTS))
     from converted_encoders import write_gguf
 

@@ -1,4 +1,4 @@
-"""Measure the CPU's kernels alone: products with weights, and attention.
+"""Measure only the CPU's kernels: products with weights, and attention.
 
     python benchmarks/bench_kernels.py products                       GMAC/s of one thread, by type and precision
     python benchmarks/bench_kernels.py attention --contexts 512 2048 --tokens 1 8 64 --kv-types f16 q8
@@ -54,7 +54,7 @@ def product(type_: str, precision: Any, size: str) -> Measure:
     products = rows * COLUMNS * tokens * repeats
 
     def measure(_packed: Any = packed) -> float:
-        """Return the time of the matmul, by its share of the cycles."""
+        """Return the time of the matmul, computed from its share of the cycles."""
         times[:] = 0
         began = time.perf_counter()
         thread_pool().run(table, run.state, 1)

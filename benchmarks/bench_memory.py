@@ -1,4 +1,4 @@
-"""Measure resident memory beside `infer estimate`: one process per context, its cache filled to the last token.
+"""Compare resident memory with `infer estimate`: one process per context, whose cache is filled to the last token.
 
 python benchmarks/bench_memory.py --models smollm2 gemma3-270m --tokens 512 2048 8192
 python benchmarks/bench_memory.py --tokens 2048 --kv-type q8

@@ -130,7 +130,7 @@ def main() -> None:
     llm = LLM(options.model, threads=options.threads, max_seq_len=2048)
     print_head(options, "tokens per second")
     answers = Answers(llm, options.num_tokens, options.draft_tokens)
-    for turn in range(-1, options.rounds):  # the first compiles grammars, and the loop learns what it can keep
+    for turn in range(-1, options.rounds):  # the first one compiles grammars and fills caches
         for task in tasks:
             answers.ask(task, is_warm_up=turn < 0)
     answers.show()

@@ -1,4 +1,4 @@
-"""Measure infer beside llama.cpp and transformers: the same files and threads, in turns in one run.
+"""Compare infer with llama.cpp and transformers: the same files and threads, in turns in one run.
 
     python benchmarks/bench_peers.py                          everything: hours on two cores
     python benchmarks/bench_peers.py --quick                  one model, in a few minutes
@@ -126,7 +126,7 @@ def find_sides(options: argparse.Namespace) -> list[Side]:
 
 
 def find_model(name: str, peers: list[tuple[str, ...]]) -> Path:
-    """Return the file of a model, which a peer makes if need be. Raise WorkerError or InvalidRequestError."""
+    """Return the file of a model, which a peer makes if necessary. Raise WorkerError or InvalidRequestError."""
     if name in SHIPPED:
         return resolve(SHIPPED[name])
     path, unfinished = cached(name)
@@ -142,7 +142,7 @@ def find_model(name: str, peers: list[tuple[str, ...]]) -> Path:
 
 
 def cached(name: str) -> tuple[Path, Path]:
-    """Return the path of a model that is made here, and that of the unfinished file."""
+    """Return the path of a model that this script makes, and that of the unfinished file."""
     folder = Path(os.environ.get("INFER_BENCH_MODELS") or Path.home() / ".cache" / "infer-bench")
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{name}.gguf", folder / f"{name}.part"
@@ -190,7 +190,7 @@ def measure_rates(
 
 
 def measure_cold(path: Path, sides: list[Side], threads: int, rounds: int) -> dict[str, Any]:
-    """Measure the time from the start of a process to its first token, and what is resident after some more."""
+    """Measure the time from the start of a process to its first token, and the resident memory after some more."""
     commands = {"import torch": (sys.executable, "-c", TORCH_ALONE)}
     for side in sides:
         if side.has_cold_start:

@@ -24,13 +24,13 @@ from infer.distributed.router import ReplicaRouter, RoutedPrompt
 from infer.kvcache.page_rows import page_keys
 
 LOAD = 0.7
-# Replicas, fronts, whether conversations are sticky. The last entry is for the time of a choice.
+# Numbers of replicas and fronts, and True if conversations are sticky. The last entry is for the time of a choice.
 ASKED = [(8, 1, True), (8, 2, True), (8, 2, False), (40, 1, True), (40, 10, True), (40, 10, False), (800, 1, True)]
 PAGE_TOKENS, CACHE_PAGES = 64, 1500
-PROMPT_RATE, ANSWER_RATE = 4000.0, 500.0  # tokens a second, of a replica
-ANSWER_TOKENS = 150 * PROMPT_RATE / ANSWER_RATE  # what a mean answer costs, in tokens of a prompt
-MEAN_SECONDS = 4 * (300 / PROMPT_RATE + 150 / ANSWER_RATE)  # of a conversation's work
-PAUSE_SECONDS = 15.0  # between an answer and the next question, in the mean
+PROMPT_RATE, ANSWER_RATE = 4000.0, 500.0  # tokens per second of a replica
+ANSWER_TOKENS = 150 * PROMPT_RATE / ANSWER_RATE  # cost of a mean answer, in tokens of a prompt
+MEAN_SECONDS = 4 * (300 / PROMPT_RATE + 150 / ANSWER_RATE)  # work of a mean conversation
+PAUSE_SECONDS = 15.0  # mean time between an answer and the next question
 
 Choose = Callable[[RoutedPrompt, Mapping[str, float], str], str]  # prompt, queued tokens by replica, conversation
 
@@ -69,7 +69,7 @@ class Conversation:
 class Outcome:
     hits: int
     ideal_hits: int
-    seconds: dict[str, float]  # of work, by replica
+    seconds: dict[str, float]  # seconds of work, by replica
 
     @property
     def share_of_ideal(self) -> float:
@@ -86,7 +86,7 @@ def replica_names(count: int) -> list[str]:
 def simulate(
     choose: Choose, *, num_replicas: int, load: float, num_requests: int, has_sessions: bool = False, seed: int = 1
 ) -> Outcome:
-    """`load` is the share of the replicas' time that the mean work takes."""
+    """Simulate a trace. `load` is the share of the replicas' time that the mean work takes."""
     rng, names = random.Random(seed), replica_names(num_replicas)
     systems = [[rng.randrange(1000) for _ in range(rng.randrange(200, 1200))] for _ in range(6)]
     caches, ideal = {name: Cache(CACHE_PAGES) for name in names}, Cache(CACHE_PAGES * num_replicas)
@@ -122,7 +122,7 @@ def simulate(
 
 
 def by_routers(num_fronts: int = 1, *, is_sticky: bool = True) -> Choose:
-    """Return a choice by the router of each front. If `is_sticky`, a conversation's requests all come to one front."""
+    """Return a choice by the router of each front. If `is_sticky`, all requests of a conversation go to one front."""
     routers, rng, front_by_name = (
         [ReplicaRouter(CACHE_PAGES) for _ in range(num_fronts)],
         random.Random(1),

@@ -1,6 +1,6 @@
-"""Measure what choosing a token costs: infer, a pipeline of torch that sorts, and Hugging Face's processors.
+"""Measure the cost of choosing a token: infer, a pipeline of torch that sorts, and Hugging Face's processors.
 
-    python benchmarks/bench_sampler.py                          36 cases: some twenty minutes
+    python benchmarks/bench_sampler.py                          36 cases: about twenty minutes
     python benchmarks/bench_sampler.py --quick                  batches of 1 and 8 at 49,152 words, in under a minute
     python benchmarks/bench_sampler.py --batches 1 --vocabularies 262144 --threads 2
 
@@ -46,7 +46,7 @@ from infer.sampling.history import History
 TEXT = Path(__file__).parent / "precision_text.txt"
 MODEL_BY_VOCABULARY = {49_152: "smollm2", 262_144: "gemma3-270m"}
 CONTEXT_TOKENS, PROMPT_TOKENS = 1000, 500
-SECONDS_PER_TURN = 0.02  # a side repeats within its turn until this is over
+SECONDS_PER_TURN = 0.02  # a side repeats its work for this time
 OURS, READ, SORTED, PEER = "infer", "one read", "torch, sorted", "transformers"
 
 _FILTERED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
@@ -64,7 +64,7 @@ Choose = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One batch. Every row has the same parameters, a seed of its own and 1,000 tokens before it."""
+    """One batch. Every row has the same parameters, its own seed and 1,000 tokens before it."""
 
     values: dict[str, Any]
     logits: Tensor
@@ -148,7 +148,7 @@ def make_sorted(case: Case) -> Choose:
 
 
 def make_transformers(case: Case) -> Choose:
-    """Return its processors and warpers in its order, then multinomial. It has no frequency and presence penalties."""
+    """Return transformers' processors and warpers in its order, then multinomial. It has only one of the penalties."""
     values, processors = case.values, LogitsProcessorList()
     if "logit_bias" in values:
         sequence_bias = {(token_id,): bias for token_id, bias in values["logit_bias"].items()}
@@ -220,7 +220,7 @@ class Batch:
 
     def microseconds(self, case: str, side: str, turn: int) -> float:
         """Return the median over a turn, after one call that does not count."""
-        time.sleep(SECONDS_PER_TURN)  # the threads of the side before go to sleep
+        time.sleep(SECONDS_PER_TURN)  # until the threads of the previous side sleep
         self.sides[side]()
         times: list[float] = []
         while (sum(times) < SECONDS_PER_TURN or len(times) < 3) and not (times and times[-1] > 1):

@@ -1,4 +1,4 @@
-"""Measure many clients at once: infer as a library, as a server, as replicas and through Ray, beside llama.cpp.
+"""Measure many concurrent clients of infer as a library, as a server, as replicas and through Ray, and of llama.cpp.
 
     python benchmarks/bench_serving.py                                  `LLM` beside llama.cpp, all traces
     python benchmarks/bench_serving.py --quick --sides LLM serve        one round of short traces
@@ -45,7 +45,7 @@ SERVER_MEASURES = ("start", "pause")
 SERVERS = {"serve": [], "isolated": ["--isolate"], "replicas": ["--replicas", "2"]}
 SIDES = ("LLM", "llama.cpp", *SERVERS, "ray", "llama-server")
 CONTEXT, SLOTS = 8192, 16
-FEW_PAGES = {"context": 2048, "pool_pages": 40}  # of 64 tokens: two of the longest requests
+FEW_PAGES = {"context": 2048, "pool_pages": 40}  # pages of 64 tokens for two of the longest requests
 WARM_UP = load.closed(4, 64, 32, 1, seed=1)
 
 
@@ -53,7 +53,7 @@ WARM_UP = load.closed(4, 64, 32, 1, seed=1)
 class Scenario:
     name: str
     asks: list[Ask]
-    options: dict[str, Any] = field(default_factory=dict)  # of a library
+    options: dict[str, Any] = field(default_factory=dict)  # options of a library
 
 
 class Side(ABC):
@@ -64,12 +64,12 @@ class Side(ABC):
         """Raise WorkerError if the side has ended."""
 
     def facts(self, name: str) -> dict[str, float]:
-        """Return what is measured of a server without a trace; nothing of a library."""
+        """Return the figures of a server that need no trace. A library has none."""
         return {}
 
 
 class Library(Side):
-    """A model is loaded again if a scenario has other options."""
+    """A library. A model is loaded again if a scenario has other options."""
 
     def __init__(self, worker: Worker, path: Path, threads: int) -> None:
         self._worker = worker
@@ -104,7 +104,7 @@ class Server(Side):
 
     def _longest_gap(self) -> float:
         """Return the longest time between two lines of a stream after the kill -9 of the engine that writes it."""
-        time.sleep(5)  # until a spare engine is there
+        time.sleep(5)  # until there is a spare engine
         asked = {"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True, "stream": True}
         with self._server.post("/v1/completions", asked) as stream:
             stream.readline()
@@ -121,7 +121,7 @@ def _serve(worker: Worker, asks: list[Ask]) -> list[Answer]:
 
 
 def make_side(name: str, options: argparse.Namespace, stack: ExitStack, logs: Path) -> Side:
-    """Start a side. Raise WorkerError or ServerError with what it lacks."""
+    """Start a side. Raise WorkerError or ServerError, which name a missing part."""
     from infer.checkpoint import resolve
 
     path, python, kind = resolve(options.model), sys.executable, name
@@ -150,7 +150,7 @@ def make_side(name: str, options: argparse.Namespace, stack: ExitStack, logs: Pa
 
 
 def scenarios(name: str, options: argparse.Namespace, turn: int) -> Iterator[Scenario]:
-    """Yield the traces of a name. Each round has prompts of its own."""
+    """Yield the traces of a name. Each round has other prompts."""
     seed, is_quick = 100_000 * (turn + 1), options.quick
     match name:
         case "closed":

@@ -1,4 +1,4 @@
-"""Measure two models that answer at the same time, in processes of their own, as in a server of several models.
+"""Measure two models that answer at the same time in separate processes, as in a server of several models.
 
 Each process has all threads and gives way by itself, or the cores are divided between the processes. A round during
 which other programs had more than `--most-others` of the processors' time is measured again.

@@ -1,4 +1,4 @@
-"""Measure what a step costs outside of compiled code, and what a sequence costs that joins or leaves.
+"""Measure the cost of a step outside of compiled code, and the cost of a sequence that joins or leaves.
 
     python benchmarks/bench_step_overhead.py               smollm2, 1 and 16 sequences
     python benchmarks/bench_step_overhead.py --rounds 500
@@ -51,7 +51,7 @@ class Load:
         return self.engine.submit(Sequence(request))
 
     def overhead(self) -> float:
-        """Milliseconds of a step outside of compiled code."""
+        """Return the milliseconds of a step outside of compiled code."""
         computed, started = thread_pool().run_seconds, time.perf_counter()
         self.engine.step()
         return 1e3 * (time.perf_counter() - started - (thread_pool().run_seconds - computed))

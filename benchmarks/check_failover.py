@@ -1,9 +1,9 @@
 """Check that no client notices when the replica that answers is killed, at a random moment of each answer.
 
 Every answer must add up to the undisturbed one: tokens, log-probabilities, calls, reasoning, ids and usage. The pause
-is the longest time between two reads of a stream, beside that of undisturbed ones. Ends with 1 where an answer differs.
-With `--end stop` the replica is stopped, as a debugger does it, and killed some seconds later; with `--end rank` each
-replica has two processes that share the model out, and the second one is killed.
+is the longest time between two reads of a stream, compared with undisturbed ones. The status is 1 if an answer differs.
+With `--end stop`, the replica is stopped, as a debugger does it, and killed some seconds later. With `--end rank`, each
+replica has two processes that share the model, and the second one is killed.
 
     python benchmarks/check_failover.py --kills 200 --report benchmarks/reports/failover.json
     python benchmarks/check_failover.py --kills 20 --end rank
@@ -31,7 +31,7 @@ from harness import make_parser, say, write_report
 from server_process import ServerProcess, children, running
 
 SECONDS = 120.0
-STOPPED_SECONDS = 8.0  # after which a stopped replica is killed: the next try needs it again
+STOPPED_SECONDS = 8.0  # after which a stopped replica is killed, because the next try needs it
 
 
 class Heard(NamedTuple):
@@ -41,7 +41,7 @@ class Heard(NamedTuple):
 
 
 def listen(client: httpx.Client, path: str, body: dict[str, Any], begun: threading.Event) -> Heard:
-    """`begun` is set at the first byte of a stream, and else at the start."""
+    """Read an answer. `begun` is set at the first byte of a stream, and otherwise at the start."""
     started = last = time.perf_counter()
     longest, chunks = 0.0, list[str]()
     if "stream" not in body:
@@ -59,7 +59,7 @@ def listen(client: httpx.Client, path: str, body: dict[str, Any], begun: threadi
 
 
 def replica_processes(server: ServerProcess) -> dict[int, int]:
-    """By the number of their sockets' descriptors, the last word of a replica's command."""
+    """Return the replicas by their sockets' descriptors, the last word of their commands."""
     found = dict[int, int]()
     for pid in children(server.process.pid):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -69,7 +69,7 @@ def replica_processes(server: ServerProcess) -> dict[int, int]:
 
 
 def num_running(server: ServerProcess) -> dict[int, float]:
-    """Answers that go on, by the indices of the replicas that are ready."""
+    """Return the numbers of active answers, by the indices of the replicas that are ready."""
     lines = [line for line in server.get("/metrics").splitlines() if line.startswith("infer:num_requests_running{")]
     return {int(line.split('"')[1]): float(line.split()[-1]) for line in lines}
 
@@ -91,7 +91,7 @@ ENDS: dict[str, Callable[[int], None]] = {"kill": kill, "stop": stop, "rank": ki
 
 
 def end_busiest(server: ServerProcess, sockets: Sequence[int], end: Callable[[int], None]) -> bool:
-    """`sockets` of the replicas in their order. False where none answers any more."""
+    """End the replica with the most answers. Return False if none has any. `sockets` are in the replicas' order."""
     running_by_index = num_running(server)
     if not any(running_by_index.values()):
         return False
@@ -109,7 +109,7 @@ def until_ready(server: ServerProcess, count: int) -> None:
 
 
 def ask_all(client: httpx.Client, num_replicas: int) -> None:
-    """Short questions at once, some for each replica. All must be answered."""
+    """Ask short questions in parallel, some for each replica. All must be answered."""
 
     def ask(number: int) -> None:
         body = {"prompt": f"Question {number}", "max_tokens": 4, "seed": number}
@@ -122,7 +122,7 @@ def ask_all(client: httpx.Client, num_replicas: int) -> None:
 def listen_while_killing(
     client: httpx.Client, path: str, body: dict[str, Any], after: float, end: Callable[[], bool]
 ) -> tuple[Heard, bool]:
-    """`after` so many seconds from its first byte; and whether the replica that had the stream was killed in time."""
+    """Read an answer, and call `end` `after` seconds from its first byte. Return the answer and the result of `end`."""
     begun, killed = threading.Event(), list[bool]()
 
     def end_later() -> None:
@@ -147,7 +147,7 @@ def check(
     most_seconds: float = math.inf,
     end: Callable[[int], None] = kill,
 ) -> dict[str, Any]:
-    """`asked` are the route and the body of each case."""
+    """Check all cases. `asked` has the route and the body of each."""
     rng, found, started = random.Random(seed), list[dict[str, Any]](), time.monotonic()
     with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=SECONDS) as client:
         until_ready(server, num_replicas)

@@ -46,7 +46,7 @@ def outcome_of(question: Question, result: GenerationResult) -> str:
 
 
 def ask(llm: LLM, questions: Sequence[Question], params: SamplingParams, seeds: int) -> list[Trial]:
-    """Ask each question in a chat of its own with each seed. Greedy answers have one seed."""
+    """Ask each question in a new chat with each seed. Greedy answers have one seed."""
     asked = [(question, seed) for question in questions for seed in range(1 if params.is_greedy else seeds)]
     chats = [[{"role": "user", "content": question.text}] for question, _ in asked]
     results = llm.generate_all(chats, [replace(params, seed=seed) for _, seed in asked])

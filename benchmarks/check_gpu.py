@@ -31,8 +31,8 @@ SECONDS = 570.0  # for all sections: ten minutes with the start and processes th
 CHECK_SECONDS = 200.0
 TYPES_PER_SECTION, NUM_WEIGHT_SECTIONS = 3, 10  # a section compiles the kernels of three types in about a minute
 
-# The profile comes first, because it says why a step is slow. Checks run beside one another, because most of their time
-# is a compiler's. Then each timing runs alone.
+# The profile is first, because it shows why a step is slow. Checks run in parallel, because they mostly wait for a
+# compiler. Then each timing runs alone.
 SECTIONS = (
     Section("machine", 90),
     Section("profile, BF16", 80),
@@ -60,7 +60,7 @@ def is_timing(name: str) -> bool:
 
 
 def chosen_sections(names: Iterable[str], device: str, model: Path | None) -> list[Section]:
-    """Return the sections with these names, in order; those that cannot run here say why."""
+    """Return the sections with these names, in order. A section that cannot run here has the reason."""
     found, wanted = list[Section](), set(names)
     for section in SECTIONS:
         if section.name not in wanted:
@@ -137,14 +137,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _end(*_: Any) -> None:
-    sys.exit(143)  # the sections' processes are killed on the way out
+    sys.exit(143)  # the exit kills the sections' processes
 
 
 def main() -> int:
     options = parse()
     signal.signal(signal.SIGTERM, _end)
     folder = options.out or REPORTS / f"gpu-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    names = dict.fromkeys(["machine", *options.sections])  # no section runs if that one finds no GPU
+    names = dict.fromkeys(["machine", *options.sections])  # no section runs if this one finds no GPU
     reports = run_all(options, list(names), folder)
     write_report(options, sections=reports)
     print(f"results: {folder / 'results.jsonl'}")

@@ -1,6 +1,6 @@
-"""Check what is left of one client's stream while another client misbehaves, in each of many ways.
+"""Check the rate of one client's stream while another client misbehaves, in each of many ways.
 
-The quiet client streams an answer alone and beside each misdeed in turn. The table has the ratio of its tokens per
+The quiet client streams an answer alone, and then during each misdeed. The table has the ratio of its tokens per
 second, its first token and its largest gap. Both clients have keys, so each is a tenant.
 docs/explanation/overload.md promises that they share the machine.
 Ends with 1 if a stream fails, or falls below the bounds.
@@ -26,7 +26,7 @@ import httpx
 from harness import make_parser, say, write_report
 from server_process import ServerProcess, running
 
-LEAST_RATE = 0.5  # of the rate alone
+LEAST_RATE = 0.5  # of the rate without a neighbour
 MOST_GAP = 0.5  # seconds, on a quiet machine
 QUIET = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "stream": True, "ignore_eos": True}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -35,14 +35,14 @@ SECONDS = 120.0
 
 
 class Misdeed(NamedTuple):
-    """A request that one client sends again and again, from `num_threads` threads. `body` takes a number that makes
+    """A request that one client repeats without end, from `num_threads` threads. `body` takes a number that makes
     each one new.
     """
 
     name: str
     path: str
     num_threads: int
-    body: Callable[[int], dict[str, Any]] | None  # None: a GET that is read as it comes
+    body: Callable[[int], dict[str, Any]] | None  # None: a GET whose answer is read as it arrives
 
 
 def _schema(schema: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def listen_or_not(client: httpx.Client) -> Heard:
 
 @contextmanager
 def misbehaving(misdeed: Misdeed, make_client: Callable[[], httpx.Client], numbers: Iterator[int]) -> Iterator[None]:
-    """Within, the requests are sent all the time. Refusals are waited for no longer than a moment."""
+    """Send the requests without a pause during the body of `with`. Wait only a moment after a refusal."""
     is_over = threading.Event()
 
     def run() -> None:
@@ -154,7 +154,7 @@ def misbehaving(misdeed: Misdeed, make_client: Callable[[], httpx.Client], numbe
 
 
 def measure(server: ServerProcess, names: list[str], rounds: int) -> dict[str, list[Heard]]:
-    """Return what the quiet client heard beside each misdeed, in turns."""
+    """Return the figures of the quiet client during each misdeed, in turns."""
     url, numbers = f"http://127.0.0.1:{server.port}", count()
 
     def client(key: str) -> httpx.Client:
@@ -176,7 +176,7 @@ def measure(server: ServerProcess, names: list[str], rounds: int) -> dict[str, l
 
 
 def _await_idle(client: httpx.Client) -> None:
-    """Wait until the answers that nobody reads any more have ended."""
+    """Wait until all answers without a reader have ended."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.5)
@@ -197,7 +197,7 @@ def table(found: Mapping[str, list[Heard]]) -> tuple[list[dict[str, Any]], bool]
 
 
 def main() -> int:
-    parser = make_parser(__doc__, model="smollm2", threads=1, rounds=3)  # a core is left for the clients
+    parser = make_parser(__doc__, model="smollm2", threads=1, rounds=3)  # the clients need a core
     parser.add_argument("--only", action="append", default=[], help="one misdeed by its name; may be repeated")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

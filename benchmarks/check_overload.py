@@ -1,13 +1,13 @@
-"""Check that clients are served who ask for twice what a server can compute, and return when they are told to.
+"""Check the service of clients that request twice what a server can compute, and return when they are told to.
 
-The capacity is that of a crowd that asks at once. Then clients come at random, at `--load` times that rate. A client
-that is refused waits as long as it is told, and asks again until it is answered. The goals:
+The capacity is the rate of a crowd of concurrent clients. Then clients arrive at random, at `--load` times that rate. A
+client that is refused waits as long as it is told, and asks again until it is answered. The goals:
 
     served           answers that end during the load, of what the capacity allows: at least 0.95
     kept             clients that were told at most once to wait for less than the longest time that clients are told,
                      and that had their first token within 1.2 times `--max-ttft` of being taken: at least 0.95
     refusals         for each client that was answered: at most 1 and 1.2 for each minute that it waited to be taken
-    refusals_after   of a client that comes after all others were answered: none
+    refusals_after   of a client that arrives after all others were answered: none
 
     python benchmarks/check_overload.py --seconds 600 --report benchmarks/reports/overload.json
 """
@@ -33,19 +33,19 @@ from load import percentile
 from server_process import running
 
 NUM_AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS = 96, 64, 48
-MAX_TTFT = 30.0  # seconds, `infer serve`'s own
-LONGEST_TOLD = 55.0  # seconds: who is told a minute may have to come again
+MAX_TTFT = 30.0  # seconds, the default of `infer serve`
+LONGEST_TOLD = 55.0  # seconds: a client that is told a minute may be refused again
 LEAST_SERVED, LEAST_KEPT, REFUSALS_A_MINUTE, LATE = 0.95, 0.95, 1.2, 1.2
 
 
 @dataclass
 class Client:
-    """All times are in seconds since the load began."""
+    """A client. All times are in seconds since the load began."""
 
     came_at: float
     told: list[float] = field(default_factory=list)  # seconds to wait, at each refusal
     taken_at: float = math.nan
-    first_at: float = math.nan  # its first token
+    first_at: float = math.nan  # time of its first token
     ended_at: float = math.nan
     error: str = ""
 
@@ -66,7 +66,7 @@ class Load:
         return time.perf_counter() - self._began
 
     async def ask(self) -> Client:
-        """Return when the client has its answer, however often it is refused."""
+        """Return when the client has its answer. It asks again after each refusal."""
         client = Client(self.now)
         self.clients.append(client)
         prompt = [self._draw.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)]
@@ -80,7 +80,7 @@ class Load:
         return client
 
     async def _try(self, client: Client, body: dict[str, Any]) -> float | None:
-        """Return the seconds that a refused client is told; None after an answer."""
+        """Return the seconds that a refused client is told to wait, or None after an answer."""
         client.taken_at = self.now
         async with self._http.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code == 429:
@@ -97,7 +97,7 @@ class Load:
         return None
 
     async def come(self, rate: float, seconds: float) -> "list[asyncio.Task[Client]]":
-        """Let clients come at random for so long."""
+        """Let clients arrive at random for some seconds."""
         tasks, due = list[asyncio.Task[Client]](), 0.0
         while (due := due + self._draw.expovariate(rate)) < seconds:
             await asyncio.sleep(due - self.now)
@@ -110,7 +110,7 @@ async def measure(port: int, load: float, seconds: float) -> dict[str, float]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600, limits=limits) as http:
         capacity = 0.0
-        for seed in (2, 3):  # the first one compiles, and teaches what steps cost
+        for seed in (2, 3):  # the first one compiles, and the engine learns the costs of steps
             crowd = Load(http, seed)
             await asyncio.gather(*(crowd.ask() for _ in range(NUM_AT_ONCE)))
             capacity = NUM_AT_ONCE / crowd.now
@@ -158,7 +158,7 @@ def is_good(found: dict[str, float]) -> bool:
 
 
 def main() -> int:
-    parser = make_parser(__doc__, model="smollm2", threads=1)  # a core is left for the clients
+    parser = make_parser(__doc__, model="smollm2", threads=1)  # the clients need a core
     parser.add_argument("--load", type=float, default=2.0, help="times the capacity (2)")
     parser.add_argument("--seconds", type=float, default=600.0, help="of the load (600)")
     options = parser.parse_args()

@@ -45,10 +45,10 @@ SIDES: Mapping[str, Mapping[str, tuple[dict[str, Any], str]]] = {
     },
     "kv": {kv_type: ({}, kv_type) for kv_type in ("f32", "f16", "bf16", "q8", "q4")},
 }
-CLEAR_MARGIN = 0.05  # between the likeliest and the second logit: below it a different choice says little
+CLEAR_MARGIN = 0.05  # between the two largest logits; with a smaller one, another choice says little
 
 
-# Reads tokens, of which the first is at a position, and returns the float32 logits after each. Position 0 begins anew.
+# Reads tokens from a position on, and returns the float32 logits after each. Position 0 begins a new text.
 Read = Callable[[list[int], int], Tensor]
 
 
@@ -69,7 +69,7 @@ def reader_of(model: Any, context: int, kv_type: str) -> Read:
 
 
 def llama_reader(worker: Worker, file: Path) -> Read:
-    """llama.cpp answers with a file."""
+    """Return a reader by llama.cpp, which answers with a file."""
 
     def read(token_ids: list[int], start: int) -> Tensor:
         worker.ask("logits", tokens=token_ids, start=start, path=str(file))
@@ -79,7 +79,7 @@ def llama_reader(worker: Worker, file: Path) -> Read:
 
 
 class Reference:
-    """A chunk of the reference, with what every comparison needs. `next_ids` is one shorter at the end of a window."""
+    """A chunk of the reference, with the data of all comparisons. `next_ids` is one shorter at the end of a window."""
 
     def __init__(self, logits: Tensor, next_ids: Tensor) -> None:
         self.logits, self.next_ids = logits, next_ids
@@ -91,12 +91,12 @@ class Reference:
 
 @dataclass
 class Comparison:
-    """Values of one side beside its reference, one per token."""
+    """Values of one side compared with its reference, one per token."""
 
     max_error: float = 0.0
     divergence: list[float] = field(default_factory=list)  # KL(reference ‖ side)
     agrees: list[bool] = field(default_factory=list)
-    margin: list[float] = field(default_factory=list)  # of the reference
+    margin: list[float] = field(default_factory=list)  # margin of the reference
     surprise: list[float] = field(default_factory=list)  # −log p of the text's next token
     reference_surprise: list[float] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Measure the files of `infer quantize` beside those of llama.cpp's tool: size, perplexity, and KL against the source.
+"""Compare the files of `infer quantize` with those of llama.cpp's tool: size, perplexity, and KL against the source.
 
     python benchmarks/check_quantised_files.py --llama-quantize PATH            SmolLM2, all types without a matrix
     python benchmarks/check_quantised_files.py --llama-quantize PATH --matrix --types IQ2_XXS Q4_K_M
@@ -92,7 +92,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 @final
 class Reference:
-    """The source's logits, computed once. Sources that are made have the same ones but for rounding errors."""
+    """The source's logits, computed once. Sources that are made have the same logits up to rounding errors."""
 
     def __init__(self, source: Path, num_windows: int) -> None:
         with LLM(source, kv_type="f32") as llm:

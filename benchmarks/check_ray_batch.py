@@ -25,7 +25,7 @@ from ray_cluster import RayCluster, environment_of, running_cluster, wait_until
 
 ENGINE = "ray::MapWorker(MapBatches(BatchEngine)"
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ray_batch.py"
-MOST_SECONDS_APART = 12.0  # between two kills: an engine is back after about six
+MOST_SECONDS_APART = 12.0  # between two kills: an engine is restarted after about six
 
 
 def write_rows(path: Path, count: int, num_tokens: int) -> None:
@@ -36,7 +36,7 @@ def write_rows(path: Path, count: int, num_tokens: int) -> None:
 def answer_with_kills(
     cluster: RayCluster, command: Sequence[str], rng: random.Random, most_kills: int, until: float
 ) -> dict[str, int]:
-    """Run the program until it has ended well. Return how often an engine and the program were killed."""
+    """Run the program until it has ended without an error. Return the numbers of kills of engines and the program."""
     kills, environment = {"engine": 0, "program": 0}, environment_of(cluster.folder, cluster.address())
     told = cluster.folder / "told"
     while True:

@@ -1,4 +1,4 @@
-"""Check how many of a folder's JSON schemas are compiled, and whether their valid and invalid texts are told apart.
+"""Check how many of a folder's JSON schemas are compiled, and that their valid and invalid texts are distinguished.
 
     python benchmarks/check_schemas.py --folder SCHEMAS --every 10 --report
 
@@ -37,10 +37,10 @@ _CAUTIOUS_TRIES = 1_000
 
 
 class Writer:
-    """Writes values into a matcher; goes back where an order of properties leads nowhere.
+    """Writes values into a matcher, and goes back if an order of properties leads nowhere.
 
-    After `_CAUTIOUS_TRIES` an object is not gone on with where the same names were left and the same of them could
-    follow: then one that can be written may be missed, never the other way round.
+    After `_CAUTIOUS_TRIES`, an object is not continued if an earlier try failed with the same remaining names and the
+    same possible next names. So an object that can be written may be missed, but none is accepted wrongly.
     """
 
     def __init__(self, matcher: Any, orders: list[dict[str, int]], *, is_free: bool, is_patient: bool) -> None:
@@ -55,8 +55,11 @@ class Writer:
         self._dead_ends: set[Any] = set()
 
     def write(self, value: Any) -> bool:
-        """First in the order of the `properties` that has most of an object's names, the others after them; one that
-        `is_patient` then has the others before them, and then all in the document's order."""
+        """Return True if the value can be written.
+
+        An object is first written in the order of the `properties` that have most of its names, followed by its other
+        names. A patient writer then tries the other names first, and then all names in the document's order.
+        """
         orders = [(self._best_order, 1 << 30), (self._best_order, -1), (self._every_name, 0)]
         for order_of, others in orders if self._is_patient else orders[:1]:
             self._order_of, self._others, self._tries = order_of, others, 0
@@ -72,7 +75,7 @@ class Writer:
         return self._all_names
 
     def _written(self, value: Any, before: str, place: tuple[Any, ...]) -> Iterator[None]:
-        """Once for each way; the matcher is where it was after the last."""
+        """Yield once for each way to write the value. After the last one, the matcher is in its first state."""
         if isinstance(value, dict) and value:
             order = self._order_of(value)
             names = sorted(value, key=lambda name: order.get(name, self._others))
@@ -124,14 +127,14 @@ class Writer:
 
 
 def spellings(value: Any, *, is_free: bool) -> list[str]:
-    """Return the spellings of a value. A whole number that `is_free` may have a point or none."""
+    """Return the spellings of a value. If `is_free`, a whole number may have a decimal point or none."""
     if is_free and isinstance(value, float) and value.is_integer():
         return list(dict.fromkeys([str(int(value)), json.dumps(value)]))
     return [json.dumps(value, ensure_ascii=False)]
 
 
 def compile_schema(text: str, tokenizer: Any) -> tuple[Any, Source]:
-    """Return a matcher, and what it was compiled from. Raises InvalidRequestError."""
+    """Return a matcher and its source. Raises InvalidRequestError."""
 
     def problem_of(source: Source) -> str:
         matcher = matcher_of(source, tokenizer)
@@ -148,7 +151,7 @@ def matcher_of(source: Source, tokenizer: Any) -> Any:
 
 
 def orders_in(schema: Any) -> list[dict[str, int]]:
-    """Return the names of each `properties`, with their places."""
+    """Return the names of each `properties`, with their indices."""
     found: list[dict[str, int]] = []
     pending = [schema]
     while pending:
@@ -163,7 +166,7 @@ def orders_in(schema: Any) -> list[dict[str, int]]:
 
 
 def cases(folder: Path, every: int, texts: list[tuple[Path, bool]]) -> Iterator[tuple[str, Any, list[Any]]]:
-    """`texts` are the folders of valid and invalid texts of plain schemas."""
+    """Yield the cases. `texts` are the folders of valid and invalid texts of plain schemas."""
     for path in sorted(folder.rglob("*.json"))[::every]:
         content = read_json(path)
         if texts:
@@ -177,7 +180,7 @@ def cases(folder: Path, every: int, texts: list[tuple[Path, bool]]) -> Iterator[
 
 
 def read_json(path: Path) -> Any:
-    """Return the content, or None if it is no JSON: some files have comments."""
+    """Return the content, or None if it is not JSON: some files have comments."""
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError:
@@ -210,7 +213,7 @@ class Tally:
         self.counts["compiled"] += 1
         orders = orders_in(schema)
         for test in tests:
-            is_free = test["valid"] or draft_of(schema) > 4  # before, 1.0 was no integer
+            is_free = test["valid"] or draft_of(schema) > 4  # in draft 4, 1.0 is not an integer
             writer = Writer(matcher.deep_copy(), orders, is_free=is_free, is_patient=test["valid"])
             is_accepted = writer.write(test["data"])
             kind = "valid" if test["valid"] else "invalid"

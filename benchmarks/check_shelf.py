@@ -1,7 +1,7 @@
 """Check a server of several models that take turns in memory, under clients and while its processes are killed.
 
 Every answer must be the one that the model gives alone. All processes together may take no more memory than the budget
-and the process in front. A client that is refused comes back when it was told, and must then be answered. With
+and the front's process. A client that is refused returns when it was told, and must then be answered. With
 `--kill-front N` the process in front is killed N times first: all its processes must end by themselves, and nothing may
 be left. Ends with status 1 if a promise is broken.
 
@@ -29,7 +29,7 @@ from front_kills import kill_fronts
 from harness import make_parser, say, write_report
 from server_process import HOST, ServerProcess, children, running
 
-FRONT_BYTES = 150e6  # of the process that the clients talk to
+FRONT_BYTES = 150e6  # memory of the front's process
 PROMPTS = ("Once upon a time", "The capital of France", "def add(a, b):", "1, 2, 3,", "Dear Sir or Madam,")
 TOKENS = 24
 
@@ -42,7 +42,7 @@ class Clients:
         self._lock = threading.Lock()
         self.counts = Counter[str]()
         self.different = list[str]()
-        self.seconds = list[float]()  # from the first try to the answer
+        self.seconds = list[float]()  # times from the first try to the answer
 
     def ask_until(self, until: float, seed: int) -> None:
         noise = random.Random(seed)
@@ -91,7 +91,7 @@ def name_of(model: str) -> str:
 
 
 def watch(server: ServerProcess, until: float, kill_seconds: float, found: dict[str, Any]) -> None:
-    """Measure the memory of all processes, and kill one with a model now and then."""
+    """Measure the memory of all processes, and kill one with a model from time to time."""
     noise, next_kill = random.Random(1), time.time() + kill_seconds
     while time.time() < until:
         time.sleep(0.2)

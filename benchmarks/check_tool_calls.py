@@ -65,7 +65,7 @@ def random_request(rng: random.Random) -> dict[str, Any]:
 
 
 def problems(request: dict[str, Any], result: GenerationResult) -> list[str]:
-    """Return what is wrong with the calls of an answer."""
+    """Return the faults of an answer's calls."""
     schemas = {tool["name"]: tool["parameters"] for tool in request["tools"]}
     found = []
     if result.error is not None:

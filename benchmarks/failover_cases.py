@@ -1,11 +1,11 @@
-"""Requests of every kind, and the sum of their answers' events: the cut of tokens into events differs between runs."""
+"""Requests of every kind, and the sum of their answers' events, because each run cuts tokens into other events."""
 
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-# Reasoning is opened by the template where the request asks for it.
+# The template opens the reasoning if the request asks for it.
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]"
     "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
@@ -55,10 +55,10 @@ def _without_stream_options(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "stream_options"}
 
 
-# What a stream adds up to
+# The sum of a stream
 
 _TEXTS = {"content", "text", "delta", "arguments", "reasoning_content", "thinking", "partial_json"}
-# Times; and what the cache and the drafts happened to have.
+# Fields that differ between runs: times, and counts of the cache and of drafts.
 _VARYING = {
     *("ttft_seconds", "decode_seconds", "decode_tokens_per_second", "sequence_number", "token_origins"),
     *("cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"),

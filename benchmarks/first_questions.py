@@ -1,7 +1,7 @@
 """Simple questions of a newcomer, each with the rule by which an answer counts as right.
 
-The questions were written before any answer was seen. One was replaced since: no setting named the first president of
-the United States, in 105 answers. An answer must end by itself and must not repeat itself. Its
+The questions were written before any answer was seen. One was replaced later, because none of 105 answers named the
+first president of the United States. An answer must end by itself and must not repeat itself. Its
 first two sentences must hold the right word; a list must name enough different things; a text must keep to a length.
 """
 
@@ -55,7 +55,7 @@ def all_of(*words: str) -> Callable[[str], bool]:
 
 
 def names(things: str, at_least: int) -> Callable[[str], bool]:
-    """Return a rule: the answer names at least so many different things, and none of them more than twice."""
+    """Return a rule: the answer names `at_least` or more different things, and none of them more than twice."""
 
     def check(text: str) -> bool:
         found = Counter(match.lower().rstrip("s") for match in re.findall(rf"\b(?:{things})\b", text, re.IGNORECASE))

@@ -1,4 +1,4 @@
-"""Kill the process in front of several models at random moments, and see that nothing of it is left."""
+"""Kill the front of several models at random moments, and check that nothing of it is left."""
 
 import os
 import random
@@ -16,21 +16,21 @@ import httpx
 from server_process import HOST, free_port, running
 
 Ask = Callable[[str], None]  # one request to the server at a URL; raises AssertionError for another answer
-LIMIT_SECONDS = 60.0  # for the end of all processes
+LIMIT_SECONDS = 60.0  # limit for the end of all processes
 _POLL_SECONDS = 0.1
 _MARK = "INFER_CHECKED_START"  # a variable in the environment of all processes of one start
 
 
 class LeftBehindError(Exception):
-    """A process or a file has outlived the process in front."""
+    """A process or a file has outlived the front."""
 
 
 def kill_fronts(
     command: Sequence[str], ask: Ask, folder: Path, *, num_kills: int, longest: float, num_clients: int = 4
 ) -> dict[str, Any]:
-    """Start the command and kill it, again and again on one port, then start it once more and end it with a signal.
+    """Start the command and kill it several times on one port, then start it once more and end it with a signal.
 
-    A kill comes within `longest` seconds of the start of the first model's process, while clients ask. Return these
+    A kill happens within `longest` seconds of the start of the first model's process, while clients ask. Return these
     seconds of each kill, the seconds from it to the end of the last process, and the number of answers. Raises
     LeftBehindError, or the error of `ask`.
     """
@@ -60,7 +60,7 @@ def kill_fronts(
 
 
 class _Clients:
-    """Clients that ask, again and again, a server that may be gone."""
+    """Clients that send requests without end to a server that may have ended."""
 
     def __init__(self, url: str, ask: Ask) -> None:
         self._url, self._ask = url, ask
@@ -84,7 +84,7 @@ class _Clients:
             raise self._error
 
     def until_answered(self) -> None:
-        """Return when a request that is asked from now on was answered, or has failed."""
+        """Return when a request that is sent from now on was answered, or has failed."""
         self._answered.clear()
         self._answered.wait()
 

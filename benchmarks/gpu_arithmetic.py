@@ -1,9 +1,9 @@
-"""Arithmetic on the products of one layer of Llama-3.2-1B on an H100, from the code that Triton compiles for it.
+"""Predict the times of one layer's products of Llama-3.2-1B on an H100, from the code that Triton compiles for it.
 
     python benchmarks/gpu_arithmetic.py
 
-No GPU is needed, and none was. A kernel takes as long as the slowest of: its weights from memory, the bytes of its
-tiles from the L2 cache, its instructions, and the latency of the trips that are not loaded ahead.
+No GPU is needed or was used. A kernel takes as long as the slowest of these: reading its weights from memory, reading
+its tiles from the L2 cache, its instructions, and the latency of the trips that are not loaded ahead.
 """
 
 from math import ceil
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from harness import make_parser
 
 MULTIPROCESSORS, CYCLES, BANDWIDTH = 132, 1755, 3.35e6  # cycles and bytes per microsecond
-L2_BYTES, MAX_L2_BYTES = 28, 64  # per cycle and multiprocessor, if all of them read or few do
+L2_BYTES, MAX_L2_BYTES = 28, 64  # per cycle and multiprocessor, if all multiprocessors read, and if few do
 ALONE, TOGETHER = 1.6, 2.5  # cycles per instruction of one warp; instructions per cycle of many
 LATENCY, RAMP = 0.9, 1.0  # microseconds of a load from memory, and of a launch
 TENSOR = 2048  # products per cycle and multiprocessor, of 16 bits
-SERIAL_BLOCK = 0.55  # microseconds of 32 inputs in the loop that loaded nothing ahead
+SERIAL_BLOCK = 0.55  # microseconds of 32 inputs in a loop that loads nothing ahead
 Q4_0 = 18 / 32  # bytes of a weight
 
 

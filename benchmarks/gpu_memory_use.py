@@ -1,6 +1,6 @@
-"""`check_gpu`'s section on memory: the bytes that a model takes on the device, beside those that are estimated.
+"""`check_gpu`'s section on memory: the bytes that a model takes on the device, compared with the estimate.
 
-Also the seconds in which a step of each size is recorded when it first occurs: a request waits for them.
+It also measures the seconds in which a step of each size is recorded when it first occurs, because a request waits.
 """
 
 import time
@@ -20,8 +20,8 @@ from infer.runner.runner import Runner
 
 
 def measure_memory(device: torch.device, is_tiny: bool) -> Iterator[dict[str, Any]]:
-    """Yield bytes after the load, with a cache, and after steps of all sizes. Each of the bytes are without those
-    before.
+    """Yield bytes after the load, with a cache, and after steps of all sizes. Each number is without the bytes
+    before it.
     """
     shape, rows, context = ("tiny", 2, 64) if is_tiny else ("Llama-3.2-1B", 64, 4096)
     for type_ in ("Q4_0",) if is_tiny else ("Q4_K", "BF16"):

@@ -76,9 +76,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "global_head_dim": 64, "hidden_size_per_layer_input": 32, "max_position_embeddings": 256,
     },
 }  # fmt: skip
-BOTH_SHAPES = ("two layers", "two layers of experts")  # whose paths are compared
+PARTS = ("tiny experts", "tiny delta nets", "tiny convolutions", "tiny per-layer inputs")
 GREEDY = {"temperature": 0.0}
-STEPS = 16  # without a return
+STEPS = 16  # steps without a return to Python
 WARM_UP = 2  # steps before those that are timed
 TEXT_TOKENS, MOST_DIVERGENCE = 64, 1e-4  # of a file's own text; KL of the reference's next tokens, in nats
 
@@ -104,7 +104,7 @@ def make_runner(model: Transformer, rows: int, context: int, **options: Any) -> 
 
 
 def at_context(runner: Runner, slot: int, context: int) -> None:
-    """Give the slot a cache of `context` tokens without computing them: its pages hold whatever they held."""
+    """Give the slot a cache of `context` tokens without computing them. Its pages keep their old content."""
     runner.truncate(slot, 0)
     runner.reserve(slot, context)
     runner.commit(slot, context)
@@ -179,13 +179,14 @@ def verified(runner: Runner, prompt: Sequence[int], expected: Sequence[int], **p
 def check_paths(
     device: torch.device, is_tiny: bool, types: Sequence[str] = ("Q4_0", "Q8_0", "Q6_K", "BF16")
 ) -> Iterator[dict[str, Any]]:
-    """Check that graphs, several steps without a return, company and drafts change no token of eager single steps."""
-    shapes, count, lengths = (("tiny", "tiny experts"), 3, (2, 3)) if is_tiny else (BOTH_SHAPES, 96, (3, 40, 300, 7))
+    """Check that graphs, multi-steps, neighbours and drafts change no token of eager single steps."""
+    shapes = ("tiny", *PARTS) if is_tiny else ("two layers", "two layers of experts", *PARTS)
+    count, lengths = (3, (2, 3)) if is_tiny else (96, (3, 40, 300, 7))
     penalties = {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.4}
     for shape, type_ in product(shapes, types[:1] if is_tiny else types):
         context, vocab_size = SHAPES[shape]["max_position_embeddings"], SHAPES[shape]["vocab_size"]
         model = make_model(shape, type_, device, context)
-        prompts = [random_ids(length, length, vocab_size) for length in lengths]
+        prompts = [random_ids(min(length, context // 3), length, vocab_size) for length in lengths]
         for params in (GREEDY, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}, penalties):
             one_by_one = make_runner(model, 1, context, capture=False)
             expected = generated(one_by_one, prompts[:1], count, 1, **params)[0]
@@ -207,7 +208,7 @@ def every_path(
 
 
 def check_file(device: torch.device, is_tiny: bool, path: Path) -> Iterator[dict[str, Any]]:
-    """Check that a file's model writes the same text on every path, and that plain torch finds it as probable.
+    """Check that a file's model writes the same text on every path, with the probabilities of plain torch.
 
     Yields the divergence of the next tokens' probabilities from those that `reference` computes on the CPU.
     """
@@ -243,7 +244,7 @@ def time_model(
 ) -> dict[str, Any]:
     """Return the median tokens per second of greedy decoding after 16 tokens, and of reading a prompt of 512.
 
-    With `after`, both begin after a context of so many tokens, which is not computed.
+    With `after`, both begin after a context of that many tokens, which is not computed.
     """
     decode, prefill = [], []
     for _ in range(rounds + 1):

@@ -19,7 +19,7 @@ from infer.runner.runner import Runner
 
 TOKENS, CONTEXTS, MOST_ROWS = (1, 8, 9, 16, 17, 64, 512), (64, 1024, 8192), 64
 REPLAYS = 20
-MOST_LETTERS = 60  # of a kernel's name: torch's names are whole signatures
+MOST_LETTERS = 60  # letters of a kernel's name: torch's names are whole signatures
 
 
 @final
@@ -35,7 +35,7 @@ def profile_steps(device: torch.device, is_tiny: bool, type_: str) -> Iterator[d
         ("tiny", (1, 2, 5), (4,), 2, 1) if is_tiny else ("Llama-3.2-1B", TOKENS, CONTEXTS, MOST_ROWS, REPLAYS)
     )
     capacity = contexts[-1] + tokens[-1]
-    type_ = "Q4_0" if is_tiny and type_ == "Q4_K" else type_  # whose blocks are as small as the tiny model's rows
+    type_ = "Q4_0" if is_tiny and type_ == "Q4_K" else type_  # its blocks are as small as the tiny model's rows
     model = make_model(shape, type_, device, capacity, shares_layers=True)
     runner = make_runner(model, most_rows, capacity)
     with torch.inference_mode(), model.backend.threads():
@@ -83,7 +83,7 @@ def _step_microseconds(runner: Runner, step: Callable[[], None], replays: int) -
 def profiled(
     step: Callable[[], None], device: torch.device, replays: int, synchronize: Callable[[], None]
 ) -> list[Launch]:
-    """Return the launches on the device of so many replays, in the order of their starts."""
+    """Return the launches on the device during `replays` replays, in the order of their starts."""
     activity, wanted = (
         (ProfilerActivity.CUDA, DeviceType.CUDA) if device.type == "cuda" else (ProfilerActivity.CPU, DeviceType.CPU)
     )
@@ -97,7 +97,7 @@ def profiled(
 
 
 def summary(launches: Sequence[Launch], replays: int) -> dict[str, Any]:
-    """Return the microseconds per step in which a kernel runs, and in which none does, and each kernel's share.
+    """Return the microseconds per step with and without a running kernel, and each kernel's share.
 
     A kernel's `gap_us` is the median of the time between the end of the launches before it and its start.
     """

@@ -1,5 +1,4 @@
-"""`check_gpu`'s sections on the sampler: tokens and log-probabilities beside `sampling.sampler`, and the time of a
-choice.
+"""`check_gpu`'s sections on the sampler: tokens and log-probabilities compared with `sampling.sampler`, and times.
 
 Tokens are compared with the definition on the same device and on the CPU: all three must agree. A timing is the median
 of CUDA events around replays of a graph. Each replay has another buffer of logits, so that a cache has nothing that a
@@ -57,7 +56,7 @@ def make_logits(kind: str, num_rows: int, vocab_size: int, seed: int) -> Tensor:
 def make_columns(
     options: dict[str, Any], num_rows: int, vocab_size: int, device: torch.device
 ) -> tuple[SamplingColumns, History]:
-    """Return columns whose rows have seeds of their own, the same on every device."""
+    """Return columns whose rows have different seeds, which are the same on every device."""
     generator = random.Random(0)
     options = {**options}
     if (options.get("top_k") or 0) >= vocab_size:

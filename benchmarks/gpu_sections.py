@@ -29,7 +29,7 @@ from infer.backends import gpus
 from infer.backends.cuda.layouts import LAYOUTS
 
 Result = dict[str, Any]
-DUMP_SECONDS = 3.0  # before the section is killed: its stacks are written then
+DUMP_SECONDS = 3.0  # before the section is killed, its stacks are written
 
 
 @final
@@ -74,7 +74,7 @@ def models(setting: Setting) -> Iterator[Result]:
 
 def models_poisoned(setting: Setting) -> Iterator[Result]:
     """Fill allocated memory with NaN, for results and pages of a cache: it must not be read before it is written."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it
+    torch.use_deterministic_algorithms(True, warn_only=True)  # this fills the memory
     yield from gpu_models.check_paths(setting.device, setting.is_tiny, types=["Q4_0"])
 
 

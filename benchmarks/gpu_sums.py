@@ -1,8 +1,9 @@
-"""`check_gpu`'s question about tensor cores: has a sum the same bits in tiles of other sizes?
+"""`check_gpu`'s section on tensor cores: does a sum have the same bits in tiles of other sizes?
 
 Kernels of one size for each number of tokens would be faster. A token's bits must not depend on its neighbours, so this
-needs instructions of different shapes to add products in the same order. A device must say: this measures a million
-random sums per pair of tiles. Tiles of 64 rows become `wgmma` on Hopper, tiles of 16 rows `mma.sync`.
+needs instructions of different shapes to add products in the same order. Only a device can show this. The section
+compares a million random sums per pair of tiles. On Hopper, tiles of 64 rows become `wgmma`, and tiles of 16 rows
+`mma.sync`.
 """
 
 from collections.abc import Iterator

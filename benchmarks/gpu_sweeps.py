@@ -16,8 +16,8 @@ from infer.backends.cuda import projection
 
 @final
 class Sweep(NamedTuple):
-    name: str  # of a constant of `projection`
-    key: str  # of an entry, if the constant is a tile; else ""
+    name: str  # name of a constant of `projection`
+    key: str  # key of an entry if the constant is a tile, otherwise ""
     values: tuple[int, ...]
     types: tuple[str, ...]
     tokens: tuple[int, ...]
@@ -64,7 +64,7 @@ def _is_there(sweep: Sweep) -> bool:
 
 
 def _present(sweep: Sweep) -> Any:
-    """Return the present value; None if it is Triton's default."""
+    """Return the present value, or None if it is Triton's default."""
     value = getattr(projection, sweep.name)
     return value.get(sweep.key) if sweep.key else value
 

@@ -1,8 +1,8 @@
 """`check_gpu`'s section on the ops that read weights: their values, their bits for any number of tokens, their speed.
 
-Values are compared with float64 products of what the file's blocks and the quantised activations mean. A trial of
-invariance takes a random number of tokens at random places of a batch: each must have the bits that it has in the
-batch. A timing replays a graph of launches over as many matrices as exceed the cache, and is held against the rate at
+Values are compared with float64 products of the values of the file's blocks and of the quantised activations. A trial
+of invariance takes a random number of tokens at random places of a batch. Each must have the bits that it has in the
+batch. A timing replays a graph of launches over as many matrices as exceed the cache. It is compared with the rate at
 which the same device copies memory.
 """
 
@@ -34,7 +34,7 @@ def make_activations(tokens: int, columns: int, seed: int, device: torch.device)
 
 
 def meant(x: Tensor, weight: StoredWeight, planes: int) -> Tensor:
-    """Return the float64 values of the activations that the matrix is multiplied with."""
+    """Return the float64 values of the activations by which the matrix is multiplied."""
     if LAYOUTS[weight.type].is_float:
         return x.double()
     codes, scales, _ = quantized(x, None, planes)
@@ -137,7 +137,7 @@ def captured(launch: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def microseconds(launches: Sequence[Callable[[], Any]]) -> float:
-    """Return the microseconds per launch, of launches one after another between two events."""
+    """Return the microseconds per launch, of consecutive launches between two events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for launch in launches:

@@ -1,8 +1,8 @@
 """Parts that the benchmarks share: the command line, workers, turns, figures and the report.
 
-A side is what is compared: a source tree, an engine, a setting. While one side works, all others wait. Each round
-measures every side, in the reverse order of the round before, so that a busy machine slows all of them alike. This
-module imports only the standard library, because workers also run in environments without infer.
+A side is one of the compared things: a source tree, an engine, a setting. While one side works, all others wait. Each
+round measures every side, in the reverse order of the round before, so that a busy machine slows all of them alike.
+This module imports only the standard library, because workers also run in environments without infer.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, Self
 
 REPORTS = Path(__file__).with_name("reports")
-# CPUs that Numba can compile for, with what LLVM needs to be told about them.
+# CPUs that Numba can compile for, with their features for LLVM.
 FEATURES = {"haswell": "+avx,+avx2,+fma,+f16c", "alderlake": "+avx,+avx2,+fma,+f16c,+avxvnni"}
 FEATURES["skylake-avx512"] = f"{FEATURES['haswell']},+avx512f,+avx512bw"
 
@@ -156,7 +156,7 @@ class Worker:
 
 def answer_lines(**handlers: Callable[..., Any]) -> None:
     """Answer each request on stdin with the result of the handler that it names."""
-    # Libraries may print: what they print goes to stderr, and stdout carries the answers only.
+    # The output of libraries goes to stderr, so stdout has only the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

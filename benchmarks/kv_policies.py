@@ -1,6 +1,6 @@
-"""Measure the cost of forgetting: needles found at ten depths, and perplexity on the last tokens of a long text.
+"""Measure the cost of eviction: needles found at ten depths, and perplexity on the last tokens of a long text.
 
-    python benchmarks/kv_policies.py                              SmolLM2: about a quarter of an hour alone
+    python benchmarks/kv_policies.py                              SmolLM2: about a quarter of an hour
     python benchmarks/kv_policies.py --budgets 1024 --needles 10 --only needles
     python benchmarks/kv_policies.py --only stability             four times the context that the model was made for
 
@@ -27,7 +27,7 @@ POLICIES = ("sliding", "snapkv")
 DEPTHS = [(2 * index + 1) / 20 for index in range(10)]
 ANSWER_TOKENS = 8
 STEP = 1024  # tokens of text per figure of stability
-CHUNK = 64  # tokens whose logits are held at the same time
+CHUNK = 64  # tokens whose logits are in memory at the same time
 
 Row = dict[str, Any]
 
@@ -38,7 +38,7 @@ def make_context(llm: LLM, policy: str, budget: int | None) -> Runner:
 
 
 class Policies:
-    """A prompt in the cache of every policy. Policies that see all of it copy what the whole cache has read."""
+    """A prompt in the cache of every policy. Policies that see the whole prompt copy the whole cache's row."""
 
     def __init__(self, llm: LLM, budgets: Sequence[int], longest: int) -> None:
         forgetting = [(policy, budget) for policy in POLICIES for budget in budgets if budget < longest]

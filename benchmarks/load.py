@@ -1,4 +1,4 @@
-"""Traces of requests, what their clients saw, and figures of that: the load that every kind of server answers.
+"""Traces of requests, the answers that clients saw, and their figures: the load for every kind of server.
 
 A request of a trace becomes ready at a moment, or some time after another request has ended. So one type describes an
 open loop, clients that ask again when they are answered, and a stream beside which other requests arrive. The module
@@ -39,7 +39,7 @@ class Answer:
     """One answer as its client saw it, in seconds from the beginning of the trace."""
 
     ready: float
-    arrivals: list[float] = field(default_factory=list)  # of each token
+    arrivals: list[float] = field(default_factory=list)  # arrival of each token
     token_ids: list[int] = field(default_factory=list)
     ended: float = 0.0
     error: str | None = None
@@ -62,7 +62,7 @@ class Answer:
 
 
 def make_prompt(length: int, seed: int) -> list[int]:
-    """Return ids from 1,000 to 30,999, which every model here has; another seed gives another sequence."""
+    """Return ids from 1,000 to 30,999, which every model has. Another seed gives another sequence."""
     state, ids = seed * 2654435761 % 2**32, []
     for _ in range(length):
         state = (state * 1664525 + 1013904223) % 2**32
@@ -71,7 +71,7 @@ def make_prompt(length: int, seed: int) -> list[int]:
 
 
 def closed(num_clients: int, prompt_tokens: int, new_tokens: int, each: int, seed: int) -> list[Ask]:
-    """Clients that ask again as soon as they are answered, `each` times."""
+    """Return a trace of clients that ask again as soon as they are answered, `each` times."""
     asks = [Ask(make_prompt(prompt_tokens, seed + index), new_tokens) for index in range(num_clients * each)]
     return by_clients(asks, num_clients)
 
@@ -97,7 +97,7 @@ def long_prompt(prompt_tokens: int, seed: int) -> list[Ask]:
 
 
 def mixed(count: int, seed: int) -> Iterator[Ask]:
-    """Prompts of 16 to 1,024 tokens and answers of 16 to 256; the short ones are more frequent.
+    """Return a trace with prompts of 16 to 1,024 tokens and answers of 16 to 256. Short ones are more frequent.
 
     One request of ten has a grammar, one asks for log-probabilities, and one has a client that goes away.
     """
@@ -135,7 +135,7 @@ class Clients(ABC):
 
     @abstractmethod
     async def read(self, ask: Ask, answer: Answer) -> None:
-        """Ask, and note what arrives, until it ends or `has_seen_enough`."""
+        """Ask, and note each arrival, until the end or until `has_seen_enough`."""
 
     def serve(self, asks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the answers to a trace, both as JSON."""

@@ -1,6 +1,6 @@
-"""Hide a number in a long text and ask for it ("needle in a haystack"): a test of caches that forget.
+"""Hide a number in a long text and ask for it ("needle in a haystack"): a test of caches that evict.
 
-The text is the language reference that every CPython carries as `pydoc_data.topics`: 100,000 tokens of prose and code.
+The text is the language reference in CPython's module `pydoc_data.topics`: 100,000 tokens of prose and code.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Conversations that bench_paths asks, from answers that repeat nothing to answers that copy."""
+"""Conversations for bench_paths, from answers that repeat nothing to answers that copy."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +49,7 @@ SYSTEM = "You are a helpful assistant."
 
 @dataclass(frozen=True)
 class Task:
-    """A conversation's first turn; `schema` is what an answer in JSON must fulfil."""
+    """The first turn of a conversation. `schema` is the schema of an answer in JSON."""
 
     name: str
     text: str

@@ -1,11 +1,11 @@
-"""One side of bench_peers: an engine in a process of its own.
+"""One side of bench_peers: an engine in a separate process.
 
     python peer_worker.py llama|infer|transformers                  answers JSON lines
     python peer_worker.py llama-texts                               the same, for hidden states of texts by an encoder
-    python peer_worker.py llama|infer|transformers cold OPTIONS     loads, says one token, then how much is resident
+    python peer_worker.py llama|infer|transformers cold OPTIONS     loads, prints one token, then the resident memory
 
-The llama side needs nothing but llama-cpp-python, so that it runs in an environment without infer. Tokens are ids
-without meaning, and different in every request, so that no side finds its answer in a cache.
+The llama side needs only llama-cpp-python, so that it runs in an environment without infer. Tokens are ids without
+meaning, and different in every request, so that no side finds its answer in a cache.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from harness import answer_lines
 from load import make_prompt
 
 COLD_PROMPT, COLD_TOKENS = [4000, 5000, 6000, 7000], 64
-STEP_TOKENS, STEP_TEXTS = 512, 64  # of texts at once
+STEP_TOKENS, STEP_TEXTS = 512, 64  # tokens and texts in one step
 
 
 class Engine(ABC):
@@ -34,11 +34,11 @@ class Engine(ABC):
 
     @abstractmethod
     def runs_on(self) -> str:
-        """Return the instructions that its kernels use."""
+        """Return the instruction set of its kernels."""
 
 
 class LlamaEngine(Engine):
-    """llama.cpp through its C interface, so that Python costs next to nothing."""
+    """llama.cpp through its C interface, so that Python takes little time."""
 
     def __init__(self, path: str, threads: int, context: int, *, flash: bool = False) -> None:
         import llama_cpp
@@ -222,7 +222,7 @@ def serve(kind: str) -> None:
 
 
 def requantize(source: str, target: str, file_type: str) -> None:
-    """Use llama.cpp's own quantiser, from whatever type the source has."""
+    """Use llama.cpp's own quantiser, for a source of any type."""
     import llama_cpp
 
     options = llama_cpp.llama_model_quantize_default_params()

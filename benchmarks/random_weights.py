@@ -73,7 +73,7 @@ def random_layers(
 ) -> tuple[Architecture, dict[str, StoredWeight]]:
     """Return the first layers of a model and their weights by name. Matrices of one shape share their random bits.
 
-    What a layer adds is small beside the embedding, so that each token chooses experts of its own.
+    The result of a layer is small compared with the embedding, so that tokens choose different experts.
     """
     architecture = make_architecture(config)
     few = replace(architecture, layers=architecture.layers[:num_layers], vocab_size=vocab_size, tied_embeddings=True)
@@ -158,11 +158,11 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
     repeated = functools.cache(lambda weight, times: np.repeat(weight.data.numpy()[None], times, axis=0))
     for name, stack in stacks.items():
         if stack[0].type == "BF16" and len(stack) == 1:
-            values = stack[0].data.view(torch.uint8).numpy()  # NumPy has no such type
+            values = stack[0].data.view(torch.uint8).numpy()  # NumPy does not have this type
         else:
             values = repeated(stack[0], len(stack)) if len(stack) > 1 else stack[0].data.numpy()
         if name not in names and ".experts.up_proj." in name:
-            continue  # it stands with gate's
+            continue  # it is stored with gate
         if name not in names and ".experts.gate_proj." in name:
             up, name = stacks[name.replace("gate", "up")], name.replace("gate", "gate_up")
             values = np.concatenate([values, repeated(up[0], len(up))], axis=1)
@@ -170,7 +170,7 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
         writer.add_tensor(names[name], values, raw_dtype=raw)
     if architecture == "gemma4":
         factors = np.ones(config["global_head_dim"] // 2, np.float32)
-        factors[len(factors) // 4 :] = 1e30  # pairs that do not turn
+        factors[len(factors) // 4 :] = 1e30  # pairs that do not rotate
         writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -179,7 +179,7 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
 
 
 def _add_gemma4(writer: Any, config: dict[str, Any]) -> None:
-    """Add what Gemma 4 has for each of its two kinds of layers. No layer uses an earlier one's keys."""
+    """Add the keys of Gemma 4 for its two kinds of layers. No layer uses an earlier one's keys and values."""
     is_sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
     kv_heads = config["num_key_value_heads"], config.get("num_global_key_value_heads") or config["num_key_value_heads"]
     writer.add_head_count_kv([kv_heads[0 if sliding else 1] for sliding in is_sliding])

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
-PATIENCE = 120.0  # on a busy machine
+PATIENCE = 120.0  # seconds: the machine may be busy
 _OBJECT_STORE_BYTES = 100 * 2**20
 _LOG_LINES = 40
 _TOKEN = os.urandom(32).hex()
@@ -47,7 +47,7 @@ class RayCluster(NamedTuple):
         return next(match[1] for match in found if match)
 
     def has_head(self) -> bool:
-        """Return True while Ray's control service (GCS) runs. Without it nothing of the cluster works."""
+        """Return True while Ray's control service (GCS) runs. Without it, the cluster does not work."""
         return any(words.split(" ", 1)[0].endswith("/gcs_server") for _, words in self._commands())
 
     def head_log(self) -> str:
@@ -75,7 +75,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 @contextmanager
 def running_cluster(num_cpus: int) -> Iterator[RayCluster]:
-    """Run a cluster, of which no process is left afterwards."""
+    """Run a cluster. None of its processes is left afterwards."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as name:
         cluster = RayCluster(Path(name))
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--include-dashboard=false"]

@@ -1,4 +1,4 @@
-"""Sections of a check, each in a process of its own with a time limit, so that no result is lost.
+"""Sections of a check, each in a separate process with a time limit, so that no result is lost.
 
 A section prints a line of JSON per result, into a file of its own. When it has ended, its report is appended to
 `results.jsonl`. What a section finds is kept if it crashes, if it is killed, and if this process is killed. A section
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 Result = dict[str, Any]
-MOST_BYTES = 1 << 25  # of a section's output
-KILL_SECONDS = 5.0  # for a process to end after SIGKILL
+MOST_BYTES = 1 << 25  # limit of a section's output
+KILL_SECONDS = 5.0  # time for a process to end after SIGKILL
 POLL_SECONDS = 0.05
 
 
@@ -27,7 +27,7 @@ POLL_SECONDS = 0.05
 class Section(NamedTuple):
     name: str
     seconds: float  # its limit
-    is_alone: bool = True  # timings: nothing else runs meanwhile
+    is_alone: bool = True  # True for timings, which run alone
     environment: Mapping[str, str] = {}
     prefix: tuple[str, ...] = ()  # a program that runs the section's command
     skipped: str = ""  # the reason why it does not run
@@ -98,7 +98,7 @@ class _Run:
         """Return the report of a section that has ended or cannot be ended, else None."""
         now, status = time.monotonic(), self._process.poll()
         if status is not None:
-            self._signal()  # children that it left
+            self._signal()  # kills remaining children
             return self._report(self._trouble or (f"ended with {status}: {self._last_error()}" if status else ""))
         if not self._trouble:
             if now >= self._ends:
@@ -116,7 +116,7 @@ class _Run:
         self._signal()
 
     def wait_until(self, deadline: float) -> None:
-        """Wait for the end of a killed process, but not for ever."""
+        """Wait for the end of a killed process, for a limited time."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline - time.monotonic()))
 

@@ -1,4 +1,4 @@
-"""A server in a process of its own, and what it takes of the machine, from /proc."""
+"""A server in a separate process, and its memory and processor time, from /proc."""
 
 import http.client
 import json
@@ -28,14 +28,14 @@ class ServerProcess:
     process: subprocess.Popen[bytes]
     port: int
     answers_after: float = 0.0  # seconds from the start, until the port answered with any status
-    ready_after: float = 0.0  # and with 200
+    ready_after: float = 0.0  # seconds from the start, until it answered with 200
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://{HOST}:{self.port}{path}", timeout=10) as response:
             return response.read().decode()
 
     def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
-        """Return a response whose lines can be read as they arrive."""
+        """Return a response whose lines can be read when they arrive."""
         content, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
         asked = urllib.request.Request(f"http://{HOST}:{self.port}{path}", content, headers)
         found: http.client.HTTPResponse = urllib.request.urlopen(asked, timeout=60)
@@ -62,7 +62,7 @@ def running(
 ) -> Iterator[ServerProcess]:
     """Run a command, with a port in place of PORT, a free one unless given. Raise ServerError if it does not answer.
 
-    It finds no prefixes on disk, which an earlier run may have left.
+    It does not find prefixes that an earlier run may have stored on disk.
     """
     port = free_port() if port is None else port
     environment = {**(os.environ if environment is None else environment), "INFER_PREFIX_DISK": "0"}

@@ -2,8 +2,8 @@
 
     python serving_worker.py LLM|llama.cpp|http|llama-server
 
-llama.cpp is driven as its own examples do it: each step is a batch with the next token of every sequence and, as far as
-it has room, tokens of prompts, the oldest first; sampling is greedy. It needs nothing but llama-cpp-python.
+llama.cpp is used as in its own examples: each step is a batch with the next token of every sequence, and with tokens of
+prompts up to its size, the oldest first. Sampling is greedy. This side needs only llama-cpp-python.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class LibraryClients(Clients):
 
 
 class HttpClients(Clients):
-    """Clients of `infer serve`, or of a server with its API. Each request has a connection of its own."""
+    """Clients of `infer serve`, or of a server with its API. Each request has a new connection."""
 
     path = "/v1/completions"
 
@@ -120,7 +120,7 @@ class _Sequence:
 
 
 class LlamaClients(Clients):
-    """Tasks that wait for the steps of llama.cpp, which a task of its own runs."""
+    """Tasks that wait for the steps of llama.cpp. A separate task runs the steps."""
 
     def __init__(self, path: str, threads: int, context: int, slots: int, **options: Any) -> None:
         import llama_cpp

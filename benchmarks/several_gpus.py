@@ -1,4 +1,4 @@
-"""`check_gpu`'s section on several GPUs: a model on one leaves the others alone, a shared model has the bits of one."""
+"""`check_gpu`'s section on several GPUs: a model on one leaves the others alone, and a shared one has its bits."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -29,7 +29,7 @@ def check_gpus(device: torch.device, is_tiny: bool, path: Path | None) -> Iterat
 def _check_each(shape: str) -> Iterator[dict[str, Any]]:
     """Check that a model on cuda:1 writes what it writes on cuda:0, and leaves the memory of cuda:0 as it was."""
     texts = list[list[int]]()
-    for index in (1, 0):  # the second device first: until then the first has no context
+    for index in (1, 0):  # the second device is first, while the first one has no context
         model = make_model(shape, "Q4_0", torch.device("cuda", index), 256)
         prompt = random_ids(20, 0, SHAPES[shape]["vocab_size"])
         texts.append(generated(make_runner(model, 1, 256), [prompt], 64, 16, **GREEDY)[0])

@@ -1,4 +1,4 @@
-"""Several answers at once from a program with an event loop: each step computes a token of every one."""
+"""Several concurrent answers in a program with an event loop. Each step computes one token of each answer."""
 
 import asyncio
 import sys
@@ -10,7 +10,7 @@ PROMPTS = ["The best thing about the sea is", "The best thing about the mountain
 
 async def tell(llm: AsyncLLM, prompt: str, max_new_tokens: int) -> None:
     stream = llm.stream(prompt, temperature=0, max_new_tokens=max_new_tokens, stop=["\n"])
-    pieces = [piece.text async for piece in stream]  # as they come; leaving the loop would end the answer
+    pieces = [piece.text async for piece in stream]  # leaving the loop early would end the answer
     print(prompt, "".join(pieces).strip(), sep=" ", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A decode loop of your own: the network, a cache, and what comes next is up to you. Here: the likeliest token."""
+"""A decode loop of your own: the network, a cache, and your choice of the next token. Here it is the likeliest one."""
 
 import sys
 

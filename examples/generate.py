@@ -1,4 +1,4 @@
-"""Continue a text. Greedy: the same words every time."""
+"""Continue a text. Greedy decoding gives the same words every time."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A file of rows answered by several models through Ray Data. Killed and run again, it goes on where it ended."""
+"""Answer a file of rows by several models through Ray Data. If killed and run again, it continues where it ended."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from infer.distributed import BatchEngine
 def main(source: str, output: str, model: str = "smollm2", engines: str = "2", threads: str = "1") -> None:
     with OutputFile(Path(output), model) as file:
         rows = ray.data.read_text(source, override_num_blocks=64, ray_remote_args={"num_cpus": 0})
-        lines = rows.map_batches(  # engines may take all CPUs: to read asks for none
+        lines = rows.map_batches(  # engines may take all CPUs, so reading takes none
             BatchEngine,
             fn_constructor_kwargs={"model": model, "threads": int(threads), "finished": file.finished},
             compute=ray.data.ActorPoolStrategy(size=int(engines)),

@@ -1,4 +1,4 @@
-"""Search a folder of text files by meaning, and answer a question from what was found, with its sources.
+"""Search a folder of text files by meaning, and answer a question from the passages found, with their sources.
 
 python examples/search.py FOLDER "a question" Qwen/Qwen3-Embedding-0.6B smollm2 [Qwen/Qwen3-Reranker-0.6B]
 """
@@ -18,7 +18,7 @@ def passages_of(folder: Path) -> list[tuple[str, str]]:
 
 
 def search(question: str, passages: list[str], embedder: str, reranker: str | None, count: int = 3) -> list[int]:
-    """Return the places of the passages that fit a question best."""
+    """Return the indices of the passages that fit a question best."""
     with LLM(embedder) as llm:
         prompt_name = "query" if "query" in llm.prompt_names else None
         query = llm.embed([question], prompt_name=prompt_name)

@@ -1,4 +1,4 @@
-"""Print a sampled text as it comes. The seed makes it the same text on every run."""
+"""Print a sampled text while it is generated. The seed makes it the same text on every run."""
 
 import sys
 

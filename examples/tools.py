@@ -1,4 +1,4 @@
-"""A model that asks for a calculator: a call is data, and this program alone decides what is run."""
+"""A model that calls a calculator. A call is data, and only this program decides which code runs."""
 
 import sys
 from typing import Literal

@@ -1,16 +1,17 @@
-"""The CPU kernels on CPUs that are not here: their digests under qemu-user beside those of this machine.
+"""Compare digests of the CPU kernels on other CPUs, emulated by qemu-user, with those of this machine.
 
     python scripts/check_emulated.py                              some cases on haswell, nehalem, neoverse-n1 and max
-    python scripts/check_emulated.py --cpus max --cases attend    those whose names begin so (tests/kernel_digests.py)
+    python scripts/check_emulated.py --cpus max --cases attend    cases whose names begin so (tests/kernel_digests.py)
     python scripts/check_emulated.py --all                        every case: hours
-    python scripts/check_emulated.py --prepare                    nothing, but AArch64's folder is there
+    python scripts/check_emulated.py --prepare                    only make AArch64's folder
 
-Nehalem has SSE alone. Sums of floats are rounded otherwise without FMA, so its digests are compared with those of this
-machine compiled for Nehalem; those of single products, which the embedding has, with this machine's own as well.
+Nehalem has only SSE. Without FMA, sums of floats are rounded in another way, so its digests are compared with those of
+this machine compiled for Nehalem. Digests of single products, as in the embedding, are also compared with this
+machine's own.
 
 Needs Debian's package `qemu-user`. For AArch64 a folder with Debian's Python and the wheels (1.2 GB) is made once, with
-apt-get and pip, in $INFER_AARCH64 (default ~/.cache/infer-tests/aarch64); nothing of the system is changed. Exit status
-1 where a digest differs, 2 where something is missing.
+apt-get and pip, in $INFER_AARCH64 (default ~/.cache/infer-tests/aarch64). The system is not changed. The exit status is
+1 if a digest differs, and 2 if something is missing.
 """
 
 import argparse
@@ -24,24 +25,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DIGESTS = ROOT / "tests" / "kernel_digests.py"
-CASES = ["Q4_0 exact", "Q8_0 exact", "Q8_0 embed"]  # some ten seconds each: LLVM runs emulated too
+CASES = ["Q4_0 exact", "Q8_0 exact", "Q8_0 embed"]  # about ten seconds each, because LLVM is emulated as well
 FEWER_CASES = {
-    "max": ["Q4_0 exact"],  # which differs from neoverse-n1 in its products alone: i8mm
-    "nehalem": ["Q8_0 exact", "Q8_0 embed"],  # whose products are one code for every type: `portable`
+    "max": ["Q4_0 exact"],  # it differs from neoverse-n1 only in its products: i8mm
+    "nehalem": ["Q8_0 exact", "Q8_0 embed"],  # its products have one code for every type: `portable`
 }
 X86, ARM = ("haswell", "max-x86", "nehalem"), ("neoverse-n1", "cortex-a76", "max")
 WITHOUT_FMA = ("nehalem",)
 SINGLE_PRODUCTS = ("Q4_0 embed", "Q5_0 embed", "Q8_0 embed", "F32 embed", "F16 embed", "BF16 embed")
-# Without what qemu warns that it does not emulate.
+# Without features that qemu does not emulate, about which it warns.
 QEMU_NAMES = {
     "haswell": "Haswell-noTSX,-pcid,-x2apic,-tsc-deadline,-invpcid", "max-x86": "max", "nehalem": "Nehalem"
 }  # fmt: skip
-# Python, and what torch and LLVM link to.
+# Python, and the libraries of torch and LLVM.
 DEBIAN = (
     "libc6", "libgcc-s1", "libstdc++6", "libgomp1", "libcrypt1", "zlib1g", "libexpat1", "libffi8", "libbz2-1.0",
     "liblzma5", "libuuid1", "libssl3", "python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib",
 )  # fmt: skip
-# The last torch whose wheel for AArch64 is built for CPUs alone.
+# The last torch whose wheel for AArch64 is built only for CPUs.
 WHEELS = (
     "torch==2.10.0", "numba>=0.68,<0.69", "llvmlite", "numpy", "click", "jaxtyping", "wadler_lindig", "jinja2",
     "markupsafe", "llguidance", "safetensors", "tokenizers", "typing_extensions", "filelock", "sympy", "mpmath",
@@ -66,7 +67,7 @@ def aarch64_folder() -> Path:
 
 
 def make_aarch64(folder: Path) -> None:
-    """Made aside and then moved, so that an interrupted run leaves no half of it."""
+    """Make the folder under another name and then move it, so that an interrupted run leaves no part of it."""
     if (folder / "usr").exists():
         return
     if shutil.which("apt-get") is None:
@@ -85,7 +86,7 @@ def make_aarch64(folder: Path) -> None:
 
 
 def _extract_debian(scratch: Path) -> None:
-    """Unpack the packages with lists, a cache and a status of their own."""
+    """Unpack the packages with separate lists, cache and status."""
     for name in ("lists/partial", "cache/archives/partial", "packages", "made"):
         (scratch / name).mkdir(parents=True)
     (scratch / "status").touch()
@@ -102,7 +103,7 @@ def _extract_debian(scratch: Path) -> None:
 def command_for(cpu: str) -> tuple[list[str], str]:
     """Return the command that runs Python on an emulated CPU, and its PYTHONPATH."""
     if cpu in X86:
-        # numpy's OpenBLAS chooses its kernels by itself, and wrongly where there is no AVX.
+        # numpy's OpenBLAS chooses its kernels itself, and wrongly without AVX.
         variables = ["-E", "OPENBLAS_CORETYPE=Nehalem"] if cpu in WITHOUT_FMA else []
         return [emulator("qemu-x86_64"), *variables, "-cpu", QEMU_NAMES[cpu], sys.executable], str(ROOT / "src")
     command, folder = [emulator("qemu-aarch64"), "-cpu", cpu], aarch64_folder()
@@ -114,8 +115,10 @@ def command_for(cpu: str) -> tuple[list[str], str]:
 def digests(
     title: str, python: list[str], path: str, cases: list[str], cache: Path, compiled_for: str = ""
 ) -> dict[str, str]:
-    """By case; `compiled_for`: a CPU other than the one that runs. Compiled kernels go to a cache of their
-    own: an emulated CPU is not what /proc/cpuinfo says."""
+    """Return the digests by case. `compiled_for` names a CPU other than the one that runs.
+
+    Compiled kernels go to a separate cache, because /proc/cpuinfo does not name the emulated CPU.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "INFER_ISA"}
     environment |= {"PYTHONPATH": path, "INFER_CACHE": str(cache)}
     if compiled_for:

@@ -2,7 +2,7 @@
 
     python scripts/check_english.py            fail if a file has more faults than it is allowed
     python scripts/check_english.py FILE …     show each fault of these files
-    python scripts/check_english.py --write    lower what is allowed to what is there
+    python scripts/check_english.py --write    lower the allowed numbers to the present ones
 
 A fault is a docstring that begins with a word such as "What", "Of" or "Where", one of a function that begins without a
 verb, or a sentence of more than 30 words on a page of docs/ or in the README. A new file is allowed none.
@@ -43,7 +43,7 @@ def docstring_faults(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_action(node: ast.AST) -> bool:
-    """Return True for a function that is called as one: no property, no fixture and no test."""
+    """Return True for a function that is not a property, a fixture or a test."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test_"):
         return False
     return not any(re.search("property|fixture", ast.unparse(each)) for each in node.decorator_list)

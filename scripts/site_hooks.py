@@ -55,6 +55,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def outside_target(page: Path, link: str) -> Path | None:
-    """Return the file or folder that a page's link leads to, or None if it lies in docs/."""
+    """Return the file or folder that a page's link leads to, or None if it is in docs/."""
     target = (page.parent / unquote(link.partition("#")[0])).resolve()
     return None if target.is_relative_to(DOCS) else target

@@ -135,6 +135,8 @@ def test_the_kernels_of_a_state_are_the_same_for_one_token_and_for_many(
         first = names.index(kernels[0])
         assert names[first : first + len(kernels)] == kernels
         assert "quantize_rows" not in names[first : first + len(kernels) + 1], "results are left in planes"
+
+
 def test_a_forward_with_per_layer_inputs_launches_their_kernels_in_each_layer(captures: list[dict[str, Any]]) -> None:
     forwards = [each for each in captures if each["type"].endswith("per-layer inputs")]
     assert len(forwards) == 2 * len(TYPES)

@@ -1,33 +1,25 @@
 """Claims about layers of experts on a GPU, in Triton's interpreter: the definition, and bits that depend on a token."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from extent import IS_WHOLE
-from infer import ops
 from infer.backends import reference
 from infer.operands.feed_forwards import Router
 from infer.operands.weights import ExpertWeights, Norm
 from test_cpu_kernels import assert_near
 from test_expert_kernels import HIDDEN, NORM, ROUTERS, WEIGHTED, make_experts, make_x, prepared, with_norms
-from test_families import expected_logits, load, random_ids
-from tiny import TINY, Tiny, make_tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from infer.backends import cuda
 from infer.backends.cuda import experts as cuda_experts
 from infer.backends.cuda.expert_choice import TILE, choose, tiles_of
-from test_cuda_paths import LENGTHS, logits_of
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
-NAMES = ("qwen3_moe_mixed", "qwen2_moe", "glm4_moe", "olmoe", "granitemoe")
-FAMILIES = [tiny for tiny in TINY if tiny.name in NAMES]
 TYPES = ("Q4_0", "Q6_K", "MXFP4", "IQ4_XS", "F16", "BF16", "F32")
 
 
@@ -110,14 +102,3 @@ def test_norms_and_scales_of_gemma_4_agree_with_the_definition() -> None:
 @pytest.mark.parametrize("activation", ["clamped_swiglu", "gelu_tanh"])
 def test_activations_agree_with_the_definition(activation: Any) -> None:
     assert_near(*both(replace(make_experts("Q8_0", has_bias=True), activation=activation), 3), 2e-3)
-
-
-@pytest.mark.parametrize("tiny", FAMILIES, ids=lambda tiny: tiny.name)
-def test_every_family_computes_what_transformers_does(tiny: Tiny, tmp_path: Path) -> None:
-    oracle, ids = make_tiny(tiny, tmp_path), random_ids(sum(LENGTHS))
-    with ops.using("cuda"):
-        model = load(tmp_path)
-    found = logits_of(model, ids, is_captured=False)
-    assert (found - expected_logits(oracle, ids)).abs().max() <= 1e-4
-    if tiny.name == "qwen2_moe" or IS_WHOLE:
-        assert torch.equal(logits_of(model, ids, is_captured=True), found)

@@ -18,8 +18,9 @@ from infer.runner.sample_loop import SampledTokens
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from path_cases import CASES, Case, Outcome, Way, World, all_by_definition, make_world, run_alone, run_batch
-from test_families import expected_logits, load, make_reserved, random_ids
-from tiny import DENSE, LONGROPE, ONE_EACH_DENSE, Tiny, make_tiny
+from steps import load_network
+from test_families import expected_logits, load, make_reserved, random_ids, tolerance_of
+from tiny import LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -30,7 +31,10 @@ from infer.backends.cuda.graphs import Repeats
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 CPU = torch.device("cpu")
 LENGTHS = [7, 1, 1, 3]  # a chunk of a prompt, tokens and drafts: past the windows of tiny models
-FAMILIES = [*DENSE, LONGROPE] if IS_WHOLE else ONE_EACH_DENSE
+REPLAYED = ("llama", "gemma2", "qwen2_moe", "gemma4_per_layer", "olmo_hybrid", "lfm2")
+OTHERS = ("qwen3_moe_mixed", "gemma4_per_layer", "gemma4_moe", "qwen3_5_gates", "llama4_chunks")
+QUANTISED = ("gemma4_per_layer", "ministral3", "qwen2_moe", "qwen3_next")
+FAMILIES = [*TINY, LONGROPE] if IS_WHOLE else [*ONE_EACH, *(tiny for tiny in TINY if tiny.name in OTHERS)]
 NAMES = ("greedy, free", "filtered, regex", "counted, schema", "ending, free", "stopped, choice", "seeded, free")
 
 
@@ -56,9 +60,20 @@ def test_every_family_computes_what_transformers_does_and_a_replay_has_its_bits(
     with ops.using("cuda"):
         model = load(tmp_path)
     found = logits_of(model, ids, is_captured=False)
-    assert (found - expected_logits(oracle, ids)).abs().max() <= 1e-4
-    if tiny.name in ("llama", "gemma2") or IS_WHOLE:
+    assert (found - expected_logits(oracle, ids)).abs().max() <= tolerance_of(oracle)
+    if tiny.name in REPLAYED or IS_WHOLE:
         assert torch.equal(logits_of(model, ids, is_captured=True), found)
+
+
+@pytest.mark.parametrize("tiny", [tiny for tiny in TINY if tiny.name in QUANTISED], ids=lambda tiny: tiny.name)
+@torch.inference_mode()
+def test_a_quantised_model_has_the_same_bits_in_one_step_and_in_several(tiny: Tiny, tmp_path: Path) -> None:
+    make_tiny(tiny, tmp_path)
+    ids = random_ids(sum(LENGTHS))
+    with ops.using("cuda"):
+        model = load_network(tmp_path, keep_floats_as="q8")
+    whole = model.forward(Step.of(ids, logit_indices=range(len(ids))), make_reserved(model))
+    assert torch.equal(whole, logits_of(model, ids, is_captured=False))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Layers with a state on a GPU, in Triton's interpreter: the definition's results, and bits that depend on no path."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,18 +15,14 @@ from infer.operands.recurrent_cache import ConvCache
 from infer.operands.step import Chunk, Step
 from infer.operands.weights import ConvWeights
 from test_delta_net import NETS, definition, make_cache, make_projected, make_weights, run
-from test_families import expected_logits, load, random_ids
 from test_recurrent_rows import NET, NET_WEIGHTS, PAGE, TAPS, Rows, go_on_at_random, make
-from tiny import OLMO_HYBRID, RECURRENT, Tiny, make_tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from infer.backends.cuda.activations import Twin, quantized
 from infer.backends.cuda.float_planes import BF16_PLANES, F16_PLANES
-from test_cuda_paths import LENGTHS, logits_of
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
-FAMILIES = [*RECURRENT, *OLMO_HYBRID] if IS_WHOLE else [*RECURRENT[:3], *OLMO_HYBRID]
 
 
 def long_text(length: int) -> list[int]:
@@ -139,15 +134,3 @@ def test_results_in_planes_are_what_the_next_product_would_make_of_them(form: in
         assert planes_match(ops.gated_delta_net(mixed, make_weights(net), cache, step), form)
         conv_cache = ConvCache(inputs, cache.pages)
         assert planes_match(ops.short_conv(convolved, ConvWeights(taps, None), conv_cache, step), form)
-
-
-@pytest.mark.parametrize("tiny", FAMILIES, ids=lambda tiny: tiny.name)
-def test_a_family_with_states_computes_what_transformers_does_and_a_replay_has_its_bits(
-    tiny: Tiny, tmp_path: Path
-) -> None:
-    oracle, ids = make_tiny(tiny, tmp_path), random_ids(sum(LENGTHS))
-    with ops.using("cuda"):
-        model = load(tmp_path)
-    found = logits_of(model, ids, is_captured=False)
-    assert (found - expected_logits(oracle, ids)).abs().max() <= 1e-4
-    assert torch.equal(logits_of(model, ids, is_captured=True), found)

@@ -201,7 +201,7 @@ def test_weights_lie_as_an_instruction_for_eight_inputs_takes_them(type_: str, m
     assert torch.equal(*rows)
 
 
-def test_the_system_is_asked_for_what_an_arm_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_features_of_an_arm_cpu_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_features.platform, "machine", lambda: "arm64")
     monkeypatch.setattr(host_features.sys, "platform", "darwin")
     monkeypatch.setattr(host_features, "_sysctl", lambda name: name in ("hw.optional.arm.FEAT_DotProd",))

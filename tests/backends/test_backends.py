@@ -52,7 +52,7 @@ def test_one_backend_serves_a_device() -> None:
     assert backend_of(CPU).kernels.__name__ == "infer.backends.cpu.operations"
 
 
-def test_what_a_backend_has_not_is_done_without(tmp_path: Path) -> None:
+def test_a_backend_may_lack_optional_parts(tmp_path: Path) -> None:
     """The backend has no captures, compiles nothing and has no threads."""
     with ops.using("reference"):
         backend = backend_of(CPU)

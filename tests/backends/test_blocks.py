@@ -34,7 +34,7 @@ def test_a_row_that_needs_more_than_its_share_is_a_fault() -> None:
         PageTable(1, 64, PAGE, 2).reserve(0, 0, 64, 0)
 
 
-def test_who_writes_a_shared_page_gets_a_copy() -> None:
+def test_a_row_that_writes_a_shared_page_gets_a_copy() -> None:
     table = PageTable(2, 64, PAGE, 4)
     table.reserve(0, 0, 40, 0)
     table.share(1, 0, 40)
@@ -44,7 +44,7 @@ def test_who_writes_a_shared_page_gets_a_copy() -> None:
     table.check_integrity()
 
 
-def test_what_is_given_back_is_found_until_its_page_is_needed() -> None:
+def test_a_freed_page_is_found_until_it_is_needed() -> None:
     table = PageTable(1, 64, PAGE, 4)
     table.reserve(0, 0, 32, 0)
     for index, key in enumerate((b"a", b"b")):

@@ -563,7 +563,7 @@ def test_labels_name_the_layer_and_the_op(tiny: Tiny) -> None:
     assert labels[-1].startswith("head.matmul")
 
 
-def test_a_recorded_product_has_the_command_before_it_quantise_what_it_multiplies(tiny: Tiny) -> None:
+def test_the_command_before_a_recorded_product_quantises_its_input(tiny: Tiny) -> None:
     labels = [label for label, _ in CapturedForward(tiny.forward, capacity=8).profile(Step.of([1]))]
     assert not {"L0.output.normalize", "L0.down.normalize"} & set(labels)
     assert {"L0.gate_up.normalize", "head.normalize"} <= set(labels)

@@ -214,7 +214,7 @@ def test_pages_have_any_number_of_tokens(page_tokens: int) -> None:
 
 @pytest.mark.parametrize("net", NETS[1:3])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_rows_of_a_step_are_as_if_each_were_alone(net: GatedDeltaNet, num_threads: int) -> None:
+def test_rows_of_a_step_have_the_bits_of_single_rows(net: GatedDeltaNet, num_threads: int) -> None:
     chosen, weights, cache = random.Random(num_threads), make_weights(net), make_cache(net)
     texts = [make_projected(net, 700, seed) for seed in range(NUM_ROWS)]
     set_num_threads(1)
@@ -254,7 +254,7 @@ def test_dropped_tokens_leave_nothing() -> None:
     assert start == 260
 
 
-def test_a_row_goes_on_in_pages_that_another_row_shares() -> None:
+def test_a_row_continues_in_pages_that_another_row_shares() -> None:
     weights, text, other = make_weights(SMALL), make_projected(SMALL, 200), make_projected(SMALL, 72, seed=5)
     cache = make_cache(SMALL, is_ring=False)
     cache.pages.table[1, :2] = cache.pages.table[0, :2]

@@ -192,7 +192,7 @@ def test_equal_scores_choose_the_lower_numbers() -> None:
     assert_near(*both(tied, 5), 2e-5)
 
 
-def test_an_expert_that_nobody_chooses_is_not_read() -> None:
+def test_an_expert_that_no_token_chooses_is_not_read() -> None:
     experts, x = make_experts("F32"), make_x(30)
     with ops.using("reference"):
         logits = reference.project(reference.normalize(x, NORM), experts.router_logits)
@@ -207,7 +207,7 @@ def test_an_expert_that_nobody_chooses_is_not_read() -> None:
     assert torch.equal(alone, cpu.add_experts(x[token : token + 1].clone(), NORM, prepared(experts), None))
 
 
-def test_a_token_that_is_not_a_number_stays_alone() -> None:
+def test_a_token_of_nan_does_not_affect_others() -> None:
     experts, x = prepared(make_experts("Q8_0", shared=64)), make_x(20)
     expected = cpu.add_experts(x.clone(), NORM, experts, None)
     x[7, 3] = torch.nan

@@ -81,7 +81,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return NoCompilation.begun
 
 
-def test_what_compiles_kernels_loads_no_torch(needed: list[Kernel]) -> None:
+def test_compiling_kernels_loads_no_torch(needed: list[Kernel]) -> None:
     kernels = json.dumps([(kernel.maker, kernel.variant) for kernel in needed])
     done = subprocess.run([sys.executable, "-c", MAKE_ALL, kernels], capture_output=True, text=True, check=False)
     assert done.stdout == "[]\n", done.stderr
@@ -99,7 +99,7 @@ def test_kernels_begun_ahead_are_those_of_the_load_and_not_begun_twice(
         assert begun[1:] == begun[:1]  # kernels that no process took are dropped
 
 
-def test_what_the_load_needs_beyond_them_is_begun_by_it(
+def test_a_load_compiles_the_other_kernels_that_it_needs(
     begun: list[set[str]], folder: Path, needed: list[Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(addresses, "_WORTH_SECONDS", 0.1)
@@ -111,7 +111,7 @@ def test_what_the_load_needs_beyond_them_is_begun_by_it(
 
 
 @pytest.mark.parametrize("unlike", ["kept", "cuda", "refused"])
-def test_nothing_is_begun_ahead_where_it_may_be_in_vain(
+def test_kernels_are_compiled_ahead_only_if_they_will_be_used(
     unlike: str, begun: list[set[str]], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_cache, "is_empty", lambda: unlike != "kept")

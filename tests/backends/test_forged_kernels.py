@@ -92,14 +92,14 @@ def put(path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["empty", "random", "no code", "a place far off", "an object file that is none"])
-def test_a_process_goes_on_beside_forged_files(folder: Path, name: str) -> None:
+def test_a_process_ignores_forged_files(folder: Path, name: str) -> None:
     for file in ("threads.worker_loop.publish", "target-features"):
         put(folder / file, FORGERIES[name])
     assert run(LOAD, folder.parents[1]) == "None\nknown\n"
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-def test_a_process_goes_on_beside_what_is_no_file(folder: Path, make: Callable[[Path], None]) -> None:
+def test_a_process_ignores_entries_that_are_not_files(folder: Path, make: Callable[[Path], None]) -> None:
     path = folder / "threads.worker_loop.publish"
     path.unlink(missing_ok=True)
     make(path)

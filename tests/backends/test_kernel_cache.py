@@ -122,7 +122,7 @@ def test_damaged_and_emptied_caches_are_filled_again(tmp_path: Path) -> None:
 
 
 @needs_images
-def test_an_image_computes_what_its_object_file_does(made: tuple[str, bytes]) -> None:
+def test_an_image_has_the_results_of_its_object_file(made: tuple[str, bytes]) -> None:
     image = linked_code.try_make(made[1], made[0])
     assert image is not None
     address = linked_code.try_load(image)
@@ -146,7 +146,7 @@ def test_llvm_links_an_object_file(made: tuple[str, bytes]) -> None:
 
 
 @needs_images
-def test_no_image_is_made_of_what_is_not_understood(made: tuple[str, bytes]) -> None:
+def test_no_image_is_made_of_unknown_object_code(made: tuple[str, bytes]) -> None:
     symbol, code = made
     assert linked_code.try_make(code, "another") is None
     for machine in (40, 183):  # 32-bit and 64-bit ARM
@@ -199,7 +199,7 @@ def test_folders_without_use_for_a_month_are_pruned_and_others_are_not(tmp_path:
     assert {path.name for path in tmp_path.iterdir()} == set(ages) - {"0" * 16}
 
 
-def test_of_many_folders_the_latest_stay(tmp_path: Path) -> None:
+def test_the_latest_of_many_folders_are_kept(tmp_path: Path) -> None:
     for index in range(40):
         (tmp_path / f"{index:016x}").mkdir()
         os.utime(tmp_path / f"{index:016x}", (time.time() - 60 * index,) * 2)
@@ -217,7 +217,7 @@ def test_a_folder_that_is_removed_while_in_use_does_no_harm(tmp_path: Path, monk
     assert [path.name for path in (tmp_path / "gone").iterdir()] == ["kernel"]
 
 
-def test_a_full_disk_is_said_in_one_line(
+def test_a_full_disk_gives_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(path: Path, content: bytes) -> OSError:
@@ -273,7 +273,7 @@ def stderr_on_a_terminal(code: str, **environment: str) -> str:
     return shown.decode()
 
 
-def test_compiling_in_this_process_shows_what_and_removes_it(tmp_path: Path) -> None:
+def test_compiling_in_this_process_shows_a_line_and_removes_it(tmp_path: Path) -> None:
     shown = stderr_on_a_terminal(COMPILE, INFER_CACHE=str(tmp_path))
     assert re.findall(r"compiling the CPU kernel (\w+)", shown) == ["sum_1", "sum_2", "sum_3"]
     assert shown.count("\n") == 1
@@ -323,7 +323,7 @@ def test_no_function_is_linked_after_code_was_made_of_it(monkeypatch: pytest.Mon
     assert not [text for text in linked if "sunkaddr" in text]
 
 
-def test_where_no_memory_may_be_executable_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_executable_memory_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hardened:
         mmap = staticmethod(linked_code._libc().mmap)
         mprotect = staticmethod(lambda address, size, protection: -1)

@@ -71,7 +71,7 @@ def attend_in(
 
 @given(st.integers(0, 2**32), st.floats(-3, 3), st.floats(-10, 10))
 @settings(max_examples=50, deadline=None)
-def test_what_is_stored_is_within_half_a_step(seed: int, exponent: float, shift: float) -> None:
+def test_stored_values_are_within_half_a_step(seed: int, exponent: float, shift: float) -> None:
     x = (torch.randn(5, 64, generator=torch.manual_seed(seed)) + shift) * 10**exponent
     groups, mixed = x.view(5, 2, 32), mix(x).view(5, 2, 32)
     largest, spread = groups.abs().amax(-1), groups.amax(-1) - groups.amin(-1)
@@ -94,7 +94,7 @@ def test_mixing_is_a_rotation_and_its_own_inverse() -> None:
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
-def test_zeros_and_what_is_equal_come_back_and_what_is_not_finite_shows(kv_type: str) -> None:
+def test_zeros_and_equal_values_are_exact_and_infinities_stay_visible(kv_type: str) -> None:
     for encode, decode in ((encode_keys, decode_keys), (encode_values, decode_values)):
         for value in (0.0, 1.5, -2.0):
             x = torch.full((3, 64), value)
@@ -172,7 +172,7 @@ def test_threads_and_neighbours_change_no_bit(kv_type: str) -> None:
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
-def test_what_lies_behind_the_last_position_is_not_believed(kv_type: str) -> None:
+def test_values_after_the_last_position_have_no_effect(kv_type: str) -> None:
     heads = make_heads(9, 3, 64)
     sizes = [20, 1, 1, 9]
     assert torch.equal(

@@ -52,6 +52,6 @@ def test_no_address_is_split_into_a_pointer_and_an_offset_by_guess(modules: dict
     assert not [line for line in moved if "getelementptr" in line]
 
 
-def test_what_is_linked_into_a_command_was_not_made_code_of(modules: dict[str, str]) -> None:
+def test_functions_are_linked_before_code_is_made_of_them(modules: dict[str, str]) -> None:
     assert "copy_some" in modules
     assert not [name for name, text in modules.items() if name != "copy" and "sunkaddr" in text]

@@ -118,7 +118,7 @@ def test_an_exception_that_asks_the_program_to_end_while_a_mask_is_filled_ends_t
     assert reported == [KeyboardInterrupt]
 
 
-def test_a_grammar_that_cannot_take_a_token_fails_its_row_alone(world: World) -> None:
+def test_a_grammar_that_cannot_take_a_token_fails_only_its_row(world: World) -> None:
     for num_tokens in (1, 2, 6):
         waiting = [make_sequence(world, case, Way()) for case in (FREE, BOUND, replace(FREE, prompt=(97,)))]
         broken = fail(ConstraintError("too complex"))
@@ -156,7 +156,7 @@ def test_an_interrupt_that_came_while_compiled_code_ran_is_raised_behind_it(monk
     assert dropped == []
 
 
-def test_a_callback_that_says_no_stops_the_multi_step() -> None:
+def test_a_callback_that_returns_false_stops_the_multi_step() -> None:
     arguments = np.ones(1, SAMPLE)
     callback = StepCallback(lambda number: False, fields_of(arguments))
     call_interrupted(ctypes.cast(ctypes.CDLL(None)["abs"], ctypes.c_void_p).value, 0, callback.address)

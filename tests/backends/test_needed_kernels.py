@@ -107,7 +107,7 @@ def finished(kernels: list[Kernel]) -> dict[str, Any]:
         compilation.close()
 
 
-def test_processes_compile_what_a_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_compile_the_same_kernels_as_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path)
     for label, answer in finished([ADD, RELU]).items():
         assert answer is not None, label
@@ -115,13 +115,13 @@ def test_processes_compile_what_a_thread_does(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []  # the caller keeps the kernels
 
 
-def test_what_cannot_be_compiled_apart_is_left_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_other_processes_cannot_compile_are_compiled_on_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finished([replace(ADD, maker=".matmul.matmul:make_nothing"), RELU])["nothing_add"] is None
     monkeypatch.setattr(sys, "executable", "/no/python")
     assert finished([RELU]) == {"gate_relu": None}
 
 
-def test_the_first_line_says_how_many_for_what_and_how_long(
+def test_the_first_line_has_the_number_the_purpose_and_the_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/no/python")
@@ -174,7 +174,7 @@ compilation.close()
         (["add"], "/kept cannot be written", "cannot be stored: /kept cannot be written; set INFER_CACHE"),
     ],
 )
-def test_compile_says_what_it_did_or_why_not(
+def test_compile_prints_its_result_or_the_reason(
     missing: list[str],
     trouble: str | None,
     said: str,

@@ -100,7 +100,7 @@ def test_bits_depend_on_no_page(dense: Tensor, page_tokens: int, seed: int | Non
     assert torch.equal(attend_all(make_layer(page_tokens, seed=seed)), dense)
 
 
-def test_full_attention_is_what_torch_says(dense: Tensor) -> None:
+def test_full_attention_equals_torch(dense: Tensor) -> None:
     assert (dense - expected(0, 0)).abs().max() < 5e-6
 
 
@@ -109,7 +109,7 @@ CHUNKS = [(0, -1), (0, -16), (0, -23), (0, -100), (0, -256), (0, -300), (0, -100
 
 
 @pytest.mark.parametrize(("sinks", "window"), [*KEPT, *CHUNKS])
-def test_what_is_kept_is_attended_to_and_nothing_else(sinks: int, window: int) -> None:
+def test_only_kept_tokens_are_attended_to(sinks: int, window: int) -> None:
     wanted = expected(sinks, window)
     layer = make_layer(16, seed=2, sinks=sinks, window=window)
     found = attend_all(layer)
@@ -126,7 +126,7 @@ def test_kept_tokens_as_many_as_there_are_change_no_bit(dense: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(20, 70), (0, -70)])
-def test_the_pages_of_what_is_forgotten_may_hold_another_row(sinks: int, window: int) -> None:
+def test_the_pages_of_evicted_tokens_may_belong_to_another_row(sinks: int, window: int) -> None:
     page_tokens = 16
     layer = make_layer(page_tokens, seed=5, sinks=sinks, window=window)
     clean, found = attend_all(layer), []

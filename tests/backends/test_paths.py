@@ -87,14 +87,14 @@ def test_the_cases_end_in_every_way_and_fill_the_window(expected: dict[str, Outc
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_what_is_said_does_not_depend_on_the_way(world: World, expected: dict[str, Outcome], way: Way) -> None:
+def test_an_answer_does_not_depend_on_the_way(world: World, expected: dict[str, Outcome], way: Way) -> None:
     start = WAYS.index(way)
     check(alone(world, CASES[start % 10 :: 10], way, expected), expected, way)
     check(together(world, CASES[start % 4 :: 4], way, expected), expected, way)
 
 
 @pytest.mark.parametrize("way", SLOWER, ids=str)
-def test_what_is_said_does_not_depend_on_capture_or_cache(world: World, expected: dict[str, Outcome], way: Way) -> None:
+def test_an_answer_does_not_depend_on_capture_or_cache(world: World, expected: dict[str, Outcome], way: Way) -> None:
     start = SLOWER.index(way)
     check(alone(world, CASES[start::20], way, expected), expected, way)
     if way.cached:
@@ -124,7 +124,7 @@ def gone_on(world: World, turns: Sequence[tuple[Case, Case, Outcome]], way: Way)
 
 
 @pytest.mark.parametrize("way", [Way("none", chain=64), Way("right"), Way("half", 7), Way("ends")], ids=str)
-def test_what_was_dropped_behind_a_stop_leaves_no_trace_in_the_context(
+def test_tokens_after_a_stop_leave_no_trace_in_the_context(
     world: World, turns: list[tuple[Case, Case, Outcome]], way: Way
 ) -> None:
     for outcome, wanted in gone_on(world, turns, way):
@@ -135,7 +135,7 @@ def test_what_was_dropped_behind_a_stop_leaves_no_trace_in_the_context(
 
 
 @pytest.mark.parametrize("way", [Way("half"), Way("right", 7), Way("none", 64)], ids=str)
-def test_steps_larger_than_the_recording_run_in_pieces_that_say_the_same(
+def test_steps_larger_than_the_recording_run_in_pieces_with_the_same_answer(
     world: World, expected: dict[str, Outcome], way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture = CpuBackend.capture
@@ -145,7 +145,7 @@ def test_steps_larger_than_the_recording_run_in_pieces_that_say_the_same(
 
 @pytest.mark.parametrize("world", ["windows"], indirect=True)
 @pytest.mark.parametrize(("weights", "precision"), [("q8", "exact"), ("q4", "fast"), ("bf16", "exact")])
-def test_quantised_weights_say_the_same_with_drafts_and_in_company(
+def test_quantised_weights_give_the_same_answer_with_drafts_and_neighbours(
     world: World, weights: str, precision: str, tmp_path: Path
 ) -> None:
     llm = LLM(make_folder("windows", tmp_path), weights=weights, precision=precision)

@@ -91,7 +91,7 @@ def test_every_style_of_logits_and_every_filter_has_the_bits_of_the_definition(m
     assert [sampled_by_table([row])[0] for row in rows[::5]] == expected[::5]
 
 
-def test_equal_logits_are_told_by_their_ids_and_impossible_ones_last() -> None:
+def test_equal_logits_are_ordered_by_id_and_impossible_ones_are_last() -> None:
     logits = torch.tensor([1.0, 5.0, -math.inf, 5.0, 1.0, 5.0, -math.inf])
     ((found,),) = sampled_by_table([Row(logits, {"temperature": 0, "logprobs": 20})])
     assert [token_id for token_id, _ in found.top] == [1, 3, 5, 0, 4, 2, 6]
@@ -131,7 +131,7 @@ def test_each_line_of_a_verified_step_has_its_own() -> None:
     assert found.logprobs == [[each for line in first for each in line], last]
 
 
-def test_a_row_that_asks_ends_nobodys_multi_steps(world: World) -> None:
+def test_a_row_with_log_probabilities_ends_no_multi_step(world: World) -> None:
     params = SamplingParams(temperature=0.8, seed=5, max_new_tokens=40, ignore_eos=True)
     case = replace(CASES[0], params=params)
     stats = []

@@ -79,7 +79,7 @@ def make_qkv(row: int, start: int, count: int) -> torch.Tensor:
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "q8"])
 @pytest.mark.parametrize("rows", [range(len(ROWS)), range(3), (1, 2, 5, 6, 7), (0, 4, 9, 8, 3), (10, 11, 12)])
-def test_rows_that_share_pages_have_the_bits_that_each_has_alone(kv_type: str, rows: range | tuple[int, ...]) -> None:
+def test_rows_that_share_pages_have_the_bits_of_single_rows(kv_type: str, rows: range | tuple[int, ...]) -> None:
     layer = make_layer(kv_type)
     heads = replace(HEADS, sinks=torch.linspace(-6, 6, NUM_HEADS)) if kv_type == "f16" else HEADS
     heads = heads if kv_type == "f32" else replace(heads, gate_start=GATES)

@@ -253,7 +253,7 @@ def test_a_number_of_threads_beyond_the_rule_is_refused_in_one_line(value: objec
     assert len(str(caught.value)) < 200
 
 
-def test_what_is_refused_leaves_the_threads_as_they_were() -> None:
+def test_a_refused_number_leaves_the_threads_unchanged() -> None:
     before = thread_pool()
     with pytest.raises(InvalidRequestError):
         load_settings.set_num_threads(100_000)
@@ -278,7 +278,7 @@ def test_a_pool_has_room_for_all_threads_that_may_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
-def test_where_the_system_starts_no_more_threads_those_that_were_started_leave(
+def test_started_threads_end_if_the_system_refuses_another_one(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, many, counter = pool.start_thread, ThreadPool(5), Counter()
@@ -316,7 +316,7 @@ def test_workers_have_stack_enough_whatever_the_program_gives_its_threads() -> N
 
 
 @needs_linux
-def test_a_thread_with_too_little_stack_is_told_so_instead_of_ending_the_process(run_script: Run) -> None:
+def test_a_thread_with_too_little_stack_gets_an_error_and_the_process_lives(run_script: Run) -> None:
     run_script("""
 said = []
 def run_on():
@@ -419,7 +419,7 @@ def test_a_pool_that_waits_much_and_is_still_faster_stays() -> None:
 
 
 @pytest.mark.parametrize("kinds", [0, 1])
-def test_the_pool_comes_back_soon_after_the_neighbour_left(kinds: int) -> None:
+def test_the_pool_uses_all_threads_again_soon_after_the_neighbour_ended(kinds: int) -> None:
     machine, chooser = Machine(alone=0.04, together=0.2, lost_share=0.6), AdaptiveThreads(2)
     machine.run(chooser, 60, kinds)
     assert chooser.is_alone

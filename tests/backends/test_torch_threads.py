@@ -20,7 +20,7 @@ def two_threads() -> Generator[None, None, None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_whoever_leaves_last_every_thread_has_its_own_number_again() -> None:
+def test_every_thread_has_its_own_number_again_whichever_ends_last() -> None:
     entered, left = threading.Event(), threading.Event()
     seen = list[int]()
 
@@ -66,7 +66,7 @@ def test_a_thread_that_begins_beside_a_generation_keeps_torchs_threads() -> None
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_what_is_raised_within_gives_the_threads_back() -> None:
+def test_an_exception_restores_the_number_of_threads() -> None:
     with pytest.raises(KeyError), ops.backend_of(CPU).threads():
         raise KeyError
     assert torch.get_num_threads() == 2

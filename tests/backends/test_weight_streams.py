@@ -54,7 +54,7 @@ def test_a_single_tokens_stream_is_prefetched_nearby_if_the_core_prefers_it(pref
 
 
 @pytest.mark.parametrize("group_bytes", [64, 5760, 15360, 16384, 16448, 40960])
-def test_a_stream_asks_for_what_it_reads_later_and_not_for_the_other_ones_group(group_bytes: int) -> None:
+def test_a_stream_prefetches_its_own_later_groups(group_bytes: int) -> None:
     """Two streams read groups 0 and 1, then 2 and 3: the first one reads the even groups."""
     far = weight_streams.FAR
 

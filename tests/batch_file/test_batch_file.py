@@ -102,7 +102,7 @@ def test_a_row_may_have_tools() -> None:
         (CHAT | {"body": {"messages": ["hi"]}}, "messages[0]: expected `object`, got 'hi'"),
     ],
 )
-def test_what_a_row_may_not_be(record: Any, problem: str) -> None:
+def test_a_malformed_row_has_a_problem(record: Any, problem: str) -> None:
     assert problem in str(row_of(record).problem)
 
 
@@ -197,7 +197,7 @@ def test_a_completion_without_a_limit_has_as_many_tokens_as_over_http(llm: LLM) 
     assert lines == {"c": 5, "d": 3}
 
 
-def test_a_file_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_of_another_program_is_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("dear diary\n")
     with pytest.raises(InvalidRequestError, match=r"notes.txt, line 1 was not written by infer batch"):
@@ -245,7 +245,7 @@ def test_a_finished_output_is_not_taken_for_that_of_another_seed(
         (None, "cannot be read: No such file or directory"),
     ],
 )
-def test_bad_input_is_told_before_a_model_is_loaded(
+def test_bad_input_is_refused_before_a_model_is_loaded(
     content: str | None, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "in.jsonl"

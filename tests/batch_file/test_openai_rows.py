@@ -87,7 +87,7 @@ def test_a_row_is_refused_in_the_words_of_the_server(fields: dict[str, Any]) -> 
     assert chat_row(**fields).problem == str(refused.value)
 
 
-def test_a_row_takes_what_the_server_takes() -> None:
+def test_a_row_accepts_the_fields_of_the_server() -> None:
     row = chat_row(reasoning_effort="low", repeat_penalty=1.5, stop=list("abcde"), max_tokens=-1, xyzzy=1, seed=-1)
     assert row.problem is None
     assert row.values == {
@@ -111,7 +111,7 @@ def test_a_row_asks_for_one_whole_answer(fields: dict[str, Any], problem: str) -
     assert completion_row(**fields).problem == problem
 
 
-def test_of_tokens_with_one_text_the_likeliest_is_told() -> None:
+def test_the_likeliest_of_tokens_with_one_text_is_reported() -> None:
     spelling = Spelling([b"a", b"b", b"a", b"\xc3", b"\xc3", b"a"], {5})
     chosen = TokenLogprob(5, -3.0, 3, ((1, -0.5), (0, -1.0), (2, -2.0), (3, float("-inf")), (4, -4.0)))
     columns = completion_columns([None, chosen], spelling)
@@ -122,7 +122,7 @@ def test_of_tokens_with_one_text_the_likeliest_is_told() -> None:
     assert completion_columns([never], spelling)["top_logprobs"] == [{"b": LEAST_LOGPROB, "bytes:\\xc3": LEAST_LOGPROB}]
 
 
-def test_the_token_that_ends_an_answer_alone_is_no_part_of_it() -> None:
+def test_only_the_token_that_ends_an_answer_is_left_out() -> None:
     logprobs = [TokenLogprob(token_id, -1.0, 1, ()) for token_id in range(3)]
     assert without_end(logprobs, "eos") == logprobs[:2]
     for reason in ("stop", "length", "abort", None):

@@ -64,7 +64,7 @@ def test_an_embedder_ranks_by_its_vectors(embedder: LLM) -> None:
     assert found == [(each.index, each.score) for each in embedder.rerank("cats", ["a roof", "a bridge"])]
 
 
-def test_what_a_model_cannot_compute_is_the_line_s_error(embedder: LLM, judge: LLM, labeller: LLM) -> None:
+def test_a_request_that_a_model_cannot_compute_is_the_line_s_error(embedder: LLM, judge: LLM, labeller: LLM) -> None:
     assert "not a reranker" in answered(labeller, "/v1/rerank", query="a", documents=["b"])["error"]["message"]
     assert "not trained for embeddings" in answered(judge, "/v1/embeddings", input="a")["error"]["message"]
     assert answered(judge, "/v1/embeddings", input="a", pooling="last")["error"] is None

@@ -110,7 +110,7 @@ EXPERTS = InputSquares(np.array([[2.0, 4.0], [0.0, 0.0], [9.0, 3.0]]), np.array(
 DENSE = InputSquares(np.array([[128.0, 64.0, 32.0]]), np.array([128.0]))
 
 
-def test_a_file_has_the_tensors_of_llama_cpp_and_comes_back(tmp_path: Path) -> None:
+def test_a_file_has_the_tensors_of_llama_cpp_and_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "imatrix.gguf"
     matrix(experts=EXPERTS, dense=DENSE).write(path)
     reader = gguf.GGUFReader(path)

@@ -298,7 +298,7 @@ def test_at_most_twenty_lines_of_a_kind_are_shown(tmp_path: Path, capsys: Captur
     assert {finding["kind"] for finding in found} == {"not finite"}
 
 
-def test_a_float_that_half_precision_does_not_hold_says_so(tmp_path: Path, capsys: Capture) -> None:
+def test_a_float_beyond_half_precision_is_named(tmp_path: Path, capsys: Capture) -> None:
     folder = make_folder(tmp_path)
     tensors = {name: values.half() for name, values in load_file(folder / "model.safetensors").items()}
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.inf
@@ -362,7 +362,7 @@ def test_tensors_that_the_config_does_not_have_are_a_line(tmp_path: Path, capsys
     assert line.startswith("m.gguf: config and tensors disagree: missing model.layers.3.mlp.down_proj.weight")
 
 
-def test_what_cannot_be_read_has_the_status_of_other_commands(tmp_path: Path, capsys: Capture) -> None:
+def test_a_model_that_cannot_be_read_has_the_status_of_other_commands(tmp_path: Path, capsys: Capture) -> None:
     assert main(["doctor", str(tmp_path / "none.gguf")]) == 2
     path = write_file(tmp_path)
     path.write_bytes(path.read_bytes()[:-100])

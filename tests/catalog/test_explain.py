@@ -122,7 +122,7 @@ def test_ranges_join_neighbours() -> None:
     assert ranges([0, 1, 2, 4, 6, 7]) == "0–2, 4, 6–7"
 
 
-def test_what_does_not_load_is_not_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_load_is_not_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_model(tmp_path / "m.gguf", tensors={"token_embd.weight": torch.zeros(40, 64).numpy()})
     assert main(["explain", str(path)]) == 3
     assert "config and tensors disagree: missing model.norm.weight" in capsys.readouterr().err

@@ -131,13 +131,13 @@ def test_without_a_terminal_and_the_default_a_line_names_the_option(name: str, h
 # At a terminal
 
 
-def test_the_default_starts_at_once_where_no_other_is_at_hand(hub: FakeHub) -> None:
+def test_the_default_starts_immediately_if_no_other_model_is_installed(hub: FakeHub) -> None:
     with terminal(command("smollm2", "chat")) as screen:
         assert "in memory" not in screen.until(f"smollm2{HEADER}")
         screen.leave()
 
 
-def test_the_only_model_at_hand_starts_at_once(hub: FakeHub, places: Path) -> None:
+def test_the_only_installed_model_starts_immediately(hub: FakeHub, places: Path) -> None:
     write_model(places / "own" / "mine.gguf")
     with terminal(command("", "chat")) as screen:
         assert "in memory" not in screen.until(f"mine.gguf{HEADER}")
@@ -145,7 +145,7 @@ def test_the_only_model_at_hand_starts_at_once(hub: FakeHub, places: Path) -> No
 
 
 @pytest.mark.parametrize("typed", ["", " smollm2 "])
-def test_of_several_models_one_is_chosen_by_enter_or_by_name(places: Path, typed: str) -> None:
+def test_one_of_several_models_is_chosen_by_enter_or_by_name(places: Path, typed: str) -> None:
     write_model(places / "own" / "mine.gguf")
     with terminal(command("smollm2", "chat"), columns=200) as screen:
         head, first, second, *_ = plain(screen.until("number or name [1]: ")).splitlines()
@@ -213,7 +213,7 @@ def test_a_choice_can_be_left(places: Path, key: bytes, status: int) -> None:
 # The hub
 
 
-def test_the_hub_is_asked_once_and_by_its_head_alone(hub: FakeHub) -> None:
+def test_the_hub_gets_one_request_for_a_head(hub: FakeHub) -> None:
     assert HubProbe().is_reachable()
     assert hub.requests == [" HEAD /"]
 

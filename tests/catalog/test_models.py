@@ -64,7 +64,7 @@ def test_each_place_is_listed_under_names_that_load(places: Path) -> None:
     assert found["sub/deep-00001-of-00003.gguf"].num_bytes == sum(p.stat().st_size for p in own.glob("sub/*"))
 
 
-def test_what_cannot_be_loaded_says_why_and_the_others_are_listed(
+def test_a_model_that_cannot_be_loaded_has_a_reason_and_the_others_are_listed(
     places: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (places / "own" / "broken.gguf").write_bytes(b"GGUF" + bytes(40))
@@ -76,7 +76,7 @@ def test_what_cannot_be_loaded_says_why_and_the_others_are_listed(
     assert whole.split()[3:] == ["F32", "128", "llama", "folder"]
 
 
-def test_nothing_at_hand_says_how_to_get_some(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_models_the_list_says_how_to_get_one(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -47,7 +47,7 @@ def test_a_name_that_is_almost_right_gets_a_suggestion(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "no/such/file.gguf", "nul\0", "a" * 5000, "~nobody-at-all/x", "a\nb"])
-def test_a_name_that_means_nothing_gets_one_line_with_what_there_is(name: str) -> None:
+def test_an_unknown_name_gives_one_line_with_the_known_names(name: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         resolve(name)
     message = str(caught.value)
@@ -58,7 +58,7 @@ def test_a_name_that_means_nothing_gets_one_line_with_what_there_is(name: str) -
     assert caught.value.exit_status == 2
 
 
-def test_links_that_lead_nowhere_are_told_from_names_that_mean_nothing(tmp_path: Path) -> None:
+def test_dangling_links_are_distinguished_from_unknown_names(tmp_path: Path) -> None:
     (tmp_path / "dangling.gguf").symlink_to("missing")
     (tmp_path / "loop").symlink_to("other")
     (tmp_path / "other").symlink_to("loop")
@@ -69,7 +69,7 @@ def test_links_that_lead_nowhere_are_told_from_names_that_mean_nothing(tmp_path:
     assert caught.value.exit_status == 3
 
 
-def test_a_packaged_file_brings_its_cards_values_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_packaged_file_has_the_values_of_its_card_in_any_folder(tmp_path: Path) -> None:
     model = packaged_model(tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf")
     assert model is not None
     assert model.sampling["temperature"] == 0
@@ -133,7 +133,7 @@ def test_a_torn_file_in_the_cache_is_assembled_again(packaged: Path) -> None:
     assert resolve("parted").read_bytes() == b"".join(PARTS)
 
 
-def test_what_a_killed_process_has_left_is_replaced(packaged: Path) -> None:
+def test_the_file_of_a_killed_process_is_replaced(packaged: Path) -> None:
     path = resolve("parted")
     path.rename(path.with_name(f"{path.name}.partial"))
     assert resolve("parted").read_bytes() == b"".join(PARTS)

@@ -55,7 +55,9 @@ def test_the_gates_and_heads_of_laguna_are_those_of_the_file(tmp_path: Path) -> 
         ({"laguna.attention.sliding_window_pattern": 0}, "expected a number or one flag per layer, got 0"),
     ],
 )
-def test_what_laguna_does_not_have_is_refused_in_a_line(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_settings_that_laguna_does_not_have_are_refused_in_a_line(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelError) as caught:
         with_settings(file_of(LAGUNA[0], tmp_path), settings)
     assert message in str(caught.value)

@@ -244,7 +244,7 @@ def test_rope_factors_and_scaling_reach_the_config_and_not_the_weights(tmp_path:
     assert "rope_freqs.weight" not in LazyWeights(checkpoint.tensors)
 
 
-def test_gemma_gets_what_its_file_does_not_say(tmp_path: Path) -> None:
+def test_gemma_gets_the_settings_that_its_file_lacks(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", "gemma3", extend=lambda writer: writer.add_sliding_window(512))
     config = open_checkpoint(path).config
     assert config["model_type"] == "gemma3_text"
@@ -271,7 +271,7 @@ INSTALLED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INSTALLED)
-def test_real_weights_equal_what_the_gguf_package_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_weights_equal_those_of_the_gguf_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package, key, count = INSTALLED[name]
     if find_spec(package) is None:
         pytest.skip(f"the package {package} is not installed")

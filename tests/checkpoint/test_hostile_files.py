@@ -159,7 +159,7 @@ def test_a_folder_with_a_fault_is_refused_with_the_reason(tmp_path: Path, fault:
     assert reason in str(refused(lambda: LLM(folder)))
 
 
-def test_what_a_good_model_holds_is_read(tmp_path: Path) -> None:
+def test_a_good_model_is_read(tmp_path: Path) -> None:
     assert read_everything(write_folder(tmp_path / "model")).vocab_size == 259
     assert read_everything(write_gguf(tmp_path / "model.gguf")).vocab_size == 258
 
@@ -284,7 +284,7 @@ for folder in sys.argv[1:]:
 
 
 @pytest.mark.parametrize("trap", TRAPS)
-def test_what_breaks_the_tokenizers_library_does_not_break_us(tmp_path: Path, trap: str) -> None:
+def test_files_that_break_the_tokenizers_library_are_refused(tmp_path: Path, trap: str) -> None:
     place, value, reason = TRAPS[trap]
     folder = write_folder(tmp_path / "model")
     good = json.loads((folder / "tokenizer.json").read_text())
@@ -317,7 +317,7 @@ def test_a_panic_of_the_library_on_a_text_is_an_error_of_the_request(tmp_path: P
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
 
 
-def test_rows_of_the_embedding_that_no_token_names_are_never_said(tmp_path: Path) -> None:
+def test_rows_of_the_embedding_without_a_token_are_never_sampled(tmp_path: Path) -> None:
     """The tokenizer has 259 tokens, and the embedding has 262 rows, of which the last three would always win."""
     rows = torch.randn(VOCAB_SIZE, HIDDEN, generator=torch.Generator().manual_seed(0))
     rows[260:] = 1000 * torch.stack((rows[7], -rows[7]))

@@ -86,7 +86,7 @@ def test_a_name_on_the_hub_has_a_revision_and_a_file(text: str, name: HubName) -
     ["repo", "a/b/c", "/a/b", "./b", "../b", "a/..", "a/b@../x", "a/b:../x.gguf", "a/b:x:y", "a b/c", "a/b@", "a/b:",
      "models/m.gguf", "a/model.safetensors", "a/b:/etc/x.gguf", "a\n/b", "C:\\a/b"],
 )  # fmt: skip
-def test_what_cannot_be_on_the_hub_is_no_name_of_it(text: str) -> None:
+def test_impossible_names_are_not_names_on_the_hub(text: str) -> None:
     assert parse_hub_name(text) is None
 
 
@@ -127,7 +127,7 @@ def test_a_quantisation_or_a_file_is_one_model(variant: str, entry: str) -> None
         ("org/adapter", None, "it is an adapter, not a model"),
     ],
 )
-def test_a_choice_that_is_none_lists_what_there_is(repo: str, variant: str | None, reason: str) -> None:
+def test_an_unknown_choice_lists_the_known_ones(repo: str, variant: str | None, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         choose(HubName(repo, variant=variant), REPOSITORIES[repo], None)
 
@@ -278,7 +278,7 @@ def test_only_what_is_needed_is_downloaded_and_once(tmp_path: Path) -> None:
         assert (Path(first[name]) / file).read_bytes() == REPOSITORIES[name][file]
 
 
-def test_what_the_hub_refuses_is_said_in_one_line(tmp_path: Path) -> None:
+def test_a_refusal_of_the_hub_is_one_line(tmp_path: Path) -> None:
     expected = {
         "org/none": r"RequestError: org/none is not in .*the hub has no such repository, or it is private: .* HF_TOKEN",
         "org/gated": r"it is gated: accept its terms at https://huggingface\.co/org/gated and set HF_TOKEN",
@@ -300,13 +300,13 @@ def test_what_the_hub_refuses_is_said_in_one_line(tmp_path: Path) -> None:
             raise AssertionError(answers[name])
 
 
-def test_a_hub_that_is_away_is_said_to_be(tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_named(tmp_path: Path) -> None:
     (answer,) = ask(FakeHub({}, url="http://127.0.0.1:9"), tmp_path / "hub", "org/plain").values()
     assert answer.startswith("InvalidRequestError: org/plain is not in the hub's local cache")
     assert "and the hub cannot be reached" in answer
 
 
-def test_what_the_cache_holds_opens(cache: Path) -> None:
+def test_models_in_the_cache_open(cache: Path) -> None:
     """Links of the cache point out of the commit's folder, to the blobs next to it."""
     import gguf_files
 
@@ -315,7 +315,7 @@ def test_what_the_cache_holds_opens(cache: Path) -> None:
     assert open_checkpoint("org/real").tensors.keys() == open_checkpoint(whole).tensors.keys()
 
 
-def test_a_removed_model_is_gone_with_what_no_other_has(cache: Path) -> None:
+def test_a_removed_model_is_deleted_with_the_files_that_only_it_has(cache: Path) -> None:
     shared = {name: name.encode() for name in ("m-Q4_0.gguf", "m-Q8_0.gguf")}
     snapshot = fill(cache, "org/two", shared)
     (snapshot / "copy-Q8_0.gguf").symlink_to((snapshot / "m-Q8_0.gguf").resolve())

@@ -73,7 +73,7 @@ def test_rates_and_latencies_are_positive_and_ordered(llm: LLM) -> None:
     assert told == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_the_share_is_what_decode_reads_over_what_memory_gives(llm: LLM) -> None:
+def test_the_share_is_the_bytes_of_decode_over_the_bandwidth_of_memory(llm: LLM) -> None:
     speed = measure(llm, WORKLOAD, read_bytes=READ_BYTES)
     num_bytes = speed.weight_bytes + speed.kv_bytes
     assert speed.achieved_bandwidth == pytest.approx(num_bytes * speed.decode_tokens_per_second)
@@ -90,7 +90,7 @@ def test_decode_reads_every_matrix_once_and_one_row_of_the_embedding(llm: LLM) -
 
 
 @pytest.mark.parametrize("context", [3, WINDOW, 50])
-def test_a_window_bounds_what_is_read_of_the_cache(llm: LLM, context: int) -> None:
+def test_a_window_bounds_the_bytes_read_of_the_cache(llm: LLM, context: int) -> None:
     a_position = 2 * 2 * 16 * 2  # keys and values of two heads, in f16
     assert kv_bytes(llm.model, context) == a_position * (context + min(context, WINDOW))
 
@@ -336,7 +336,7 @@ def test_bad_options_are_one_line(folder: Path, capsys: Capture, options: list[s
     assert (shown.err.count("\n"), shown.out) == (1, "")
 
 
-def test_progress_goes_to_a_terminal_alone(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_only_on_a_terminal(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["bench", "--model", str(folder), "-p", "12", "-n", "4", "--repeats", "1"]) == 0
     assert "loading" in capsys.readouterr().err

@@ -191,7 +191,7 @@ def test_reasoning_is_folded(session: ChatSession) -> None:
     assert run_command(session, "/reasoning") == "first this, then that"
 
 
-def test_another_model_goes_on_with_what_was_said_and_set() -> None:
+def test_another_model_continues_with_the_messages_and_settings() -> None:
     opened: list[str] = []
 
     def open_model(name: str) -> Opened:
@@ -264,7 +264,7 @@ def test_help_lists_every_name(session: ChatSession) -> None:
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("/rerty", "/retry"), ("/exti", "/exit"), ("/histroy", "/history")])
-def test_a_near_miss_is_answered_with_what_was_meant(session: ChatSession, typed: str, meant: str) -> None:
+def test_a_misspelt_command_gets_a_suggestion(session: ChatSession, typed: str, meant: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"did you mean {meant}"):
         run_command(session, typed)
 
@@ -319,7 +319,7 @@ def test_a_file_that_cannot_be_loaded_is_named_once(session: ChatSession, tmp_pa
     assert "no JSON" not in told
 
 
-def test_a_home_that_nobody_has_is_an_error(session: ChatSession) -> None:
+def test_an_unknown_home_folder_is_an_error(session: ChatSession) -> None:
     with pytest.raises(InvalidRequestError, match="~nobody-here/x"):
         run_command(session, "/save ~nobody-here/x")
 
@@ -334,7 +334,7 @@ def test_a_home_that_nobody_has_is_an_error(session: ChatSession) -> None:
         ({}, "/home/me/.local/state/infer/history"),
     ],
 )
-def test_what_is_typed_is_kept_in(
+def test_typed_lines_are_stored_in(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str | None
 ) -> None:
     for name in ("INFER_HISTORY", "XDG_STATE_HOME"):

@@ -123,7 +123,7 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text)
 
 
-def test_the_header_says_what_there_is() -> None:
+def test_the_header_shows_the_model_and_its_commands() -> None:
     with terminal(CHAT) as screen:
         assert "smollm2, context 100 tokens. /help lists commands, Ctrl-D leaves." in screen.prompt()
         screen.type(CTRL_D)
@@ -148,7 +148,7 @@ def test_a_pasted_block_is_one_message(pasted: bytes) -> None:
 
 
 @pytest.mark.parametrize("term", ["dumb", "", "without the extra"])
-def test_where_no_editor_is_a_paste_is_still_one_message(term: str) -> None:
+def test_without_an_editor_a_paste_is_still_one_message(term: str) -> None:
     without = [sys.executable, "-c", WITHOUT_EXTRA, PROGRAM, *CHAT[2:]]
     command, environment = (without, {"TERM": "xterm"}) if "extra" in term else (CHAT, {"TERM": term})
     with terminal(command, **environment) as screen:
@@ -219,7 +219,7 @@ def test_a_piped_answer_is_not_wrapped() -> None:
     assert done.stdout == f"echo: 1 {text} \n"
 
 
-def test_a_sign_stands_until_the_first_word_and_leaves_no_trace() -> None:
+def test_a_sign_is_shown_until_the_first_word() -> None:
     with terminal(CHAT) as screen:
         screen.prompt()
         screen.type(b"read\r")
@@ -257,7 +257,7 @@ def test_markdown_is_styled_and_plain_leaves_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
-def test_what_is_no_utf8_is_told_in_every_locale(locale: str) -> None:
+def test_bytes_that_are_not_utf8_are_named_in_every_locale(locale: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUTF8"} | {"LC_ALL": locale}
     done = subprocess.run(CHAT, input=b"caf\xff\n", capture_output=True, timeout=60, check=False, env=environment)
     assert (done.returncode, done.stdout) == (2, b"")
@@ -290,7 +290,7 @@ def test_messages_are_found_again_in_the_next_chat(tmp_path: Path) -> None:
     assert [json.loads(line) for line in history.read_text().splitlines()][:3] == ["the first", "two\nlines", "/quit"]
 
 
-def test_a_history_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+def test_a_history_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
     with terminal(CHAT, columns=300, INFER_HISTORY=str(tmp_path)) as screen:
         screen.prompt()
         screen.type(b"one\r")
@@ -366,7 +366,7 @@ def test_the_result_of_a_call_is_typed_where_the_prompt_begins_so(tmp_path: Path
         screen.leave()
 
 
-def test_reasoning_is_a_sign_while_it_comes_and_a_line_afterwards() -> None:
+def test_reasoning_is_a_sign_while_it_arrives_and_a_line_afterwards() -> None:
     with terminal(CHAT) as screen:
         screen.prompt()
         screen.type(b"think\r")
@@ -426,7 +426,7 @@ def test_ctrl_c_stops_the_answer_and_prints_no_sign_of_itself() -> None:
         assert screen.local_flags() & UNSEEN == UNSEEN
 
 
-def test_what_is_typed_during_an_answer_is_the_next_message_and_not_in_the_text() -> None:
+def test_text_typed_during_an_answer_is_the_next_message() -> None:
     with terminal(CHAT) as screen:
         screen.prompt()
         screen.type(b"slow\r")
@@ -469,7 +469,7 @@ def test_without_a_terminal_a_signal_ends_the_chat(number: signal.Signals, statu
     assert (begin + rest).endswith(b"\n")
 
 
-def test_ctrl_z_gives_the_terminal_back_and_fg_goes_on() -> None:
+def test_ctrl_z_restores_the_terminal_and_fg_continues() -> None:
     with terminal(["bash", "--norc", "--noprofile", "-i"]) as screen:
         screen.until("$ ")
         screen.type(" ".join(CHAT).encode() + b"\r")

@@ -251,7 +251,7 @@ REFUSED = [
 ]
 
 
-def test_what_needs_no_model_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+def test_errors_that_need_no_model_are_found_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").symlink_to("missing")
     lines = [["generate", *([] if "file" in line else ["hello"]), *line.split()] for line in REFUSED]
     lines += [[command, "-m", "nope"] for command in ("chat", "bench", "sample-trace")]

@@ -182,7 +182,7 @@ def test_weights_that_are_broken_have_no_perplexity(
         (["compare", "{one}", "{other}", "-f", "{file}", "--context", "8"], "the models have different vocabularies"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(
+def test_a_model_that_cannot_be_measured_gives_one_line(
     folder: Path, file: Path, tmp_path: Path, capsys: Capture, asked: list[str], message: str
 ) -> None:
     (tmp_path / "short.txt").write_text("short")

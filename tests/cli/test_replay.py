@@ -125,7 +125,7 @@ def test_a_bad_link_is_one_clear_line(capsys: pytest.CaptureFixture[str], conten
 
 
 @pytest.mark.parametrize("text", ["", "hello", "http://host/", "http://host/#x=abc", "#r=", "#r=a", "r=%%%", "#r=é"])
-def test_what_is_no_link_is_one_clear_line(capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_a_text_that_is_not_a_link_gives_one_line(capsys: pytest.CaptureFixture[str], text: str) -> None:
     status, out, error = replayed(capsys, "--", text)
     assert (status, out, error.count("\n")) == (2, "", 1)
 
@@ -176,7 +176,7 @@ def test_a_body_means_the_parameters_that_it_was_made_of(given: dict[str, Any], 
         ({"json_schema": "true"}, "json_schema must be an object in a permalink, got 'true'"),
     ],
 )
-def test_what_no_route_takes_is_refused(given: dict[str, Any], told: str) -> None:
+def test_a_request_that_no_route_takes_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidRequestError, match=told):
         body_of("hello", SamplingParams(**given), "tiny")
 

@@ -79,7 +79,7 @@ def test_lines_have_their_labels(labeller: LLM, use: list[LLM], tmp_path: Path, 
         ("t.txt", "a", ["-o", "/no/such/folder/a.npy"], "the output /no/such/folder/a.npy cannot be written"),
     ],
 )
-def test_what_cannot_be_embedded_is_one_line(
+def test_texts_that_cannot_be_embedded_give_one_line(
     embedder: LLM,
     use: list[LLM],
     tmp_path: Path,

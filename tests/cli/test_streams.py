@@ -53,7 +53,7 @@ def test_a_reader_that_has_gone_is_status_141(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full", "2</dev/null"])
-def test_what_stderr_refuses_is_lost_and_nothing_else(closed: str) -> None:
+def test_only_the_output_that_stderr_refuses_is_lost(closed: str) -> None:
     done = shell(["generate", "--prompt", "a"], closed)
     assert (done.returncode, done.stdout) == (0, "echo: a \n")
     done = shell(["generate", "--prompt", "broken"], closed)
@@ -102,7 +102,7 @@ print("x" * 1_000_000)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "1000001", "")
 
 
-def test_progress_ends_where_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_ends_without_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream:
         monkeypatch.setattr("sys.stdout", stream)
@@ -171,7 +171,7 @@ end_process(7)
         (OSError(28, "No space left on device", "talk.json"), "talk.json: No space left on device"),
     ],
 )
-def test_what_the_machine_refuses_is_no_failure_of_ours(
+def test_refusals_of_the_system_are_not_faults_of_infer(
     error: Exception, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(**options: object) -> None:

@@ -103,7 +103,7 @@ def test_filters_remove_and_penalties_move() -> None:
     assert (by_name["raw"].removed, by_name["top_k"].num_kept, by_name["top_p"].value) == (0, 30, 0.8)
 
 
-def test_what_a_filter_removed_is_the_mass_of_the_tokens_it_dropped() -> None:
+def test_the_removed_mass_is_that_of_the_dropped_tokens() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     trace = make_trace(SamplingParams(temperature=1, top_k=3, top_p=0.8, seed=5), logits)
     assert [stage.removed for stage in trace.stages] == pytest.approx([0, 0.05, 0.15 / 0.95], abs=1e-6)

@@ -122,12 +122,12 @@ def test_a_request_of_which_the_client_has_nothing_is_asked_again_whatever_it_is
     assert len(lives.asked) == 2
 
 
-def test_a_stream_goes_on_with_the_events_that_the_client_lacks() -> None:
+def test_a_stream_continues_with_the_events_that_the_client_lacks() -> None:
     lives = Lives(Life(200, EVENTS[:2], dies=True), Life(200, EVENTS[:3], dies=True), Life(200, EVENTS))
     assert answer(lives) == (200, b"".join(EVENTS))
 
 
-def test_a_stream_does_not_go_on_with_an_answer_that_is_none() -> None:
+def test_a_stream_does_not_continue_with_an_error() -> None:
     lives = Lives(Life(200, EVENTS[:2], dies=True), Life(400, b'{"error": {"code": "refused"}}'), Life(200, EVENTS))
     status, body = answer(lives)
     assert status == 200
@@ -158,7 +158,7 @@ def test_any_other_error_is_the_client_s(status: int, body: bytes) -> None:
     assert answer(Lives(Life(status, body), Life(200, b'{"whole": 1}'))) == (status, body)
 
 
-def test_a_replica_is_told_who_asks_and_not_the_key_nor_what_is_of_the_client_s_connection() -> None:
+def test_a_replica_gets_the_name_of_the_client_but_not_its_key_or_connection() -> None:
     secret = [(b"authorization", b"Bearer sk-1"), (b"x-api-key", b"sk-2")]
     ours = [(b"x-infer-key-name", b"bob"), (b"x-infer-id", b"7"), (b"x-infer-created", b"7"), (b"x-infer-sent", b"7")]
     connection = [(b"connection", b"keep-alive"), (b"host", b"evil"), (b"expect", b"100-continue"), (b"te", b"x"),

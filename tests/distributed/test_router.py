@@ -48,7 +48,7 @@ def test_a_prompt_goes_where_it_began() -> None:
     assert router.choose(prompt_of(b"y" * 2000), idle) == "a"
 
 
-def test_what_is_queued_outweighs_a_short_prefix() -> None:
+def test_queued_work_outweighs_a_short_prefix() -> None:
     router = ReplicaRouter(100)
     router.sent(prompt_of(b"x" * 2000), "b")
     assert router.choose(prompt_of(b"x" * 2000), {"a": 0.0, "b": 3000.0}) == "b"
@@ -96,7 +96,7 @@ def test_only_the_last_pages_of_a_replica_are_known() -> None:
     assert router.choose(prompt_of(b"x" * 1024), idle) == "a"
 
 
-def test_of_a_prompt_longer_than_a_cache_the_first_pages_are_known() -> None:
+def test_the_router_knows_the_first_pages_of_a_prompt_longer_than_a_cache() -> None:
     """A later page is of no use without those before it."""
     router, idle = ReplicaRouter(2), {"a": 0.0, "b": 0.0}
     router.sent(prompt_of(b"x" * 768), "b")

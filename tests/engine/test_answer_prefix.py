@@ -60,7 +60,7 @@ def test_another_token_makes_another_answer_with_the_same_beginning(llm: LLM) ->
         ({"regex": "[a-f]{9}"}, [97, 122], r"answer_prefix\[1\]: the grammar does not allow token 122 there"),
     ],
 )
-def test_a_prefix_that_no_answer_goes_on_from_is_refused(llm: LLM, values: Any, prefix: Any, message: str) -> None:
+def test_a_prefix_that_no_answer_can_continue_is_refused(llm: LLM, values: Any, prefix: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         llm.generate("hello", answer_prefix=prefix, **values)
 
@@ -79,7 +79,7 @@ def test_the_trace_of_an_answer_is_that_of_each_of_its_tokens(llm: LLM, params: 
 
 
 @pytest.mark.parametrize("grammar", [{"regex": "[ab]{3}c"}, {"choice": ["aab", "bba"]}])
-def test_an_answer_held_to_a_grammar_is_traced_too(llm: LLM, grammar: Any) -> None:
+def test_an_answer_with_a_grammar_is_traced_too(llm: LLM, grammar: Any) -> None:
     params = SamplingParams(**grammar, seed=1, max_new_tokens=8)
     result, traces = asyncio.run(AsyncLLM(llm).trace("hello", params, num_candidates=5))
     assert result.token_ids == llm.generate("hello", params).token_ids == [each.token_id for each in traces]

@@ -160,7 +160,7 @@ def test_results_come_as_they_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     assert progress == [(done, 5) for done in range(1, 6)]
 
 
-def test_what_is_refused_is_raised_where_it_is_awaited(llm: LLM) -> None:
+def test_a_refusal_is_raised_by_await(llm: LLM) -> None:
     same = AsyncLLM(llm)
 
     async def ask() -> None:
@@ -208,7 +208,7 @@ def test_nothing_is_prepared_on_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert len(llm._opened.answers._preparing._executor._threads) <= 4
 
 
-def test_a_loop_that_was_closed_hurts_nobody(llm: LLM, steps: Steps) -> None:
+def test_a_closed_event_loop_affects_no_other(llm: LLM, steps: Steps) -> None:
     same, streams = AsyncLLM(llm), list[AsyncStream]()
 
     async def leave() -> None:
@@ -421,7 +421,7 @@ def test_a_stream_gives_all_that_has_come_at_once(llm: LLM, steps: Steps) -> Non
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_who_awaits_a_result_is_woken_at_its_end_alone(
+def test_a_task_that_awaits_a_result_is_woken_only_at_its_end(
     llm: LLM, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     woken = list[None]()

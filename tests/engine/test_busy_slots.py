@@ -179,7 +179,7 @@ def test_an_answer_that_ended_before_the_fault_of_a_step_ends_for_its_reader_too
 
 
 @pytest.mark.parametrize("happening", ["preempted", "recovered"])
-def test_a_grammar_that_cannot_be_made_again_fails_its_answer_alone(world: World, happening: str) -> None:
+def test_a_grammar_that_cannot_be_made_again_fails_only_its_answer(world: World, happening: str) -> None:
     engine = make_engine(world)
     free, bound = (make_sequence(world, case, Way()) for case in (LONG, BOUND))
     for sequence in (free, bound):

@@ -117,7 +117,7 @@ def test_the_last_token_that_is_no_padding_is_pooled(tmp_path: Path, pad_token_i
     assert (found[0] == found[3]) == (pad_token_id is not None)
 
 
-def test_the_bits_of_a_text_depend_on_it_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_a_result_depend_only_on_its_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = llm.classify(TEXTS)
     assert expected == [llm.classify([text])[0] for text in TEXTS]
     assert expected[1] == expected[3]
@@ -154,7 +154,7 @@ def test_a_classification_has_its_first_label_and_plain_json() -> None:
         ([("a", "\ud800")], "text 0: the text contains a lone surrogate"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_classified_is_one_line(llm: LLM, texts: Any, message: str) -> None:
+def test_texts_that_cannot_be_classified_give_one_line(llm: LLM, texts: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
         llm.classify(texts)
     assert "\n" not in str(caught.value)

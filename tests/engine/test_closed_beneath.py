@@ -23,7 +23,7 @@ def llm(folder: Path) -> AsyncLLM:
     return AsyncLLM(folder)
 
 
-def test_a_server_whose_model_is_closed_goes_on_and_says_that_it_failed(llm: AsyncLLM) -> None:
+def test_a_server_whose_model_is_closed_continues_and_reports_the_failure(llm: AsyncLLM) -> None:
     state = ServerState(ServerSettings())
     state.become_ready(llm)
     state.tick(0.0)
@@ -35,14 +35,14 @@ def test_a_server_whose_model_is_closed_goes_on_and_says_that_it_failed(llm: Asy
     assert not state.has_engine_failed
 
 
-def test_what_prepares_a_request_while_the_model_closes_is_told_so(llm: AsyncLLM) -> None:
+def test_a_thread_that_prepares_a_request_sees_that_the_model_closes(llm: AsyncLLM) -> None:
     host: Host = llm.host
     host.close()
     with pytest.raises(ClosedError):
         _ = host.system_fingerprint
 
 
-def test_no_answer_goes_on_after_the_error_that_ends_all(llm: AsyncLLM) -> None:
+def test_no_answer_continues_after_the_error_that_ends_all(llm: AsyncLLM) -> None:
     async def ask() -> list[Any]:
         def refuse(number: int, result: Any) -> None:
             raise InvalidRequestError("enough")
@@ -58,7 +58,7 @@ def test_no_answer_goes_on_after_the_error_that_ends_all(llm: AsyncLLM) -> None:
     llm.llm.close()
 
 
-def test_what_fails_for_a_client_that_is_gone_is_not_logged() -> None:
+def test_errors_for_a_disconnected_client_are_not_logged() -> None:
     logged = list[Any]()
 
     class Gone:

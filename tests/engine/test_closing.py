@@ -127,7 +127,7 @@ def test_a_stream_is_read_by_one_thread_at_a_time(llm: LLM, monkeypatch: pytest.
     assert stream.result.token_ids == llm.generate("hello", LONG).token_ids
 
 
-def test_a_callback_may_close_what_it_is_called_by(llm: LLM) -> None:
+def test_a_callback_may_close_its_caller(llm: LLM) -> None:
     session = llm.session()
     stream = session.stream("hello", LONG)
     seen: list[int] = []
@@ -163,7 +163,7 @@ def test_a_callback_of_the_prompt_may_close_the_stream(llm: LLM, closes_elsewher
     assert is_idle(llm)
 
 
-def test_what_a_callback_raises_gives_everything_back(llm: LLM) -> None:
+def test_an_exception_of_a_callback_frees_everything(llm: LLM) -> None:
     def fail(*values: object) -> None:
         raise KeyError("mine")
 

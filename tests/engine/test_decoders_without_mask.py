@@ -67,7 +67,7 @@ def test_a_text_has_the_same_bits_in_every_call(gemma: tuple[LLM, Any, Any, Path
         assert torch.equal(gemma[0].embed([text])[0], vector)
 
 
-def test_what_generates_is_refused_in_one_line(gemma: tuple[LLM, Any, Any, Path]) -> None:
+def test_calls_that_generate_are_refused_in_one_line(gemma: tuple[LLM, Any, Any, Path]) -> None:
     with pytest.raises(InvalidRequestError, match="gemma3_text is an encoder and generates no text: use embed"):
         gemma[0].generate("x")
     with serving(gemma[0]) as served:
@@ -76,7 +76,7 @@ def test_what_generates_is_refused_in_one_line(gemma: tuple[LLM, Any, Any, Path]
         assert served.client.post("/v1/completions", json={"prompt": "x"}).status_code == 400
 
 
-def test_explain_says_what_it_is_for(gemma: tuple[LLM, Any, Any, Path]) -> None:
+def test_explain_names_the_task_of_a_decoder_without_a_mask(gemma: tuple[LLM, Any, Any, Path]) -> None:
     shown = "\n".join(lines(explain(gemma[3])))
     assert "an encoder: it embeds texts, and generates no text" in shown
     assert "no mask" in shown

@@ -104,7 +104,7 @@ def test_memory_is_given_back(llm: LLM) -> None:
         (["a" * 2000], "last", "text 0: the text has 2000 tokens and the context holds 400: shorten it"),
     ],
 )
-def test_what_is_no_text_is_refused(llm: LLM, texts: Any, pooling: Any, message: str) -> None:
+def test_a_value_that_is_not_a_text_is_refused(llm: LLM, texts: Any, pooling: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         llm.embed(texts, pooling)
 
@@ -113,7 +113,7 @@ def test_no_texts_are_no_vectors(llm: LLM) -> None:
     assert llm.embed([]).shape == (0, llm.architecture.hidden_size)
 
 
-def test_answers_and_embeddings_of_tasks_go_on_at_once(llm: LLM) -> None:
+def test_answers_and_embeddings_of_tasks_run_concurrently(llm: LLM) -> None:
     async def ask() -> tuple[list[Tensor], list[int]]:
         shared = AsyncLLM(llm)
         answer = asyncio.create_task(shared.generate("go on", GREEDY))
@@ -183,7 +183,7 @@ def test_a_closed_model_gives_no_vectors(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])  # with the last state, calls share the beginning of their texts
-def test_a_call_of_many_texts_lets_others_go_on(llm: LLM, pooling: Any) -> None:
+def test_a_call_of_many_texts_lets_others_continue(llm: LLM, pooling: Any) -> None:
     host, gate, ended = llm._opened, threading.Event(), list[str]()
     texts = {
         "many": [f"{'go on ' * 40}{number}" for number in range(40)],

@@ -116,7 +116,7 @@ def test_vectors_are_those_of_transformers(llm: LLM, folder: Path, is_normalized
     assert torch.allclose(found, normalize(expected) if is_normalized else expected, atol=1e-4)
 
 
-def test_a_prompt_stands_before_each_text(llm: LLM, folder: Path) -> None:
+def test_a_prompt_precedes_each_text(llm: LLM, folder: Path) -> None:
     assert llm.prompt_names == ("query", "document")
     expected = normalize(vectors_of(folder, [PROMPTS["query"] + text for text in TEXTS]))
     found = llm.embed(TEXTS, prompt_name="query")
@@ -174,7 +174,7 @@ def test_long_texts_are_cut_before_their_end_token(llm: LLM) -> None:
         (["x" * (CONTEXT - 1)], {"prompt_name": "query"}, "text 0: the text has 280 tokens"),
     ],
 )
-def test_what_cannot_be_embedded_is_one_line(llm: LLM, texts: Any, options: Any, message: str) -> None:
+def test_texts_that_cannot_be_embedded_give_one_line(llm: LLM, texts: Any, options: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
         llm.embed(texts, **options)
     assert "\n" not in str(caught.value)

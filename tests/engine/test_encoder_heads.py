@@ -247,7 +247,7 @@ def test_an_encoder_is_not_shared_out(tmp_path: Path) -> None:
         LLM(tmp_path, tensor_parallel=2)
 
 
-def test_other_calls_go_on_between_the_heads_of_two_texts(ranker: LLM) -> None:
+def test_other_calls_continue_between_the_heads_of_two_texts(ranker: LLM) -> None:
     host = ranker._opened
     pairs = pairs_to_score(host, PAIRS, None, truncate=False)
 

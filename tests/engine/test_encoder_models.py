@@ -73,7 +73,7 @@ def test_a_text_has_the_same_bits_in_every_call(bert: tuple[LLM, Any, Any]) -> N
         lambda llm: llm.trim(),
     ],
 )
-def test_what_generates_is_refused_in_one_line(bert: tuple[LLM, Any, Any], call: Callable[[LLM], Any]) -> None:
+def test_calls_that_generate_are_refused_in_one_line(bert: tuple[LLM, Any, Any], call: Callable[[LLM], Any]) -> None:
     with pytest.raises(InvalidRequestError, match="bert is an encoder and generates no text: use embed"):
         call(bert[0])
 

@@ -140,7 +140,7 @@ check()
     )
 
 
-def test_a_fork_while_other_threads_answer_harms_nobody(run: Callable[[str], None]) -> None:
+def test_a_fork_while_other_threads_answer_harms_no_answer(run: Callable[[str], None]) -> None:
     run(
         """
 ended, wrong = threading.Event(), []
@@ -229,7 +229,7 @@ check()
     )
 
 
-def test_a_model_that_nobody_has_asked_may_be_loaded_after_a_fork_beside_openmp(run: Callable[[str], None]) -> None:
+def test_an_unused_model_may_be_loaded_after_a_fork_beside_openmp(run: Callable[[str], None]) -> None:
     """OpenMP's threads exist only in the parent, and torch in the child does not wait for them."""
     run(
         """

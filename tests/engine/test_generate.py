@@ -78,7 +78,7 @@ def run(tokenizer: Tokenizer, script: Sequence[int] | bytes, limit: int = 1000, 
     return make_stream(request, Scripted(list(script))).run()
 
 
-def test_greedy_says_the_likeliest_tokens_until_the_length(tokenizer: Tokenizer) -> None:
+def test_greedy_decoding_samples_the_likeliest_tokens_up_to_the_length(tokenizer: Tokenizer) -> None:
     result = run(tokenizer, b"hello world", max_new_tokens=5)
     assert (result.text, result.token_ids) == ("hello", list(b"hello"))
     assert (result.finish_reason, result.stop_reason) == ("length", "max_new_tokens")
@@ -92,7 +92,7 @@ def test_any_end_of_sequence_id_ends_the_answer_and_is_not_in_the_text(tokenizer
     assert result.token_ids == [*b"abc", end]
 
 
-def test_ignore_eos_goes_on_but_stop_token_ids_still_stop(tokenizer: Tokenizer) -> None:
+def test_ignore_eos_continues_but_stop_token_ids_still_stop(tokenizer: Tokenizer) -> None:
     assert run(tokenizer, [*b"ab", EOS, *b"cd"], ignore_eos=True, max_new_tokens=5).text == "abcd"
     result = run(tokenizer, [*b"ab", EOS, *b"cd"], ignore_eos=True, stop_token_ids=[ord("c")])
     assert (result.text, result.finish_reason, result.stop_reason) == ("ab", "eos", ord("c"))

@@ -96,7 +96,7 @@ for call in (
     )
 
 
-def test_ctrl_c_ends_the_caller_who_waits_and_nobody_else(run: Callable[..., None]) -> None:
+def test_ctrl_c_ends_only_the_caller_that_waits(run: Callable[..., None]) -> None:
     run(
         """
 found, wrong = [], []
@@ -136,7 +136,7 @@ assert [each.token_ids for each in found] == [expected[LONG]] * 5
     )
 
 
-def test_ctrl_c_in_a_session_keeps_what_was_said_and_it_goes_on(run: Callable[..., None]) -> None:
+def test_a_session_keeps_its_answer_after_ctrl_c_and_continues(run: Callable[..., None]) -> None:
     run(
         """
 for number in (1, 2, 5):

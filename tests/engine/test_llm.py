@@ -109,7 +109,7 @@ def test_a_chat_template_of_ones_own_and_control_text_in_a_message(folder: Path)
         LLM(folder, chat_template="{% if %}")
 
 
-def test_a_broken_template_is_said_at_load_and_plain_text_still_works(folder: Path, tmp_path: Path) -> None:
+def test_a_broken_template_gives_a_warning_at_load_and_plain_text_works(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "model"
     shutil.copytree(folder, copy)
     (copy / "chat_template.jinja").write_text("{% endfor %}")

@@ -263,7 +263,7 @@ def test_a_paused_answer_ends_when_its_event_loop_is_closed(
     assert left.sequence.finish_reason == "abort"
 
 
-def test_a_drained_loop_finishes_what_it_has_and_takes_nothing_else(world: World, place: Place) -> None:
+def test_a_drained_loop_finishes_its_answers_and_takes_no_others(world: World, place: Place) -> None:
     asked = [place.submit(LONG) for _ in range(3)]
     place.may_step.clear()
     assert not place.loop.drain(0.01)
@@ -275,7 +275,7 @@ def test_a_drained_loop_finishes_what_it_has_and_takes_nothing_else(world: World
 
 
 @pytest.mark.parametrize("closes_on_the_loop", [False, True])
-def test_closing_cancels_what_goes_on(place: Place, closes_on_the_loop: bool) -> None:
+def test_closing_cancels_active_answers(place: Place, closes_on_the_loop: bool) -> None:
     asked = [place.submit(LONG) for _ in range(10)]
     asked[0].wait_for_first()
     if closes_on_the_loop:
@@ -310,7 +310,7 @@ def test_sequences_that_arrive_while_the_loop_is_closed_are_ended_or_refused(wor
 
 
 @pytest.mark.parametrize("error", [RuntimeError("planted\nin two lines"), MemoryError()], ids=repr)
-def test_what_the_engine_raises_ends_all_and_is_said_once(
+def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
     error: Exception, world: World, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said, sample = list[BaseException | None](), place.engine._sample
@@ -435,7 +435,7 @@ def test_work_is_done_in_slices_while_others_are_answered(world: World, place: P
     assert all(before < after for before, after in pairwise(num_steps[1:]) if after < len(place.num_of_step))
 
 
-def test_what_work_raises_is_its_callers(world: World, place: Place) -> None:
+def test_an_exception_of_work_is_raised_in_its_caller(world: World, place: Place) -> None:
     asked, error = place.submit(LONG), KeyError("mine")
 
     def fail() -> None:

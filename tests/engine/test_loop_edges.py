@@ -157,7 +157,7 @@ def test_ids_that_no_token_has_are_refused_before_the_batch_begins(llm: LLM) -> 
 
 
 @pytest.mark.parametrize("grammar", [{}, {"regex": "[ab ]{5,9}"}], ids=["free", "grammar"])
-def test_special_tokens_beyond_the_embedding_are_never_said(
+def test_special_tokens_beyond_the_embedding_are_never_sampled(
     world: World, folder: Path, tmp_path: Path, grammar: dict[str, Any]
 ) -> None:
     """Gemma's tokenizer has such a token for images. The text model has no row for it."""
@@ -197,7 +197,7 @@ def poisoned(folder: Path, tmp_path_factory: pytest.TempPathFactory, world: Worl
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_row_whose_logits_are_nan_fails_alone(world: World, poisoned: World, way: Way) -> None:
+def test_only_the_row_whose_logits_are_nan_fails(world: World, poisoned: World, way: Way) -> None:
     params = SamplingParams(temperature=0.8, max_new_tokens=24, logit_bias={POISON: -math.inf}, ignore_eos=True)
     cases = [Case(str(i), prompt_of(3 + i), replace(params, seed=i)) for i in range(4)]
     expected = all_by_definition(world, cases)
@@ -219,7 +219,7 @@ def test_a_row_whose_logits_are_nan_fails_alone(world: World, poisoned: World, w
 
 @pytest.mark.parametrize("fault", ["fill", "accept", "rollback"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_grammar_that_cannot_go_on_fails_its_row_alone(world: World, way: Way, fault: str) -> None:
+def test_a_grammar_that_cannot_continue_fails_only_its_row(world: World, way: Way, fault: str) -> None:
     free = [Case(str(i), prompt_of(3 + i), replace(LONG, max_new_tokens=24)) for i in range(2)]
     bound = Case("regex", prompt_of(7), SamplingParams(regex="[ab]{20}", temperature=0.9, seed=1))
     cases = [free[0], bound, bound, free[1]]
@@ -341,7 +341,7 @@ def test_a_stream_closed_in_the_middle_gives_everything_back(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_times_and_counts_are_of_what_was_said(world: World, way: Way) -> None:
+def test_times_and_counts_are_those_of_the_answer(world: World, way: Way) -> None:
     schema = {"type": "object", "properties": {"bar": {"enum": ["abc", "ab c"]}}, "required": ["bar"]}
     stopped = SamplingParams(temperature=1.0, seed=1, allowed_token_ids=[*b"abc "], stop=["ab", "cc", " a"])
     for params in (stopped, SamplingParams(temperature=0, json_schema=schema), replace(LONG, max_new_tokens=21)):

@@ -68,7 +68,7 @@ class FakeEventLoop(asyncio.AbstractEventLoop):
 
 
 @pytest.mark.parametrize("case", [LONG, DRAWN], ids=["greedy", "sampled"])
-def test_an_answer_that_nobody_reads_pauses_and_another_takes_its_slot(
+def test_an_unread_answer_pauses_and_another_takes_its_slot(
     world: World, engine: Engine, loop: Loop, case: Case
 ) -> None:
     stream = open_stream(loop, make_sequence(world, case, Way()))
@@ -84,7 +84,7 @@ def test_an_answer_that_nobody_reads_pauses_and_another_takes_its_slot(
     assert stream.result.stats.preemptions > 0
 
 
-def test_a_paused_answer_that_is_closed_or_dropped_has_what_was_read(world: World, loop: Loop) -> None:
+def test_a_paused_answer_that_is_closed_or_dropped_has_the_pieces_read(world: World, loop: Loop) -> None:
     for closes in (True, False):
         stream = open_stream(loop, make_sequence(world, LONG, Way()))
         sequence = stream.sequence
@@ -198,9 +198,7 @@ def test_waiters_see_what_arrives_from_several_threads() -> None:
 # Readers
 
 
-def test_of_several_threads_that_read_a_stream_each_piece_goes_to_one_and_others_are_refused(
-    world: World, loop: Loop
-) -> None:
+def test_a_second_thread_that_reads_a_stream_is_refused(world: World, loop: Loop) -> None:
     stream = open_stream(loop, make_sequence(world, LONG, Way()))
     pieces, refused = list[Piece](), list[InvalidRequestError]()
 

@@ -233,7 +233,7 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: what a process holds is read from Linux's /proc")
-def test_what_thousands_of_cancelled_requests_leave_is_nothing(folder: Path) -> None:
+def test_thousands_of_cancelled_requests_leave_nothing_behind(folder: Path) -> None:
     """There are as many pages, threads and file descriptors as before, and resident memory differs by at most 1 %."""
     command = python_command(CHURN, folder, NUM_CANCELLED, seconds=usual_or_all(150, 900))
     done = subprocess.run(command, capture_output=True, text=True, check=False)

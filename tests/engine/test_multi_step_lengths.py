@@ -43,7 +43,7 @@ def test_a_chain_is_short_where_a_stop_or_a_draft_may_end_it(world: World, monke
         assert result.stats.multi_step_tokens <= 8 * result.stats.multi_steps
 
 
-def test_a_chain_that_was_asked_for_is_what_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_multi_step_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.engine.scheduler.MAX_SECONDS", 0.0)
     assert run(world, CASE, Way(), chain=20).stats.multi_steps == 7
 
@@ -62,7 +62,7 @@ def test_a_chain_is_as_long_as_the_last_ones_were_fast(world: World, monkeypatch
     assert result.stats.multi_steps <= 5
 
 
-def test_what_a_draft_costs_is_learnt_from_steps_like_it(world: World) -> None:
+def test_the_cost_of_a_draft_is_learnt_from_similar_steps(world: World) -> None:
     """Forced tokens have no logits, and steps of sequences with other samplers take other times."""
     place, sequence = Place(world, Way(chain=1)), make_sequence(world, CASE, Way("adaptive"))
     place.engine.submit(sequence)

@@ -146,7 +146,7 @@ def test_the_constructors_help_names_every_parameter() -> None:
     assert list(inspect.signature(SamplingParams).parameters) == list(PARAMETER_NAMES)
 
 
-def test_params_are_shown_as_what_differs_from_the_defaults() -> None:
+def test_params_are_shown_by_their_differences_from_the_defaults() -> None:
     assert repr(SamplingParams()) == "SamplingParams()"
     assert repr(SamplingParams(temperature=0, stop="a", top_p=1.0)) == "SamplingParams(temperature=0.0, stop=('a',))"
     long = SamplingParams(regex="ab\n" * 1000, seed=0)

@@ -106,7 +106,7 @@ def test_a_damaged_file_costs_a_reading_and_a_line_but_no_token(
     assert answer(folder) == (plain, 192, 192)  # it was stored again
 
 
-def test_what_cannot_be_kept_or_read_fails_no_answer(
+def test_pages_that_cannot_be_stored_or_read_fail_no_answer(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = LLM(folder).generate(PROMPT, GREEDY).token_ids
@@ -135,7 +135,7 @@ def test_pages_that_do_not_fit_the_pool_are_read_again(folder: Path) -> None:
         llm._opened.runner.cache.check_integrity()
 
 
-def test_many_prompts_at_once_and_cancelled_ones_get_what_is_there(folder: Path) -> None:
+def test_concurrent_and_cancelled_prompts_find_the_stored_pages(folder: Path) -> None:
     prompts = [[*PROMPT[: 70 + 10 * index], *range(index)] for index in range(12)]
     plain = [result.token_ids for result in LLM(folder).generate_all(prompts, GREEDY)]
     for _ in range(2):
@@ -154,7 +154,9 @@ def test_sizes_are_texts_or_numbers_and_others_are_refused(folder: Path, tmp_pat
             LLM(folder, prefix_disk=wrong)  # type: ignore[arg-type]
 
 
-def test_a_prompt_that_changes_near_its_beginning_is_told_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prompt_that_changes_near_its_beginning_is_logged_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     generator = random.Random(3)
     text = [generator.randrange(3, EOS) for _ in range(400)]
     with LLM(folder, reuse_prefixes=True) as llm:
@@ -197,7 +199,7 @@ def test_a_disk_that_is_slower_than_the_model_is_left(
         caplog.clear()
 
 
-def test_a_fault_of_the_thread_leaves_nobody_waiting(
+def test_a_fault_of_the_thread_leaves_no_prompt_waiting(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = answer(folder)[0]

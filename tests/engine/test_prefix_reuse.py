@@ -14,7 +14,7 @@ PROMPTS = [[*COMMON, *range(index, index + 10)] for index in range(4)]
 
 
 @pytest.mark.parametrize("name", ["llama", "windows"])
-def test_prompts_that_begin_alike_share_whole_pages_and_say_the_same(name: str, tmp_path: Path) -> None:
+def test_prompts_that_begin_alike_share_whole_pages_with_the_same_answers(name: str, tmp_path: Path) -> None:
     folder = make_folder(name, tmp_path)
     plain, sharing = LLM(folder), LLM(folder, reuse_prefixes=True)
     expected = [plain.generate(prompt, GREEDY) for prompt in PROMPTS]

@@ -89,7 +89,7 @@ def test_preemptions_and_reused_tokens_of_all_that_ended_are_counted(world: Worl
     assert (queue.num_preemptions, queue.reused_tokens) == (3, 48)
 
 
-def test_those_that_pass_a_long_prompt_count_together(world: World) -> None:
+def test_sequences_that_pass_a_long_prompt_count_together(world: World) -> None:
     queue = Queue()
     running, long, *short = (ask(world, queue, num_prompt, 4) for num_prompt in (5, 92, *[17] * 6))
     assert (work_of(92, 4), work_of(17, 4)) == (100, 25)
@@ -105,7 +105,7 @@ def test_those_that_pass_a_long_prompt_count_together(world: World) -> None:
     assert queue.passing([again, *short[4:]], [running], [again]) == short[4:], "another is passed by as much again"
 
 
-def test_who_waits_for_pages_is_passed_by_one_of_an_idle_tenant_that_is_owed_as_much(world: World) -> None:
+def test_a_sequence_of_an_idle_tenant_passes_one_that_waits_for_pages(world: World) -> None:
     queue = Queue()
     long = ask(world, queue, 92, 4, tenant="one")
     other = ask(world, queue, 92, 4, tenant="other")

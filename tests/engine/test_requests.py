@@ -81,7 +81,7 @@ def test_an_unknown_keyword_says_what_was_meant(llm: LLM, name: str, meant: str)
             call("ab", **{name: 1})
 
 
-def test_variables_of_a_template_are_told_from_misspelt_keywords() -> None:
+def test_variables_of_a_template_are_distinguished_from_misspelt_keywords() -> None:
     template = "{% if temprature %}{{ tone }}{% endif %}"
     assert split_keywords({"temprature": 1, "seed": 2, "anything": 3}, [template]) == (
         {"seed": 2},

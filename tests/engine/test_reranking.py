@@ -197,7 +197,9 @@ def test_a_document_is_cut_before_the_end_of_the_prompt(llm: LLM) -> None:
         ("\ud800", ["b"], {}, "document 0: the text contains a lone surrogate"),
     ],
 )
-def test_what_cannot_be_ranked_is_one_line(llm: LLM, query: Any, documents: Any, options: Any, message: str) -> None:
+def test_documents_that_cannot_be_ranked_give_one_line(
+    llm: LLM, query: Any, documents: Any, options: Any, message: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         llm.rerank(query, documents, **options)
 

@@ -131,7 +131,7 @@ def test_a_fault_in_one_row_costs_no_other_row_a_token(world: World, way: Way, f
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("way", WAYS[1::2], ids=str)
-def test_after_a_fault_alone_the_context_serves_the_next_answer(world: World, way: Way, fault: str) -> None:
+def test_after_the_fault_of_an_only_answer_the_context_serves_the_next(world: World, way: Way, fault: str) -> None:
     part, name = FAULTS[fault]
     case = Case("", PROMPT[:9], BOUND)
     expected = by_definition(world, case)
@@ -148,7 +148,7 @@ def test_after_a_fault_alone_the_context_serves_the_next_answer(world: World, wa
     assert Outcome.of(result) == expected
 
 
-def test_what_a_failed_row_stored_is_nobodys_prefix(world: World) -> None:
+def test_pages_of_a_failed_row_are_no_prefix(world: World) -> None:
     settings = CacheSettings(reuse_prefixes=True, page_tokens=16)
     runner = Runner(world.model, 100, settings=settings)
     engine = Engine(runner)
@@ -166,7 +166,7 @@ def test_what_a_failed_row_stored_is_nobodys_prefix(world: World) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_is_no_fault_of_a_row_ends_the_engine_and_keeps_no_caller_waiting(
+def test_a_fault_that_is_not_a_row_s_ends_the_engine_and_all_waits(
     world: World, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """These are raised in a step by code that asks the program to end. Signals only reach the main thread."""
@@ -199,7 +199,7 @@ def test_what_is_no_fault_of_a_row_ends_the_engine_and_keeps_no_caller_waiting(
     assert reported == [error]
 
 
-def test_what_a_callback_of_the_user_raises_ends_the_call(folder: Path, world: World) -> None:
+def test_an_exception_of_the_user_s_callback_ends_the_call(folder: Path, world: World) -> None:
     llm = LLM(folder)
 
     def fail(*values: object) -> None:

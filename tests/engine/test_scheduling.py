@@ -158,7 +158,7 @@ def test_a_short_prompt_passes_a_long_one_and_streams_go_on(machine: Machine, no
     assert long.ended_at - long.arrives_at <= 1.4 * alone.ended_at
 
 
-def test_prompts_share_a_step_by_what_is_left_and_the_oldest_gets_its_quarter() -> None:
+def test_prompts_share_a_step_by_remaining_tokens_and_the_oldest_gets_a_quarter() -> None:
     scheduler = Scheduler(HOST_STEP)
     found = scheduler.plan([Demand(8000, number=1), Demand(600, number=2), Demand(300, number=3)], 512).num_tokens
     assert found == [128, 84, 300]
@@ -189,9 +189,7 @@ def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None
 
 @pytest.mark.parametrize(("base", "is_streamed"), [(0.0, True), (0.05, True), (0.0, False)])
 @pytest.mark.parametrize("num_decoding", [1, 8, 24])
-def test_a_step_reads_as_many_tokens_of_prompts_as_was_told_before(
-    base: float, is_streamed: bool, num_decoding: int
-) -> None:
+def test_a_step_reads_the_predicted_number_of_prompt_tokens(base: float, is_streamed: bool, num_decoding: int) -> None:
     scheduler, machine = Scheduler(HOST_STEP, prompt_seconds=0.1), MACHINES["2 cores"]
     assert scheduler.prompt_tokens_beside(num_decoding, 0, is_streamed=True) == FIRST_PROMPT_TOKENS
     for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
@@ -247,7 +245,7 @@ def test_the_drafts_of_a_few_wait_for_the_steps_of_the_others() -> None:
     assert scheduler.plan([drafting, plain, plain], 512).num_drafts == [7, 0, 0]
 
 
-def test_who_gives_way() -> None:
+def test_the_victim_of_preemption() -> None:
     assert victim([]) is None
     assert victim([Running(1, 0, False)]) is None
     assert victim([Running(1, 0, False), Running(2, 99, False), Running(3, 0, False)]) == Running(3, 0, False)
@@ -305,7 +303,7 @@ def quiet_rate(machine: Machine, others: list[Request], weight: float = 1.0) -> 
     return quiet.num_new / (quiet.ended_at - quiet.first_token_at)
 
 
-def test_one_stream_beside_another_tenants_crowd_has_half_its_speed() -> None:
+def test_a_stream_beside_the_crowd_of_another_tenant_has_half_its_speed() -> None:
     machine = Machine(8, 10_000, (2e-3, 1e-3, 4.5e-4, 9e-4))
     alone = quiet_rate(machine, [])
     flood = [Request(0.0, 10, 500, 500, tenant="loud", is_streamed=False) for _ in range(12)]
@@ -328,7 +326,7 @@ def test_every_step_is_for_all_where_that_gives_each_tenant_its_share() -> None:
         assert shared.now == pytest.approx(alone.now)
 
 
-def test_who_asks_one_question_after_the_other_takes_a_slot_from_long_answers_once() -> None:
+def test_consecutive_questions_take_a_slot_from_long_answers_once() -> None:
     machine = Machine(8, 10_000, (2e-3, 1e-3, 4.5e-4, 9e-4))
     loud = [Request(0.0, 10, 3000, 3000, tenant="loud", is_streamed=False) for _ in range(20)]
     questions = [Request(20.0 + index, 10, 10, 10, tenant="quiet") for index in range(30)]

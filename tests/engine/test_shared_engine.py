@@ -65,7 +65,7 @@ def run(engine: Engine) -> list[Sequence]:
     return entered
 
 
-def test_who_waits_enters_by_priority_and_each_answer_is_its_own(world: World, engine: Engine) -> None:
+def test_waiting_sequences_enter_by_priority_and_keep_their_answers(world: World, engine: Engine) -> None:
     engine.max_running = 1
     asked = [submit(world, engine, LONG, priority=priority) for priority in (0, -2, 5, 0)]
     assert run(engine) == [asked[2], asked[0], asked[3], asked[1]]
@@ -73,7 +73,7 @@ def test_who_waits_enters_by_priority_and_each_answer_is_its_own(world: World, e
         assert Outcome.of(sequence.result()) == by_definition(world, LONG)
 
 
-def test_a_stream_pauses_where_its_reader_lags_behind_and_goes_on_with_it(
+def test_a_stream_pauses_if_its_reader_lags_behind_and_then_continues(
     world: World, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", 8)
@@ -228,7 +228,7 @@ def test_a_timeout_ends_an_answer_with_what_it_has_and_one_that_waits(
     assert Outcome.of(patient.result()) == by_definition(world, LONG)
 
 
-def test_prefixes_are_shared_among_those_of_one_salt_alone(world: World, engine: Engine) -> None:
+def test_prefixes_are_shared_only_with_the_same_salt(world: World, engine: Engine) -> None:
     case = replace(SHORT, name="a page", prompt=tuple(b"abc " * 10))
     reused = []
     for salt in ("", "", "one", "one", "two"):
@@ -259,7 +259,7 @@ def test_a_tenant_does_not_pay_for_tokens_of_a_prompt_that_were_not_computed(wor
     assert engine.snapshot().work_by_tenant["one"] - accounts[-1] == work_of(3, len(cancelled.pieces))
 
 
-def test_a_reader_is_told_of_its_prompt_only_when_more_of_it_is_read(
+def test_a_reader_is_woken_for_its_prompt_only_after_progress(
     world: World, engine: Engine, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.max_running, told, step = 1, list[tuple[int, int]](), engine.step
@@ -279,9 +279,7 @@ def test_a_reader_is_told_of_its_prompt_only_when_more_of_it_is_read(
     assert Outcome.of(before.run()) == by_definition(world, SHORT)
 
 
-def test_one_that_was_preempted_comes_back_when_another_leaves_though_a_third_runs(
-    world: World, engine: Engine
-) -> None:
+def test_a_preempted_sequence_returns_when_one_of_two_others_ends(world: World, engine: Engine) -> None:
     running, ending, preempted = (submit(world, engine, case) for case in (LONG, SHORT, LONG))
     engine.step()
     assert engine._slots.preempt_one()
@@ -310,7 +308,7 @@ def test_one_prompt_is_remembered_for_at_most_half_of_the_pool(world: World) -> 
         runner.cache.check_integrity()
 
 
-def test_a_snapshot_tells_what_runs_what_waits_and_what_steps_cost(world: World, engine: Engine) -> None:
+def test_a_snapshot_has_running_and_waiting_sequences_and_costs(world: World, engine: Engine) -> None:
     engine.max_running = 1
     submit(world, engine, LONG, tenant="one", priority=3)
     submit(world, engine, LONG, tenant="two")
@@ -365,7 +363,7 @@ def test_a_call_has_these_options(tmp_path_factory: pytest.TempPathFactory) -> N
 
 
 @pytest.mark.parametrize(("max_running", "num_tokens"), [(2, 1), (1, 32)])
-def test_who_comes_while_there_is_a_slot_waits_for_one_step_alone(
+def test_a_sequence_that_arrives_while_a_slot_is_free_waits_for_one_step(
     max_running: int, num_tokens: int, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(Runner(world.model, CONTEXT, num_slots=2), max_steps=32)
@@ -389,7 +387,7 @@ def test_who_comes_while_there_is_a_slot_waits_for_one_step_alone(
     loop.close()
 
 
-def test_what_a_preempted_sequence_finds_of_itself_does_not_count_as_reused(world: World, engine: Engine) -> None:
+def test_the_own_tokens_of_a_preempted_sequence_do_not_count_as_reused(world: World, engine: Engine) -> None:
     """Otherwise its tenant would get a refund for computed work."""
     sequence = submit(world, engine, LONG)
     while len(sequence.pieces) < 40:

@@ -43,7 +43,7 @@ def test_slots_that_change_hands_waste_little() -> None:
     assert not any(each.num_preemptions for each in quiet)
 
 
-def test_who_gives_a_slot_keeps_as_much_as_the_other_takes() -> None:
+def test_a_tenant_that_gives_a_slot_keeps_as_much_as_the_other_takes() -> None:
     tenants = Tenants()
     for tenant in ("a", "a", "b"):
         tenants.come(tenant)
@@ -62,7 +62,7 @@ def test_who_gives_a_slot_keeps_as_much_as_the_other_takes() -> None:
     assert tenants.giver(waiting, 0.5, [one, two], 1300) == two
 
 
-def test_who_gives_way_for_pages() -> None:
+def test_the_victim_of_short_pages() -> None:
     """No tenant below its share loses a slot. Then the lowest priority counts, the most pages, the youngest."""
     loud = [Running(number, 99, False, "loud", 5, 0.2) for number in range(4)]
     quiet = Running(9, 99, False, "quiet", 0, 0.1)

@@ -29,7 +29,7 @@ def test_the_context_of_a_chunk_is_the_sum_of_its_positions() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_costs_are_found_among_noise_and_steps_that_were_held_up(seed: int) -> None:
+def test_costs_are_found_despite_noise_and_delayed_steps(seed: int) -> None:
     draw, costs = random.Random(seed), StepCosts()
     for work in steps(draw, 300):
         held_up = 10 if draw.random() < 0.05 else 1
@@ -51,7 +51,7 @@ def test_a_machine_that_becomes_slower_is_followed_within_some_steps() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_long_row_of_steps_alike_leaves_what_a_sequence_costs(seed: int) -> None:
+def test_many_equal_steps_do_not_change_the_cost_of_a_sequence(seed: int) -> None:
     """A prompt of 8,000 tokens is read beside four streams. A token in small chunks costs more than in large ones."""
     draw, costs, single = random.Random(seed), StepCosts(), StepWork(4, 4, 2000)
     for work in steps(draw, 100):
@@ -62,7 +62,7 @@ def test_a_long_row_of_steps_alike_leaves_what_a_sequence_costs(seed: int) -> No
     assert costs.predict(single) == pytest.approx(seconds_of(single), rel=0.2)
 
 
-def test_one_step_that_was_held_up_changes_nothing_and_a_second_does() -> None:
+def test_one_delayed_step_changes_nothing_and_a_second_one_does() -> None:
     costs, work = StepCosts(), StepWork(1, 1, 100)
     for _ in range(20):
         costs.learn(work, 0.003)
@@ -84,7 +84,7 @@ def test_tokens_in_is_the_inverse_of_predict() -> None:
             assert spent == pytest.approx(seconds, rel=0.1)
 
 
-def test_what_is_no_time_teaches_nothing() -> None:
+def test_invalid_times_are_not_learnt() -> None:
     costs = StepCosts()
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         costs.learn(StepWork(1, 1, 0), seconds)

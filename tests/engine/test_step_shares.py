@@ -47,7 +47,7 @@ def test_a_step_that_a_grammar_s_masks_slow_down_is_paid_by_its_tenant(shares: S
     assert owed_after(shares, [QUIET, waiting], 1, cost(2) + 4e-3) > before + 1e-3
 
 
-def test_a_slow_step_is_paid_by_all_where_nobody_waited_for_a_grammar(shares: StepShares) -> None:
+def test_all_tenants_pay_for_a_slow_step_without_a_grammar(shares: StepShares) -> None:
     plain = owed_after(shares, [QUIET, LOUD], 1, 2 * cost(2))
     shares.choose([])
     quick = owed_after(shares, [QUIET, LOUD._replace(delay=1e-6)], 1, 2 * cost(2))

@@ -64,7 +64,7 @@ def test_each_step_is_launched_before_the_one_before_it_is_waited_for(place: Pla
     assert place.device.calls == [*expected, ("wait", num_steps - 1)]
 
 
-def test_answers_beside_prompts_are_their_own_whatever_samples_them(place: Place) -> None:
+def test_answers_beside_prompts_do_not_depend_on_the_sampler(place: Place) -> None:
     cases = [LONG, COUNTED, PROMPT, SHORT]
     asked = [(place.submit(case), case) for case in cases]
     place.run()
@@ -80,7 +80,7 @@ def stopping(world: World) -> tuple[Case, int]:
     return replace(LONG, params=replace(LONG.params, stop_token_ids=[token_ids[index]])), index + 1
 
 
-def test_a_step_behind_the_last_token_is_dropped_and_the_lease_holds_what_it_held(world: World) -> None:
+def test_a_step_behind_the_last_token_is_dropped_and_the_lease_is_unchanged(world: World) -> None:
     (case, count), held = stopping(world), list[list[int]]()
     for is_behind in (True, False):
         place, lease = Place(world), Lease()
@@ -136,7 +136,7 @@ def test_a_paused_sequence_gets_the_token_that_is_under_way_and_then_none(place:
     place.check(other, COUNTED)
 
 
-def test_what_a_wait_raises_leaves_all_to_be_computed_again(place: Place) -> None:
+def test_after_an_exception_of_a_wait_all_is_computed_again(place: Place) -> None:
     asked = [(place.submit(case), case) for case in (LONG, COUNTED, PROMPT)]
     for _ in range(3):
         place.engine.step()

@@ -123,7 +123,7 @@ def test_an_exported_reranker_scores_as_the_folder(tmp_path: Path, make: Callabl
         ("mean_tokens", (96, 40, 30, 20), "no form for the layers after the pooling: it has two matrices"),
     ],
 )
-def test_what_follows_the_states_is_refused_if_gguf_lacks_it(
+def test_layers_after_the_states_are_refused_if_gguf_lacks_them(
     tmp_path: Path, pooling: str, sizes: tuple[int, ...], message: str
 ) -> None:
     make_encoder(BY_NAME["qwen3"], tmp_path)

@@ -56,7 +56,7 @@ def cut_words(folder: Path) -> None:
         ("olmo_hybrid", "GGUF has no architecture for model_type 'olmo_hybrid'"),
     ],
 )
-def test_a_network_that_gguf_cannot_describe_is_refused_by_what_differs(
+def test_a_network_that_gguf_cannot_describe_is_refused_by_its_difference(
     tmp_path: Path, name: str, message: str
 ) -> None:
     make_tiny(BY_NAME[name], tmp_path)

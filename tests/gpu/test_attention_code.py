@@ -111,7 +111,7 @@ def test_keys_and_values_are_copied_while_others_are_multiplied(kernels: Kernels
             assert kernel["turn"].get("LDG", 0) <= 1, name  # the page's number
 
 
-def test_the_last_program_of_a_tile_sees_what_the_others_have_left(kernels: Kernels) -> None:
+def test_the_last_program_of_a_tile_sees_the_results_of_the_others(kernels: Kernels) -> None:
     for name, kernel in kernels.items():
         assert count(kernel, r"atom\.global\.gpu\.acq_rel\.add") == 1, name
 

@@ -90,7 +90,7 @@ def test_values_that_no_half_can_hold_are_added(kv_type: str, size: float) -> No
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
-def test_a_query_that_is_not_finite_gives_nan_to_its_head_alone() -> None:
+def test_a_query_that_is_not_finite_gives_nan_only_to_its_head() -> None:
     q, keys, values = (torch.randn(n, DIM, generator=torch.manual_seed(1)) for n in (4, CONTEXT, CONTEXT))
     q[1, 3] = float("nan")
     layer = filled("f16", keys, values)

@@ -100,7 +100,7 @@ def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypa
     assert hung["results"] == right["results"] == [json.loads(RIGHT)]
 
 
-def test_what_a_section_has_started_ends_with_it(tmp_path: Path) -> None:
+def test_the_children_of_a_section_end_with_it(tmp_path: Path) -> None:
     child = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, file=sys.stderr, flush=True)"
     command = [sys.executable, "-c", f"import sys\n{child}"]
     list(run_sections([Section("parent", 30.0)], lambda *_: command, tmp_path, seconds=60))

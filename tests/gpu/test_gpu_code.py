@@ -70,7 +70,7 @@ def test_addresses_in_weights_have_64_bits(kernels: Kernels) -> None:
             assert kernel["has_wide_offsets"], name
 
 
-def test_instructions_are_what_they_are_meant_to_become(kernels: Kernels) -> None:
+def test_products_compile_to_the_expected_instructions(kernels: Kernels) -> None:
     listed = {name: kernel for name, kernel in kernels.items() if kernel["listed"]}
     assert len(listed) == 3
     found = set()
@@ -141,7 +141,7 @@ def test_the_tiles_that_a_gpu_is_asked_about_are_instructions_of_different_shape
 
 
 @pytest.mark.parametrize("name", ["advance 90", "accept 90", "take 90"])
-def test_what_stands_after_the_sampler_is_one_warp_without_a_barrier(kernels: Kernels, name: str) -> None:
+def test_the_kernel_after_the_sampler_is_one_warp_without_a_barrier(kernels: Kernels, name: str) -> None:
     assert count(kernels[name], r"bar\.") == 0
 
 

@@ -77,7 +77,7 @@ def test_a_bucket_compiles_nothing_that_another_has_compiled() -> None:
 
 
 @torch.inference_mode()
-def test_sizes_recorded_ahead_compile_what_all_other_sizes_need() -> None:
+def test_sizes_recorded_ahead_compile_the_kernels_of_all_other_sizes() -> None:
     model = make_model("Q4_0")
     runner: Runner = gpu_models.make_runner(model, 1, 1024, capture=False)
     columns = [gpu_models.columns_of(model, 1, temperature=0), gpu_models.columns_of(model, 1, top_p=0.9)]

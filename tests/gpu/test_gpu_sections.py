@@ -100,7 +100,7 @@ def test_sums_of_tiles_are_compared_bit_by_bit() -> None:
     assert all(each["differ"] == 0 and each["error"] < 1e-6 for each in found)
 
 
-def test_a_file_writes_what_plain_torch_finds_probable(tmp_path: Path) -> None:
+def test_a_file_writes_text_that_plain_torch_finds_probable(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf")
     found = results_of("file", TINY._replace(model=path))
     assert [each["op"] for each in found][-1] == "file, beside plain torch"

@@ -71,7 +71,7 @@ def test_a_gpu_before_volta_is_refused_by_its_name(machine) -> None:
         ("something else", "torch sees no CUDA device here"),
     ],
 )
-def test_why_there_is_no_gpu_is_said_with_what_to_do(machine, why: str, said: str) -> None:
+def test_the_reason_for_no_gpu_is_given_with_the_fix(machine, why: str, said: str) -> None:
     machine(why=why)
     assert said in str(gpus.trouble_with(None))
     with pytest.raises(InvalidRequestError, match=f"device cuda: .*{said}"):
@@ -104,7 +104,7 @@ def test_auto_is_the_cpu_where_no_gpu_is_of_use(folder) -> None:
     assert load_model(folder, device="auto")[0].device.type == "cpu"
 
 
-def test_what_is_free_counts_what_torch_holds_and_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_includes_the_memory_that_torch_holds_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
@@ -112,7 +112,7 @@ def test_what_is_free_counts_what_torch_holds_and_does_not_use(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("type_", sorted(BLOCK_TYPES))
-def test_a_matrix_takes_what_its_planes_do(type_: str) -> None:
+def test_a_matrix_takes_the_memory_of_its_planes(type_: str) -> None:
     cuda = pytest.importorskip("infer.backends.cuda", reason="Triton is not installed")
     for columns in {512, 512 + BLOCK_TYPES[type_].block_size}:
         weight = make_weight(type_, 4, columns, 0, (0.5, -0.37, 1.0, 0.01))

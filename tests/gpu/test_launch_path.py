@@ -77,7 +77,7 @@ def test_a_capture_compiles_nothing_and_waits_for_nothing(captures: list[dict[st
     assert [(each["path"], each["forbidden"]) for each in captures if each["forbidden"]] == []
 
 
-def test_what_is_recorded_ahead_compiles_all_kernels_of_greedy_filtered_and_biased_answers(
+def test_recordings_ahead_compile_all_kernels_of_greedy_filtered_and_biased_answers(
     captures: list[dict[str, Any]],
 ) -> None:
     """Steps of one row and of eight are recorded ahead; others are recorded when they occur, without a compiler."""

@@ -224,7 +224,7 @@ def test_answers_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert eager.generate("hello", replace(greedy, max_new_tokens=3)).token_ids == found[0][0][0][:3]
 
 
-def test_a_gpu_that_shares_memory_is_told_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_shares_memory_is_notified_of_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host copies the memory to itself."""
     folder, params = make_model(tmp_path), SamplingParams(temperature=0, max_new_tokens=5)
     expected = LLM(folder, device="opencl").generate("hello", params)
@@ -289,7 +289,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, World]:
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_what_is_said_does_not_depend_on_the_way(drafts: Drafts, worlds: tuple[World, World]) -> None:
+def test_an_answer_does_not_depend_on_the_way(drafts: Drafts, worlds: tuple[World, World]) -> None:
     """Samplers, grammars and log-probabilities are each tried with drafts of every kind and with neighbours."""
     on_cpu, on_opencl = worlds
     way, cases = Way(drafts, chunk=7, chain=8), CASES[DRAFTS.index(drafts) :: 12]

@@ -56,7 +56,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     return memory
 
 
-def test_every_way_of_sampling_reads_what_the_device_wrote(tmp_path: Path) -> None:
+def test_every_way_of_sampling_reads_the_device_s_results(tmp_path: Path) -> None:
     """These are multi-steps, drafts, masks, filters on the host, a batch, and ops that run one by one."""
     folder, found = make_model(tmp_path), []
     for device in ("cpu", "opencl"):
@@ -122,7 +122,7 @@ def test_weights_and_pages_take_memory_of_the_device_while_they_live(memory: Mem
     assert memory.available_bytes() == before
 
 
-def test_what_the_device_has_no_memory_for_is_refused_before_anything_is_loaded(
+def test_a_model_too_large_for_the_device_is_refused_before_loading(
     memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_model(tmp_path)

@@ -35,7 +35,7 @@ def test_a_runtime_that_is_not_installed_or_does_not_work_is_passed_over() -> No
     assert (icd, why) == (Path("libpocl.icd"), f"intel: {UNKNOWN_CPU}")
 
 
-def test_without_a_runtime_that_works_each_reason_is_told() -> None:
+def test_without_a_runtime_that_works_each_reason_is_given() -> None:
     icd, why = choose(RUNTIMES, not_installed, lambda icd: UNKNOWN_CPU)
     assert (icd, why) == (None, f"intel: intel-opencl-rt is not installed; pocl: {UNKNOWN_CPU}")
 

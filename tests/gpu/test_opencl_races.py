@@ -25,5 +25,5 @@ def test_oclgrind_finds_no_access_out_of_bounds_and_no_race() -> None:
 
 
 @pytest.mark.parametrize(("planted", "words"), [("bounds", "Invalid write"), ("race", "data race")])
-def test_oclgrind_finds_what_is_planted(planted: str, words: str) -> None:
+def test_oclgrind_finds_planted_faults(planted: str, words: str) -> None:
     assert words in checked(planted)

@@ -69,7 +69,7 @@ def long_schema(count: int) -> dict[str, Any]:
 # Schemas
 
 
-def test_a_schema_that_stands_for_too_much_is_refused_in_a_process_of_its_own(
+def test_a_schema_that_expands_too_much_is_refused_in_a_separate_process(
     compiler: Compiler, short_of_time: None
 ) -> None:
     before = time.process_time()
@@ -167,7 +167,7 @@ def test_an_ambiguous_grammar_ends_by_the_time_that_its_masks_take(
 # Cached grammars
 
 
-def test_what_is_kept_is_bounded_by_bytes_and_the_last_used_stays() -> None:
+def test_the_cache_of_grammars_is_bounded_by_bytes_and_keeps_the_last_used() -> None:
     cache = SizedCache[str](100)
     for name in "abc":
         cache.put(name, name.upper(), 30)

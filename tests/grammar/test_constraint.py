@@ -85,7 +85,7 @@ def compile_regex(compiler: Compiler, pattern: str) -> Constraint:
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
-def test_a_mask_allows_what_some_text_goes_on_with_and_nothing_else(
+def test_a_mask_allows_exactly_the_tokens_that_can_continue_a_text(
     compiler: Compiler, tokenizer: Tokenizer, name: str
 ) -> None:
     grammar, texts = LANGUAGES[name]
@@ -201,7 +201,7 @@ def test_a_tokenizer_without_an_end_is_done_by_the_text(tmp_path: Path, compiler
     assert constraint.done
 
 
-def test_what_a_vocabulary_has_beyond_the_tokenizer_is_never_allowed(compiler: Compiler, tokenizer: Tokenizer) -> None:
+def test_ids_beyond_the_tokenizer_are_never_allowed(compiler: Compiler, tokenizer: Tokenizer) -> None:
     assert max(allowed_ids(compile_regex(compiler, "(.|\n)*"), MODEL_VOCAB)) < tokenizer.vocab_size
 
 
@@ -375,7 +375,7 @@ def test_nothing_is_loaded_before_the_first_grammar() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_anchors_say_nothing_at_the_ends() -> None:
+def test_anchors_at_the_ends_have_no_effect() -> None:
     wanted = {"^a$": "a", "a\\$": "a\\$", "a\\\\$": "a\\\\", "^$": "", "a": "a"}
     assert {pattern: without_anchors(pattern) for pattern in wanted} == wanted
 

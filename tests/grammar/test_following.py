@@ -93,7 +93,7 @@ def test_a_token_that_no_mask_allows_raises(compilers: list[Compiler]) -> None:
 
 
 @pytest.mark.parametrize("compilers", ["llguidance"], indirect=True)
-def test_a_library_that_gives_up_amid_a_multi_step_says_so_when_it_is_asked(
+def test_a_library_that_fails_amid_a_multi_step_raises_at_the_next_call(
     compilers: list[Compiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tight = import_module("llguidance").LLParserLimits(step_max_items=40)
@@ -108,7 +108,7 @@ def test_a_library_that_gives_up_amid_a_multi_step_says_so_when_it_is_asked(
         following.fill(mask)
 
 
-def test_a_mask_that_cannot_be_filled_ends_the_advance_and_is_told_when_it_is_asked_for() -> None:
+def test_a_mask_that_cannot_be_filled_ends_the_advance_and_raises_when_requested() -> None:
     class Broken(Constraint):
         num_tokens = 0
 

@@ -186,7 +186,7 @@ def test_the_words_of_the_vocabulary_give_the_same_ids(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "qwen3", "gemma3", "llama2"])
-def test_random_ids_stream_to_what_they_decode_to(name: str) -> None:
+def test_random_ids_stream_to_their_decoded_text(name: str) -> None:
     """Texts include broken characters, because most ids of a byte alone are not a character."""
     tokenizer = load(name)
     generator = random.Random(name)

@@ -65,7 +65,7 @@ def warnings_of(compiler: Compiler, schema: Any) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_what_is_valid_is_written_and_nothing_else(compiler: Compiler, tokenizer: Tokenizer, name: str) -> None:
+def test_only_valid_values_can_be_written(compiler: Compiler, tokenizer: Tokenizer, name: str) -> None:
     schema, valid, invalid = SCHEMAS[name].values()
     oracle = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
     for value, is_valid in [*((value, True) for value in valid), *((value, False) for value in invalid)]:
@@ -171,7 +171,7 @@ def has_a_name_twice(text: str) -> bool:
 @settings(max_examples=60, deadline=None)
 @example(schema={"type": "object", "allOf": [{"minProperties": 2, "maxProperties": 2}]}, tried=[], seed=659010)
 @given(schema=schemas, tried=st.lists(values, max_size=6), seed=st.integers(0, 1 << 30))
-def test_words_that_are_written_out_mean_what_they_meant(
+def test_rewritten_keywords_have_the_same_meaning(
     compiler: Compiler, tokenizer: Tokenizer, schema: Any, tried: list[Any], seed: int
 ) -> None:
     """Texts of random choices are valid, unless a free name appears twice, and valid values are accepted."""
@@ -208,7 +208,7 @@ def test_a_schema_that_is_not_strict_never_forbids_more(
 
 
 @given(texts=st.lists(st.text('ab"\\ é', max_size=4), max_size=6), tried=st.text('ab"\\ é', max_size=5))
-def test_a_pattern_lets_through_all_but_what_is_excluded(texts: list[str], tried: str) -> None:
+def test_a_pattern_allows_all_except_the_excluded_texts(texts: list[str], tried: str) -> None:
     pattern = pattern_without(texts)
     assert pattern is not None
     python = re.sub(r"\\x\{(\w+)\}", lambda match: re.escape(chr(int(match[1], 16))), pattern)
@@ -278,7 +278,7 @@ BEYOND: dict[str, tuple[Any, list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("place", BEYOND)
-def test_a_schema_that_is_not_strict_leaves_out_what_cannot_be_enforced(
+def test_a_schema_that_is_not_strict_drops_unenforceable_keywords(
     compiler: Compiler, tokenizer: Tokenizer, place: str
 ) -> None:
     schema, allowed, forbidden = BEYOND[place]
@@ -319,7 +319,7 @@ def test_a_malformed_word_is_refused_in_a_schema_that_is_not_strict(compiler: Co
         compiler.compile(Grammar("json_schema", json.dumps({"x-strict": False, **words})))
 
 
-def test_what_no_value_fulfils_is_refused_in_a_schema_that_is_not_strict(compiler: Compiler) -> None:
+def test_an_unsatisfiable_schema_is_refused_even_if_it_is_not_strict(compiler: Compiler) -> None:
     for words in ('"enum": []', '"type": "string", "minLength": 5, "maxLength": 2'):
         with pytest.raises(InvalidRequestError, match=r"no value can fulfil it|nsatisfiable"):
             compiler.compile(Grammar("json_schema", f'{{"x-strict": false, {words}}}'))

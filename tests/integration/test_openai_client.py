@@ -140,7 +140,7 @@ def test_a_wrong_value_is_an_error_that_names_it(client: Any) -> None:
     assert caught.value.type == "invalid_request_error"
 
 
-def test_what_does_not_fit_is_an_error_with_the_code_that_clients_know(client: Any) -> None:
+def test_a_prompt_that_does_not_fit_is_an_error_with_the_code_that_clients_know(client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="smollm2", prompt="word " * 2000)
     assert caught.value.code == "context_length_exceeded"

@@ -594,7 +594,7 @@ def test_the_keyboard_is_enough(page: Page) -> None:
     assert page.run("document.activeElement.id") == "composer-text"
 
 
-def test_a_fault_of_a_field_stands_at_the_field(page: Page, served: Served) -> None:
+def test_an_error_of_a_field_is_shown_at_the_field(page: Page, served: Served) -> None:
     schema = '{\n  "type": "object",\n  "properties": {"a": {"type": "strng"}}\n}'
     keep_settings(page, format="json_schema", schema=schema)
     ready(page, served)

@@ -171,7 +171,7 @@ def run_until_killed(cluster: RayCluster, command: list[str], output: Path, vict
     return program.returncode
 
 
-def test_a_file_has_the_lines_of_infer_batch_whoever_is_killed(smollm2_path: Path, tmp_path: Path) -> None:
+def test_a_file_has_the_lines_of_infer_batch_after_any_kill(smollm2_path: Path, tmp_path: Path) -> None:
     """The program is killed after its first lines, then an engine. The cluster is of this test alone. If
     Ray's control service dies, the program goes on with another cluster.
     """

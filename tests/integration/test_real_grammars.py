@@ -39,7 +39,7 @@ def test_texts_of_random_schemas_parse_and_validate(compiler: Compiler, tokenize
         jsonschema.validate(json.loads(written), json.loads(text))
 
 
-def test_smollm2_writes_what_validates_or_can_be_completed(smollm2_path: Path) -> None:
+def test_texts_of_smollm2_validate_or_can_be_completed(smollm2_path: Path) -> None:
     """Answers with drafts in a batch are those of plain steps alone, at three temperatures."""
     llm = LLM(smollm2_path, max_seq_len=512)
     prompt = "Here is an example as JSON:\n"
@@ -66,7 +66,7 @@ def test_smollm2_writes_what_validates_or_can_be_completed(smollm2_path: Path) -
     assert num_complete >= 6
 
 
-def test_what_is_forced_is_how_the_tokenizer_spells_it(compiler: Compiler, tokenizer: Tokenizer) -> None:
+def test_forced_text_is_spelled_as_by_the_tokenizer(compiler: Compiler, tokenizer: Tokenizer) -> None:
     text = json.dumps({"first_name": "x", "last_name": "y", "date_of_birth": "z"})
     properties = {name: {"const": value} for name, value in json.loads(text).items()}
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}

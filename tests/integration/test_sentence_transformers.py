@@ -38,7 +38,7 @@ def test_vectors_are_those_of_the_pipeline(
             np.testing.assert_allclose(llm.embed(TEXTS, prompt_name=name).numpy(), expected, atol=1e-4)
 
 
-def test_what_the_pipeline_saves_is_read(tmp_path: Path) -> None:
+def test_models_saved_by_the_pipeline_are_read(tmp_path: Path) -> None:
     """The newest files have other names of modules and settings than the fixtures."""
     make_embedding_model(tmp_path / "a", dense=DENSE[:2])
     oracle = sentence_transformers.SentenceTransformer(str(tmp_path / "a"), device="cpu")

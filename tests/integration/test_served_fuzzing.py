@@ -20,7 +20,7 @@ CHECKS = (
 
 
 @pytest.mark.parametrize("phase", ["coverage", "fuzzing", "stateful"])
-def test_what_schemathesis_sends_is_answered_as_described(phase: str, tmp_path: Path) -> None:
+def test_requests_of_schemathesis_are_answered_as_described(phase: str, tmp_path: Path) -> None:
     with (
         LLM(make_model(tmp_path), max_seq_len=128) as llm,
         serving(llm, model="tiny", allow_embeddings=True) as served,

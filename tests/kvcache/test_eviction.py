@@ -53,9 +53,7 @@ def expected(world: World) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_cache_that_forgets_says_what_is_said_without_one(
-    world: World, expected: dict[str, Outcome], way: Way
-) -> None:
+def test_a_cache_that_evicts_gives_the_answer_of_no_cache(world: World, expected: dict[str, Outcome], way: Way) -> None:
     runner = make_runner(world, way, step_tokens=STEP)
     assert isinstance(runner, Runner)
     for case in SOME:
@@ -67,7 +65,9 @@ def test_a_cache_that_forgets_says_what_is_said_without_one(
 
 
 @pytest.mark.parametrize("way", [Way("half", 64), Way("none", 7, 64)], ids=str)
-def test_rows_that_forget_side_by_side_say_the_same(world: World, expected: dict[str, Outcome], way: Way) -> None:
+def test_rows_that_evict_side_by_side_give_the_same_answers(
+    world: World, expected: dict[str, Outcome], way: Way
+) -> None:
     said = [expected[case.name].token_ids for case in SOME]
     results = run_batch(world, SOME, way, 3, said)
     assert [Outcome.of(result) for result in results] == [expected[case.name] for case in SOME]
@@ -94,7 +94,7 @@ def test_a_window_as_long_as_the_text_changes_nothing(folder: Path) -> None:
     assert not shorter.logits(prompt).equal(full.logits(prompt))
 
 
-def test_a_text_that_slides_goes_on_beyond_the_context(folder: Path) -> None:
+def test_a_text_with_a_sliding_window_continues_beyond_the_context(folder: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"own 160, got 1500: only eviction_policy sliding allows more"):
         LLM(folder, max_seq_len=1500)
     llm = LLM(folder, max_seq_len=1500, eviction_policy="sliding", eviction_window=40)
@@ -110,9 +110,7 @@ def test_a_full_context_ends_an_answer_where_nothing_is_forgotten(folder: Path) 
     assert (len(result.token_ids), result.finish_reason, result.stop_reason) == (CONTEXT - 100, "length", "context")
 
 
-def test_a_session_that_goes_back_further_than_its_cache_says_what_a_fresh_model_says(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_session_that_goes_back_beyond_its_cache_answers_as_a_new_model(folder: Path, tmp_path: Path) -> None:
     llm = LLM(folder, max_seq_len=1500, eviction_policy="sliding", eviction_window=40)
     session = llm.session()
     session.append(make_ids(1200))

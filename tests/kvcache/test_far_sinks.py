@@ -137,7 +137,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder("llama", tmp_path_factory.mktemp("model"))
 
 
-def test_a_model_says_the_same_beyond_its_context_by_every_step(folder: Path) -> None:
+def test_answers_beyond_the_context_do_not_depend_on_the_steps(folder: Path) -> None:
     """Any step size gives the same. Within the context the bits are those of a model that ends there."""
     llm = LLM(folder, max_seq_len=600, eviction_policy="sliding", eviction_window=40)
     token_ids = [(7 * index + index // 9) % 250 for index in range(500)]

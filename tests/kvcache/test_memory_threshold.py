@@ -37,7 +37,7 @@ def set_available(monkeypatch: pytest.MonkeyPatch, megabytes: int | None) -> Non
 
 @pytest.mark.parametrize("policy", ["sliding", "snapkv"])
 @pytest.mark.parametrize("available", [1, None], ids=["enough", "unknown"])
-def test_nothing_is_forgotten_while_there_is_memory(
+def test_nothing_is_evicted_while_there_is_memory(
     folder: Path, policy: str, available: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_available(monkeypatch, available)
@@ -95,7 +95,7 @@ def test_a_session_that_slid_for_want_of_memory_is_saved_and_loaded(
 
 
 @torch.inference_mode()
-def test_what_is_forgotten_goes_back_to_the_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_evicted_pages_returns_to_the_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_available(monkeypatch, 1)
     settings = CacheSettings(
         eviction_policy="sliding",

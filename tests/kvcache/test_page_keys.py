@@ -97,7 +97,7 @@ def test_rows_remember_and_adopt_under_their_own_salt_alone() -> None:
     assert cache.adopt(1, [*FIRST, 9], b"ann") == PAGE
 
 
-def test_what_a_row_forgets_is_found_no_more_and_can_be_remembered_again() -> None:
+def test_an_evicted_page_is_not_found_and_can_be_stored_again() -> None:
     cache = make(layers=(WHOLE,))
     grow(cache, 0, PAGE)
     cache.remember(0, FIRST)
@@ -116,7 +116,7 @@ def test_one_row_is_remembered_for_at_most_half_of_the_pool() -> None:
     assert cache.adopt(1, list(range(12 * PAGE))) == 7 * PAGE
 
 
-def test_of_cached_pages_the_longest_unused_is_handed_out_first() -> None:
+def test_the_least_recently_used_cached_page_is_taken_first() -> None:
     pool = PagePool(3)
     for page in range(3):
         assert pool.take(page) == page

@@ -242,7 +242,7 @@ def test_a_copy_of_a_shared_page_is_counted_and_can_be_refused() -> None:
     cache.check_integrity()
 
 
-def test_a_row_gives_up_what_its_window_has_passed_before_it_is_refused() -> None:
+def test_a_row_frees_pages_behind_its_window_before_it_is_refused() -> None:
     cache = make(pool_pages=5, layers=(WINDOWED,))
     grow(cache, 0, 4 * PAGE)
     grow(cache, 1, PAGE)
@@ -303,7 +303,7 @@ def test_a_page_that_a_loaded_row_has_in_part_is_never_found() -> None:
     assert found == 11 * PAGE
 
 
-def test_what_a_fork_reserved_and_never_committed_is_not_shared() -> None:
+def test_pages_that_a_fork_reserved_without_a_commit_are_not_shared() -> None:
     cache = make(layers=(WHOLE,))
     grow(cache, 0, 2 * PAGE)
     cache.reserve(0, STEP)
@@ -313,7 +313,7 @@ def test_what_a_fork_reserved_and_never_committed_is_not_shared() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="hardware: a system that tells what is resident")
-def test_what_is_free_goes_back_to_the_system_and_what_is_held_or_cached_stays() -> None:
+def test_the_memory_of_free_pages_returns_to_the_system_and_other_pages_stay() -> None:
     settings = CacheSettings(page_tokens=256, reuse_prefixes=True)
     layers = [Attention(1, 4, 64, None, 1.0)] * 2
     cache = PagedCache(layers, 4, 4096, "f32", CPU, step_tokens=4096, settings=settings)
@@ -391,7 +391,7 @@ def test_forks_of_a_prompt_that_snapkv_compresses_do_not_see_each_other(llm: LLM
 
 @pytest.mark.parametrize("seed", range(usual_or_all(6, 60)))
 @torch.inference_mode()
-def test_forks_compressed_in_any_order_say_what_they_say_alone(llm: LLM, seed: int) -> None:
+def test_forks_compressed_in_any_order_answer_as_single_rows(llm: LLM, seed: int) -> None:
     """The pool is too small for all forks. After a refusal, a row is freed, and the call is repeated."""
     model, chance = llm.model, random.Random(seed)
     sizes = {"step_tokens": 64, "settings": SNAPKV}
@@ -450,7 +450,7 @@ def test_forks_compressed_in_any_order_say_what_they_say_alone(llm: LLM, seed: i
 
 
 @torch.inference_mode()
-def test_forks_say_what_rows_alone_say(llm: LLM) -> None:
+def test_forks_answer_as_single_rows(llm: LLM) -> None:
     """The pool has as many pages as they need, in any order of their steps."""
     model, prompt = llm.model, [(5 * index) % EOS for index in range(70)]
     settings = CacheSettings(page_tokens=PAGE)

@@ -29,7 +29,7 @@ def grow(cache: PagedCache, row: int, count: int) -> None:
         cache.check_integrity()
 
 
-def test_a_long_row_holds_what_its_windows_need() -> None:
+def test_a_long_row_has_the_pages_that_its_windows_need() -> None:
     cache = PagedCache(LAYERS, NUM_ROWS, 100_000, "f16", torch.device("cpu"), step_tokens=STEP, settings=SLIDING)
     grow(cache, 0, 9_000)
     full, windowed = (rows.table for rows in cache.groups)
@@ -48,7 +48,7 @@ def test_a_row_cut_back_further_than_its_windows_reach_is_empty() -> None:
     cache.check_integrity()
 
 
-def test_a_fork_takes_no_page_until_one_of_the_two_goes_on() -> None:
+def test_a_fork_takes_no_page_until_one_of_the_two_continues() -> None:
     cache = make_cache(NO_EVICTION)
     grow(cache, 0, 40)
     table = cache.groups[0].table

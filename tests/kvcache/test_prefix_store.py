@@ -55,7 +55,7 @@ def test_a_stored_page_is_found_by_its_name_and_by_another_process(tmp_path: Pat
     assert name_of(1, group=1) not in second
 
 
-def test_a_file_that_is_not_what_was_stored_is_removed_and_never_used(tmp_path: Path) -> None:
+def test_a_changed_file_is_removed_and_never_used(tmp_path: Path) -> None:
     store = open_in(tmp_path / "prefixes")
 
     def path_of(name: PageName) -> Path:
@@ -124,7 +124,7 @@ def test_a_new_model_s_first_page_is_stored_when_the_budget_is_full(tmp_path: Pa
     assert num_bytes_in(tmp_path) <= most
 
 
-def test_what_cannot_be_written_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_cannot_be_written_gives_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_in(tmp_path)
     full = SimpleNamespace(f_bavail=100, f_frsize=4096)
     with monkeypatch.context() as patched:

@@ -119,12 +119,12 @@ def test_results_and_bits_do_not_depend_on_the_chunks(backend: str, size: int) -
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_go_on_as_one_text_whatever_happens_to_them(backend: str, seed: int) -> None:
+def test_rows_continue_as_one_text_after_any_operations(backend: str, seed: int) -> None:
     go_on_at_random(Rows(make(), backend), seed, 120 if backend == "reference" else 300)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_with_states_go_on_as_one_text_whatever_happens_to_them(seed: int) -> None:
+def test_rows_with_states_continue_as_one_text_after_any_operations(seed: int) -> None:
     go_on_at_random(StateRows(make(recurrent=NET), "cpu"), seed, 200)
 
 

@@ -39,7 +39,7 @@ def test_a_step_of_positions_that_are_not_reserved_is_refused_and_nothing_is_wri
     assert cache.lengths == [0, 0]
 
 
-def test_what_one_row_reserved_is_not_another_rows(world: World, cache: PagedCache) -> None:
+def test_a_position_reserved_for_one_row_is_not_reserved_for_another(world: World, cache: PagedCache) -> None:
     cache.reserve(0, 5)
     with pytest.raises(InvalidRequestError, match=r"positions of row 1 must be in \[0, 0\), got 0"):
         run(world, cache, PROMPT, 0, row=1)
@@ -47,7 +47,7 @@ def test_what_one_row_reserved_is_not_another_rows(world: World, cache: PagedCac
         run(world, cache, PROMPT, 0, row=2)
 
 
-def test_a_loop_that_forgets_to_reserve_or_to_commit_is_refused_at_once(world: World, cache: PagedCache) -> None:
+def test_a_loop_that_forgets_to_reserve_or_to_commit_is_refused_immediately(world: World, cache: PagedCache) -> None:
     cache.reserve(0, 5)
     pending = run(world, cache, PROMPT, 0)
     cache.commit(0, 5)
@@ -67,7 +67,7 @@ def test_more_than_the_capacity_is_refused(world: World, cache: PagedCache) -> N
         run(world, cache, [1] * 101, 0, row=1)
 
 
-def test_a_loop_that_reserves_samples_what_generate_samples(world: World, cache: PagedCache) -> None:
+def test_a_loop_that_reserves_has_the_tokens_of_generate(world: World, cache: PagedCache) -> None:
     expected = by_definition(world, Request("", tuple(PROMPT), LONG)).token_ids
     sampled, pending = list[int](), PROMPT
     while len(sampled) < len(expected):

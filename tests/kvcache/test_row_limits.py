@@ -36,7 +36,7 @@ def test_a_second_reservation_takes_nothing_back() -> None:
     cache._check_reserved(Step.of([1] * 5, 8))
 
 
-def test_a_compressed_row_can_be_cut_to_what_was_kept_and_no_further() -> None:
+def test_a_compressed_row_can_be_cut_only_to_its_kept_tokens() -> None:
     for length, expected in ((104, 104), (100, 100), (99, 0)):
         cache = make(SNAPKV, layers=(WHOLE,))
         grow(cache, 0, 100)
@@ -48,7 +48,7 @@ def test_a_compressed_row_can_be_cut_to_what_was_kept_and_no_further() -> None:
         cache.check_integrity()
 
 
-def test_after_a_reset_rows_have_the_keys_of_what_they_hold_then() -> None:
+def test_after_a_reset_rows_have_the_keys_of_their_new_content() -> None:
     cache = make(layers=(WHOLE,))
     grow(cache, 0, 2 * PAGE)
     cache.remember(0, FIRST + OTHER)
@@ -64,7 +64,7 @@ def test_after_a_reset_rows_have_the_keys_of_what_they_hold_then() -> None:
 
 
 @pytest.mark.parametrize(("first", "is_refused"), [(-1, True), (0, False), (50, False), (51, True), (1 << 40, True)])
-def test_the_first_slot_of_a_saved_row_lies_in_the_row(first: int, is_refused: bool) -> None:
+def test_the_first_slot_of_a_saved_row_is_in_the_row(first: int, is_refused: bool) -> None:
     cache = make(layers=(WHOLE,))
     grow(cache, 0, 50)
     saved: dict[str, Tensor] = {name: tensor.clone() for name, tensor in cache.export_row(0)}

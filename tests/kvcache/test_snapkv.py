@@ -53,7 +53,7 @@ def test_the_slots_with_the_most_attention_are_kept_with_their_neighbours() -> N
 
 
 @torch.inference_mode()
-def test_what_is_kept_lies_there_to_the_bit_and_is_all_that_the_next_token_sees(llm: LLM) -> None:
+def test_the_next_token_sees_exactly_the_kept_tokens_to_the_bit(llm: LLM) -> None:
     prompt = make_ids(120)
     whole, kept = Runner(llm.model, CONTEXT), Runner(llm.model, CONTEXT, settings=SNAPKV)
     for context in (whole, kept):
@@ -88,7 +88,7 @@ def stored(context: Runner, layer: int, num_slots: int) -> tuple[Tensor, Tensor]
 
 
 @pytest.mark.parametrize("params", [PLAIN, RANDOM], ids=["greedy", "random"])
-def test_every_path_says_the_same(folder: Path, llm: LLM, params: SamplingParams) -> None:
+def test_every_path_gives_the_same_answer(folder: Path, llm: LLM, params: SamplingParams) -> None:
     prompt = make_ids(110)
     expected = llm.generate(prompt, params).token_ids
     for chunk in (1, 7, 64):
@@ -124,7 +124,7 @@ def test_a_short_prompt_slides_once_it_has_grown(folder: Path, llm: LLM) -> None
     assert llm.generate(prompt, params).token_ids == sliding.token_ids
 
 
-def test_a_session_says_what_a_fresh_model_says(llm: LLM, tmp_path: Path) -> None:
+def test_a_session_answers_as_a_new_model(llm: LLM, tmp_path: Path) -> None:
     session = llm.session()
     session.append(make_ids(70))
     for count in (0, 5, 30):
@@ -138,7 +138,7 @@ def test_a_session_says_what_a_fresh_model_says(llm: LLM, tmp_path: Path) -> Non
             assert each.generate(replace(PLAIN, max_new_tokens=10)).token_ids == wanted
 
 
-def test_what_cannot_be_asked(folder: Path, llm: LLM) -> None:
+def test_impossible_settings_are_refused(folder: Path, llm: LLM) -> None:
     with pytest.raises(
         InvalidRequestError, match=r"protected_prefix=3 and the 32 last tokens that snapkv observes.*got 35"
     ):

@@ -28,7 +28,7 @@ def test_the_default_is_the_models_own_up_to_a_limit() -> None:
             context_length(wrong, architecture, SETTINGS)
 
 
-def test_where_memory_is_short_the_default_is_the_part_that_fits() -> None:
+def test_if_memory_is_short_the_default_context_is_the_part_that_fits() -> None:
     checkpoint = open_checkpoint("smollm2")
     architecture = make_architecture(checkpoint.config)
 
@@ -44,7 +44,7 @@ def test_where_memory_is_short_the_default_is_the_part_that_fits() -> None:
     assert fits(1_000_000) == 8192  # no useful part fits, so the refusal names the whole context
 
 
-def test_a_cut_is_a_warning_and_what_was_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_default_is_a_warning_and_a_requested_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint("smollm2")
     architecture, load = make_architecture(checkpoint.config), LoadSettings(num_threads=1)
     room = estimate(architecture, checkpoint.tensors, load, SETTINGS, num_tokens=2048).model + 100_000

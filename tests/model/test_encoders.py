@@ -272,7 +272,7 @@ def test_gpus_refuse_encoders_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["modernbert", "embedding-gemma"])
-def test_the_estimate_is_what_is_allocated(name: str, tmp_path: Path) -> None:
+def test_the_estimate_is_the_allocated_memory(name: str, tmp_path: Path) -> None:
     make_encoder(BY_NAME[name], tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     architecture, encoder = make_architecture(checkpoint.config), load(tmp_path)

@@ -71,7 +71,7 @@ def greedy(model: Transformer, token_ids: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kept", ["auto", "q8", pytest.param("q4", marks=pytest.mark.slow)])
-def test_smollm2_cut_into_experts_says_what_smollm2_says(kept: FloatsAs) -> None:
+def test_smollm2_divided_into_experts_answers_as_smollm2(kept: FloatsAs) -> None:
     llm = LLM("smollm2", max_seq_len=128)
     checkpoint = open_checkpoint("smollm2")
     architecture, weights = cut(make_architecture(checkpoint.config), LazyWeights(checkpoint.tensors))
@@ -138,7 +138,7 @@ def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
         load_network(tmp_path)
 
 
-def test_what_needs_a_part_is_refused_by_its_name() -> None:
+def test_a_device_without_a_part_names_it_in_its_refusal() -> None:
     for name, part in (
         ("deepseek_v3", "latent attention"),
         ("granitemoehybrid", "recurrent"),

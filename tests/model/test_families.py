@@ -99,7 +99,7 @@ def test_logits_equal_transformers_at_every_position_for_any_chunk(pair: tuple[A
     assert (wanted.exp() * (wanted - found)).sum(-1).mean() <= 0.1 * tolerance_of(oracle) ** 2  # mean KL
 
 
-def test_ragged_rows_equal_each_row_alone(pair: tuple[Any, Transformer]) -> None:
+def test_ragged_rows_equal_single_rows(pair: tuple[Any, Transformer]) -> None:
     oracle, model = pair
     prompts = [random_ids(length, seed=length) for length in (1, 33, 17, 50)]
     cache = make_reserved(model, len(prompts))
@@ -142,7 +142,7 @@ def test_hidden_states_equal_transformers_after_the_last_norm(pair: tuple[Any, T
     assert (found - expected).abs().max() <= tolerance_of(oracle)
 
 
-def test_what_was_not_committed_leaves_no_trace(pair: tuple[Any, Transformer]) -> None:
+def test_uncommitted_tokens_leave_no_trace(pair: tuple[Any, Transformer]) -> None:
     _, model = pair
     token_ids, drafts = random_ids(40), random_ids(12, seed=9)
     plain, drafted = make_reserved(model), make_reserved(model)

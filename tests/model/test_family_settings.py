@@ -33,7 +33,7 @@ def make(family: str, **settings: Any) -> Architecture:
         ("phi3", "longrope", LONG),
     ],
 )
-def test_both_dialects_of_rope_say_the_same(family: str, kind: str, settings: dict[str, Any]) -> None:
+def test_both_dialects_of_rope_give_the_same_settings(family: str, kind: str, settings: dict[str, Any]) -> None:
     share = {"partial_rotary_factor": 0.75} if family == "phi3" else {}
     top = {"original_max_position_embeddings": 64} if family == "phi3" else {}
     flat = make(family, rope_theta=5e5, rope_scaling={"type": kind, **settings}, **share, **top)
@@ -70,7 +70,7 @@ def test_gemma_3s_older_dialect_scales_the_layers_that_see_everything() -> None:
     assert [layer.window for layer in older.attention] == [8, 8, None] * 2
 
 
-def test_what_published_configs_leave_out_is_what_transformers_has_by_default() -> None:
+def test_settings_missing_in_published_configs_are_the_defaults_of_transformers() -> None:
     assert make("mistral", num_attention_heads=32, head_dim=2).attention[0].num_kv_heads == 8
     assert make("mistral", num_key_value_heads=4).attention[0].window == 4096
     assert make("llama").attention[0].num_kv_heads == 4
@@ -210,7 +210,7 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
         ("mellum", {"num_experts": 8, "mlp_layer_types": ["moe"] * 4}, "mlp_layer_types must list 4 times dense or"),
     ],
 )
-def test_what_is_not_run_is_refused_by_name(family: str, settings: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_be_run_are_refused_by_name(family: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as caught:
         make(family, **settings)
     assert message in str(caught.value)
@@ -237,7 +237,7 @@ def test_layers_of_one_kind_have_the_same_heads_in_gemma_4() -> None:
         make_architecture({**config, "per_layer_config": changed})
 
 
-def test_what_configs_of_olmo_hybrid_leave_out_is_what_transformers_has_by_default() -> None:
+def test_settings_missing_in_configs_of_olmo_hybrid_are_the_defaults_of_transformers() -> None:
     found = make("olmo_hybrid", num_hidden_layers=3, rope_parameters={"rope_theta": None})
     kinds = [isinstance(layer.mixer, GatedDeltaNet) for layer in found.layers]
     assert kinds == [True, True, False]

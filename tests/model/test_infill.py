@@ -50,7 +50,7 @@ def test_the_prompt_has_both_texts_and_the_marks_in_the_model_s_order(
     assert found["token_ids"]
 
 
-def test_the_text_after_comes_first_for_a_model_without_a_mark_for_the_middle(
+def test_the_suffix_is_first_for_a_model_without_a_mark_for_the_middle(
     make_infilling: Callable[[list[str]], LLM],
 ) -> None:
     found = post(make_infilling(CODESTRAL), prompt=["ab", ""])["choices"]
@@ -62,13 +62,13 @@ def test_the_answer_ends_at_the_marks_that_end_it(make_infilling: Callable[[list
     assert (found["token_ids"], found["text"], found["finish_reason"]) == ([PAD], "", "stop")
 
 
-def test_what_has_no_place_beside_a_suffix_is_refused(make_infilling: Callable[[list[str]], LLM]) -> None:
+def test_options_that_exclude_a_suffix_are_refused(make_infilling: Callable[[list[str]], LLM]) -> None:
     llm = make_infilling(QWEN)
     assert post(llm, 400, echo=True)["error"]["param"] == "echo"
     assert post(llm, 400, prompt=[1, 2])["error"]["param"] == "prompt"
 
 
-def test_a_model_without_marks_continues_the_prompt_and_says_so(tmp_path: Path) -> None:
+def test_a_model_without_marks_continues_the_prompt_with_a_warning(tmp_path: Path) -> None:
     llm = LLM(make_model(tmp_path))
     found, plain = post(llm), post(llm, suffix="")
     (warning,) = found["infer"]["warnings"]

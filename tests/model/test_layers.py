@@ -62,7 +62,7 @@ def logits_of(model: Transformer, *, is_recorded: bool) -> Tensor:
     return torch.cat(found)
 
 
-def test_halves_of_layers_compute_what_the_layers_do(tmp_path: Path) -> None:
+def test_halves_of_layers_have_the_results_of_the_layers(tmp_path: Path) -> None:
     whole, halved = load_both(tmp_path)
     assert len(halved.layers) == 2 * len(whole.layers)
     for is_recorded in (False, True):

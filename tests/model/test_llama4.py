@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 
 @pytest.mark.parametrize("seed", range(2))
 @torch.inference_mode()
-def test_rows_go_on_as_one_text_whatever_happens_to_them(model: Transformer, seed: int) -> None:
+def test_rows_continue_as_one_text_after_any_operations(model: Transformer, seed: int) -> None:
     go_on_at_random(ModelRows(model), seed, 120)
 
 

@@ -112,7 +112,7 @@ def held_bytes(model: Transformer) -> int:
 
 
 @pytest.mark.parametrize(("name", "weights"), [*CASES, *EACH_FAMILY])
-def test_weights_take_what_was_said(name: str, weights: str, tmp_path: Path) -> None:
+def test_weights_take_the_estimated_memory(name: str, weights: str, tmp_path: Path) -> None:
     checkpoint, model = load_tiny(name, weights, tmp_path)
     architecture = model.architecture
     types = loaded_types(architecture, checkpoint.tensors, LoadSettings(weights=weights))
@@ -125,7 +125,7 @@ def test_weights_take_what_was_said(name: str, weights: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", ["auto", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_quantised_weights_take_what_was_said(dtype: str) -> None:
+def test_quantised_weights_take_the_estimated_memory(dtype: str) -> None:
     checkpoint = open_checkpoint("smollm2")
     architecture = make_architecture(checkpoint.config)
     chosen = None if dtype == "auto" else getattr(torch, dtype)
@@ -137,7 +137,7 @@ def test_quantised_weights_take_what_was_said(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("name", "weights", "capacity"), [*((*case, 200) for case in CASES), ("llama_odd_sizes", "auto", 1000)]
 )
-def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: int, tmp_path: Path) -> None:
+def test_a_recorded_step_takes_the_estimated_memory(name: str, weights: str, capacity: int, tmp_path: Path) -> None:
     set_num_threads(3)
     checkpoint, model = load_tiny(name, weights, tmp_path)
     is_beyond = capacity > model.architecture.most_positions
@@ -174,7 +174,7 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
     ids=lambda settings: f"{settings.kv_type}-{settings.eviction_policy}-{settings.page_tokens}",
 )
 @pytest.mark.parametrize("name", ["gemma3", "lfm2"])
-def test_a_cache_takes_what_was_said(name: str, settings: CacheSettings, tmp_path: Path) -> None:
+def test_a_cache_takes_the_estimated_memory(name: str, settings: CacheSettings, tmp_path: Path) -> None:
     _, model = load_tiny(name, "auto", tmp_path)
     if name == "lfm2" and settings.kv_type in QUANTIZED:  # its heads are too small
         settings = replace(settings, kv_type="f16")
@@ -188,7 +188,9 @@ def test_a_cache_takes_what_was_said(name: str, settings: CacheSettings, tmp_pat
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32"])
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_shared", "gemma4_per_layer"])
-def test_a_long_context_of_windows_and_shared_keys_takes_what_was_said(name: str, kv_type: str, tmp_path: Path) -> None:
+def test_a_long_context_of_windows_and_shared_keys_takes_the_estimated_memory(
+    name: str, kv_type: str, tmp_path: Path
+) -> None:
     _, model = load_tiny(name, "auto", tmp_path)
     settings, num_tokens = CacheSettings(kv_type=kv_type), 131_072
     layers = model.architecture.cached_mixers
@@ -226,7 +228,7 @@ print((kilobytes["VmHWM"] - kilobytes["VmRSS"]) * 1024)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: a system that tells a process's peak")
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_loading_never_takes_much_more_than_what_is_loaded(dtype: str) -> None:
+def test_loading_never_takes_much_more_than_the_loaded_model(dtype: str) -> None:
     """The table of SmolLM2 is 30 MB, 57 as bfloat16, 113 in floats; its file is 98 MB."""
     done = subprocess.run(python_command(LOAD, dtype), capture_output=True, text=True, check=True)
     assert int(done.stdout) < 16_000_000
@@ -249,7 +251,7 @@ print(before - resident())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: a system that tells what is resident")
-def test_what_was_freed_is_given_back() -> None:
+def test_freed_memory_returns_to_the_system() -> None:
     done = subprocess.run(python_command(FREE), capture_output=True, text=True, check=True)
     assert int(done.stdout) > 100_000_000
 
@@ -286,7 +288,7 @@ def test_the_largest_context_is_the_last_that_fits() -> None:
     assert largest_context(architecture, checkpoint.tensors, load, cache, available=10**6, most=8192) == 0
 
 
-def test_windows_bound_what_their_layers_take() -> None:
+def test_windows_bound_the_memory_of_their_layers() -> None:
     windowed, settings = [replace(ATTENTION, window=100)] * 5, CacheSettings()
     short, long = (cache_bytes(windowed, settings, "f16", count, 1) for count in (2048, 100_352))
     assert short == long
@@ -294,7 +296,7 @@ def test_windows_bound_what_their_layers_take() -> None:
     assert whole[1] - whole[0] == cache_bytes([ATTENTION], settings, "f16", 98_304, 1)
 
 
-def test_what_does_not_fit_is_refused_with_the_context_that_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_that_does_not_fit_is_refused_with_one_that_would(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint("smollm2")
     architecture = make_architecture(checkpoint.config)
     threads = LoadSettings(num_threads=thread_pool().num_threads)
@@ -327,7 +329,7 @@ def run_estimate(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_the_command_counts_what_its_options_say() -> None:
+def test_the_command_uses_its_options() -> None:
     found = run_estimate(
         *["smollm2", "--max-seq-len", "4096", "--batch", "3", "--pool-pages", "20", "--kv-type", "q8"],
         *["--threads", "2", "--eviction-policy", "sliding", "--eviction-window", "500", "--precision", "fast"],
@@ -364,7 +366,7 @@ def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsy
         (["--eviction-policy", "sliding", "--eviction-window", "4"], "eviction_window must be larger than"),
     ],
 )
-def test_what_would_not_load_is_not_estimated(
+def test_a_model_that_would_not_load_is_not_estimated(
     arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["estimate", *arguments]) == 2

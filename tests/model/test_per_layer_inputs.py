@@ -97,7 +97,7 @@ def folder_of(name: str, folder: Path, **changed: Any) -> Path:
 
 @pytest.mark.parametrize("name", ["gemma4_per_layer", "gemma4_moe"])
 @torch.inference_mode()
-def test_rows_go_on_as_one_text_whatever_happens_to_them(name: str, tmp_path: Path) -> None:
+def test_rows_continue_as_one_text_after_any_operations(name: str, tmp_path: Path) -> None:
     go_on_at_random(ModelRows(load(folder_of(name, tmp_path, max_position_embeddings=CAPACITY))), 0, 80)
 
 

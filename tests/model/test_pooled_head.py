@@ -54,7 +54,7 @@ def test_a_classifier_of_modern_bert_s_kind_is_that_of_torch(tmp_path: Path, nam
         torch.testing.assert_close(applied(head, states.double()), oracle.double()(states.double()))
 
 
-def test_the_bits_of_a_result_depend_on_its_state_alone(tmp_path: Path) -> None:
+def test_the_bits_of_a_result_depend_only_on_its_state(tmp_path: Path) -> None:
     torch.manual_seed(1)
     found = save(
         tmp_path / "a.safetensors", nn.Sequential(nn.Linear(SIZE, MIDDLE), nn.Tanh(), nn.Linear(MIDDLE, LABELS))

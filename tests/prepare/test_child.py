@@ -52,7 +52,7 @@ def test_a_process_that_dies_once_over_a_question_is_asked_again(child: Child, t
     assert child.ask({"unless": str(tmp_path / "asked"), "signal": signal.SIGKILL}, 60.0) == "again"
 
 
-def test_what_a_process_dies_of_twice_is_blamed(child: Child, tmp_path: Path) -> None:
+def test_a_question_with_which_a_process_dies_twice_is_blamed(child: Child, tmp_path: Path) -> None:
     for how in (signal.SIGKILL, signal.SIGABRT):
         with pytest.raises(ChildError) as caught:
             child.ask({"unless": str(tmp_path / "no folder" / "asked"), "signal": how}, 60.0)
@@ -60,7 +60,7 @@ def test_what_a_process_dies_of_twice_is_blamed(child: Child, tmp_path: Path) ->
     assert child.ask("next", 60.0) == "next"
 
 
-def test_its_own_limit_of_time_is_blamed_at_once(child: Child, tmp_path: Path) -> None:
+def test_its_own_time_limit_is_blamed_immediately(child: Child, tmp_path: Path) -> None:
     with pytest.raises(ChildError) as caught:
         child.ask({"unless": str(tmp_path / "asked"), "signal": signal.SIGPROF}, 60.0)
     assert caught.value.signal == signal.SIGPROF
@@ -74,7 +74,7 @@ def test_a_stopped_process_goes_on_when_it_is_asked(child: Child) -> None:
     assert pid_of(child) == first
 
 
-def test_a_process_that_stops_reading_holds_nobody_up(child: Child) -> None:
+def test_a_process_that_stops_reading_delays_no_other(child: Child) -> None:
     """The question is larger than a pipe's buffer. Writing it has the same time limit as the answer."""
     assert child.ask("deaf", 60.0) == "deaf"
     with pytest.raises(TimeoutError):
@@ -82,7 +82,7 @@ def test_a_process_that_stops_reading_holds_nobody_up(child: Child) -> None:
     assert child.ask("c", 60.0) == "c"
 
 
-def test_a_fork_asks_a_process_of_its_own_though_the_lock_was_held(child: Child) -> None:
+def test_a_fork_asks_its_own_process_although_the_lock_was_held(child: Child) -> None:
     child.ask("a", 60.0)
     first = pid_of(child)
     held, let_go = threading.Event(), threading.Event()

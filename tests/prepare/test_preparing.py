@@ -141,7 +141,7 @@ def test_tools_of_one_name_are_written_once_each(monkeypatch: pytest.MonkeyPatch
 # Caches
 
 
-def test_answers_that_are_prepared_again_are_asked_for_once_and_kept_up_to_so_many_bytes(
+def test_repeated_preparations_are_requested_once_and_cached_up_to_a_limit(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[Any]()
@@ -173,7 +173,7 @@ def test_no_cache_keeps_the_text_of_a_schema_as_its_key(compiler: Compiler) -> N
         assert len(key) == 32
 
 
-def test_what_the_preparing_process_keeps_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caches_of_the_preparing_process_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.prepare.tool_rules.MAX_RULE_BYTES", 20_000)
     monkeypatch.setattr("infer.toolcalls.tool_schemas.MAX_KNOWN_BYTES", 200_000)
     rules = ToolRules(llguidance, lambda source: "", 4.0)
@@ -187,7 +187,7 @@ def test_what_the_preparing_process_keeps_is_bounded_by_bytes(monkeypatch: pytes
     assert rules._parts._num_bytes <= 20_000
 
 
-def test_templates_are_kept_up_to_so_many_characters() -> None:
+def test_templates_are_cached_up_to_a_number_of_characters() -> None:
     renderer = Renderer()
     for index in range(6):
         source = "{# " + "x" * (MAX_COMPILED_CHARACTERS // 3) + f" #}}{index}"

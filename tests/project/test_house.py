@@ -55,7 +55,7 @@ def test_light_modules_do_not_load_torch() -> None:
     assert run_python(f"import sys, {', '.join(LIGHT_MODULES)}; print('torch' in sys.modules)").strip() == "False"
 
 
-def test_triton_is_loaded_by_the_kernels_for_gpus_alone() -> None:
+def test_only_the_kernels_for_gpus_load_triton() -> None:
     assert run_python("import sys, infer.llm, infer.ops; print('triton' in sys.modules)").strip() == "False"
 
 

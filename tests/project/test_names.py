@@ -44,7 +44,7 @@ def test_ggufs_names_become_ours() -> None:
 
 
 @pytest.mark.parametrize("norms", [LLAMA_NORMS, GEMMA_NORMS], ids=["llama", "gemma"])
-def test_the_norm_after_attention_is_told_from_the_norm_before_the_mlp(norms: dict[str, str]) -> None:
+def test_the_norm_after_attention_differs_from_the_norm_before_the_mlp(norms: dict[str, str]) -> None:
     expected = {f"{LAYER}{stored}.weight": f"{LAYER}{ours}.weight" for stored, ours in norms.items()}
     assert names_from_hugging_face(expected) == expected
 
@@ -75,7 +75,7 @@ def test_the_head_has_one_name(name: str) -> None:
         "model.layers.0.self_attn.rotary_emb.inv_freq",
     ],
 )
-def test_what_is_no_weight_of_the_text_network_is_skipped(name: str) -> None:
+def test_tensors_outside_the_text_network_are_skipped(name: str) -> None:
     assert names_from_hugging_face([name]) == {}
 
 

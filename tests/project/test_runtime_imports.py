@@ -176,7 +176,7 @@ def test_running_a_model_unpickles_nothing_and_uses_no_network(phases: list[list
     assert len(phases[0]) > 100
 
 
-def test_what_is_executed_comes_from_modules_alone(phases: list[list[tuple[str, str]]]) -> None:
+def test_only_modules_are_executed(phases: list[list[tuple[str, str]]]) -> None:
     """No code of infer executes text. Once everything is imported, nothing is compiled or executed."""
     executed = [each for phase in phases for each in phase if each[0] in ("exec", "compile")]
     assert len(executed) > 100  # modules
@@ -190,14 +190,14 @@ def test_what_is_executed_comes_from_modules_alone(phases: list[list[tuple[str, 
     assert [each for each in phases[2] if each[0].split(".")[0] in kinds and each[0] not in views] == []
 
 
-def test_of_a_folder_only_what_is_read_is_opened(phases: list[list[tuple[str, str]]]) -> None:
+def test_only_the_needed_files_of_a_folder_are_opened(phases: list[list[tuple[str, str]]]) -> None:
     opened = {Path(name).name for phase in phases for event, name in phase if event == "open" and "/a-folder/" in name}
     assert opened == {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors",
     }  # fmt: skip
 
 
-def test_a_model_that_needs_code_of_its_own_is_told_that_none_is_run(tmp_path: Path) -> None:
+def test_a_model_that_needs_its_own_code_is_refused(tmp_path: Path) -> None:
     config = CONFIG | {"model_type": "evil", "auto_map": {"AutoModel": "modeling_evil.Evil"}}
     with pytest.raises(UnsupportedModelError, match=r"'evil' is not supported.*auto_map.*never run"):
         load_model(write_folder(tmp_path / "model", config_json=config))

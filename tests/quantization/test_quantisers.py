@@ -85,7 +85,7 @@ def test_values_that_a_type_holds_are_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q4_K", "IQ4_NL", "IQ1_S", "IQ3_XXS"])
-def test_rows_do_not_depend_on_the_rows_beside_them(name: str) -> None:
+def test_rows_do_not_depend_on_their_neighbours(name: str) -> None:
     values = torch.randn(90, 768, generator=torch.Generator().manual_seed(1))
     importance = torch.rand(768, generator=torch.Generator().manual_seed(2))
     values[88] = 0

@@ -140,7 +140,7 @@ def test_an_id_outside_the_vocabulary_is_an_error_with_name_rule_and_value(name:
         pack({}, {name: make(token_id)})
 
 
-def test_ends_of_a_model_that_lie_outside_the_vocabulary_are_never_said_anyway() -> None:
+def test_ends_of_a_model_outside_the_vocabulary_are_ignored() -> None:
     assert pack({"min_new_tokens": 1}, end_ids=[-1, 10, 4]).end_ids.tolist() == [4]
 
 
@@ -186,7 +186,7 @@ def assert_same(found: SamplingColumns, expected: SamplingColumns) -> None:
 
 @few
 @given(st.data())
-def test_what_is_selected_stands_as_if_there_were_no_other_slot(data: st.DataObject) -> None:
+def test_selected_slots_do_not_depend_on_other_slots(data: st.DataObject) -> None:
     """Earlier writes and selections have no effect, and the columns keep their addresses."""
     columns = SamplingColumns(5, 10, end_ids=[3, 6])
     held: dict[int, tuple[SamplingParams, int]] = {}
@@ -224,7 +224,7 @@ def test_a_slot_that_nothing_was_written_for_is_greedy() -> None:
     assert_same(columns, SamplingColumns.of([SamplingParams(temperature=0)], 10))
 
 
-def test_what_is_refused_leaves_the_slot_as_it_was() -> None:
+def test_a_refusal_leaves_the_slot_unchanged() -> None:
     columns = pack({"temperature": 0.5})
     with pytest.raises(InvalidRequestError):
         columns.write(0, SamplingParams(seed=1, temperature=0.7, stop_token_ids=[10]))

@@ -125,7 +125,7 @@ def test_only_slots_that_had_a_penalty_take_memory() -> None:
     assert int(done.stdout) < 32e6
 
 
-def test_what_an_interrupt_left_is_gone_after_a_new_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remains_of_an_interrupt_are_gone_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     history = History(1, 20, 5)
     history.begin(0, [1, 2])
     for table in ("last", "counts"):

@@ -237,7 +237,7 @@ def test_top_p_of_zero_keeps_one_token() -> None:
 # Min-p
 
 
-def test_min_p_drops_what_is_under_its_share_of_the_largest() -> None:
+def test_min_p_drops_tokens_below_its_share_of_the_largest() -> None:
     row = torch.tensor([0.5, 0.2, 0.2, 0.04, 0.06]).log()
     assert kept_ids(apply_min_p(row, 0.1)) == [0, 1, 2, 4]
     assert kept_ids(apply_min_p(row, 0.999)) == [0]
@@ -357,7 +357,7 @@ def test_a_finished_grammar_ends_below_the_minimum_length() -> None:
     assert sample_token(torch.zeros(3), [], params, eos_token_ids={1}, allowed=[1]) == 1
 
 
-def test_a_bias_does_not_bring_back_what_is_banned() -> None:
+def test_a_bias_does_not_allow_banned_tokens() -> None:
     params = SamplingParams(temperature=0, min_new_tokens=1, logit_bias={0: 50.0, 2: 50.0}, allowed_token_ids=[0, 1])
     assert sample_token(torch.zeros(3), [], params, eos_token_ids={0}) == 1
 
@@ -512,5 +512,5 @@ def test_log_probabilities_are_those_of_the_softmax(row: Tensor, k: int) -> None
         assert logprob == pytest.approx(float(expected[token_id]), rel=1e-5, abs=1e-5)
 
 
-def test_the_module_says_its_order() -> None:
+def test_the_module_documents_its_order() -> None:
     assert [f"{n:2d}." in str(definition.__doc__) for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)] == [True] * 10

@@ -96,7 +96,7 @@ def test_top_k_is_hugging_faces_where_no_logits_are_equal(seed: int, k: int) -> 
     assert torch.equal(ours(logits, [0], top_k=k), theirs(logits, [0], TopKLogitsWarper(k)))
 
 
-def test_of_equal_logits_top_k_keeps_exactly_k_where_hugging_face_keeps_all() -> None:
+def test_top_k_keeps_exactly_k_of_equal_logits_where_hugging_face_keeps_all() -> None:
     logits = torch.tensor([1.0, 2.0, 2.0, 2.0, 0.0])
     assert kept(ours(logits, [0], top_k=2)) == [1, 2]
     assert kept(theirs(logits, [0], TopKLogitsWarper(2))) == [1, 2, 3]
@@ -204,7 +204,7 @@ def probabilities_left(logits: Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), FILTERS)
-def test_filters_leave_what_llama_cpp_says(name: str, value: float, expected: list[float]) -> None:
+def test_filters_leave_the_tokens_of_llama_cpp(name: str, value: float, expected: list[float]) -> None:
     found = ours(torch.tensor(TENTHS).log(), [0], **{name: value})
     assert sorted(probabilities_left(found), reverse=True) == pytest.approx(expected, abs=1e-5)
 
@@ -213,7 +213,7 @@ def test_top_p_of_zero_keeps_the_largest_as_in_llama_cpp() -> None:
     assert probabilities_left(ours(torch.tensor(TENTHS).log(), [0], top_p=0.0)) == pytest.approx([1.0])
 
 
-def test_where_llama_cpp_takes_values_outside_our_ranges_the_edge_refuses_them() -> None:
+def test_values_of_llama_cpp_outside_our_ranges_are_refused() -> None:
     """In llama.cpp, top_k 0 and min_p from 1 on have meanings. Here they are errors that name the rule."""
     for name, value in (("top_k", 0), ("min_p", 1.0), ("min_p", 1.05)):
         with pytest.raises(ValueError, match=f"{name} must be"):
@@ -228,7 +228,7 @@ def test_where_llama_cpp_takes_values_outside_our_ranges_the_edge_refuses_them()
         ([0, 1, 2, 0, 0], [0.0, 0.0, 0.0, 0.5, 0.5]),
     ],
 )
-def test_a_repetition_penalty_of_50_leaves_what_llama_cpp_says(context: list[int], expected: list[float]) -> None:
+def test_a_repetition_penalty_of_50_has_llama_cpp_s_result(context: list[int], expected: list[float]) -> None:
     found = ours(torch.tensor(FIFTHS).log(), context, repetition_penalty=50.0)
     assert found.softmax(0).tolist() == pytest.approx(expected, abs=1e-5)
 
@@ -250,7 +250,7 @@ def test_frequency_and_presence_are_llama_cpps_formula(context: list[int]) -> No
         ([0, 1, 2, 0, 0], [0.0, 0.000023, 0.000023, 0.499977, 0.499977]),
     ],
 )
-def test_the_penalty_functions_leave_what_llama_cpp_says_at_5_and_5(context: list[int], expected: list[float]) -> None:
+def test_the_penalty_functions_have_llama_cpp_s_result_at_5_and_5(context: list[int], expected: list[float]) -> None:
     """The formula has no bounds: the reference's two functions take values that `SamplingParams` refuses."""
     from infer.sampling.definition import apply_frequency_penalty, apply_presence_penalty
 
@@ -275,9 +275,7 @@ QUEUES: list[tuple[dict[str, float], int, int]] = [
 
 
 @pytest.mark.parametrize(("values", "smallest_id", "count"), QUEUES)
-def test_queues_of_filters_keep_the_ids_that_llama_cpp_says(
-    values: dict[str, float], smallest_id: int, count: int
-) -> None:
+def test_queues_of_filters_keep_llama_cpp_s_ids(values: dict[str, float], smallest_id: int, count: int) -> None:
     """Token 0 has probability 0 (ln 0) and is never kept here. Llama.cpp counts it if nothing is filtered."""
     found = ours(torch.arange(10_000).float().log(), [1], **values)
     assert kept(found) == list(range(smallest_id, smallest_id + count))

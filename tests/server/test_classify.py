@@ -54,7 +54,7 @@ def test_a_long_text_is_refused_or_cut(served: Served) -> None:
         ({"input": "a", "model": "other"}, 404, "model"),
     ],
 )
-def test_what_cannot_be_classified_is_refused(served: Served, body: Any, status: int, param: str) -> None:
+def test_texts_that_cannot_be_classified_are_refused(served: Served, body: Any, status: int, param: str) -> None:
     answer = served.client.post("/v1/classify", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 

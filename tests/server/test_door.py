@@ -61,7 +61,7 @@ def enter(door: Door, look: Callable[[], Forecast], body: bytes = b"", **arrival
     return None
 
 
-def test_nobody_waits_for_its_own_prompt() -> None:
+def test_the_own_prompt_is_not_part_of_the_wait() -> None:
     assert forecast_of([]).seconds_to_slot("a") == 0.0
     assert forecast_of([]).seconds_ahead("a", 10_000) == 0.0
 
@@ -157,7 +157,7 @@ def test_clients_are_told_whole_seconds_within_a_minute_and_milliseconds(seconds
      (busy("a"), {"max_ttft": 100.0, "max_queue": 84}, True), (busy("a"), {"max_ttft": 100.0, "max_queue": 85}, False),
      (busy("b", 1000), {"max_queue": 84}, False)],
 )  # fmt: skip
-def test_it_refuses_who_would_wait_too_long(
+def test_the_door_refuses_requests_that_would_wait_too_long(
     found: list[RemainingWork], limits: dict[str, float], is_refused: bool
 ) -> None:
     door = Door(ServerSettings(**limits))  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def test_it_refuses_who_would_wait_too_long(
         assert refused.value.code == "rate_limit_exceeded"
 
 
-def test_who_is_being_prepared_counts_until_the_engine_knows_of_it() -> None:
+def test_a_request_in_preparation_counts_until_the_engine_has_it() -> None:
     door = Door(ServerSettings(slots=1, max_queue=3), clock=lambda: 0.0)
     entry = door.enter(Arrival("a", num_prompts=1, num_choices=4), b"", lambda: forecast_of([], 1))
     assert door.forecast(lambda: forecast_of([], 1)).count == 4
@@ -198,7 +198,7 @@ def test_each_refused_client_is_promised_a_place_after_those_before_it() -> None
     assert enter(door, lambda: forecast_of(busy("a", 40)), b"another") is None  # no refused client has returned
 
 
-def test_who_waits_longer_than_a_minute_keeps_its_place() -> None:
+def test_a_client_that_waits_longer_than_a_minute_keeps_its_place() -> None:
     """About 160 s of work are ahead of the first of two clients, so both are told to wait a minute twice."""
     now, ahead = [0.0], [300]
     door = Door(ServerSettings(max_ttft=40.0, slots=16), clock=lambda: now[0])
@@ -219,7 +219,7 @@ def test_who_waits_longer_than_a_minute_keeps_its_place() -> None:
     assert (ask(b"fourth") or 0.0) > 0
 
 
-def test_predictions_are_corrected_by_the_waits_of_those_who_were_accepted() -> None:
+def test_predictions_are_corrected_by_the_waits_of_accepted_requests() -> None:
     now = [0.0]
     door = Door(ServerSettings(max_ttft=60.0), clock=lambda: now[0])
     entry = door.enter(Arrival("a"), b"", lambda: forecast_of(busy("a")))  # after about 50 s
@@ -232,7 +232,7 @@ def test_predictions_are_corrected_by_the_waits_of_those_who_were_accepted() -> 
     assert enter(door, lambda: forecast_of(busy("a", 30)), b"other") is None
 
 
-def test_texts_are_counted_and_what_is_no_text_is_not() -> None:
+def test_only_texts_are_counted() -> None:
     assert text_tokens(list(range(1000))) == 1000
     assert text_tokens([{"role": "user", "content": "x" * 300}]) < 110
     assert text_tokens([{"role": "user", "content": None}, 3.5, True]) < 20
@@ -281,7 +281,7 @@ def test_at_twice_the_capacity_promises_are_kept_and_nothing_idles() -> None:
 
 
 @pytest.mark.parametrize(("between", "max_queue"), [(0.0, 512), (0.01, 512), (0.0, 10)])
-def test_patient_clients_are_taken_in_turn_and_when_they_were_told(between: float, max_queue: int) -> None:
+def test_patient_clients_are_accepted_in_turn_and_at_the_promised_time(between: float, max_queue: int) -> None:
     """The load is twice the capacity. A pause between two steps makes all waits longer than the costs predict."""
     machine, requests = replace(SLOW, between=between), arriving(2 * SLOW_CAPACITY, 120.0)
     life = DoorSimulation(machine, requests, num_retries=50, max_queue=max_queue)

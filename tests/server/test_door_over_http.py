@@ -81,7 +81,7 @@ def test_answers_are_counted_and_not_requests(llm: LLM, slow: None) -> None:
         assert post(served, SHORT | {"n": 6}).status_code == 200
 
 
-def test_what_is_no_prompt_is_not_counted_as_one(llm: LLM, slow: None) -> None:
+def test_other_fields_than_the_prompt_are_not_counted(llm: LLM, slow: None) -> None:
     """While an answer is computed, a body of 60 kB has a prompt of two tokens."""
     with serving(llm, slots=4, max_ttft=5.0) as served, ThreadPoolExecutor(2) as pool:
         taken = [pool.submit(post, served, LONG | {"stop_token_ids": [9] * 20_000}) for _ in range(2)]

@@ -217,9 +217,7 @@ HISTORIES: list[tuple[list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("sent", "meant"), HISTORIES)
-def test_what_clients_add_to_messages_is_read_as_what_it_means(
-    served: Served, sent: list[Any], meant: list[Any]
-) -> None:
+def test_fields_that_clients_add_to_messages_are_understood(served: Served, sent: list[Any], meant: list[Any]) -> None:
     prompts = [post(served, "/apply-template", messages=[*each, USER])["prompt"] for each in (sent, meant)]
     assert prompts[0] == prompts[1]
     assert warnings_of(chat(served, messages=[*sent, USER])) == []
@@ -279,7 +277,7 @@ def test_tools_of_other_kinds_are_left_out_with_a_warning(served: Served) -> Non
         ({"type": "function", "function": {"name": "f"}, "strict": True}, "strict belongs to function"),
     ],
 )
-def test_a_misspelt_field_of_a_tool_is_said(served: Served, tool: dict[str, Any], warning: str) -> None:
+def test_a_misspelt_field_of_a_tool_is_named(served: Served, tool: dict[str, Any], warning: str) -> None:
     (found,) = warnings_of(chat(served, tools=[tool]))
     assert warning in found
 
@@ -290,7 +288,7 @@ def test_a_name_of_a_schema_that_openai_refuses_is_taken_with_a_warning(served: 
         assert len(warnings_of(chat(served, response_format=asked, max_tokens=20))) == 1
 
 
-def test_a_schema_that_is_not_strict_leaves_out_what_cannot_be_enforced(served: Served) -> None:
+def test_a_schema_that_is_not_strict_drops_unenforceable_keywords(served: Served) -> None:
     schema = {"type": "array", "items": {"type": "null"}, "maxItems": 2, "uniqueItems": True}
     for strict in (None, False):
         asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": strict}}
@@ -325,7 +323,7 @@ def test_many_stops_hold(served: Served) -> None:
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": ["hello", "a"]})])
 @pytest.mark.parametrize("is_last_asked", [False, True])
-def test_each_chunk_has_the_usage_so_far_for_who_asks(
+def test_each_chunk_has_the_usage_so_far_if_requested(
     served: Served, path: str, body: dict[str, Any], is_last_asked: bool
 ) -> None:
     options = {"continuous_usage_stats": True, "include_usage": is_last_asked}

@@ -115,7 +115,9 @@ def test_head_has_no_body(connection: Connection, path: str) -> None:
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
     ],
 )
-def test_what_is_no_request_is_refused_and_closed(connection: Connection, sent: bytes) -> None:
+def test_bytes_that_are_not_a_request_are_refused_and_the_connection_closes(
+    connection: Connection, sent: bytes
+) -> None:
     connection.send(sent)
     assert refusal(connection.answer())[0] == 400
     assert connection.is_closed()
@@ -155,7 +157,7 @@ def test_every_head_of_a_connection_is_timed(connection: Connection, rest: bytes
 
 
 @pytest.mark.parametrize("rest", [b"", b"a", b"a" * 100])
-def test_a_body_that_nobody_reads_keeps_no_connection_open(connection: Connection, rest: bytes) -> None:
+def test_an_unread_body_keeps_no_connection_open(connection: Connection, rest: bytes) -> None:
     connection.send(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n")
     assert refusal(connection.answer())[0] == 404
     connection.send(rest)
@@ -295,7 +297,7 @@ def test_clients_that_go_away_while_they_wait_are_forgotten(served: Served) -> N
     until_idle(served)
 
 
-def test_readers_that_read_nothing_keep_nobody_waiting(served: Served) -> None:
+def test_clients_that_read_nothing_delay_no_other_client(served: Served) -> None:
     with ExitStack() as stack:
         for _ in range(usual_or_all(8, 50)):
             slow = stack.enter_context(Connection(served.port, receive_bytes=1024))
@@ -303,7 +305,7 @@ def test_readers_that_read_nothing_keep_nobody_waiting(served: Served) -> None:
         assert answered(served)
 
 
-def test_many_silent_connections_keep_nobody_waiting(served: Served) -> None:
+def test_many_silent_connections_delay_no_client(served: Served) -> None:
     with ExitStack() as stack:
         for _ in range(usual_or_all(50, 900)):
             stack.enter_context(Connection(served.port))

@@ -108,9 +108,7 @@ def test_a_stream_is_the_same_answer_in_anthropic_s_events(served: Served) -> No
          "messages"),
     ],
 )  # fmt: skip
-def test_what_is_refused_is_refused_in_anthropic_s_shape(
-    served: Served, change: Any, status: int, kind: str, param: str
-) -> None:
+def test_refusals_have_anthropic_s_shape(served: Served, change: Any, status: int, kind: str, param: str) -> None:
     body = {name: value for name, value in (ASKED | change).items() if value is not None}
     answer = served.client.post("/v1/messages", json=body)
     found = answer.json()

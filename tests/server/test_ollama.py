@@ -196,7 +196,7 @@ def test_a_refusal_is_one_line_in_ollama_s_shape(served: Served, path: str, body
     assert "\n" not in found["error"]
 
 
-def test_what_only_the_file_system_can_delete_is_refused_with_the_method_of_ollama(served: Served) -> None:
+def test_models_that_only_the_file_system_can_delete_are_refused(served: Served) -> None:
     answer = served.client.request("DELETE", "/api/delete", json={"model": "tiny"})
     assert (answer.status_code, answer.json()["code"]) == (400, "unsupported")
 

@@ -91,7 +91,7 @@ def test_bodies_and_answers_are_as_described(served: Served, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/health", "/ready"])
-def test_what_is_got_is_as_described(served: Served, path: str) -> None:
+def test_answers_are_as_described(served: Served, path: str) -> None:
     answer_of(path, "get", 200).validate(served.client.get(path).json())
 
 

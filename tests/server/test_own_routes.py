@@ -87,7 +87,7 @@ def test_a_conversation_is_rendered_and_tokenised_as_it_is_answered(served: Serv
         ({"contents": "a"}, "contents", "did you mean content?"),
     ],
 )
-def test_what_cannot_be_tokenised_is_refused(served: Served, body: Any, param: str, message: str) -> None:
+def test_texts_that_cannot_be_tokenised_are_refused(served: Served, body: Any, param: str, message: str) -> None:
     status, where, said = refused(served, "/tokenize", **body)
     assert (status, where) == (404 if param == "model" else 400, param)
     assert message in said
@@ -143,7 +143,7 @@ def test_fewer_dimensions_are_the_first_ones_at_length_1(served: Served, llm: LL
         ({"input": "a" * 500}, "input", "holds 400"),
     ],
 )
-def test_what_cannot_be_embedded_is_refused(served: Served, body: Any, param: str, message: str) -> None:
+def test_texts_that_cannot_be_embedded_are_refused(served: Served, body: Any, param: str, message: str) -> None:
     status, where, said = refused(served, "/v1/embeddings", **body)
     assert (status, where) == (400, param)
     assert message in said
@@ -156,7 +156,7 @@ def test_a_model_that_is_not_for_embeddings_says_what_to_do(llm: LLM) -> None:
     assert "--embeddings" in said
 
 
-def test_nothing_of_a_vector_that_is_nothing_is_nothing() -> None:
+def test_a_vector_of_zeros_stays_zero() -> None:
     vector = torch.zeros(1, 4).numpy()
     assert answer_of("m", vector, "float", 1).data[0].embedding == [0.0] * 4
     assert texts_of([[1, 2], [3]]) == [[1, 2], [3]]
@@ -195,7 +195,7 @@ def test_a_given_answer_is_traced_from_any_place(served: Served) -> None:
     assert second["stages"] != answer["tokens"][5]["stages"]
 
 
-def test_what_a_grammar_forbids_is_a_stage(served: Served, llm: LLM) -> None:
+def test_the_mask_of_a_grammar_is_a_stage(served: Served, llm: LLM) -> None:
     asked = {"prompt": "hello", **SAMPLED, "regex": "abc[d-f]{5}"}
     answer = ask(served, "/v1/trace", **asked)
     assert answer["text"] == llm.generate("hello", temperature=0.9, seed=5, frequency_penalty=0.7, max_new_tokens=12,
@@ -205,7 +205,7 @@ def test_what_a_grammar_forbids_is_a_stage(served: Served, llm: LLM) -> None:
     assert all(1 <= each[0] < 260 for each in kept)
 
 
-def test_where_a_token_came_from_is_told(served: Served, llm: LLM) -> None:
+def test_the_origin_of_a_token_is_reported(served: Served, llm: LLM) -> None:
     body = {"prompt": "hello", "regex": "abc[d-f]{3}xyz", "max_tokens": 40, "seed": 1, "return_token_ids": True}
     streamed = served.client.post("/v1/completions", json={**body, "stream": True}).text
     *chunks, _ = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line[6:7] == "{"]
@@ -220,7 +220,7 @@ def _columns(choice: Any) -> tuple[list[Any], list[Any]]:
     return choice.get("token_bytes", []), choice.get("token_origins", [])
 
 
-def test_right_drafts_and_given_tokens_are_told_apart(llm: LLM) -> None:
+def test_right_drafts_and_given_tokens_are_distinguished(llm: LLM) -> None:
     prompt = "abcabcabcabcabcabc"
     stream = llm.stream(prompt, temperature=0, max_new_tokens=40, speculation="ngram", answer_prefix=[97, 98])
     origins = [piece.origin for piece in stream]
@@ -228,7 +228,7 @@ def test_right_drafts_and_given_tokens_are_told_apart(llm: LLM) -> None:
     assert origins.count("draft") == stream.result.stats.drafts_accepted > 0
 
 
-def test_the_fingerprint_is_that_of_what_answers_depend_on(served: Served, llm: LLM, folder: Path) -> None:
+def test_the_fingerprint_covers_everything_that_answers_depend_on(served: Served, llm: LLM, folder: Path) -> None:
     found = ask(served, "/v1/completions", prompt="a", max_tokens=1)["system_fingerprint"]
     facts = served.client.get("/props").json()
     assert found == facts["system_fingerprint"]
@@ -285,7 +285,7 @@ def test_a_branch_has_the_bits_of_its_answer_up_to_the_other_token(served: Serve
          "the answer ends with this token"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_traced_or_branched_is_refused(
+def test_answers_that_cannot_be_traced_or_branched_are_refused(
     served: Served, path: str, body: Any, param: str, message: str
 ) -> None:
     status, where, said = refused(served, f"/v1/{path}", **body)
@@ -296,7 +296,7 @@ def test_what_cannot_be_traced_or_branched_is_refused(
 # State of the engine
 
 
-def test_who_listens_sees_the_engine_s_steps(served: Served) -> None:
+def test_a_listener_sees_the_engine_s_steps(served: Served) -> None:
     with served.client.stream("GET", "/v1/engine/events?interval=0.1") as events:
         lines = (line.removeprefix("data: ") for line in events.iter_lines() if line.startswith("data"))
         before = json.loads(next(lines))

@@ -35,7 +35,7 @@ def test_the_page_is_there_without_a_key_and_while_the_model_loads(served: Serve
     assert served.client.get("/page/main.js").headers["content-type"].startswith("text/javascript")
 
 
-def test_what_has_not_changed_is_not_sent_again(served: Served) -> None:
+def test_unchanged_files_are_not_sent_again(served: Served) -> None:
     etag = served.client.get("/").headers["etag"]
     again = served.client.get("/", headers={"If-None-Match": f'W/"x", {etag}'})
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", etag)
@@ -63,7 +63,7 @@ def test_no_file_reads_text_as_html_or_names_another_host() -> None:
     assert not re.search(r"\son\w+=|style=|<style|<script(?! type=\"module\" src=)", index)
 
 
-def test_modules_import_what_there_is() -> None:
+def test_modules_import_existing_names() -> None:
     for path in FOLDER.glob("*.js"):
         text = path.read_text(encoding="utf-8")
         for names, module in re.findall(r"import \{([^}]*)\} from \"\./([\w.]+)\"", text):

@@ -161,7 +161,9 @@ def test_a_long_document_is_refused_or_cut(served: Served) -> None:
         ("/v1/score", {"text_1": "a", "text_2": "b", "model": "other"}, 404, "model"),
     ],
 )
-def test_what_cannot_be_ranked_is_refused(served: Served, path: str, body: Any, status: int, param: str) -> None:
+def test_documents_that_cannot_be_ranked_are_refused(
+    served: Served, path: str, body: Any, status: int, param: str
+) -> None:
     answer = served.client.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 

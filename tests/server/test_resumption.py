@@ -42,7 +42,7 @@ def ask(served: Served, path: str, body: dict[str, Any], sent: list[SentPart]) -
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_after_every_event_a_stream_goes_on_as_if_it_had_not_been_cut(served: Served, name: str) -> None:
+def test_a_stream_that_is_cut_after_any_event_continues_unchanged(served: Served, name: str) -> None:
     whole = ask(served, *CASES[name], [])
     expected = merged(text_of(whole))
     sent, noted, had = list[SentPart](), list[SentPart](), list[bytes]()

@@ -116,7 +116,9 @@ def test_a_model_answers_to_each_of_its_names(served: Served) -> None:
     [("GET", "/nothing", 404), ("GET", "/v1/unknown", 404), ("PUT", "/v1/models", 405), ("DELETE", "/health", 405),
      ("PATCH", "/v1/models", 405), ("BREW", "/health", 400), ("GET", "/health%0a", 404)],
 )  # fmt: skip
-def test_what_no_route_takes_is_refused_in_openai_s_shape(served: Served, method: str, path: str, status: int) -> None:
+def test_requests_that_no_route_takes_are_refused_in_openai_s_shape(
+    served: Served, method: str, path: str, status: int
+) -> None:
     answer = served.client.request(method, path)
     assert answer.status_code == status
     assert error_of(answer)["type"] == "invalid_request_error"
@@ -153,7 +155,7 @@ def test_a_model_that_is_loading_is_neither_ready_nor_asked() -> None:
         (b"", 408, None),  # browsers open connections before they need them
     ],
 )
-def test_what_is_refused_before_it_is_a_request_is_logged_and_counted(
+def test_refusals_before_a_complete_request_are_logged_and_counted(
     served: Served, caplog: pytest.LogCaptureFixture, sent: bytes, status: int, code: str | None
 ) -> None:
     def counted() -> float:
@@ -292,7 +294,7 @@ def test_a_silent_stream_is_kept_open_by_comments(served: Served) -> None:
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "Basic c2VjcmV0"},
                                      {"x-api-key": ""}, {"authorization": "Bearer"}])  # fmt: skip
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/nothing"])
-def test_without_a_key_nothing_is_told(guarded: Served, headers: dict[str, str], path: str) -> None:
+def test_nothing_is_revealed_without_a_key(guarded: Served, headers: dict[str, str], path: str) -> None:
     refused = guarded.client.get(path, headers=headers)
     assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key")
     assert refused.headers["www-authenticate"] == "Bearer"
@@ -405,7 +407,7 @@ def test_the_process_is_measured_as_prometheus_client_does(served: Served) -> No
     assert samples["infer_build_info"].labels["version"] == infer.__version__
 
 
-def test_who_would_be_one_too_many_in_the_queue_is_told_when_to_come_back(
+def test_a_client_beyond_the_queue_is_told_when_to_return(
     llm: LLM, slow_steps: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm._opened.engine.scheduler, "_max_steps", 1)

@@ -175,7 +175,7 @@ def test_it_answers_while_it_loads_and_a_signal_ends_it(folder: Path) -> None:
         assert "ended 0" in process.ends()
 
 
-def test_what_runs_is_answered_and_what_waits_is_refused_when_it_drains(folder: Path) -> None:
+def test_a_draining_server_finishes_running_answers_and_refuses_waiting_ones(folder: Path) -> None:
     with started(folder) as process, ThreadPoolExecutor(8) as pool:
         process.load()
         running = pool.submit(process.ask, LONG, stream=True)
@@ -223,7 +223,9 @@ def test_a_server_that_was_told_to_ignore_a_closed_terminal_goes_on(folder: Path
 
 
 @pytest.mark.parametrize("drain_seconds", [0.0, 60.0])
-def test_what_takes_too_long_ends_as_an_error_and_a_second_signal_ends_all(folder: Path, drain_seconds: float) -> None:
+def test_answers_that_take_too_long_end_as_errors_and_a_second_signal_ends_all(
+    folder: Path, drain_seconds: float
+) -> None:
     with started(folder, drain_seconds=drain_seconds) as process, ThreadPoolExecutor(1) as pool:
         process.load()
         running: Future[httpx.Response] = pool.submit(process.ask, 300, stream=True)

@@ -29,7 +29,7 @@ def rows(beginning: str) -> set[str]:
     return {line for line in DOCS.splitlines() if line.startswith(f"| `{beginning}")}
 
 
-def test_every_flag_is_told_as_its_help_tells_it() -> None:
+def test_every_flag_is_documented_as_in_its_help() -> None:
     options = [option for option in infer.commands["serve"].params if isinstance(option, click.Option)]
     expected = {row_of_flag(option) for option in options if not option.hidden}
     found = rows("--")
@@ -43,7 +43,7 @@ def test_the_lines_for_other_programs_are_those_that_the_server_prints() -> None
         assert f"| {program} | `{line}` |" in told, program
 
 
-def test_every_metric_is_told_with_its_kind(served: Served) -> None:
+def test_every_metric_is_documented_with_its_kind(served: Served) -> None:
     served.client.post("/v1/completions", json={"model": "tiny", "prompt": [5, 6], "max_tokens": 2})
     text = served.client.get("/metrics").text
     helps = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
@@ -68,7 +68,7 @@ def test_the_dashboard_asks_for_metrics_and_labels_that_the_server_has(served: S
                 assert re.search(rf'^{name}{{.*\b{label}="', text, re.MULTILINE), expression
 
 
-def test_every_route_is_told() -> None:
+def test_every_route_is_documented() -> None:
     told = set(re.findall(r"`(GET|POST|DELETE) (/[^`]*)`", DOCS))
     routes = [*ROUTES, *ShelfFront(Mock(Shelf)).table]
     assert {(method, _plain(path)) for method, path in told} == {(each.method, _plain(each.path)) for each in routes}
@@ -79,7 +79,7 @@ def _plain(path: str) -> str:
     return re.sub(r"{[^}]*}", "{}", path)
 
 
-def test_every_setting_is_a_flag_or_told_with_its_value() -> None:
+def test_every_setting_is_a_flag_or_documented_with_its_value() -> None:
     # --served-model-name, --api-key-file
     by_other_names = {"model", "aliases", "api_keys"}
     set_by_itself = {"is_child", "max_slots", "model_path"}

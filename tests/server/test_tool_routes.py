@@ -191,7 +191,7 @@ def test_a_chat_traces_an_answer_with_a_schema_after_its_reasoning(llm: LLM) -> 
 
 
 @pytest.mark.parametrize("name", ["tools", "thinking_token_budget", "reasoning_effort"])
-def test_what_belongs_to_messages_is_refused_beside_a_text(served: Served, name: str) -> None:
+def test_options_of_messages_are_refused_beside_a_text(served: Served, name: str) -> None:
     value = {"tools": TOOLS, "thinking_token_budget": 1, "reasoning_effort": "low"}[name]
     answer = served.client.post("/v1/trace", json={"prompt": "a", name: value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
@@ -229,7 +229,7 @@ def test_a_tool_that_is_not_strict_refuses_no_request(served: Served) -> None:
         ({"thinking_token_budget": -3}, "thinking_token_budget"),
     ],
 )
-def test_what_is_wrong_with_tools_is_named(served: Served, body: dict[str, Any], param: str) -> None:
+def test_faults_of_tools_are_named(served: Served, body: dict[str, Any], param: str) -> None:
     answer = served.client.post(CHAT, json={"messages": ASKED, **body})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]

@@ -72,7 +72,7 @@ def test_a_tenant_of_whom_too_much_waits_is_refused_and_the_others_are_not() -> 
     run(work)
 
 
-def test_the_turn_of_who_has_gone_ends_with_the_work_and_the_next_comes() -> None:
+def test_the_turn_of_a_cancelled_task_ends_with_its_work() -> None:
     async def work() -> None:
         turns, gate, begun = Turns(most_running=1), threading.Event(), threading.Event()
         gone = asyncio.create_task(turns.run("a", lambda: (begun.set(), gate.wait())))

@@ -42,7 +42,7 @@ def test_a_place_is_kept_for_as_long_as_its_client_comes_back_when_it_is_told() 
             waiting.due = now
 
 
-def test_who_does_not_come_back_is_forgotten() -> None:
+def test_a_client_that_does_not_return_is_forgotten() -> None:
     line = line_of(b"a", b"b")
     line.append(b"c", 1.0, 60.0)
     assert line.find(b"c", 20.1) is None  # it is too early, and the others are too late

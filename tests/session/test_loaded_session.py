@@ -157,7 +157,7 @@ def test_a_loaded_session_answers_as_the_one_that_was_saved(name: str, base: Pat
 
 @pytest.mark.parametrize("name", ["windows", "sliding", "sliding and windows"])
 @pytest.mark.parametrize("count", [0, 1, SPARE_TOKENS - 1])
-def test_what_is_taken_back_after_a_load_is_not_read_again(name: str, count: int, base: Path, tmp_path: Path) -> None:
+def test_removed_turns_after_a_load_are_not_read_again(name: str, count: int, base: Path, tmp_path: Path) -> None:
     """This is true up to the number of tokens that are kept for it."""
     llm = make_llm(name, base)
     session = llm.session()

@@ -112,7 +112,7 @@ def test_a_note_is_kept_beside_a_session(llm: LLM, talk: Session, tmp_path: Path
     assert llm.session().load(tmp_path / "talk") == {}
 
 
-def test_a_file_does_not_hold_what_was_forgotten(talk: Session, tmp_path: Path) -> None:
+def test_a_file_does_not_have_evicted_tokens(talk: Session, tmp_path: Path) -> None:
     """Neither its ids nor its cache has them."""
     contents = []
     for index, forgotten in enumerate(("a secret", "nothing that matters")):
@@ -124,7 +124,7 @@ def test_a_file_does_not_hold_what_was_forgotten(talk: Session, tmp_path: Path) 
     assert contents[0] == contents[1]
 
 
-def test_a_file_does_not_hold_what_was_read_and_never_answered(
+def test_a_file_does_not_have_tokens_that_were_read_and_never_answered(
     llm: LLM, talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The turn is stopped within its prompt."""
@@ -377,7 +377,7 @@ def make_machine(llm: LLM, path: Path) -> type[RuleBasedStateMachine]:
     return AnyOrder
 
 
-def test_any_order_of_calls_is_the_ids_alone(llm: LLM, tmp_path: Path) -> None:
+def test_results_depend_only_on_the_ids_for_any_order_of_calls(llm: LLM, tmp_path: Path) -> None:
     machine = make_machine(llm, tmp_path / "saved")
     chosen = settings(
         max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck), database=None

@@ -61,7 +61,7 @@ def check_fresh(llm: LLM, prompt: list[int], params: SamplingParams, result: Gen
 
 
 @BOTH
-def test_turns_say_what_one_long_prompt_says_and_run_only_what_is_new(llm: LLM, params: SamplingParams) -> None:
+def test_turns_answer_as_one_long_prompt_and_run_only_new_tokens(llm: LLM, params: SamplingParams) -> None:
     session = llm.session(system="be brief")
     for text in ("hello", "and now", "one more"):
         cached = session.num_cached_tokens
@@ -91,7 +91,7 @@ def test_appended_ids_are_a_prompt(llm: LLM, params: SamplingParams) -> None:
     check_fresh(llm, session.token_ids[: -len(going_on.token_ids)], params, going_on)
 
 
-def test_a_template_that_forgets_what_was_thought_is_trimmed_to_what_is_shared(llm: LLM) -> None:
+def test_with_a_template_that_drops_thoughts_the_shared_part_is_kept(llm: LLM) -> None:
     """This template keeps only the text after an answer's last bar."""
     session = llm.session()
     first = session.send("hello", SamplingParams(temperature=0, max_new_tokens=30))
@@ -161,7 +161,7 @@ def test_spellings_agree_where_bytes_and_control_tokens_do(
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
-def test_a_stopped_answer_keeps_what_was_said_and_the_session_goes_on(llm: LLM, num_tokens: int) -> None:
+def test_a_stopped_answer_is_kept_and_the_session_continues(llm: LLM, num_tokens: int) -> None:
     session, cancel = llm.session(), threading.Event()
     session.send("hello", GREEDY)
     before = session.token_ids, session.messages
@@ -240,9 +240,7 @@ def test_a_stream_that_is_left_early_frees_the_session(llm: LLM, num_read: int, 
     check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
 
 
-def test_of_two_threads_that_enter_a_session_at_the_same_time_one_is_refused(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_thread_that_enters_a_session_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread pauses after it has seen that the session is free, until the other has seen it or is refused."""
     session, both_have_seen = llm.session(), threading.Barrier(2)
 
@@ -289,7 +287,7 @@ def test_a_grammar_and_drafts_hold_in_a_session(llm: LLM) -> None:
         check_fresh(llm, session.token_ids[: -len(result.token_ids)], params, result)
 
 
-def test_what_a_caller_does_to_its_messages_does_not_reach_the_session(llm: LLM) -> None:
+def test_later_changes_of_messages_do_not_affect_the_session(llm: LLM) -> None:
     session = llm.session()
     mine: dict[str, Any] = {"role": "user", "content": "hello", "extra": ["a"]}
     session.send(mine, GREEDY)
@@ -370,7 +368,7 @@ def test_a_prompts_logprobs_are_those_of_its_logits(llm: LLM) -> None:
             llm.prompt_logprobs(prompt, num=num)
 
 
-def test_a_cache_that_is_not_what_the_session_knows_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_differs_from_the_session_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     session = llm.session()
     session.send("hello", GREEDY)
     with monkeypatch.context() as patch:

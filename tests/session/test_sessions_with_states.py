@@ -33,7 +33,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_turn_reads_only_what_is_new(llm: LLM, params: Any) -> None:
+def test_a_turn_reads_only_new_tokens(llm: LLM, params: Any) -> None:
     session = llm.session(system="be brief")
     for text in (LONG, "and now", "one more " * 9):
         cached = session.num_cached_tokens
@@ -53,7 +53,7 @@ def test_a_turn_whose_template_forgets_the_end_goes_on_from_the_page_before(llm:
     assert num_shared - 128 < result.reused_tokens <= num_shared
 
 
-def test_forks_and_rewinds_say_what_their_ids_say(llm: LLM) -> None:
+def test_forks_and_rewinds_depend_only_on_their_ids(llm: LLM) -> None:
     session = llm.session(system="be brief")
     session.send(LONG, GREEDY)
     before, other = list(session.token_ids), session.fork()
@@ -79,7 +79,7 @@ def test_a_saved_session_goes_on_with_its_state(llm: LLM, tmp_path: Path) -> Non
     assert found.reused_tokens >= cached
 
 
-def test_answers_that_wait_for_states_say_the_same(tmp_path: Path) -> None:
+def test_answers_that_wait_for_states_are_the_same(tmp_path: Path) -> None:
     """There is memory for only a few pages, so some of the eight answers are preempted or wait."""
     net = Qwen3_5TextConfig(
         head_dim=32, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32,

@@ -73,7 +73,7 @@ def test_proposals_are_those_of_a_naive_search(prompt: list[int], said: list[int
 
 @settings(max_examples=60, deadline=None)
 @given(token_ids, token_ids)
-def test_what_follows_tells_what_would_have_been_guessed(prompt: list[int], said: list[int]) -> None:
+def test_the_next_tokens_show_the_guesses(prompt: list[int], said: list[int]) -> None:
     draft, asked = NgramDraft(list(prompt)), NgramDraft(list(prompt))
     for token_id in said:
         proposed, match = asked.propose(1), asked.match()
@@ -106,7 +106,7 @@ def test_the_longest_ending_wins_over_the_latest() -> None:
         ([10, 11, 99, 13, 98], [15, 16, 17]),
     ],
 )
-def test_a_copy_goes_on_behind_what_was_changed_or_left_out(said: list[int], proposed: list[int]) -> None:
+def test_a_copy_continues_after_a_change_or_an_omission(said: list[int], proposed: list[int]) -> None:
     draft = NgramDraft([*range(10, 30), 1])
     follow(draft, said)
     assert draft.propose(3) == proposed

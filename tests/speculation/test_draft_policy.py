@@ -29,7 +29,7 @@ def test_a_longer_match_is_trusted_more_until_it_proves_wrong() -> None:
     assert policy.acceptance(4) > 2 * policy.acceptance(20)
 
 
-def test_nothing_is_verified_to_find_out_that_it_would_pay() -> None:
+def test_no_draft_is_verified_only_to_learn_its_cost() -> None:
     policy, times = DraftPolicy(7, PRIORS), StepTimes()
     times.learn(1, 1.0)
     for _ in range(60):
@@ -77,13 +77,13 @@ def run(policy: DraftPolicy, times: StepTimes, steps: int, acceptance: float, co
     return asked
 
 
-def test_what_is_always_right_is_drafted_as_far_as_allowed() -> None:
+def test_drafts_that_are_always_right_have_the_largest_size() -> None:
     asked = run(DraftPolicy(8, PRIORS), StepTimes(), 60, 1.0, 0.05)
     assert asked[-1] == 8
     assert sum(number == 8 for number in asked) > 40
 
 
-def test_what_is_never_right_is_not_drafted_at_all() -> None:
+def test_drafts_that_are_never_right_are_not_made() -> None:
     assert sum(run(DraftPolicy(8, PRIORS), StepTimes(), 2000, 0.0, 0.1)[100:]) == 0
 
 
@@ -92,7 +92,7 @@ def test_dear_tokens_are_drafted_less_than_cheap_ones() -> None:
     assert cheap > 2 * dear
 
 
-def test_where_a_token_costs_a_step_hardly_anything_is_drafted() -> None:
+def test_few_tokens_are_drafted_if_each_costs_a_step() -> None:
     asked = run(DraftPolicy(8, PRIORS), StepTimes(), 400, 0.9, 1.0)[50:]
     assert sum(number > 0 for number in asked) < 20
 
@@ -111,7 +111,7 @@ def test_times_that_are_over_are_measured_anew() -> None:
     assert sum(asked[-100:]) > 700
 
 
-def test_what_one_request_measured_serves_the_next() -> None:
+def test_measurements_of_one_request_serve_the_next() -> None:
     times = StepTimes()
     run(DraftPolicy(8, PRIORS), times, 100, 1.0, 0.05)
     assert run(DraftPolicy(8, PRIORS), times, 10, 1.0, 0.05)[2] == 8
@@ -243,7 +243,7 @@ def test_a_busy_moment_slows_all_steps_and_changes_no_choice() -> None:
     assert abs(sum(busy) - sum(quiet)) < 0.1 * sum(quiet)
 
 
-def test_steps_that_are_held_up_now_and_then_cost_little_but_themselves() -> None:
+def test_steps_that_are_sometimes_delayed_cost_only_themselves() -> None:
     rng = random.Random(3)
     quiet = speedups(Machine(COSTS["now"], noise=0.05))
     held = speedups(Machine(COSTS["now"], 0.05, lambda *_: rng.uniform(2, 5) if rng.random() < 0.03 else 1.0))
@@ -271,7 +271,7 @@ def test_a_copy_is_three_times_as_fast_and_an_edited_one_twice() -> None:
         assert [plain(said) / drafted(prompt, said, Machine(COSTS["wanted"]), times) for _ in range(2)][1] > least
 
 
-def test_one_step_that_was_held_up_changes_little() -> None:
+def test_one_delayed_step_changes_little() -> None:
     policy, times = DraftPolicy(4, PRIORS), StepTimes()
     run(policy, times, 100, 0.9, 0.1)
     wanted = policy.num_draft_tokens(times, MAX_NGRAM)

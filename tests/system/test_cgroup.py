@@ -67,7 +67,7 @@ def test_a_container_without_a_namespace_finds_its_group_at_the_mount(tmp_path: 
     assert memory_limit_bytes(tree(tmp_path, "4:memory:/elsewhere\n", mounts, files)) == 5_000_000
 
 
-def test_the_smallest_limit_of_memory_counts_and_what_is_left_of_each(tmp_path: Path) -> None:
+def test_the_smallest_remainder_of_the_limits_of_memory_counts(tmp_path: Path) -> None:
     files = {
         "sys/fs/cgroup/a/memory.max": "9000000\n",
         "sys/fs/cgroup/a/memory.current": "8000000\n",

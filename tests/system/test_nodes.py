@@ -21,7 +21,7 @@ def tree(root: Path, *cpu_lists: str) -> Path:
     return root
 
 
-def test_a_system_that_says_nothing_has_no_nodes(tmp_path: Path) -> None:
+def test_a_system_without_information_has_no_nodes(tmp_path: Path) -> None:
     assert cpus_by_node(tmp_path) == []
     assert cpus_of_thread(1, 2, {0, 1}, tmp_path) is None
 

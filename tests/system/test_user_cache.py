@@ -17,7 +17,7 @@ needs_users = pytest.mark.skipif(sys.platform == "win32", reason="hardware: a PO
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="hardware: needs root, who can give files away")
 
 
-def test_a_new_folder_is_ours_alone_at_every_step(tmp_path: Path) -> None:
+def test_a_new_folder_is_private_at_every_step(tmp_path: Path) -> None:
     base = tmp_path / "cache"
     assert folder_problem(base / "kernels" / "0", base=base) is None
     for folder in (base, base / "kernels", base / "kernels" / "0"):
@@ -84,7 +84,7 @@ def _large(path: Path) -> None:
 
 @needs_users
 @pytest.mark.parametrize("make", [_pipe, _folder, _endless, _link, _open_to_all, _large])
-def test_what_is_no_file_of_ours_counts_as_absent_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_an_unsafe_file_counts_as_absent(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "kernel")
     assert read_own(tmp_path / "kernel", 100) is None
 
@@ -105,7 +105,7 @@ def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) 
     assert (tmp_path / "kernel").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 

@@ -281,7 +281,7 @@ def test_a_step_that_an_exception_left_midway_is_followed_by_right_ones(families
         check_same(runner, expected)
 
 
-def test_no_rank_takes_back_what_another_may_still_wait_for(
+def test_no_rank_restarts_while_another_may_still_wait(
     families: list[Path], pair: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slower rank may be in a step that rank 0 has finished, until it reports that it has left the step."""
@@ -392,7 +392,7 @@ def test_a_model_that_is_shared_out_answers_converses_and_is_closed(world: World
     ({"tensor_parallel": 2, "device": "cuda"}, "tensor_parallel=2 needs device cpu or a list of GPUs"),
     ({"tensor_parallel": 2, "eviction_policy": "sliding", "memory_threshold_mb": 1}, "would evict at different"),
 ])  # fmt: skip
-def test_what_cannot_be_shared_out_is_refused(
+def test_models_that_cannot_be_shared_are_refused(
     world: World, folder: Path, settings: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=problem):

@@ -45,7 +45,7 @@ def _gpt2_alphabet() -> list[str]:
 
 
 @given(st.lists(st.integers(0, 255)))
-def test_every_sequence_of_bytes_streams_to_what_it_decodes_to(ids: list[int]) -> None:
+def test_every_sequence_of_bytes_streams_to_its_decoded_text(ids: list[int]) -> None:
     detokenizer = Detokenizer(ANY_BYTES)
     pieces = [detokenizer.push(token_id) for token_id in ids]
     assert "".join([*pieces, detokenizer.flush()]) == bytes(ids).decode("utf-8", "replace")

@@ -192,7 +192,7 @@ def test_letters_and_their_marks_are_composed_as_the_family_does() -> None:
     assert by_name["qwen35"].decode(by_name["qwen35"].encode(apart)) == apart
 
 
-def test_an_unknown_pre_tokenizer_is_said_once_and_cut_by_the_default() -> None:
+def test_an_unknown_pre_tokenizer_gives_one_warning_and_the_default_cuts() -> None:
     with pytest.warns(UserWarning, match=r"\Apre-tokenizer 'klingon' is not known[^\n]*\Z") as said:
         tokenizer = Tokenizer.from_gguf(byte_level_metadata(pre="klingon"))
     assert len(said) == 1

@@ -37,7 +37,7 @@ def cut_texts(draw: st.DrawFn) -> list[str]:
 
 @given(cut_texts(), STOPS, st.booleans())
 @example(["ab", "a"], ["aba", "ba"], False)
-def test_any_split_of_the_text_gives_what_a_search_of_the_whole_gives(
+def test_any_split_of_the_text_gives_the_result_for_the_whole(
     pieces: list[str], stops: list[str], include: bool
 ) -> None:
     shown, matched = run(pieces, stops, include)
@@ -67,11 +67,11 @@ def test_the_match_that_completes_first_wins_even_if_another_began_before() -> N
     assert StopStrings(["long stop", "st"]).push("a long stop") == ("a long ", "st")
 
 
-def test_of_two_that_complete_together_the_longer_wins() -> None:
+def test_the_longer_of_two_matches_that_end_together_wins() -> None:
     assert StopStrings(["b", "ab"]).push("xab") == ("x", "ab")
 
 
-def test_include_keeps_the_stop_string_and_drops_what_follows() -> None:
+def test_include_keeps_the_stop_string_and_drops_the_text_after_it() -> None:
     assert StopStrings(["."], include=True).push("Yes. No.") == ("Yes.", ".")
 
 
@@ -85,7 +85,7 @@ def test_text_without_stops_passes_at_once() -> None:
     assert StopStrings([]).push("anything") == ("anything", None)
 
 
-def test_flush_gives_back_what_was_held() -> None:
+def test_flush_returns_the_held_text() -> None:
     matcher = StopStrings(["<|end|>"])
     assert (matcher.push("a <|en").text, matcher.flush()) == ("a ", "<|en")
 

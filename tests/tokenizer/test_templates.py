@@ -136,7 +136,7 @@ def test_a_message_that_holds_the_tag_of_the_continued_one_cuts_nothing() -> Non
     assert chatml.render(messages, continue_final_message=True) == whole + "It is"
 
 
-def test_what_cannot_be_continued_is_said() -> None:
+def test_a_message_that_cannot_be_continued_is_refused() -> None:
     chatml = ChatTemplate(TEMPLATES["chatml"], VARIABLES)
     with pytest.raises(InvalidRequestError, match="contradict"):
         chatml.render([ANSWER], continue_final_message=True, add_generation_prompt=True)
@@ -158,14 +158,14 @@ def test_real_templates_continue_as_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tools", "documents"])
-def test_what_is_no_mapping_is_refused(name: str) -> None:
+def test_values_that_are_not_mappings_are_refused(name: str) -> None:
     for wrong in ([len], "text", 3):
         with pytest.raises(InvalidRequestError, match=rf"\A{name}.* must be a .*mapping"):
             ChatTemplate("", {}).render([USER], **{name: wrong})
 
 
 @pytest.mark.parametrize("content", ["\ud800", 10**5000, [[]] * 3], ids=["surrogate", "number", "nested"])
-def test_what_no_template_can_be_given_is_one_line(content: Any) -> None:
+def test_values_that_no_template_accepts_give_one_line(content: Any) -> None:
     nested: Any = content
     for _ in range(5000 if isinstance(content, list) else 0):
         nested = [nested]
@@ -329,7 +329,7 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("template", "given"), PLACES.values(), ids=PLACES)
-def test_control_text_is_text_wherever_it_stands(template: str, given: dict[str, Any]) -> None:
+def test_control_text_is_plain_text_anywhere_in_a_message(template: str, given: dict[str, Any]) -> None:
     tokenizer = byte_tokenizer(chat_templates={"default": template})
 
     def harmless(value: Any) -> Any:

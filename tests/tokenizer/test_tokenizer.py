@@ -107,7 +107,7 @@ def test_an_unknown_model_is_named_with_those_supported() -> None:
         Tokenizer.from_gguf(byte_level_metadata(model="rwkv"))
 
 
-def test_what_begins_or_ends_a_turn_is_control_whatever_a_folder_calls_it(tmp_path: Path) -> None:
+def test_tokens_that_begin_or_end_a_turn_are_control_tokens_in_any_folder(tmp_path: Path) -> None:
     backend = Backend.from_str(_toy().backend.to_str())
     ordinary = ("<|im_start|>", "<|im_end|>", "<b>")
     backend.add_tokens([AddedToken(text, normalized=False, lstrip=True) for text in ordinary])
@@ -219,7 +219,7 @@ def test_gguf_end_of_turn_and_message_ids_end_too() -> None:
     assert tokenizer.eos_token_ids == {5, 6, tokenizer.vocab_size - 3}
 
 
-def test_the_template_is_found_wherever_it_lies(tmp_path: Path) -> None:
+def test_the_template_is_found_in_each_of_its_places(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {"chat_template": [{"name": "default", "template": "list"}]})
     assert Tokenizer.from_folder(folder).chat_template == "list"
     write_folder(tmp_path, {"chat_template": "config"})

@@ -147,7 +147,7 @@ def test_an_answer_of_the_real_vocabulary_is_allowed_and_read(real: Tokenizer) -
         ("a <channel|> b", ("a  b", None, ())),
     ],
 )
-def test_thoughts_are_told_from_the_text_and_no_control_token_is_shown(
+def test_thoughts_are_separated_from_the_text_and_no_control_token_is_shown(
     text: str, expected: Found, tokenizer: Tokenizer
 ) -> None:
     assert read(tokenizer, text) == expected
@@ -308,7 +308,7 @@ def answers(llm: LLM, text: str, *, thinks: bool) -> Iterator[tuple[int, Generat
 
 
 @pytest.mark.parametrize("thinks", [True, False])
-def test_a_turn_reads_only_what_is_new_where_the_template_drops_the_thought(llm: LLM, thinks: bool) -> None:
+def test_a_turn_reads_only_new_tokens_although_the_template_drops_the_thought(llm: LLM, thinks: bool) -> None:
     """The next prompt differs from the ids of an answer after the header of the model's turn."""
     first, second, third = [
         (shared, result.reused_tokens) for shared, result in answers(llm, "Hi. " * 80, thinks=thinks)

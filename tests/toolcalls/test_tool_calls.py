@@ -214,7 +214,7 @@ def test_an_answer_that_is_cut_has_the_beginning_of_its_call(llm: LLM) -> None:
     assert json.loads(json.dumps(result.to_json()))["tool_calls"][0]["name"] == "say"
 
 
-def test_what_is_made_again_from_the_ids_is_the_same(llm: LLM) -> None:
+def test_a_state_made_again_from_the_ids_is_the_same(llm: LLM) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "tool_format": "hermes"}
     sequence = llm._opened.requests.sequence(Ask(ASKED, SAMPLED, RequestOptions(**asked)))
     llm._opened.stream(sequence).run(None)
@@ -251,7 +251,7 @@ def test_tools_belong_to_conversations(llm: LLM) -> None:
 
 @pytest.mark.parametrize("is_open", [True, False])
 @pytest.mark.parametrize("budget", [0, 5])
-def test_reasoning_is_told_apart_counted_and_closed_by_its_budget(llm: LLM, is_open: bool, budget: int) -> None:
+def test_reasoning_is_separated_counted_and_closed_by_its_budget(llm: LLM, is_open: bool, budget: int) -> None:
     asked: dict[str, Any] = {"chat_template": THINKING, "open": is_open, "reasoning_budget": budget, **SAMPLED}
     letters = {"allowed_token_ids": [*range(97, 123), 256, *b"<>/think", 10]}
     begun = [] if is_open else list(b"<think>")
@@ -290,7 +290,7 @@ def test_a_schema_and_a_forced_call_hold_after_the_reasoning(llm: LLM) -> None:
     assert result.reasoning_tokens >= 9
 
 
-def test_a_session_calls_hears_the_result_and_keeps_what_was_said(folder: Path, llm: LLM, tmp_path: Path) -> None:
+def test_a_session_calls_reads_the_result_and_keeps_its_answer(folder: Path, llm: LLM, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False, **SAMPLED}
     with llm.session(tools=TOOLS) as session:
         result = session.send("weather?", **asked)

@@ -134,7 +134,7 @@ def form_of(tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None, **
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", ["auto", "required"])
 @pytest.mark.parametrize("reasoning", [None, THINK, THINK_CONTROL], ids=["", "text", "control"])
-def test_what_a_format_writes_is_allowed_and_read_however_it_is_cut(
+def test_calls_of_a_format_are_allowed_and_read_for_any_cut(
     name: str, kind: Kind, reasoning: Any, tokenizer: Tokenizer, compiler: Compiler
 ) -> None:
     form = answer_format(tokenizer, FORMATS[name], kind=kind, reasoning=reasoning)
@@ -223,7 +223,7 @@ def test_a_forced_call_may_follow_reasoning_and_no_text_stands_before_it(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_where_no_call_may_be_none_is_written(name: str, tokenizer: Tokenizer, compiler: Compiler) -> None:
+def test_no_call_is_written_where_none_is_allowed(name: str, tokenizer: Tokenizer, compiler: Compiler) -> None:
     for reasoning, before in ((None, ""), (THINK, "<think>a</think>\n\n")):
         form = answer_format(tokenizer, FORMATS[name], kind="none", reasoning=reasoning)
         text = f"{before}Hi <to [ {{"
@@ -265,7 +265,7 @@ def test_no_request_names_a_control_token(tokenizer: Tokenizer, compiler: Compil
         (Grammar("choice", '["yes", "no"]'), "no"),
     ],
 )
-def test_what_holds_the_text_holds_it_after_the_reasoning(
+def test_constraints_of_the_text_apply_after_the_reasoning(
     answer: Grammar, text: str, tokenizer: Tokenizer, compiler: Compiler
 ) -> None:
     for is_open in (True, False):
@@ -363,13 +363,13 @@ def test_a_choice_of_tools_is_checked() -> None:
         ([{"name": str(number)} for number in range(129)], "128"),
     ],
 )
-def test_what_is_no_tool_is_refused_in_one_line(tools: Any, rule: str) -> None:
+def test_values_that_are_not_tools_are_refused_in_one_line(tools: Any, rule: str) -> None:
     with pytest.raises(InvalidRequestError, match=rule) as error:
         read_tools(tools)
     assert "\n" not in str(error.value)
 
 
-def test_what_a_format_cannot_hold_names_the_tool(tokenizer: Tokenizer, compiler: Compiler) -> None:
+def test_a_refusal_of_a_format_names_the_tool(tokenizer: Tokenizer, compiler: Compiler) -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("pythonic", {"properties": {"a b": {}}}, "cannot name 'a b'"),
         ("qwen3-coder", {"anyOf": [{}]}, "anyOf cannot be enforced"),

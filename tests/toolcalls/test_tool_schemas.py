@@ -90,7 +90,7 @@ def test_several_calls_of_a_named_tool_are_made_when_they_are_asked_for(llm: LLM
 
 @pytest.mark.parametrize("form", ["hermes", "qwen3-coder", "pythonic", "gemma-4"])
 @pytest.mark.parametrize("name", BAD)
-def test_a_part_of_a_schema_that_cannot_be_built_is_left_out_and_said(llm: LLM, name: str, form: str) -> None:
+def test_a_part_of_a_schema_that_cannot_be_built_is_dropped_with_a_warning(llm: LLM, name: str, form: str) -> None:
     parameters, place, reason = BAD[name]
     asked: dict[str, Any] = {"tool_choice": "f", "tool_format": form, "chat_template": NAMES_TOOLS, "seed": 1}
     llm._opened.requests._warned.clear()

@@ -57,7 +57,7 @@ def test_the_format_is_the_one_that_the_template_writes(name: str) -> None:
         assert probed(TEMPLATES[name], "hermes").calls is FORMATS["hermes"]
 
 
-def test_what_a_template_does_not_show_is_written_as_text() -> None:
+def test_parts_that_a_template_does_not_show_are_written_as_text() -> None:
     formats = probed(ALTERNATING)
     assert (formats.calls.name, formats.shows_tools, formats.shows_calls, formats.shows_results) == (
         ("json", False, False, False)
@@ -118,7 +118,7 @@ def test_qwen3_5_s_template_writes_calls_as_qwen3_coder_s_and_refuses_a_chat_wit
     assert text.endswith("rain\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n")
 
 
-def test_a_template_that_works_with_tools_alone_is_accepted() -> None:
+def test_a_template_that_works_only_with_tools_is_accepted() -> None:
     source = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
     with pytest.raises(InvalidRequestError):
         ChatTemplate(source, {}).render([MESSAGES[0]])

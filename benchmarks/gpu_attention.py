@@ -16,7 +16,7 @@ from infer.quantization.kv_layout import LayerCache, Pages
 
 TOLERANCE = 1e-4  # of values about 1
 PAGE_TOKENS = 64
-SHAPES = [(32, 8, 64), (16, 8, 128), (9, 3, 64), (8, 4, 256), (12, 1, 96)]
+SHAPES = [(32, 8, 64), (16, 8, 128), (9, 3, 64), (8, 4, 256), (12, 1, 96), (8, 1, 512)]
 APART = (0, 2)  # each KV type takes two of the shapes: compiling all would take a minute
 
 

@@ -30,7 +30,7 @@ from tiny import GATED, MINISTRAL3, Tiny, make_tiny
         (MINISTRAL3[0], "scaled queries", ", queries that grow every 16 tokens"),
     ],
 )
-def test_devices_without_kernels_refuse_a_part_and_explain_names_it(
+def test_opencl_refuses_a_part_that_cuda_computes_and_explain_names_it(
     tiny: Tiny, part: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_tiny(tiny, tmp_path)
@@ -39,6 +39,7 @@ def test_devices_without_kernels_refuse_a_part_and_explain_names_it(
     architecture = make_architecture(checkpoint.config)
     with pytest.raises(UnsupportedModelError, match=f"^device opencl has no kernels for {part}: use device cpu$"):
         check_unusual_parts(architecture.layers, "opencl")
+    CudaBackend(CPU).check_layers(architecture.layers)
     assert main(["explain", str(tmp_path)]) == 0
     assert told in capsys.readouterr().out
 

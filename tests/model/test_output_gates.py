@@ -8,6 +8,7 @@ import torch
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import ops
+from infer.backends.cuda.backend import CudaBackend
 from infer.backends.unusual_layers import check_unusual_parts
 from infer.checkpoint import open_checkpoint
 from infer.cli import main
@@ -39,7 +40,7 @@ def test_opencl_refuses_a_part_that_cuda_computes_and_explain_names_it(
     architecture = make_architecture(checkpoint.config)
     with pytest.raises(UnsupportedModelError, match=f"^device opencl has no kernels for {part}: use device cpu$"):
         check_unusual_parts(architecture.layers, "opencl")
-    CudaBackend(CPU).check_layers(architecture.layers)
+    CudaBackend(torch.device("cpu")).check_layers(architecture.layers)
     assert main(["explain", str(tmp_path)]) == 0
     assert told in capsys.readouterr().out
 

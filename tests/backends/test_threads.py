@@ -247,7 +247,9 @@ def test_the_default_respects_the_quota_of_the_control_groups(
 
 @pytest.mark.parametrize("value", [0, -1, 100_000, 10**20, 10**5000, True, 2.0, "2", None], ids=range(9))
 def test_a_number_of_threads_beyond_the_rule_is_refused_in_one_line(value: object) -> None:
-    with pytest.raises(InvalidRequestError, match=r"threads must be a whole number from 1 to \d+ here, got ") as caught:
+    with pytest.raises(
+        InvalidRequestError, match=r"threads must be a whole number from 1 to \d+ on this machine, got "
+    ) as caught:
         cores.check_num_threads(value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 200

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infer import LLM, ops
-from infer.backends.cuda.backend import CudaBackend
+from infer.backends.unusual_layers import check_unusual_parts
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.cli import main
@@ -155,12 +155,12 @@ def test_dense_layers_are_those_that_the_config_lists(tmp_path: Path) -> None:
         make_architecture(config | {"mlp_only_layers": "one"})
 
 
-def test_other_devices_and_too_many_ranks_refuse_experts_in_a_line(tmp_path: Path) -> None:
+def test_opencl_and_too_many_ranks_refuse_experts_in_a_line(tmp_path: Path) -> None:
     make_folder(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     architecture = make_architecture(checkpoint.config)
-    with pytest.raises(UnsupportedModelError, match=r"device cuda has no kernels for experts: use device cpu"):
-        load_transformer(architecture, LazyWeights(checkpoint.tensors), backend=CudaBackend(CPU))
+    with pytest.raises(UnsupportedModelError, match=r"device opencl has no kernels for experts: use device cpu"):
+        check_unusual_parts(architecture.layers, "opencl")
     check_experts(architecture, 4)
     with pytest.raises(
         InvalidRequestError, match=r"^tensor_parallel=5 gives .* 16 of an expert's 64 rows: use at most 4$"

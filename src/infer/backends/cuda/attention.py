@@ -48,13 +48,12 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     out = torch.empty_like(near)
     left = room_for(out, planes) if heads.shares is None else None
     to, leaves = (Quantized(out, out, out), 0) if left is None else (left.in_bytes(), planes)
-    softcap = {"softcap": heads.softcap or 1.0, "HAS_SOFTCAP": heads.softcap is not None}
-    scale = float(heads.scale) * (1.0 if softcap["HAS_SOFTCAP"] else LOG2_E.value)
+    has_softcap = heads.softcap is not None
+    scale = float(heads.scale) * (1.0 if has_softcap else LOG2_E.value)
     attend_chunks[len(items.fields), kv_heads](
-        near, far, out, to, parts, items, step.rows, step.positions, num_tokens, cache, scale,
-        results=_results(heads, floats), **softcap,
-        NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, QUERIES=queries, LEAVES=leaves,
-        **shape, **tuning_of(size, layer.kv_type), **EXACT,
+        near, far, out, to, parts, items, step.rows, step.positions, num_tokens, cache, scale, heads.softcap or 1.0,
+        _results(heads, floats), NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, QUERIES=queries,
+        LEAVES=leaves, HAS_SOFTCAP=has_softcap, **shape, **tuning_of(size, layer.kv_type), **EXACT,
     )  # fmt: skip
     return activations_of_all(out.flatten(1), Twin(planes, left), heads.shares)
 

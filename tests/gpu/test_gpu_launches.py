@@ -61,9 +61,10 @@ def test_a_token_is_embedded_by_one_launch() -> None:
         assert len(launches) == 1
 
 
-def test_a_bucket_compiles_nothing_that_another_has_compiled() -> None:
-    model = make_model("Q4_0")
-    runner: Runner = gpu_models.make_runner(model, 1, 1024, capture=False)
+@pytest.mark.parametrize("shape", ["two layers", *gpu_models.PARTS])
+def test_a_bucket_compiles_nothing_that_another_has_compiled(shape: str) -> None:
+    model = gpu_models.make_model(shape, "Q4_0", CPU, 256)
+    runner: Runner = gpu_models.make_runner(model, 1, 256, capture=False)
     with ops.using(model.backend):
         captured = CapturedForward(lambda step: model.forward(step, runner.cache), 64, 64, CPU, Repeats())
     with recorded_launches() as launches:

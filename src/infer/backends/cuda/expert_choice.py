@@ -121,7 +121,7 @@ def _softmax(x):
     return tl.div_rn(e, tl.zeros_like(e) + tl.sum(e, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def plan_tiles(
     counts, experts, next_places, num_experts, num_tiles, TILE: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr
 ):
@@ -136,7 +136,7 @@ def plan_tiles(
         tl.store(experts + tile, tl.where(expert < num_experts, expert, -1), mask=tile < num_tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def fill_tiles(experts, pairs, next_places, num_pairs, PAIRS: tl.constexpr):
     """Put each pair into a tile of its expert. Its place within them differs from run to run; its bits do not."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)

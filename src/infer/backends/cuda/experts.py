@@ -153,7 +153,7 @@ def _multiply(
     """Write each pair's product with its expert's rows of a stack, which may have parts of several types."""
     num_rows, row = y.shape[1], 0
     second = stack if up is None else up
-    for weight, other in zip(stack.parts, second.parts, strict=up is not None):
+    for weight, other in zip(stack.parts, second.parts, strict=True):
         assert isinstance(weight, PackedWeight)
         assert isinstance(other, PackedWeight)
         stacks = Stacks(

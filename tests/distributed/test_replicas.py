@@ -110,15 +110,23 @@ class Story:
         return self._answer.result(SECONDS)
 
     def _listen(self) -> str:
-        """Return the answer without ids, times and comments."""
+        """Return the answer without ids, times and comments.
+
+        Texts of events are joined: an event has the text of each token that was ready when it was written.
+        """
         url, body = self._asked
-        found = list[str]()
+        found, texts = list[str](), list[str]()
         with httpx.stream("POST", url, json=body, timeout=SECONDS) as answer:
             for line in answer.iter_lines():
-                if not line.startswith(":"):
+                if line.startswith(":") or not line:
+                    continue
+                self._begun.set()
+                text = re.search(r'"text":"((?:[^"\\]|\\.)*)".*"finish_reason":null', line)
+                if text is None:
                     found.append(re.sub(r'"(id|created|\w+_per_second|\w+_seconds)":[^,}]*', "", line))
-                    self._begun.set()
-        return "\n".join(found)
+                else:
+                    texts.append(text[1])
+        return "\n".join(["".join(texts), *found])
 
 
 def test_the_streams_of_a_stopped_replica_go_on_elsewhere_and_the_server_stays_ready(tmp_path: Path) -> None:

@@ -346,6 +346,17 @@ def test_the_command_uses_its_options() -> None:
     assert found["largest_context"] == 8192
 
 
+@pytest.mark.parametrize(
+    ("device", "free", "tokens"), [("cpu", None, "512"), ("cuda", None, "8,192"), ("cuda", 1e9, "2,048")]
+)
+def test_the_command_names_the_tokens_of_a_step(
+    device: str, free: float | None, tokens: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("infer.cli.estimate_command._free_on_gpu", lambda: None if free is None else int(free))
+    assert main(["estimate", "--max-seq-len", "2048", "--device", device]) == 0
+    assert f"MB   of a step of {tokens} tokens\n" in capsys.readouterr().out
+
+
 def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("infer.cli.estimate_command.available_memory_bytes", lambda: 500_000_000)
     assert main(["estimate", "--max-seq-len", "8192"]) == 0

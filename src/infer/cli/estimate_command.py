@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ from infer.cli.model_loading import cache_values
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import check_layers
-from infer.model.context_length import context_length
+from infer.model.context_length import context_length, fitting_step
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, estimate, kv_type_of, largest_context, largest_types, loaded_types
 from infer.model.tensors import check_tensors
@@ -34,8 +35,12 @@ def run_estimate(options: EstimateOptions) -> None:
     threads = default_num_threads() if options.threads is None else check_num_threads(options.threads)
     load = LoadSettings(options.dtype, options.weights, options.precision, threads, options.device)
     rows: dict[str, Any] = {"num_rows": options.batch, "pool_pages": options.pool_pages}
-    found = estimate(architecture, tensors, load, cache, num_tokens=num_tokens, **rows)
     available = available_memory_bytes() if options.device == "cpu" else _free_on_gpu()
+    step_tokens = fitting_step(
+        architecture, tensors, load, cache, num_tokens=num_tokens, most=load.step.tokens, available=available
+    )
+    load = replace(load, step_tokens=step_tokens)
+    found = estimate(architecture, tensors, load, cache, num_tokens=num_tokens, **rows)
     rest = 0 if available is None else available - found.process
     most = max(own, num_tokens)
     kv_type, generates = kv_type_of(architecture, load, cache), not architecture.reads_whole_texts
@@ -52,6 +57,7 @@ def run_estimate(options: EstimateOptions) -> None:
         "weight_types": largest_types(architecture, loaded_types(architecture, tensors, load), options.device),
         "cache_bytes": found.cache,
         "workspace_bytes": found.workspace,
+        "step_tokens": step_tokens,
         "process_bytes": found.process,
         "total_bytes": found.total,
         "available_bytes": available,
@@ -83,7 +89,7 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     remarks = {
         "weights": f"as packed ({', '.join(report['weight_types'])}), with the tables of rotation",
         "cache": f"{rows} of {report['max_seq_len']:,} tokens{pool}, {report['kv_type']}",
-        "workspace": "of a step of 512 tokens",
+        "workspace": f"of a step of {report['step_tokens']:,} tokens",
         "process": "Python, torch and the vocabulary",
     }
     if report["is_encoder"]:

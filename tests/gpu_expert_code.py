@@ -39,22 +39,24 @@ def stacks_of(weights: Any) -> Stacks:
     return Stacks(weights, weights, "*fp32", "i32", "i32")
 
 
-def matvec_code(type_: str, target: Target, gate: str = "") -> CompiledKernel:
-    tile = BLOCK_TILE if gate else MATVEC_TILE
+def quantised_code(
+    kernel: Any, unit: str, integers: str, tile: dict[str, int], type_: str, target: Target, gate: str
+) -> CompiledKernel:
     arguments = pair_arguments(gate, has_bias=gate != "") | tile | {
-        "x": Quantized("*i32!", "*fp32!", "*i32!"), "stacks": stacks_of(matrix_of(type_, "*i32!")),
+        "x": Quantized(integers, "*fp32!", "*i32!"), "stacks": stacks_of(matrix_of(type_, unit)),
         "DP4A": isinstance(target, int),
     }  # fmt: skip
-    return compiled(expert_matvec, arguments, target, **warps_of(tile))
+    return compiled(kernel, arguments, target, **warps_of(tile))
+
+
+def matvec_code(type_: str, target: Target, gate: str = "") -> CompiledKernel:
+    tile = BLOCK_TILE if gate else MATVEC_TILE
+    return quantised_code(expert_matvec, "*i32!", "*i32!", tile, type_, target, gate)
 
 
 def matmul_code(type_: str, target: Target, gate: str = "") -> CompiledKernel:
     tile = MATMUL_TILE | {"TOKENS": TILE}
-    arguments = pair_arguments(gate, has_bias=gate != "") | tile | {
-        "x": Quantized("*i8!", "*fp32!", "*i32!"), "stacks": stacks_of(matrix_of(type_, "*u8!")),
-        "DP4A": isinstance(target, int),
-    }  # fmt: skip
-    return compiled(expert_matmul, arguments, target, **warps_of(tile))
+    return quantised_code(expert_matmul, "*u8!", "*i8!", tile, type_, target, gate)
 
 
 def dense_code(type_: str, target: Target, gate: str = "") -> CompiledKernel:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import click
 
 from infer.cli.option_fields import ByteSize, argument, option
-from infer.cli.option_files import read_grammar, read_schema
+from infer.cli.option_files import read_named_file, read_schema
 from infer.cli.other_programs import Device
 from infer.cli.prompts import PromptOptions
 from infer.cli.sampling_options import logprobs_options, sampling_options
@@ -69,7 +69,7 @@ class ConstraintOptions:
         metavar="FILE", callback=read_schema,
         help="The answer must be JSON of this schema: a file, or the schema itself, {…}.")
     regex: str | None = option(metavar="PATTERN", help="The answer must match this pattern as a whole.")
-    grammar: str | None = option(type=FILE, metavar="FILE", callback=read_grammar,
+    grammar: str | None = option(type=FILE, metavar="FILE", callback=read_named_file,
                                  help="The answer must follow this grammar in Lark's notation.")
     choice: tuple[str, ...] | None = option(metavar="TEXT", callback=_or_none,
                                             help="The answer must be one of these. Repeatable, or as --choice yes no.")
@@ -168,7 +168,7 @@ class RunningOptions(DeviceOption):
     tensor_parallel: int = option(type=AT_LEAST_1, default=1,
                                   help="Number of processes that divide the model, each with --threads; same tokens.")
     no_capture: bool = option(help="Run each operation separately: slower, with the same tokens.")
-    chat_template: str | None = option(type=FILE, metavar="FILE", callback=read_grammar,
+    chat_template: str | None = option(type=FILE, metavar="FILE", callback=read_named_file,
                                        help="A Jinja template for conversations, in place of the model's own.")
     allow_special: bool = option(help="Read control tokens in a message as control tokens, not as text.")
     quiet: bool = option("-q", "--quiet", help="Print only the text.")

@@ -119,7 +119,7 @@ def _too_long(what: str, limit: int) -> str:
     return f"{what} is too long: it must have at most {limit >> 20} MiB"
 
 
-def read_grammar(context: click.Context, parameter: click.Parameter, path: Path | None) -> str | None:
+def read_named_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> str | None:
     """Return the text of the file that an option of click names."""
     what = f"the file of --{str(parameter.name).replace('_', '-')}"
     return None if path is None else read_text(path, what, MAX_GRAMMAR_BYTES)
@@ -129,4 +129,4 @@ def read_schema(context: click.Context, parameter: click.Parameter, value: str |
     """Return the schema. A value that begins with a brace is the schema itself; any other value names a file."""
     if value is None or value.lstrip().startswith("{"):
         return value
-    return read_grammar(context, parameter, Path(value))
+    return read_named_file(context, parameter, Path(value))

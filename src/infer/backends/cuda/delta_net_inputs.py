@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from infer.backends.cuda.epilogue import sigmoid
+from infer.backends.cuda.epilogue import sigmoid, softplus
 from infer.backends.cuda.recurrent_pages import convolved, is_kept, page_start, store_input
 
 _EPS = tl.constexpr(1e-6)  # of the norms of q and k
@@ -135,32 +135,13 @@ def _prepare_value(
     tl.store(buffers.new_values + (token * VALUE_HEADS + head) * VALUE_DIM + i, v * sigmoid(v), mask=i < VALUE_DIM)
     gate = projected + token * width + CHANNELS + VALUE_HEADS * VALUE_DIM + head
     beta = sigmoid(tl.load(gate)) * gates.beta_scale
-    log_alpha = tl.load(gates.decay + head) * _softplus(tl.load(gate + VALUE_HEADS) + tl.load(gates.dt_bias + head))
+    log_alpha = tl.load(gates.decay + head) * softplus(tl.load(gate + VALUE_HEADS) + tl.load(gates.dt_bias + head))
     tl.store(buffers.betas + head * num_tokens + token, beta)
     tl.store(buffers.log_alphas + head * num_tokens + token, log_alpha)
     if is_stored:
         store_input(pages, row, position, first, i, VALUE_DIM, inputs, CHANNELS)
         at = page_start(pages, row, position // pages.TOKENS) + position % pages.TOKENS
         tl.store(pages.decays + at + head * pages.TOKENS, log_alpha)
-
-
-@triton.jit
-def _softplus(x):
-    """Return log(1 + e^x) = max(x, 0) + log(1 + y) for y = e^−|x|, with small relative errors.
-
-    log(1 + y) is 2 atanh(s) for s = y / (2 + y) ≤ 1/3, a series of odd powers of s.
-    """
-    y = tl.exp(-tl.abs(x))
-    s = y / (2.0 + y)
-    square = s * s
-    series = square * (1.0 / 17.0) + 1.0 / 15.0
-    series = series * square + 1.0 / 13.0
-    series = series * square + 1.0 / 11.0
-    series = series * square + 1.0 / 9.0
-    series = series * square + 1.0 / 7.0
-    series = series * square + 1.0 / 5.0
-    series = series * square + 1.0 / 3.0
-    return tl.maximum(x, 0.0) + 2.0 * (s + s * square * series)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

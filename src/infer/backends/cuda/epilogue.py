@@ -76,7 +76,8 @@ def softplus(x):
     t = tl.exp(-tl.abs(x))
     part = t / (2.0 + t)  # at most 1 / 3
     square = part * part
-    p = square * (1.0 / 15.0) + 1.0 / 13.0
+    p = square * (1.0 / 17.0) + 1.0 / 15.0
+    p = p * square + 1.0 / 13.0
     p = p * square + 1.0 / 11.0
     p = p * square + 1.0 / 9.0
     p = p * square + 1.0 / 7.0

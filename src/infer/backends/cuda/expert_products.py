@@ -11,7 +11,7 @@ import triton.language as tl
 
 from infer.backends.cuda.activations import store_quantized
 from infer.backends.cuda.dense import weight_sums
-from infer.backends.cuda.epilogue import biased, gated, store
+from infer.backends.cuda.epilogue import biased, gated, sigmoid, store
 from infer.backends.cuda.float_planes import F16_PLANES, lifted, store_planes
 from infer.backends.cuda.matmul import tile_sums
 from infer.backends.cuda.matvec import row_sums
@@ -163,7 +163,7 @@ def add_pairs(
     if HAS_SHARED:
         value = tl.load(shared + own, mask=is_there, other=0.0)
         if HAS_GATE:
-            value = value * (1.0 / (1.0 + tl.exp(-tl.load(shared_gates + token))))
+            value = value * sigmoid(tl.load(shared_gates + token))
         total += value
     if ADD:
         total = (tl.load(residual + own, mask=is_there, other=0.0) + total) * scale

@@ -11,7 +11,7 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.backends.cuda.activations import Quantized, add_normalized, normalized, room_for
+from infer.backends.cuda.activations import Quantized, normalized, room_for
 from infer.backends.cuda.blocks import matrix_of
 from infer.backends.cuda.dense import DEPTHS, FEW, TILES, num_stages
 from infer.backends.cuda.epilogue import Output
@@ -26,6 +26,7 @@ from infer.backends.cuda.projection import (
     HAS_DP4A,
     MATMUL_TILE,
     MATVEC_TILE,
+    add_result,
     in_form,
     multiply,
     norm_gate,
@@ -109,12 +110,7 @@ def _add_some(
         y = normalized(y, norms.post_experts)
         if shared is not None:
             y += normalized(shared, norms.post_shared)
-    if post_norm is None:
-        residual += y
-    else:
-        add_normalized(residual, y, post_norm)
-    if scale != 1:
-        residual *= scale
+    add_result(residual, y, post_norm, scale)
 
 
 def _results(given: Input, experts: ExpertWeights, choice: Choice) -> Float[Tensor, "pairs hidden"]:

@@ -59,7 +59,13 @@ def project_add(
         return residual if scale == 1.0 else residual.mul_(scale)
     y = torch.empty(len(residual), projection.out_features, device=residual.device)
     multiply(x, None, projection, y)
-    y = gathered(y, projection.shares)
+    return add_result(residual, gathered(y, projection.shares), post_norm, scale)
+
+
+def add_result(
+    residual: Float[Tensor, "tokens hidden"], y: Float[Tensor, "tokens hidden"], post_norm: Norm | None, scale: float
+) -> Float[Tensor, "tokens hidden"]:
+    """Replace `residual` by (residual + post_norm(y)) × scale in place, and return it."""
     if post_norm is not None:
         add_normalized(residual, y, post_norm, scale)
         return residual

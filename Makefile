@@ -78,8 +78,9 @@ docs: $(VENV)/.docs ## the site of the pages in docs/, in site/
 	@echo "open site/index.html"
 
 .PHONY: assets
-assets: $(VENV)/.models ## fetch the tokenizers that the tests compare with
+assets: $(VENV)/.models ## fetch the tokenizers and published models that the tests compare with
 	$(BIN)/python scripts/fetch_test_assets.py
+	$(BIN)/python scripts/fetch_published_models.py
 
 .PHONY: bench
 bench: $(VENV)/.demo ## the quick benchmark

@@ -39,10 +39,10 @@ def installed_model(name: str) -> Path:
 
 
 def asset(relative: str) -> Path:
-    """Return a file or folder that scripts/fetch_test_assets.py downloads."""
+    """Return a file or folder that `make assets` fetches; large models only with CI=true or INFER_TESTS=all."""
     folder = Path(os.environ.get("INFER_TEST_ASSETS") or Path.home() / ".cache" / "infer-tests") / relative
     if not folder.exists():
-        pytest.skip(f"{folder} is missing: make assets")
+        pytest.skip(f"{folder} is missing: INFER_TESTS=all make assets")
     return folder
 
 
@@ -54,6 +54,21 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def gemma3_path() -> Path:
     return installed_model("gemma3-270m")
+
+
+@pytest.fixture(scope="session")
+def qwen_coder_path() -> Path:
+    return asset("models/qwen2.5-coder-0.5b.gguf")
+
+
+@pytest.fixture(scope="session")
+def minilm_path() -> Path:
+    return asset("models/minilm")
+
+
+@pytest.fixture(scope="session")
+def embeddinggemma_path() -> Path:
+    return asset("models/embeddinggemma")
 
 
 @pytest.fixture(scope="session")

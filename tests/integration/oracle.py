@@ -3,7 +3,14 @@
 from typing import Any
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from infer.checkpoint import Checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
@@ -16,6 +23,11 @@ _GEMMA_NORMS = {
     "post_mlp_norm": "post_feedforward_layernorm",
 }
 _LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_KINDS: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+    "gemma3_text": (Gemma3ForCausalLM, Gemma3TextConfig),
+}
 
 
 def make_oracle(checkpoint: Checkpoint) -> Any:
@@ -30,8 +42,8 @@ def make_oracle(checkpoint: Checkpoint) -> Any:
             name = name.replace(f".{ours}.", f".{theirs}.")
         # Gemma's modules multiply by 1 + weight, and the checkpoint has the multiplier itself.
         state[name] = values - 1 if is_gemma and values.dim() == 1 else values
-    kind: Any = Gemma3ForCausalLM if is_gemma else LlamaForCausalLM
-    config = Gemma3TextConfig(**settings) if is_gemma else LlamaConfig(**settings)
+    kind, make_config = _KINDS[checkpoint.config["model_type"]]
+    config = make_config(**settings)
     options = {"attn_implementation": "eager", "dtype": torch.float32, "output_loading_info": True}
     # `from_pretrained` makes no random weights first, which would take seconds for a large vocabulary.
     model, problems = kind.from_pretrained(None, config=config, state_dict=state, **options)

@@ -33,4 +33,5 @@ def test_the_command_prints_what_loads(capsys: pytest.CaptureFixture[str]) -> No
     run_supported(as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(SUPPORTED)
-    assert any("gemma3_text" in line and line.endswith("random weights and Gemma 3 270M") for line in lines)
+    (gemma,) = [line for line in lines if "gemma3_text" in line]
+    assert gemma.endswith("random weights and Gemma 3 270M, EmbeddingGemma")

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class SupportedModels(NamedTuple):
-    """Models of one family. If tests run a published file, `published` is the model of that file."""
+    """Models of one family. If tests run published files, `published` names their models."""
 
     model_type: str  # the value in configs
     models: str
@@ -19,7 +19,7 @@ SUPPORTED = (
     SupportedModels("llama", "Llama 2 and 3, SmolLM2", "SmolLM2 135M"),
     SupportedModels("llama4_text", "Llama 4 (text, also inside the multimodal models)"),
     SupportedModels("smollm3", "SmolLM3"),
-    SupportedModels("qwen2", "Qwen2, Qwen2.5"),
+    SupportedModels("qwen2", "Qwen2, Qwen2.5", "Qwen2.5-Coder 0.5B"),
     SupportedModels("qwen2_moe", "Qwen2-MoE, Qwen1.5-MoE"),
     SupportedModels("qwen3", "Qwen3"),
     SupportedModels("qwen3_moe", "Qwen3-MoE (Qwen3-30B-A3B, Qwen3-Coder-30B-A3B)"),
@@ -27,7 +27,11 @@ SUPPORTED = (
     SupportedModels("qwen3_5_text", "Qwen3.5, Qwen3.6 (text, also inside the multimodal models)"),
     SupportedModels("qwen3_5_moe_text", "Qwen3.5-MoE, Qwen3.6-MoE (text, also inside the multimodal models)"),
     SupportedModels("gemma2", "Gemma 2"),
-    SupportedModels("gemma3_text", "Gemma 3 (text, also inside the multimodal models), EmbeddingGemma", "Gemma 3 270M"),
+    SupportedModels(
+        "gemma3_text",
+        "Gemma 3 (text, also inside the multimodal models), EmbeddingGemma",
+        "Gemma 3 270M, EmbeddingGemma",
+    ),
     SupportedModels("gemma4_text", "Gemma 4 E2B, E4B, 26B-A4B, 31B (text, also inside the multimodal models)"),
     SupportedModels("gemma4_unified_text", "Gemma 4 12B (text, also inside the multimodal models)"),
     SupportedModels("gpt_oss", "gpt-oss (20b, 120b)"),
@@ -49,7 +53,7 @@ SUPPORTED = (
     SupportedModels("laguna", "Laguna"),
     SupportedModels("muse_glimmer_text", "Muse-Glimmer (text, also inside the multimodal models)"),
     SupportedModels("seed_oss", "Seed-OSS"),
-    SupportedModels("bert", "BERT (all-MiniLM, bge, e5, gte): encoders, which embed"),
+    SupportedModels("bert", "BERT (all-MiniLM, bge, e5, gte): encoders, which embed", "all-MiniLM-L6-v2"),
     SupportedModels("distilbert", "DistilBERT (multi-qa-distilbert): encoders, which embed"),
     SupportedModels("electra", "ELECTRA (ms-marco-electra-base): encoders, which embed and rank"),
     SupportedModels("roberta", "RoBERTa: encoders, which embed"),

@@ -1,7 +1,7 @@
 """Description of a network, as frozen values without tensors. `families` makes it from a config; `transformer` runs it.
 
 A layer describes its computation, never its family. A new value is a field here and a line in `families`. A new kind of
-part is a class here, and the changes that `docs/dev/design.md` lists.
+part is a class here, and the changes that `docs/dev/adding.md` lists.
 """
 
 from collections.abc import Mapping

@@ -58,7 +58,7 @@ def _make_put_patterns(layout: Layout) -> Any:
 
 
 def _make_put_trits(word: Any) -> Any:
-    """Return put(source, number, to), which stores the trits of a row's record (`low_codes`).
+    """Return put_trits(source, number, to, lane), which stores the trits of a record of row `lane` (`low_codes`).
 
     Four bytes are added at a time: no sum is larger than 26.
     """

@@ -70,11 +70,22 @@ class OpenAnswer:
             self.cancel()
 
     def take(self, most: int | None) -> list[Piece] | None:
-        """Return up to `most` arrived pieces: an empty list at the end of the answer, None if more may arrive."""
+        """Return up to `most` arrived pieces: an empty list at the end of the answer, None if more may arrive.
+
+        Raises EngineFailedError instead of the end if the engine's failure ended the answer.
+        """
         self.poll_cancel()
         has_ended = self.mailbox.has_ended  # read before the pieces, because none arrive after the end
         found = self.mailbox.take(most)
+        if not found and has_ended:
+            self.loop.check_answer(self.sequence)
         return found if found or has_ended or self.mailbox.is_closed else None
+
+    def result(self) -> GenerationResult:
+        """Return the finished answer. Raises EngineFailedError if the engine's failure ended it."""
+        self.settle()
+        self.loop.check_answer(self.sequence)
+        return self.sequence.result()
 
     def close(self) -> None:
         """Cancel, and wait until the sequence has ended. On the loop's own thread and in a fork, do not wait."""
@@ -130,7 +141,6 @@ class Stream(Iterator[Piece]):
             return self._next()
         except StopIteration:
             self.answer.close()
-            self.answer.loop.check_answer(self.answer.sequence)
             raise
         except BaseException:
             if self._reader is reader:
@@ -202,6 +212,7 @@ class Stream(Iterator[Piece]):
         Raises:
             InvalidRequestError: Another thread is reading the stream.
             ClosedError: The model is closed.
+            EngineFailedError: The engine failed before the answer was complete.
 
         Examples:
             >>> llm.stream("The capital of France is", temperature=0, max_new_tokens=2).run().text
@@ -218,7 +229,7 @@ class Stream(Iterator[Piece]):
             if self._reader is None:  # otherwise another thread reads the answer
                 self.close()
             raise
-        return answer.sequence.result()
+        return answer.result()
 
     def _next(self) -> Piece:
         answer, mailbox = self.answer, self.answer.mailbox
@@ -372,8 +383,7 @@ class AsyncStream(AsyncIterator[Piece]):
             answer.poll_cancel()
             mailbox.take()
             await mailbox.wait_for_end_as_task()
-            answer.settle()
-            return answer.sequence.result()
+            return answer.result()
 
     def _take_up(self, answer: OpenAnswer) -> None:
         self._answer = answer

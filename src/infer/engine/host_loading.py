@@ -59,4 +59,5 @@ def load_host(
     fingerprint = f"{checkpoint.fingerprint()} {given.weights} {given.precision} {kept_dtype}"
     kept = fingerprint, cache, given.pool_pages, given.capture, given.grammar_backend, defaults
     times = tuple(file.modified_ns for file in checkpoint.files)
+    heads = heads.of_network(network.architecture)
     return Host(loop, network, tokenizer, HostSettings(*kept, heads, given.prefix_bytes, times), ranks)

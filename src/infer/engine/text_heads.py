@@ -1,7 +1,7 @@
 """The heads of a model for whole texts: how its files define vectors, scores and labels."""
 
-from dataclasses import dataclass, field
-from typing import final
+from dataclasses import dataclass, field, replace
+from typing import Self, final
 
 from infer.checkpoint import Checkpoint
 from infer.checkpoint.classifier_files import Scale
@@ -10,6 +10,7 @@ from infer.checkpoint.text_prompts import TextPrompts
 from infer.engine.model_settings import RerankerName
 from infer.engine.reranker import Reranker, make_reranker
 from infer.model.pooled_head import Head, load_head
+from infer.operands.architecture import Architecture
 from infer.outputs import Pooling
 from infer.tokenizer import Tokenizer
 
@@ -53,6 +54,12 @@ class TextHeads:
     prompts: TextPrompts = field(default_factory=TextPrompts)
     reranker: Reranker | None = None
     classifier: Classifier | None = None
+
+    def of_network(self, architecture: Architecture) -> Self:
+        """Return the heads of the loaded network: an encoder without labels makes vectors, even if no file says how."""
+        if self.embedder or self.classifier or not architecture.reads_whole_texts:
+            return self
+        return replace(self, embedder=Embedder(architecture.hidden_size))
 
 
 def make_text_heads(checkpoint: Checkpoint, tokenizer: Tokenizer, reranker: RerankerName) -> TextHeads:

@@ -47,8 +47,12 @@ async def load_model(state: ServerState, load: Load) -> None:
 
 
 def warmed(llm: "infer.LLM") -> "infer.AsyncLLM":
-    """Return the model for asynchronous use after one short answer, so that the first request is fast."""
-    llm.generate([0] * min(_WARM_UP_TOKENS, llm.max_seq_len // 2), max_new_tokens=4, ignore_eos=True, temperature=0)
+    """Return the model for asynchronous use after one short answer or text, so that the first request is fast."""
+    token_ids = [0] * min(_WARM_UP_TOKENS, llm.max_seq_len // 2)
+    if llm.architecture.reads_whole_texts:
+        llm.embed([token_ids])
+    else:
+        llm.generate(token_ids, max_new_tokens=4, ignore_eos=True, temperature=0)
     return infer.AsyncLLM(llm)
 
 

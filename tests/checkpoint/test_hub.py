@@ -187,6 +187,18 @@ def test_offline_says_what_to_do(cache: Path) -> None:
     assert "huggingface_hub" not in sys.modules or not cache.exists()
 
 
+@pytest.mark.parametrize("text", ["hf.co/org/repo:Q4_K_M", "https://huggingface.co/org/repo:Q4_K_M"])
+def test_a_hub_s_host_before_a_name_is_left_out(text: str) -> None:
+    assert parse_hub_name(text) == HubName("org/repo", variant="Q4_K_M")
+    assert parse_hub_name("hf.co/org/repo:latest") == HubName("org/repo")
+
+
+def test_offline_a_name_of_several_cached_files_is_refused_with_their_names(cache: Path) -> None:
+    fill(cache, "org/two", {"m-Q4_K_M.gguf": b"GGUF", "m-Q8_0.gguf": b"GGUF"})
+    with pytest.raises(InvalidRequestError, match=r"it has the GGUF files m-Q4_K_M.gguf, m-Q8_0.gguf; name one"):
+        resolve("org/two")
+
+
 def test_a_folder_of_that_name_wins(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(cache, "org/plain", REPOSITORIES["org/plain"])
     (tmp_path / "org" / "plain").mkdir(parents=True)

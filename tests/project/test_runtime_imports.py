@@ -62,6 +62,7 @@ ALLOWED = {
     ("distributed/ray_serve.py", "asyncio"),
     ("cli/serve_command.py", "socket"),
     ("cli/server_commands.py", "urllib.error"),  # asks a running server
+    ("cli/server_commands.py", "urllib.parse"),
     ("cli/server_commands.py", "urllib.request"),
     ("server/body_limits.py", "asyncio"),
     ("server/server_state.py", "asyncio"),

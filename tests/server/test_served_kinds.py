@@ -1,5 +1,6 @@
 """`infer serve` of each kind of model, started as a user starts it: the command, a folder, and a client."""
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from encoder_models import BY_NAME, make_encoder, write_modules
 from encoder_tokenizers import make_bert_folder
+from fake_hub import COMMIT
 from idle import until
 from reranker_model import make_logit_score
 from test_decoders_without_mask import make_folder as make_gemma
@@ -52,10 +54,11 @@ ANSWERED: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @contextmanager
-def served(*arguments: object) -> Iterator[httpx.Client]:
+def served(*arguments: object, **environment: str) -> Iterator[httpx.Client]:
     """Run `infer serve` until the end of `with`. The client's server is ready."""
     command = python_command(_COMMAND, "serve", *arguments, "--port", "0", "--threads", "1")
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    own = os.environ | environment
+    with subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = list[str]()
         try:
@@ -96,3 +99,36 @@ def test_an_encoder_and_a_decoder_are_served_together(tmp_path: Path) -> None:
         assert client.post("/v1/embeddings", json={"model": "vectors", **EMBED}).status_code == 200
         found = client.post("/v1/completions", json={"model": "text", "prompt": "hello", "max_tokens": 2})
         assert found.status_code == 200, found.text
+
+
+def test_a_pulled_model_is_served_under_each_spelling_of_its_name(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--one" / "snapshots" / COMMIT
+    make_model(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(COMMIT)
+    environment = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    with served("--load-on-demand", "--allow-pull", **environment) as client:
+        pulled = client.post("/api/pull", json={"model": "hf.co/org/one", "stream": False})
+        assert pulled.json() == {"status": "success"}
+        for name in ("hf.co/org/one", "org/one", "org/one:latest", "org/one@main", f"org/one@{COMMIT}"):
+            asked = {"model": name, "prompt": "hello", "stream": False, "options": {"num_predict": 2}}
+            assert client.post("/api/generate", json=asked).status_code == 200, name
+            assert client.post("/api/show", json={"model": name}).status_code == 200, name
+            asked = {"model": name, "prompt": "hello", "max_tokens": 2}
+            assert client.post("/v1/completions", json=asked).status_code == 200, name
+        asked = {"model": "org/other", "prompt": "hello", "max_tokens": 2}
+        assert client.post("/v1/completions", json=asked).status_code == 404
+
+
+def test_the_command_asks_no_proxy_for_a_server_of_this_machine(tmp_path: Path) -> None:
+    make_model(tmp_path / "text")
+    nobody = dict.fromkeys(("HTTP_PROXY", "http_proxy"), "http://127.0.0.1:9")
+    with served(tmp_path / "text") as client:
+        host = str(client.base_url).removeprefix("http://").rstrip("/")
+        for url in (f"http://{host}", host, host.replace("127.0.0.1", "localhost")):
+            command = python_command(_COMMAND, "ps", "--url", url)
+            done = subprocess.run(command, env=os.environ | nobody, capture_output=True, text=True, timeout=SECONDS)
+            assert (done.returncode, "text" in done.stdout) == (0, True), done.stderr
+    command = python_command(_COMMAND, "ps", "--url", "http://192.0.2.1")
+    done = subprocess.run(command, env=os.environ | nobody, capture_output=True, text=True, timeout=SECONDS)
+    assert "no server answers at http://192.0.2.1 through the proxy http://127.0.0.1:9" in done.stderr

@@ -18,6 +18,7 @@ from infer.checkpoint.gguf_split import part_paths
 from infer.checkpoint.safetensors import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 from infer.system.json_file import read_json_file
+from infer.system.model_names import plain_name
 
 DEFAULT_REVISION = "main"
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<variant>[^:\\]+))?")
@@ -57,8 +58,8 @@ class Chosen:
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """Return the parsed name, or None if it cannot be a name on the hub."""
-    match = _NAME.fullmatch(name)
+    """Return the parsed name, or None if it cannot be a name on the hub. `hf.co/` before it is left out."""
+    match = _NAME.fullmatch(plain_name(name))
     if match is None or match["repo"].endswith((".gguf", ".safetensors", ".json", *PICKLE_SUFFIXES)):
         return None
     paths = (match["repo"], match["revision"] or DEFAULT_REVISION, match["variant"] or "x")
@@ -213,4 +214,10 @@ def shards_of_index(index: Path) -> list[str]:
 
 
 def not_found(name: HubName, reason: str) -> InvalidRequestError:
+    """Return the error about a model that is not in the cache, or about a name that several of its files have."""
+    if (snapshot := _snapshot(name)) is not None and gguf_models(files := list_files(snapshot)):
+        try:
+            choose(name, files, _shards(snapshot, files))
+        except ModelError as error:
+            return InvalidRequestError(f"{error} (in the hub's local cache; {reason})")
     return InvalidRequestError(f"{name!s:.200} is not in the hub's local cache, {hub_cache_folder()}, and {reason}")

@@ -27,6 +27,7 @@ from infer.server.server_settings import ServerSettings
 from infer.server.server_state import ServerState
 from infer.system.core_share import take_cores
 from infer.system.cores import default_num_threads
+from infer.system.model_names import plain_name
 from infer.system.status_line import write_notice
 
 Load = Callable[[OnProgress], "infer.LLM"]
@@ -110,7 +111,7 @@ def make_settings(options: ServeOptions | DeployOptions) -> ServerSettings:
         is_ollama = isinstance(options, ServeOptions) and options.ollama
         given["port"] = OLLAMA_PORT if is_ollama else ServerSettings.port
     keys = read_keys(options.api_key_file) if options.api_key_file else {}
-    model, *aliases = options.served_names or [options.model]
+    model, *aliases = options.served_names or [plain_name(options.model)]
     return ServerSettings(
         **given
         | {"max_slots": step_limits(options.device).logits}

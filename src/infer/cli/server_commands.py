@@ -1,7 +1,9 @@
 """`infer ps` and `infer stop`: the models of a running server, asked over HTTP."""
 
+import ipaddress
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
@@ -44,19 +46,38 @@ def _ask(options: RunningServerOptions, path: str, body: Any = None) -> Any:
 
     Raises InferError if there is no server, and InvalidRequestError with the message of a refusal.
     """
-    url = options.url.rstrip("/").removesuffix("/v1") + path
+    base = options.url if "://" in options.url else f"http://{options.url}"
+    url = base.rstrip("/").removesuffix("/v1") + path
     headers = {"Content-Type": "application/json"}
     if options.api_key:
         headers["Authorization"] = f"Bearer {options.api_key}"
     try:
         content = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(url, content, headers), timeout=_SECONDS) as answer:
+        request = urllib.request.Request(url, content, headers)
+        with _opener(url).open(request, timeout=_SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         raise InvalidRequestError(f"{options.url} refused the request: {_message(error)}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise InferError(f"no server answers at {options.url} ({reason}): start infer serve, or give --url") from error
+        proxy = "" if _is_local(url) else urllib.request.getproxies().get(url.partition(":")[0], "")
+        through = f" through the proxy {proxy}" if proxy else ""
+        message = f"no server answers at {options.url}{through} ({reason}): start infer serve, or give --url"
+        raise InferError(message) from error
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Return an opener that asks no proxy for an address of this machine, which a proxy could not reach."""
+    return urllib.request.build_opener(*((urllib.request.ProxyHandler({}),) if _is_local(url) else ()))
+
+
+def _is_local(url: str) -> bool:
+    host = urllib.parse.urlsplit(url).hostname or ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
 
 
 def _message(error: urllib.error.HTTPError) -> str:

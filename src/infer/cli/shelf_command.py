@@ -24,6 +24,7 @@ from infer.server.process import bind
 from infer.server.server_state import ServerState
 from infer.system.available_memory import available_memory_bytes
 from infer.system.cores import default_num_threads
+from infer.system.model_names import plain_name
 from infer.system.status_line import write_notice
 
 _BUDGET_SHARE = 0.9  # of the available memory: the rest is for the process that clients talk to, and for the system
@@ -96,7 +97,7 @@ def _sources(options: ServeOptions) -> list[ModelSource]:
 def _name_of(model: str) -> str:
     """Return the name of a model for clients: its own name, or that of its file or folder."""
     path = Path(model).expanduser()
-    return (path.stem if path.suffix == ".gguf" else path.resolve().name) if path.exists() else model
+    return (path.stem if path.suffix == ".gguf" else path.resolve().name) if path.exists() else plain_name(model)
 
 
 def _find(options: ServeOptions) -> list[ModelSource]:

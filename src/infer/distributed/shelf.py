@@ -23,6 +23,7 @@ from infer.distributed.wishes import SLACK_SECONDS
 from infer.errors import InferError
 from infer.server.door import retry_headers
 from infer.server.http_errors import ApiError
+from infer.server.model_catalog import cached_path
 from infer.server.routes.served_models import known_name
 
 _LOOK_SECONDS = 1.0  # between two looks for models
@@ -90,6 +91,9 @@ class Shelf:
             return next(iter(self.models.values()))
         if (name := known_name(name, self.models)) not in self.models:
             await self.look_again()
+        if name is not None and name not in self.models:
+            path = await asyncio.to_thread(cached_path, name)  # a name of the hub may have several spellings
+            name = next((each.name for each in self.models.values() if each.source.path == path), name)
         if name is not None and name in self.models:
             return self.models[name]
         served = f"name one of {', '.join(map(repr, self.models)) or 'those of GET /v1/models'}"

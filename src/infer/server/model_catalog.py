@@ -34,6 +34,14 @@ def is_at_hand(name: str) -> bool:
     return not names.isdisjoint((name, f"{name}.gguf"))
 
 
+def cached_path(name: str) -> str | None:
+    """Return the path of a model in the local cache of the hub, or None if it is not there."""
+    hub = import_module("infer.checkpoint.hub")
+    parsed = hub.parse_hub_name(name)
+    path = None if parsed is None else hub.find_cached(parsed)
+    return None if path is None else str(path)
+
+
 def fetch(repository: str, report: Report) -> Path:
     """Return the place of a model on the hub, after it was downloaded. Raises InferError."""
     hub, download = import_module("infer.checkpoint.hub"), import_module("infer.checkpoint.hub_download")

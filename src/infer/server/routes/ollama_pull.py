@@ -24,8 +24,7 @@ from infer.server.replies import json_response
 from infer.server.routes.served_models import known_name
 from infer.server.server_state import ServerState
 from infer.server.sse import EventStream, line
-
-_HOSTS = ("https://", "hf.co/", "huggingface.co/")
+from infer.system.model_names import plain_name
 
 
 class OllamaStatus(Struct, kw_only=True):
@@ -62,10 +61,7 @@ async def pull_unless(request: Request, state: ServerState, body: OllamaModelBod
 
 def _name_to_fetch(model: str, known: Collection[str]) -> str | None:
     """Return the name of a model on the hub, or None if it is on this machine. Raises BodyError for any other name."""
-    plain = model
-    for host in _HOSTS:
-        plain = plain.removeprefix(host)
-    plain = plain.removesuffix(":latest")
+    plain = plain_name(model)
     if model in known or is_at_hand(plain):
         return None
     if (has_files := is_fetched(plain)) is None:

@@ -13,6 +13,7 @@ from infer.server.endpoint import get
 from infer.server.http_errors import ApiError
 from infer.server.replies import json_response
 from infer.server.server_state import ServerState
+from infer.system.model_names import plain_name
 
 StatusValue = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
@@ -86,8 +87,11 @@ def answer_any_model(request: Request, state: ServerState, name: str | None) -> 
 
 
 def known_name(name: str | None, known: Container[str]) -> str | None:
-    """Return the name of a model without the tag ":latest", which Ollama's clients add, unless it is known with it."""
-    return name if name is None or name in known else name.removesuffix(":latest")
+    """Return the known spelling of a model's name: as it is, or plain, or without the ending of its file."""
+    if name is None or name in known:
+        return name
+    plain = plain_name(name)
+    return stem if (stem := plain.removesuffix(".gguf")) in known else plain
 
 
 def _names(state: ServerState) -> tuple[str, ...]:

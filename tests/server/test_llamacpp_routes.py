@@ -51,9 +51,10 @@ def post(served: Served, path: str, status: int = 200, **body: Any) -> Any:
 def test_a_completion_is_the_library_s_answer_whole_and_as_events(served: Served) -> None:
     expected = served.state.llm().llm.generate("hello", temperature=0, max_new_tokens=6)
     whole = post(served, "/completion", prompt="hello", return_tokens=True, **GREEDY)
-    *events, last = post(served, "/completion", prompt="hello", return_tokens=True, stream=True, **GREEDY)
+    *events, last = post(served, "/completion", prompt="hello", stream=True, **GREEDY)
     assert (whole["content"], whole["tokens"]) == (expected.text, expected.token_ids)
     assert "".join(each["content"] for each in (*events, last)) == expected.text
+    assert [token for each in events for token in each["tokens"]] == expected.token_ids
     assert not any(each["stop"] for each in events)
     for found in (whole, last):
         assert (found["stop"], found["stop_type"], found["stopping_word"]) == (True, "limit", "")
@@ -83,6 +84,8 @@ def test_probabilities_and_seeds_are_those_of_openai_s_route(served: Served) -> 
     (choice,) = post(served, "/v1/completions", prompt="ab", logprobs=2, temperature=0, max_tokens=6)["choices"]
     assert [each["logprob"] for each in found] == choice["logprobs"]["token_logprobs"]
     assert all(each["top_logprobs"][0]["id"] == each["id"] for each in found)
+    *events, _ = post(served, "/completion", prompt="ab", n_probs=2, stream=True, **GREEDY)
+    assert [each["completion_probabilities"] for each in events] == [[each] for each in found]
     one, two = (
         post(served, "/completion", prompt="ab", seed=-1, n_predict=24)["generation_settings"] for _ in range(2)
     )

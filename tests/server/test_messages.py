@@ -1,6 +1,7 @@
 """Anthropic's Messages: requests, answers and errors."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from infer import LLM
 from infer.protocols.message_bodies import MessagesBody
 from infer.protocols.message_request import messages_of, variables_of
 from infer.protocols.read_body import read_body
-from served import Served
+from served import Served, serving
 
 ASKED = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
 EVENTS = ["message_start", "content_block_start", "ping", "content_block_delta", "content_block_stop", "message_delta",
@@ -43,7 +44,7 @@ def test_a_message_is_the_library_s_answer(served: Served, llm: LLM) -> None:
     system = {"role": "system", "content": "be"}
     expected = llm.chat([system, *ASKED["messages"]], temperature=0, max_new_tokens=12)  # type: ignore[misc]
     found = served.client.post("/v1/messages", json=ASKED | {"system": "be"}).json()
-    assert found["content"] == [{"type": "text", "text": expected.text, "citations": None}]
+    assert found["content"] == [{"type": "text", "text": expected.text}]  # AI SDK 6 refuses null citations
     assert (found["stop_reason"], found["stop_sequence"]) == ("max_tokens", None)
     usage = found["usage"]
     assert (usage["input_tokens"], usage["output_tokens"]) == (expected.prompt_tokens, expected.generated_tokens)
@@ -88,7 +89,18 @@ def test_a_stream_is_the_same_answer_in_anthropic_s_events(served: Served) -> No
         "delta": {"stop_reason": "max_tokens", "stop_sequence": None},
         "usage": whole["usage"],
     }
-    assert found[0]["message"]["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+
+
+def test_both_events_with_usage_leave_out_cached_tokens(folder: Path) -> None:
+    asked = ASKED | {"messages": [{"role": "user", "content": "a question " * 20}], "max_tokens": 4, "stream": True}
+    with LLM(folder, reuse_prefixes=True) as llm, serving(llm) as served:
+        for is_cached in (False, True):
+            streamed = served.client.post("/v1/messages", json=asked).text.split("\n")
+            found = [json.loads(line.removeprefix("data: ")) for line in streamed if line.startswith("data: ")]
+            first, last = found[0]["message"]["usage"], found[-2]["usage"]
+            assert first == last | {"output_tokens": 0}
+            assert (first["cache_read_input_tokens"] > 0) == is_cached
+            assert "citations" not in found[1]["content_block"]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def _facts(path: Path, versions: tuple[FileVersion, ...]) -> ModelFacts:
     known = read_token_names(checkpoint.path, checkpoint.metadata)
     abilities = {
         "completion": not is_encoder,
-        "tools": "tools" in template,
+        "tools": bool(template),  # a template without tools gets a prompt of ours
         "insert": find_marks(lambda names: {name: 0 for name in names if name in known}) is not None,
         "thinking": reasoning_of(template) is not None,
         "embedding": "embed" in tasks_of(checkpoint, is_encoder=is_encoder),

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, final
 from msgspec import UNSET, Struct, UnsetType
 
 import infer
-from infer.outputs import FinishReason, GenerationResult, TokenLogprob
+from infer.outputs import FinishReason, GenerationResult, Piece, TokenLogprob
 from infer.protocols.token_logprobs import Spelling, without_end
 from infer.sampling_params import SamplingParams
 from infer.server.answer_types import Answer, Bytes, Count, Json, logprobs_of
@@ -105,12 +105,19 @@ class LlamaShape(ReplyFormat):
     def chunks(self, part: ChoicePart) -> list[LlamaPart]:
         if part.result is not None:
             return [self._last(part.choice, part.result, part.text, [], UNSET)]
-        self._num_predicted[part.choice] += len(part.pieces)
-        scored = self._scored(logprobs_of(part.pieces), part.pieces[-1].finish_reason)
-        if not (part.text or scored) or not self._asked.has_content:
+        if self._asked.params[0].logprobs is None:
+            return self._events(part.choice, part.pieces)
+        return [found for piece in part.pieces for found in self._events(part.choice, [piece])]
+
+    def _events(self, index: int, pieces: Sequence[Piece]) -> list[LlamaPart]:
+        """Return the event of some pieces, or none if they show nothing yet. An event with probabilities has one."""
+        self._num_predicted[index] += len(pieces)
+        text = "".join(piece.text for piece in pieces)
+        scored = self._scored(logprobs_of(pieces), pieces[-1].finish_reason)
+        if not (text or scored) or not self._asked.has_content:
             return []
-        fields = self._part(part.choice, part.text, [piece.token_id for piece in part.pieces], scored)
-        num_predicted, num_read = self._num_predicted[part.choice], len(self._ids_of(part.choice))
+        fields = self._part(index, text, [piece.token_id for piece in pieces], scored)
+        num_predicted, num_read = self._num_predicted[index], len(self._ids_of(index))
         return [LlamaPart(**fields, stop=False, tokens_predicted=num_predicted, tokens_evaluated=num_read)]
 
     def fail(self, error: ApiError) -> bytes:

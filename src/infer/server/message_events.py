@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Self, final
 
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace as replace_fields
 
+import infer
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
 from infer.protocols.chat_answers import call_values
 from infer.server.answer_types import Answer, AnswerHead, Count, Json
@@ -39,7 +41,6 @@ _STOP_REASONS: dict[str, EndReason] = {
 
 class MessageText(Struct, tag_field="type", tag="text"):
     text: str
-    citations: None = None
 
 
 class MessageThinking(Struct, tag_field="type", tag="thinking"):
@@ -109,15 +110,17 @@ def failure_event(error: ApiError) -> bytes:
 class MessageShape(ReplyFormat):
     """The answer, whole or as events. At most one block of a stream is open at a time.
 
-    `stops` are the request's stop sequences. `warnings` are about its body.
+    `stops` are the request's stop sequences. `warnings` are about its body. The first event has the number of cached
+    tokens, so it is sent when the prompt has been read.
     """
 
     last = b""
 
     def __init__(
-        self, head: AnswerHead, stops: frozenset[str], warnings: Sequence[str], num_prompt_tokens: int
+        self, head: AnswerHead, stops: frozenset[str], warnings: Sequence[str], stream: "infer.AsyncStream"
     ) -> None:
-        self._head, self._stops, self._warnings, self._num_prompt_tokens = head, stops, warnings, num_prompt_tokens
+        self._head, self._stops, self._warnings, self._stream = head, stops, warnings, stream
+        self._usage: MessagesUsage | None = None  # of the first event
         self._index = -1  # index of the open block
         self._open: str | None = None  # kind of the open block
 
@@ -129,18 +132,21 @@ class MessageShape(ReplyFormat):
         if result.text or not (result.reasoning or result.tool_calls):
             blocks.append(MessageText(result.text))
         blocks += [MessageToolUse(call.id, call.name, call_values(call)) for call in result.tool_calls]
-        return self._message(blocks, self._stop(result), _usage(result))
-
-    def opening(self) -> list[Json]:
-        usage = MessagesUsage(input_tokens=self._num_prompt_tokens, output_tokens=0)
-        return [{"type": "message_start", "message": self._message([], Stop(), usage)}]
+        usage = _usage(result.prompt_tokens, result.reused_tokens, result.generated_tokens)
+        return self._message(blocks, self._stop(result), usage)
 
     def chunks(self, part: ChoicePart) -> list[Json]:
-        found = self._deltas(part)
+        found = list[Json]()
+        if self._usage is None:
+            sequence = self._stream.sequence
+            self._usage = _usage(sequence.num_prompt_tokens, sequence.num_reused, 0)
+            found.append({"type": "message_start", "message": self._message([], Stop(), self._usage)})
+        found += self._deltas(part)
         if (result := part.result) is not None:
             if self._index < 0:
                 found += self._begin("text", MessageText(""))
-            end: Json = {"type": "message_delta", "delta": self._stop(result)._asdict(), "usage": _usage(result)}
+            usage = replace_fields(self._usage, output_tokens=result.generated_tokens)
+            end: Json = {"type": "message_delta", "delta": self._stop(result)._asdict(), "usage": usage}
             if self._warnings:
                 end["infer"] = {"warnings": self._warnings}
             found += [*self._close(), end]
@@ -203,10 +209,10 @@ class MessageShape(ReplyFormat):
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
-def _usage(result: GenerationResult) -> MessagesUsage:
+def _usage(num_prompt_tokens: int, num_reused: int, num_answer_tokens: int) -> MessagesUsage:
     return MessagesUsage(
-        input_tokens=result.prompt_tokens - result.reused_tokens,
+        input_tokens=num_prompt_tokens - num_reused,
         cache_creation_input_tokens=0,
-        cache_read_input_tokens=result.reused_tokens,
-        output_tokens=result.generated_tokens,
+        cache_read_input_tokens=num_reused,
+        output_tokens=num_answer_tokens,
     )

@@ -34,7 +34,7 @@ async def create_message(request: Request, state: ServerState, body: MessagesBod
     asked = ask_message(body, llm.sampling_defaults, llm.tokenizer.chat_template, state.settings.agent_prompts)
     choices = await accept(request, state, asked)
     head, stops = make_head("msg_", request, state), frozenset(body.stop_sequences or ())
-    shape = MessageShape(head, stops, call_of(request).warnings, len(choices.prompt_ids[0]))
+    shape = MessageShape(head, stops, call_of(request).warnings, choices.first)
     return await reply(request, state, choices, shape, is_streamed=body.stream)
 
 

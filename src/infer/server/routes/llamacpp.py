@@ -66,7 +66,7 @@ async def _answer(request: Request, state: ServerState, body: CompletionBody | I
         asked.params,
         llm.max_seq_len,
         has_content=body.max_tokens != 0,
-        has_tokens=bool(body.return_token_ids),
+        has_tokens=bool(body.return_token_ids or body.stream),
     )
     return await reply(request, state, choices, LlamaShape(facts, llm.tokenizer), is_streamed=body.stream)
 

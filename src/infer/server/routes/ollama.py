@@ -38,7 +38,7 @@ from infer.server.routes.ollama_pull import OllamaStatus, pull
 from infer.server.routes.served_models import answer_any_model, check_model
 from infer.server.server_state import ServerState
 
-API_VERSION = "0.13.0"  # of the Ollama whose API this is; clients compare it with the version that they need
+API_VERSION = "0.14.0"  # the first Ollama with all of its routes that are here, /v1/messages too; clients compare it
 _ONE_ANSWER: dict[str, tuple[object, ...]] = dict.fromkeys(("prompt_logprobs", "return_token_ids", "echo"), ())
 _ONE_ANSWER["n"] = (1,)
 _REFUSALS = {

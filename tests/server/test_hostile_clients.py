@@ -108,7 +108,6 @@ def test_head_has_no_body(connection: Connection, path: str) -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nBad Header: 1\r\n\r\n",
         b"GET /health HTTP/1.1\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",  # neither of two is answered
@@ -121,6 +120,28 @@ def test_bytes_that_are_not_a_request_are_refused_and_the_connection_closes(
     connection.send(sent)
     assert refusal(connection.answer())[0] == 400
     assert connection.is_closed()
+
+
+@pytest.mark.parametrize("field", ["Content-Type: application/json", "Authorization: Bearer a", "Origin: http://a"])
+def test_a_field_that_must_be_single_is_not_sent_twice(connection: Connection, field: str) -> None:
+    connection.send(post(COMPLETIONS, ASKED, field, field))
+    assert refusal(connection.answer())[0] == 400
+    assert connection.is_closed()
+
+
+@pytest.mark.parametrize(
+    ("coding", "status"),
+    [
+        ("Transfer-Encoding: gzip, chunked", 501),
+        ("Transfer-Encoding: xchunked", 501),
+        ("Content-Encoding: gzip", 415),
+        ("Content-Encoding: identity", 200),
+    ],
+)
+def test_a_body_is_read_only_in_the_coding_that_it_has(connection: Connection, coding: str, status: int) -> None:
+    request = chunked(ASKED).replace(b"Transfer-Encoding: chunked", coding.encode())
+    connection.send(request if "Transfer" in coding else post(COMPLETIONS, ASKED, coding))
+    assert connection.answer().status == status
 
 
 def test_the_length_of_a_body_may_have_leading_zeros(connection: Connection) -> None:
@@ -174,6 +195,43 @@ def test_a_half_head_behind_a_request_does_not_end_its_answer(served: Served) ->
 def test_a_body_that_comes_too_slowly_is_refused(connection: Connection) -> None:
     connection.send(post(COMPLETIONS, ASKED)[:-1])
     assert refusal(connection.answer())[0] == 408
+    assert connection.is_closed()
+
+
+# Trailers
+
+
+def chunked(body: Any, *headers: str) -> bytes:
+    """Return a request up to its trailer."""
+    content = json.dumps(body).encode()
+    head = post(COMPLETIONS, b"", "Transfer-Encoding: chunked", *headers).replace(b"Content-Length: 0\r\n", b"")
+    return head + b"%x\r\n" % len(content) + content + b"\r\n0\r\n"
+
+
+@pytest.mark.parametrize("is_one_write", [True, False])
+def test_a_key_in_a_trailer_never_counts(served: Served, is_one_write: bool) -> None:
+    trailer = b"Authorization: Bearer secret\r\n\r\n"
+    with (
+        serving(served.state.llm().llm, model="tiny", api_keys={"secret": "ann"}) as guarded,
+    ):
+        for parts in ([chunked(ASKED) + trailer], [chunked(ASKED), trailer]):
+            with Connection(guarded.port) as connection:
+                for part in [b"".join(parts)] if is_one_write else parts:
+                    connection.send(part)
+                assert refusal(connection.answer())[0] == 401
+        with Connection(guarded.port) as connection:
+            connection.send(chunked(ASKED, "Authorization: Bearer secret") + b"a: b\r\n\r\n" + HEALTH)
+            assert [connection.answer().status for _ in range(2)] == [200, 200]
+
+
+@pytest.mark.parametrize("before", [b"", HEALTH])
+@pytest.mark.parametrize("trailer", [b"a: b\r\n" * 200, b"a: " + b"b" * 600_000 + b"\r\n", b"a: " + b"b" * 600_000])
+def test_a_trailer_has_the_limits_of_a_head(connection: Connection, before: bytes, trailer: bytes) -> None:
+    connection.send(before + chunked(ASKED))
+    if before:
+        assert connection.answer().status == 200
+    connection.send(trailer)
+    assert refusal(connection.answer())[0] == 431
     assert connection.is_closed()
 
 

@@ -340,6 +340,10 @@ def test_a_page_of_another_origin_may_call_only_if_it_was_named(guarded: Served,
     allowed = guarded.client.options("/v1/models", headers={"origin": ORIGIN, **asked})
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, ORIGIN)
     assert allowed.headers["access-control-allow-headers"] == asked["access-control-request-headers"]
+    asked |= {"access-control-request-private-network": "true"}
+    for path in ("/v1/models", "/api/chat"):
+        private = guarded.client.options(path, headers={"origin": ORIGIN, **asked})
+        assert (private.status_code, private.headers["access-control-allow-private-network"]) == (200, "true")
     refused = guarded.client.get("/v1/models", headers={"origin": ORIGIN})
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN)
     others = [guarded.client.options("/v1/models", headers={"origin": "https://other.example", **asked}),

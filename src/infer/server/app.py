@@ -57,7 +57,14 @@ def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
     routed.router.redirect_slashes = False
     app = guarded(routed, settings, table)
     if settings.cors_origins:  # pages of these origins may call, but never with a browser's credentials
-        app = CORSMiddleware(app, settings.cors_origins, ["GET", "POST"], ["*"], expose_headers=_ANSWER_HEADERS)
+        app = CORSMiddleware(
+            app,
+            settings.cors_origins,
+            ["GET", "POST"],
+            ["*"],
+            expose_headers=_ANSWER_HEADERS,
+            allow_private_network=True,  # a page of a public address asks before it calls a local server
+        )
     return with_calls(app, state)
 
 

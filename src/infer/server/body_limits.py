@@ -29,10 +29,14 @@ async def receive_body(request: Request, settings: ServerSettings) -> bytes:
 
 
 def _check_type(request: Request) -> None:
-    """Raise ApiError 415 unless the type is JSON, or one that curl sends by itself.
+    """Raise ApiError 415 unless the type is JSON, or one that curl sends by itself, and the body is not compressed.
 
     A page of another origin can send curl's types without a preflight. But the browser then names the page's origin.
     """
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() not in ("", "identity"):
+        message = f"Content-Encoding must be identity, got {coding!r:.60}: send the body uncompressed"
+        raise ApiError(415, message, code="unsupported_media_type")
     sent = request.headers.get("content-type", "")
     if sent in _CURLS and not any(name in request.headers for name in _OF_BROWSERS):
         return

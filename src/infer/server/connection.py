@@ -5,6 +5,7 @@ uvicorn limits neither the size of headers nor the time that they take, and answ
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, final
@@ -21,6 +22,7 @@ _KEY = "infer.connection"
 _LINGER_SECONDS = 1.0  # bytes that arrive after a refusal are dropped; an immediate close could hide the answer
 _UNKNOWN_METHOD = "_OTHER"  # OpenTelemetry's name
 _FIELD_BYTES = 4  # ": " and the end of the line
+_SINGLE = (b"host", b"content-type", b"authorization", b"x-api-key", b"origin")  # a second one would be ignored
 
 
 @final
@@ -32,9 +34,9 @@ class Connection(HttpToolsProtocol):
         self._is_in_head, self._is_refused = True, False
         self._has_heard = False  # at least one byte has arrived
         self._is_surplus = False  # more connections than allowed were open when this one was made
-        self._num_head_bytes = 0  # bytes of the complete fields
-        self._num_fed_bytes = 0  # bytes since the head began, in reads that did not complete it
-        self._has_completed = False  # the current read has completed a request
+        self._num_fields = self._num_head_bytes = 0  # complete fields of the head and the trailer, and their bytes
+        self._num_fed_bytes = 0  # bytes since the head began, or since the last part of the body
+        self._has_advanced = False  # the current read has the end of a head, a part of a body, or the end of a request
         self._head_timer: asyncio.TimerHandle | None = None
         self._unsent_since: float | None = None
 
@@ -56,16 +58,14 @@ class Connection(HttpToolsProtocol):
         self._has_heard = True
         if self._is_in_head:
             self._time_head()
-        self._has_completed = False
+        self._has_advanced = False
         super().data_received(data)
-        if self._is_in_head and not self._has_completed:
-            self._num_fed_bytes += len(data)
-            if self._num_fed_bytes > self._settings.max_header_bytes:
-                self._refuse(self._too_large())
+        self._num_fed_bytes = 0 if self._has_advanced else self._num_fed_bytes + len(data)
+        self._check_size()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head, self._num_head_bytes, self._num_fed_bytes = True, 0, 0
+        self._is_in_head, self._num_fields, self._num_head_bytes, self._num_fed_bytes = True, 0, 0, 0
         self._time_head()
         scope: Any = self.scope
         scope[_KEY] = self
@@ -75,8 +75,13 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Count a field. A trailer's fields are dropped: they must not depend on when its bytes arrive."""
+        self._num_fields += 1
         self._num_head_bytes += len(name) + len(value) + _FIELD_BYTES
-        super().on_header(name, value)
+        if self._is_in_head:
+            super().on_header(name, value)
+        else:
+            self._check_size()
 
     def on_headers_complete(self) -> None:
         if self._is_refused:
@@ -84,17 +89,18 @@ class Connection(HttpToolsProtocol):
         if (refusal := self._refusal_of_head()) is not None:
             self._refuse(refusal)
             return
-        self._is_in_head = False
+        self._is_in_head, self._has_advanced = False, True
         self._end_timer()
         self._unset_keepalive_if_required()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._has_advanced = True
         if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._is_in_head = self._has_completed = True
+        self._is_in_head = self._has_advanced = True
         if self._is_refused:
             return
         if not self._is_answering:
@@ -117,11 +123,17 @@ class Connection(HttpToolsProtocol):
 
     def _refusal_of_head(self) -> ApiError | None:
         settings = self._settings
-        if self._num_head_bytes > settings.max_header_bytes or len(self.headers) > settings.max_headers:
+        if self._is_too_large:
             return self._too_large()
-        num_hosts = sum(name == b"host" for name, _ in self.headers)
-        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
-            return ApiError(400, f"a request must have one Host header, got {num_hosts}", code="bad_request")
+        counts = Counter(name for name, _ in self.headers)
+        for name in _SINGLE:
+            if counts[name] > 1 or (name == b"host" and not counts[name] and self.parser.get_http_version() == "1.1"):
+                message = f"a request must have one {name.decode().title()} header, got {counts[name]}"
+                return ApiError(400, message, code="bad_request")
+        codings = b",".join(value for name, value in self.headers if name == b"transfer-encoding").lower()
+        if codings.strip() not in (b"", b"chunked"):
+            message = f"Transfer-Encoding must be chunked, got {codings.decode('latin-1')!r:.60}: send the plain body"
+            return ApiError(501, message, code="not_implemented")
         self._is_surplus = self._is_surplus and self._are_too_many
         if self._is_surplus and not self.url.startswith(b"/health"):
             message = f"{settings.max_connections} connections are open, the most that are allowed: try again"
@@ -163,6 +175,16 @@ class Connection(HttpToolsProtocol):
     def _are_too_many(self) -> bool:
         return len(self.connections) > self._settings.max_connections
 
+    @property
+    def _is_too_large(self) -> bool:
+        settings = self._settings
+        num_bytes = max(self._num_head_bytes, self._num_fed_bytes)
+        return num_bytes > settings.max_header_bytes or self._num_fields > settings.max_headers
+
+    def _check_size(self) -> None:
+        if self._is_too_large and not self._is_refused:
+            self._refuse(self._too_large())
+
     def _too_large(self) -> ApiError:
         settings = self._settings
         message = f"the headers must have at most {settings.max_header_bytes} bytes and {settings.max_headers} fields"
@@ -188,10 +210,17 @@ class Connection(HttpToolsProtocol):
 
     # Sent bytes
 
-    @property
-    def is_stalled(self) -> bool:
-        """True while writing is paused because too many bytes are still to be sent."""
-        return self.flow.write_paused
+    async def has_stalled(self) -> bool:
+        """Wait while too many bytes are unsent. Return True if the client takes none for `stall_seconds`."""
+        while self.flow.write_paused:
+            num_unsent = self.transport.get_write_buffer_size()
+            try:
+                async with asyncio.timeout(self._settings.stall_seconds):
+                    await self.flow.drain()
+            except TimeoutError:
+                if self.transport.get_write_buffer_size() >= num_unsent:
+                    return True
+        return False
 
     def check_reader(self) -> None:
         """Abort the connection if bytes have stayed unsent for more than `reader_seconds`.
@@ -207,7 +236,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
 
-def is_stalled(scope: Scope) -> bool:
-    """Return True if the client reads so slowly that writing is paused."""
+async def has_stalled(scope: Scope) -> bool:
+    """Return True if the client takes no bytes. See `Connection.has_stalled`."""
     connection: Connection | None = scope.get(_KEY)
-    return connection is not None and connection.is_stalled
+    return connection is not None and await connection.has_stalled()

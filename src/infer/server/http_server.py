@@ -72,6 +72,7 @@ def make_http_server(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> 
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="error",  # a malformed request has a line in the access log
         access_log=False,
         proxy_headers=False,
         server_header=False,

@@ -43,8 +43,9 @@ class ServerSettings:
     header_seconds: float = 10.0
     max_connections: int = 1024
     keep_alive_seconds: int = 75
-    max_unsent_bytes: int = 2**20  # an answer with more unsent bytes is ended
-    reader_seconds: float = 60.0  # within which a slow reader must take some of these bytes
+    max_unsent_bytes: int = 2**20  # a stream with more unsent bytes waits for its reader
+    stall_seconds: float = 5.0  # within which this reader must take some of these bytes, or the stream is ended
+    reader_seconds: float = 60.0  # within which a reader must take all unsent bytes
     comment_seconds: float = 10.0  # of silence in a stream, after which a comment keeps it open
     drain_seconds: float = 30.0
     watchdog_seconds: float = 120.0  # limit of one step

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from infer.server.asking import until_gone
 from infer.server.call import call_of
-from infer.server.connection import is_stalled
+from infer.server.connection import has_stalled
 from infer.server.endpoint import EVENTS, refusal_of
 from infer.server.http_errors import ENGINE_FAILED, ApiError
 from infer.server.resumption import FAILED
@@ -97,7 +97,7 @@ class EventStream(Response):
                 self._num_sent += 1
                 noted, notes[:] = b"".join((*notes, chunk)), []
                 await send({"type": "http.response.body", "body": noted, "more_body": True})
-                if is_stalled(request.scope):
+                if await has_stalled(request.scope):
                     await self._events.aclose()
                     raise ApiError(408, "the answer was ended because its reader was too slow", code="slow_reader")
             last = b""

@@ -1,4 +1,4 @@
-"""A few processes of one program. Each tenant uses one at a time, so that no tenant makes the others wait."""
+"""A few processes of one program. A tenant with a name leaves one of them to the others, so that they need not wait."""
 
 import os
 import threading
@@ -33,7 +33,7 @@ class Lane:
     def __init__(self, program: Path, *arguments: str) -> None:
         self._free = [Child(program, *arguments) for _ in range(MOST_PROCESSES)]
         self._children = tuple(self._free)
-        self._asking = set[str]()  # tenants whose question is being answered
+        self._asking = list[str]()  # the tenant of each question that is being answered
         self._changed = threading.Condition()
         lane = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(lane))
@@ -46,21 +46,25 @@ class Lane:
         """Return the answer of a process, which gets the question when it is free. Raises the errors of `Child.ask`."""
         tenant = _tenant.get()
         with self._changed:
-            self._changed.wait_for(lambda: self._free and tenant not in self._asking)
-            self._asking.add(tenant)
+            self._changed.wait_for(lambda: self._may_ask(tenant))
+            self._asking.append(tenant)
             child, changed = self._free.pop(), self._changed
         try:
             return child.ask(question, seconds)
         finally:
             with changed:
                 if changed is self._changed:  # there was no fork meanwhile
-                    self._asking.discard(tenant)
+                    self._asking.remove(tenant)
                     self._free.append(child)
                     changed.notify_all()
 
+    def _may_ask(self, tenant: str) -> bool:
+        """Return True if a process is free, and another one remains free if a named tenant already asks."""
+        return len(self._free) > bool(tenant and tenant in self._asking)
+
     def forget(self) -> None:
         """Reset the lane in a fork, where no thread is asking, whatever the parent's threads did."""
-        self._changed, self._asking = threading.Condition(), set()
+        self._changed, self._asking = threading.Condition(), []
         self._free = list(self._children)
 
 

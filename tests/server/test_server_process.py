@@ -24,7 +24,7 @@ from watched import python_command
 SECONDS = 100.0
 # A server of one slot whose steps are slow; loading waits for a line on stdin. A step or the event loop may hang.
 SERVER = """
-import asyncio, os, socket, sys, threading, time
+import asyncio, os, re, socket, sys, threading, time
 from infer.server.process import bind, run_server
 from infer.server.server_settings import ServerSettings
 from infer.server.server_state import ServerState
@@ -47,10 +47,13 @@ def load(on_progress):
     return AsyncLLM(llm)
 def hang_loop():
     time.sleep(1000)
+def hold_lock():
+    print("held", flush=True)
+    re.match("(a+)+$", "a" * 60 + "b")  # takes years, and holds Python's lock
 def on_ready(state):
     print("ready", flush=True)
-    if hangs == "loop":
-        asyncio.get_running_loop().call_later(0.5, hang_loop)
+    if hangs != "step":
+        asyncio.get_running_loop().call_later(0.5, {"loop": hang_loop, "lock": hold_lock}.get(hangs, int))
 print("ended", run_server(ServerState(settings), listener, load, on_ready), flush=True)
 """
 # The process of its clients, and the child with the model, which prints its process id.
@@ -258,6 +261,16 @@ def test_an_event_loop_that_hangs_ends_the_process_with_its_stacks(folder: Path)
         assert process.child.returncode == 3
 
 
+def test_code_that_holds_python_s_lock_ends_the_process_with_its_stacks_also_after_sigterm(folder: Path) -> None:
+    with started(folder, hangs="lock") as process:
+        process.load()
+        assert process.child.stdout is not None
+        assert process.child.stdout.readline() == "held\n"
+        process.child.send_signal(signal.SIGTERM)
+        assert "hold_lock" in process.ends()
+        assert process.child.returncode == 1
+
+
 def test_a_child_that_dies_is_followed_by_one_that_goes_on_with_its_answers(folder: Path) -> None:
     with running(python_command(ISOLATED, folder)) as process, ThreadPoolExecutor(2) as pool:
         first = process.child_id()
@@ -289,13 +302,34 @@ def text_of(streamed: str) -> str:
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
 
-def test_the_command_says_what_it_serves_in_six_lines(folder: Path, tmp_path: Path) -> None:
+@contextmanager
+def command_of(folder: Path) -> "Iterator[tuple[subprocess.Popen[str], int]]":
+    """Run `infer serve`, and yield its process and its port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     arguments = ["serve", "--model", str(folder), "--port", str(port), "--served-model-name", "tiny"]
-    code = "import sys; from infer.__main__ import run; run()"
-    command = [*python_command(code), *arguments]
+    command = [*python_command("import sys; from infer.__main__ import run; run()"), *arguments]
     with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        try:
+            yield child, port
+        finally:
+            child.kill()
+
+
+def test_a_log_that_nobody_reads_stops_no_answer_and_no_end(folder: Path) -> None:
+    with command_of(folder) as (child, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        assert child.stderr is not None
+        while not child.stderr.readline().startswith("ends"):
+            pass
+        assert {client.get("/v1/models").status_code for _ in range(500)} == {200}
+        child.send_signal(signal.SIGINT)
+        assert child.wait(SECONDS) == 0
+        assert child.stdout is not None
+        assert json.loads(child.stdout.readline())["http.route"] == "/v1/models"
+
+
+def test_the_command_says_what_it_serves_in_six_lines(folder: Path, tmp_path: Path) -> None:
+    with command_of(folder) as (child, port):
         assert child.stderr is not None
         lines = [child.stderr.readline() for _ in range(7)]
         assert [line.split()[0] for line in lines] == ["loading", "url", "model", "slots", "memory", "limits", "ends"]

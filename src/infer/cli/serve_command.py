@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import final
 
 import infer
 from infer.backends.before_load import step_limits
@@ -27,6 +26,7 @@ from infer.server.server_settings import ServerSettings
 from infer.server.server_state import ServerState
 from infer.system.core_share import take_cores
 from infer.system.cores import default_num_threads
+from infer.system.log_lines import LogLines
 from infer.system.model_names import plain_name
 from infer.system.status_line import write_notice
 
@@ -36,16 +36,6 @@ OLLAMA_PORT = 11434
 NO_KEY, KEY = "none", "YOUR_KEY"  # clients need a key even if the server needs none
 # Tokens that coding agents send, and the context that they need.
 _AGENT_PROMPT, _AGENT_CONTEXT = "10,000 to 25,000", 32_768
-
-
-@final
-class _Lines(logging.Handler):
-    """Writes whole lines to stdout. A reader that has closed the pipe does not stop the server."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, ValueError):
-            sys.stdout.write(f"{record.getMessage()}\n")
-            sys.stdout.flush()
 
 
 def run_serve(options: ServeOptions, load: Load) -> int:
@@ -76,14 +66,15 @@ def run_serve(options: ServeOptions, load: Load) -> int:
 def begin_logs(options: ServeOptions) -> None:
     """Write the server's log to stderr, and its access log to stdout unless the options say otherwise."""
     warnings.simplefilter("ignore", RequestWarning)  # they repeat what a request reports
-    logging.getLogger("infer.server").addHandler(logging.StreamHandler())
+    if sys.stderr is not None:
+        logging.getLogger().addHandler(LogLines(sys.stderr))  # also the lines of uvicorn and asyncio
     if options.verbose:
         logging.getLogger("infer.server").setLevel(logging.DEBUG)
-    if not options.no_access_log:
-        log = logging.getLogger("infer.access")
+    log = logging.getLogger("infer.access")
+    log.propagate = False
+    if not options.no_access_log and sys.stdout is not None:
         log.setLevel(logging.INFO)
-        log.propagate = False
-        log.addHandler(_Lines())
+        log.addHandler(LogLines(sys.stdout))
 
 
 def _commands(model: str, num_replicas: int, port: int, *, has_threads: bool) -> list[list[str]]:

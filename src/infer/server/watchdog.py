@@ -1,4 +1,8 @@
-"""The watchdog: if a step or the event loop hangs, write all stacks and end the process for a supervisor."""
+"""The watchdog: if a step or the event loop hangs, write all stacks and end the process for a supervisor.
+
+Code that holds Python's lock stops the watchdog's thread too. Then a thread of `faulthandler`, which needs no lock,
+does the same, with status 1.
+"""
 
 import faulthandler
 import os
@@ -20,10 +24,12 @@ def start_watchdog(state: ServerState) -> None:
 def _watch(state: ServerState) -> None:
     """End the process if the event loop or a step hangs.
 
-    Time is counted in checks, so a process that was stopped meanwhile does not count as hanging.
+    Time is counted in checks, so a process that was stopped meanwhile does not count as hanging, unless it was stopped
+    for the whole limit.
     """
     loop, step = _Stillness(), _Stillness()
     while True:
+        faulthandler.dump_traceback_later(state.settings.watchdog_seconds, exit=True)
         time.sleep(state.settings.watchdog_seconds / _NUM_CHECKS)
         if max(loop.count(state.ticked_at), step.count(state.step_began)) >= _NUM_CHECKS:
             faulthandler.dump_traceback()

@@ -1,0 +1,37 @@
+"""Lines of the log: nobody waits for their reader, and the lines that are dropped are counted."""
+
+import logging
+import os
+from pathlib import Path
+
+from idle import until
+from infer.system.log_lines import MOST_LINES, LogLines
+
+LINE = "a" * 99
+
+
+def test_lines_for_a_reader_that_stalls_are_dropped_and_counted() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream, os.fdopen(reading) as reader:
+        lines = LogLines(stream)
+        record = logging.LogRecord("a", logging.INFO, "", 0, LINE, (), None)
+        for _ in range(2 * MOST_LINES):
+            lines.emit(record)
+        num_read = 0
+        while num_read < MOST_LINES:
+            assert reader.readline() == f"{LINE}\n"
+            num_read += 1
+        until(lambda: not lines._lines.full())
+        lines.emit(record)
+        while (found := reader.readline()) == f"{LINE}\n":
+            num_read += 1
+        assert found == f"{2 * MOST_LINES - num_read} lines of the log were dropped: its reader is too slow\n"
+        assert reader.readline() == f"{LINE}\n"
+
+
+def test_lines_are_written_before_the_end(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w", encoding="ascii") as stream:
+        lines = LogLines(stream)
+        lines.emit(logging.LogRecord("a", logging.INFO, "", 0, "caf\u00e9", (), None))
+        lines.flush()
+    assert (tmp_path / "log").read_text() == "caf\\xe9\n"

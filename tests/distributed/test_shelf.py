@@ -322,6 +322,27 @@ def test_a_pinned_model_stays_and_an_idle_one_is_unloaded_after_its_time(on_shel
     on_shelf(check, "a b c", pinned="a", idle_seconds=0.1)
 
 
+def test_a_key_unloads_no_model_that_another_key_has_just_used(
+    on_shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(shelf: Shelf) -> None:
+        model = await shelf.named("a")
+        for tenant in ("bob", "alice"):
+            async with shelf.admitted(model, tenant):
+                model.idle_seconds, model.idle_tenant = 0.0, "alice"
+        with pytest.raises(ApiError, match="another key has just used the model 'a'") as error:
+            await shelf.unload(model, "alice")
+        assert (error.value.status, error.value.code) == (409, "model_in_use")
+        await asyncio.sleep(0.05)
+        assert model.phase == "ready"
+        assert shelf.idle_seconds_of(model) > 50
+        monkeypatch.setattr("infer.distributed.shelved_model._KEPT_SECONDS", 0.0)
+        await shelf.unload(model, "alice")
+        assert model.phase == "unloaded"
+
+    on_shelf(work)
+
+
 def test_a_model_is_unloaded_on_request_after_its_last_answer_and_loaded_again(on_shelf: Callable[..., None]) -> None:
     async def check(shelf: Shelf) -> None:
         ended = asyncio.Event()

@@ -151,7 +151,9 @@ class Shelf:
     def idle_seconds_of(self, model: ShelvedModel) -> float:
         """Return the seconds after which the model is unloaded if it is idle. A pinned one never is."""
         seconds = self.settings.idle_seconds if model.idle_seconds is None else model.idle_seconds
-        return math.inf if seconds is None or model.source.is_pinned else seconds
+        if seconds is None or model.source.is_pinned:
+            return math.inf
+        return max(seconds, 0.0 if model.idle_seconds is None else model.seconds_for_others(model.idle_tenant))
 
     # The life of the server
 
@@ -207,15 +209,19 @@ class Shelf:
         try:
             yield replicas
         finally:
+            model.note_use(tenant)
             model.end_answer(began_at)
             self._unload_if_idle(model)
             self._pump()
 
-    async def unload(self, model: ShelvedModel) -> None:
+    async def unload(self, model: ShelvedModel, tenant: str = "") -> None:
         """Unload the model after its last answer, and return when its memory is free.
 
-        Raises ApiError 409 for a pinned model.
+        Raises ApiError 409 for a pinned model, and for one that another tenant has just used.
         """
+        if seconds := model.seconds_for_others(tenant):
+            message = f"another key has just used the model {model.name!r:.80}: unload it in {seconds:.0f} s"
+            raise ApiError(409, message, code="model_in_use", headers=_NO_RETRY)
         if model.source.is_pinned:
             message = f"the model {model.name!r:.80} is pinned, so it cannot be unloaded"
             raise ApiError(409, message, code="model_pinned")
@@ -225,6 +231,7 @@ class Shelf:
             await self._until(lambda: not (model.is_leaving and model.is_in_memory))
 
     async def _admit(self, model: ShelvedModel, tenant: str) -> Replicas:
+        model.note_use(tenant)
         try:
             await self._know(model)
         except InferError as error:

@@ -168,7 +168,7 @@ class ShelfFront:
 
     async def _unload(self, request: Request, state: ServerState, body: ModelBody) -> Response:
         model = await self._shelf.named(body.model)
-        await self._shelf.unload(model)
+        await self._shelf.unload(model, call_of(request).key_name)
         return json_response(await _shown(model, state))
 
     async def _read_metrics(self, request: Request, state: ServerState) -> Response:

@@ -75,17 +75,17 @@ class ShelfOllama:
         asked = await read_body(request)
         wish = _wish_of(asked.content)
         model = await self._shelf.able(asked.model, tasks_of_route(request.url.path) if wish.has_prompt else ())
-        seconds = seconds_of(wish.keep_alive)
+        seconds, tenant = seconds_of(wish.keep_alive), call_of(request).key_name
         if seconds == 0 and not wish.has_prompt:
-            await self._shelf.unload(model)
+            await self._shelf.unload(model, tenant)
             call_of(request).model = model.name
             shape = OllamaShape(call_of(request), None, is_chat=request.url.path == "/api/chat")
             return json_response(shape.without_prompt(is_unloaded=True))
 
         def keep() -> None:  # not earlier, because the model may be unloaded until then
-            model.idle_seconds = seconds
+            model.idle_seconds, model.idle_tenant = seconds, tenant
 
-        return await hand_on(request, asked, self._exchanges_of(model, call_of(request).key_name, keep))
+        return await hand_on(request, asked, self._exchanges_of(model, tenant, keep))
 
     async def _tags(self, request: Request, state: ServerState) -> Response:
         await self._shelf.look_again()

@@ -14,6 +14,7 @@ from infer.errors import InferError
 
 log = logging.getLogger("infer.server")
 _START_SECONDS, _BYTES_PER_SECOND = 4.0, 5e8  # estimates for a model that was never loaded here
+_KEPT_SECONDS = 60.0  # after a key's use, in which no other key unloads the model
 _ANSWER_SECONDS, _LEARNING = 5.0, 0.2  # of an answer before one has ended; weight of the newest answer in the mean
 ModelPhase = Literal["unloaded", "loading", "ready", "unloading", "failed"]
 
@@ -53,6 +54,8 @@ class ShelvedModel:
         self.num_requests = 0  # active requests
         self.used_at = -math.inf  # time of the end of its last answer
         self.idle_seconds: float | None = None  # it is unloaded after this idle time; None: the server's setting
+        self.idle_tenant = ""  # the tenant that has set `idle_seconds`
+        self._used_at_by_tenant: dict[str, float] = {}
         self.wishes = Wishes()
         self._began_at, self._load_seconds = 0.0, 0.0
         self._answer_seconds = _ANSWER_SECONDS
@@ -103,6 +106,14 @@ class ShelvedModel:
     def busy_seconds(self) -> float:
         """The expected seconds until its active answers have ended."""
         return self._answer_seconds if self.num_requests else 0.0
+
+    def note_use(self, tenant: str) -> None:
+        self._used_at_by_tenant[tenant] = time.monotonic()
+
+    def seconds_for_others(self, tenant: str) -> float:
+        """Return for how many seconds the model is kept because another tenant has used it."""
+        used = [used_at for name, used_at in self._used_at_by_tenant.items() if name != tenant]
+        return max(0.0, max(used, default=-math.inf) + _KEPT_SECONDS - time.monotonic())
 
     def begin_answer(self) -> float:
         """Count a request, and return the time for `end_answer`."""

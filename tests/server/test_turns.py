@@ -2,12 +2,14 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 
 from infer import LLM
+from infer.engine import token_trace
 from infer.server.http_errors import ApiError
 from infer.server.turns import Turns
 from looping import beside
@@ -173,3 +175,42 @@ def test_many_listeners_look_at_the_engine_once(served: Served, llm: LLM, monkey
             threading.Event().wait(0.01)
         assert len(count) == 1
         gate.set()
+
+
+@pytest.mark.parametrize("num_answered", [0, 1])
+def test_scores_of_one_key_take_no_more_time_than_the_answers_of_another(
+    served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch, num_answered: int
+) -> None:
+    """Each part of the scores takes as long as many steps, so there are fewer parts than steps."""
+    num_parts, num_tokens, is_over = 0, 60, threading.Event()
+    log_probabilities = token_trace.log_probabilities
+
+    def slow(*given: Any) -> Any:
+        nonlocal num_parts
+        num_parts += 1
+        time.sleep(0.05)
+        return log_probabilities(*given)
+
+    def score() -> None:
+        body = {"prompt": [5] * 100, "max_tokens": num_answered, "echo": not num_answered, "logprobs": 1}
+        body |= {"prompt_logprobs": 1} if num_answered else {}
+        while not is_over.is_set():
+            headers = {"Authorization": "Bearer sk-loud"}
+            assert served.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+
+    monkeypatch.setattr(token_trace, "log_probabilities", slow)
+    monkeypatch.setattr(llm._host.engine.scheduler, "_max_steps", 1)
+    with beside([score] * 2):
+        while not num_parts:
+            time.sleep(0.001)
+        body = {"prompt": [5], "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+        headers = {"Authorization": "Bearer sk-quiet"}
+        with served.client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            first = num_parts
+            for _ in lines:
+                pass
+        num_beside = num_parts - first
+        is_over.set()
+    assert num_beside < num_tokens / 2

@@ -11,7 +11,7 @@ sequence does not depend on whether a step with it is running.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import TypeVar, final
@@ -83,6 +83,7 @@ class Engine:
         if prefixes is not None:
             prefixes.is_busy = lambda: bool(self._sequences)
             prefixes.seconds_to_compute = self._seconds_to_compute
+        self.resting_tenants: Collection[str] = ()  # they owe the next steps to the others
         self._planner = StepPlanner(self.scheduler, self._shares, self._drafting)
         self._ends = StepEnds(self._planner, self.scheduler, self._shares, self._drafting)
         self._pending: LaunchedStep | None = None  # launched behind the last step that was collected
@@ -259,8 +260,8 @@ class Engine:
         wanting = [each for each in self._slots.sequences if not each.is_paused]
         if behind is not None:
             wanting = [each for each in wanting if not each.awaited or each.room > 0]
-            return self._run(self._planner.take_turns(wanting), behind)
-        active = self._planner.take_turns(wanting)
+            return self._run(self._planner.take_turns(wanting, self.resting_tenants), behind)
+        active = self._planner.take_turns(wanting, self.resting_tenants)
         self._taking_part.update(dict.fromkeys(active))
         self._leaving.update(dict.fromkeys(active))
         for sequence in active:

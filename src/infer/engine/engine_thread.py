@@ -71,6 +71,7 @@ class _EngineThread:
         self._backlogs: dict[Sequence, Backlog] = {}  # of the active sequences that came from a backlog
         self._calls = deque[EngineCall]()  # calls that have not begun
         self._begun_calls = deque[EngineCall]()  # the first one continues when no other call must begin
+        self._debts: dict[str, float] = {}  # seconds of steps that others are owed for a tenant's calls
         self._draining = list[Reply[None]]()
         self._num_faults = 0  # consecutive failed steps
         self._why_failed = ""
@@ -96,8 +97,10 @@ class _EngineThread:
             while not self._inbox.empty():
                 self._take(self._inbox.get())
             has_stepped = self._step()
-            if calls := self._calls or self._begun_calls:
-                self._advance(calls.popleft())
+            if not has_stepped:  # the others only wait
+                self._debts.clear()
+            if (call := self._next_call()) is not None:
+                self._advance(call)
             elif self._readers and not (has_stepped or self._is_closed):
                 try:  # all answers pause
                     self._take(self._inbox.get(timeout=_POLL_SECONDS))
@@ -182,14 +185,17 @@ class _EngineThread:
         engine, status = self._engine, self._status
         if engine is None or not self._readers or self._is_closed:
             return False
-        status.heartbeat = Heartbeat(time.monotonic(), is_stepping=True)
+        status.heartbeat = Heartbeat(began := time.monotonic(), is_stepping=True)
+        engine.resting_tenants = self._debts.keys()
         try:
             sequences = engine.step()
         except Exception as error:
             self._recover(engine, error)
             return True
         finally:
-            status.heartbeat = Heartbeat(time.monotonic(), is_stepping=False)
+            status.heartbeat = Heartbeat(ended := time.monotonic(), is_stepping=False)
+        debts = {tenant: owed - (ended - began) for tenant, owed in self._debts.items()}
+        self._debts = {tenant: owed for tenant, owed in debts.items() if owed > 0}
         self._num_faults = 0
         self._deliver(sequences)
         return bool(sequences)
@@ -235,24 +241,39 @@ class _EngineThread:
             error = second
         return self._fail(error)
 
+    def _next_call(self) -> EngineCall | None:
+        """Take out the call that continues. None if all wait for the steps that their tenants owe to others."""
+        for calls in (self._calls, self._begun_calls):
+            for call in calls:
+                if call.tenant not in self._debts or call.reply.is_cancelled:
+                    calls.remove(call)
+                    return call
+                if not call.gives_way:
+                    break
+        return None
+
     def _advance(self, call: EngineCall) -> None:
-        """Run the next part of a call."""
+        """Run the next part of a call. Each other tenant with answers is owed steps for as long."""
+        others, began = {each.request.tenant for each in self._readers} - {call.tenant}, time.monotonic()
         try:
             if call.reply.is_cancelled:
                 call.work.close()
                 call.reply.set(error=InferError("the call was cancelled"))
                 return
-            gives_way = next(call.work)
+            gives_way = bool(next(call.work))
         except StopIteration as ended:
             call.reply.set(ended.value)
         except BaseException as error:
             call.reply.set(error=error)
         else:
-            if call.has_begun and not gives_way:
-                self._begun_calls.appendleft(call)
-            else:
-                call.has_begun = True
+            call.gives_way = gives_way or not call.has_begun
+            if call.gives_way:
                 self._begun_calls.append(call)
+            else:
+                self._begun_calls.appendleft(call)
+            call.has_begun = True
+        if others:
+            self._debts[call.tenant] = len(others) * (time.monotonic() - began)
 
     # Ends
 

@@ -43,6 +43,7 @@ from infer.engine.sequence import Sequence
 from infer.errors import ClosedError, EngineFailedError, InferError, closed
 from infer.model.load import OnProgress
 from infer.ops import Backend
+from infer.system.lane import asking_tenant
 from infer.system.thread_start import start_thread
 
 _Found = TypeVar("_Found")
@@ -162,7 +163,7 @@ class Loop:
         if self.is_current:
             raise InferError("the engine's own thread cannot wait for a call: ask outside of callbacks and finalizers")
         reply = Reply[_Found](relay)
-        self._send(EngineCall(work, reply))
+        self._send(EngineCall(work, reply, asking_tenant()))
         return reply
 
     def run(self, function: Callable[..., _Found], *arguments: Any) -> _Found:

@@ -126,7 +126,9 @@ class Continue(NamedTuple):
 class EngineCall:
     work: Work[Any]
     reply: Reply[Any]
+    tenant: str = ""
     has_begun: bool = False
+    gives_way: bool = True
 
 
 class Drain(NamedTuple):

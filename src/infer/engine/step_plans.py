@@ -1,5 +1,6 @@
 """Planning of steps: their sequences, the tokens and drafts of each, and the pages that these need."""
 
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import final
@@ -24,8 +25,9 @@ class StepPlanner:
         self._scheduler, self._shares, self._drafting = scheduler, shares, drafting
         self._resting: list[Sequence] = []  # sequences that do not take part in the current step
 
-    def take_turns(self, wanting: list[Sequence]) -> list[Sequence]:
-        """Return the sequences that take part in the next step."""
+    def take_turns(self, wanting: list[Sequence], resting_tenants: Collection[str] = ()) -> list[Sequence]:
+        """Return the sequences that take part in the next step. Those of some tenants rest if there are others."""
+        wanting = [each for each in wanting if each.request.tenant not in resting_tenants] or wanting
         is_shared = len({each.request.tenant for each in wanting}) > 1
         chosen = self._shares.choose(
             StepPart(each.request.tenant, 1, each.num_computed) for each in wanting if is_shared

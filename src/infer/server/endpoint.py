@@ -19,6 +19,7 @@ from infer.server.call import Call, call_of
 from infer.server.http_errors import ApiError, api_error
 from infer.server.resumption import unpack
 from infer.server.server_state import ServerState
+from infer.system.lane import asking_for
 
 log = logging.getLogger("infer.server")
 JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
@@ -82,7 +83,8 @@ class Endpoint:
             if call.num_sent_bytes:
                 call.sent = unpack(body[: call.num_sent_bytes])
             request._body = body[call.num_sent_bytes :]
-            response = await self._handle(request, call)
+            with asking_for(call.key_name):
+                response = await self._handle(request, call)
         except (ClientDisconnect, ClientGoneError):
             call.leave()
             return

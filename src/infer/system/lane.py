@@ -18,12 +18,17 @@ _tenant = ContextVar("tenant", default="")
 
 @contextmanager
 def asking_for(tenant: str) -> Iterator[None]:
-    """Mark this thread's questions within the context as those of a tenant."""
+    """Mark the questions of this thread or task within the context, and its calls of an engine, as a tenant's."""
     token = _tenant.set(tenant)
     try:
         yield
     finally:
         _tenant.reset(token)
+
+
+def asking_tenant() -> str:
+    """Return the tenant of this context, or an empty text."""
+    return _tenant.get()
 
 
 @final
@@ -44,7 +49,7 @@ class Lane:
 
     def ask(self, question: Any, seconds: float) -> Any:
         """Return the answer of a process, which gets the question when it is free. Raises the errors of `Child.ask`."""
-        tenant = _tenant.get()
+        tenant = asking_tenant()
         with self._changed:
             self._changed.wait_for(lambda: self._may_ask(tenant))
             self._asking.append(tenant)

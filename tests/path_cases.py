@@ -264,7 +264,7 @@ def all_by_definition(world: World, cases: Sequence[Case]) -> list[Outcome]:
 def _answer(world: World, case: Case) -> Generator[list[int], torch.Tensor | None, Outcome]:
     """Generate an answer: yield the ids so far, and receive the logits after them."""
     tokenizer, params = world.tokenizer, case.params
-    output = TextOutput(tokenizer, params, world.model.max_seq_len - len(case.prompt))
+    output = TextOutput(tokenizer, case.prompt, params, world.model.max_seq_len - len(case.prompt))
     token_ids, text = list(case.prompt), ""
     constraint = constraint_of(world, params)
     logprobs, is_complete = list[TokenLogprob](), False

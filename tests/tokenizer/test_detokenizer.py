@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 
 from infer.errors import InvalidRequestError, UnsupportedModelError
 from infer.tokenizer import Detokenizer, Tokenizer
-from infer.tokenizer.detokenizer import make_token_bytes, read_decoding_rules
+from infer.tokenizer.decoding_rules import Replacement, make_token_bytes, read_decoding_rules
 
 ANY_BYTES = tuple(bytes([value]) for value in range(256))
 
@@ -167,6 +167,53 @@ def test_wordpiece_puts_spaces_between_words_as_its_decoder_says(cleans_up: bool
     for ids in ([0, *range(len(texts))], *(generator.choices(range(len(texts)), k=4) for _ in range(300))):
         detokenizer = tokenizer.make_detokenizer()
         assert "".join(map(detokenizer.push, ids)) == tokenizer.decode(ids) == backend.decode(ids)
+
+
+PIECES = [*(f"<0x{value:02X}>" for value in range(128)), "▁", "▁▁", "\n", "'", "s", "Hello", "▁Hello", "##a", "##"]
+PIECES += ["a", "aa", " ", "  ", "' s", " .", "n't", "é", "a▁b", "\0infer\0", "<0xZZ>"]
+STRINGS = st.sampled_from(["▁", " ", "a", "aa", "aab", "\n ", "' ", "ab", "▁▁", "Hello "])
+STEPS = st.one_of(
+    st.builds(decoders.Fuse),
+    st.builds(decoders.ByteFallback),
+    st.builds(decoders.ByteLevel),
+    st.builds(decoders.Metaspace, st.just("▁"), st.sampled_from(["always", "never", "first"])),
+    st.builds(decoders.Strip, st.sampled_from([" ", "▁", "a"]), st.integers(0, 3), st.sampled_from([0, 0, 0, 1])),
+    st.builds(decoders.Replace, STRINGS, st.sampled_from(["", " ", "a", "▁", "xx"])),
+    st.builds(decoders.Replace, st.builds(Regex, st.sampled_from(["▁+", " +", "a|s"])), st.sampled_from(["", " "])),
+    st.builds(decoders.WordPiece, st.just("##"), st.booleans()),
+)
+
+
+@given(st.lists(STEPS, max_size=5), st.lists(st.lists(st.sampled_from(PIECES), max_size=7), min_size=5, max_size=5))
+def test_any_steps_of_a_decoder_give_the_librarys_text_or_are_refused_at_load(
+    steps: list[decoders.Decoder], texts: list[list[str]]
+) -> None:
+    vocabulary = {text: token_id for token_id, text in enumerate(PIECES)}
+    backend = Backend(models.BPE(vocabulary, [], unk_token="a", byte_fallback=True))
+    backend.decoder = decoders.Sequence(steps)
+    try:
+        tokenizer = Tokenizer(backend, named_tokens={})
+    except UnsupportedModelError:
+        return
+    for text in texts:
+        ids = [vocabulary[piece] for piece in text]
+        detokenizer = tokenizer.make_detokenizer()
+        streamed = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+        assert streamed == tokenizer.decode(ids) == backend.decode(ids)
+        for cut in range(len(ids)):
+            detokenizer = tokenizer.make_detokenizer(prompt_ids=ids[:cut])
+            answer = "".join(map(detokenizer.push, ids[cut:])) + detokenizer.flush()
+            if not any(isinstance(rule, Replacement) for rule in tokenizer._rules.of_text):
+                assert answer.encode() == b"".join(tokenizer.token_bytes[each] for each in ids[cut:])
+
+
+@pytest.mark.parametrize("middle", [[], [decoders.Fuse()]])
+def test_the_usual_decoders_are_not_refused(middle: list[decoders.Decoder]) -> None:
+    lucie = [decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse(), decoders.Replace("\n ", "\n")]
+    llama = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *middle, decoders.Strip(" ", 1, 0)]
+    for steps in (lucie, llama, [decoders.ByteLevel()], [decoders.WordPiece("##", True)], [decoders.Metaspace()]):
+        state = decoders.Sequence(steps).__getstate__().decode()
+        assert read_decoding_rules(state).rewrites_text == (steps is lucie)
 
 
 def test_an_unknown_decoder_is_named() -> None:

@@ -240,7 +240,8 @@ class Sequence:
         form, parser = self.request.answer_format, None
         if form is not None:
             parser = make_parser(form, partial(form.call_id, self.request.call_salt))
-        return TextOutput(self.request.tokenizer, self.params, room, parser)
+        prompt_ids = self.token_ids[: self.num_prompt_tokens]
+        return TextOutput(self.request.tokenizer, prompt_ids, self.params, room, parser)
 
     def _replay(self, num_tokens: int) -> None:
         text, grammar = self._begin_text(), self.grammar

@@ -1,5 +1,6 @@
 """The text of an answer, token by token. It ends with an end id, a stop string, a complete grammar or its length."""
 
+from collections.abc import Sequence
 from typing import final
 
 from infer.outputs import FinishReason, Piece, TokenLogprob, ToolCallDelta
@@ -16,13 +17,20 @@ class TextOutput:
     tool calls from the text. Stop strings are searched in the text only.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, room: int, parser: Parser | None = None) -> None:
-        """Begin an answer. The context has room for `room` tokens after the prompt."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        room: int,
+        parser: Parser | None = None,
+    ) -> None:
+        """Begin an answer to a prompt. The context has room for `room` tokens after the prompt."""
         self._params = params
         self.stop_ids = frozenset(params.stop_token_ids or ()) | (
             frozenset() if params.ignore_eos else tokenizer.eos_token_ids
         )
-        self._detokenizer = tokenizer.make_detokenizer()
+        self._detokenizer = tokenizer.make_detokenizer(prompt_ids=prompt_ids)
         self._parser = parser
         self._stop_strings = StopStrings(params.stop or (), params.include_stop_str_in_output)
         asked = params.max_new_tokens

@@ -96,6 +96,11 @@ class Compiler:
             raise InvalidRequestError(f"tools and reasoning need grammar_backend 'llguidance', got {self.backend!r}")
 
     def _constraint(self, asked: Hashable, compile_: Callable[[GrammarBackend], _Compiled]) -> Constraint:
+        if self._tokenizer.rewrites_text:
+            raise InvalidRequestError(
+                "a grammar needs a tokenizer whose decoder changes each token by itself, but this model's decoder "
+                "replaces text across tokens: ask without a grammar"
+            )
         key = _key(asked)
         with self._lock:
             backend, vocabulary = self._load()

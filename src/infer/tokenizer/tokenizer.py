@@ -14,14 +14,8 @@ from tokenizers import AddedToken
 
 from infer.errors import InvalidRequestError
 from infer.tokenizer.chat_template import ChatTemplate
-from infer.tokenizer.detokenizer import (
-    DecodingRules,
-    Detokenizer,
-    decode_ids,
-    make_first_token_bytes,
-    make_token_bytes,
-    read_decoding_rules,
-)
+from infer.tokenizer.decoding_rules import make_token_bytes, read_decoding_rules
+from infer.tokenizer.detokenizer import Detokenizer
 from infer.tokenizer.gguf_vocabulary import END_NAMES
 from infer.tokenizer.infill import InfillMarks, find_marks
 from infer.tokenizer.length_bound import Bound, make_length_bound
@@ -74,6 +68,8 @@ class Tokenizer:
         self.adds_bos = self.bos_token_id is not None and added_ids[:1] == [self.bos_token_id]
         self.ending_ids = added_ids[self.adds_bos :]  # ids that `encode` adds after a text
         self._vocabulary = vocabulary
+        decoder = backend.decoder
+        self._rules = read_decoding_rules(None if decoder is None else decoder.__getstate__().decode())
 
     def __repr__(self) -> str:
         names = [f"{self.vocab_size:,} tokens", "adds BOS" if self.adds_bos else "adds no BOS"]
@@ -111,14 +107,9 @@ class Tokenizer:
         """
         return cls(**read_gguf(metadata)._asdict())
 
-    @property
+    @cached_property
     def token_bytes(self) -> tuple[bytes, ...]:
         """The raw bytes of each id. For a special token they are its text."""
-        return self._spelling[0]
-
-    @cached_property
-    def _spelling(self) -> tuple[tuple[bytes, ...], Mapping[int, bytes]]:
-        """The bytes of each id, and of the ids whose bytes differ at the beginning of a text."""
         vocabulary = self._vocabulary
         if vocabulary is None:
             ids = read_vocabulary(self.backend)
@@ -127,8 +118,12 @@ class Tokenizer:
                 texts[token_id] = text
             vocabulary = texts
         self._vocabulary = None
-        token_bytes = make_token_bytes(vocabulary, self._rules, self._added_token_ids)
-        return token_bytes, make_first_token_bytes(vocabulary, self._rules)
+        return make_token_bytes(vocabulary, self._rules, self._added_token_ids)
+
+    @property
+    def rewrites_text(self) -> bool:
+        """True if the decoder replaces text across tokens, so that a text is not the joined bytes of its tokens."""
+        return self._rules.rewrites_text
 
     @property
     def vocab_size(self) -> int:
@@ -199,12 +194,17 @@ class Tokenizer:
             >>> llm.tokenizer.decode(llm.tokenizer.encode("Once upon a time"))
             'Once upon a time'
         """
-        skipped = self.special_token_ids if skip_special_tokens else frozenset()
-        token_bytes, first_token_bytes = self._spelling
-        return decode_ids(ids, token_bytes, skipped, self._rules.num_stripped_spaces, first_token_bytes)
+        return self.make_detokenizer(skip_special_tokens).decode(ids)
 
-    def make_detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a converter that makes text from ids one by one. See `decode` for the argument.
+    def make_detokenizer(
+        self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] | None = None
+    ) -> Detokenizer:
+        """Return a converter that makes text from ids one by one.
+
+        Args:
+            skip_special_tokens: As for `decode`.
+            prompt_ids: The ids of the prompt, if the ids are those of an answer. Its text is the decoded prompt and
+                answer without the decoded prompt.
 
         Examples:
             >>> detokenizer = llm.tokenizer.make_detokenizer()
@@ -212,8 +212,12 @@ class Tokenizer:
             'naïve ☕'
         """
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
-        token_bytes, first_token_bytes = self._spelling
-        return Detokenizer(token_bytes, skipped, self._rules.num_stripped_spaces, first_token_bytes)
+        return Detokenizer(self.token_bytes, skipped, self._rules.of_text, self._first_bytes, prompt_ids)
+
+    def _first_bytes(self, token_id: int) -> bytes:
+        text = self.backend.id_to_token(token_id)
+        found = None if text is None else self._rules.first_bytes(text)
+        return self.token_bytes[token_id] if found is None else found
 
     @property
     def chat_template_names(self) -> tuple[str, ...]:
@@ -415,11 +419,6 @@ class Tokenizer:
     @cached_property
     def _length_bound(self) -> Bound:
         return make_length_bound(self.backend, self.token_bytes)
-
-    @cached_property
-    def _rules(self) -> DecodingRules:
-        decoder = self.backend.decoder
-        return read_decoding_rules(None if decoder is None else decoder.__getstate__().decode())
 
     @cached_property
     def _special_texts(self) -> SpecialTexts:

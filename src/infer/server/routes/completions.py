@@ -144,7 +144,12 @@ class CompletionShape(ReplyFormat):
         self._spelling, self._num_choices = Spelling.of(tokenizer), body.n or 1
         self._openings = [self._opening(prompt) for prompt in prompts]
         starts = [len(opening.text) for opening in self._openings]
-        self._offsets = [_Offsets(tokenizer, start, skips_special=True) for start in starts for _ in range(body.n or 1)]
+        ids = [prompt.ids for prompt in prompts]
+        self._offsets = [
+            _Offsets(tokenizer, start, before)
+            for before, start in zip(ids, starts, strict=True)
+            for _ in range(self._num_choices)
+        ]
 
     def whole(self, results: Sequence[GenerationResult]) -> Completion:
         choices = list[CompletionChoice]()
@@ -206,7 +211,7 @@ class CompletionShape(ReplyFormat):
     def _prompt_columns(self, prompt: Prompt, *, adds_bos: bool) -> CompletionLogprobs:
         columns = completion_columns(prompt.echoed, self._spelling)
         columns["tokens"][0] = self._spelling.text(prompt.ids[0])
-        offsets = _Offsets(self._tokenizer, 0, skips_special=False)
+        offsets = _Offsets(self._tokenizer, 0)
         before = [0] if adds_bos else []  # BOS is not a part of the text
         return CompletionLogprobs(**columns, text_offset=before + offsets.of(prompt.ids[len(before) :]))
 
@@ -228,10 +233,10 @@ class CompletionShape(ReplyFormat):
 
 @final
 class _Offsets:
-    """Counts the characters of a text before each token."""
+    """Counts the characters of a text before each token: of an answer to a prompt, or of a prompt."""
 
-    def __init__(self, tokenizer: "infer.Tokenizer", start: int, *, skips_special: bool) -> None:
-        self._detokenizer = tokenizer.make_detokenizer(skip_special_tokens=skips_special)
+    def __init__(self, tokenizer: "infer.Tokenizer", start: int, prompt_ids: Sequence[int] | None = None) -> None:
+        self._detokenizer = tokenizer.make_detokenizer(prompt_ids is not None, prompt_ids)
         self._num_characters = start
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
